@@ -1,0 +1,43 @@
+"""mgpu: one multi-device training API over two live engines, MXNet/Gluon and
+PyTorch, that give the same numbers.
+
+``mgpu.set_backend("mxnet")`` or ``mgpu.set_backend("torch")``, and the same
+script splits batches, all-reduces gradients, initialises a network on a list
+of devices, steps a trainer and evaluates on all devices. Importing `mgpu`
+imports neither framework.
+"""
+from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
+                  models, optimizers)
+from mgpu.backends import (BackendNotAvailable, available_backends,
+                           get_backend, set_backend, using_backend)
+from mgpu.collectives import (allgather, allreduce, assign_roots, broadcast,
+                              reduce, reducescatter)
+from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
+                         try_all_gpus, try_gpu)
+from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
+                             evaluate_accuracy_gpus)
+from mgpu.plotting import Animator
+from mgpu.replicas import Parameter, Replicas, get_params, initialize
+from mgpu.split import shard_bounds, split_and_load, split_batch
+from mgpu.timing import Accumulator, Benchmark, Timer, synchronize
+from mgpu.trainer import StaleGradientError, Trainer
+from mgpu.training import (History, NonFiniteLoss, attach_grad, backward,
+                           grad, no_grad, parallel, put, record, seed, sgd,
+                           to_numpy, train, train_batch, train_epochs)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accumulator", "Animator", "BackendNotAvailable", "Benchmark", "Device",
+    "History", "NonFiniteLoss", "Parameter", "Replicas",
+    "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
+    "allreduce", "assign_roots", "attach_grad", "available_backends",
+    "backward", "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
+    "evaluate_accuracy_gpus", "functional", "get_backend", "get_params",
+    "gpu", "grad", "initialize", "initializers", "list_devices", "losses",
+    "lr_scheduler", "models", "no_grad", "num_gpus", "optimizers",
+    "parallel", "put", "record", "reduce", "reducescatter", "seed",
+    "set_backend", "sgd", "shard_bounds", "split_and_load", "split_batch",
+    "synchronize", "to_numpy", "train", "train_batch", "train_epochs",
+    "try_all_gpus", "try_gpu", "using_backend",
+]

@@ -1,0 +1,190 @@
+"""The MXNet engine."""
+import contextlib
+from typing import Any, Callable, Iterator, List, Optional, Sequence
+
+import numpy as np
+
+from mgpu.backends import base
+from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.network import MXNetNetwork
+from mgpu.backends._mxnet.ops import MXNetOps, is_np
+from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+
+autograd, npx = mx.autograd, mx.npx
+
+
+@contextlib.contextmanager
+def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
+    """MXNet's NumPy array and shape flags of this thread, put back."""
+    before = npx.is_np_array(), npx.is_np_shape()
+    _set_numpy_mode(array, shape)
+    try:
+        yield
+    finally:
+        _set_numpy_mode(*before)
+
+
+def _set_numpy_mode(array: bool, shape: bool) -> None:
+    # The array flag may only be on while the shape flag is.
+    if (array, shape) == (npx.is_np_array(), npx.is_np_shape()):
+        return
+    mx.util.set_np_array(False)
+    mx.util.set_np_shape(shape)
+    mx.util.set_np_array(array)
+
+
+def _carry() -> Callable[[], contextlib.AbstractContextManager]:
+    numpy_mode = npx.is_np_array(), npx.is_np_shape()
+    recording, training = autograd.is_recording(), autograd.is_training()
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with _numpy_mode(*numpy_mode), _flags(recording, training):
+            yield
+    return modes
+
+
+@contextlib.contextmanager
+def _flags(recording: Optional[bool], training: Optional[bool]
+           ) -> Iterator[None]:
+    before = autograd.is_recording(), autograd.is_training()
+    if recording is not None:
+        autograd.set_recording(recording)
+    if training is not None:
+        autograd.set_training(training)
+    try:
+        yield
+    finally:
+        autograd.set_recording(before[0])
+        autograd.set_training(before[1])
+
+
+class MXNetBackend(base.Backend):
+    name = "mxnet"
+    version = mx.__version__
+
+    def __init__(self) -> None:
+        self.ops = MXNetOps()
+        # Only thunks that wait for each other need threads: the engine runs
+        # contexts side by side, whoever queued the work.
+        self._workers = Workers("mgpu-mxnet", lambda: None, _carry)
+
+    # -- devices and arrays -------------------------------------------------
+
+    def num_gpus(self) -> int:
+        try:
+            return mx.context.num_gpus()
+        except mx.MXNetError:   # a CUDA build without a driver
+            return 0
+
+    def handle(self, device: Any) -> Any:
+        """The MXNet context that a `Device` stands for."""
+        return mx.Context(device.kind, device.index)
+
+    def family_of(self, x: Any) -> contextlib.AbstractContextManager:
+        """A network's layers follow the thread's NumPy mode: for the time of
+        a call that is the family of the input."""
+        if not isinstance(x, mx.nd.NDArray) or is_np(x) == npx.is_np_array():
+            return contextlib.nullcontext()
+        return _numpy_mode(is_np(x), is_np(x))
+
+    def put(self, x: Any, where: Any, *, dtype: Optional[str] = None) -> Any:
+        context = where.context if isinstance(where, mx.nd.NDArray) \
+            else self.handle(where)
+        if isinstance(x, mx.nd.NDArray):
+            copy = x.copyto(context)
+            return copy if dtype is None else copy.astype(dtype)
+        base.refuse_foreign(x, self.name)
+        x = base.host_array(x)
+        new = is_np(where) if isinstance(where, mx.nd.NDArray) \
+            else npx.is_np_array()
+        return (mx.np if new else mx.nd).array(
+            x, dtype=dtype or x.dtype, ctx=context)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return x.asnumpy()
+
+    def is_native(self, x: Any) -> bool:
+        return isinstance(x, mx.nd.NDArray)
+
+    def synchronize(self, devices: Sequence[Any]) -> None:
+        # The engine can wait for an array or for everything.
+        mx.nd.waitall()
+
+    def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
+        context = self.handle(device)
+        for x in inputs:
+            if isinstance(x, mx.nd.NDArray):
+                if x.context != context:
+                    raise base.wrong_device(device, x.context)
+            else:
+                base.refuse_foreign(x, self.name)
+
+    # -- gradients ----------------------------------------------------------
+
+    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
+        base.check_grad_req(grad_req)
+        x.attach_grad(grad_req)
+
+    def grad(self, x: Any) -> Any:
+        gradient = x.grad
+        if gradient is None:
+            raise base.no_gradient()
+        return gradient
+
+    def is_fresh(self, x: Any) -> bool:
+        return bool(x._fresh_grad)
+
+    def mark_used(self, x: Any) -> None:
+        x._fresh_grad = False
+
+    def scope(self, recording: Optional[bool] = None,
+              training: Optional[bool] = None
+              ) -> contextlib.AbstractContextManager:
+        return _flags(recording, training)
+
+    def is_recording(self) -> bool:
+        return autograd.is_recording()
+
+    def is_training(self) -> bool:
+        return autograd.is_training()
+
+    def backward(self, losses: Sequence[Any]) -> None:
+        try:
+            autograd.backward(list(losses))
+        except mx.MXNetError as error:
+            if "Cannot differentiate node" not in str(error):
+                raise
+            raise base.not_recorded() from None
+
+    # -- running on several devices -----------------------------------------
+
+    def parallel(self, thunks: Sequence[Callable[[], Any]], *,
+                 rendezvous: bool = False) -> List[Any]:
+        if not rendezvous or len(thunks) < 2:
+            return run_in_turn(thunks)
+        if inside_worker():
+            raise base.nested_rendezvous()
+        return self._workers.run(thunks)
+
+    def seed(self, seed: int, devices: Optional[Sequence[Any]]) -> None:
+        if devices is None:
+            # One number for all: MXNet mixes the device into it.
+            mx.random.seed(seed & 0x7FFFFFFF)
+        for device in devices or ():
+            mx.random.seed(base.stream_seed(seed, device),
+                           ctx=self.handle(device))
+
+    # -- networks -----------------------------------------------------------
+
+    def network(self, net: Any) -> MXNetNetwork:
+        if not isinstance(net, mx.gluon.Block):
+            raise base.not_a_network(net, self.name, "gluon.Block")
+        return MXNetNetwork(self, net)
+
+    def resnet18(self, num_classes: int, in_channels: int) -> Any:
+        from mgpu.backends._mxnet.resnet import resnet18
+        return resnet18(num_classes, in_channels)
+
+
+BACKEND = MXNetBackend

@@ -1,0 +1,180 @@
+"""A user's `gluon.Block` on several contexts."""
+import contextlib
+import json
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+import numpy as np
+
+from mgpu.backends import base
+from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.ops import is_np
+
+_KINDS = {"weight": "weight", "bias": "bias", "gamma": "gamma",
+          "beta": "beta", "running_mean": "running_mean",
+          "running_var": "running_var", "moving_mean": "running_mean",
+          "moving_var": "running_var"}
+
+
+def _kind(name: str, parameter: Any) -> str:
+    for suffix, kind in _KINDS.items():
+        if name.endswith(suffix):
+            return kind
+    return "weight" if parameter.grad_req != "null" else "other"
+
+
+def _own_init(parameter: Any) -> Optional[Any]:
+    """The layer's own initialiser as (name, options)."""
+    init = parameter.init
+    if init is None or isinstance(init, str):
+        return init and (init, {})
+    try:
+        name, options = json.loads(init.dumps())
+    except (TypeError, ValueError):     # a user's own class
+        return None
+    return name, options
+
+
+class MXNetReplica(base.Replica):
+    """A view: the user's one Block, seen from one context."""
+
+    def __init__(self, network: "MXNetNetwork", device: Any, index: int):
+        self.device, self.index = device, index
+        self._network = network
+        self._context = network.backend.handle(device)
+
+    def arrays(self) -> List[Any]:
+        # A parameter without a gradient has data all the same.
+        return [p.data(self._context) for _, p, _ in self._network.entries]
+
+    def __call__(self, *inputs: Any) -> Any:
+        backend = self._network.backend
+        backend.check_inputs(inputs, self.device)
+        with backend.family_of(inputs[0] if inputs else None):
+            return self._network.net(*inputs)
+
+
+class MXNetNetwork(base.Network):
+    def __init__(self, backend: Any, net: Any):
+        self.backend, self.net = backend, net
+        found, seen = [], set()
+        for name, parameter in net._collect_params_with_prefix().items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append((name, parameter, _kind(name, parameter)))
+        # Parameters first, then buffers, each in the order of the layers.
+        late = ("running_mean", "running_var", "other")
+        self.entries = [e for e in found if e[2] not in late] + \
+                       [e for e in found if e[2] in late]
+
+    def _batch_norm_layers(self) -> Iterator[Any]:
+        def walk(block: Any, path: str) -> Iterator[Any]:
+            if isinstance(block, mx.gluon.nn.BatchNorm):
+                yield path, block
+            for name, child in block._children.items():
+                yield from walk(child, f"{path}.{name}" if path else name)
+        return walk(self.net, "")
+
+    def specs(self) -> List[base.Spec]:
+        found = []
+        for name, p, kind in self.entries:
+            # 0 (legacy shapes) and -1 (NumPy shapes) stand for unknown.
+            known = p.shape is not None and all(n > 0 for n in p.shape)
+            found.append(base.Spec(
+                name, kind, tuple(p.shape) if known else None,
+                np.dtype(p.dtype).name, p.grad_req, _own_init(p),
+                p.lr_mult, p.wd_mult))
+        return found
+
+    def grad_reqs(self) -> List[str]:
+        return [p.grad_req for _, p, _ in self.entries]
+
+    def set_grad_req(self, number, grad_req, arrays) -> None:
+        base.check_grad_req(grad_req)
+        self.entries[number][1].grad_req = grad_req
+
+    def devices(self) -> List[Any]:
+        if not self.entries:
+            raise ValueError("the network has no parameters, so nothing "
+                             "says where it is; pass devices=.")
+        return self.entries[0][1].list_ctx()
+
+    def predictors(self, devices) -> List[Any]:
+        holders = self.devices()
+        contexts = [self.backend.handle(d) for d in devices]
+        if any(c not in holders for c in contexts):
+            raise ValueError(f"the network is on {holders}; received "
+                             f"{list(devices)}. Evaluate where it is.")
+        return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
+
+    def cast(self, dtype: str) -> None:
+        self.net.cast(dtype)
+
+    def _allocate(self, contexts: Sequence[Any]) -> None:
+        self.net.initialize(init=mx.init.Zero(), ctx=list(contexts),
+                            force_reinit=True)
+
+    def infer_shapes(self, inputs, device) -> None:
+        self._allocate([self.backend.handle(device)])
+        with mx.autograd.pause(train_mode=False):
+            with self.backend.family_of(inputs[0] if inputs else None):
+                self.net(*inputs)
+
+    def values(self) -> Optional[Dict[str, np.ndarray]]:
+        found = {}
+        for name, parameter, kind in self.entries:
+            try:
+                arrays = parameter.list_data()
+            except RuntimeError:    # not initialised, or deferred
+                return None
+            found[name] = self.backend.to_numpy(arrays[0])
+        return found
+
+    def replicate(self, devices: Sequence[Any]) -> List[base.Replica]:
+        self._allocate([self.backend.handle(d) for d in devices])
+        return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
+
+    @contextlib.contextmanager
+    def batch_norm(self, rule: Optional[base.BatchNormRule]
+                   ) -> Iterator[None]:
+        if rule is None:
+            yield
+            return
+        layers = list(self._batch_norm_layers())
+        if any(getattr(block, "_active", False) for block in _blocks(self.net)
+               if not isinstance(block, mx.gluon.nn.BatchNorm)):
+            raise ValueError(
+                "synchronised batch normalisation needs the layers of the "
+                "network one by one; received a hybridized network. Call "
+                "net.hybridize(False) first.")
+        order = {}
+        for i, context in enumerate(layers[0][1].running_mean.list_ctx()
+                                    if layers else ()):
+            order[context] = i
+
+        def forward_of(path: str, layer: Any):
+            kwargs = layer._kwargs
+
+            def forward(x: Any) -> Any:
+                context = x.context
+                own = {name: getattr(layer, name).data(context)
+                       for name in ("gamma", "beta", "running_mean",
+                                    "running_var")}
+                return rule(base.BatchNormCall(
+                    x, None if kwargs["fix_gamma"] else own["gamma"],
+                    own["beta"], own["running_mean"], own["running_var"],
+                    kwargs["eps"], float(np.float32(kwargs["momentum"])),
+                    kwargs["axis"], path), order[context])
+            return forward
+        try:
+            for path, layer in layers:
+                layer.__dict__["forward"] = forward_of(path, layer)
+            yield
+        finally:
+            for _, layer in layers:
+                layer.__dict__.pop("forward", None)
+
+
+def _blocks(net: Any) -> Iterator[Any]:
+    yield net
+    for child in net._children.values():
+        yield from _blocks(child)

@@ -1,0 +1,246 @@
+"""The PyTorch engine."""
+import contextlib
+import os
+import weakref
+from contextvars import ContextVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mgpu.backends import base
+from mgpu.backends._torch.network import TorchNetwork
+from mgpu.backends._torch.ops import TorchOps, dtype_of
+from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+
+_recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
+_training: ContextVar[bool] = ContextVar("mgpu_training", default=False)
+
+
+class _Leaf:
+    """What is known of the gradient of one leaf."""
+
+    __slots__ = ("request", "fresh", "hook")
+
+
+def _carry() -> Callable[[], contextlib.AbstractContextManager]:
+    """The caller's per-thread modes, to be set in a worker."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = [(kind, torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if inference:
+                stack.enter_context(torch.inference_mode())
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            yield
+    return modes
+
+
+def threads_per_device() -> int:
+    """Cores that one logical CPU device computes on."""
+    return int(os.environ.get("MGPU_THREADS_PER_DEVICE", "1"))
+
+
+class TorchBackend(base.Backend):
+    name = "torch"
+    version = torch.__version__
+
+    def __init__(self) -> None:
+        self.ops = TorchOps()
+        self._leaves = WeakTensorKeyDictionary()
+        self._seed = 0
+        self._generators: Dict[Any, torch.Generator] = {}
+        # set_num_threads counts for the calling thread alone, so each device
+        # gets its share and the user's own threads keep theirs.
+        self._workers = Workers(
+            "mgpu-torch", lambda: torch.set_num_threads(threads_per_device()),
+            _carry)
+
+    # -- devices and arrays -------------------------------------------------
+
+    def num_gpus(self) -> int:
+        physical = torch.cuda.device_count()
+        logical = os.environ.get("MGPU_LOGICAL_GPUS")
+        return int(logical) if logical and physical else physical
+
+    def handle(self, device: Any) -> torch.device:
+        """The torch device that a `Device` stands for."""
+        if device.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", device.index % torch.cuda.device_count())
+
+    def put(self, x: Any, where: Any, *, dtype: Optional[str] = None) -> Any:
+        target = where.device if isinstance(where, torch.Tensor) \
+            else self.handle(where)
+        want = None if dtype is None else dtype_of(dtype)
+        if not isinstance(x, torch.Tensor):
+            base.refuse_foreign(x, self.name)
+            x = torch.from_numpy(base.host_array(x))
+            if target.type == "cpu":    # host_array is a copy already
+                return x if want is None else x.to(want)
+        return x.to(device=target, dtype=want or x.dtype, copy=True,
+                    non_blocking=x.is_pinned() if x.device.type == "cpu"
+                    and target.type == "cuda" else False)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return x.detach().cpu().numpy().copy()
+
+    def is_native(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor)
+
+    def synchronize(self, devices: Sequence[Any]) -> None:
+        for handle in {self.handle(d) for d in devices if d.kind == "gpu"}:
+            torch.cuda.synchronize(handle)
+
+    def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
+        handle = self.handle(device)
+        for x in inputs:
+            if isinstance(x, torch.Tensor):
+                if x.device != handle:
+                    raise base.wrong_device(device, x.device)
+            else:
+                base.refuse_foreign(x, self.name)
+
+    # -- gradients ----------------------------------------------------------
+
+    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
+        base.check_grad_req(grad_req)
+        known = self._leaves.pop(x, None)
+        if known is not None and known.hook is not None:
+            known.hook.remove()
+        x.grad = None
+        x.requires_grad_(grad_req != "null")
+        if grad_req == "null":
+            return
+        leaf = _Leaf()
+        leaf.request, leaf.fresh, leaf.hook = grad_req, False, None
+        self._leaves[x] = leaf
+        target = weakref.ref(x)     # a hook must not keep its tensor alive
+
+        def arrived(_: Any) -> None:
+            # Runs once per backward pass, before torch adds the gradient to
+            # the old one: Gluon's "write" forgets the old one here.
+            leaf.fresh = True
+            if leaf.request == "write":
+                target().grad = None
+        leaf.hook = x.register_hook(arrived)
+
+    def grad_req(self, x: Any) -> str:
+        """What `backward` does to the gradient of `x`."""
+        leaf = self._leaves.get(x)
+        if not x.requires_grad:
+            return "null"
+        return leaf.request if leaf is not None else "write"
+
+    def grad(self, x: Any) -> Any:
+        if not x.requires_grad or not x.is_leaf:
+            raise base.no_gradient()
+        if x.grad is None:
+            x.grad = torch.zeros_like(x, requires_grad=False)
+        return x.grad
+
+    def is_fresh(self, x: Any) -> bool:
+        leaf = self._leaves.get(x)
+        return leaf is not None and leaf.fresh
+
+    def mark_used(self, x: Any) -> None:
+        leaf = self._leaves.get(x)
+        if leaf is not None:
+            leaf.fresh = False
+
+    @contextlib.contextmanager
+    def scope(self, recording: Optional[bool] = None,
+              training: Optional[bool] = None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if recording is not None:
+                stack.callback(_recording.reset, _recording.set(recording))
+                stack.enter_context(torch.set_grad_enabled(recording))
+            if training is not None:
+                stack.callback(_training.reset, _training.set(training))
+            yield
+
+    def is_recording(self) -> bool:
+        return _recording.get()
+
+    def is_training(self) -> bool:
+        return _training.get()
+
+    def backward(self, losses: Sequence[Any]) -> None:
+        if not all(loss.requires_grad for loss in losses):
+            raise base.not_recorded()
+        seeds = [torch.ones_like(loss) for loss in losses]
+        if len(losses) == 1 or not _disjoint(losses):
+            # A single pass: threads must not write to the same leaves.
+            self._workers_or_turn([lambda: torch.autograd.backward(
+                list(losses), seeds)])
+        else:
+            self._workers_or_turn([
+                lambda i=i: torch.autograd.backward(losses[i], seeds[i])
+                for i in range(len(losses))])
+
+    # -- running on several devices -----------------------------------------
+
+    def _workers_or_turn(self, thunks: Sequence[Callable[[], Any]]
+                         ) -> List[Any]:
+        return run_in_turn(thunks) if inside_worker() \
+            else self._workers.run(thunks)
+
+    def parallel(self, thunks: Sequence[Callable[[], Any]], *,
+                 rendezvous: bool = False) -> List[Any]:
+        if rendezvous and inside_worker() and len(thunks) > 1:
+            raise base.nested_rendezvous()
+        return self._workers_or_turn(thunks)
+
+    def seed(self, seed: int, devices: Optional[Sequence[Any]]) -> None:
+        if devices is None:
+            self._seed = seed
+            self._generators.clear()
+        for device in devices or ():
+            self._generators[device] = self._stream(seed, device)
+
+    def _stream(self, seed: int, device: Any) -> torch.Generator:
+        stream = torch.Generator(self.handle(device))
+        return stream.manual_seed(base.stream_seed(seed, device))
+
+    def generator(self, device: Any) -> torch.Generator:
+        """The random stream of `device`: two threads that shared torch's
+        own would draw different numbers in each run."""
+        if device not in self._generators:
+            self._generators[device] = self._stream(self._seed, device)
+        return self._generators[device]
+
+    # -- networks -----------------------------------------------------------
+
+    def network(self, net: Any) -> TorchNetwork:
+        if not isinstance(net, torch.nn.Module):
+            raise base.not_a_network(net, self.name, "torch.nn.Module")
+        return TorchNetwork(self, net)
+
+    def resnet18(self, num_classes: int, in_channels: int) -> Any:
+        from mgpu.backends._torch.resnet import resnet18
+        return resnet18(num_classes, in_channels)
+
+
+def _disjoint(losses: Sequence[Any]) -> bool:
+    """Whether no node of one loss's graph belongs to another's."""
+    owner: Dict[Any, int] = {}
+    for i, loss in enumerate(losses):
+        waiting = [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or owner.get(node) == i:
+                continue
+            if node in owner:
+                return False
+            owner[node] = i
+            waiting.extend(following for following, _ in node.next_functions)
+    return True
+
+
+BACKEND = TorchBackend

@@ -1,0 +1,80 @@
+"""`Ops` on PyTorch."""
+import torch
+from torch.nn import functional as F
+
+from mgpu.backends import base
+
+
+class TorchOps(base.Ops):
+    abs = staticmethod(torch.abs)
+    sign = staticmethod(torch.sign)
+    sqrt = staticmethod(torch.sqrt)
+    exp = staticmethod(torch.exp)
+    log = staticmethod(torch.log)
+    relu = staticmethod(torch.relu)
+    sigmoid = staticmethod(torch.sigmoid)
+    zeros_like = staticmethod(
+        lambda x: torch.zeros_like(x, requires_grad=False))
+    stop_gradient = staticmethod(torch.Tensor.detach)
+
+    def maximum(self, x, y):
+        return torch.maximum(x, y) if torch.is_tensor(y) else x.clamp(min=y)
+
+    def minimum(self, x, y):
+        return torch.minimum(x, y) if torch.is_tensor(y) else x.clamp(max=y)
+
+    def softplus(self, x):
+        # F.softplus turns linear above 20; this form, which MXNet has too,
+        # is exact to rounding everywhere.
+        return torch.relu(x) + torch.log1p(torch.exp(-torch.abs(x)))
+
+    def log_softmax(self, x, axis=-1):
+        return torch.log_softmax(x, axis)
+
+    def pick(self, x, index, axis=-1):
+        index = index.to(torch.int64).unsqueeze(axis)
+        return torch.gather(x, axis, index).squeeze(axis)
+
+    def sum(self, x, axis=None, keepdims=False):
+        axis = tuple(range(x.dim())) if axis is None else axis
+        return torch.sum(x, axis, keepdim=keepdims)
+
+    def mean(self, x, axis=None, keepdims=False):
+        axis = tuple(range(x.dim())) if axis is None else axis
+        return torch.mean(x, axis, keepdim=keepdims)
+
+    def dot(self, x, y):
+        return torch.mm(x, y)
+
+    def conv2d(self, x, weight, bias=None, stride=1, padding=0):
+        return F.conv2d(x, weight, bias, stride, padding)
+
+    def avg_pool2d(self, x, size, stride=None):
+        return F.avg_pool2d(x, size, stride)
+
+    def max_pool2d(self, x, size, stride=None):
+        return F.max_pool2d(x, size, stride)
+
+    def concat(self, xs, axis=0):
+        return torch.cat(list(xs), axis)
+
+    def slice_axis(self, x, axis, begin, end):
+        return x.narrow(axis, begin, end - begin)
+
+    def flat_view(self, x):
+        return x.view(-1)
+
+    def astype(self, x, dtype):
+        return x.to(dtype_of(dtype))
+
+
+def dtype_of(dtype) -> torch.dtype:
+    """``"float64"``, ``np.float64`` or ``torch.float64``: the torch dtype."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    name = getattr(dtype, "__name__", None) or str(dtype)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown dtype; received {dtype!r}. Use a name "
+                         "such as 'float32' or 'float64'.")
+    return found

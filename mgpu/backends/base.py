@@ -1,0 +1,438 @@
+"""What the two engines do differently, and nothing else.
+
+`Backend` is the specification of an engine: everything that `mgpu` needs
+and that MXNet and PyTorch spell, or mean, differently. All that can be said
+once is said once, above it, in `mgpu`. Three small classes hold the parts:
+
+- `Backend`: arrays, gradients, recording, running on several devices;
+- `Ops`: functions of arrays whose names or arguments differ;
+- `Network` and `Replica`: a user's own network, and its copy on one device.
+
+Neutral code may use these directly on native arrays of either engine (the
+*dialect*): ``+ - * /`` and ``+= -= *= /=`` with arrays and Python floats,
+``** p``, ``-x``, ``abs(x)``, ``x.clip(a, b)``, ``x[i:j]`` on axis 0 (a view
+that writes through), ``x[:] = v`` (`v` may live on another device),
+``x.shape``, ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes
+through `Ops`.
+"""
+from abc import ABC, abstractmethod
+from typing import (TYPE_CHECKING, Any, Callable, ContextManager, Dict, List,
+                    NamedTuple, Optional, Sequence, Tuple, Union)
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mgpu.device import Device
+
+Array = Any     # mx.np.ndarray, mx.nd.NDArray or torch.Tensor
+
+
+class Spec(NamedTuple):
+    """One parameter or buffer of a network, whatever device it lives on."""
+
+    name: str               # "layers.0.weight": path and Gluon's own suffix
+    kind: str               # weight bias gamma beta running_mean running_var,
+    #                         or "other" (never drawn, copied as it is)
+    shape: Optional[Tuple[int, ...]]    # None: not known before a forward
+    dtype: str
+    grad_req: str           # write, add, null
+    init: Optional[Tuple[str, Dict[str, Any]]] = None   # the layer's own
+    lr_mult: float = 1.0
+    wd_mult: float = 1.0
+
+
+class BatchNormCall(NamedTuple):
+    """What a batch-norm layer is called with, in Gluon's terms."""
+
+    x: Array
+    gamma: Optional[Array]      # None: the layer has none, or it is fixed
+    beta: Optional[Array]
+    running_mean: Array
+    running_var: Array
+    epsilon: float
+    momentum: float             # r <- momentum r + (1 - momentum) statistic
+    axis: int
+    layer: str                  # its path in the network
+
+
+#: ``rule(call, index)`` computes the output of a batch-norm layer in training
+#: for the replica `index` and updates the running statistics.
+BatchNormRule = Callable[[BatchNormCall, int], Array]
+
+
+class Ops(ABC):
+    """Functions of native arrays, differentiable while recording.
+
+    Each takes and returns arrays of the engine, on one device, and allocates
+    its result. `axis` counts as in NumPy.
+    """
+
+    @abstractmethod
+    def abs(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def sign(self, x: Array) -> Array:
+        """-1, 0 or 1, elementwise."""
+
+    @abstractmethod
+    def sqrt(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def exp(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def log(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def maximum(self, x: Array, y: Union[Array, float]) -> Array: ...
+
+    @abstractmethod
+    def minimum(self, x: Array, y: Union[Array, float]) -> Array: ...
+
+    @abstractmethod
+    def relu(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def sigmoid(self, x: Array) -> Array: ...
+
+    @abstractmethod
+    def softplus(self, x: Array) -> Array:
+        """``log(1 + exp(x))``, without overflow."""
+
+    @abstractmethod
+    def log_softmax(self, x: Array, axis: int = -1) -> Array: ...
+
+    @abstractmethod
+    def pick(self, x: Array, index: Array, axis: int = -1) -> Array:
+        """``x[..., index[...], ...]`` along `axis`, which disappears; `index`
+        has the shape of `x` without `axis`, of any number dtype."""
+
+    @abstractmethod
+    def sum(self, x: Array, axis: Union[None, int, Tuple[int, ...]] = None,
+            keepdims: bool = False) -> Array: ...
+
+    @abstractmethod
+    def mean(self, x: Array, axis: Union[None, int, Tuple[int, ...]] = None,
+             keepdims: bool = False) -> Array: ...
+
+    @abstractmethod
+    def dot(self, x: Array, y: Array) -> Array:
+        """The matrix product of (n, k) and (k, m)."""
+
+    @abstractmethod
+    def conv2d(self, x: Array, weight: Array, bias: Optional[Array] = None,
+               stride: int = 1, padding: int = 0) -> Array:
+        """x (n, c, h, w), weight (o, c, kh, kw), bias (o)."""
+
+    @abstractmethod
+    def avg_pool2d(self, x: Array, size: int,
+                   stride: Optional[int] = None) -> Array:
+        """Mean of `size` x `size` windows; `stride` is `size` if not given."""
+
+    @abstractmethod
+    def max_pool2d(self, x: Array, size: int,
+                   stride: Optional[int] = None) -> Array: ...
+
+    @abstractmethod
+    def concat(self, xs: Sequence[Array], axis: int = 0) -> Array: ...
+
+    @abstractmethod
+    def slice_axis(self, x: Array, axis: int, begin: int, end: int) -> Array:
+        ...
+
+    @abstractmethod
+    def flat_view(self, x: Array) -> Array:
+        """`x` as one dimension; writing to it writes to `x`."""
+
+    @abstractmethod
+    def zeros_like(self, x: Array) -> Array:
+        """Zeros on the device of `x`; no gradient."""
+
+    @abstractmethod
+    def astype(self, x: Array, dtype: Union[str, np.dtype]) -> Array: ...
+
+    @abstractmethod
+    def stop_gradient(self, x: Array) -> Array:
+        """`x` without its history; shares memory where the engine can."""
+
+
+class Replica(ABC):
+    """A network on one device.
+
+    Attributes
+    ----------
+    device : Device
+    index : int
+        Its place in the list of devices.
+    """
+
+    device: "Device"
+    index: int
+
+    @abstractmethod
+    def __call__(self, *inputs: Array) -> Any:
+        """Run the network on this device's inputs. In training mode inside
+        ``scope(training=True)``, in prediction mode and without a graph
+        outside ``scope(recording=True)``, whatever the user's flags say;
+        those are put back."""
+
+    @abstractmethod
+    def arrays(self) -> List[Array]:
+        """This device's own parameters and buffers, in the order of
+        `Network.specs`: not copies."""
+
+
+class Network(ABC):
+    """The user's own network, made ready to live on several devices."""
+
+    net: Any
+
+    @abstractmethod
+    def specs(self) -> List[Spec]:
+        """Parameters first, in the order of the layers, then buffers; one
+        entry for a parameter that several layers share."""
+
+    @abstractmethod
+    def grad_reqs(self) -> List[str]:
+        """`Spec.grad_req` of every entry as it is now; cheap."""
+
+    @abstractmethod
+    def set_grad_req(self, number: int, grad_req: str,
+                     arrays: Sequence[Array]) -> None:
+        """Freeze or unfreeze one entry; `arrays`: it on every device."""
+
+    @abstractmethod
+    def devices(self) -> List[Any]:
+        """Native handles of the devices that the network is on now."""
+
+    @abstractmethod
+    def predictors(self, devices: Sequence["Device"]
+                   ) -> List[Callable[..., Any]]:
+        """For a network that did not come from `initialize`: one function
+        per device that predicts there, safe to call at the same time."""
+
+    @abstractmethod
+    def cast(self, dtype: str) -> None:
+        """Change the dtype of all floating parameters and buffers."""
+
+    @abstractmethod
+    def infer_shapes(self, inputs: Tuple[Array, ...],
+                     device: "Device") -> None:
+        """Complete deferred (lazy) shapes by one prediction-mode forward
+        pass on `device`; afterwards no `Spec.shape` is None."""
+
+    @abstractmethod
+    def values(self) -> Optional[Dict[str, np.ndarray]]:
+        """The network's own values, by name, or None if it has none yet."""
+
+    @abstractmethod
+    def replicate(self, devices: Sequence["Device"]) -> List[Replica]:
+        """One replica per device, each with storage of its own (also where
+        two devices share memory) and gradients attached. Replica 0 is the
+        user's own object. Values are undefined until they are written
+        through `Replica.arrays`; shapes must be known."""
+
+    @abstractmethod
+    def batch_norm(self, rule: Optional[BatchNormRule]
+                   ) -> ContextManager[None]:
+        """Inside the block, training passes of the replicas compute every
+        batch-norm layer by `rule` (None: the default, per device).
+
+        Raises
+        ------
+        ValueError
+            The network is compiled (hybridized), so that its layers cannot
+            be reached.
+        """
+
+
+class Backend(ABC):
+    """An engine. The contract is this docstring and those of the methods."""
+
+    #: canonical name: "mxnet" or "torch"
+    name: str
+    #: name and version of the framework, for `mgpu doctor` and reports
+    version: str
+    ops: Ops
+
+    # -- devices and arrays -------------------------------------------------
+
+    @abstractmethod
+    def num_gpus(self) -> int:
+        """GPUs visible now (logical ones on torch: ``MGPU_LOGICAL_GPUS``)."""
+
+    @abstractmethod
+    def put(self, x: Any, where: Union["Device", Array], *,
+            dtype: Optional[str] = None) -> Array:
+        """A fresh copy of `x` on a device.
+
+        Always a copy, also on the device where `x` is already; dtype kept
+        unless `dtype` is given (integers and float64 too); differentiable
+        while recording, so that a gradient flows back to the device of `x`.
+
+        Parameters
+        ----------
+        x : native array, NumPy array, or numbers
+        where : Device, or a native array to sit beside
+
+        Raises
+        ------
+        TypeError
+            `x` is an array of the other framework: nothing is converted
+            silently.
+        """
+
+    @abstractmethod
+    def to_numpy(self, x: Array) -> np.ndarray:
+        """A fresh copy on the host; waits for pending work on `x` and raises
+        the errors of that work."""
+
+    @abstractmethod
+    def is_native(self, x: Any) -> bool:
+        """Whether `x` is an array of this engine."""
+
+    @abstractmethod
+    def synchronize(self, devices: Sequence["Device"]) -> None:
+        """Return when all work queued on all of `devices` is done."""
+
+    # -- gradients ----------------------------------------------------------
+
+    @abstractmethod
+    def attach_grad(self, x: Array, grad_req: str = "write") -> None:
+        """Make `x` a leaf whose gradient `backward` writes ("write"), adds
+        to ("add") or leaves alone ("null"). The gradient starts as zeros."""
+
+    @abstractmethod
+    def grad(self, x: Array) -> Array:
+        """The gradient of a leaf, itself, not a copy; zeros before the first
+        `backward`. ValueError if no gradient is attached."""
+
+    @abstractmethod
+    def is_fresh(self, x: Array) -> bool:
+        """Whether a backward pass has written the gradient of the leaf `x`
+        since `mark_used`."""
+
+    @abstractmethod
+    def mark_used(self, x: Array) -> None:
+        """The gradient of `x` has been applied: it is stale from now on."""
+
+    @abstractmethod
+    def scope(self, recording: Optional[bool] = None,
+              training: Optional[bool] = None) -> ContextManager[None]:
+        """Record for `backward`, or not; run layers in training mode, or
+        not. None leaves a flag as it is. The earlier state comes back at the
+        end of the block, also after an error. The scope belongs to the
+        calling thread and to what `parallel` runs for it."""
+
+    @abstractmethod
+    def is_recording(self) -> bool: ...
+
+    @abstractmethod
+    def is_training(self) -> bool: ...
+
+    @abstractmethod
+    def backward(self, losses: Sequence[Array]) -> None:
+        """Each loss is summed over its elements; gradients of all leaves
+        that any loss depends on are written. Losses that share no leaf run
+        at the same time. May return before the work is done (MXNet)."""
+
+    # -- running on several devices -----------------------------------------
+
+    @abstractmethod
+    def parallel(self, thunks: Sequence[Callable[[], Any]], *,
+                 rendezvous: bool = False) -> List[Any]:
+        """Call all `thunks`, number i for device i, at the same time; their
+        results, in order. Waits until every one has returned; then the
+        first exception, by number, is raised. `rendezvous=True` promises
+        that the thunks may wait for each other.
+
+        Context variables, recording and training flags, and the framework's
+        own per-thread modes are those of the caller. Inside a thunk,
+        another `parallel` runs one thunk after the other.
+        """
+
+    @abstractmethod
+    def seed(self, seed: int, devices: Optional[Sequence["Device"]]) -> None:
+        """Start the engine's random streams (dropout masks) again: one per
+        device, each from (seed, device). None: every device."""
+
+    # -- networks -----------------------------------------------------------
+
+    @abstractmethod
+    def network(self, net: Any) -> Network:
+        """Wrap a `gluon.Block` or a `torch.nn.Module`; TypeError for
+        anything else."""
+
+    @abstractmethod
+    def resnet18(self, num_classes: int, in_channels: int) -> Any:
+        """The native ResNet-18 of the text (`mgpu.models.resnet18`)."""
+
+
+# -- what both engines check or say in the same words ------------------------
+
+def host_array(x: Any) -> np.ndarray:
+    """A fresh, contiguous NumPy copy of `x`; Python floats become float32,
+    the default of both engines, arrays keep their dtype."""
+    array = np.array(x, order="C")
+    if array.dtype == object:
+        raise TypeError(
+            f"an array of numbers is wanted; received "
+            f"{type(x).__name__} that NumPy cannot make one of.")
+    if array.dtype == np.float64 and not isinstance(x, (np.ndarray,
+                                                        np.generic)):
+        array = array.astype(np.float32)
+    return array
+
+
+def stream_seed(seed: int, device: "Device") -> int:
+    """The seed of the random stream of `device`, in 31 bits."""
+    entropy = [seed, ("cpu", "gpu").index(device.kind), device.index]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+
+
+def refuse_foreign(x: Any, backend: str) -> None:
+    """TypeError for an array of the other framework."""
+    root = type(x).__module__.split(".")[0]
+    if root in ("mxnet", "torch"):
+        raise TypeError(
+            f"an array of the {backend} backend is wanted; received "
+            f"{type(x).__module__}.{type(x).__name__}. Nothing is converted "
+            "between frameworks silently: use mgpu.to_numpy under the other "
+            "backend, then mgpu.put.")
+
+
+def wrong_device(device: "Device", actual: Any) -> ValueError:
+    return ValueError(
+        f"the replica on {device} takes arrays on {device}; received one on "
+        f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
+
+
+def check_grad_req(grad_req: str) -> None:
+    if grad_req not in ("write", "add", "null"):
+        raise ValueError(f"unknown grad_req; received {grad_req!r}. Use "
+                         "'write', 'add' or 'null'.")
+
+
+def no_gradient() -> ValueError:
+    return ValueError("the array has no gradient attached; use "
+                      "mgpu.attach_grad(x) before the forward pass.")
+
+
+def not_recorded() -> RuntimeError:
+    return RuntimeError(
+        "backward needs losses that were computed inside mgpu.record() from "
+        "arrays with gradients attached; received one that was not. Put the "
+        "forward pass inside `with mgpu.record():`.")
+
+
+def nested_rendezvous() -> RuntimeError:
+    return RuntimeError(
+        "thunks that wait for each other cannot start inside a thunk of "
+        "mgpu.parallel; call the replicas together, outside of it.")
+
+
+def not_a_network(net: Any, backend: str, wanted: str) -> TypeError:
+    return TypeError(
+        f"the {backend} backend takes a {wanted}; received "
+        f"{type(net).__module__}.{type(net).__name__}. Choose the engine "
+        "with mgpu.set_backend before the network is made.")

@@ -1,0 +1,156 @@
+"""Devices: where an array lives, said the same way on both engines.
+
+A `Device` is a kind (``"cpu"`` or ``"gpu"``) and an index. CPU devices are
+*logical*: there are as many as you ask for, each with arrays of its own, on
+a machine with one CPU. That is what lets code for several GPUs run, and be
+tested, on none. GPU devices are those that the engine of the current
+backend sees.
+"""
+import re
+from typing import Any, List, NamedTuple, Sequence
+
+from mgpu.backends import get_backend
+
+_TEXT = re.compile(r"(cpu|gpu|cuda)(?::(\d+)|\((\d+)\))?\Z")
+
+
+class Device(NamedTuple):
+    """One device: ``Device("gpu", 1)`` is the second GPU.
+
+    Prints as Gluon prints a context, ``gpu(1)``; equal devices compare and
+    hash equal, so a device can be a dictionary's key.
+    """
+
+    kind: str
+    index: int = 0
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.index})"
+
+    __str__ = __repr__
+
+
+def cpu(i: int = 0) -> Device:
+    """The logical CPU device `i`; any `i` >= 0 exists on both backends."""
+    return as_device(Device("cpu", i))
+
+
+def gpu(i: int = 0) -> Device:
+    """The GPU `i`. Whether it is there is checked when it is used."""
+    return as_device(Device("gpu", i))
+
+
+def as_device(device: Any) -> Device:
+    """The `Device` that `device` names.
+
+    Parameters
+    ----------
+    device : Device, str, or native handle
+        ``cpu(1)``, ``"cpu:1"``, ``"gpu:0"``, ``"cuda:0"``, ``"cpu"``,
+        ``mx.cpu(1)``, ``torch.device("cuda:0")``.
+
+    Raises
+    ------
+    ValueError
+        A name that is no device, or a negative index.
+    TypeError
+        Something that is no device at all.
+    """
+    if isinstance(device, Device):
+        kind, index = device
+    elif isinstance(device, str):
+        match = _TEXT.match(device.strip())
+        if match is None:
+            raise ValueError(
+                f"unknown device; received {device!r}. Use cpu(i), gpu(i), "
+                "or a string such as 'cpu:1', 'gpu:0', 'cuda:0'.")
+        kind, index = match.group(1), int(match.group(2) or match.group(3) or 0)
+    elif hasattr(device, "device_type") and hasattr(device, "device_id"):
+        kind, index = device.device_type, device.device_id    # mx.Context
+    elif hasattr(device, "type") and hasattr(device, "index"):
+        kind, index = device.type, device.index or 0          # torch.device
+    else:
+        raise TypeError(
+            f"a device is wanted; received {device!r} of type "
+            f"{type(device).__name__}. Use cpu(i), gpu(i), or a string such "
+            "as 'cpu:1', 'gpu:0', 'cuda:0'.")
+    kind = "gpu" if kind == "cuda" else kind
+    if kind not in ("cpu", "gpu") or isinstance(index, bool) \
+            or not isinstance(index, int) or index < 0:
+        raise ValueError(
+            f"unknown device; received {kind}({index!r}). Use cpu(i) or "
+            "gpu(i) with an index of 0 or more.")
+    return Device(kind, index)
+
+
+def as_devices(devices: Any) -> List[Device]:
+    """The list of distinct, existing devices that `devices` names.
+
+    Parameters
+    ----------
+    devices : one device, or a sequence of devices
+        Whatever `as_device` takes.
+
+    Raises
+    ------
+    ValueError
+        No device, the same device twice (the second copy would overwrite
+        the first one's gradients), or a GPU that is not there.
+    """
+    if isinstance(devices, (str, Device)) or not isinstance(devices, Sequence):
+        devices = [devices]
+    found = [as_device(d) for d in devices]
+    if not found:
+        raise ValueError("at least one device is needed; received an empty "
+                         "list. Use for example [cpu(0)] or try_all_gpus().")
+    if len(set(found)) != len(found):
+        twice = sorted({str(d) for d in found if found.count(d) > 1})
+        raise ValueError(
+            f"each device may be named once; received {found}, with "
+            f"{', '.join(twice)} more than once. CPU devices are unlimited: "
+            f"for {len(found)} of them use list_devices({len(found)}).")
+    for device in found:
+        check_device(device)
+    return found
+
+
+def check_device(device: Device) -> None:
+    """Refuse a GPU that the current backend does not see (`ValueError`)."""
+    if device.kind == "gpu":
+        backend = get_backend()
+        count = backend.num_gpus()
+        if device.index >= count:
+            raise ValueError(
+                f"{device} is not there: the {backend.name} backend sees "
+                f"{count} GPU{'s' * (count != 1)}. Use try_gpu("
+                f"{device.index}), or a logical device such as "
+                f"cpu({device.index}).")
+
+
+def num_gpus() -> int:
+    """How many GPUs the current backend sees now.
+
+    On torch, ``MGPU_LOGICAL_GPUS=k`` lets `k` logical GPUs share the
+    physical ones (none appear where there is no physical GPU).
+    """
+    return get_backend().num_gpus()
+
+
+def try_gpu(i: int = 0) -> Device:
+    """``gpu(i)`` if it is there, else ``cpu(i)``: the same index, so that
+    different devices stay different."""
+    return gpu(i) if num_gpus() > i else cpu(i)
+
+
+def try_all_gpus() -> List[Device]:
+    """All GPUs, or ``[cpu(0)]`` if there is none."""
+    return [gpu(i) for i in range(num_gpus())] or [cpu(0)]
+
+
+def list_devices(k: int) -> List[Device]:
+    """`k` devices: GPUs when there are `k` of them, else logical CPUs."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"the number of devices must be 1 or more; received "
+                         f"{k!r}.")
+    kind = gpu if num_gpus() >= k else cpu
+    return [kind(i) for i in range(k)]

@@ -1,0 +1,269 @@
+"""Losses with Gluon's meaning on both engines: one value per example.
+
+Each is called as ``loss(pred, label, sample_weight=None)`` on native arrays
+of one device and returns shape (n,). Nothing is averaged over the batch: the
+sum is what `mgpu.backward` differentiates and the division by the number of
+rows happens once, in `Trainer.step`, whatever the number of devices.
+
+Formulas: MXNet 1.9.1, ``gluon/loss.py``. `weight` scales the loss;
+`sample_weight` must broadcast against the loss before it is averaged, for
+example (n, 1).
+"""
+import copy
+from typing import Any, Callable, Optional
+
+import numpy as np
+
+from mgpu.backends import base, get_backend
+
+Array = Any
+
+
+def _check_pair(pred: Array, label: Array) -> base.Backend:
+    backend = get_backend()
+    for x in (pred, label):
+        if not backend.is_native(x):
+            base.refuse_foreign(x, backend.name)
+            raise TypeError(f"a loss takes arrays of the {backend.name} "
+                            f"backend; received {type(x).__name__}. Use "
+                            "mgpu.put(x, device).")
+    if len(pred) != len(label):
+        raise ValueError(f"pred and label must have equally many rows; "
+                         f"received {len(pred)} and {len(label)}.")
+    return backend
+
+
+class Loss:
+    """Base of the losses; `weight` is a global factor."""
+
+    def __init__(self, weight: Optional[float] = None):
+        self.weight = weight
+
+    def __call__(self, pred: Array, label: Array,
+                 sample_weight: Optional[Array] = None) -> Array:
+        backend = _check_pair(pred, label)
+        loss = self._values(backend, pred, label)
+        if sample_weight is not None:
+            loss = loss * sample_weight
+        if self.weight is not None:
+            loss = loss * self.weight
+        return self._per_example(backend.ops, loss)
+
+    def _values(self, backend: base.Backend, pred: Array, label: Array
+                ) -> Array:
+        raise NotImplementedError
+
+    def _per_example(self, ops: base.Ops, loss: Array) -> Array:
+        rest = tuple(range(1, len(loss.shape)))
+        return ops.mean(loss, rest) if rest else loss
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{k.lstrip('_')}={v!r}"
+                            for k, v in vars(self).items() if v is not None)
+        return f"{type(self).__name__}({options})"
+
+
+def _like(label: Array, pred: Array) -> Array:
+    if tuple(label.shape) == tuple(pred.shape):
+        return label
+    count = [int(np.prod(x.shape)) for x in (label, pred)]
+    if count[0] != count[1]:
+        raise ValueError(
+            f"pred and label must have the same number of elements; received "
+            f"shapes {tuple(pred.shape)} and {tuple(label.shape)}.")
+    return label.reshape(tuple(pred.shape))
+
+
+class SoftmaxCrossEntropyLoss(Loss):
+    """Cross-entropy of a softmax.
+
+    Parameters
+    ----------
+    axis : int
+        The classes.
+    sparse_label : bool
+        True: `label` holds class numbers, shape of `pred` without `axis`
+        (floats are truncated, as in Gluon). False: probabilities, shape of
+        `pred`.
+    from_logits : bool
+        `pred` holds log-probabilities already.
+
+    Raises
+    ------
+    ValueError
+        A class number outside 0 .. classes - 1 (Gluon's own loss takes the
+        nearest class in silence). Checking reads the labels, which waits
+        for them.
+    """
+
+    def __init__(self, axis: int = -1, sparse_label: bool = True,
+                 from_logits: bool = False, weight: Optional[float] = None):
+        super().__init__(weight)
+        self.axis, self.sparse_label = axis, sparse_label
+        self.from_logits = from_logits
+
+    def _values(self, backend, pred, label):
+        ops, axis = backend.ops, self.axis % len(pred.shape)
+        if self.sparse_label:
+            wanted = tuple(pred.shape[:axis]) + tuple(pred.shape[axis + 1:])
+            kept = wanted[:axis] + (1,) + wanted[axis:]
+            if tuple(label.shape) == kept and kept != wanted:
+                label = label.reshape(wanted)
+            if tuple(label.shape) != wanted:
+                raise ValueError(
+                    f"class numbers of shape {wanted} are wanted for pred of "
+                    f"shape {tuple(pred.shape)}; received "
+                    f"{tuple(label.shape)}. Use sparse_label=False for "
+                    "probabilities.")
+            check_classes(backend.to_numpy(label), pred.shape[axis])
+        if not self.from_logits:
+            pred = ops.log_softmax(pred, axis)
+        if self.sparse_label:
+            # The class axis stays, with length 1, for sample_weight.
+            return -ops.pick(pred, label, axis).reshape(kept)
+        return -ops.sum(pred * _like(label, pred), axis, keepdims=True)
+
+
+SoftmaxCELoss = SoftmaxCrossEntropyLoss
+
+
+def check_classes(labels: np.ndarray, classes: int) -> None:
+    """Refuse class numbers outside 0 .. classes - 1 (ValueError)."""
+    whole = np.trunc(labels)
+    wrong = ~((whole >= 0) & (whole < classes))      # NaN is wrong too
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"labels must be class numbers 0 to {classes - 1}; received "
+            f"{labels[at]} in row {at[0]}.")
+
+
+class L2Loss(Loss):
+    """``weight / 2 * mean((label - pred)^2)``: half of torch's MSELoss."""
+
+    def __init__(self, weight: float = 1.0):
+        super().__init__(weight / 2)
+
+    def _values(self, backend, pred, label):
+        difference = _like(label, pred) - pred
+        return difference * difference
+
+
+class L1Loss(Loss):
+    """``mean(|label - pred|)``."""
+
+    def _values(self, backend, pred, label):
+        return backend.ops.abs(_like(label, pred) - pred)
+
+
+class SigmoidBinaryCrossEntropyLoss(Loss):
+    """Binary cross-entropy, of logits by default.
+
+    Parameters
+    ----------
+    from_sigmoid : bool
+        `pred` holds probabilities; Gluon adds 1e-12 inside each logarithm.
+    pos_weight : float, optional
+        Factor of the positive examples' part.
+    """
+
+    def __init__(self, from_sigmoid: bool = False,
+                 weight: Optional[float] = None,
+                 pos_weight: Optional[float] = None):
+        super().__init__(weight)
+        self.from_sigmoid, self.pos_weight = from_sigmoid, pos_weight
+
+    def _values(self, backend, pred, label):
+        ops, label = backend.ops, _like(label, pred)
+        if self.from_sigmoid:
+            positive = ops.log(pred + 1e-12) * label
+            if self.pos_weight is not None:
+                positive = positive * self.pos_weight
+            return -(positive + ops.log(1.0 - pred + 1e-12) * (1.0 - label))
+        rest = ops.softplus(-ops.abs(pred)) + ops.relu(-pred)
+        if self.pos_weight is None:
+            return pred - pred * label + rest
+        factor = 1.0 + label * (self.pos_weight - 1.0)
+        return pred - pred * label + factor * rest
+
+
+SigmoidBCELoss = SigmoidBinaryCrossEntropyLoss
+
+
+class HuberLoss(Loss):
+    """``|d| - rho/2`` where ``|d| > rho``, else ``d^2 / (2 rho)``; torch's
+    `smooth_l1_loss` with ``beta=rho``."""
+
+    def __init__(self, rho: float = 1.0, weight: Optional[float] = None):
+        super().__init__(weight)
+        self.rho = rho
+
+    def _values(self, backend, pred, label):
+        size = backend.ops.abs(_like(label, pred) - pred)
+        inner = backend.ops.minimum(size, self.rho)
+        # inner^2 / (2 rho) + (|d| - inner): both branches without a branch
+        return inner * inner / (2.0 * self.rho) + (size - inner)
+
+
+class KLDivLoss(Loss):
+    """``sum(label * (log(label + 1e-12) - pred))`` over all but the batch
+    axis: MXNet 1.9.1 sums here where its other losses average.
+
+    Parameters
+    ----------
+    from_logits : bool
+        `pred` holds log-probabilities (Gluon's word and default); False:
+        a log-softmax over `axis` is taken first.
+    """
+
+    def __init__(self, from_logits: bool = True, axis: int = -1,
+                 weight: Optional[float] = None):
+        super().__init__(weight)
+        self.from_logits, self.axis = from_logits, axis
+
+    def _values(self, backend, pred, label):
+        if not self.from_logits:
+            pred = backend.ops.log_softmax(pred, self.axis)
+        return label * (backend.ops.log(label + 1e-12) - pred)
+
+    def _per_example(self, ops, loss):
+        rest = tuple(range(1, len(loss.shape)))
+        return ops.sum(loss, rest) if rest else loss
+
+
+def per_example(loss: Callable[[Array, Array], Array]
+                ) -> Callable[[Array, Array], Array]:
+    """Adapt a loss that returns the mean over the batch, as torch's do.
+
+    A loss object with a `reduction` attribute is copied with
+    ``reduction="none"`` and averaged over all but the batch axis. Any other
+    function is taken to return a scalar mean, which every row of the result
+    then holds: the sum over rows, and so the gradient, is the same.
+    """
+    if hasattr(loss, "reduction"):
+        loss = copy.copy(loss)
+        loss.reduction = "none"
+
+        def unreduced(pred: Array, label: Array) -> Array:
+            values = loss(pred, label)
+            rest = tuple(range(1, len(values.shape)))
+            return get_backend().ops.mean(values, rest) if rest else values
+        return unreduced
+
+    def spread(pred: Array, label: Array) -> Array:
+        ops = get_backend().ops
+        mean = loss(pred, label)
+        rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
+        return rows + mean
+    return spread
+
+
+def check_per_example(values: Any, rows: int) -> None:
+    """What `train_batch` demands of a loss: shape (rows,)."""
+    shape = tuple(getattr(values, "shape", ()))
+    if shape != (rows,):
+        raise ValueError(
+            f"the loss must return one value per example, shape ({rows},); "
+            f"received shape {shape}. Use a loss of mgpu.losses, or wrap one "
+            "that averages: mgpu.losses.per_example(loss); on torch also "
+            "reduction='none'.")

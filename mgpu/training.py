@@ -1,0 +1,369 @@
+"""Recording, backward, and the training loop, once for both engines."""
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import (Any, Callable, ContextManager, Deque, Iterable, List,
+                    Optional, Sequence, Tuple, Union)
+
+import numpy as np
+
+from mgpu.backends import base, get_backend, using_backend
+from mgpu.device import Device, as_devices
+from mgpu.evaluation import evaluate_accuracy_gpus
+from mgpu.losses import check_per_example
+from mgpu.replicas import Replicas
+from mgpu.split import rows_of, split_batch
+from mgpu.trainer import Trainer
+
+Loss = Callable[[Any, Any], Any]
+
+
+# -- pieces -------------------------------------------------------------------
+
+def put(x: Any, device: Any, *, dtype: Optional[str] = None) -> Any:
+    """A fresh copy of `x` on `device`, as a native array.
+
+    Parameters
+    ----------
+    x : native array, NumPy array, or numbers
+    device : device, or a native array to sit beside
+    dtype : str, optional
+        Otherwise the dtype is kept.
+
+    Raises
+    ------
+    TypeError
+        An array of the other framework.
+    """
+    backend = get_backend()
+    where = device if backend.is_native(device) else as_devices(device)[0]
+    return backend.put(x, where, dtype=dtype)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A copy of a native array on the host. Waits for pending work on it."""
+    return get_backend().to_numpy(x)
+
+
+def attach_grad(x: Any, grad_req: str = "write") -> None:
+    """Make `x` a leaf: `backward` writes its gradient (``"write"``), adds to
+    it (``"add"``), or leaves it alone (``"null"``)."""
+    get_backend().attach_grad(x, grad_req)
+
+
+def grad(x: Any) -> Any:
+    """The gradient of a leaf, not a copy; zeros before any `backward`."""
+    return get_backend().grad(x)
+
+
+def seed(s: int) -> None:
+    """Start the random streams of the current backend again (dropout masks):
+    one stream per device, so masks are the same for the same devices and
+    the same backend. Weights and data orders have seeds of their own."""
+    if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 0:
+        raise ValueError(f"seed must be a whole number, 0 or more; received "
+                         f"{s!r}.")
+    get_backend().seed(int(s), None)
+
+
+def record(train_mode: bool = True) -> ContextManager[None]:
+    """Inside the block operations are recorded for `backward` and layers run
+    in training mode (Gluon's ``autograd.record``). Earlier flags come back
+    at its end, also after an error."""
+    return get_backend().scope(recording=True, training=train_mode)
+
+
+def no_grad() -> ContextManager[None]:
+    """Inside the block nothing is recorded and layers predict (Gluon's
+    ``autograd.pause``)."""
+    return get_backend().scope(recording=False, training=False)
+
+
+def backward(losses: Union[Any, Sequence[Any]]) -> None:
+    """Write the gradients of all leaves that the losses depend on.
+
+    Parameters
+    ----------
+    losses : native array, or list of them (None entries are passed over)
+        Each is summed over its elements. Losses of different devices run at
+        the same time.
+
+    Raises
+    ------
+    RuntimeError
+        A loss that was not computed inside `record`.
+    """
+    backend = get_backend()
+    if backend.is_native(losses):
+        losses = [losses]
+    losses = [loss for loss in losses if loss is not None]
+    for loss in losses:
+        if not backend.is_native(loss):
+            base.refuse_foreign(loss, backend.name)
+            raise TypeError(f"backward takes arrays of the {backend.name} "
+                            f"backend; received {type(loss).__name__}.")
+    if not losses:
+        raise ValueError("backward needs at least one loss; received none.")
+    backend.backward(losses)
+
+
+def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> List[Any]:
+    """``[fn(a[0], b[0], ...), fn(a[1], b[1], ...), ...]``, at the same time.
+
+    Number i runs for device i: in a thread of its own on torch, queued on
+    the engine by MXNet. Recording, training and array modes are those of the
+    caller. Waits for all; then the first exception is raised. Inside `fn`,
+    another `parallel` runs one call after the other.
+    """
+    lengths = {len(column) for column in per_device}
+    if len(lengths) != 1:
+        raise ValueError("parallel takes lists of one length, one entry per "
+                         f"device; received lengths "
+                         f"{[len(c) for c in per_device]}.")
+    return get_backend().parallel(
+        [partial(fn, *row) for row in zip(*per_device)])
+
+
+def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:
+    """``p -= lr * grad / batch_size`` in place for each of one device's
+    parameters, then the gradient is set to zero (the text's function)."""
+    backend = get_backend()
+    with backend.scope(recording=False):
+        for p in params:
+            g = backend.grad(p)
+            p -= lr * g / batch_size
+            g[:] = 0
+
+
+def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
+                trainer: Trainer, split_f: Callable = split_batch
+                ) -> List[Any]:
+    """One step: split, all forwards, all backwards, all-reduce, update.
+
+    Parameters
+    ----------
+    X, y : arrays of n rows (native or NumPy, or nested)
+    replicas : Replicas
+    loss : callable
+        ``loss(pred, label)``, one value per example.
+    trainer : Trainer
+    split_f : callable
+        ``split_f(X, y, devices) -> (X_shards, y_shards)``.
+
+    Returns
+    -------
+    list of native arrays
+        The losses of each device's rows, not waited for; None where a
+        device had no rows (its gradient counts as zero). Gradients are
+        divided by n, the rows that are there.
+    """
+    with using_backend(replicas.backend.name):
+        X_shards, y_shards = split_f(X, y, replicas.devices)
+        with record():
+            outputs = replicas(X_shards)
+            losses = parallel(partial(_loss_of, loss), outputs, y_shards)
+        backward(losses)
+        trainer.step(sum(rows_of(shard) or 0 for shard in y_shards))
+    return losses
+
+
+def _loss_of(loss: Loss, output: Any, y: Any) -> Any:
+    if output is None:
+        return None
+    values = loss(output, y)
+    check_per_example(values, rows_of(y) or 0)
+    return values
+
+
+# -- the loop -----------------------------------------------------------------
+
+class NonFiniteLoss(FloatingPointError):
+    """The loss is NaN or infinite. `.history` holds what came before."""
+
+    history: "History"
+
+
+@dataclass
+class History:
+    """What a training run measured.
+
+    Attributes
+    ----------
+    devices : list of str
+    train_loss : list of float
+        Mean loss per example, by epoch.
+    test_acc : list of float
+        Between 0 and 1, by epoch; empty without test data.
+    seconds : list of float
+        Training time by epoch, all devices waited for, without evaluation.
+    images_per_second : list of float
+    loss_per_step : list of float
+        Mean loss per example of each batch.
+    """
+
+    devices: List[str] = field(default_factory=list)
+    train_loss: List[float] = field(default_factory=list)
+    test_acc: List[float] = field(default_factory=list)
+    seconds: List[float] = field(default_factory=list)
+    images_per_second: List[float] = field(default_factory=list)
+    loss_per_step: List[float] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """The text's last line."""
+        acc = f"test acc: {self.test_acc[-1]:.2f}, " if self.test_acc else \
+            f"train loss: {self.train_loss[-1]:.3f}, "
+        return (f"{acc}{float(np.mean(self.seconds)):.1f} sec/epoch on "
+                f"[{', '.join(self.devices)}]")
+
+
+def train_epochs(step: Callable[[Any, Any], List[Any]],
+                 train_iter: Iterable[Tuple[Any, Any]],
+                 num_epochs: int, devices: Sequence[Device], *,
+                 evaluate: Optional[Callable[[], float]] = None,
+                 progress: bool = False, animator: Any = None,
+                 description: str = "") -> History:
+    """The loop around any step, from scratch or not.
+
+    Parameters
+    ----------
+    step : callable
+        ``step(X, y)`` trains on one batch and returns the losses of its
+        rows, a list with one native array (or None) per device.
+    train_iter : iterable of (X, y)
+    num_epochs : int
+    devices : sequence of Device
+    evaluate : callable, optional
+        The test accuracy; called after each epoch, outside the timed lap.
+    progress : bool
+        Draw a bar (tqdm; without the package there is none).
+    animator : mgpu.plotting.Animator, optional
+        Gets (epoch, [train loss, test accuracy]).
+
+    Raises
+    ------
+    NonFiniteLoss
+        A loss that is NaN or infinite, naming its step. A step's loss is
+        read when the next step has been queued, so that checking costs no
+        wait; that next step has run by then.
+    """
+    if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) \
+            or num_epochs < 1:
+        raise ValueError(f"num_epochs must be 1 or more; received "
+                         f"{num_epochs!r}.")
+    backend = get_backend()
+    history = History([str(d) for d in devices])
+    bar = _progress_bar(progress, num_epochs, train_iter, description)
+    waiting: Deque[Tuple[int, int, List[Any]]] = deque()
+
+    def settle(down_to: int) -> None:
+        while len(waiting) > down_to:
+            epoch, rows, losses = waiting.popleft()
+            total = sum(float(backend.to_numpy(loss).astype(
+                np.float64).sum()) for loss in losses if loss is not None)
+            history.loss_per_step.append(total / rows)
+            if not np.isfinite(total):
+                error = NonFiniteLoss(
+                    f"the loss must be finite; step "
+                    f"{len(history.loss_per_step)} (epoch {epoch + 1}) gave "
+                    f"{total / rows} on {list(devices)}. Lower the learning "
+                    "rate, clip the gradients, or look for bad data.")
+                error.history = history
+                raise error
+
+    try:
+        for epoch in range(num_epochs):
+            backend.synchronize(list(devices))
+            first, images, begin = len(history.loss_per_step), 0, \
+                time.perf_counter()
+            sizes = []
+            for X, y in train_iter:
+                losses = step(X, y)
+                rows = sum(len(loss) for loss in losses if loss is not None)
+                waiting.append((epoch, rows, losses))
+                sizes.append(rows)
+                settle(down_to=1)
+                if bar is not None:
+                    bar.update()
+            if not sizes:
+                raise ValueError("train_iter gave no batch in epoch "
+                                 f"{epoch + 1}; use an iterable that can be "
+                                 "gone through once per epoch.")
+            settle(down_to=0)
+            backend.synchronize(list(devices))
+            seconds, images = time.perf_counter() - begin, sum(sizes)
+            history.seconds.append(seconds)
+            history.images_per_second.append(images / seconds)
+            history.train_loss.append(float(np.average(
+                history.loss_per_step[first:], weights=sizes)))
+            if evaluate is not None:
+                history.test_acc.append(float(evaluate()))
+            if animator is not None:
+                animator.add(epoch + 1, [
+                    history.train_loss[-1],
+                    history.test_acc[-1] if history.test_acc else None])
+            if bar is not None:
+                bar.set_postfix_str(
+                    f"loss {history.train_loss[-1]:.3f}" + (
+                        f", test acc {history.test_acc[-1]:.3f}"
+                        if history.test_acc else ""))
+    finally:
+        if bar is not None:
+            bar.close()
+    return history
+
+
+def _progress_bar(wanted: bool, num_epochs: int, train_iter: Any,
+                  description: str) -> Any:
+    if not wanted:
+        return None
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:     # the bar is a comfort, the package an extra
+        return None
+    try:
+        total = num_epochs * len(train_iter)
+    except TypeError:
+        total = None
+    return tqdm(total=total, desc=description or "train", unit="batch",
+                leave=False)
+
+
+def train(replicas: Replicas, train_iter: Iterable[Tuple[Any, Any]],
+          test_iter: Optional[Iterable[Tuple[Any, Any]]], loss: Loss,
+          trainer: Trainer, num_epochs: int, *,
+          split_f: Callable = split_batch, device: Any = None,
+          progress: bool = True, animator: Any = None) -> History:
+    """Train and evaluate on all devices of `replicas`.
+
+    Parameters
+    ----------
+    replicas, loss, trainer, split_f
+        As in `train_batch`.
+    train_iter, test_iter : iterables of (X, y)
+        Anything that can be gone through once per epoch: those of
+        `mgpu.datasets`, a torch or a Gluon DataLoader. `test_iter` may be
+        None.
+    num_epochs : int
+    device : device, optional
+        Evaluate there alone (default: on all devices).
+    progress : bool
+        Draw a progress bar, where tqdm is installed.
+    animator : mgpu.plotting.Animator, optional
+
+    Returns
+    -------
+    History
+
+    Raises
+    ------
+    NonFiniteLoss
+        See `train_epochs`.
+    """
+    with using_backend(replicas.backend.name):
+        return train_epochs(
+            lambda X, y: train_batch(X, y, replicas, loss, trainer, split_f),
+            train_iter, num_epochs, replicas.devices, progress=progress,
+            animator=animator, evaluate=None if test_iter is None else
+            lambda: evaluate_accuracy_gpus(replicas, test_iter, split_f,
+                                           device=device))

@@ -1,0 +1,41 @@
+"""Fixtures: each test that asks for `backend` runs on both engines, each that
+asks for `devices` runs on 1, 2, 3 and 4 logical devices.
+
+``MGPU_TEST_BACKENDS=torch`` narrows the engines (default: both). An engine
+that is named and does not load is a failure, never a skip.
+"""
+import os
+
+import pytest
+
+import mgpu
+from mgpu import backends as registry
+
+BACKENDS = [name.strip() for name in os.environ.get(
+    "MGPU_TEST_BACKENDS", "mxnet,torch").split(",") if name.strip()]
+DEVICE_COUNTS = (1, 2, 3, 4)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    """The Backend object, in use for the duration of the test."""
+    with mgpu.using_backend(request.param) as engine:
+        yield engine
+
+
+@pytest.fixture(params=DEVICE_COUNTS, ids=lambda k: f"{k}dev")
+def devices(request):
+    return [mgpu.cpu(i) for i in range(request.param)]
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(monkeypatch):
+    """A test leaves the chosen backend and the environment as they were."""
+    before, environment = registry._chosen, dict(os.environ)
+    yield
+    changed = {k for k in environment.keys() | os.environ.keys()
+               if environment.get(k) != os.environ.get(k)
+               and not k.startswith("PYTEST_")}
+    chosen, registry._chosen = registry._chosen, before
+    assert chosen == before, "the test leaves another backend chosen"
+    assert not changed, f"the test leaves other values in {changed}"
