@@ -15,6 +15,12 @@ BACKENDS = [name.strip() for name in os.environ.get(
     "MGPU_TEST_BACKENDS", "mxnet,torch").split(",") if name.strip()]
 DEVICE_COUNTS = (1, 2, 3, 4)
 
+# Now, so that a missing one fails at once and an engine's settings are no
+# test's doing.
+for _name in BACKENDS:
+    with mgpu.using_backend(_name):
+        pass
+
 
 @pytest.fixture(params=BACKENDS)
 def backend(request):

@@ -1,5 +1,6 @@
 """A user's `gluon.Block` on several contexts."""
 import contextlib
+import copy
 import json
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
@@ -18,7 +19,9 @@ _KINDS = {"weight": "weight", "bias": "bias", "gamma": "gamma",
 def _kind(name: str, parameter: Any) -> str:
     for suffix, kind in _KINDS.items():
         if name.endswith(suffix):
-            return kind
+            # Gluon draws a bias that has no initialiser as it does weights.
+            return "weight" if kind in ("bias", "gamma", "beta") \
+                and parameter.init is None else kind
     return "weight" if parameter.grad_req != "null" else "other"
 
 
@@ -28,7 +31,8 @@ def _own_init(parameter: Any) -> Optional[Any]:
     if init is None or isinstance(init, str):
         return init and (init, {})
     try:
-        name, options = json.loads(init.dumps())
+        # A copy: dumps() of a Constant array changes the object itself.
+        name, options = json.loads(copy.deepcopy(init).dumps())
     except (TypeError, ValueError):     # a user's own class
         return None
     return name, options
