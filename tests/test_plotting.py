@@ -1,0 +1,537 @@
+"""Figures hold the values that they are given, write the files that they are
+asked for, and leave the user's matplotlib alone."""
+import itertools
+import os
+import struct
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mgpu import plotting
+from mgpu.device import cpu
+from mgpu.plotting import Animator, plot_graph, plot_runs, plot_timings
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def width(path):
+    """Pixels, from the header of a PNG file."""
+    data = path.read_bytes()
+    assert data[:8] == PNG and data[12:16] == b"IHDR"
+    return struct.unpack(">I", data[16:20])[0]
+
+
+def python(code, *arguments):
+    result = subprocess.run([sys.executable, "-c", code, *map(str, arguments)],
+                            capture_output=True, text=True, timeout=120,
+                            env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                                p for p in sys.path if p)})
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# -- matplotlib stays the user's --------------------------------------------
+
+def test_import_does_not_load_matplotlib():
+    python("import sys, mgpu.plotting; assert 'matplotlib' not in sys.modules")
+
+
+def test_without_matplotlib_a_figure_says_what_to_install():
+    out = python(
+        "import sys\n"
+        "sys.modules['matplotlib'] = None\n"
+        "from mgpu.plotting import *\n"
+        "from mgpu import plotting as p\n"
+        "run = dict(backend='torch', devices=['cpu:0'], train_loss=[1.0],\n"
+        "           test_acc=[0.5], images_per_second=[9.0])\n"
+        "row = dict(backend='torch', name='a', seconds=1)\n"
+        "for draw in (p.Animator, p.plot_graph,\n"
+        "             lambda: p.plot_runs([run], 'x.png'),\n"
+        "             lambda: p.plot_timings([row], 'x.png')):\n"
+        "    try:\n"
+        "        draw()\n"
+        "    except ImportError as error:\n"
+        "        print(error)\n")
+    lines = out.splitlines()
+    assert len(lines) == 4
+    assert all("pip install 'mgpu[plot]'" in line for line in lines)
+
+
+def test_settings_of_matplotlib_are_left_alone(tmp_path):
+    python(
+        "import sys, matplotlib\n"
+        "from mgpu.plotting import Animator, plot_graph\n"
+        "matplotlib.use('svg')\n"
+        "before = dict(matplotlib.rcParams.copy())\n"
+        "with Animator(file=sys.argv[1] + '/a.png') as animator:\n"
+        "    animator.add(1, 2)\n"
+        "plot_graph(sys.argv[1] + '/b.svg')\n"
+        "assert dict(matplotlib.rcParams.copy()) == before\n"
+        "assert matplotlib.get_backend().lower() == 'svg'\n"
+        "assert 'matplotlib.pyplot' not in sys.modules\n"
+        "assert 'IPython' not in sys.modules\n", tmp_path)
+
+
+# -- Animator ---------------------------------------------------------------
+
+def test_animator_keeps_the_values():
+    animator = Animator("epoch", "value", legend=["loss", "accuracy"])
+    assert animator.X == [] and animator.Y == []
+    animator.add(1, (2.5, None))
+    animator.add(2, [np.float32(1.5), np.array(0.25)])
+    animator.add((3, 4), np.array([1.0, 0.5]))
+    animator.add((None, 5), (7, 0.75))
+    assert animator.X == [[1, 2, 3], [2, 4, 5]]
+    assert animator.Y == [[2.5, 1.5, 1.0], [0.25, 0.5, 0.75]]
+    for line, x, y in zip(animator.axes.lines, animator.X, animator.Y):
+        assert list(line.get_xdata()) == x and list(line.get_ydata()) == y
+
+
+def test_animator_draws_one_number():
+    animator = Animator(xlim=(1, 10), ylim=(0.1, 2), yscale="log")
+    animator.add(1, 0.5)
+    animator.add(2, 0.25)
+    assert animator.X == [[1, 2]] and animator.Y == [[0.5, 0.25]]
+    assert animator.axes.get_xlim() == (1, 10)
+    assert animator.axes.get_ylim() == (0.1, 2)
+    assert animator.axes.get_yscale() == "log"
+
+
+def test_animator_takes_arrays_of_the_engine(backend):
+    animator = Animator()
+    animator.add(1, [backend.put(np.array([0.5]), cpu(1)),
+                     backend.put(np.array([2.0]), cpu(0))])
+    assert animator.Y == [[0.5], [2.0]]
+
+
+def test_axes_follow_the_data():
+    animator = Animator()
+    for x in range(30):
+        animator.add(x, 3 * x)
+    (left, right), (low, high) = (animator.axes.get_xlim(),
+                                  animator.axes.get_ylim())
+    assert left <= 0 and 29 <= right < 40
+    assert low <= 0 and 87 <= high < 120
+
+
+def test_formats_are_used_in_turn():
+    animator = Animator(fmts=["r:", "--"])
+    animator.add(1, (1, 2, 3))
+    lines = animator.axes.lines
+    assert [line.get_linestyle() for line in lines] == [":", "--", ":"]
+    assert lines[0].get_color() == "r"
+
+
+def test_svg_file_contains_the_labels(tmp_path):
+    with Animator("epoch", "accuracy", legend="test acc",
+                  file=tmp_path / "curve.svg") as animator:
+        animator.add(1, 0.5)
+    text = (tmp_path / "curve.svg").read_text(encoding="utf-8")
+    assert "<svg" in text
+    for label in ("epoch", "accuracy", "test acc"):
+        assert label in text
+
+
+def test_file_is_refreshed_at_most_once_a_second(tmp_path, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(plotting, "time",
+                        SimpleNamespace(monotonic=lambda: clock.now))
+    path = tmp_path / "curve.png"
+    with Animator(file=path) as animator:
+        assert not path.exists()
+        animator.add(1, 1)
+        first = path.read_bytes()
+        assert first[:8] == PNG
+        clock.now += 0.75
+        animator.add(2, 3)
+        assert path.read_bytes() == first
+        clock.now += 0.25
+        animator.add(3, 2)
+        second = path.read_bytes()
+        assert second != first
+        clock.now += 0.5
+        animator.add(4, 0)
+        assert path.read_bytes() == second
+    assert path.read_bytes() not in (first, second)
+    assert os.listdir(tmp_path) == ["curve.png"]    # no part is left
+
+
+def test_file_is_written_after_an_error(tmp_path):
+    path = tmp_path / "curve.png"
+    with pytest.raises(RuntimeError, match="mine"):
+        with Animator(file=path) as animator:
+            animator.add(1, 1)
+            path.unlink()
+            raise RuntimeError("mine")
+    assert path.read_bytes()[:8] == PNG
+
+
+def test_file_without_points_is_not_written(tmp_path):
+    with Animator(file=tmp_path / "curve.png"):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_file_stays_where_it_was_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Animator(file="curve.png") as animator:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        animator.add(1, 1)
+    assert (tmp_path / "curve.png").exists()
+
+
+def test_save_writes_elsewhere(tmp_path):
+    animator = Animator()
+    animator.add(1, 1)
+    animator.save(tmp_path / "a.PNG")
+    animator.save(str(tmp_path / "b.svg"))
+    assert (tmp_path / "a.PNG").read_bytes()[:8] == PNG
+    assert b"<svg" in (tmp_path / "b.svg").read_bytes()
+    with pytest.raises(ValueError, match="save needs a file"):
+        animator.save()
+
+
+@pytest.mark.parametrize("x, y, error, text", [
+    (3, (1, 2), ValueError, "1 x and 2 y for 3 lines"),
+    (3, 1, ValueError, "1 x and 1 y for 3 lines"),
+    ((3, 4), (1, 2, 3), ValueError, "2 x and 3 y for 3 lines"),
+    ((), (1, 2, 3), ValueError, "0 x and 3 y for 3 lines"),
+    (3, (), ValueError, "1 x and 0 y for 3 lines"),
+    (3, (1, 2, "high"), TypeError, "received 'high'"),
+    ("abc", (1, 2, 3), TypeError, "received 'abc'"),
+    (3, (1, 2, [3, 4]), TypeError, "a point needs a number"),
+])
+@pytest.mark.parametrize("named", [True, False])
+def test_bad_points_are_refused(x, y, error, text, named):
+    animator = Animator(legend=["a", "b", "c"] if named else None)
+    animator.add(1, (1, 2, 3))
+    with pytest.raises(error, match=text):
+        animator.add(x, y)
+    assert animator.X == [[1], [1], [1]] and animator.Y == [[1], [2], [3]]
+
+
+def test_first_point_agrees_with_the_legend():
+    animator = Animator(legend=["a", "b"])
+    with pytest.raises(ValueError, match="1 y for 2 lines"):
+        animator.add(1, 1)
+    assert animator.X == [] and animator.axes.lines[:] == []
+
+
+@pytest.mark.parametrize("options", [
+    {"yscale": "cubic"}, {"fmts": ["no such format"]}, {"xlim": (1, "b")}])
+def test_settings_that_matplotlib_refuses(options):
+    with pytest.raises((ValueError, TypeError)):
+        Animator(**options)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A kernel's IPython, as far as it is used: `shown` lists what a cell
+    displays, `updated` what then takes its place."""
+    seen = SimpleNamespace(shown=[], updated=[])
+
+    def display(image, display_id=False):
+        seen.shown.append(image)
+        if display_id:
+            return SimpleNamespace(update=seen.updated.append)
+
+    ipython, module = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel="a kernel")
+    module.display, module.Image = display, lambda data: data
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    seen.leave = lambda: setattr(ipython, "get_ipython", lambda: None)
+    return seen
+
+
+def test_notebook_shows_one_figure_that_changes(notebook):
+    animator = Animator()
+    for x in range(3):
+        animator.add(x, x * x)
+    assert len(notebook.shown) == 1 and len(notebook.updated) == 2
+    images = notebook.shown + notebook.updated
+    assert all(image[:8] == PNG for image in images)
+    assert len(set(images)) == 3
+    plot_graph()
+    assert len(notebook.shown) == 2
+
+
+def test_ipython_without_a_kernel_shows_nothing(notebook):
+    notebook.leave()
+    Animator().add(1, 1)
+    plot_graph()
+    assert notebook.shown == []
+
+
+# -- files that are refused -------------------------------------------------
+
+RUN = {"backend": "torch", "devices": ["cpu:0"], "train_loss": [2.0, 1.0],
+       "test_acc": [0.5, 0.75], "images_per_second": [100.0, 50.0],
+       "batch_size": 256, "lr": 0.2, "dtype": "float32", "seed": 0}
+ROW = {"backend": "torch", "name": "GPU1 time", "seconds": 0.5}
+
+
+@pytest.mark.parametrize("draw", [
+    lambda file: Animator(file=file), lambda file: Animator().save(file),
+    lambda file: plot_runs([RUN], file),
+    lambda file: plot_timings([ROW], file), plot_graph])
+def test_bad_files_are_refused(draw, tmp_path):
+    for name in ("curve.jpg", "curve"):
+        with pytest.raises(ValueError, match="PNG or SVG; received"):
+            draw(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match="folder of a figure"):
+        draw(tmp_path / "nowhere" / "curve.png")
+    assert os.listdir(tmp_path) == []
+
+
+# -- plot_runs --------------------------------------------------------------
+
+def some_runs(counts=(1, 2), seeds=1, epochs=60):
+    rng = np.random.default_rng(0)
+    e = np.arange(1, epochs + 1)
+    rise = 1 / (1 + np.exp((14 - e) / 4))
+    noise = 0.02 * rng.normal(size=epochs)
+    return [{**RUN, "backend": backend, "seed": seed,
+             "devices": [f"cpu:{i}" for i in range(count)],
+             "test_acc": list(0.1 + 0.6 * rise + noise),
+             "train_loss": list(2.3 - 1.6 * rise),
+             "images_per_second": list(2500 * count ** 0.9
+                                       + rng.normal(size=epochs))}
+            for backend, count, seed in itertools.product(
+                ("mxnet", "torch"), counts, range(seeds))]
+
+
+def labels(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_runs_hold_the_values(tmp_path):
+    twice = {**RUN, "devices": ["cpu:0", "cpu:1"], "test_acc": [0.25, None],
+             "images_per_second": [200.0, 100.0]}
+    figure = plot_runs([RUN, twice], tmp_path / "runs.png", title="LeNet")
+    accuracy, loss, speed = figure.axes
+    drawn = [(list(line.get_xdata()), list(line.get_ydata()))
+             for line in accuracy.lines]
+    assert drawn == [([1, 2], [0.5, 0.75]), ([1], [0.25])]
+    assert [list(line.get_ydata()) for line in loss.lines] == [[2, 1], [2, 1]]
+    # Two epochs of n images: 2n images in n/100 + n/50 seconds.
+    assert [bar.get_height() for bar in speed.patches] == pytest.approx(
+        [2 / (1 / 100 + 1 / 50), 2 / (1 / 200 + 1 / 100)], rel=1e-15)
+    assert [t.get_text() for t in speed.texts] == ["1.00×", "2.00×"]
+    assert labels(figure) == ["torch, 1 device", "torch, 2 devices"]
+    assert width(tmp_path / "runs.png") == 1800
+    assert accuracy.get_xlabel() == loss.get_xlabel() == "epoch"
+    assert accuracy.get_ylabel() == "test accuracy"
+    assert loss.get_ylabel() == "training loss"
+    assert speed.get_ylabel() == "images per second"
+
+
+def test_seeds_are_thin_lines_with_a_bold_mean(tmp_path):
+    seeds = [{**RUN, "seed": s, "test_acc": acc} for s, acc in enumerate(
+        ([0.25, 0.5], [0.5, 0.5], [0.75, 0.5, 1.0]))]
+    accuracy = plot_runs(seeds, tmp_path / "runs.svg").axes[0]
+    *thin, mean = accuracy.lines
+    assert [list(t.get_ydata()) for t in thin] == [s["test_acc"]
+                                                   for s in seeds]
+    assert list(mean.get_ydata()) == [0.5, 0.5]     # to the shortest
+    assert all(t.get_linewidth() < mean.get_linewidth() for t in thin)
+    text = (tmp_path / "runs.svg").read_text(encoding="utf-8")
+    assert "the mean of 3 seeds" in text
+
+
+def test_svg_of_runs_contains_the_labels(tmp_path):
+    plot_runs(some_runs(), tmp_path / "runs.svg", title="LeNet, batch 256")
+    text = (tmp_path / "runs.svg").read_text(encoding="utf-8")
+    for label in ("LeNet, batch 256", "mxnet, 1 device", "mxnet, 2 devices",
+                  "torch, 1 device", "torch, 2 devices", "test accuracy",
+                  "training loss", "images per second", "1.87×"):
+        assert label in text
+
+
+def test_lines_differ_in_colour_or_dashes(tmp_path):
+    accuracy = plot_runs(some_runs(), tmp_path / "runs.png").axes[0]
+    looks = {(line.get_color(), line.get_linestyle())
+             for line in accuracy.lines}
+    assert len(looks) == 4
+
+
+def boxes_of(figure, artists):
+    renderer = figure.canvas.get_renderer()
+    return [artist.get_window_extent(renderer) for artist in artists]
+
+
+@pytest.mark.parametrize("counts, seeds, epochs", [
+    ((1,), 1, 1), ((1, 2), 1, 60), ((1, 2), 3, 60), ((1, 2, 4, 8, 16), 1, 10)])
+def test_nothing_overlaps_in_runs(tmp_path, counts, seeds, epochs):
+    figure = plot_runs(some_runs(counts, seeds, epochs), tmp_path / "r.png",
+                       title="LeNet of the text")
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    parts = [axes.get_tightbbox(renderer) for axes in figure.axes]
+    parts += [figure.legends[0].get_window_extent(renderer),
+              figure._suptitle.get_window_extent(renderer)]
+    speedups = boxes_of(figure, figure.axes[2].texts)
+    assert len(speedups) == 2 * len(counts)
+    for a, b in itertools.chain(itertools.combinations(parts, 2),
+                                itertools.combinations(speedups, 2)):
+        assert not a.overlaps(b)
+    for box in parts:
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+        assert box.y0 >= 0 and box.y1 <= figure.bbox.y1
+
+
+def test_empty_lists_leave_a_panel_empty(tmp_path):
+    figure = plot_runs([{**RUN, "test_acc": [], "images_per_second": []}],
+                       tmp_path / "runs.png")
+    accuracy, loss, speed = figure.axes
+    assert list(accuracy.lines[0].get_xdata()) == []
+    assert list(loss.lines[0].get_ydata()) == [2.0, 1.0]
+    assert len(speed.patches) == 0
+
+
+def test_speed_without_a_run_on_one_device_has_no_factor(tmp_path):
+    two = [r for r in some_runs() if len(r["devices"]) == 2]
+    speed = plot_runs(two, tmp_path / "runs.png").axes[2]
+    assert len(speed.patches) == 2 and len(speed.texts) == 0
+
+
+@pytest.mark.parametrize("name", ["backend", "devices", "train_loss",
+                                  "test_acc", "images_per_second"])
+def test_a_missing_field_is_named(tmp_path, name):
+    run = {k: v for k, v in RUN.items() if k != name}
+    with pytest.raises(ValueError, match=f"needs the field '{name}'"):
+        plot_runs([RUN, run], tmp_path / "runs.png")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name, value", [("batch_size", 512), ("lr", 0.4),
+                                         ("dtype", "float64")])
+def test_only_seeds_are_averaged(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"have {name} .* and .*Plot them"):
+        plot_runs([RUN, {**RUN, name: value}], tmp_path / "runs.png")
+    other = {**RUN, name: value, "devices": ["cpu:0", "cpu:1"]}
+    assert len(plot_runs([RUN, other], tmp_path / "r.png").axes[0].lines) == 2
+
+
+def test_no_runs_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a run; received none"):
+        plot_runs([], tmp_path / "runs.png")
+
+
+# -- plot_timings -----------------------------------------------------------
+
+NAMES = ("GPU1 time", "GPU2 time", "GPU1 & GPU2", "Run on GPU1",
+         "Copy to CPU", "Run on GPU1 and copy to CPU")
+
+
+def some_timings(*engines):
+    seconds = (0.5, 0.25, 0.5, 1.0, 0.125, 1.25)
+    return [{"backend": e, "name": n, "seconds": s * (k + 1)}
+            for k, e in enumerate(engines) for n, s in zip(NAMES, seconds)]
+
+
+@pytest.mark.parametrize("engines", [("mxnet",), ("mxnet", "torch")])
+def test_timings_mark_the_sum_beside_the_joint_one(tmp_path, engines):
+    figure = plot_timings(some_timings(*engines), tmp_path / "t.png",
+                          title="Automatic parallelism")
+    axes, = figure.axes
+    assert [t.get_text() for t in axes.get_yticklabels()] == list(NAMES)
+    texts = [t.get_text() for t in axes.texts]
+    assert texts[:6] == ["0.5000 sec", "0.2500 sec",
+                         "0.5000 sec (sum 0.7500)", "1.0000 sec",
+                         "0.1250 sec", "1.2500 sec (sum 1.1250)"]
+    assert len(texts) == 6 * len(engines)
+    marks = {line.get_xdata()[0] for line in axes.lines}
+    assert marks == {k * s for k in range(1, len(engines) + 1)
+                     for s in (0.75, 1.125)}
+    assert labels(figure) == list(engines)
+    assert width(tmp_path / "t.png") == 1800
+    figure.canvas.draw()
+    texts = boxes_of(figure, axes.texts)
+    assert max(box.x1 for box in texts) <= figure.bbox.x1
+    for a, b in itertools.combinations(texts, 2):
+        assert not a.overlaps(b)
+
+
+def test_svg_of_timings_contains_the_names(tmp_path):
+    plot_timings(some_timings("torch"), tmp_path / "t.svg")
+    text = (tmp_path / "t.svg").read_text(encoding="utf-8")
+    for name in NAMES:
+        assert name.replace("&", "&amp;") in text
+
+
+def test_timings_refuse_what_is_missing(tmp_path):
+    with pytest.raises(ValueError, match="needs a timing; received none"):
+        plot_timings([], tmp_path / "t.png")
+    for name in ROW:
+        row = {k: v for k, v in ROW.items() if k != name}
+        with pytest.raises(ValueError, match=f"needs the field '{name}'"):
+            plot_timings([row], tmp_path / "t.png")
+    assert os.listdir(tmp_path) == []
+
+
+# -- plot_graph -------------------------------------------------------------
+
+def test_graph_is_written(tmp_path):
+    plot_graph(tmp_path / "graph.png")
+    assert width(tmp_path / "graph.png") == 1800
+    plot_graph(tmp_path / "graph.svg")
+    text = (tmp_path / "graph.svg").read_text(encoding="utf-8")
+    for label in ("GPU 1", "CPU", "GPU 2", "layer 1 backward", "loss",
+                  "copy slice 2", "copy between devices"):
+        assert label in text
+
+
+def test_nothing_overlaps_in_the_graph():
+    figure = plot_graph()
+    figure.canvas.draw()
+    axes, = figure.axes
+    nodes = boxes_of(figure, [p for p in axes.patches if p.get_zorder() == 3])
+    assert len(nodes) == 5 + 2 * 15
+    for a, b in itertools.combinations(nodes, 2):
+        assert not a.overlaps(b)
+    texts = boxes_of(figure, [t for t in axes.texts if t.get_zorder() == 4])
+    assert len(texts) == len(nodes)
+    for text in texts:      # each inside one box, with room around it
+        assert sum(box.x0 + 5 < text.x0 and text.x1 < box.x1 - 5
+                   and box.y0 + 2 < text.y0 and text.y1 < box.y1 - 2
+                   for box in nodes) == 1
+
+
+def test_arrows_join_boxes_and_cross_none():
+    figure = plot_graph()
+    axes, = figure.axes
+    nodes = [(p.get_x(), p.get_y(), p.get_width(), p.get_height())
+             for p in axes.patches if p.get_zorder() == 3]
+    arrows = [t for t in axes.texts if getattr(t, "arrow_patch", None)]
+    assert len(arrows) == 2 * 17 + 2        # the CPU's own two are there once
+    for arrow in arrows:
+        start, end = np.array(arrow.xyann), np.array(arrow.xy)
+        for (x, y, w, h) in nodes:
+            for t in np.linspace(0.02, 0.98, 49):
+                px, py = start + t * (end - start)
+                assert not (x < px < x + w and y < py < y + h)
+        for point in (start, end):          # on the edge of some box
+            assert any(x - 1e-9 <= point[0] <= x + w + 1e-9
+                       and y - 1e-9 <= point[1] <= y + h + 1e-9
+                       for x, y, w, h in nodes)
+
+
+def test_graph_has_no_circle_and_both_gpus_reach_the_update():
+    before = {}
+    for first, then in plotting._EDGES:
+        before.setdefault(then, set()).add(first)
+
+    def ancestors(name, below=()):
+        assert name not in below, "an operation waits for itself"
+        return {name}.union(*(ancestors(n, (*below, name))
+                              for n in before.get(name, ())))
+
+    for name in plotting._GPU_NODES:
+        ancestors(name)
+    assert {"batch", "w1", "w2", "loss", "back1"} <= ancestors("new1")
+    assert "back1" not in ancestors("new2")     # what may overlap
