@@ -96,10 +96,19 @@ class MXNetBackend(base.Backend):
             return copy if dtype is None else copy.astype(dtype)
         base.refuse_foreign(x, self.name)
         x = base.host_array(x)
+        if dtype is not None:
+            x = x.astype(dtype, copy=False)
+        try:
+            # Shares the memory of the copy just made. MXNet's own way to
+            # fill an array waits for all that is queued on its context.
+            array = mx.nd.from_numpy(x)
+        except ValueError:      # int8, int16: dtypes that DLPack here lacks
+            array = mx.nd.ndarray.array(x, dtype=x.dtype)
+        if context != array.context:
+            array = array.copyto(context)
         new = is_np(where) if isinstance(where, mx.nd.NDArray) \
             else npx.is_np_array()
-        return (mx.np if new else mx.nd).array(
-            x, dtype=dtype or x.dtype, ctx=context)
+        return array.as_np_ndarray() if new else array
 
     def to_numpy(self, x: Any) -> np.ndarray:
         return x.asnumpy()
