@@ -1,5 +1,6 @@
 """The MXNet engine."""
 import contextlib
+import ctypes
 from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 import numpy as np
@@ -59,6 +60,20 @@ def _flags(recording: Optional[bool], training: Optional[bool]
         autograd.set_training(before[1])
 
 
+def _fill(array: Any, x: np.ndarray) -> None:
+    """Copy host data into a new array on a CPU context, at once.
+
+    MXNet's own way queues the copy on the context and waits for it, and so
+    for all the work that is queued there already. An array that no operation
+    knows yet needs no queue.
+    """
+    pointer = ctypes.c_void_p()
+    mx.base.check_call(mx.base._LIB.MXNDArrayGetData(
+        array.handle, ctypes.byref(pointer)))
+    if x.nbytes:
+        ctypes.memmove(pointer, x.ctypes.data, x.nbytes)
+
+
 class MXNetBackend(base.Backend):
     name = "mxnet"
     version = mx.__version__
@@ -98,14 +113,11 @@ class MXNetBackend(base.Backend):
         x = base.host_array(x)
         if dtype is not None:
             x = x.astype(dtype, copy=False)
-        try:
-            # Shares the memory of the copy just made. MXNet's own way to
-            # fill an array waits for all that is queued on its context.
-            array = mx.nd.from_numpy(x)
-        except ValueError:      # int8, int16: dtypes that DLPack here lacks
-            array = mx.nd.ndarray.array(x, dtype=x.dtype)
-        if context != array.context:
-            array = array.copyto(context)
+        array = mx.nd.empty(x.shape, ctx=context, dtype=x.dtype)
+        if context.device_type == "cpu":
+            _fill(array, x)
+        else:
+            array[:] = x
         new = is_np(where) if isinstance(where, mx.nd.NDArray) \
             else npx.is_np_array()
         return array.as_np_ndarray() if new else array
