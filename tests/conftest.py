@@ -15,6 +15,10 @@ BACKENDS = [name.strip() for name in os.environ.get(
     "MGPU_TEST_BACKENDS", "mxnet,torch").split(",") if name.strip()]
 DEVICE_COUNTS = (1, 2, 3, 4)
 
+#: these compare the engines with each other
+collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
+    else ["test_parity.py"]
+
 # Now, so that a missing one fails at once and an engine's settings are no
 # test's doing.
 for _name in BACKENDS:
@@ -45,3 +49,11 @@ def no_leaks(monkeypatch):
     chosen, registry._chosen = registry._chosen, before
     assert chosen == before, "the test leaves another backend chosen"
     assert not changed, f"the test leaves other values in {changed}"
+
+
+def pytest_report_header():
+    lines = [f"engines: {', '.join(BACKENDS)}"]
+    if collect_ignore:
+        lines.append(f"NOT RUN, for want of the other engine: "
+                     f"{', '.join(collect_ignore)}")
+    return lines

@@ -1,0 +1,162 @@
+"""What several test modules share: measures of difference, numerical
+gradients, the engines with their array families, and pairs of small native
+networks.
+
+Native networks are made in here, not by `mgpu`, so that a test compares
+`mgpu` with something that it did not write itself. Frameworks are imported
+inside functions: the backend must have loaded them before.
+"""
+import contextlib
+
+import numpy as np
+
+import mgpu
+from conftest import BACKENDS
+
+#: The engines as tests name them: MXNet has two families of arrays, legacy
+#: ``mx.nd`` (the mode a process starts in) and ``mx.np``.
+ENGINES = [engine for name in BACKENDS for engine in
+           (("mxnet-nd", "mxnet-np") if name == "mxnet" else (name,))]
+
+
+@contextlib.contextmanager
+def using_engine(engine):
+    """The Backend object of one of `ENGINES`, in use inside the block. For
+    "mxnet-np" this thread is in MXNet's NumPy mode, as user code would say
+    it; the mode of the process stays."""
+    with mgpu.using_backend(engine.split("-")[0]) as backend, \
+            contextlib.ExitStack() as stack:
+        if engine == "mxnet-np":
+            import mxnet as mx
+            stack.enter_context(mx.util.np_shape(True))
+            stack.enter_context(mx.util.np_array(True))
+        yield backend
+
+
+# -- measures -----------------------------------------------------------------
+
+def relative_difference(a, b, floor=0.0):
+    """``max|a - b| / max(max|b|, floor)`` over one whole tensor, as a float:
+    never elementwise, which would ask for correct digits of rounding noise.
+
+    0.0 where both are equal, empty too; infinite for a NaN or an infinity
+    anywhere (so that neither ``<`` nor ``max()`` can overlook it) and where
+    `b` and `floor` are zero but `a` is not. Different shapes are an error.
+    """
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape, f"shapes {a.shape} and {b.shape} differ"
+    if not a.size:
+        return 0.0
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    if not (np.isfinite(a).all() and np.isfinite(b).all()):
+        return float("inf")
+    difference = float(np.abs(a - b).max())
+    scale = max(float(np.abs(b).max()), floor)
+    if scale:
+        return difference / scale
+    return float("inf") if difference else 0.0
+
+
+def assert_bit_equal(a, b):
+    """Same shape, same dtype, same bits: -0.0 is not 0.0, and a NaN equals
+    the same NaN."""
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.shape == b.shape, f"shapes {a.shape} and {b.shape} differ"
+    assert a.dtype == b.dtype, f"dtypes {a.dtype} and {b.dtype} differ"
+    if a.tobytes() != b.tobytes():
+        wrong = np.array([x.tobytes() != y.tobytes()
+                          for x, y in zip(a.ravel(), b.ravel())])
+        first = int(np.flatnonzero(wrong)[0])
+        raise AssertionError(
+            f"{wrong.sum()} of {a.size} elements differ in their bits; first "
+            f"at {tuple(map(int, np.unravel_index(first, a.shape)))}: "
+            f"{a.ravel()[first]!r} and {b.ravel()[first]!r}")
+
+
+def numerical_gradient(f, x, step=2.0 ** -10):
+    """The gradient of ``f(array) -> number`` at the float64 array `x`, by
+    central differences over five points.
+
+    The error is about ``step^4 / 30 * f'''''`` and ``1e-16 * |f| / step``:
+    near 1e-12 for functions and slopes of size 1. `f` must be smooth within
+    ``2 * step`` of `x` in each coordinate.
+    """
+    x = np.array(x, dtype=np.float64)
+    gradient = np.empty_like(x)
+    for i in np.ndindex(x.shape):
+        values = []
+        for shift in (-2, -1, 1, 2):
+            moved = x.copy()
+            moved[i] += shift * step
+            values.append(float(f(moved)))
+        far_left, left, right, far_right = values
+        gradient[i] = (8 * (right - left) - (far_right - far_left)) \
+            / (12 * step)
+    return gradient
+
+
+# -- native networks ----------------------------------------------------------
+
+def mlp(backend, units=(6, 5, 3), deferred=False):
+    """Dense layers with ReLU between them: a native network of `backend`
+    without values from `mgpu`; ``units[0]`` is the number of inputs.
+
+    Both engines have the same parameters, names and order: (out, in) weights
+    and biases. ``deferred=True`` leaves the numbers of inputs to
+    the first forward pass. Works with both array families of MXNet.
+    """
+    pairs = list(zip(units, units[1:]))
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        for i, (n_in, n_out) in enumerate(pairs):
+            if i:
+                net.add(nn.Activation("relu"))
+            net.add(nn.Dense(n_out, in_units=0 if deferred else n_in))
+        return net
+    from torch import nn
+    layers = []
+    for i, (n_in, n_out) in enumerate(pairs):
+        if i:
+            layers.append(nn.ReLU())
+        layers.append(nn.LazyLinear(n_out) if deferred
+                      else nn.Linear(n_in, n_out))
+    return nn.Sequential(*layers)
+
+
+def convnet(backend, channels=2, classes=3, batch_norm=True, deferred=False):
+    """Convolution, batch norm, ReLU, pooling, convolution, batch norm, ReLU,
+    mean over the picture, dense: a native network of `backend` for pictures
+    (n, `channels`, h, w) with h and w of 4 or more.
+
+    The same parameters, names and order on both engines, then the running
+    statistics. Works with both array families of MXNet.
+    """
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        for n_in, n_out in ((channels, 4), (4, 5)):
+            net.add(nn.Conv2D(n_out, 3, padding=1,
+                              in_channels=0 if deferred else n_in))
+            if batch_norm:
+                net.add(nn.BatchNorm(in_channels=0 if deferred else n_out))
+            net.add(nn.Activation("relu"))
+            if n_out == 4:
+                net.add(nn.AvgPool2D(2))
+        net.add(nn.GlobalAvgPool2D(), nn.Flatten(),
+                nn.Dense(classes, in_units=0 if deferred else 5))
+        return net
+    from torch import nn
+    layers = []
+    for n_in, n_out in ((channels, 4), (4, 5)):
+        layers.append(nn.LazyConv2d(n_out, 3, padding=1) if deferred
+                      else nn.Conv2d(n_in, n_out, 3, padding=1))
+        if batch_norm:
+            layers.append(nn.LazyBatchNorm2d() if deferred
+                          else nn.BatchNorm2d(n_out))
+        layers.append(nn.ReLU())
+        if n_out == 4:
+            layers.append(nn.AvgPool2d(2))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.LazyLinear(classes) if deferred else nn.Linear(5, classes))
