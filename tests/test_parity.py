@@ -37,7 +37,7 @@ def test_resnet18(k):
              for name in ("mxnet", "torch")]
     for name, value in sides[0].state().items():
         assert (value == sides[1].state()[name]).all(), name
-    check(sides, [batch(4, seed) for seed in range(2)], RESNET)
+    check(sides, [batch(4)], RESNET)
 
 
 @pytest.mark.parametrize("policy", ("per_device", "average", "sync"))
@@ -75,9 +75,9 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
                 (call.running_var - call.momentum * before) / (n - 1))
             return out
         monkeypatch.setattr(network, "gluon_batch_norm", unbiased)
-        stage, least = "statistic", 1e-4
+        stage, least = "statistic", 1e-6
     elif fault == "bias":
-        # a thousandth part in a gradient whose true value is zero
+        # in a gradient whose true value is zero
         step = b.trainer.allreduce_grads
 
         def wrong():
@@ -88,7 +88,6 @@ def test_a_planted_fault_is_seen(fault, monkeypatch):
         monkeypatch.setattr(b.trainer, "allreduce_grads", wrong)
         stage, least = "gradient", 1e-11
     else:
-        X = X[::-1].copy()
         monkeypatch.setattr(
             b, "step", lambda X, y, step=b.step: step(X[::-1].copy(), y))
         stage, least = "loss", 1e-3
