@@ -1,0 +1,720 @@
+"""Data sets, and one seeded order of batches for both engines.
+
+Everything here is NumPy: a batch becomes an array of an engine when it is
+split over devices, so that both engines see the same bits in the same order.
+
+==================  =====================================================
+`fashion_mnist`     the data set of the text, read from its IDX files
+`digits`            1,797 real digits, part of the package: needs no file
+                    and no network
+`synthetic`         random data that can be learnt, of any shape
+`load`              one of these by its name, or a folder of IDX files
+`BatchIterator`     batches of your own arrays
+==================  =====================================================
+
+The first four return ``(train_iter, test_iter)``, two `BatchIterator`.
+"""
+import functools
+import gzip
+import math
+import operator
+import os
+import sys
+import zlib
+from typing import (Any, Callable, Dict, Iterator, Optional, Sequence, Tuple,
+                    Union)
+
+import numpy as np
+
+_NAMES = ("digits", "fashion-mnist", "synthetic")
+_DTYPES = ("float32", "float64")
+
+# The four files of the data set, with the MD5 sums that its authors publish
+# (README of github.com/zalandoresearch/fashion-mnist).
+_MD5 = {
+    "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
+}
+_MIRRORS = (
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+    "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/"
+    "fashion/",
+)
+_ATTEMPTS = 4       # failures in a row, without a byte of progress
+_PAUSE = 0.5        # seconds after the first of them; doubles with each
+_TIMEOUT = 30       # seconds without an answer
+
+# IDX: two zero bytes, the type of the values (8: unsigned byte), the number
+# of dimensions; then each dimension, as four bytes, big end first.
+_IMAGES, _LABELS = 0x00000803, 0x00000801
+
+Size = Union[None, int, Tuple[int, int]]
+
+
+class BatchIterator:
+    """Batches of two arrays, in an order that a seed and an epoch fix.
+
+    Each ``iter()``, so each ``for`` loop, is a new epoch. The order of epoch
+    `e` is ``numpy.random.default_rng([seed, e]).permutation(n)``: the same
+    on both engines, independent of every other random number, and known
+    without the epochs before it, so that a training can be resumed by
+    setting `epoch`.
+
+    Parameters
+    ----------
+    X : array, (n, ...)
+        Examples; not copied.
+    y : array, (n, ...)
+        Labels; not copied.
+    batch_size : int
+        Rows in a batch; the last one may be shorter.
+    seed : int
+        0 or more.
+    shuffle : bool
+        False: always the order of `X`.
+    drop_last : bool
+        True: leave a short last batch out.
+    transform : callable, optional
+        ``transform(X_batch)`` is what a batch holds instead of ``X_batch``,
+        computed when the batch is made. It must return as many rows.
+    info : dict, optional
+        A description for reports; see `info` below.
+
+    Yields
+    ------
+    X : ndarray, (b, ...)
+    y : ndarray, (b, ...)
+        Fresh copies, yours to change.
+
+    Attributes
+    ----------
+    y : ndarray, (n, ...)
+    batch_size, num_examples, seed : int
+    shuffle, drop_last : bool
+    epoch : int
+        The epoch that the next ``iter()`` starts; 0 at first, may be set.
+    info : dict or None
+        For the data sets of this module ``{"name": str, "train": int,
+        "test": int, "shape": [c, h, w], "source": str}``: the numbers of
+        examples, the shape of one, and where they came from. Fit for JSON.
+
+    Raises
+    ------
+    ValueError
+        A `batch_size` that is no positive integer, a `seed` or `epoch` that
+        is no integer of 0 or more, `X` and `y` of different lengths, no
+        examples, or fewer than one batch with `drop_last`.
+    """
+
+    def __init__(self, X: Any, y: Any, batch_size: int, seed: int = 0,
+                 shuffle: bool = True, drop_last: bool = False, *,
+                 transform: Optional[Callable[[np.ndarray],
+                                              np.ndarray]] = None,
+                 info: Optional[Dict[str, Any]] = None) -> None:
+        self.batch_size = _integer("batch_size", batch_size, 1)
+        self.seed = _integer("seed", seed, 0)
+        self._X, self.y = np.asarray(X), np.asarray(y)
+        for name, array in (("X", self._X), ("y", self.y)):
+            if array.ndim == 0 or array.dtype == object:
+                raise ValueError(
+                    f"{name} must be an array of numbers with one row per "
+                    f"example; received {name} of shape {array.shape} and "
+                    f"dtype {array.dtype}.")
+        if len(self._X) != len(self.y):
+            raise ValueError(
+                "X and y must have the same length; received "
+                f"{len(self._X)} examples and {len(self.y)} labels.")
+        self.num_examples = len(self.y)
+        if self.num_examples == 0:
+            raise ValueError("a data set needs at least one example; "
+                             "received X and y of length 0.")
+        if drop_last and self.num_examples < self.batch_size:
+            raise ValueError(
+                "drop_last leaves no batch: received "
+                f"{self.num_examples} examples and batch_size="
+                f"{self.batch_size}. Use a smaller batch_size.")
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self._transform = transform
+        self.info = None if info is None else dict(info)
+        self.epoch = 0
+
+    @property
+    def X(self) -> np.ndarray:
+        """All examples, in their own order, as batches hold them. With a
+        `transform` this computes all of them each time, and takes their
+        memory; else it is the array itself."""
+        return self._X if self._transform is None else self._transform(self._X)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epoch = _integer("epoch", value, 0)
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        whole, rest = divmod(self.num_examples, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
+        # Not a generator itself: the epoch is taken here, by iter(), not
+        # when the first batch is asked for.
+        epoch, self.epoch = self.epoch, self.epoch + 1
+        if self.shuffle:
+            order = np.random.default_rng(
+                [self.seed, epoch]).permutation(self.num_examples)
+        else:
+            order = np.arange(self.num_examples)
+        return self._batches(order)
+
+    def _batches(self, order: np.ndarray
+                 ) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
+        for i in range(len(self)):
+            rows = order[i * self.batch_size:(i + 1) * self.batch_size]
+            X = self._X[rows]       # an index array: a copy, not a view
+            yield (X if self._transform is None else self._transform(X),
+                   self.y[rows])
+
+    def __repr__(self) -> str:
+        return (f"BatchIterator({self.num_examples} examples, batch_size="
+                f"{self.batch_size}, seed={self.seed}, shuffle="
+                f"{self.shuffle}, epoch={self.epoch})")
+
+
+def fashion_mnist(batch_size: int, resize: Size = None,
+                  root: Union[None, str, "os.PathLike[str]"] = None,
+                  limit: Optional[int] = None, seed: int = 0, *,
+                  dtype: str = "float32", shuffle: bool = True,
+                  download: bool = True
+                  ) -> Tuple[BatchIterator, BatchIterator]:
+    """Fashion-MNIST: 60,000 + 10,000 grey pictures of 28 x 28, 10 classes.
+
+    Reads ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
+    ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, with or
+    without ``.gz``, from `root`; without it, from the folder that the
+    environment variable ``MGPU_DATA`` names; without that, from the user's
+    cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``, then
+    ``mgpu/fashion-mnist``), into which files that are missing are
+    downloaded (31 MB in all). A folder that you name is never replaced by
+    another. The headers of the files say how many examples there are, so
+    parts of the data set, and others in the same format, are read as well.
+
+    Parameters
+    ----------
+    batch_size : int
+    resize : int or (height, width), optional
+        See `bilinear`. Computed batch by batch: all 60,000 pictures at
+        224 x 224 would take 12 GB.
+    root : path, optional
+        A folder that holds the four files.
+    limit : int, optional
+        Keep the first `limit` training and the first `limit` test examples,
+        or all where there are fewer.
+    seed : int
+        Of the order of the training batches; see `BatchIterator`.
+    dtype : {"float32", "float64"}
+    shuffle : bool
+        Whether the training order changes every epoch. The test order is
+        that of the file.
+    download : bool
+        False: never use the network.
+
+    Returns
+    -------
+    train_iter, test_iter : BatchIterator
+        X (b, 1, 28, 28) of `dtype`, pixels / 255, so in 0 to 1, not
+        normalised further; y (b,) int32, 0 to 9. The short last batch is
+        kept.
+
+    Raises
+    ------
+    ValueError
+        A wrong argument; a file with the wrong magic number, a length that
+        is not what its header says, or a truncated or corrupt gzip stream;
+        numbers of images and labels that differ; a label above 9; a
+        download with the wrong checksum (it is removed).
+    FileNotFoundError
+        The folder that `root` or ``MGPU_DATA`` names lacks a file, or the
+        cache folder does and `download` is False.
+    ConnectionError
+        The download failed for good. What has arrived is kept: the next
+        call goes on from there.
+    """
+    return _idx("fashion-mnist", batch_size, resize, root, limit, seed,
+                dtype, shuffle, download)
+
+
+def digits(batch_size: int, resize: Size = 28, limit: Optional[int] = None,
+           seed: int = 0, *, dtype: str = "float32", test_size: int = 360,
+           shuffle: bool = True) -> Tuple[BatchIterator, BatchIterator]:
+    """The 1,797 handwritten digits that scikit-learn ships, in the package.
+
+    The test part of "Optical Recognition of Handwritten Digits" (Alpaydin
+    and Kaynak 1998, UCI, CC BY 4.0), 8 x 8 pixels of 17 grey levels; origin
+    and licence in ``data/README.md``.
+
+    The split draws nothing at random and is always the same: the digits,
+    sorted by class and within a class kept in the order of the file, are
+    cut into `test_size` equal stretches, and the first of each stretch is a
+    test example. The file holds its 13 writers in runs (59 % of the digits
+    have their nearest neighbour within 140 places; chance would give 16 %),
+    so each class and each writer has the same share of both sides, and the
+    two sides are alike. That is fair to a comparison of trainings. It says
+    nothing about the hand of an unknown writer, which is harder: a logistic
+    regression on the pixels reaches 0.96 here, and 0.90 on the last 360 of
+    the file when trained on those before. Both sides keep the order of the
+    file.
+
+    Parameters
+    ----------
+    batch_size, limit, seed, dtype, shuffle
+        As for `fashion_mnist`.
+    resize : int or (height, width), optional
+        See `bilinear`; None keeps 8 x 8.
+    test_size : int
+        1 to 1,796.
+
+    Returns
+    -------
+    train_iter, test_iter : BatchIterator
+        X (b, 1, 28, 28) of `dtype`, in 0 to 1; y (b,) int32, 0 to 9.
+
+    Raises
+    ------
+    ValueError
+        A wrong argument.
+    """
+    size = _check(batch_size, resize, limit, seed, dtype)
+    test_size = _integer("test_size", test_size, 1)
+    path = os.path.join(os.path.dirname(__file__), "data", "digits.npz")
+    with np.load(path, allow_pickle=False) as file:
+        images, labels = file["images"], file["labels"]
+    if test_size >= len(labels):
+        raise ValueError(f"test_size must leave a training example; received "
+                         f"{test_size} of {len(labels)}.")
+    X = images[:, None].astype(dtype) / 16
+    if size is not None:
+        X = bilinear(X, size)
+    y = labels.astype("int32")
+    by_class = np.argsort(y, kind="stable")
+    test = np.zeros(len(y), bool)
+    test[by_class[np.arange(test_size) * len(y) // test_size]] = True
+    return _pair("digits", "mgpu/data/digits.npz", (X[~test], y[~test]),
+                 (X[test], y[test]), batch_size, limit, seed, shuffle)
+
+
+def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
+              num_classes: int = 10,
+              shape: Sequence[int] = (1, 28, 28), seed: int = 0, *,
+              noise: float = 0.2, limit: Optional[int] = None,
+              dtype: str = "float32", shuffle: bool = True
+              ) -> Tuple[BatchIterator, BatchIterator]:
+    """Random examples that can be learnt: one pattern per class, plus noise.
+
+    The pattern of a class is uniform in [0, 1); an example is the pattern
+    of its class plus normal noise. Drawn from `seed` alone, in float64: the
+    float32 data are the float64 data rounded.
+
+    Parameters
+    ----------
+    batch_size, limit, dtype, shuffle
+        As for `fashion_mnist`.
+    num_train, num_test, num_classes : int
+        1 or more. The classes are as equal in number as they can be.
+    shape : sequence of int
+        The shape of one example.
+    seed : int
+        Of the data and of the order of the batches.
+    noise : float
+        Standard deviation of the noise, 0 or more.
+
+    Returns
+    -------
+    train_iter, test_iter : BatchIterator
+        X (b, *shape) of `dtype`; y (b,) int32, 0 to ``num_classes - 1``.
+
+    Raises
+    ------
+    ValueError
+        A wrong argument.
+    """
+    _check(batch_size, None, limit, seed, dtype)
+    num_train = _integer("num_train", num_train, 1)
+    num_test = _integer("num_test", num_test, 1)
+    num_classes = _integer("num_classes", num_classes, 1)
+    try:
+        shape = tuple(_integer("shape", n, 1) for n in shape)
+    except TypeError:
+        raise ValueError("shape must be a sequence of integers, for example "
+                         f"(1, 28, 28); received {shape!r}.") from None
+    if not 0 <= noise < np.inf:
+        raise ValueError("noise must be a finite number of 0 or more; "
+                         f"received {noise!r}.")
+    # Three words, the last not 0: no epoch of BatchIterator has this stream.
+    rng = np.random.default_rng([seed, 0, 1])
+    patterns = rng.uniform(size=(num_classes, *shape))
+
+    def draw(n: int) -> Tuple[np.ndarray, np.ndarray]:
+        y = rng.permutation(np.arange(n) % num_classes)
+        X = patterns[y] + noise * rng.standard_normal((n, *shape))
+        return X.astype(dtype), y.astype("int32")
+
+    return _pair("synthetic", f"random, noise {noise:g}", draw(num_train),
+                 draw(num_test), batch_size, limit, seed, shuffle)
+
+
+def load(name_or_path: Union[str, "os.PathLike[str]"], batch_size: int,
+         limit: Optional[int] = None, seed: int = 0, *, resize: Size = None,
+         dtype: str = "float32", shuffle: bool = True, download: bool = True
+         ) -> Tuple[BatchIterator, BatchIterator]:
+    """A data set by its name, or the IDX files in a folder.
+
+    Parameters
+    ----------
+    name_or_path : str or path
+        ``"digits"``, ``"fashion-mnist"``, ``"synthetic"``, or an existing
+        folder with files named as those of `fashion_mnist`. A name goes
+        before a folder of the same name; for that, write ``"./digits"``.
+    resize : int or (height, width), optional
+        None: 28 x 28, except for a folder, whose pictures keep their size.
+    batch_size, limit, seed, dtype, shuffle, download
+        As for `fashion_mnist`.
+
+    Raises
+    ------
+    ValueError
+        Neither a known name nor a folder; and all that the data set itself
+        raises.
+    """
+    size = _check(batch_size, resize, limit, seed, dtype)
+    if name_or_path == "digits":
+        return digits(batch_size, size or 28, limit, seed, dtype=dtype,
+                      shuffle=shuffle)
+    if name_or_path == "synthetic":
+        return synthetic(batch_size, shape=(1, *(size or (28, 28))),
+                         seed=seed, limit=limit, dtype=dtype,
+                         shuffle=shuffle)
+    if name_or_path == "fashion-mnist":
+        return fashion_mnist(batch_size, size, None, limit, seed,
+                             dtype=dtype, shuffle=shuffle, download=download)
+    if not os.path.isdir(name_or_path):
+        raise ValueError(
+            f"unknown data set; received {os.fspath(name_or_path)!r}. Use "
+            f"{', '.join(map(repr, _NAMES))}, or the path of an existing "
+            "folder that holds IDX files.")
+    name = os.path.basename(os.path.abspath(name_or_path))
+    return _idx(name, batch_size, size, name_or_path, limit, seed, dtype,
+                shuffle, False)
+
+
+def bilinear(images: np.ndarray, size: Union[int, Tuple[int, int]]
+             ) -> np.ndarray:
+    """Resize pictures by bilinear interpolation with half-pixel centres.
+
+    Pixel i of n has its centre at (i + 0.5) / n of the picture's side; new
+    pixels mix the two old ones around their centre on each axis, and repeat
+    the border outside. It is what ``torch.nn.functional.interpolate`` does
+    with ``mode="bilinear", align_corners=False`` and MXNet's
+    ``BilinearResize2D`` with ``align_corners=False`` (which, unlike torch
+    and this, takes the corner pixel for a side of 1). There is no smoothing
+    before shrinking (Pillow's and torchvision's ``antialias`` does that).
+
+    Parameters
+    ----------
+    images : ndarray, (..., h, w), float32 or float64
+    size : int or (height, width)
+
+    Returns
+    -------
+    ndarray, (..., height, width), same dtype
+        Fresh. The same bits on every machine: no matrix product is used.
+        Never outside the range of the input by more than rounding; pictures
+        in 0 to 1 stay in 0 to 1.
+
+    Raises
+    ------
+    ValueError
+        A `size` below 1, or pictures of another dtype.
+    """
+    height, width = _size("size", size)
+    if images.dtype not in _DTYPES:
+        raise ValueError("images must be float32 or float64; received "
+                         f"{images.dtype}. Convert them with astype.")
+    for axis, n in ((-2, height), (-1, width)):
+        old = images.shape[axis]
+        centre = (np.arange(n) + 0.5) * (old / n) - 0.5
+        centre = centre.clip(0, old - 1)
+        low = centre.astype(np.intp)
+        high = np.minimum(low + 1, old - 1)
+        weight = (centre - low).astype(images.dtype)
+        if axis == -2:
+            weight = weight[:, None]
+        start = images.take(low, axis)
+        # start + (end - start) w, not (1 - w) start + w end: exact where
+        # both pixels are equal, as most of a background is.
+        images = start + (images.take(high, axis) - start) * weight
+    return images
+
+
+# -- arguments --------------------------------------------------------------
+
+def _integer(name: str, value: Any, least: int) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} must be an integer of {least} or more; "
+                         f"received {value!r}.")
+    return number
+
+
+def _size(name: str, size: Any) -> Tuple[int, int]:
+    pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2:
+        raise ValueError(f"{name} must be an integer or (height, width); "
+                         f"received {size!r}.")
+    return _integer(name, pair[0], 1), _integer(name, pair[1], 1)
+
+
+def _check(batch_size: Any, resize: Any, limit: Any, seed: Any, dtype: Any
+           ) -> Optional[Tuple[int, int]]:
+    """Refuse wrong arguments before a file is read; the size, parsed."""
+    _integer("batch_size", batch_size, 1)
+    _integer("seed", seed, 0)
+    if limit is not None:
+        _integer("limit", limit, 1)
+    if dtype not in _DTYPES:
+        raise ValueError(f"unknown dtype; received {dtype!r}. Use "
+                         f"{' or '.join(map(repr, _DTYPES))}.")
+    return None if resize is None else _size("resize", resize)
+
+
+def _pair(name: str, source: str, train: Tuple[np.ndarray, np.ndarray],
+          test: Tuple[np.ndarray, np.ndarray], batch_size: int,
+          limit: Optional[int], seed: int, shuffle: bool,
+          transform: Optional[Callable[[np.ndarray], np.ndarray]] = None
+          ) -> Tuple[BatchIterator, BatchIterator]:
+    train, test = ([a[:limit] for a in arrays] for arrays in (train, test))
+    example = train[0][:1]
+    if transform is not None:
+        example = transform(example)
+    info = {"name": name, "train": len(train[1]), "test": len(test[1]),
+            "shape": list(example.shape[1:]), "source": source}
+    return (BatchIterator(*train, batch_size, seed, shuffle,
+                          transform=transform, info=info),
+            BatchIterator(*test, batch_size, seed, False,
+                          transform=transform, info=info))
+
+
+# -- IDX files --------------------------------------------------------------
+
+def _idx(name: str, batch_size: int, resize: Size, root: Any,
+         limit: Optional[int], seed: int, dtype: str, shuffle: bool,
+         download: bool) -> Tuple[BatchIterator, BatchIterator]:
+    size = _check(batch_size, resize, limit, seed, dtype)
+    folder = _folder(root, download)
+    train, test = (_read_part(folder, part) for part in ("train", "t10k"))
+    if train[0].shape[1:] != test[0].shape[1:]:
+        raise ValueError(
+            f"training and test images must have one size; received "
+            f"{train[0].shape[1:]} and {test[0].shape[1:]} in {folder}. "
+            "Put files of one data set there.")
+
+    def convert(part: Tuple[np.ndarray, np.ndarray]
+                ) -> Tuple[np.ndarray, np.ndarray]:
+        images, labels = (a[:limit] for a in part)
+        return images[:, None].astype(dtype) / 255, labels.astype("int32")
+
+    transform = None if size is None else functools.partial(
+        bilinear, size=size)
+    return _pair(name, folder, convert(train), convert(test), batch_size,
+                 limit, seed, shuffle, transform)
+
+
+def _path(folder: str, name: str) -> Optional[str]:
+    """The file `name`, packed or not; packed first, for its checksum."""
+    for path in (os.path.join(folder, name + ".gz"),
+                 os.path.join(folder, name)):
+        if os.path.isfile(path):
+            return path
+    return None
+
+
+def _folder(root: Any, download: bool) -> str:
+    """The folder that holds the four files; fills the cache if it may."""
+    named, by = root, "root"
+    if named is None:
+        named, by = os.environ.get("MGPU_DATA"), "MGPU_DATA"
+    if named:
+        folder = os.fspath(named)
+    elif root is not None:
+        raise ValueError("root must name a folder; received an empty string. "
+                         "Use None to search MGPU_DATA and the cache.")
+    else:
+        cache = (os.environ.get("XDG_CACHE_HOME")
+                 or os.path.join(os.path.expanduser("~"), ".cache"))
+        folder = os.path.join(cache, "mgpu", "fashion-mnist")
+    missing = [name for name in _MD5 if _path(folder, name) is None]
+    if missing and named:
+        raise FileNotFoundError(
+            f"{by} must name a folder with the four IDX files; received "
+            f"{folder!r}, which lacks {', '.join(missing)} (with or without "
+            f".gz). Put them there, or leave {by} out to search further.")
+    if missing and not download:
+        raise FileNotFoundError(
+            f"Fashion-MNIST is not in {folder!r}, and download=False. "
+            + _cures(folder))
+    if missing:
+        print(f"Fashion-MNIST: downloading {len(missing)} files to {folder}",
+              file=sys.stderr, flush=True)
+        os.makedirs(folder, exist_ok=True)
+        for name in missing:
+            _download(name, folder)
+    return folder
+
+
+def _cures(folder: str) -> str:
+    return (f"Put the four IDX files into {folder!r}, or name a folder that "
+            "holds them with root= or in the environment variable MGPU_DATA; "
+            "datasets.digits needs neither files nor a network.")
+
+
+def _read_part(folder: str, part: str) -> Tuple[np.ndarray, np.ndarray]:
+    """Images (n, h, w) and labels (n,), uint8, of "train" or "t10k"."""
+    files = [_path(folder, f"{part}-images-idx3-ubyte"),
+             _path(folder, f"{part}-labels-idx1-ubyte")]
+    images = _read_idx(files[0], _IMAGES)
+    labels = _read_idx(files[1], _LABELS)
+    if len(images) != len(labels):
+        raise ValueError(
+            f"there must be one label per image; received {len(images)} "
+            f"images in {files[0]} and {len(labels)} labels in {files[1]}. "
+            "Use files of one data set.")
+    wrong = np.flatnonzero(labels > 9)
+    if len(wrong):
+        raise ValueError(
+            f"{files[1]}: labels must be 0 to 9; received "
+            f"{labels[wrong[0]]} at position {wrong[0]}. {_AGAIN}")
+    return images, labels
+
+
+_AGAIN = ("Remove the file and get it again (Fashion-MNIST is downloaded when "
+          "it is missing from the cache folder).")
+
+
+def _read_idx(path: str, magic: int) -> np.ndarray:
+    """The array in an IDX file, uint8, read only."""
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rb") as f:
+            data = f.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} must be a gzip file; it is truncated or "
+                         f"corrupt ({error}). {_AGAIN}") from error
+    found = int.from_bytes(data[:4], "big")
+    header = 4 + 4 * (magic & 0xFF)
+    if len(data) < header or found != magic:
+        raise ValueError(
+            f"{path} must be an IDX file with the magic number {magic} and a "
+            f"header of {header} bytes; received {len(data)} bytes, magic "
+            f"number {found}. {_AGAIN}")
+    shape = [int.from_bytes(data[i:i + 4], "big")
+             for i in range(4, header, 4)]
+    if len(data) != header + math.prod(shape):
+        raise ValueError(
+            f"{path} must be as long as its header says; received "
+            f"{len(data)} bytes, {header + math.prod(shape)} for shape "
+            f"{tuple(shape)} and the header of {header}. {_AGAIN}")
+    if not math.prod(shape):
+        raise ValueError(f"{path} must hold at least one example; received "
+                         f"shape {tuple(shape)}. {_AGAIN}")
+    return np.frombuffer(data, np.uint8, offset=header).reshape(shape)
+
+
+# -- download ---------------------------------------------------------------
+
+def _download(name: str, folder: str) -> None:
+    """Bring one file of Fashion-MNIST to `folder`, checked, or not at all.
+
+    It grows as ``.part``, which a later attempt, or a later process,
+    continues; it gets its name when its checksum is right.
+    """
+    # Here, not above: these take longer to import than all of mgpu.
+    import hashlib
+    import http.client
+    import ssl
+    import time
+    import urllib.error
+
+    target = os.path.join(folder, name + ".gz")
+    part = target + ".part"
+    failures = most = 0
+    while True:
+        start = _length(part)
+        url = _MIRRORS[failures % len(_MIRRORS)] + name + ".gz"
+        try:
+            _fetch(url, part, start)
+        except (urllib.error.URLError, http.client.HTTPException, ssl.SSLError,
+                ConnectionError, TimeoutError) as error:
+            # A line that breaks often may still bring the file: only
+            # attempts that get no further than any before them count.
+            failures = 1 if _length(part) > most else failures + 1
+            most = max(most, _length(part))
+            if failures >= _ATTEMPTS:
+                raise ConnectionError(
+                    f"Fashion-MNIST is not in {folder!r}, and {url} cannot be "
+                    f"downloaded ({error}). With a network, run it again: it "
+                    f"goes on where it stopped. Without: {_cures(folder)}"
+                ) from error
+            time.sleep(_PAUSE * 2 ** (failures - 1))
+            continue
+        with open(part, "rb") as file:
+            found = hashlib.md5(file.read(), usedforsecurity=False).hexdigest()
+        if found == _MD5[name]:
+            os.replace(part, target)
+            return
+        os.remove(part)
+        if start == 0:      # else what was there before may be to blame
+            raise ValueError(
+                f"{url} must have the MD5 checksum {_MD5[name]}; received a "
+                f"file with {found}, which was removed (a proxy may have "
+                f"answered instead of the server). {_cures(folder)}")
+
+
+def _length(path: str) -> int:
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def _fetch(url: str, part: str, start: int) -> None:
+    """Append the bytes of `url` from `start` on to the file `part`; write
+    all of it anew where the server does not send ranges."""
+    import urllib.error
+    import urllib.request
+
+    request = urllib.request.Request(
+        url, headers={"Range": f"bytes={start}-"} if start else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416 and start:
+            return          # nothing after `start`: the file is complete
+        raise
+    with response:
+        goes_on = response.status == 206 and response.headers.get(
+            "Content-Range", "").startswith(f"bytes {start}-")
+        received = 0
+        with open(part, "ab" if goes_on else "wb") as file:
+            while chunk := response.read(1 << 16):
+                received += file.write(chunk)
+        # http.client ends a body that was cut short without a word.
+        wanted = response.headers.get("Content-Length")
+        if wanted is not None and received < int(wanted):
+            raise ConnectionError(f"the connection ended after {received} of "
+                                  f"{wanted} bytes")

@@ -1,0 +1,794 @@
+"""Data sets: every test writes the IDX files that it reads and serves them
+itself. Where ``MGPU_DATA`` names a folder, the reading test reads it too."""
+import gzip
+import hashlib
+import http.server
+import json
+import os
+import pickle
+import socket
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import datasets
+from mgpu.datasets import BatchIterator
+
+REAL = os.environ.get("MGPU_DATA")
+PARTS = {"train": 41, "t10k": 13}       # examples in the generated files
+DIGITS_SHA256 = ("87ff0c9e40dc7e2c0e34e7257799c2e3"
+                 "f3aec1a016363bb11cad869ec428a826")
+FILES = [f"{part}-{kind}" for part in PARTS
+         for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
+
+
+def idx(array, magic=None):
+    """`array` (uint8) as the bytes of an IDX file."""
+    head = struct.pack(f">{1 + array.ndim}I",
+                       0x800 + array.ndim if magic is None else magic,
+                       *array.shape)
+    return head + array.tobytes()
+
+
+def contents(side=28, seed=5):
+    """The unpacked bytes of four files, by name."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for part, n in PARTS.items():
+        found[f"{part}-images-idx3-ubyte"] = idx(
+            rng.integers(0, 256, (n, side, side), np.uint8))
+        found[f"{part}-labels-idx1-ubyte"] = idx(
+            rng.integers(0, 10, n, np.uint8))
+    return found
+
+
+def write(folder, files, packed=True):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        if packed:
+            (folder / (name + ".gz")).write_bytes(gzip.compress(data))
+        else:
+            (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def env(tmp_path):
+    """An environment in which no data set is found and no proxy used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MGPU_DATA", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        patch.setenv("no_proxy", "127.0.0.1")
+        yield patch
+
+
+@pytest.fixture
+def cache(env, tmp_path):
+    return tmp_path / "cache" / "mgpu" / "fashion-mnist"
+
+
+# -- batches ----------------------------------------------------------------
+
+def rows(iterator):
+    """The labels of one epoch, which number the examples in these tests."""
+    return np.concatenate([y for _, y in iterator])
+
+
+def numbered(n, batch_size, **options):
+    X = np.arange(n * 6, dtype="float32").reshape(n, 1, 2, 3)
+    return BatchIterator(X, np.arange(n, dtype="int32"), batch_size,
+                         **options)
+
+
+def test_an_epoch_holds_every_example_once_with_its_label():
+    it = numbered(10, 4)
+    batches = list(it)
+    assert len(it) == len(batches) == 3
+    assert [X.shape for X, _ in batches] == [(4, 1, 2, 3)] * 2 + [(2, 1, 2, 3)]
+    for X, y in batches:
+        assert X.dtype == np.float32 and y.dtype == np.int32
+        assert np.array_equal(X, it.X[y])
+    order = np.concatenate([y for _, y in batches])
+    assert sorted(order) == list(range(10)) and list(order) != sorted(order)
+
+
+@pytest.mark.parametrize("n, batch_size, keep, drop", [
+    (8, 4, 2, 2), (9, 4, 3, 2), (4, 4, 1, 1), (7, 1, 7, 7)])
+def test_length_and_last_batch(n, batch_size, keep, drop):
+    for drop_last, count in ((False, keep), (True, drop)):
+        it = numbered(n, batch_size, drop_last=drop_last)
+        assert len(it) == len(list(it)) == count
+    assert len(numbered(3, 4)) == 1
+
+
+def test_the_order_depends_on_the_seed_and_the_epoch_alone():
+    first = [rows(numbered(20, 3, seed=7)) for _ in range(2)]
+    assert np.array_equal(*first)
+    assert not np.array_equal(first[0], rows(numbered(20, 3, seed=8)))
+    assert np.array_equal(first[0], rows(numbered(20, 11, seed=7)))
+    it = numbered(20, 3, seed=7)
+    epochs = [rows(it) for _ in range(4)]
+    assert it.epoch == 4
+    assert len({tuple(e) for e in epochs}) == 4
+    resumed = numbered(20, 3, seed=7)
+    resumed.epoch = 2
+    assert np.array_equal(rows(resumed), epochs[2])
+    assert np.array_equal(rows(resumed), epochs[3])
+
+
+def test_the_order_is_the_same_on_every_numpy():
+    # Recorded with NumPy 1.26.4; 1.23.5 and 2.4.6 give the same.
+    it = numbered(12, 5, seed=3)
+    it.epoch = 1
+    assert rows(it).tolist() == [0, 4, 11, 1, 2, 5, 10, 7, 9, 8, 6, 3]
+
+
+def test_two_iterators_at_once_are_two_epochs():
+    it = numbered(6, 2, seed=1)
+    first, second = iter(it), iter(it)
+    second, first = rows(second), rows(first)
+    again = numbered(6, 2, seed=1)
+    assert np.array_equal(first, rows(again))
+    assert np.array_equal(second, rows(again))
+
+
+def test_without_shuffle_the_order_is_that_of_the_data():
+    it = numbered(10, 4, shuffle=False)
+    for _ in range(2):
+        assert rows(it).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_batch_is_the_users_to_change(shuffle):
+    it = numbered(4, 4, shuffle=shuffle)
+    before = it.X.copy()
+    for X, y in it:
+        X[:], y[:] = -1, -1
+    assert np.array_equal(it.X, before)
+    assert it.y.tolist() == [0, 1, 2, 3]
+
+
+def test_transform_is_applied_to_batches_and_to_X():
+    it = numbered(5, 2, shuffle=False, transform=lambda X: X[..., :1] + 1)
+    assert np.array_equal(np.concatenate([X for X, _ in it]), it.X)
+    assert np.array_equal(it.X, numbered(5, 2).X[..., :1] + 1)
+
+
+def test_the_order_is_independent_of_the_engine(backend):
+    """Other draws of NumPy's, and the engine's seed, change nothing; the
+    batch is on the device with the same bits."""
+    np.random.seed(1)
+    mgpu.seed(99)
+    train, _ = datasets.digits(256, seed=3)
+    expected = np.random.default_rng([3, 0]).permutation(1437)
+    for i, (X, y) in enumerate(train):
+        np.random.rand()
+        there = backend.put(X, mgpu.cpu(1))
+        assert np.array_equal(backend.to_numpy(there),
+                              train.X[expected[i * 256:(i + 1) * 256]])
+        assert np.array_equal(backend.to_numpy(backend.put(y, mgpu.cpu(1))),
+                              train.y[expected[i * 256:(i + 1) * 256]])
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", None, True])
+@pytest.mark.parametrize("make", [
+    lambda b: numbered(4, b), datasets.digits, datasets.synthetic,
+    datasets.fashion_mnist, lambda b: datasets.load("digits", b)],
+    ids=["BatchIterator", "digits", "synthetic", "fashion_mnist", "load"])
+def test_a_wrong_batch_size_is_refused(make, value, env):
+    with pytest.raises(ValueError, match="batch_size must be an integer of 1 "
+                                         "or more; received"):
+        make(value)
+
+
+def test_numpy_integers_are_integers():
+    it = numbered(5, np.int64(2), seed=np.int32(1))
+    assert len(it) == 3 and type(it.batch_size) is int
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda: BatchIterator(np.zeros((3, 2)), np.zeros(4), 1),
+     "same length; received 3 examples and 4 labels"),
+    (lambda: BatchIterator(np.zeros((0, 2)), np.zeros(0), 1),
+     "at least one example"),
+    (lambda: BatchIterator(np.float32(3), np.zeros(1), 1),
+     r"X must be an array .* received X of shape \(\)"),
+    (lambda: BatchIterator(np.zeros(2), [None, {}], 1),
+     "y must be an array of numbers"),
+    (lambda: numbered(3, 4, drop_last=True), "drop_last leaves no batch"),
+    (lambda: numbered(3, 4, seed=-1), "seed must be an integer of 0"),
+    (lambda: setattr(numbered(3, 4), "epoch", -1), "epoch must be"),
+    (lambda: setattr(numbered(3, 4), "epoch", 1.5), "epoch must be"),
+    (lambda: datasets.digits(4, limit=0), "limit must be an integer of 1"),
+    (lambda: datasets.digits(4, seed=-2), "seed must be"),
+    (lambda: datasets.digits(4, dtype="int8"),
+     "unknown dtype; received 'int8'. Use 'float32' or 'float64'"),
+    (lambda: datasets.digits(4, resize=0), "resize must be an integer of 1"),
+    (lambda: datasets.digits(4, resize=(1, 2, 3)), "or .height, width."),
+    (lambda: datasets.bilinear(np.zeros((1, 2, 2), np.uint8), 4),
+     "images must be float32 or float64; received uint8"),
+    (lambda: datasets.digits(4, test_size=0), "test_size must be"),
+    (lambda: datasets.digits(4, test_size=1797), "leave a training example"),
+    (lambda: datasets.synthetic(4, num_train=0), "num_train must be"),
+    (lambda: datasets.synthetic(4, num_classes=0), "num_classes must be"),
+    (lambda: datasets.synthetic(4, shape=28), "shape must be a sequence"),
+    (lambda: datasets.synthetic(4, shape=(1, 0)), "shape must be"),
+    (lambda: datasets.synthetic(4, noise=float("nan")), "noise must be"),
+])
+def test_bad_arguments_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# -- resizing ---------------------------------------------------------------
+
+SIZES = [((8, 8), 28), ((28, 28), (9, 40)), ((5, 7), (5, 7)), ((3, 4), 1),
+         ((1, 1), 3)]
+
+
+@pytest.mark.parametrize("old, new", SIZES)
+def test_bilinear_is_its_definition(old, new):
+    x = np.random.default_rng(0).uniform(size=(2, 1, *old))
+    found = datasets.bilinear(x, new)
+    height, width = new if isinstance(new, tuple) else (new, new)
+    assert found.shape == (2, 1, height, width)
+
+    def mix(i, n, n_old):
+        """The weight of each old pixel in the new pixel i: a hat around its
+        centre, the border repeated."""
+        at = min(max((i + 0.5) * n_old / n - 0.5, 0), n_old - 1)
+        return np.maximum(0, 1 - np.abs(np.arange(n_old) - at))
+
+    for i in range(height):
+        for j in range(width):
+            expected = (mix(i, height, old[0]) @ x[:, 0]
+                        @ mix(j, width, old[1]))
+            # A few roundings of numbers below 1.
+            np.testing.assert_allclose(found[:, 0, i, j], expected, rtol=0,
+                                       atol=1e-14)
+
+
+@pytest.mark.parametrize("old, new", SIZES)
+def test_bilinear_is_that_of_the_engines(backend, old, new):
+    if new == 1:
+        new = 2     # MXNet takes the corner pixel for a side of 1
+    x = np.random.default_rng(1).uniform(size=(2, 3, *old)).astype("float32")
+    height, width = new if isinstance(new, tuple) else (new, new)
+    if backend.name == "torch":
+        import torch
+        there = torch.nn.functional.interpolate(
+            torch.tensor(x), size=(height, width), mode="bilinear",
+            align_corners=False).numpy()
+    else:
+        import mxnet as mx
+        there = mx.nd.contrib.BilinearResize2D(
+            mx.nd.array(x), height=height, width=width,
+            align_corners=False).asnumpy()
+    # The engines compute the weights in float32, from centres up to 28:
+    # an error of 28 x 2^-24 = 2e-6 of the difference of two pixels.
+    np.testing.assert_allclose(datasets.bilinear(x, new), there, rtol=0,
+                               atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bilinear_keeps_dtype_constants_and_range(dtype):
+    rng = np.random.default_rng(2)
+    x = (rng.integers(0, 2, (4, 1, 6, 6))).astype(dtype)
+    found = datasets.bilinear(x, 17)
+    assert found.dtype == dtype
+    assert found.min() >= 0 and found.max() <= 1
+    same = np.full((1, 1, 3, 3), 1 / 3, dtype)
+    assert (datasets.bilinear(same, 10) == same[0, 0, 0, 0]).all()
+    assert np.array_equal(datasets.bilinear(x, 6), x)
+
+
+# -- IDX files --------------------------------------------------------------
+
+@pytest.fixture(params=["packed", "plain"] + ["MGPU_DATA"] * bool(REAL))
+def folder(request, tmp_path):
+    if request.param == "MGPU_DATA":
+        return REAL
+    return write(tmp_path / "idx", contents(),
+                 packed=request.param == "packed")
+
+
+def decode(folder, name):
+    """A second reader, as simple as can be."""
+    path = os.path.join(folder, name)
+    data = (gzip.open(path + ".gz").read() if os.path.exists(path + ".gz")
+            else open(path, "rb").read())
+    n = struct.unpack(">I", data[4:8])[0]
+    head = 16 if "images" in name else 8
+    values = np.array(bytearray(data[head:]), np.uint8)
+    return values.reshape(n, 28, 28) if "images" in name else values
+
+
+def test_fashion_mnist_reads_the_files(folder, env):
+    train, test = datasets.fashion_mnist(16, root=folder, seed=4)
+    for it, part in ((train, "train"), (test, "t10k")):
+        images = decode(folder, f"{part}-images-idx3-ubyte")
+        labels = decode(folder, f"{part}-labels-idx1-ubyte")
+        order = (np.random.default_rng([4, 0]).permutation(len(labels))
+                 if part == "train" else np.arange(len(labels)))
+        batches = list(it)
+        assert len(batches) == -(-len(labels) // 16)
+        X = np.concatenate([X for X, _ in batches])
+        y = np.concatenate([y for _, y in batches])
+        assert X.shape == (len(labels), 1, 28, 28) and X.dtype == np.float32
+        assert y.dtype == np.int32 and np.array_equal(y, labels[order])
+        assert np.array_equal(X[:, 0], images[order] / np.float32(255))
+        assert len(batches[-1][1]) == len(labels) - 16 * (len(batches) - 1)
+        assert it.info == {
+            "name": "fashion-mnist", "shape": [1, 28, 28],
+            "train": train.num_examples, "test": test.num_examples,
+            "source": str(folder)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_dtype_limit_and_resize(dtype, tmp_path):
+    root = write(tmp_path / "idx", contents())
+    train, test = datasets.fashion_mnist(4, (14, 20), root, 9, dtype=dtype,
+                                         shuffle=False)
+    whole, _ = datasets.fashion_mnist(4, root=root, dtype=dtype)
+    assert (train.num_examples, test.num_examples) == (9, 9)
+    assert train.info["shape"] == [1, 14, 20]
+    expected = datasets.bilinear(whole.X[:9], (14, 20))
+    assert train.X.dtype == expected.dtype == dtype
+    assert np.array_equal(train.X, expected)
+    assert np.array_equal(np.concatenate([X for X, _ in train]), expected)
+    assert np.array_equal(train.y, whole.y[:9])
+    assert datasets.fashion_mnist(4, root=root, limit=20)[1].num_examples == 13
+
+
+def test_iterators_can_be_pickled(tmp_path):
+    """For loaders that work in processes of their own."""
+    root = write(tmp_path / "idx", contents())
+    train, _ = datasets.fashion_mnist(4, 9, root)
+    for (X, y), (X2, y2) in zip(train, pickle.loads(pickle.dumps(train))):
+        assert X.shape == X2.shape and y.shape == y2.shape
+
+
+IMAGES, LABELS = FILES[0], FILES[1]
+
+
+def damage(name, change, packed=True):
+    """Write all files right, but `name` as `change` makes of its bytes."""
+    def apply(folder):
+        write(folder, contents(), packed)
+        path = folder / (name + ".gz" if packed else name)
+        path.write_bytes(change(path.read_bytes()))
+        return path.name
+    return apply
+
+
+def repacked(change):
+    return lambda data: gzip.compress(change(gzip.decompress(data)))
+
+
+@pytest.mark.parametrize("apply, message", [
+    (damage(IMAGES, repacked(lambda d: b"\0\0\x08\x01" + d[4:])),
+     r"magic number 2051 .* received \d+ bytes, magic number 2049"),
+    (damage(LABELS, repacked(lambda d: b"\0\0\x08\x03" + d[4:])),
+     "magic number 2049 .* magic number 2051"),
+    (damage(IMAGES, lambda d: b"<html>not found</html>", packed=False),
+     "magic number 2051"),
+    (damage(IMAGES, lambda d: b"", packed=False), "received 0 bytes"),
+    (damage(IMAGES, lambda d: d[:9], packed=False), "received 9 bytes"),
+    (damage(IMAGES, repacked(lambda d: d[:-1])),
+     "as long as its header says; received 32159 bytes, 32160 for shape "
+     r"\(41, 28, 28\)"),
+    (damage(IMAGES, repacked(lambda d: d + b"\0")),
+     "received 32161 bytes, 32160"),
+    (damage(LABELS, lambda d: d + b"\0", packed=False),
+     "received 50 bytes, 49"),
+    (damage(IMAGES, lambda d: d[:len(d) // 2]), "truncated or corrupt"),
+    (damage(IMAGES, lambda d: d[:len(d) - 4]), "truncated or corrupt"),
+    (damage(IMAGES, lambda d: d[:-8] + b"\1\2\3\4" + d[-4:]),
+     "truncated or corrupt .*CRC"),
+    (damage(IMAGES, lambda d: d[:10] + b"\xff" * 40 + d[50:]),
+     "truncated or corrupt"),
+    (damage(IMAGES, lambda d: gzip.decompress(d)), "truncated or corrupt"),
+    (damage(LABELS, repacked(lambda d: idx(np.zeros(40, np.uint8)))),
+     "one label per image; received 41 images in .* and 40 labels in"),
+    (damage(LABELS, repacked(lambda d: d[:11] + b"\x0a" + d[12:])),
+     "labels must be 0 to 9; received 10 at position 3"),
+    (damage(IMAGES, repacked(lambda d: idx(np.zeros((0, 28, 28), np.uint8)))),
+     "at least one example"),
+    (damage(IMAGES, repacked(lambda d: idx(np.zeros((41, 28, 27),
+                                                    np.uint8)))),
+     r"one size; received \(28, 27\) and \(28, 28\)"),
+])
+def test_a_wrong_file_is_refused(apply, message, tmp_path, env):
+    name = apply(tmp_path / "idx")
+    with pytest.raises(ValueError, match=message) as error:
+        datasets.fashion_mnist(4, root=tmp_path / "idx")
+    if "one size" not in message:
+        assert name in str(error.value)
+    assert str(tmp_path / "idx") in str(error.value)
+
+
+def test_other_pictures_in_the_same_format_are_read(tmp_path):
+    train, _ = datasets.fashion_mnist(
+        4, root=write(tmp_path / "idx", contents(side=12)))
+    assert train.X.shape == (41, 1, 12, 12)
+
+
+def test_search_order_is_root_then_MGPU_DATA_then_the_cache(
+        tmp_path, env, cache):
+    write(cache, contents(side=3))
+    assert datasets.fashion_mnist(4)[0].info["shape"] == [1, 3, 3]
+    named = write(tmp_path / "named", contents(side=4))
+    env.setenv("MGPU_DATA", str(named))
+    assert datasets.fashion_mnist(4)[0].info["shape"] == [1, 4, 4]
+    root = write(tmp_path / "root", contents(side=5))
+    train, _ = datasets.fashion_mnist(4, root=str(root))
+    assert train.info["shape"] == [1, 5, 5]
+    env.setenv("MGPU_DATA", "")         # as if it were not set
+    assert datasets.fashion_mnist(4)[0].info["shape"] == [1, 3, 3]
+    env.delenv("XDG_CACHE_HOME")
+    env.setenv("HOME", str(tmp_path / "home"))
+    write(tmp_path / "home" / ".cache" / "mgpu" / "fashion-mnist",
+          contents(side=6))
+    assert datasets.fashion_mnist(4)[0].info["shape"] == [1, 6, 6]
+
+
+# -- download ---------------------------------------------------------------
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """A file server whose manners the test sets; see `server`."""
+
+    def do_GET(self):
+        server, name = self.server, os.path.basename(self.path)
+        wanted = self.headers.get("Range")
+        server.log.append((name, wanted))
+        if server.refusals:
+            return self.send_error(server.refusals.pop(0))
+        body, start = server.files[name], 0
+        if wanted and server.ranges == "honoured":
+            start = int(wanted[len("bytes="):-1])
+            if start >= len(body):
+                return self.send_error(416)
+        partial = wanted and server.ranges != "ignored"
+        self.send_response(206 if partial else 200)
+        if partial:
+            self.send_header(
+                "Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        end = start + server.cuts.pop(0) if server.cuts else None
+        self.wfile.write(body[start:end])       # then the line is dropped
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(env):
+    """A mirror on the loopback interface.
+
+    ``files``: what it has, by name. ``ranges``: "honoured", "ignored" or
+    "another start". ``cuts``: after how many bytes of its body each next
+    answer ends. ``refusals``: the status of each next answer. ``log``: the
+    requests (name, Range header).
+    """
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as mirror:
+        mirror.files = {name + ".gz": gzip.compress(data)
+                        for name, data in contents().items()}
+        mirror.ranges, mirror.cuts, mirror.refusals = "honoured", [], []
+        mirror.log = []
+        thread = threading.Thread(target=mirror.serve_forever,
+                                  kwargs={"poll_interval": 0.01})
+        thread.start()
+        mirror.url = f"http://127.0.0.1:{mirror.server_port}/"
+        env.setattr(datasets, "_MIRRORS", (mirror.url,))
+        env.setattr(datasets, "_MD5", {
+            name[:-3]: hashlib.md5(data).hexdigest()
+            for name, data in mirror.files.items()})
+        env.setattr(datasets, "_PAUSE", 0)
+        yield mirror
+        mirror.shutdown()
+        thread.join()
+
+
+def assert_complete(cache, server):
+    assert {p.name: p.read_bytes() for p in cache.iterdir()} == server.files
+
+
+def test_the_published_checksums_are_those_of_the_four_files():
+    assert sorted(datasets._MD5) == sorted(FILES)
+    assert all(len(bytes.fromhex(md5)) == 16
+               for md5 in datasets._MD5.values())
+
+
+def test_a_download_fills_the_cache_once(server, cache, capsys):
+    train, test = datasets.fashion_mnist(16)
+    assert_complete(cache, server)
+    assert (train.num_examples, test.num_examples) == (41, 13)
+    assert train.info["source"] == str(cache)
+    assert server.log == [(name + ".gz", None) for name in FILES]
+    assert str(cache) in capsys.readouterr().err
+    datasets.fashion_mnist(16)
+    assert len(server.log) == 4, "the second call must use the cache"
+
+
+def test_only_what_is_missing_is_downloaded(server, cache):
+    write(cache, {IMAGES: contents()[IMAGES]})
+    datasets.fashion_mnist(16)
+    assert server.log == [(name + ".gz", None) for name in FILES[1:]]
+
+
+@pytest.mark.parametrize("ranges", ["honoured", "ignored", "another start"])
+def test_an_interrupted_transfer_goes_on(ranges, server, cache):
+    server.ranges, server.cuts = ranges, [1000]
+    datasets.fashion_mnist(16)
+    assert server.log[:2] == [(IMAGES + ".gz", None),
+                              (IMAGES + ".gz", "bytes=1000-")]
+    assert len(server.log) == 5
+    assert_complete(cache, server)
+
+
+def test_the_next_call_goes_on_where_the_last_gave_up(server, cache, env):
+    env.setattr(datasets, "_ATTEMPTS", 1)
+    server.cuts = [1000]
+    with pytest.raises(ConnectionError, match="ended after 1000 of"):
+        datasets.fashion_mnist(16)
+    part = cache / (IMAGES + ".gz.part")
+    assert part.read_bytes() == server.files[IMAGES + ".gz"][:1000]
+    assert os.listdir(cache) == [part.name]
+    datasets.fashion_mnist(16)
+    assert server.log[1] == (IMAGES + ".gz", "bytes=1000-")
+    assert_complete(cache, server)
+
+
+def test_attempts_that_get_further_are_not_counted(server, cache, env):
+    env.setattr(datasets, "_ATTEMPTS", 2)
+    server.cuts = [1000] * 10
+    datasets.fashion_mnist(16)
+    assert [r for _, r in server.log[:11]] == [None] + [
+        f"bytes={n}000-" for n in range(1, 11)]
+    assert_complete(cache, server)
+
+
+@pytest.mark.parametrize("left", [
+    lambda body: b"x" * 500, lambda body: body, lambda body: body + b"x"],
+    ids=["wrong", "complete", "too long"])
+def test_a_part_that_was_left_behind(left, server, cache):
+    """Complete (the process died before the last step): taken as it is.
+    Wrong: thrown away, the file brought anew."""
+    cache.mkdir(parents=True)
+    name = IMAGES + ".gz"
+    body = server.files[name]
+    (cache / (name + ".part")).write_bytes(left(body))
+    datasets.fashion_mnist(16)
+    assert_complete(cache, server)
+    anew = server.log.count((name, None))
+    assert anew == (left(body) != body)
+
+
+def test_a_wrong_checksum_is_refused_and_the_file_removed(server, cache):
+    name = LABELS + ".gz"
+    server.files[name] = gzip.compress(b"another file")
+    found = hashlib.md5(server.files[name]).hexdigest()
+    with pytest.raises(ValueError, match="MD5") as error:
+        datasets.fashion_mnist(16)
+    for part in (server.url + name, found, datasets._MD5[LABELS],
+                 "removed", "MGPU_DATA", str(cache)):
+        assert part in str(error.value)
+    assert os.listdir(cache) == [IMAGES + ".gz"]
+    assert server.log.count((name, None)) == 1
+
+
+def test_a_busy_server_is_asked_again_with_growing_pauses(
+        server, cache, env):
+    waits = []
+    env.setattr("time.sleep", waits.append)
+    env.setattr(datasets, "_PAUSE", 0.5)
+    server.refusals = [503, 500, 404]
+    datasets.fashion_mnist(16)
+    assert_complete(cache, server)
+    assert waits == [0.5, 1, 2]
+
+
+def closed_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{s.getsockname()[1]}/"
+
+
+def test_a_second_mirror_takes_over(server, cache, env):
+    env.setattr(datasets, "_MIRRORS", (closed_port(), server.url))
+    datasets.fashion_mnist(16)
+    assert_complete(cache, server)
+
+
+def test_no_network_is_one_clear_error(server, cache, env):
+    url = closed_port()
+    env.setattr(datasets, "_MIRRORS", (url,))
+    with pytest.raises(ConnectionError) as error:
+        datasets.fashion_mnist(16)
+    for part in (url, str(cache), "MGPU_DATA", "datasets.digits", "refused"):
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+    assert os.listdir(cache) == []
+    server.refusals = [503] * 9
+    env.setattr(datasets, "_MIRRORS", (server.url,))
+    with pytest.raises(ConnectionError, match="503"):
+        datasets.fashion_mnist(16)
+    assert len(server.log) == datasets._ATTEMPTS == 4
+
+
+def test_download_false_never_asks(server, cache):
+    with pytest.raises(FileNotFoundError, match="download=False.*MGPU_DATA"):
+        datasets.fashion_mnist(16, download=False)
+    assert server.log == [] and not cache.exists()
+
+
+@pytest.mark.parametrize("by", ["root", "MGPU_DATA"])
+@pytest.mark.parametrize("have", [None, [], FILES[:3]],
+                         ids=["no folder", "empty", "three files"])
+def test_a_folder_that_was_named_is_never_replaced(by, have, tmp_path, env,
+                                                   server, cache):
+    """Neither by a download nor by the cache, which has the data here."""
+    write(cache, contents())
+    named = tmp_path / "named"
+    if have is not None:
+        write(named, {n: contents()[n] for n in have})
+    if by == "MGPU_DATA":
+        env.setenv("MGPU_DATA", str(named))
+    with pytest.raises(FileNotFoundError) as error:
+        datasets.fashion_mnist(16, root=named if by == "root" else None)
+    message = str(error.value)
+    assert message.startswith(f"{by} must name a folder")
+    assert str(named) in message
+    for name in FILES:
+        assert (name in message) == (name not in (have or []))
+    assert server.log == []
+
+
+def test_an_empty_root_is_refused(env, server):
+    with pytest.raises(ValueError, match="root must name a folder"):
+        datasets.fashion_mnist(16, root="")
+    assert server.log == []
+
+
+def test_bad_arguments_are_refused_before_a_download(server, cache):
+    for bad in ({"limit": 0}, {"dtype": "int8"}, {"seed": -1},
+                {"resize": -3}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            datasets.fashion_mnist(16, **bad)
+    assert server.log == [] and not cache.exists()
+
+
+# -- digits, synthetic, load ------------------------------------------------
+
+def test_the_digits_are_those_of_scikit_learn():
+    train, test = datasets.digits(64, resize=None, shuffle=False)
+    assert (train.num_examples, test.num_examples) == (1437, 360)
+    assert train.X.shape[1:] == (1, 8, 8)
+    # In the order of the file again: the first of each of 360 stretches of
+    # the digits sorted by class.
+    path = os.path.join(os.path.dirname(mgpu.__file__), "data", "digits.npz")
+    with np.load(path, allow_pickle=False) as file:
+        images, labels = file["images"], file["labels"]
+    assert images.dtype == labels.dtype == np.uint8
+    # Made from sklearn.datasets.load_digits(), scikit-learn 1.9.1.
+    assert hashlib.sha256(images.tobytes() + labels.tobytes()
+                          ).hexdigest() == DIGITS_SHA256
+    X = images[:, None] / np.float32(16)
+    by_class = [i for c in range(10) for i in np.flatnonzero(labels == c)]
+    last = sorted(by_class[k * 1797 // 360] for k in range(360))
+    first = sorted(set(range(1797)) - set(last))
+    for it, rows_ in ((train, first), (test, last)):
+        assert np.array_equal(it.X, X[rows_])
+        assert np.array_equal(it.y, labels[rows_])
+
+
+def test_digits_are_split_alike_and_fit_for_a_network():
+    train, test = datasets.digits(256)
+    X, y = next(iter(train))
+    assert X.shape == (256, 1, 28, 28) and X.dtype == np.float32
+    assert y.dtype == np.int32
+    assert X.min() == 0 and X.max() == 1
+    assert len(train) == 6 and len(test) == 2
+    share = np.bincount(test.y) / (np.bincount(train.y) + np.bincount(test.y))
+    # 360 / 1797 of each class, to one example in some 180.
+    np.testing.assert_allclose(share, 360 / 1797, rtol=0, atol=1 / 170)
+    assert train.info == test.info == {
+        "name": "digits", "train": 1437, "test": 360, "shape": [1, 28, 28],
+        "source": "mgpu/data/digits.npz"}
+    again, _ = datasets.digits(256, seed=9)
+    assert np.array_equal(again.X, train.X), "the seed is of the order alone"
+    means = np.stack([train.X[train.y == c].mean(0) for c in range(10)])
+    distance = ((test.X[:, None] - means) ** 2).sum((2, 3, 4))
+    # Labels belong to their pictures: the nearest class mean is right for
+    # 9 in 10; chance is 1 in 10.
+    assert (distance.argmin(1) == test.y).mean() > 0.8
+
+
+def test_digits_options():
+    train, test = datasets.digits(10, (9, 11), 7, dtype="float64",
+                                  test_size=100)
+    assert train.X.shape == test.X.shape == (7, 1, 9, 11)
+    assert train.X.dtype == np.float64
+    whole, rest = datasets.digits(10, None, test_size=1)
+    assert (whole.num_examples, rest.num_examples) == (1796, 1)
+
+
+def test_synthetic_data_are_seeded_and_can_be_learnt():
+    train, test = datasets.synthetic(64, seed=2)
+    same, _ = datasets.synthetic(64, seed=2)
+    other, _ = datasets.synthetic(64, seed=3)
+    double, _ = datasets.synthetic(64, seed=2, dtype="float64")
+    assert np.array_equal(train.X, same.X)
+    assert np.array_equal(train.y, same.y)
+    assert not np.array_equal(train.X, other.X)
+    assert np.array_equal(train.X, double.X.astype("float32"))
+    assert train.X.shape == (1024, 1, 28, 28) and test.num_examples == 256
+    assert train.X.dtype == np.float32 and train.y.dtype == np.int32
+    counts = np.bincount(train.y)
+    assert len(counts) == 10 and counts.max() - counts.min() <= 1
+    # A linear softmax classifier, three epochs of plain SGD.
+    W, losses = np.zeros((784, 10)), []
+    for _ in range(3):
+        for X, y in train:
+            X = X.reshape(len(X), -1) - 0.5
+            z = X @ W
+            p = np.exp(z - z.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            losses.append(-np.log(p[np.arange(len(y)), y]).mean())
+            p[np.arange(len(y)), y] -= 1
+            W -= 0.05 * X.T @ p / len(y)
+    assert losses[0] == pytest.approx(np.log(10)) and losses[-1] < 0.2
+    right = ((test.X.reshape(256, -1) - 0.5) @ W).argmax(1) == test.y
+    assert right.mean() > 0.95      # the patterns are far apart
+
+
+def test_synthetic_options():
+    train, test = datasets.synthetic(8, 30, 5, 3, (4,), noise=0, limit=20)
+    assert train.X.shape == (20, 4) and test.X.shape == (5, 4)
+    assert len(np.unique(train.X, axis=0)) == 3     # no noise: the patterns
+    assert train.info == {"name": "synthetic", "train": 20, "test": 5,
+                          "shape": [4], "source": "random, noise 0"}
+
+
+def test_load_by_name_and_by_path(tmp_path, env):
+    root = write(tmp_path / "mine", contents())
+    for what, name, shape in (
+            ("digits", "digits", [1, 28, 28]),
+            ("synthetic", "synthetic", [1, 28, 28]),
+            (str(root), "mine", [1, 28, 28]), (root, "mine", [1, 28, 28])):
+        train, test = datasets.load(what, 5, 12, 1, dtype="float64")
+        assert train.info["name"] == name and train.info["shape"] == shape
+        assert (train.num_examples, test.num_examples) == (12, 12)
+        assert train.seed == 1 and train.X.dtype == np.float64
+        assert json.loads(json.dumps(train.info)) == train.info
+        small, _ = datasets.load(what, 5, resize=(6, 7), shuffle=False)
+        assert next(iter(small))[0].shape == (5, 1, 6, 7)
+        assert not small.shuffle
+    env.setenv("MGPU_DATA", str(root))
+    train, _ = datasets.load("fashion-mnist", 5, download=False)
+    assert train.info["name"] == "fashion-mnist"
+    assert train.info["source"] == str(root)
+
+
+@pytest.mark.parametrize("name", ["mnist", "./digits", "/no/such/folder", ""])
+def test_an_unknown_data_set_lists_those_there_are(name, tmp_path, env):
+    env.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        datasets.load(name, 5)
+    for part in (repr(name), "'digits'", "'fashion-mnist'", "'synthetic'",
+                 "folder"):
+        assert part in str(error.value)
+
+
+def test_a_path_goes_to_the_folder_not_to_the_name(tmp_path, env):
+    write(tmp_path / "digits", contents())
+    env.chdir(tmp_path)
+    assert datasets.load("./digits", 5)[0].num_examples == 41
+    assert datasets.load("digits", 5)[0].num_examples == 1437
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="empty"):
+        datasets.load("empty", 5)
