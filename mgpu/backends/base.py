@@ -367,6 +367,13 @@ class Backend(ABC):
     def resnet18(self, num_classes: int, in_channels: int) -> Any:
         """The native ResNet-18 of the text (`mgpu.models.resnet18`)."""
 
+    # -- advice -------------------------------------------------------------
+
+    @abstractmethod
+    def doctor(self) -> List[Tuple[str, str]]:
+        """What `mgpu doctor` should say about this engine's settings:
+        (level, text), level "info", "warning" or "error"."""
+
 
 # -- what both engines check or say in the same words ------------------------
 

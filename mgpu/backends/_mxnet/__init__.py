@@ -1,12 +1,12 @@
 """The MXNet engine."""
 import contextlib
 import ctypes
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from mgpu.backends import base
-from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, is_np
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
@@ -94,6 +94,8 @@ class MXNetBackend(base.Backend):
 
     def handle(self, device: Any) -> Any:
         """The MXNet context that a `Device` stands for."""
+        if device.kind == "cpu":
+            one_thread(device.index)
         return mx.Context(device.kind, device.index)
 
     def family_of(self, x: Any) -> contextlib.AbstractContextManager:
@@ -206,6 +208,11 @@ class MXNetBackend(base.Backend):
     def resnet18(self, num_classes: int, in_channels: int) -> Any:
         from mgpu.backends._mxnet.resnet import resnet18
         return resnet18(num_classes, in_channels)
+
+    # -- advice -------------------------------------------------------------
+
+    def doctor(self) -> List[Tuple[str, str]]:
+        return findings()
 
 
 BACKEND = MXNetBackend

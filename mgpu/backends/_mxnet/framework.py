@@ -4,14 +4,17 @@ CPU contexts compute at the same time and never hang.
 Measured (`docs/design.md`, "MXNet on CPU contexts"): operators that need
 temporary space queue for one of ``MXNET_CPU_TEMP_COPY`` (4) buffers; two
 contexts whose workers run more than one OpenMP thread each can spin for
-ever inside the bundled OpenBLAS.
+ever inside the bundled OpenBLAS. `one_thread` sets each worker to one, by
+the engine itself, whoever imported MXNet and with what settings.
 """
 import contextlib
+import ctypes
+import functools
 import os
 import sys
 import types
 import warnings
-from typing import Iterator
+from typing import Iterator, List, Tuple
 
 import numpy as np
 
@@ -22,8 +25,9 @@ _ALIASES = {"bool": np.bool_, "int": int, "float": float, "object": object,
             "str": str, "complex": complex}
 
 # Read by the engine at its first operation, so also in time after an import.
-os.environ.setdefault("MXNET_CPU_TEMP_COPY", "64")
-os.environ.setdefault("MXNET_EXEC_BULK_EXEC_TRAIN", "0")
+_SETTINGS = {"MXNET_CPU_TEMP_COPY": "64", "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
+for _name, _value in _SETTINGS.items():
+    os.environ.setdefault(_name, _value)
 
 
 @contextlib.contextmanager
@@ -74,6 +78,67 @@ def _load() -> types.ModuleType:
             if getattr(module, "_np", None) is np:
                 module._np = _EarlierNumPy("numpy")
     return mxnet
+
+
+_EngineFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+
+
+@_EngineFunction
+def _set_one_thread(_run: int, _argument: int) -> None:
+    # OpenBLAS asks the calling thread's OpenMP setting how many to use.
+    _openmp().omp_set_num_threads(1)
+
+
+@functools.lru_cache(maxsize=None)
+def _openmp() -> ctypes.CDLL:
+    return ctypes.CDLL("libgomp.so.1")
+
+
+@functools.lru_cache(maxsize=None)
+def one_thread(index: int) -> None:
+    """Let the worker of ``mx.cpu(index)`` compute on one core, from now on:
+    queues a function on that context, which its own thread runs first."""
+    try:
+        _openmp()
+    except OSError:     # built against another OpenMP (macOS)
+        return
+    context = (ctypes.c_int32 * 4)(1, index)    # mxnet::Context: CPU, index
+    mx.base.check_call(mx.base._LIB.MXEnginePushSync(
+        _set_one_thread, None, None, ctypes.byref(context), None, 0, None, 0,
+        None, 0, b"mgpu: one thread"))
+
+
+def findings() -> List[Tuple[str, str]]:
+    """See `mgpu.backends.base.Backend.doctor`."""
+    found = []
+    omp = os.environ.get("OMP_NUM_THREADS")
+    one = os.environ.get("MXNET_OMP_MAX_THREADS") == "1" and not omp
+    if IMPORTED_EARLIER and not one:
+        found.append((
+            "warning", "mxnet was imported earlier than mgpu (OMP_NUM_THREADS"
+            f" is {omp or 'not set'}), so it computes with OpenMP threads "
+            "that mgpu did not choose, and CPU devices are slower together. "
+            "Call mgpu.set_backend first, or start with "
+            "MXNET_OMP_MAX_THREADS=1 and without OMP_NUM_THREADS."))
+    if int(np.__version__.split(".")[0]) >= 2:
+        found.append(("warning", f"NumPy {np.__version__} stands beside "
+                      "MXNet 1.9.1, which needs numpy<2. Run pip install "
+                      "'numpy<2'."))
+    for name, wanted in _SETTINGS.items():
+        value = os.environ.get(name)
+        if value != wanted:
+            found.append(("warning", f"{name} is {value!r}; mgpu's own "
+                          f"choice, {wanted}, lets CPU devices compute at "
+                          "the same time. Unset it."))
+    for name in sorted(os.environ):
+        if name == "MXNET_OMP_MAX_THREADS":
+            if not IMPORTED_EARLIER:
+                found.append(("info", f"{name} is set; MXNet was loaded "
+                              "with 1 all the same, because more can hang."))
+        elif name.startswith("MXNET_") and name not in _SETTINGS:
+            found.append(("warning", f"{name} is set to "
+                          f"{os.environ[name]!r}; mgpu is tested without."))
+    return found
 
 
 mx = _load()

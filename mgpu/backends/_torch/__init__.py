@@ -3,7 +3,8 @@ import contextlib
 import os
 import weakref
 from contextvars import ContextVar
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import (Any, Callable, Dict, Iterator, List, Optional, Sequence,
+                    Tuple)
 
 import numpy as np
 import torch
@@ -225,6 +226,26 @@ class TorchBackend(base.Backend):
     def resnet18(self, num_classes: int, in_channels: int) -> Any:
         from mgpu.backends._torch.resnet import resnet18
         return resnet18(num_classes, in_channels)
+
+    # -- advice -------------------------------------------------------------
+
+    def doctor(self) -> List[Tuple[str, str]]:
+        found = []
+        cuda = torch.version.cuda
+        if cuda is None:
+            found.append(("info", "this build of torch is for CPUs alone; "
+                          "one for CUDA: pytorch.org, Get Started."))
+        elif not torch.cuda.is_available():
+            found.append(("warning", f"torch is built for CUDA {cuda} and "
+                          "finds no GPU; nvidia-smi tells whether the driver "
+                          "does."))
+        for i in range(torch.cuda.device_count()):
+            found.append(("info", f"GPU {i}: "
+                          f"{torch.cuda.get_device_name(i)}"))
+        if os.environ.get("MGPU_LOGICAL_GPUS") and not self.num_gpus():
+            found.append(("warning", "MGPU_LOGICAL_GPUS is set, and there is "
+                          "no physical GPU that logical ones could share."))
+        return found
 
 
 def _disjoint(losses: Sequence[Any]) -> bool:
