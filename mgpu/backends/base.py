@@ -10,10 +10,10 @@ once is said once, above it, in `mgpu`. Three small classes hold the parts:
 
 Neutral code may use these directly on native arrays of either engine (the
 *dialect*): ``+ - * /`` and ``+= -= *= /=`` with arrays and Python floats,
-``** p``, ``-x``, ``abs(x)``, ``x.clip(a, b)``, ``x[i:j]`` on axis 0 (a view
+``** p``, ``-x``, ``abs(x)``, ``x[i:j]`` on axis 0 (a view
 that writes through), ``x[:] = v`` (`v` may live on another device),
 ``x.shape``, ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes
-through `Ops`.
+through `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
 from abc import ABC, abstractmethod
 from typing import (TYPE_CHECKING, Any, Callable, ContextManager, Dict, List,
@@ -352,9 +352,9 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def seed(self, seed: int, devices: Optional[Sequence["Device"]]) -> None:
+    def seed(self, seed: int) -> None:
         """Start the engine's random streams (dropout masks) again: one per
-        device, each from (seed, device). None: every device."""
+        device, each from (seed, device)."""
 
     # -- networks -----------------------------------------------------------
 
@@ -389,12 +389,6 @@ def host_array(x: Any) -> np.ndarray:
                                                         np.generic)):
         array = array.astype(np.float32)
     return array
-
-
-def stream_seed(seed: int, device: "Device") -> int:
-    """The seed of the random stream of `device`, in 31 bits."""
-    entropy = [seed, ("cpu", "gpu").index(device.kind), device.index]
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
 
 def refuse_foreign(x: Any, backend: str) -> None:

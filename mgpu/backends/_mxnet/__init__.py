@@ -190,13 +190,9 @@ class MXNetBackend(base.Backend):
             raise base.nested_rendezvous()
         return self._workers.run(thunks)
 
-    def seed(self, seed: int, devices: Optional[Sequence[Any]]) -> None:
-        if devices is None:
-            # One number for all: MXNet mixes the device into it.
-            mx.random.seed(seed & 0x7FFFFFFF)
-        for device in devices or ():
-            mx.random.seed(base.stream_seed(seed, device),
-                           ctx=self.handle(device))
+    def seed(self, seed: int) -> None:
+        # One number for all: MXNet mixes the context into it.
+        mx.random.seed(seed & 0x7FFFFFFF)
 
     # -- networks -----------------------------------------------------------
 

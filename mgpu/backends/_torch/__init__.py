@@ -198,23 +198,21 @@ class TorchBackend(base.Backend):
             raise base.nested_rendezvous()
         return self._workers_or_turn(thunks)
 
-    def seed(self, seed: int, devices: Optional[Sequence[Any]]) -> None:
-        if devices is None:
-            self._seed = seed
-            self._generators.clear()
-        for device in devices or ():
-            self._generators[device] = self._stream(seed, device)
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self._generators.clear()
 
-    def _stream(self, seed: int, device: Any) -> torch.Generator:
-        stream = torch.Generator(self.handle(device))
-        return stream.manual_seed(base.stream_seed(seed, device))
-
-    def generator(self, device: Any) -> torch.Generator:
+    def generator(self, device: Any, use: str = "layers"
+                  ) -> torch.Generator:
         """The random stream of `device`: two threads that shared torch's
         own would draw different numbers in each run."""
-        if device not in self._generators:
-            self._generators[device] = self._stream(self._seed, device)
-        return self._generators[device]
+        if (device, use) not in self._generators:
+            entropy = [self._seed, ("cpu", "gpu").index(device.kind),
+                       device.index, ("layers", "functional").index(use)]
+            seed, = np.random.SeedSequence(entropy).generate_state(1)
+            self._generators[device, use] = torch.Generator(
+                self.handle(device)).manual_seed(int(seed))
+        return self._generators[device, use]
 
     # -- networks -----------------------------------------------------------
 

@@ -6,7 +6,7 @@ of a replica's call and put back.
 """
 import contextlib
 import copy
-import functools
+import threading
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import numpy as np
@@ -93,6 +93,9 @@ class TorchReplica(base.Replica):
             (path, m) for path, m in module.named_modules()
             if isinstance(m, _BATCH_NORMS) and m.track_running_stats]
         self._dropouts = [m for m in self._modules if type(m) in _DROPOUTS]
+        #: draws from torch's default stream (functional dropout, attention
+        #: or recurrent dropout); None: not known before it has trained once
+        self._draws: Optional[bool] = None
 
     def arrays(self) -> List[Any]:
         return _arrays_of(self.module)
@@ -118,13 +121,45 @@ class TorchReplica(base.Replica):
                     patched.append(layer)
                     layer.__dict__["forward"] = _dropout_forward(
                         layer, backend.generator(self.device))
-            with torch.set_grad_enabled(backend.is_recording()):
+            with self._default_stream(), \
+                    torch.set_grad_enabled(backend.is_recording()):
                 return self.module(*inputs)
         finally:
             for layer in patched:
                 del layer.__dict__["forward"]
             for module, flag in zip(self._modules, flags):
                 module.training = flag
+
+
+    def _default_stream(self) -> contextlib.AbstractContextManager[None]:
+        # Replicas that meet inside the pass cannot take turns.
+        if self._draws is False or not self._network.backend.is_training() \
+                or self._network.rule is not None:
+            return contextlib.nullcontext()
+        return self._in_turn()
+
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One replica at a time, with this device's random stream in the
+        place of torch's default one, which all threads share."""
+        handle = self._network.backend.handle(self.device)
+        default = torch.default_generator if handle.type == "cpu" \
+            else torch.cuda.default_generators[handle.index]
+        own = self._network.backend.generator(self.device, "functional")
+        with _turn:
+            users, before = default.get_state(), own.get_state()
+            default.set_state(before)
+            try:
+                yield
+            finally:
+                after = default.get_state()
+                own.set_state(after)
+                default.set_state(users)
+                self._draws = bool(self._draws) \
+                    or not torch.equal(before, after)
+
+
+_turn = threading.Lock()
 
 
 def _suffix(module: nn.Module, name: str) -> str:
