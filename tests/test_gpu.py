@@ -1,0 +1,56 @@
+"""On real CUDA devices: ``pytest -m gpu``. Left out otherwise, by the marker.
+
+One card is enough: ``MGPU_LOGICAL_GPUS`` shares it.
+"""
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import convnet, relative_difference
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(params=(1, 2, 4))
+def gpus(request):
+    import torch
+    assert torch.cuda.is_available(), "pytest -m gpu needs a CUDA device"
+    with pytest.MonkeyPatch.context() as patch, mgpu.using_backend("torch"):
+        patch.setenv("MGPU_LOGICAL_GPUS", str(request.param))
+        assert mgpu.num_gpus() == request.param
+        yield mgpu.list_devices(request.param)
+
+
+def test_arrays(gpus):
+    xs = [mgpu.put(np.full((3, 2), i + 1.0), d) for i, d in enumerate(gpus)]
+    assert all(x.device.type == "cuda" for x in xs)
+    mgpu.allreduce(xs)
+    total = sum(range(1, len(gpus) + 1))
+    for x in xs:
+        assert (mgpu.to_numpy(x) == total).all()
+    mgpu.synchronize(gpus)
+
+
+@pytest.mark.parametrize("policy", ("per_device", "average", "sync"))
+def test_training_equals_the_cpu(gpus, policy):
+    rng = np.random.default_rng(0)
+    X, y = rng.random((7, 1, 12, 12)), rng.integers(0, 10, 7)
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    values = []
+    for devices in (gpus, [mgpu.cpu(i) for i in range(len(gpus))]):
+        replicas = mgpu.initialize(
+            convnet(mgpu.get_backend(), 1, 10), devices, dtype="float64",
+            init="xavier", batch_norm=policy)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for _ in range(3):
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+        values.append(replicas.export_numpy(all_devices=True))
+    for name, value in values[0].items():
+        # cuDNN sums in another order than the CPU
+        assert relative_difference(value, values[1][name], 1.0) < 1e-10, name
+
+
+def test_wrong_card():
+    with mgpu.using_backend("torch"):
+        with pytest.raises(ValueError, match="is not there"):
+            mgpu.initialize(convnet(mgpu.get_backend()), [mgpu.gpu(64)])

@@ -1,0 +1,73 @@
+"""Two MXNet CPU contexts with large products at once, the workload that spins
+for ever inside OpenBLAS when a context computes on several threads.
+
+Each case is a process of its own: import order and environment matter.
+"""
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conftest import BACKENDS
+
+SCRIPT = """
+import sys
+import numpy as np
+for step in sys.argv[1].split(","):
+    if step == "native":    # the user imports MXNet himself, and uses it
+        old = [n for n in ("bool", "int", "float", "object", "str", "complex")
+               if n not in vars(np)]
+        for n in old:
+            setattr(np, n, getattr(__builtins__, n))
+        import mxnet as mx
+        for n in old:
+            delattr(np, n)
+        mx.nd.dot(mx.nd.ones((64, 64)), mx.nd.ones((64, 64))).wait_to_read()
+    elif step == "mgpu":
+        import mgpu
+        mgpu.set_backend("mxnet")
+    else:
+        __import__(step)
+devices = mgpu.list_devices(2)
+xs = [mgpu.put(np.full((1024, 1024), i + 1.0, "float32"), d)
+      for i, d in enumerate(devices)]
+for _ in range(4):
+    ys = mgpu.parallel(lambda x: [mgpu.functional.dot(x, x)
+                                  for _ in range(4)], xs)
+    mgpu.synchronize(devices)
+print([float(mgpu.to_numpy(y[-1])[0, 0]) for y in ys])
+"""
+
+ORDERS = ["mgpu", "native,mgpu"] + (
+    ["torch,mgpu", "mgpu,torch", "torch,native,mgpu"]
+    if "torch" in BACKENDS else [])
+
+
+@pytest.mark.parametrize("threads", (None, "2"), ids=("omp unset", "omp 2"))
+@pytest.mark.parametrize("order", ORDERS if "mxnet" in BACKENDS else [])
+def test_two_contexts_finish(order, threads):
+    environment = {k: v for k, v in os.environ.items()
+                   if k not in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS")}
+    if threads:
+        environment["OMP_NUM_THREADS"] = threads
+    # The work takes about a second; a hang takes the whole time.
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT,
+                           order], env=environment, timeout=120,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[1024.0, 4096.0]"
+
+
+@pytest.mark.parametrize("order", ["mgpu"] if "mxnet" in BACKENDS else [])
+def test_the_environment_is_left_alone(order):
+    """OMP_NUM_THREADS is hidden from MXNet's import and put back."""
+    script = ("import os; before = os.environ.get('OMP_NUM_THREADS')\n"
+              "import mgpu; mgpu.set_backend('mxnet')\n"
+              "assert os.environ.get('OMP_NUM_THREADS') == before == '2'\n"
+              "assert 'MXNET_OMP_MAX_THREADS' not in os.environ\n"
+              "import numpy; assert 'bool' not in vars(numpy)\n")
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    environment.pop("MXNET_OMP_MAX_THREADS", None)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True,
+                   env=environment, timeout=120)
