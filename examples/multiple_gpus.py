@@ -1,0 +1,245 @@
+# %% [markdown]
+# # Training on several devices, from scratch
+#
+# Here everything that training on several devices needs is written out:
+# copying the parameters, splitting the batch, adding up gradients, updating.
+# The next chapter lets the library do it. The network is a small LeNet. It
+# needs no GPU: logical CPU devices take their place.
+
+# %%
+import argparse
+import pathlib
+import sys
+
+import numpy as np
+
+import mgpu
+from mgpu import functional as F
+
+parser = argparse.ArgumentParser(description="Training from scratch.")
+parser.add_argument("--backend", help="mxnet or torch (default: that of "
+                    "MGPU_BACKEND, else mxnet)")
+parser.add_argument("--devices", default="1,2",
+                    help="numbers of devices, a run for each")
+parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--batch-size", type=int, default=256)
+parser.add_argument("--lr", type=float, default=0.2)
+parser.add_argument("--data", default="digits", help="digits, fashion-mnist, "
+                    "synthetic, or a folder of IDX files with 28 x 28 images")
+parser.add_argument("--limit", type=int, help="keep so many examples")
+parser.add_argument("--init-scale", type=float, help="standard deviation of "
+                    "the first weights (default: 0.1 for the digits, else "
+                    "0.01)")
+parser.add_argument("--out", default="out", help="folder for the curves")
+args, unknown = parser.parse_known_args()
+if unknown and "ipykernel" not in sys.modules:  # a notebook's are not ours
+    parser.error(f"unknown arguments: {' '.join(unknown)}")
+
+if args.backend:
+    mgpu.set_backend(args.backend)
+backend = mgpu.get_backend().name
+device_counts = [int(count) for count in args.devices.split(",")]
+out = pathlib.Path(args.out)
+out.mkdir(parents=True, exist_ok=True)
+
+# %% [markdown]
+# ## Three ways to share the work
+#
+# **By network.** Each device keeps some of the layers and hands what it has
+# computed to the next device. Networks that fit on no single device can be
+# trained so. But one device waits for another wherever they meet, layers
+# with equal amounts of work are hard to find, and what passes between them,
+# activations one way and gradients the other, can be large.
+#
+# **By layer.** Every layer is cut into pieces: each device computes some of
+# the channels of a convolution, or some of the units of a dense layer.
+# AlexNet was trained like that when two GPUs had too little memory each. The
+# memory divides well. But after every layer all devices must exchange what
+# they have, so there is a barrier per layer.
+#
+# **By data.** Each device holds the whole model and gets a part of every
+# batch. They meet once per batch, to add up their gradients. It is the
+# simplest of the three and works for any network; it does not help when the
+# model itself is too large. This chapter does it this way.
+#
+# One step of it, on k devices:
+#
+# 1. cut the batch into k parts, one for each device;
+# 2. each device computes the loss and the gradients of its part;
+# 3. the k gradients are added up, and every device gets the sum;
+# 4. each device updates its own full copy of the parameters.
+#
+# All copies begin equal and receive the same sum, so they stay equal. In
+# practice one enlarges the batch k-fold, so that each device keeps as much
+# to do as before, and raises the learning rate with it. A network with batch
+# normalisation would keep separate statistics on each device.
+
+# %% [markdown]
+# ## A small network
+#
+# The parameters are eight plain arrays: two convolutions and two dense
+# layers. A network written like this hides nothing, and we see how its
+# parameters get from device to device. They are drawn once, in NumPy, so
+# every run below starts from the same values on either backend.
+#
+# A standard deviation of 0.01 suits thousands of steps: for the first 250 or
+# so the loss hardly moves. The embedded digits have 6 batches an epoch, and
+# get 0.1, to leave that plateau within ten epochs.
+
+# %%
+scale = args.init_scale or (0.1 if args.data == "digits" else 0.01)
+params = mgpu.models.lenet_params(scale)    # Normal(scale), biases zero
+for name, p in zip(["W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4"], params):
+    print(name, p.shape)
+print(f"LeNet: {sum(p.size for p in params):,} parameters, backend {backend}")
+
+
+def lenet(X, params):
+    W1, b1, W2, b2, W3, b3, W4, b4 = params
+    h1 = F.avg_pool2d(F.relu(F.conv2d(X, W1, b1)), 2)   # 28 -> 26 -> 13
+    h2 = F.avg_pool2d(F.relu(F.conv2d(h1, W2, b2)), 2)  # 13 -> 9 -> 4
+    h2 = h2.reshape((len(X), 800))                      # 50 x 4 x 4
+    h3 = F.relu(F.dot(h2, W3) + b3)
+    return F.dot(h3, W4) + b4
+
+
+loss = mgpu.losses.SoftmaxCrossEntropyLoss()            # one per example
+
+# %% [markdown]
+# ## From device to device
+#
+# `get_params` copies parameters to a device and attaches a gradient to each,
+# which is zero until a backward pass writes it.
+
+# %%
+new_params = mgpu.get_params(params, mgpu.try_gpu(0))
+print("b1:", mgpu.to_numpy(new_params[1]))
+print("b1 grad:", mgpu.to_numpy(mgpu.grad(new_params[1])))
+
+# %% [markdown]
+# Each device has computed the gradient of its own rows. `allreduce` adds
+# everything up on one device and copies the sum back to every other, in
+# place. Two vectors on two devices:
+
+# %%
+pair = mgpu.list_devices(2)
+data = [mgpu.put(np.full((1, 2), i + 1.0, dtype=np.float32), device)
+        for i, device in enumerate(pair)]
+print("before allreduce:", *(mgpu.to_numpy(x) for x in data))
+mgpu.allreduce(data)
+print("after allreduce:", *(mgpu.to_numpy(x) for x in data))
+
+# %% [markdown]
+# ## Sharing out the data
+#
+# `split_and_load` cuts an array along its first axis and copies part i to
+# device i.
+
+# %%
+table = np.arange(20, dtype=np.float32).reshape(4, 5)
+shards = mgpu.split_and_load(table, pair)
+print("input:", table, "goes to:", pair, sep="\n")
+print("output:", *(mgpu.to_numpy(shard) for shard in shards), sep="\n")
+
+# %% [markdown]
+# A batch has examples and labels, which must be cut in the same places.
+# `split_batch` does both, insists on equal lengths, and lets the last, odd
+# batch of an epoch be cut unevenly: the first parts get a row more.
+
+# %%
+X_shards, y_shards = mgpu.split_batch(table[:3], np.arange(3), pair)
+print("3 rows on 2 devices:", [shard.shape[0] for shard in X_shards])
+
+
+# %% [markdown]
+# ## One batch
+#
+# Now the step from above. All forward passes come first and then all
+# backward passes, so that the devices work side by side; nothing here waits
+# for one device before it gives work to the next. `sgd` divides by the rows
+# of the *whole* batch: the sum of the gradients over the devices is then the
+# gradient of the mean loss, on however many devices, and however unevenly
+# the rows were cut. It also sets gradients back to zero. That is why a
+# device that got no row of a very short batch may sit out: it adds zero.
+
+# %%
+def forward(X, y, params):
+    return loss(lenet(X, params), y) if len(X) else None
+
+
+def train_batch(X, y, device_params, devices, lr):
+    X_shards, y_shards = mgpu.split_batch(X, y, devices)
+    with mgpu.record():
+        losses = mgpu.parallel(forward, X_shards, y_shards, device_params)
+    mgpu.backward(losses)
+    for i in range(len(device_params[0])):
+        mgpu.allreduce([mgpu.grad(params[i]) for params in device_params])
+    for params in device_params:
+        mgpu.sgd(params, lr, X.shape[0])
+    return losses
+
+
+# %% [markdown]
+# ## All epochs
+#
+# What is left looks like any training loop. The parameters go to all devices
+# once; the time is that of training alone, without evaluation; the accuracy
+# is taken on the first device, whose copy is as good as any other.
+
+# %%
+def train(num_devices, batch_size, lr):
+    train_iter, test_iter = mgpu.datasets.load(args.data, batch_size,
+                                               args.limit)
+    devices = mgpu.list_devices(num_devices)
+    device_params = [mgpu.get_params(params, device) for device in devices]
+    animator = mgpu.Animator(
+        "epoch", legend=["train loss", "test acc"],
+        file=out / f"lenet-{backend}-{num_devices}.png")
+    timer = mgpu.Timer()
+    with animator:
+        for epoch in range(args.epochs):
+            metric = mgpu.Accumulator(2)    # sum of losses, examples
+            timer.start()
+            for X, y in train_iter:
+                losses = train_batch(X, y, device_params, devices, lr)
+                mgpu.synchronize(devices)
+                metric.add(sum(mgpu.to_numpy(part).sum() for part in losses
+                               if part is not None), len(X))
+            timer.stop()
+            accuracy = mgpu.evaluate_accuracy_gpu(
+                [lambda X: lenet(X, device_params[0])], test_iter, devices[0])
+            animator.add(epoch + 1, [metric[0] / metric[1], accuracy])
+    print(f"{devices}, batch {batch_size}, rate {lr}: train loss "
+          f"{animator.Y[0][-1]:.3f}, curve in {animator.file}")
+    print(f"test acc: {animator.Y[1][-1]:.2f}, {timer.avg():.1f} sec/epoch "
+          f"on {devices}")
+    return animator.Y[1][-1], timer.avg()
+
+
+# %% [markdown]
+# First on one device, then on two with the same batch size and the same
+# learning rate.
+
+# %%
+results = {count: train(count, args.batch_size, args.lr)
+           for count in device_counts}
+
+# %%
+accuracies = [accuracy for accuracy, _ in results.values()]
+print(f"accuracies differ by {max(accuracies) - min(accuracies):.3f}")
+if 1 in results:
+    for count, (_, seconds) in results.items():
+        print(f"{count} device{'s' * (count > 1)}: "
+              f"{results[1][1] / seconds:.2f} times as fast as one")
+
+# %% [markdown]
+# The accuracy should be about the same: both runs add up the same gradients,
+# only in another order. Rounding then grows with every step, so the last
+# digits differ.
+#
+# The time is another matter. LeNet is small, and on GPUs two devices gain
+# next to nothing here: the arithmetic of a batch takes less time than asking
+# for it, line by line, in Python. Logical CPU devices are slow enough that
+# Python does not matter, and two of them on two free cores can come near a
+# factor of two. The next chapter trains a network with far more work in each
+# step, on the same pieces.

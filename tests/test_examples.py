@@ -1,0 +1,254 @@
+"""The examples run on both engines, print what the chapters show, and open
+as notebooks. Sizes are tiny; each script runs once per engine, in a process
+of its own, and several tests read what it printed."""
+import ast
+import os
+import re
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+TINY = {
+    "auto_parallelism": "--devices cpu:2,cpu:3 --size 16 --repeat 3",
+    # Batches of 32, 32 and 1: with two devices one of them gets no row.
+    "multiple_gpus": "--epochs 3 --limit 65 --batch-size 32 --lr 0.05",
+    # 9 rows: the second run splits its only batch into 5 and 4.
+    "multiple_gpus_concise": "--epochs 1 --limit 9 --batch-size 5 --lr 0.01",
+    "exercises": "--size 32 --repeat 2 --epochs 1 --limit 12",
+}
+
+
+def python(arguments, cwd):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, timeout=300,
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    @lru_cache(None)
+    def run(name, backend):
+        folder = tmp_path_factory.mktemp(f"{name}-{backend}")
+        result = python([ROOT / "examples" / f"{name}.py", "--backend",
+                         backend, *TINY[name].split()], folder)
+        assert result.returncode == 0, result.stdout + result.stderr
+        # Matplotlib, or an engine, must have nothing to say about them.
+        assert "Error" not in result.stderr, result.stderr
+        return SimpleNamespace(out=result.stdout, folder=folder,
+                               lines=result.stdout.splitlines())
+    return run
+
+
+def test_every_script_is_run():
+    assert {path.stem for path in SCRIPTS} == set(TINY)
+
+
+# -- the chapters -----------------------------------------------------------
+
+def test_auto_parallelism(backend, run):
+    printed = run("auto_parallelism", backend.name)
+    assert "GPU1 is cpu(2), GPU2 is cpu(3)" in printed.lines[0]
+    names = [match.group(1) for match in re.finditer(
+        r"^(.*): \d+\.\d{4} sec$", printed.out, re.MULTILINE)]
+    assert names == ["GPU1 time", "GPU2 time", "GPU1 & GPU2", "Run on GPU1",
+                     "Copy to CPU", "Run on GPU1 and copy to CPU"]
+    picture = (printed.folder / "out" / "graph.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+LAST_LINES = [
+    r"test acc: [01]\.\d\d, \d+\.\d sec/epoch on \[cpu\(0\)\]",
+    r"test acc: [01]\.\d\d, \d+\.\d sec/epoch on \[cpu\(0\), cpu\(1\)\]"]
+
+
+# What both engines print: no start, split, loss or update differs.
+LOSSES = {"lenet": [2.246, 2.246], "resnet18": [2.458, 2.348]}
+
+
+def check_runs(printed, network, backend):
+    """One and two devices: last line, curve, training loss."""
+    last = [line for line in printed.lines if line.startswith("test acc")]
+    assert len(last) == 2
+    for line, pattern in zip(last, LAST_LINES):
+        assert re.fullmatch(pattern, line)
+    for count in (1, 2):
+        curve = printed.folder / "out" / f"{network}-{backend}-{count}.png"
+        assert curve.read_bytes()[:4] == b"\x89PNG"
+    losses = [float(x) for x in re.findall(r"train loss (\d+\.\d+)",
+                                           printed.out)]
+    # Nine float32 steps at most move the last digit shown by one at most.
+    assert losses == pytest.approx(LOSSES[network], abs=1.5e-3)
+
+
+def test_multiple_gpus(backend, run):
+    printed = run("multiple_gpus", backend.name)
+    zeros = str(np.zeros(20))
+    for text in ("W1 (20, 1, 3, 3)", "W3 (800, 128)", "129,068 parameters",
+                 f"b1: {zeros}", f"b1 grad: {zeros}",
+                 "before allreduce: [[1. 1.]] [[2. 2.]]",
+                 "after allreduce: [[3. 3.]] [[3. 3.]]",
+                 "3 rows on 2 devices: [2, 1]"):
+        assert text in printed.out
+    table = np.arange(20.0).reshape(4, 5)
+    assert f"input:\n{table}\ngoes to:\n[cpu(0), cpu(1)]\noutput:\n" \
+        f"{table[:2]}\n{table[2:]}\n" in printed.out
+    check_runs(printed, "lenet", backend.name)
+
+
+def test_multiple_gpus_concise(backend, run):
+    printed = run("multiple_gpus_concise", backend.name)
+    assert "76 trainable arrays, 11,175,818 values, 34 running statistics" \
+        in printed.lines[0]
+    # Without GPUs the demonstration is on these two; cpu(0) is free.
+    shown = ["cpu(1)", "cpu(2)"]
+    kernels = []
+    for device in shown:
+        assert f"output on {device}: (2, 10)" in printed.out
+        at = printed.lines.index(f"first kernel of 0.weight on {device}:")
+        kernels.append(printed.lines[at + 1:at + 4])
+    assert kernels[0] == kernels[1] and "0." in kernels[0][0]
+    assert "equal, bit for bit: True" in printed.lines
+    assert any(line.startswith("not initialized on cpu: ") and "cpu(0)" in
+               line for line in printed.lines)
+    check_runs(printed, "resnet18", backend.name)
+
+
+# -- the exercises ----------------------------------------------------------
+
+def exercises():
+    tree = ast.parse((ROOT / "examples" / "exercises.py").read_text())
+    return [node.name for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.decorator_list]
+
+
+def answer(printed, name):
+    return printed.out.split(f"=== {name} ")[1].split("\n=== ")[0]
+
+
+@pytest.mark.parametrize("name", exercises())
+def test_exercise_prints_its_answer(name, backend, run):
+    text = answer(run("exercises", backend.name), name)
+    question, _, found = text.partition("\n\n")
+    assert re.search(r"\d", found) and len(found.splitlines()) >= 2
+
+
+def test_exercises_that_have_one_right_answer(backend, run):
+    printed = run("exercises", backend.name)
+    for name, text in (
+            ("richer_dependencies", "equal to NumPy in every entry: True"),
+            ("multi_device_accuracy", "the same accuracy: True"),
+            ("sixteen_devices", "16 copies equal, bit for bit, after two "
+                                "steps: True"),
+            ("unequal_devices", "12 rows as [8, 4]"),
+            ("without_waiting", "the same last loss in all three, bit for "
+                                "bit: True")):
+        assert text in answer(printed, name)
+    found = re.search(r"difference of the gradient (\S+)",
+                      answer(printed, "unequal_devices"))
+    # Sums of a few hundred float64 terms in another order.
+    assert float(found.group(1)) < 1e-12
+
+
+def test_aggregation_counts_the_bytes(backend, run):
+    text = answer(run("exercises", backend.name), "aggregation")
+    busiest = [float(x) for x in re.findall(r"([\d.]+) MB +[\d.]+ ms", text)]
+    # Two devices: 2 (k - 1) n and 4 (k - 1) / k n are both 2 n.
+    assert busiest == pytest.approx(
+        3 * [2 * 4e-6 * 129_068] + 3 * [2 * 4e-6 * 11_175_818], abs=0.006)
+
+
+def test_list_loads_no_framework(tmp_path):
+    result = python(["-c", (
+        "import runpy, sys\n"
+        "path = sys.argv[1]\n"
+        "sys.argv[:] = [path, '--list']\n"
+        "runpy.run_path(path)\n"
+        "assert not {'torch', 'mxnet'} & set(sys.modules)\n"),
+        ROOT / "examples" / "exercises.py"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] \
+        == exercises()
+
+
+@pytest.mark.parametrize("script, wrong, said", [
+    ("exercises", "--list nonsense --sizes 3", "--sizes"),
+    ("exercises", "nonsense", "nonsense"),
+    ("auto_parallelism", "--sizes 3", "--sizes"),
+    ("multiple_gpus", "--epoch_s 3", "--epoch_s"),
+])
+def test_a_wrong_argument_is_refused(script, wrong, said, tmp_path):
+    result = python([ROOT / "examples" / f"{script}.py", *wrong.split()],
+                    tmp_path)
+    assert result.returncode == 2 and said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# -- the form ---------------------------------------------------------------
+
+def cells(path):
+    """The cells of a percent script: [("markdown" or "code", text)]."""
+    found = []
+    for line in path.read_text().splitlines():
+        if line.startswith("# %%"):
+            assert line in ("# %%", "# %% [markdown]"), line
+            found.append(("markdown" if line.endswith("]") else "code", []))
+        else:
+            assert found, "text before the first cell"
+            found[-1][1].append(line)
+    return [(kind, "\n".join(lines)) for kind, lines in found]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_script_is_a_notebook(path):
+    parsed = cells(path)
+    assert parsed[0][0] == "markdown" and parsed[0][1].startswith("# # ")
+    for kind, text in parsed:
+        assert text.strip()
+        if kind == "markdown":
+            assert all(not line or line == "#" or line.startswith("# ")
+                       for line in text.split("\n"))
+        else:
+            compile(text, str(path), "exec")
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_script_is_neutral(path):
+    """No framework is imported and no branch asks which one it is."""
+    allowed = set(sys.stdlib_module_names) | {"numpy", "mgpu"}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert all(a.name.split(".")[0] in allowed for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            assert node.module.split(".")[0] in allowed
+            assert not node.module.startswith("mgpu.backends")
+        elif isinstance(node, ast.Compare):
+            for side in (node.left, *node.comparators):
+                assert getattr(side, "value", None) not in (
+                    "mxnet", "torch", "gluon", "pytorch")
+
+
+def test_in_a_notebook_the_kernels_arguments_are_ignored(backend, tmp_path):
+    """Cell by cell, with what a Jupyter kernel finds in `sys.argv`."""
+    codes = [text for kind, text in cells(
+        ROOT / "examples" / "auto_parallelism.py") if kind == "code"]
+    (tmp_path / "cells.py").write_text(
+        "import sys, types\n"
+        "sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
+        "sys.argv[1:1] = ['-f', '/home/me/kernel-1.json']\n"
+        "namespace = {}\n"
+        f"for cell in {codes!r}:\n"
+        "    exec(cell, namespace)\n")
+    result = python([tmp_path / "cells.py", "--backend", backend.name,
+                     "--size", 8, "--repeat", 2], tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "the graph: above" in result.stdout
+    assert not (tmp_path / "out").exists()      # it was shown, not written
