@@ -5,6 +5,7 @@ return something. Sums are taken in a fixed order, which each algorithm
 names, so that a run can be repeated bit for bit. Differentiable forms that
 return new arrays are in `mgpu.functional`.
 """
+from numbers import Integral
 from typing import Any, Callable, Dict, List, Sequence
 
 from mgpu.backends import get_backend
@@ -15,43 +16,90 @@ Array = Any
 OPS = ("sum", "mean", "max", "min")
 
 
-def check_list(data: Any, what: str = "data") -> List[Array]:
-    """`data` as a list of native arrays of one shape and dtype."""
+def _native_list(data: Any) -> List[Array]:
     backend = get_backend()
     if backend.is_native(data) or not isinstance(data, (list, tuple)):
-        raise TypeError(f"{what} must be a list with one array per device; "
-                        f"received {type(data).__name__}.")
+        raise TypeError(
+            "data must be a list with one array per device; received "
+            f"{type(data).__name__}. Make one with mgpu.split_and_load, or "
+            "with mgpu.put(x, device) for each device.")
     if not data:
-        raise ValueError(f"{what} must hold at least one array; received an "
-                         "empty list.")
+        raise ValueError("data must hold at least one array; received an "
+                         "empty list. Pass one array per device.")
     for x in data:
         if not backend.is_native(x):
             refuse_foreign(x, backend.name)
-            raise TypeError(f"{what} must hold arrays of the {backend.name} "
+            raise TypeError(f"data must hold arrays of the {backend.name} "
                             f"backend; received {type(x).__name__}. Use "
                             "mgpu.put(x, device).")
-    forms = [(tuple(x.shape), str(x.dtype)) for x in data]
-    if len(set(forms)) > 1:
-        raise ValueError(
-            f"{what} must hold arrays of one shape and dtype; received "
-            f"{', '.join(f'{shape} {dtype}' for shape, dtype in forms)}.")
     return list(data)
 
 
-def _check(data: Any, op: str, root: int = 0) -> List[Array]:
-    arrays = check_list(data)
-    if op not in OPS:
+def _dtype_name(x: Array) -> str:
+    """``"float32"``, however the array spells its dtype."""
+    name = getattr(x.dtype, "__name__", None) or str(x.dtype)
+    return name.split(".")[-1].rstrip("_")
+
+
+def _forms(arrays: List[Array]) -> str:
+    return ", ".join(f"{tuple(x.shape)} {_dtype_name(x)}" for x in arrays)
+
+
+def check_list(data: Any) -> List[Array]:
+    """`data` as a list of native arrays of one shape and dtype."""
+    arrays = _native_list(data)
+    if len({_forms([x]) for x in arrays}) > 1:
+        raise ValueError("data must hold arrays of one shape and dtype; "
+                         f"received {_forms(arrays)}. Bring them to one.")
+    return arrays
+
+
+def check_op(arrays: List[Array], op: str, ops: Sequence[str] = OPS) -> None:
+    if op not in ops:
         raise ValueError(f"unknown op; received {op!r}. Use one of "
-                         f"{', '.join(map(repr, OPS))}.")
-    _check_root(root, len(arrays))
+                         f"{', '.join(map(repr, ops))}.")
+    dtype = _dtype_name(arrays[0])
+    if dtype == "bool" or (op == "mean" and "int" in dtype):
+        raise ValueError(
+            f"the {op} of {dtype} arrays is not of that dtype; received "
+            f"{_forms(arrays)}. Convert them first, for example with "
+            "mgpu.functional.astype(x, 'float32').")
+
+
+def _check(data: Any, op: str) -> List[Array]:
+    arrays = check_list(data)
+    check_op(arrays, op)
     return arrays
 
 
 def _check_root(root: int, k: int) -> None:
-    if isinstance(root, bool) or not isinstance(root, int) \
+    if isinstance(root, bool) or not isinstance(root, Integral) \
             or not 0 <= root < k:
         raise ValueError(f"root must be the number of a device, 0 to "
                          f"{k - 1}; received {root!r}.")
+
+
+def check_joinable(data: Any, axis: int) -> List[Array]:
+    """`data` as a list of native arrays that differ in `axis` alone."""
+    arrays = _native_list(data)
+    for x in arrays:
+        if not -len(x.shape) <= axis < len(x.shape):
+            raise ValueError(
+                f"an array of shape {tuple(x.shape)} has no axis {axis} to "
+                f"join along; received {_forms(arrays)}. Use an axis that "
+                "all have.")
+    if len({(axis % len(x.shape), _dtype_name(x), *_without(x.shape, axis))
+            for x in arrays}) > 1:
+        raise ValueError(
+            f"data must hold arrays of one dtype that differ in axis {axis} "
+            f"alone; received {_forms(arrays)}. Bring them to one.")
+    return arrays
+
+
+def _without(shape: Sequence[int], axis: int) -> List[int]:
+    rest = list(shape)
+    del rest[axis]
+    return rest
 
 
 def _combine(op: str, into: Array, other: Array) -> None:
@@ -71,7 +119,7 @@ def _combine(op: str, into: Array, other: Array) -> None:
 def _naive(data: List[Array], op: str, root: int) -> None:
     """The text's: all to `root`, then back. ``x[root] + x[0] + x[1] ...``"""
     _reduce(data, op, root)
-    _broadcast(data, root)
+    _broadcast(data, op, root)
 
 
 def _tree(data: List[Array], op: str, root: int) -> None:
@@ -136,10 +184,31 @@ def _reduce(data: List[Array], op: str, root: int) -> None:
             _combine(op, data[root], x)
 
 
-def _broadcast(data: List[Array], root: int) -> None:
+def _broadcast(data: List[Array], op: str, root: int) -> None:
     for i, x in enumerate(data):
         if i != root:
             x[:] = data[root]
+
+
+def _in_place(algorithm: Callable[[List[Array], str, int], None],
+              data: List[Array], op: str, root: int,
+              everywhere: bool = True) -> None:
+    """Run `algorithm`, which leaves the result everywhere or at `root`."""
+    _check_root(root, len(data))
+    if len({id(x) for x in data}) < len(data):
+        raise ValueError(
+            "data must hold an array of its own for each device; received "
+            "one array more than once. Copy it with mgpu.put(x, device).")
+    if 0 in data[0].shape:
+        return      # nothing to do, and mx.nd refuses to do it
+    backend = get_backend()
+    with backend.scope(recording=False):
+        # ``x[:]`` needs an axis
+        data = [x if x.shape else backend.ops.flat_view(x) for x in data]
+        algorithm(data, op, root)
+        if op == "mean":
+            for x in data if everywhere else [data[root]]:
+                x /= len(data)
 
 
 # -- public -------------------------------------------------------------------
@@ -171,31 +240,23 @@ def allreduce(data: List[Array], *, op: str = "sum", algorithm: str = "auto",
         framework, an unknown op or algorithm, an impossible root. Nothing
         has changed then.
     """
-    arrays = _check(data, op, root)
+    arrays = _check(data, op)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm; received {algorithm!r}. Use "
                          f"one of {', '.join(map(repr, ALGORITHMS))}.")
-    with get_backend().scope(recording=False):
-        ALGORITHMS[algorithm](arrays, op, root)
-        if op == "mean":
-            for x in arrays:
-                x /= len(arrays)
+    _in_place(ALGORITHMS[algorithm], arrays, op, root)
 
 
 def broadcast(data: List[Array], *, root: int = 0) -> None:
-    """Copy element `root` into every other element, in place."""
-    arrays = _check(data, "sum", root)
-    with get_backend().scope(recording=False):
-        _broadcast(arrays, root)
+    """Copy element `root` into every other element, in place. Raises as
+    `allreduce` does."""
+    _in_place(_broadcast, check_list(data), "sum", root)
 
 
 def reduce(data: List[Array], *, op: str = "sum", root: int = 0) -> None:
-    """Leave the reduction in element `root`, in place; the others stay."""
-    arrays = _check(data, op, root)
-    with get_backend().scope(recording=False):
-        _reduce(arrays, op, root)
-        if op == "mean":
-            arrays[root] /= len(arrays)
+    """Leave the reduction in element `root`, in place; the others stay.
+    Raises as `allreduce` does."""
+    _in_place(_reduce, _check(data, op), op, root, everywhere=False)
 
 
 def allgather(data: List[Array], *, axis: int = 0) -> List[Array]:
@@ -206,8 +267,14 @@ def allgather(data: List[Array], *, axis: int = 0) -> List[Array]:
     list of native arrays
         K fresh arrays, element i on the device of ``data[i]``. Lengths along
         `axis` may differ.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No list, an array of the other framework, an axis that is not there,
+        or arrays that differ in another axis or in their dtype.
     """
-    arrays = _check_joinable(data, axis)
+    arrays = check_joinable(data, axis)
     with get_backend().scope(recording=False):
         return gathered(arrays, axis)
 
@@ -218,19 +285,6 @@ def gathered(data: List[Array], axis: int) -> List[Array]:
             for here in data]
 
 
-def _check_joinable(data: Any, axis: int) -> List[Array]:
-    for x in data if isinstance(data, (list, tuple)) else [data]:
-        check_list([x] if isinstance(data, (list, tuple)) else x)
-    rests = [tuple(n for i, n in enumerate(x.shape) if i != axis % x.ndim)
-             for x in data]
-    if not data or len(set(rests)) > 1 or \
-            len({str(x.dtype) for x in data}) > 1:
-        raise ValueError(
-            f"data must hold arrays of one dtype that differ in axis {axis} "
-            f"alone; received {[tuple(x.shape) for x in data]}.")
-    return list(data)
-
-
 def reducescatter(data: List[Array], *, op: str = "sum") -> List[Array]:
     """Reduce over all elements; device i keeps slice i along axis 0.
 
@@ -239,19 +293,29 @@ def reducescatter(data: List[Array], *, op: str = "sum") -> List[Array]:
     list of native arrays
         K fresh arrays; slice bounds as in `mgpu.shard_bounds`, so slices
         are empty where axis 0 is shorter than K. `data` stays unchanged.
+        Slice i is summed as ``x[i] + x[0] + x[1] ...``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `allreduce` does, and for arrays without an axis.
     """
     arrays = _check(data, op)
-    backend = get_backend()
-    bounds = shard_bounds(arrays[0].shape[0], len(arrays))
+    if not arrays[0].shape:
+        raise ValueError("reducescatter cuts along axis 0; received "
+                         f"{_forms(arrays)}. Use mgpu.allreduce.")
+    backend, k = get_backend(), len(arrays)
+    bounds = shard_bounds(arrays[0].shape[0], k)
     with backend.scope(recording=False):
         parts = []
-        for (begin, end), here in zip(bounds, arrays):
-            part = backend.put(here[begin:end], here)
-            for other in arrays:
-                if other is not here:
-                    _combine(op, part, other[begin:end])
-            if op == "mean":
-                part /= len(arrays)
+        for i, (begin, end) in enumerate(bounds):
+            slices = [backend.ops.slice_axis(x, 0, begin, end)
+                      for x in arrays]
+            part = slices[i] = backend.put(slices[i], arrays[i])
+            if 0 not in part.shape:
+                _reduce(slices, op, i)
+                if op == "mean":
+                    part /= k
             parts.append(part)
         return parts
 
@@ -268,7 +332,15 @@ def assign_roots(sizes: Sequence[int], k: int) -> List[int]:
     ----------
     sizes : sequence of int
         Bytes, or elements, of each array.
+
+    Returns
+    -------
+    list of int
+        A number of a device for each array, in the order of `sizes`.
     """
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+        raise ValueError("the number of devices must be a whole number, 1 or "
+                         f"more; received {k!r}.")
     load = [0] * k
     roots = [0] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

@@ -7,6 +7,7 @@ tested, on none. GPU devices are those that the engine of the current
 backend sees.
 """
 import re
+from numbers import Integral
 from typing import Any, List, NamedTuple, Sequence
 
 from mgpu.backends import get_backend
@@ -64,7 +65,7 @@ def as_device(device: Any) -> Device:
             raise ValueError(
                 f"unknown device; received {device!r}. Use cpu(i), gpu(i), "
                 "or a string such as 'cpu:1', 'gpu:0', 'cuda:0'.")
-        kind, index = match.group(1), int(match.group(2) or match.group(3) or 0)
+        kind, index = match[1], int(match[2] or match[3] or 0)
     elif hasattr(device, "device_type") and hasattr(device, "device_id"):
         kind, index = device.device_type, device.device_id    # mx.Context
     elif hasattr(device, "type") and hasattr(device, "index"):
@@ -76,11 +77,11 @@ def as_device(device: Any) -> Device:
             "as 'cpu:1', 'gpu:0', 'cuda:0'.")
     kind = "gpu" if kind == "cuda" else kind
     if kind not in ("cpu", "gpu") or isinstance(index, bool) \
-            or not isinstance(index, int) or index < 0:
+            or not isinstance(index, Integral) or index < 0:
         raise ValueError(
             f"unknown device; received {kind}({index!r}). Use cpu(i) or "
             "gpu(i) with an index of 0 or more.")
-    return Device(kind, index)
+    return Device(kind, int(index))
 
 
 def as_devices(devices: Any) -> List[Device]:
@@ -149,8 +150,9 @@ def try_all_gpus() -> List[Device]:
 
 def list_devices(k: int) -> List[Device]:
     """`k` devices: GPUs when there are `k` of them, else logical CPUs."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"the number of devices must be 1 or more; received "
-                         f"{k!r}.")
+    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+        raise ValueError("the number of devices must be a whole number, 1 or "
+                         f"more; received {k!r}. Use for example "
+                         "list_devices(2).")
     kind = gpu if num_gpus() >= k else cpu
     return [kind(i) for i in range(k)]

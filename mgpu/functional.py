@@ -10,7 +10,8 @@ engine's `Ops` (`mgpu.backends.base.Ops` says what each takes): `relu`,
 from typing import Any, List
 
 from mgpu.backends import base, get_backend
-from mgpu.collectives import _check_joinable, check_list, gathered
+from mgpu.collectives import (check_joinable, check_list, check_op,
+                              gathered)
 
 
 def allreduce(data: List[Any], *, op: str = "sum") -> List[Any]:
@@ -28,10 +29,14 @@ def allreduce(data: List[Any], *, op: str = "sum") -> List[Any]:
         ``y[i] = x[0] + x[1] + ...`` on the device of ``x[i]``. Backward: the
         gradient of ``x[j]`` is the sum of the gradients of all ``y[i]``
         (divided by K for "mean"): the all-reduce of the gradients.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `mgpu.allreduce` does.
     """
     arrays = check_list(data)
-    if op not in ("sum", "mean"):
-        raise ValueError(f"unknown op; received {op!r}. Use 'sum' or 'mean'.")
+    check_op(arrays, op, ("sum", "mean"))
     backend = get_backend()
     total = arrays[0]
     for x in arrays[1:]:
@@ -44,14 +49,15 @@ def allreduce(data: List[Any], *, op: str = "sum") -> List[Any]:
 def allgather(data: List[Any], *, axis: int = 0) -> List[Any]:
     """All elements joined along `axis`, on every device, with gradients.
 
-    Backward: the gradient of ``x[j]`` is the sum over devices of its slice
-    of the gradients of the results: a reduce-scatter.
+    Parameters and errors are those of `mgpu.allgather`. Backward: the
+    gradient of ``x[j]`` is the sum over devices of its slice of the
+    gradients of the results, a reduce-scatter.
     """
-    return gathered(_check_joinable(data, axis), axis)
+    return gathered(check_joinable(data, axis), axis)
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_") or not hasattr(base.Ops, name):
+    if name.startswith("_") or name not in vars(base.Ops):
         raise AttributeError(f"module 'mgpu.functional' has no {name!r}")
 
     def function(*args: Any, **kwargs: Any) -> Any:

@@ -6,11 +6,13 @@ sum is what `mgpu.backward` differentiates and the division by the number of
 rows happens once, in `Trainer.step`, whatever the number of devices.
 
 Formulas: MXNet 1.9.1, ``gluon/loss.py``. `weight` scales the loss;
-`sample_weight` must broadcast against the loss before it is averaged, for
-example (n, 1).
+`sample_weight` must broadcast to the shape of the loss before it is averaged,
+for example (n, 1). Labels (but class numbers) and sample weights are brought
+to the dtype of `pred`.
 """
 import copy
-from typing import Any, Callable, Optional
+import math
+from typing import Any, Callable, Optional, Tuple
 
 import numpy as np
 
@@ -19,17 +21,24 @@ from mgpu.backends import base, get_backend
 Array = Any
 
 
-def _check_pair(pred: Array, label: Array) -> base.Backend:
+def _check(pred: Array, label: Array, sample_weight: Optional[Array]
+           ) -> base.Backend:
     backend = get_backend()
-    for x in (pred, label):
+    arrays = [pred, label]
+    if sample_weight is not None:
+        arrays.append(sample_weight)
+    for x in arrays:
         if not backend.is_native(x):
             base.refuse_foreign(x, backend.name)
             raise TypeError(f"a loss takes arrays of the {backend.name} "
                             f"backend; received {type(x).__name__}. Use "
                             "mgpu.put(x, device).")
-    if len(pred) != len(label):
-        raise ValueError(f"pred and label must have equally many rows; "
-                         f"received {len(pred)} and {len(label)}.")
+    shapes = [tuple(x.shape) for x in (pred, label)]
+    if shapes[0][:1] != shapes[1][:1] or () in shapes:
+        raise ValueError(
+            "pred and label must have a row for each example; received "
+            f"shapes {shapes[0]} and {shapes[1]}. Give each row of pred its "
+            "label.")
     return backend
 
 
@@ -41,10 +50,16 @@ class Loss:
 
     def __call__(self, pred: Array, label: Array,
                  sample_weight: Optional[Array] = None) -> Array:
-        backend = _check_pair(pred, label)
+        backend = _check(pred, label, sample_weight)
         loss = self._values(backend, pred, label)
         if sample_weight is not None:
-            loss = loss * sample_weight
+            given, shape = tuple(sample_weight.shape), tuple(loss.shape)
+            if not _broadcasts(given, shape):
+                raise ValueError(
+                    f"sample_weight must broadcast to the shape {shape} of "
+                    f"the loss; received shape {given}. For one weight per "
+                    f"example use {shape[:1] + (1,) * (len(shape) - 1)}.")
+            loss = loss * _as(backend.ops, sample_weight, pred)
         if self.weight is not None:
             loss = loss * self.weight
         return self._per_example(backend.ops, loss)
@@ -63,15 +78,24 @@ class Loss:
         return f"{type(self).__name__}({options})"
 
 
-def _like(label: Array, pred: Array) -> Array:
-    if tuple(label.shape) == tuple(pred.shape):
-        return label
-    count = [int(np.prod(x.shape)) for x in (label, pred)]
-    if count[0] != count[1]:
+def _broadcasts(shape: Tuple[int, ...], to: Tuple[int, ...]) -> bool:
+    return len(shape) <= len(to) and all(
+        n in (1, m) for n, m in zip(shape[::-1], to[::-1]))
+
+
+def _as(ops: base.Ops, x: Array, pred: Array) -> Array:
+    return x if x.dtype == pred.dtype else ops.astype(x, pred.dtype)
+
+
+def _like(ops: base.Ops, label: Array, pred: Array) -> Array:
+    """`label` in the shape and dtype of `pred`."""
+    shapes = [tuple(x.shape) for x in (pred, label)]
+    if math.prod(shapes[0]) != math.prod(shapes[1]):
         raise ValueError(
-            f"pred and label must have the same number of elements; received "
-            f"shapes {tuple(pred.shape)} and {tuple(label.shape)}.")
-    return label.reshape(tuple(pred.shape))
+            "pred and label must have equally many elements; received shapes "
+            f"{shapes[0]} and {shapes[1]}. Give each output its label.")
+    label = _as(ops, label, pred)
+    return label if shapes[0] == shapes[1] else label.reshape(shapes[0])
 
 
 class SoftmaxCrossEntropyLoss(Loss):
@@ -103,11 +127,17 @@ class SoftmaxCrossEntropyLoss(Loss):
         self.from_logits = from_logits
 
     def _values(self, backend, pred, label):
-        ops, axis = backend.ops, self.axis % len(pred.shape)
+        ops, dims = backend.ops, len(pred.shape)
+        axis = self.axis + dims if self.axis < 0 else self.axis
+        if not 0 < axis < dims:
+            raise ValueError(
+                f"pred of shape {tuple(pred.shape)} has no axis of classes "
+                f"{self.axis} behind its axis of examples, 0. Use an axis "
+                "that it has.")
         if self.sparse_label:
             wanted = tuple(pred.shape[:axis]) + tuple(pred.shape[axis + 1:])
             kept = wanted[:axis] + (1,) + wanted[axis:]
-            if tuple(label.shape) == kept and kept != wanted:
+            if tuple(label.shape) == kept:
                 label = label.reshape(wanted)
             if tuple(label.shape) != wanted:
                 raise ValueError(
@@ -115,13 +145,16 @@ class SoftmaxCrossEntropyLoss(Loss):
                     f"shape {tuple(pred.shape)}; received "
                     f"{tuple(label.shape)}. Use sparse_label=False for "
                     "probabilities.")
-            check_classes(backend.to_numpy(label), pred.shape[axis])
+            numbers = backend.to_numpy(label)
+            check_classes(numbers, pred.shape[axis])
+            if numbers.dtype == bool:   # MXNet picks by numbers alone
+                label = ops.astype(label, "int32")
         if not self.from_logits:
             pred = ops.log_softmax(pred, axis)
         if self.sparse_label:
             # The class axis stays, with length 1, for sample_weight.
             return -ops.pick(pred, label, axis).reshape(kept)
-        return -ops.sum(pred * _like(label, pred), axis, keepdims=True)
+        return -ops.sum(pred * _like(ops, label, pred), axis, keepdims=True)
 
 
 SoftmaxCELoss = SoftmaxCrossEntropyLoss
@@ -135,25 +168,26 @@ def check_classes(labels: np.ndarray, classes: int) -> None:
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise ValueError(
             f"labels must be class numbers 0 to {classes - 1}; received "
-            f"{labels[at]} in row {at[0]}.")
+            f"{labels[at]} in row {at[0]}. Check the data, or give the "
+            "network as many outputs as there are classes.")
 
 
 class L2Loss(Loss):
     """``weight / 2 * mean((label - pred)^2)``: half of torch's MSELoss."""
 
     def __init__(self, weight: float = 1.0):
-        super().__init__(weight / 2)
+        super().__init__(weight)
 
     def _values(self, backend, pred, label):
-        difference = _like(label, pred) - pred
-        return difference * difference
+        difference = _like(backend.ops, label, pred) - pred
+        return difference * difference * 0.5
 
 
 class L1Loss(Loss):
     """``mean(|label - pred|)``."""
 
     def _values(self, backend, pred, label):
-        return backend.ops.abs(_like(label, pred) - pred)
+        return backend.ops.abs(_like(backend.ops, label, pred) - pred)
 
 
 class SigmoidBinaryCrossEntropyLoss(Loss):
@@ -174,17 +208,18 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
         self.from_sigmoid, self.pos_weight = from_sigmoid, pos_weight
 
     def _values(self, backend, pred, label):
-        ops, label = backend.ops, _like(label, pred)
+        ops = backend.ops
+        label = _like(ops, label, pred)
         if self.from_sigmoid:
             positive = ops.log(pred + 1e-12) * label
             if self.pos_weight is not None:
                 positive = positive * self.pos_weight
             return -(positive + ops.log(1.0 - pred + 1e-12) * (1.0 - label))
-        rest = ops.softplus(-ops.abs(pred)) + ops.relu(-pred)
+        tail = ops.softplus(-ops.abs(pred))     # log(1 + exp(-|x|))
         if self.pos_weight is None:
-            return pred - pred * label + rest
+            return ops.relu(pred) - pred * label + tail
         factor = 1.0 + label * (self.pos_weight - 1.0)
-        return pred - pred * label + factor * rest
+        return pred - pred * label + factor * (tail + ops.relu(-pred))
 
 
 SigmoidBCELoss = SigmoidBinaryCrossEntropyLoss
@@ -199,8 +234,9 @@ class HuberLoss(Loss):
         self.rho = rho
 
     def _values(self, backend, pred, label):
-        size = backend.ops.abs(_like(label, pred) - pred)
-        inner = backend.ops.minimum(size, self.rho)
+        ops = backend.ops
+        size = ops.abs(_like(ops, label, pred) - pred)
+        inner = ops.minimum(size, self.rho)
         # inner^2 / (2 rho) + (|d| - inner): both branches without a branch
         return inner * inner / (2.0 * self.rho) + (size - inner)
 
@@ -222,9 +258,11 @@ class KLDivLoss(Loss):
         self.from_logits, self.axis = from_logits, axis
 
     def _values(self, backend, pred, label):
+        ops = backend.ops
+        label = _like(ops, label, pred)
         if not self.from_logits:
-            pred = backend.ops.log_softmax(pred, self.axis)
-        return label * (backend.ops.log(label + 1e-12) - pred)
+            pred = ops.log_softmax(pred, self.axis)
+        return label * (ops.log(label + 1e-12) - pred)
 
     def _per_example(self, ops, loss):
         rest = tuple(range(1, len(loss.shape)))
@@ -233,28 +271,48 @@ class KLDivLoss(Loss):
 
 def per_example(loss: Callable[[Array, Array], Array]
                 ) -> Callable[[Array, Array], Array]:
-    """Adapt a loss that returns the mean over the batch, as torch's do.
+    """Adapt a loss that averages over the batch, as torch's do.
 
-    A loss object with a `reduction` attribute is copied with
-    ``reduction="none"`` and averaged over all but the batch axis. Any other
-    function is taken to return a scalar mean, which every row of the result
-    then holds: the sum over rows, and so the gradient, is the same.
+    A loss object with a `reduction` attribute ("mean", "sum", "batchmean",
+    "none") is copied with ``reduction="none"``; what belongs to one example
+    is averaged, or added up for "sum" and "batchmean". Class weights and
+    `ignore_index` then weigh and leave out examples, but the sum is still
+    divided by the number of rows, where torch divides by the sum of the
+    weights.
+
+    Any other function is taken to return the mean over the batch, one
+    number, which every row of the result then holds: the sum over rows, and
+    so the gradient, is the same.
+
+    Raises
+    ------
+    ValueError
+        When it is called: such a function returned more than one number.
     """
     if hasattr(loss, "reduction"):
+        adds = loss.reduction in ("sum", "batchmean")
         loss = copy.copy(loss)
         loss.reduction = "none"
 
         def unreduced(pred: Array, label: Array) -> Array:
-            values = loss(pred, label)
+            values, ops = loss(pred, label), get_backend().ops
             rest = tuple(range(1, len(values.shape)))
-            return get_backend().ops.mean(values, rest) if rest else values
+            join = ops.sum if adds else ops.mean
+            return join(values, rest) if rest else values
         return unreduced
 
     def spread(pred: Array, label: Array) -> Array:
         ops = get_backend().ops
         mean = loss(pred, label)
+        shape = tuple(getattr(mean, "shape", (0,)))
+        if math.prod(shape) != 1:
+            raise ValueError(
+                "per_example adapts a loss that returns the mean over the "
+                f"batch, an array of one number; received "
+                f"{type(mean).__name__} of shape {shape}. Use a loss with a "
+                "value for each example as it is.")
         rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
-        return rows + mean
+        return rows + mean.reshape((1,))
     return spread
 
 

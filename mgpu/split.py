@@ -1,10 +1,13 @@
 """Cutting a batch into shards, one per device."""
+import copy
+from fractions import Fraction
+from numbers import Integral, Number
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from mgpu.backends import get_backend
-from mgpu.device import Device, as_devices
+from mgpu.backends import base, get_backend
+from mgpu.device import as_devices
 
 
 def shard_bounds(n: int, k: int, weights: Optional[Sequence[float]] = None
@@ -23,15 +26,15 @@ def shard_bounds(n: int, k: int, weights: Optional[Sequence[float]] = None
     >>> shard_bounds(9, 2, weights=[2, 1])
     [(0, 6), (6, 9)]
     """
+    if not all(isinstance(x, Integral) and not isinstance(x, bool)
+               for x in (n, k)) or n < 0 or k < 1:
+        raise ValueError(f"n rows on k shards are whole numbers, n >= 0 and "
+                         f"k >= 1; received n={n!r}, k={k!r}.")
     if weights is None:
         sizes = [n // k + (i < n % k) for i in range(k)]
     else:
-        w = [float(weight) for weight in weights]
-        if len(w) != k or not all(0 < x < float("inf") for x in w):
-            raise ValueError(
-                f"weights must be {k} positive numbers, one per device; "
-                f"received {list(weights)!r}.")
-        exact = [n * x / sum(w) for x in w]
+        shares = _shares(weights, k)
+        exact = [n * share for share in shares]
         sizes = [int(x) for x in exact]
         order = sorted(range(k), key=lambda i: (sizes[i] - exact[i], i))
         for i in order[:n - sum(sizes)]:
@@ -40,26 +43,34 @@ def shard_bounds(n: int, k: int, weights: Optional[Sequence[float]] = None
     return [(end - size, end) for end, size in zip(ends, sizes)]
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, np.ndarray) or get_backend().is_native(x) \
-        or hasattr(x, "__dlpack__") or type(x).__module__.startswith("mxnet")
+def _shares(weights: Sequence[float], k: int) -> List[Fraction]:
+    try:    # infinity and NaN are no fractions
+        exact = [Fraction(float(w)) for w in weights]
+    except (TypeError, ValueError, OverflowError):
+        exact = []
+    if len(exact) != k or min(exact) <= 0:
+        raise ValueError(f"weights must be {k} positive numbers, one per "
+                         f"device; received {weights!r}.")
+    return [w / sum(exact) for w in exact]
 
 
 def map_leaves(function: Callable[[Any], List[Any]], data: Any, k: int
                ) -> List[Any]:
     """Apply `function`, array -> list of `k`, to each array in `data`; the
     result is a list of `k` structures like `data` (tuples, lists, dicts and
-    named tuples; what is no array goes to each of them as it is)."""
-    if _is_array(data):
+    named tuples; what is no array goes to each of them as it is). Lists of
+    numbers are arrays, as `Backend.put` makes them."""
+    if hasattr(data, "shape") and not isinstance(data, np.generic):
         return function(data)
     if isinstance(data, dict):
-        parts = {key: map_leaves(function, v, k) for key, v in data.items()}
-        return [type(data)((key, part[i]) for key, part in parts.items())
-                for i in range(k)]
+        copies = [copy.copy(data) for _ in range(k)]
+        for key, value in data.items():
+            for one, part in zip(copies, map_leaves(function, value, k)):
+                one[key] = part
+        return copies
     if isinstance(data, (list, tuple)):
-        if isinstance(data, list) and data and all(
-                isinstance(v, (int, float)) for v in _deepest(data)):
-            return function(np.asarray(data))   # numbers: Gluon takes them
+        if _is_numbers(data):
+            return function(base.host_array(data))
         columns = [map_leaves(function, v, k) for v in data]
         rows = [[column[i] for column in columns] for i in range(k)]
         if hasattr(data, "_fields"):
@@ -68,9 +79,10 @@ def map_leaves(function: Callable[[Any], List[Any]], data: Any, k: int
     return [data] * k
 
 
-def _deepest(data: Any) -> List[Any]:
-    return [x for v in data for x in _deepest(v)] \
-        if isinstance(data, list) else [data]
+def _is_numbers(data: Any) -> bool:
+    """Whether `data` is a list of numbers, or a list of such lists."""
+    return isinstance(data, list) and bool(data) and all(
+        isinstance(v, (Number, np.bool_)) or _is_numbers(v) for v in data)
 
 
 def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
@@ -82,10 +94,11 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
 
     Parameters
     ----------
-    data : native array, NumPy array, numbers, or a tuple, list, dict or
-        named tuple of them
-        Nested data are split leaf by leaf. NumPy data are sliced on the
-        host, so that a device receives its own slice alone.
+    data : native array, NumPy array, list of numbers, or a tuple, list,
+        dict or named tuple of them
+        Nested data are split leaf by leaf; what is no array goes to every
+        device as it is. NumPy data are sliced on the host, so that a device
+        receives its own slice alone.
     devices : sequence of devices
     batch_axis : int
     even_split : bool
@@ -98,20 +111,29 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
     Returns
     -------
     list
-        One shard per device, always a fresh copy, dtype kept. Shards may be
-        empty when there are fewer rows than devices.
+        One shard per device, always a fresh copy, dtype kept (Gluon's own
+        function makes float32 of NumPy data). Shards may be empty when
+        there are fewer rows than devices. Gradients flow back to `data`
+        while recording.
 
     Raises
     ------
     ValueError
         An uneven batch with ``even_split=True``; wrong weights.
     TypeError
-        An array of the other framework.
+        An array of the other framework, or no array at all.
     """
     devices = as_devices(devices)
     k, backend = len(devices), get_backend()
+    if not _row_counts(data):
+        raise TypeError("data must hold an array to split; received "
+                        f"{type(data).__name__}. Pass a native or NumPy "
+                        "array, or a list of numbers.")
 
     def split(x: Any) -> List[Any]:
+        if not backend.is_native(x):
+            base.refuse_foreign(x, backend.name)
+            x = np.asarray(x)
         shape = tuple(x.shape)
         if not -len(shape) <= batch_axis < len(shape):
             raise ValueError(
@@ -124,26 +146,28 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                 f"slices along axis {batch_axis}. Use a batch size that's "
                 f"multiple of {k} or set even_split=False to allow uneven "
                 "partitioning of data.")
-        return [backend.put(_rows(x, batch_axis, begin, end), device)
+        cut = backend.ops.slice_axis if backend.is_native(x) else _slice
+        return [backend.put(cut(x, batch_axis, begin, end), device)
                 for (begin, end), device
                 in zip(shard_bounds(size, k, weights), devices)]
     return map_leaves(split, data, k)
 
 
-def _rows(x: Any, axis: int, begin: int, end: int) -> Any:
-    if isinstance(x, np.ndarray):
-        index = (slice(None),) * (axis % x.ndim) + (slice(begin, end),)
-        return x[index]
-    if get_backend().is_native(x) and (axis != 0 or begin == end):
-        return get_backend().ops.slice_axis(x, axis, begin, end)
-    return x[begin:end]     # put refuses the other framework's arrays
+def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
+    return x[(slice(None),) * (axis % x.ndim) + (slice(begin, end),)]
+
+
+def _row_counts(data: Any) -> List[int]:
+    """The number of rows of each array in `data`."""
+    found: List[int] = []
+    map_leaves(lambda x: found.append(x.shape[0] if x.shape else 1) or [None],
+               data, 1)
+    return found
 
 
 def rows_of(data: Any) -> Optional[int]:
     """The number of rows of the first array in `data`."""
-    found: List[int] = []
-    map_leaves(lambda x: found.append(len(x)) or [None], data, 1)
-    return found[0] if found else None
+    return next(iter(_row_counts(data)), None)
 
 
 def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
@@ -160,14 +184,17 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     Raises
     ------
     ValueError
-        `X` and `y` of different lengths, or an empty batch.
+        `X` and `y` (or arrays in them) of different lengths, or an empty
+        batch; and what `split_and_load` refuses.
     """
-    n, m = rows_of(X), rows_of(y)
-    if n != m:
-        raise ValueError(f"X and y must have equally many rows; received {n} "
-                         f"and {m}.")
-    if not n:
+    n, m = (sorted(set(_row_counts(data))) for data in (X, y))
+    if n != m or len(n) > 1:
+        raise ValueError(
+            "X and y must have equally many rows; received "
+            f"{' or '.join(map(str, n)) or 'none'} and "
+            f"{' or '.join(map(str, m)) or 'none'}. Cut them to one length.")
+    if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
-                         "one.")
+                         "one. Leave it out.")
     return (split_and_load(X, devices, 0, even_split, weights),
             split_and_load(y, devices, 0, even_split, weights))

@@ -33,6 +33,25 @@ def using_engine(engine):
         yield backend
 
 
+def foreign_array(backend):
+    """An array of the other framework, and how messages call its type. A
+    stand-in where the other engine is not among those to test."""
+    other = "torch" if backend.name == "mxnet" else "mxnet"
+    if other in BACKENDS:
+        with mgpu.using_backend(other) as engine:
+            x = engine.put(np.float32([1, 2, 3]), mgpu.cpu(0))
+    else:
+        x = type("Array", (), {"__module__": other, "shape": (3,)})()
+    return x, f"{type(x).__module__}.{type(x).__name__}"
+
+
+def refusal_of_foreign(backend, name):
+    """What is said about it, whatever was asked."""
+    return (f"an array of the {backend.name} backend is wanted; received "
+            f"{name}. Nothing is converted between frameworks silently: use "
+            "mgpu.to_numpy under the other backend, then mgpu.put.")
+
+
 # -- measures -----------------------------------------------------------------
 
 def relative_difference(a, b, floor=0.0):

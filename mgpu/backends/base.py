@@ -177,9 +177,9 @@ class Replica(ABC):
         those are put back."""
 
     @abstractmethod
-    def arrays(self) -> List[Array]:
-        """This device's own parameters and buffers, in the order of
-        `Network.specs`: not copies."""
+    def array(self, number: int) -> Array:
+        """This device's own parameter or buffer `number`, counted as in
+        `Network.specs`; not a copy."""
 
 
 class Network(ABC):
@@ -193,8 +193,8 @@ class Network(ABC):
         entry for a parameter that several layers share."""
 
     @abstractmethod
-    def grad_reqs(self) -> List[str]:
-        """`Spec.grad_req` of every entry as it is now; cheap."""
+    def grad_req(self, number: int) -> str:
+        """`Spec.grad_req` of one entry as it is now; cheap."""
 
     @abstractmethod
     def set_grad_req(self, number: int, grad_req: str,
@@ -230,7 +230,7 @@ class Network(ABC):
         """One replica per device, each with storage of its own (also where
         two devices share memory) and gradients attached. Replica 0 is the
         user's own object. Values are undefined until they are written
-        through `Replica.arrays`; shapes must be known."""
+        through `Replica.array`; shapes must be known."""
 
     @abstractmethod
     def batch_norm(self, rule: Optional[BatchNormRule]

@@ -17,21 +17,12 @@ autograd, npx = mx.autograd, mx.npx
 @contextlib.contextmanager
 def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
     """MXNet's NumPy array and shape flags of this thread, put back."""
-    before = npx.is_np_array(), npx.is_np_shape()
-    _set_numpy_mode(array, shape)
-    try:
-        yield
-    finally:
-        _set_numpy_mode(*before)
-
-
-def _set_numpy_mode(array: bool, shape: bool) -> None:
+    flags = [mx.util.np_shape(shape), mx.util.np_array(array)]
     # The array flag may only be on while the shape flag is.
-    if (array, shape) == (npx.is_np_array(), npx.is_np_shape()):
-        return
-    mx.util.set_np_array(False)
-    mx.util.set_np_shape(shape)
-    mx.util.set_np_array(array)
+    with contextlib.ExitStack() as stack:
+        for flag in flags if array else reversed(flags):
+            stack.enter_context(flag)
+        yield
 
 
 def _carry() -> Callable[[], contextlib.AbstractContextManager]:

@@ -46,9 +46,8 @@ class MXNetReplica(base.Replica):
         self._network = network
         self._context = network.backend.handle(device)
 
-    def arrays(self) -> List[Any]:
-        # A parameter without a gradient has data all the same.
-        return [p.data(self._context) for _, p, _ in self._network.entries]
+    def array(self, number: int) -> Any:
+        return self._network.entries[number][1].data(self._context)
 
     def __call__(self, *inputs: Any) -> Any:
         backend = self._network.backend
@@ -89,8 +88,8 @@ class MXNetNetwork(base.Network):
                 p.lr_mult, p.wd_mult))
         return found
 
-    def grad_reqs(self) -> List[str]:
-        return [p.grad_req for _, p, _ in self.entries]
+    def grad_req(self, number: int) -> str:
+        return self.entries[number][1].grad_req
 
     def set_grad_req(self, number, grad_req, arrays) -> None:
         base.check_grad_req(grad_req)

@@ -15,6 +15,10 @@ def _pair(n):
     return (n, n)
 
 
+def _empty_like(x, shape):
+    return mx.nd.empty(tuple(shape), ctx=x.context, dtype=x.dtype)
+
+
 class MXNetOps(base.Ops):
     def _elementwise(name):
         def function(self, x):
@@ -82,9 +86,18 @@ class MXNetOps(base.Ops):
     def concat(self, xs, axis=0):
         if is_np(xs[0]):
             return mx.np.concatenate(list(xs), axis=axis)
-        return mx.nd.concat(*xs, dim=axis)
+        # Legacy operators refuse arrays without elements.
+        shape = list(xs[0].shape)
+        shape[axis] = sum(x.shape[axis] for x in xs)
+        if 0 in shape:
+            return _empty_like(xs[0], shape)
+        return mx.nd.concat(*[x for x in xs if x.shape[axis]], dim=axis)
 
     def slice_axis(self, x, axis, begin, end):
+        if begin == end and not is_np(x):
+            shape = list(x.shape)
+            shape[axis] = 0
+            return _empty_like(x, shape)
         index = (slice(None),) * (axis % x.ndim) + (slice(begin, end),)
         return x[index]
 

@@ -89,6 +89,9 @@ class TorchReplica(base.Replica):
         self.module, self.device, self.index = module, device, index
         self._network = network
         self._modules = list(module.modules())
+        self._owners = [(getattr(m, which), name)
+                        for which in ("_parameters", "_buffers")
+                        for _, m, name, _ in _walk(module, which)]
         self._batch_norms = [
             (path, m) for path, m in module.named_modules()
             if isinstance(m, _BATCH_NORMS) and m.track_running_stats]
@@ -97,8 +100,10 @@ class TorchReplica(base.Replica):
         #: or recurrent dropout); None: not known before it has trained once
         self._draws: Optional[bool] = None
 
-    def arrays(self) -> List[Any]:
-        return _arrays_of(self.module)
+    def array(self, number: int) -> Any:
+        # Looked up, not kept: a user may put another tensor in its place.
+        owner, name = self._owners[number]
+        return owner[name]
 
     def __call__(self, *inputs: Any) -> Any:
         backend = self._network.backend
@@ -195,6 +200,7 @@ class TorchNetwork(base.Network):
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
         self.rule: Optional[base.BatchNormRule] = None
+        self._first: Optional[TorchReplica] = None
 
     def specs(self) -> List[base.Spec]:
         found = []
@@ -216,8 +222,10 @@ class TorchNetwork(base.Network):
                 str(b.dtype).replace("torch.", ""), "null"))
         return found
 
-    def grad_reqs(self) -> List[str]:
-        return [self.backend.grad_req(x) for x in _arrays_of(self.net)]
+    def grad_req(self, number: int) -> str:
+        if self._first is None:
+            return self.specs()[number].grad_req
+        return self.backend.grad_req(self._first.array(number))
 
     def set_grad_req(self, number, grad_req, arrays) -> None:
         for x in arrays:
@@ -268,6 +276,7 @@ class TorchNetwork(base.Network):
                 if request != "null":
                     self.backend.attach_grad(array, request)
             replicas.append(TorchReplica(self, module, device, i))
+        self._first = replicas[0]
         return replicas
 
     @contextlib.contextmanager

@@ -6,16 +6,21 @@ from mgpu.backends import base
 
 
 class TorchOps(base.Ops):
-    abs = staticmethod(torch.abs)
-    sign = staticmethod(torch.sign)
-    sqrt = staticmethod(torch.sqrt)
-    exp = staticmethod(torch.exp)
-    log = staticmethod(torch.log)
-    relu = staticmethod(torch.relu)
-    sigmoid = staticmethod(torch.sigmoid)
-    zeros_like = staticmethod(
-        lambda x: torch.zeros_like(x, requires_grad=False))
-    stop_gradient = staticmethod(torch.Tensor.detach)
+    def _elementwise(compute):
+        def function(self, x):
+            return compute(x)
+        return function
+
+    abs = _elementwise(torch.abs)
+    sign = _elementwise(torch.sign)
+    sqrt = _elementwise(torch.sqrt)
+    exp = _elementwise(torch.exp)
+    log = _elementwise(torch.log)
+    relu = _elementwise(torch.relu)
+    sigmoid = _elementwise(torch.sigmoid)
+    zeros_like = _elementwise(torch.zeros_like)
+    stop_gradient = _elementwise(torch.Tensor.detach)
+    del _elementwise
 
     def maximum(self, x, y):
         return torch.maximum(x, y) if torch.is_tensor(y) else x.clamp(min=y)
@@ -62,10 +67,16 @@ class TorchOps(base.Ops):
         return x.narrow(axis, begin, end - begin)
 
     def flat_view(self, x):
+        if not x.is_contiguous():
+            raise ValueError(
+                "a flat view needs an array that lies in memory row by row; "
+                f"received one of shape {tuple(x.shape)} with strides "
+                f"{x.stride()}. Use x.contiguous(), or in mgpu.allreduce "
+                "algorithm='naive' or 'tree'.")
         return x.view(-1)
 
     def astype(self, x, dtype):
-        return x.to(dtype_of(dtype))
+        return x.to(dtype_of(dtype), copy=True)
 
 
 def dtype_of(dtype) -> torch.dtype:

@@ -1,0 +1,304 @@
+"""The registry: which engine is meant, in which thread, and what is said
+where there is none."""
+import asyncio
+import re
+import sys
+import threading
+import time
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from mgpu import (BackendNotAvailable, available_backends, get_backend,
+                  set_backend, using_backend)
+from mgpu import backends as registry
+
+ALIASES = {"mxnet": "gluon", "torch": "pytorch"}
+
+
+@pytest.fixture
+def patch():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MGPU_BACKEND", raising=False)
+        patch.setattr(registry, "_chosen", None)
+        yield patch
+
+
+def install(patch, name, engine):
+    """Put a made-up engine in the place of `name`."""
+    module = types.ModuleType(f"made_up_{name}")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    module.BACKEND = engine
+    patch.setitem(sys.modules, module.__name__, module)
+    patch.setitem(registry._BACKENDS, name, registry._Entry(
+        module.__name__, module.__name__, f"pip install 'mgpu[{name}]'"))
+    patch.delitem(registry._instances, name, raising=False)
+
+
+def remove(patch, *names):
+    """Make the frameworks of `names` look as if they were not installed."""
+    for name in names:
+        patch.setitem(registry._BACKENDS, name, registry._Entry(
+            "missing_" + name, "missing_" + name,
+            f"pip install 'mgpu[{name}]'"))
+        patch.delitem(registry._instances, name, raising=False)
+
+
+class Engine:
+    """A made-up engine."""
+
+
+# -- choosing -----------------------------------------------------------------
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_set_backend_by_name_and_alias(patch, name):
+    set_backend(name)
+    engine = get_backend()
+    assert engine.name == name and isinstance(engine, mgpu.backends.Backend)
+    patch.setattr(registry, "_chosen", None)
+    set_backend(ALIASES[name])
+    assert get_backend() is engine
+    with using_backend(ALIASES[name]) as same:
+        assert same is engine
+
+
+def test_the_default_is_mxnet(patch):
+    for name in ("mxnet", "torch"):
+        install(patch, name, type(name, (Engine,), {}))
+    assert type(get_backend()).__name__ == "mxnet"
+
+
+@pytest.mark.parametrize("value, name", [
+    ("torch", "torch"), ("pytorch", "torch"), ("mxnet", "mxnet"),
+    ("gluon", "mxnet"), ("", "mxnet")])
+def test_the_environment_chooses_where_nothing_else_does(patch, value, name):
+    for other in ("mxnet", "torch"):
+        install(patch, other, type(other, (Engine,), {}))
+    patch.setenv("MGPU_BACKEND", value)
+    assert type(get_backend()).__name__ == name
+    set_backend("torch")
+    assert type(get_backend()).__name__ == "torch"
+    with using_backend("mxnet") as engine:
+        assert type(engine).__name__ == "mxnet" and get_backend() is engine
+        with using_backend("torch") as engine:
+            assert get_backend() is engine
+        assert type(get_backend()).__name__ == "mxnet"
+        set_backend("torch")        # counts after the block
+        assert type(get_backend()).__name__ == "mxnet"
+    assert type(get_backend()).__name__ == "torch"
+
+
+def test_the_choice_comes_back_after_an_error(patch):
+    for name in ("mxnet", "torch"):
+        install(patch, name, type(name, (Engine,), {}))
+    set_backend("torch")
+    with pytest.raises(ZeroDivisionError):
+        with using_backend("mxnet"):
+            1 / 0
+    assert type(get_backend()).__name__ == "torch"
+
+
+@pytest.mark.parametrize("choose", [set_backend,
+                                    lambda name: using_backend(name)
+                                    .__enter__()])
+@pytest.mark.parametrize("name", ["jax", "Torch", "", None, 3])
+def test_an_unknown_name_is_refused(patch, choose, name):
+    with pytest.raises(ValueError) as refused:
+        choose(name)
+    assert str(refused.value) == (
+        f"unknown backend; received {name!r}. Use one of 'mxnet', 'torch', "
+        "'gluon', 'pytorch'.")
+    assert registry._chosen is None
+
+
+def test_an_unknown_name_in_the_environment_is_refused(patch):
+    patch.setenv("MGPU_BACKEND", "tensorflow")
+    with pytest.raises(ValueError, match="received 'tensorflow'.*'mxnet', "):
+        get_backend()
+
+
+# -- missing ------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, other", [("mxnet", "torch"),
+                                         ("torch", "mxnet")])
+@pytest.mark.parametrize("ask", [
+    set_backend, lambda name: using_backend(name).__enter__(),
+    lambda name: get_backend()], ids=["set", "using", "get"])
+def test_a_missing_framework_is_one_line(patch, ask, name, other):
+    remove(patch, name)
+    install(patch, other, Engine)
+    patch.setenv("MGPU_BACKEND", name)
+    with pytest.raises(BackendNotAvailable) as refused:
+        ask(name)
+    assert str(refused.value) == (
+        f"the {name!r} backend cannot be loaded (No module named "
+        f"'missing_{name}'). Run pip install 'mgpu[{name}]', or switch with "
+        f"mgpu.set_backend({other!r}).")
+    assert isinstance(refused.value, ImportError)
+    assert registry._chosen is None and name not in registry._instances
+
+
+def test_there_is_no_fallback(patch):
+    """Neither silently, nor after a failure."""
+    remove(patch, "mxnet")
+    install(patch, "torch", Engine)
+    for _ in range(2):
+        with pytest.raises(BackendNotAvailable):
+            get_backend()
+        with pytest.raises(BackendNotAvailable):
+            mgpu.put([1.0], mgpu.cpu())
+    set_backend("torch")
+    with pytest.raises(BackendNotAvailable):
+        set_backend("mxnet")
+    assert isinstance(get_backend(), Engine)    # the choice stays
+
+
+@pytest.mark.parametrize("name, other", [("mxnet", "torch"),
+                                         ("torch", "mxnet")])
+def test_with_nothing_installed_it_does_not_send_in_circles(patch, name,
+                                                            other):
+    remove(patch, "mxnet", "torch")
+    assert available_backends() == []
+    with pytest.raises(BackendNotAvailable) as refused:
+        set_backend(name)
+    assert f"pip install 'mgpu[{name}]'" in str(refused.value)
+    assert f"set_backend({name!r})" not in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError])
+def test_a_framework_that_does_not_load_is_not_available(patch, tmp_path,
+                                                         error):
+    """Installed, but broken: a library of the system is missing."""
+    (tmp_path / "broken_engine.py").write_text(
+        f"raise {error.__name__}('libcudart.so.12 is not there')\n")
+    patch.syspath_prepend(tmp_path)
+    patch.setitem(registry._BACKENDS, "torch", registry._Entry(
+        "broken_engine", "broken_engine", "pip install 'mgpu[torch]'"))
+    patch.delitem(registry._instances, "torch", raising=False)
+    with pytest.raises(BackendNotAvailable, match=re.escape(
+            "the 'torch' backend cannot be loaded (libcudart.so.12 is not "
+            "there). Run pip install 'mgpu[torch]', or switch with ")):
+        set_backend("torch")
+
+
+def test_a_framework_may_be_installed_later(patch):
+    remove(patch, "torch")
+    with pytest.raises(BackendNotAvailable):
+        set_backend("torch")
+    install(patch, "torch", Engine)
+    set_backend("torch")
+    assert isinstance(get_backend(), Engine)
+
+
+def test_available_backends(patch):
+    assert set(BACKENDS) <= set(available_backends()) <= {"mxnet", "torch"}
+    remove(patch, "mxnet")
+    patch.setitem(registry._BACKENDS, "torch", registry._Entry(
+        "not.imported", "json", "pip install"))
+    assert available_backends() == ["torch"]
+
+
+# -- threads and contexts -----------------------------------------------------
+
+def in_thread(function):
+    """Its result in a thread that inherits nothing."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_set_backend_is_for_all_threads_and_using_backend_for_one(patch):
+    for name in ("mxnet", "torch"):
+        install(patch, name, type(name, (Engine,), {}))
+
+    def seen():
+        return type(get_backend()).__name__
+    set_backend("torch")
+    with using_backend("mxnet"):
+        assert seen() == "mxnet"
+        assert in_thread(seen) == "torch"
+    in_thread(lambda: set_backend("mxnet"))
+    assert seen() == "mxnet"
+
+
+def test_two_threads_use_two_engines_at_the_same_time(patch):
+    names = ("mxnet", "torch")
+    for name in names:
+        install(patch, name, type(name, (Engine,), {}))
+    inside = threading.Barrier(2, timeout=30)
+    seen = {}
+
+    def use(name):
+        with using_backend(name):
+            inside.wait()           # both are in their blocks now
+            seen[name] = type(get_backend()).__name__
+            inside.wait()
+    threads = [threading.Thread(target=use, args=(n,)) for n in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == {"mxnet": "mxnet", "torch": "torch"}
+
+
+def test_tasks_inherit_the_engine_and_keep_their_own(patch):
+    names = ("mxnet", "torch")
+    for name in names:
+        install(patch, name, type(name, (Engine,), {}))
+
+    async def task(name):
+        inherited = type(get_backend()).__name__
+        with using_backend(name):
+            await asyncio.sleep(0)
+            return inherited, type(get_backend()).__name__
+
+    async def main():
+        with using_backend("torch"):
+            return await asyncio.gather(*map(task, names))
+    assert asyncio.run(main()) == [("torch", "mxnet"), ("torch", "torch")]
+
+
+def test_parallel_inherits_the_engine(patch, backend, devices):
+    other = next(n for n in ("torch", "mxnet") if n != backend.name)
+    install(patch, other, Engine)
+    set_backend(other)
+    assert mgpu.parallel(lambda d: (get_backend().name, d), devices) \
+        == [(backend.name, d) for d in devices]
+    assert in_thread(get_backend) is not backend
+
+
+def test_an_engine_is_made_once_by_however_many_threads(patch):
+    made = []
+
+    class Slow(Engine):
+        def __init__(self):
+            made.append(self)
+            time.sleep(0.02)        # long enough for the others to arrive
+    install(patch, "torch", Slow)
+    patch.setenv("MGPU_BACKEND", "torch")
+    start, found = threading.Barrier(8, timeout=30), []
+
+    def ask():
+        start.wait()
+        found.append(get_backend())
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and found == made * 8
+
+
+# -- the object ---------------------------------------------------------------
+
+def test_the_backend_object(backend):
+    framework = sys.modules[backend.name]
+    assert backend.version == framework.__version__
+    assert get_backend() is backend
+    assert isinstance(backend, mgpu.backends.base.Backend)
+    assert isinstance(backend.ops, mgpu.backends.base.Ops)

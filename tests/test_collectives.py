@@ -1,0 +1,534 @@
+"""Collectives: bit for bit where sums are exact, in the documented order
+where they are not."""
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (ENGINES, assert_bit_equal, foreign_array,
+                     refusal_of_foreign, using_engine)
+from mgpu import (allgather, allreduce, assign_roots, broadcast, cpu, reduce,
+                  reducescatter, shard_bounds)
+from mgpu.collectives import ALGORITHMS, OPS
+
+SHAPES = [(), (0,), (0, 3), (1,), (3,), (2, 3), (5, 7), (4, 1, 3), (33,)]
+COUNTS = (1, 2, 3, 4, 8)
+DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
+
+
+@pytest.fixture(params=ENGINES)
+def backend(request):
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def put(backend, hosts):
+    return [backend.put(x, cpu(i)) for i, x in enumerate(hosts)]
+
+
+def integers(k, shape, dtype="float32"):
+    """Small whole numbers that depend on the device and the place, with the
+    largest and the smallest of them on different devices at each place."""
+    n = int(np.prod(shape))
+    return [((np.arange(n) * (3 + i) + 5 * i) % 11 + i).reshape(shape)
+            .astype(dtype) for i in range(k)]
+
+
+def reduced(hosts, op):
+    every = np.stack(hosts)
+    if op == "mean":
+        total = every.sum(axis=0, dtype=every.dtype)
+        return (total / np.array(len(hosts), every.dtype)).astype(every.dtype)
+    function = {"sum": np.sum, "max": np.max, "min": np.min}[op]
+    return function(every, axis=0).astype(every.dtype)
+
+
+# -- allreduce, bit for bit ---------------------------------------------------
+
+@pytest.mark.parametrize("k", COUNTS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_allreduce_is_exact_and_in_place(backend, algorithm, op, k):
+    for shape in SHAPES:
+        hosts = integers(k, shape)
+        data = put(backend, hosts)
+        aliases = list(data)
+        assert allreduce(data, op=op, algorithm=algorithm) is None
+        assert all(a is b for a, b in zip(data, aliases, strict=True))
+        for x in aliases:
+            assert_bit_equal(backend.to_numpy(x), reduced(hosts, op))
+
+
+def test_the_reduction_of_other_data_would_be_another():
+    """The comparison above can fail: no two reductions are equal, and each
+    depends on every device."""
+    for k in COUNTS[1:]:
+        for shape in [(3,), (2, 3), (5, 7), (33,)]:
+            hosts = integers(k, shape)
+            answers = [reduced(hosts, op) for op in OPS]
+            assert all((a != b).any() for a, b in
+                       itertools.combinations(answers, 2))
+            for i in range(k):
+                rest = hosts[:i] + hosts[i + 1:]
+                assert (reduced(rest, "sum") != answers[0]).any()
+        hosts = integers(k, (33,))
+        winners = np.stack(hosts).argmax(axis=0)
+        assert len(set(winners)) > 1
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_allreduce_keeps_the_dtype(backend, algorithm, devices):
+    for dtype, op in itertools.product(DTYPES, OPS):
+        if op == "mean" and "int" in dtype:
+            continue        # refused, see below
+        hosts = integers(len(devices), (3, 3), dtype)
+        data = put(backend, hosts)
+        allreduce(data, op=op, algorithm=algorithm)
+        for x in data:
+            assert_bit_equal(backend.to_numpy(x), reduced(hosts, op))
+
+
+@pytest.mark.parametrize("algorithm", ["naive", "tree"])
+def test_any_root_gives_the_result(backend, algorithm, devices):
+    k = len(devices)
+    for root in [*range(k), np.int64(k - 1)]:
+        hosts = integers(k, (2, 3))
+        data = put(backend, hosts)
+        allreduce(data, algorithm=algorithm, root=root)
+        for x in data:
+            assert_bit_equal(backend.to_numpy(x), reduced(hosts, "sum"))
+
+
+def test_views_and_leaves_see_the_result(backend, devices):
+    """What the caller holds elsewhere: a slice, a gradient, a leaf."""
+    hosts = [np.arange(6.0) + i for i in range(len(devices))]
+    data = put(backend, hosts)
+    slices = [x[2:4] for x in data]
+    for x in data:
+        backend.attach_grad(x)
+    allreduce(data)
+    for part in slices:
+        assert_bit_equal(backend.to_numpy(part), reduced(hosts, "sum")[2:4])
+    with mgpu.record():
+        losses = [x * (i + 1.0) for i, x in enumerate(data)]
+    mgpu.backward(losses)
+    allreduce([mgpu.grad(x) for x in data], op="mean")
+    for x in data:
+        assert_bit_equal(backend.to_numpy(mgpu.grad(x)),
+                         np.full(6, (1 + len(devices)) / 2))
+
+
+def test_slices_are_reduced_in_place(backend, devices):
+    data = put(backend, integers(len(devices), (6, 2)))
+    for algorithm in ALGORITHMS:
+        parts = [x[1:4] for x in data]
+        before = [backend.to_numpy(x) for x in data]
+        allreduce(parts, op="max", algorithm=algorithm)
+        for x, old in zip(data, before):
+            new = old.copy()
+            new[1:4] = reduced([b[1:4] for b in before], "max")
+            assert_bit_equal(backend.to_numpy(x), new)
+
+
+def test_nothing_is_recorded(backend, devices):
+    xs = put(backend, [np.ones(2)] * len(devices))
+    for x in xs:
+        backend.attach_grad(x)
+    with mgpu.record():
+        losses = [x * 2 for x in xs]
+        copies = put(backend, [np.ones(2)] * len(devices))
+        allreduce(copies)
+        losses.append(copies[0] * xs[0])
+        assert backend.is_recording() and backend.is_training()
+    mgpu.backward(losses)
+    assert backend.to_numpy(mgpu.grad(xs[0])).tolist() \
+        == [2 + len(devices)] * 2
+
+
+# -- the documented order -----------------------------------------------------
+
+def in_order(hosts, order, root=0):
+    return functools.reduce(np.add, [hosts[i] for i in order])
+
+
+def tree(hosts):
+    if len(hosts) == 1:
+        return hosts[0]
+    half = 1 << (len(hosts) - 1).bit_length() - 1
+    return tree(hosts[:half]) + tree(hosts[half:])
+
+
+def expected_sum(algorithm, hosts, root):
+    k = len(hosts)
+    rest = [i for i in range(k) if i != root]
+    if algorithm in ("naive", "auto"):
+        return in_order(hosts, [root, *rest])
+    if algorithm == "tree":
+        return tree(hosts[root:] + hosts[:root])
+    flat = [x.ravel() for x in hosts]
+    parts = []
+    for c, (begin, end) in enumerate(shard_bounds(flat[0].size, k)):
+        order = [(c + i) % k for i in range(k)] if algorithm == "ring" \
+            else [c, *(i for i in range(k) if i != c)]
+        parts.append(in_order([x[begin:end] for x in flat], order))
+    return np.concatenate(parts).reshape(hosts[0].shape)
+
+
+@pytest.mark.parametrize("k", COUNTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_sums_are_taken_in_the_documented_order(backend, algorithm, k):
+    """Random numbers, where another order gives other bits."""
+    rng = np.random.default_rng(k)
+    hosts = list(rng.standard_normal((k, 7, 9)).astype("float32"))
+    exact = np.sum(np.stack(hosts), axis=0, dtype="float64")
+    # k - 1 additions, each within half a unit in the last place.
+    bound = (k - 1) * 2.0 ** -24 * np.abs(hosts).sum(axis=0) * 1.01
+    for root in range(k if algorithm in ("naive", "tree") else 1):
+        data = put(backend, hosts)
+        allreduce(data, algorithm=algorithm, root=root)
+        for x in data:
+            made = backend.to_numpy(x)
+            assert_bit_equal(made, expected_sum(algorithm, hosts, root))
+            assert (np.abs(made - exact) <= bound).all()
+
+
+def test_another_order_gives_other_bits():
+    hosts = list(np.random.default_rng(4).standard_normal((4, 7, 9))
+                 .astype("float32"))
+    made = [expected_sum(a, hosts, 0).tobytes()
+            for a in ("naive", "tree", "ring", "sharded")]
+    assert len(set(made)) == 4
+
+
+# -- the others ---------------------------------------------------------------
+
+def test_broadcast(backend, devices):
+    for shape, root in itertools.product(SHAPES, range(len(devices))):
+        hosts = integers(len(devices), shape)
+        data = put(backend, hosts)
+        aliases = list(data)
+        assert broadcast(data, root=root) is None
+        for x in aliases:
+            assert_bit_equal(backend.to_numpy(x), hosts[root])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reduce_leaves_the_others(backend, devices, op):
+    for shape, root in itertools.product(SHAPES, range(len(devices))):
+        hosts = integers(len(devices), shape)
+        data = put(backend, hosts)
+        assert reduce(data, op=op, root=root) is None
+        for i, x in enumerate(data):
+            assert_bit_equal(backend.to_numpy(x), reduced(hosts, op)
+                             if i == root else hosts[i])
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_allgather(backend, devices, axis):
+    """Lengths along the axis differ, one of them 0."""
+    hosts = [np.full((i, 3) if axis in (0, -2) else (2, i), i + 1.0)
+             for i in range(len(devices))]
+    data = put(backend, hosts)
+    made = allgather(data, axis=axis)
+    assert len(made) == len(devices)
+    for y in made:
+        assert_bit_equal(backend.to_numpy(y), np.concatenate(hosts, axis))
+        if 0 not in y.shape:
+            y += 1          # fresh: the elements stay
+    for x, host in zip(data, hosts):
+        assert_bit_equal(backend.to_numpy(x), host)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reducescatter(backend, op, devices):
+    """Slices are empty where axis 0 is shorter than the list."""
+    k = len(devices)
+    for shape in SHAPES[1:]:
+        hosts = integers(k, shape)
+        data = put(backend, hosts)
+        made = reducescatter(data, op=op)
+        answer = reduced(hosts, op)
+        for y, (begin, end) in zip(made, shard_bounds(shape[0], k),
+                                   strict=True):
+            assert_bit_equal(backend.to_numpy(y), answer[begin:end])
+            if 0 not in y.shape:
+                y += 1      # fresh
+        for x, host in zip(data, hosts):
+            assert_bit_equal(backend.to_numpy(x), host)
+
+
+def test_reducescatter_then_allgather_is_allreduce(backend, devices):
+    hosts = list(np.random.default_rng(0).standard_normal(
+        (len(devices), 9, 5)).astype("float32"))
+    data = put(backend, hosts)
+    whole = allgather(reducescatter(data))
+    for c, (begin, end) in enumerate(shard_bounds(9, len(devices))):
+        order = [c, *(i for i in range(len(devices)) if i != c)]
+        for y in whole:
+            assert_bit_equal(backend.to_numpy(y)[begin:end], in_order(
+                [x[begin:end] for x in hosts], order))
+
+
+@pytest.mark.parametrize("function", [allgather, reducescatter])
+def test_results_are_where_the_elements_are(backend, function, devices):
+    data = put(backend, [np.ones((4, 2))] * len(devices))
+    made = function(data)
+    with mgpu.no_grad():
+        for i, y in enumerate(made):
+            y += backend.put(np.zeros(y.shape), cpu(i))     # same device
+    if backend.name == "mxnet":
+        assert [y.ctx for y in made] == [x.ctx for x in data]
+
+
+# -- the text's example -------------------------------------------------------
+
+def test_the_texts_example(backend):
+    """Two vectors of ones times (i + 1): before and after."""
+    data = [backend.put(np.ones((1, 2), "float32"), cpu(i)) * (i + 1)
+            for i in range(2)]
+    allreduce(data)
+    assert [backend.to_numpy(x).tolist() for x in data] == [[[3, 3]]] * 2
+
+
+# -- wrong implementations are caught -----------------------------------------
+
+def rebind(data):
+    for i in range(len(data)):
+        data[i] = sum(data[1:], data[0])
+
+
+def add_on_broadcast(data):
+    for x in data[1:]:
+        data[0][:] = data[0] + x
+    for x in data[1:]:
+        x[:] = x + data[0]
+
+
+def skip_last(data):
+    broken = data[:-1]
+    for x in broken[1:]:
+        broken[0][:] = broken[0] + x
+    for x in data[1:]:
+        x[:] = data[0]
+
+
+@pytest.mark.parametrize("wrong", [rebind, add_on_broadcast, skip_last])
+def test_the_classic_mistakes_give_other_results(wrong):
+    """Mistakes that published code has made: the comparison sees each."""
+    hosts = integers(3, (2, 3))
+    data = [x.copy() for x in hosts]
+    aliases = list(data)
+    wrong(data)
+    assert any((x != reduced(hosts, "sum")).any() for x in aliases)
+
+
+# -- errors -------------------------------------------------------------------
+
+EVERY = [allreduce, broadcast, reduce, allgather, reducescatter]
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_no_list_is_refused(backend, function):
+    x = backend.put(np.ones(2), cpu(0))
+    for data in (x, None, "ab", {"a": x}, iter([x])):
+        with pytest.raises(TypeError) as refused:
+            function(data)
+        assert str(refused.value) == (
+            "data must be a list with one array per device; received "
+            f"{type(data).__name__}. Make one with mgpu.split_and_load, or "
+            "with mgpu.put(x, device) for each device.")
+    for data in ([], ()):
+        with pytest.raises(ValueError) as refused:
+            function(data)
+        assert str(refused.value) == (
+            "data must hold at least one array; received an empty list. Pass "
+            "one array per device.")
+
+
+@pytest.mark.parametrize("function", EVERY)
+def test_what_is_not_native_is_refused(backend, function):
+    x = backend.put(np.ones(3, "float32"), cpu(0))
+    foreign, name = foreign_array(backend)
+    with pytest.raises(TypeError) as refused:
+        function([x, foreign])
+    assert str(refused.value) == refusal_of_foreign(backend, name)
+    for other in (np.ones(3, "float32"), 1.0, None, [x]):
+        with pytest.raises(TypeError) as refused:
+            function([x, other])
+        assert str(refused.value) == (
+            f"data must hold arrays of the {backend.name} backend; received "
+            f"{type(other).__name__}. Use mgpu.put(x, device).")
+    assert backend.to_numpy(x).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("function", [allreduce, broadcast, reduce,
+                                      reducescatter])
+@pytest.mark.parametrize("other, received", [
+    (np.ones(3, "float32"), "(2,) float32, (3,) float32"),
+    (np.ones((1, 2), "float32"), "(2,) float32, (1, 2) float32"),
+    (np.ones(2), "(2,) float32, (2,) float64"),
+    (np.ones(2, "int32"), "(2,) float32, (2,) int32"),
+    (np.ones(2, bool), "(2,) float32, (2,) bool")])
+def test_different_shapes_and_dtypes_are_refused(backend, function, other,
+                                                 received):
+    data = put(backend, [np.ones(2, "float32"), other])
+    with pytest.raises(ValueError) as refused:
+        function(data)
+    assert str(refused.value) == (
+        "data must hold arrays of one shape and dtype; received "
+        f"{received}. Bring them to one.")
+    assert backend.to_numpy(data[0]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("function", [allreduce, reduce, reducescatter])
+def test_unknown_ops_are_refused(backend, function):
+    data = put(backend, [np.ones(2), np.ones(2)])
+    for op in ("product", "", None, "Sum"):
+        with pytest.raises(ValueError) as refused:
+            function(data, op=op)
+        assert str(refused.value) == (
+            f"unknown op; received {op!r}. Use one of 'sum', 'mean', 'max', "
+            "'min'.")
+    assert backend.to_numpy(data[0]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "", None])
+def test_unknown_algorithms_are_refused(backend, algorithm):
+    data = put(backend, [np.ones(2), np.ones(2)])
+    with pytest.raises(ValueError) as refused:
+        allreduce(data, algorithm=algorithm)
+    assert str(refused.value) == (
+        f"unknown algorithm; received {algorithm!r}. Use one of 'naive', "
+        "'tree', 'ring', 'sharded', 'auto'.")
+    assert backend.to_numpy(data[0]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("function", [allreduce, broadcast, reduce])
+@pytest.mark.parametrize("root", [-1, 2, 0.0, None, True, "0"])
+def test_impossible_roots_are_refused(backend, function, root):
+    data = put(backend, [np.ones(2), np.ones(2)])
+    with pytest.raises(ValueError) as refused:
+        function(data, root=root)
+    assert str(refused.value) == (
+        f"root must be the number of a device, 0 to 1; received {root!r}.")
+    assert backend.to_numpy(data[0]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("function", [allreduce, reduce, reducescatter])
+@pytest.mark.parametrize("dtype, op", [
+    ("int32", "mean"), ("int64", "mean"), ("uint8", "mean"),
+    ("bool", "sum"), ("bool", "mean"), ("bool", "max"), ("bool", "min")])
+def test_reductions_of_another_dtype_are_refused(backend, function, dtype,
+                                                 op):
+    """The mean of integers is no integer, the sum of truths is no truth."""
+    data = put(backend, [np.ones(2, dtype), np.zeros(2, dtype)])
+    with pytest.raises(ValueError) as refused:
+        function(data, op=op)
+    assert str(refused.value) == (
+        f"the {op} of {dtype} arrays is not of that dtype; received (2,) "
+        f"{dtype}, (2,) {dtype}. Convert them first, for example with "
+        "mgpu.functional.astype(x, 'float32').")
+    assert backend.to_numpy(data[0]).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("function", [allreduce, broadcast, reduce])
+def test_one_array_for_two_devices_is_refused(backend, function):
+    """It would be added to itself: the step of a training becomes 2^(k-1)
+    times too large (framework-differences, 2.1)."""
+    x, y = put(backend, [np.ones(2), np.ones(2)])
+    with pytest.raises(ValueError) as refused:
+        function([x, y, x])
+    assert str(refused.value) == (
+        "data must hold an array of its own for each device; received one "
+        "array more than once. Copy it with mgpu.put(x, device).")
+    assert backend.to_numpy(x).tolist() == [1, 1]
+
+
+def test_one_array_may_be_read_twice(backend):
+    x = backend.put(np.arange(4.0), cpu(0))
+    assert [backend.to_numpy(y).tolist() for y in reducescatter([x, x])] \
+        == [[0, 2], [4, 6]]
+    assert backend.to_numpy(allgather([x, x])[0]).tolist() \
+        == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("shape, axis", [((2, 2), 2), ((2, 2), -3),
+                                         ((), 0), ((3,), 1)])
+def test_allgather_along_an_axis_that_is_not_there(backend, shape, axis):
+    data = put(backend, [np.ones(shape, "float32")] * 2)
+    with pytest.raises(ValueError) as refused:
+        allgather(data, axis=axis)
+    assert str(refused.value) == (
+        f"an array of shape {shape} has no axis {axis} to join along; "
+        f"received {shape} float32, {shape} float32. Use an axis that all "
+        "have.")
+
+
+@pytest.mark.parametrize("other, axis", [
+    (np.ones((2, 3), "float32"), 0), (np.ones((3, 2), "float32"), 1),
+    (np.ones(2, "float32"), 0), (np.ones((2, 2)), 0),
+    (np.ones((2, 2, 1), "float32"), -1)])
+def test_allgather_of_what_does_not_fit(backend, other, axis):
+    data = put(backend, [np.ones((2, 2), "float32"), other])
+    with pytest.raises(ValueError) as refused:
+        allgather(data, axis=axis)
+    assert str(refused.value) == (
+        "data must hold arrays of one dtype that differ in axis "
+        f"{axis} alone; received (2, 2) float32, {other.shape} "
+        f"{other.dtype}. Bring them to one.")
+
+
+def test_reducescatter_needs_an_axis(backend):
+    with pytest.raises(ValueError, match="cuts along axis 0; received"):
+        reducescatter(put(backend, [np.array(1.0)] * 2))
+
+
+def test_arrays_that_do_not_lie_in_memory_row_by_row(backend, devices):
+    """A transposed tensor of torch. Algorithms that cut arrays refuse it
+    before anything changes; the others take it."""
+    hosts = integers(len(devices), (2, 3))
+    for algorithm in ALGORITHMS:
+        data = [x.T for x in put(backend, [h.T.copy() for h in hosts])]
+        if backend.name == "torch" and algorithm in ("ring", "sharded"):
+            with pytest.raises(ValueError, match="algorithm='naive' or "
+                               "'tree'"):
+                allreduce(data, algorithm=algorithm)
+            expected = hosts
+        else:
+            allreduce(data, algorithm=algorithm)
+            expected = [reduced(hosts, "sum")] * len(devices)
+        for x, host in zip(data, expected):
+            assert_bit_equal(backend.to_numpy(x), host)
+
+
+# -- assign_roots -------------------------------------------------------------
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_equal_sizes_go_round(k):
+    assert assign_roots([40] * 20, k) == [i % k for i in range(20)]
+
+
+def test_loads_are_balanced():
+    sizes = [a.nbytes for a in mgpu.models.lenet_params()]
+    for k in range(1, 9):
+        roots = assign_roots(sizes, k)
+        assert len(roots) == len(sizes) and set(roots) <= set(range(k))
+        load = [sum(s for s, r in zip(sizes, roots) if r == d)
+                for d in range(k)]
+        # Largest first: no device holds more than its share and one array.
+        assert max(load) <= max(max(sizes), sum(sizes) / k + max(
+            s for s in sizes if s < max(sizes)))
+        assert min(load) > 0 or k > len(sizes)
+    assert assign_roots([5, 4, 3, 3, 3], 2) == [0, 1, 1, 0, 1]
+    assert assign_roots([], 3) == []
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.0, None, True])
+def test_impossible_numbers_of_devices(k):
+    with pytest.raises(ValueError) as refused:
+        assign_roots([1], k)
+    assert str(refused.value) == (
+        "the number of devices must be a whole number, 1 or more; received "
+        f"{k!r}.")

@@ -1,0 +1,196 @@
+"""Devices: the same names for the same things on both engines."""
+import pickle
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import Device, cpu, gpu, list_devices, num_gpus, try_all_gpus, \
+    try_gpu
+from mgpu.device import as_device, as_devices
+
+
+@pytest.fixture
+def gpus(backend, monkeypatch):
+    """Sets how many GPUs the backend sees."""
+    def see(count):
+        monkeypatch.setattr(type(backend), "num_gpus", lambda self: count)
+    return see
+
+
+# -- names --------------------------------------------------------------------
+
+@pytest.mark.parametrize("name, device", [
+    ("cpu", cpu(0)), ("cpu:1", cpu(1)), ("cpu(12)", cpu(12)),
+    ("gpu", gpu(0)), ("gpu:3", gpu(3)), ("gpu(0)", gpu(0)),
+    ("cuda", gpu(0)), ("cuda:2", gpu(2)), (" cpu:1 ", cpu(1)),
+    (Device("gpu", 1), gpu(1)), (Device("cpu"), cpu()),
+    (Device("cpu", np.int64(2)), cpu(2))])
+def test_names(name, device):
+    found = as_device(name)
+    assert found == device
+    assert type(found) is Device and type(found.index) is int
+
+
+def test_a_device_prints_compares_and_hashes_as_a_value():
+    assert repr(cpu(1)) == str(cpu(1)) == "cpu(1)"
+    assert f"{[gpu(0), cpu(2)]}" == "[gpu(0), cpu(2)]"
+    assert cpu(1) == Device("cpu", 1) != gpu(1) != cpu(0)
+    assert {cpu(1): "a", gpu(1): "b"}[as_device("cpu:1")] == "a"
+    assert pickle.loads(pickle.dumps(gpu(3))) == gpu(3)
+    assert eval(repr(gpu(3))) == gpu(3)
+
+
+def test_native_handles_there_and_back(backend, monkeypatch):
+    if backend.name == "torch":
+        import torch
+        handles = {"cpu": cpu(0), "cpu:3": cpu(3), "cuda": gpu(0),
+                   "cuda:1": gpu(1)}
+        handles = {torch.device(name): d for name, d in handles.items()}
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    else:
+        import mxnet as mx
+        handles = {mx.cpu(): cpu(0), mx.cpu(3): cpu(3), mx.gpu(1): gpu(1)}
+    for handle, device in handles.items():
+        assert as_device(handle) == device
+        assert as_device(backend.handle(device)).kind == device.kind
+    assert backend.handle(gpu(1)) in handles
+
+
+@pytest.mark.parametrize("name", [
+    "tpu:0", "cpu:-1", "cpu:", "cpu:1.5", "CPU:0", "cpu 1", "cpu:1 gpu:1",
+    "gpu(1", "", "cuda:x", "cpu:0\ncpu:1"])
+def test_unknown_names_are_refused(name):
+    with pytest.raises(ValueError) as refused:
+        as_device(name)
+    assert str(refused.value) == (
+        f"unknown device; received {name!r}. Use cpu(i), gpu(i), or a string "
+        "such as 'cpu:1', 'gpu:0', 'cuda:0'.")
+
+
+@pytest.mark.parametrize("make", [
+    lambda: cpu(-1), lambda: gpu(-1), lambda: cpu(1.0), lambda: cpu("1"),
+    lambda: gpu(True), lambda: cpu(None), lambda: try_gpu(-1),
+    lambda: as_device(Device("tpu", 0)),
+    lambda: as_device(SimpleNamespace(type="mps", index=None)),
+    lambda: as_device(SimpleNamespace(device_type="cpu_pinned",
+                                      device_id=0))])
+def test_impossible_devices_are_refused(backend, make):
+    with pytest.raises(ValueError, match=r"unknown device; received \w+\(.*"
+                       r"\)\. Use cpu\(i\) or gpu\(i\) with an index of 0"):
+        make()
+
+
+@pytest.mark.parametrize("thing", [None, 0, 1.5, b"cpu", ("cpu", 1),
+                                   np.zeros(2), object])
+def test_what_is_no_device_is_refused(thing):
+    with pytest.raises(TypeError, match=re.escape(
+            f"of type {type(thing).__name__}. Use cpu(i), gpu(i)")):
+        as_device(thing)
+
+
+# -- lists --------------------------------------------------------------------
+
+def test_as_devices_takes_one_or_many(backend, devices):
+    assert as_devices([str(d) for d in devices]) == devices
+    assert as_devices(tuple(devices)) == devices
+    assert as_devices(devices[-1]) == devices[-1:]
+    assert as_devices("cpu:7") == [cpu(7)]
+    native = [backend.handle(d) for d in devices[:1]]
+    assert as_devices(native) == as_devices(native[0]) == [cpu(0)]
+
+
+def test_the_same_device_twice_is_refused():
+    with pytest.raises(ValueError) as refused:
+        as_devices(["cpu:0", cpu(1), "cpu", "cpu(1)"])
+    assert str(refused.value) == (
+        "each device may be named once; received [cpu(0), cpu(1), cpu(0), "
+        "cpu(1)], with cpu(0), cpu(1) more than once. CPU devices are "
+        "unlimited: for 4 of them use list_devices(4).")
+
+
+def test_no_device_is_refused():
+    with pytest.raises(ValueError, match=r"at least one device is needed; "
+                       r"received an empty list\. Use"):
+        as_devices([])
+
+
+@pytest.mark.parametrize("count, sees", [(0, "0 GPUs"), (1, "1 GPU"),
+                                         (2, "2 GPUs")])
+def test_a_gpu_that_is_not_there_is_refused(backend, gpus, count, sees):
+    gpus(count)
+    with pytest.raises(ValueError) as refused:
+        as_devices([cpu(0), f"gpu:{count}"])
+    assert str(refused.value) == (
+        f"gpu({count}) is not there: the {backend.name} backend sees {sees}. "
+        f"Use try_gpu({count}), or a logical device such as cpu({count}).")
+    present = [gpu(i) for i in range(count)] + [cpu(0)]
+    assert as_devices(present) == present
+
+
+# -- what there is ------------------------------------------------------------
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_with_this_many_gpus(backend, gpus, devices, count):
+    gpus(count)
+    assert num_gpus() == count
+    assert try_gpu() == try_gpu(0)
+    for i in range(4):
+        assert try_gpu(i) == (gpu(i) if i < count else cpu(i))
+    assert try_all_gpus() == ([gpu(i) for i in range(count)] or [cpu(0)])
+    k = len(devices)
+    assert list_devices(k) == ([gpu(i) for i in range(k)] if k <= count
+                               else devices)
+
+
+def test_num_gpus_is_a_count(backend):
+    assert type(num_gpus()) is int and num_gpus() >= 0
+    assert num_gpus() == backend.num_gpus()
+
+
+@pytest.mark.parametrize("k", [0, -1, 2.0, "2", None, True])
+def test_impossible_numbers_of_devices(backend, k):
+    with pytest.raises(ValueError) as refused:
+        list_devices(k)
+    assert str(refused.value) == (
+        "the number of devices must be a whole number, 1 or more; received "
+        f"{k!r}. Use for example list_devices(2).")
+
+
+def test_numbers_may_come_from_numpy(backend, gpus):
+    gpus(0)
+    assert list_devices(np.int64(2)) == [cpu(0), cpu(1)]
+    assert [cpu(i) for i in np.arange(2)] == [try_gpu(i)
+                                              for i in np.arange(2)]
+
+
+def test_cpu_devices_are_logical_and_unlimited(backend):
+    far = [cpu(0), cpu(1), cpu(63), cpu(1000)]
+    arrays = [mgpu.put(np.float32([i]), d) for i, d in enumerate(far)]
+    with mgpu.no_grad():
+        arrays[0] += 7          # storage of its own on each
+    assert [float(mgpu.to_numpy(x)[0]) for x in arrays] == [7, 1, 2, 3]
+
+
+@pytest.mark.parametrize("physical", [0, 1, 2])
+@pytest.mark.parametrize("setting", [None, "", "4"])
+def test_logical_gpus_share_physical_ones(backend, physical, setting):
+    """On torch; MXNet does not know the setting."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend.name == "torch":
+            import torch
+            patch.setattr(torch.cuda, "device_count", lambda: physical)
+            seen = 4 if setting and physical else physical
+        else:
+            import mxnet as mx
+            patch.setattr(mx.context, "num_gpus", lambda: physical)
+            seen = physical
+        patch.delenv("MGPU_LOGICAL_GPUS", raising=False)
+        if setting is not None:
+            patch.setenv("MGPU_LOGICAL_GPUS", setting)
+        assert num_gpus() == seen
+        handles = [backend.handle(gpu(i)) for i in range(seen)]
+        assert [as_device(h).index for h in handles] \
+            == [i % physical for i in range(seen)]

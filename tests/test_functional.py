@@ -1,0 +1,242 @@
+"""Differentiable collectives, and the engine's functions by name."""
+import inspect
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (ENGINES, assert_bit_equal, foreign_array,
+                     numerical_gradient, refusal_of_foreign,
+                     relative_difference, using_engine)
+from mgpu import cpu
+from mgpu import functional as F
+from mgpu.backends import base
+
+
+@pytest.fixture(params=ENGINES)
+def backend(request):
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def leaves(backend, hosts, grad_req="write"):
+    xs = [backend.put(x, cpu(i)) for i, x in enumerate(hosts)]
+    for x in xs:
+        backend.attach_grad(x, grad_req)
+    return xs
+
+
+def random(*shapes):
+    rng = np.random.default_rng(len(shapes))
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def check_gradients(backend, function, answer, hosts):
+    """`function` of native arrays against finite differences of `answer`,
+    its NumPy twin, through a loss that is not linear and weighs every
+    element of every result in its own way."""
+    weights = random(*[y.shape for y in answer(hosts)])
+    xs = leaves(backend, hosts)
+    with mgpu.record():
+        losses = [y * y * backend.put(w, y)
+                  for y, w in zip(function(xs), weights, strict=True)]
+    mgpu.backward(losses)
+    for j, host in enumerate(hosts):
+        def value(v):
+            replaced = [*hosts[:j], v, *hosts[j + 1:]]
+            return sum((y * y * w).sum()
+                       for y, w in zip(answer(replaced), weights))
+        expected = numerical_gradient(value, host)
+        assert np.abs(expected).min() > 1e-3    # nothing is left out
+        # The error of the numerical gradient: 1e-16 * |sum| / step = 1e-11.
+        assert relative_difference(
+            backend.to_numpy(mgpu.grad(xs[j])), expected) < 1e-10
+
+
+# -- allreduce ----------------------------------------------------------------
+
+def all_sums(xs, op="sum"):
+    total = sum(xs[1:], xs[0])
+    return [total / len(xs) if op == "mean" else total] * len(xs)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_allreduce_values(backend, devices, op):
+    hosts = random(*[(2, 3)] * len(devices))
+    xs = leaves(backend, hosts)
+    for recorded in (False, True):
+        with backend.scope(recording=recorded):
+            ys = F.allreduce(xs, op=op)
+        assert len(ys) == len(devices)
+        for y, expected in zip(ys, all_sums(hosts, op)):
+            # The same additions in the same order, so the same bits.
+            assert_bit_equal(backend.to_numpy(y), expected)
+    for x, host in zip(xs, hosts):
+        assert_bit_equal(backend.to_numpy(x), host)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_allreduce_gradients(backend, devices, op):
+    check_gradients(backend, lambda xs: F.allreduce(xs, op=op),
+                    lambda xs: all_sums(xs, op),
+                    random(*[(2, 3)] * len(devices)))
+
+
+@pytest.mark.parametrize("used", range(4))
+def test_allreduce_where_one_result_is_used(backend, devices, used):
+    """The gradient of every element is that of the one result."""
+    used %= len(devices)
+    xs = leaves(backend, [np.ones(2)] * len(devices))
+    with mgpu.record():
+        loss = F.allreduce(xs)[used] * 3
+    mgpu.backward(loss)
+    for x in xs:
+        assert backend.to_numpy(mgpu.grad(x)).tolist() == [3, 3]
+
+
+def test_results_are_new_arrays_on_their_devices(backend, devices):
+    hosts = [np.ones((1, 2))] * len(devices)
+    xs = [backend.put(x, cpu(i)) for i, x in enumerate(hosts)]
+    for function in (F.allreduce, F.allgather):
+        ys = function(xs)
+        if backend.name == "mxnet":
+            assert [y.ctx for y in ys] == [x.ctx for x in xs]
+        for i, y in enumerate(ys):
+            y += 1.0 + i
+        for i, y in enumerate(ys):
+            total = len(xs) if function is F.allreduce else 1
+            assert (backend.to_numpy(y) == total + 1 + i).all()
+        for x, host in zip(xs, hosts):
+            assert_bit_equal(backend.to_numpy(x), host)
+
+
+def test_gradients_add_up_where_asked_to(backend, devices):
+    xs = leaves(backend, [np.ones(2)] * len(devices), "add")
+    for n in (1, 2, 3):
+        with mgpu.record():
+            losses = [y * 2 for y in F.allreduce(xs)]
+        mgpu.backward(losses)
+        for x in xs:
+            assert backend.to_numpy(mgpu.grad(x)).tolist() \
+                == [2 * n * len(devices)] * 2
+
+
+# -- allgather ----------------------------------------------------------------
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_allgather(backend, devices, axis):
+    shapes = [(i + 1, 3) if axis == 0 else (3, i + 1)
+              for i in range(len(devices))]
+    hosts = random(*shapes)
+
+    def joined(xs):
+        return [np.concatenate(xs, axis)] * len(xs)
+    xs = leaves(backend, hosts)
+    for y, expected in zip(F.allgather(xs, axis=axis), joined(hosts),
+                           strict=True):
+        assert_bit_equal(backend.to_numpy(y), expected)
+    check_gradients(backend, lambda xs: F.allgather(xs, axis=axis), joined,
+                    hosts)
+
+
+# -- together, as synchronised statistics use them ----------------------------
+
+def test_a_chain_of_both(backend, devices):
+    """Normalise with the mean over all devices, join, reduce again."""
+    def native(xs):
+        means = F.allreduce([F.mean(x, 0, keepdims=True) for x in xs],
+                            op="mean")
+        centred = F.allgather([F.exp(x - m) for x, m in zip(xs, means)])
+        return F.allreduce([F.sum(y * y, 1) for y in centred])
+
+    def answer(xs):
+        mean = sum(x.mean(0, keepdims=True) for x in xs) / len(xs)
+        joined = np.concatenate([np.exp(x - mean) for x in xs])
+        return [len(xs) * (joined * joined).sum(1)] * len(xs)
+    hosts = [x / 4 for x in random(*[(3, 2)] * len(devices))]
+    check_gradients(backend, native, answer, hosts)
+
+
+# -- errors -------------------------------------------------------------------
+
+@pytest.mark.parametrize("op", ["max", "min", "product", None])
+def test_ops_without_a_gradient_are_refused(backend, op):
+    xs = leaves(backend, [np.ones(2)] * 2)
+    with pytest.raises(ValueError) as refused:
+        F.allreduce(xs, op=op)
+    assert str(refused.value) == (
+        f"unknown op; received {op!r}. Use one of 'sum', 'mean'.")
+
+
+@pytest.mark.parametrize("function", [F.allreduce, F.allgather])
+def test_bad_lists_are_refused(backend, function):
+    x = backend.put(np.ones(3), cpu(0))
+    foreign, name = foreign_array(backend)
+    with pytest.raises(TypeError) as refused:
+        function([x, foreign])
+    assert str(refused.value) == refusal_of_foreign(backend, name)
+    for data, error, text in (
+            (x, TypeError, "one array per device"),
+            ([], ValueError, "at least one"),
+            ([x, np.ones(3)], TypeError, "received ndarray"),
+            ([x, backend.put(np.ones((2, 2)), cpu(1))], ValueError,
+             r"received \(3,\) float64, \(2, 2\) float64"),
+            ([x, backend.put(np.ones(3, "float32"), cpu(1))], ValueError,
+             r"received \(3,\) float64, \(3,\) float32")):
+        with pytest.raises(error, match=text):
+            function(data)
+
+
+def test_an_axis_that_is_not_there(backend):
+    with pytest.raises(ValueError, match="has no axis 1 to join along"):
+        F.allgather(leaves(backend, [np.ones(2)] * 2), axis=1)
+
+
+# -- the engine's functions ---------------------------------------------------
+
+PUBLIC = sorted(base.Ops.__abstractmethods__)
+
+
+def test_the_functions_of_the_engine(backend):
+    x = backend.put(np.array([[0.5, 2.0], [1.0, 4.0]]), cpu(1))
+    assert_bit_equal(backend.to_numpy(F.relu(x - 1)),
+                     np.array([[0, 1.0], [0, 3.0]]))
+    assert_bit_equal(backend.to_numpy(F.sum(x, axis=1, keepdims=True)),
+                     np.array([[2.5], [5.0]]))
+    assert_bit_equal(backend.to_numpy(F.concat([x, x], 1)),
+                     np.array([[0.5, 2, 0.5, 2], [1, 4, 1, 4]]))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_name_is_that_function(backend, name, monkeypatch):
+    monkeypatch.setattr(type(backend.ops), name,
+                        lambda self, *args, **kwargs: (args, kwargs))
+    function = getattr(F, name)
+    assert function(1, 2, axis=3) == ((1, 2), {"axis": 3})
+    assert function.__name__ == name
+    assert function.__doc__ == getattr(base.Ops, name).__doc__
+    assert name in dir(F)
+
+
+def test_the_engine_is_asked_when_the_function_runs():
+    """A function that was imported by name follows `using_backend`."""
+    relu = F.relu
+    for engine in ENGINES:
+        with using_engine(engine) as backend:
+            y = relu(backend.put(np.float32([-1, 2]), cpu(0)))
+            assert backend.is_native(y)
+            assert backend.to_numpy(y).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("name", ["mish", "register", "mro", "_relu",
+                                  "__wrapped__"])
+def test_there_are_no_other_names(name):
+    with pytest.raises(AttributeError, match=name):
+        getattr(F, name)
+    assert not hasattr(F, name) and name not in dir(F)
+
+
+def test_dir_and_signatures():
+    assert set(PUBLIC) | {"allreduce", "allgather"} == set(dir(F))
+    assert str(inspect.signature(F.allreduce)).startswith(
+        "(data: List[Any], *, op: str = 'sum')")

@@ -1,0 +1,707 @@
+"""Losses: Gluon's values and gradients on both engines, against Gluon's own
+losses, torch's functions and formulas in NumPy."""
+from typing import Any, Callable, NamedTuple, Optional
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (ENGINES, assert_bit_equal, foreign_array,
+                     numerical_gradient, refusal_of_foreign,
+                     relative_difference, using_engine)
+from mgpu import cpu, losses
+from mgpu.losses import check_classes, check_per_example, per_example
+
+# float64, formulas of a few operations that differ in the order of rounding
+SAME = 1e-13
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return request.param
+
+
+@pytest.fixture
+def backend(engine):
+    with using_engine(engine) as backend:
+        yield backend
+
+
+def value_and_gradient(backend, loss, pred, *others):
+    """The values, and the gradient of their sum with respect to `pred`."""
+    x = backend.put(pred, cpu(1))
+    backend.attach_grad(x)
+    others = [y if y is None else backend.put(y, cpu(1)) for y in others]
+    with mgpu.record():
+        values = loss(x, *others)
+    mgpu.backward(values)
+    return mgpu.to_numpy(values), mgpu.to_numpy(mgpu.grad(x))
+
+
+# -- what each is, in NumPy ---------------------------------------------------
+
+def log_softmax(x, axis):
+    x = x - x.max(axis=axis, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=axis, keepdims=True))
+
+
+def cross_entropy(pred, label, axis=-1):
+    index = np.expand_dims(label.astype(np.int64), axis)
+    return -np.take_along_axis(log_softmax(pred, axis), index, axis)
+
+
+def dense_cross_entropy(pred, label, axis=-1):
+    return -(log_softmax(pred, axis) * label.reshape(pred.shape)).sum(
+        axis=axis, keepdims=True)
+
+
+def bce(x, z, pos_weight=1.0):
+    z = z.reshape(x.shape)
+    return (1 - z) * x + (1 + (pos_weight - 1) * z) * np.logaddexp(0, -x)
+
+
+def bce_of_probabilities(p, z, pos_weight=1.0):
+    return -(np.log(p + 1e-12) * z * pos_weight
+             + np.log(1 - p + 1e-12) * (1 - z))
+
+
+def huber(x, z, rho):
+    d = np.abs(x - z.reshape(x.shape))
+    return np.where(d > rho, d - rho / 2, d * d / (2 * rho))
+
+
+RNG = np.random.default_rng(0)
+SHAPE = (5, 4, 3)
+PRED = RNG.standard_normal(SHAPE) * 2
+TARGET = RNG.standard_normal(SHAPE)
+UNIT = RNG.uniform(0.1, 0.9, SHAPE)
+CLASSES = RNG.integers(0, 3, (5, 4))
+CHANNELS = RNG.integers(0, 4, (5, 3))
+PROBABILITIES = UNIT / UNIT.sum(axis=-1, keepdims=True)
+
+
+class Case(NamedTuple):
+    name: str                   # of the class, here and in Gluon
+    pred: np.ndarray
+    label: np.ndarray
+    formula: Callable[..., np.ndarray]      # before it is averaged
+    options: dict = {}
+    gluon_input: Optional[dict] = None      # pos_weight: Gluon's is an input
+    torch: Optional[Callable[..., Any]] = None      # (F, pred, label) -> (n,)
+    join: Callable[..., np.ndarray] = np.mean       # over all but axis 0
+
+    def __repr__(self):
+        options = ",".join(f"{k}={v}" for k, v in self.options.items())
+        return f"{self.name}({options}){self.pred.ndim}d"
+
+
+def rows(values):
+    return values.reshape(len(values), -1).mean(1)
+
+
+CASES = [
+    Case("SoftmaxCrossEntropyLoss", PRED[:, 0], CLASSES[:, 0], cross_entropy,
+         torch=lambda F, x, y: F.cross_entropy(x, y, reduction="none")),
+    Case("SoftmaxCrossEntropyLoss", PRED, CLASSES, cross_entropy,
+         torch=lambda F, x, y: rows(F.cross_entropy(
+             x.transpose(1, 2), y, reduction="none"))),
+    Case("SoftmaxCrossEntropyLoss", PRED, CHANNELS,
+         lambda x, y: cross_entropy(x, y, 1), {"axis": 1},
+         torch=lambda F, x, y: rows(F.cross_entropy(x, y, reduction="none"))),
+    Case("SoftmaxCrossEntropyLoss", PRED, CHANNELS,
+         lambda x, y: cross_entropy(x, y, 1), {"axis": -2}),
+    Case("SoftmaxCrossEntropyLoss", PRED, PROBABILITIES, dense_cross_entropy,
+         {"sparse_label": False},
+         torch=lambda F, x, y: rows(F.cross_entropy(
+             x.transpose(1, 2), y.transpose(1, 2), reduction="none"))),
+    Case("SoftmaxCrossEntropyLoss", PRED, CLASSES,
+         lambda x, y: -np.take_along_axis(x, y[..., None], -1),
+         {"from_logits": True},
+         torch=lambda F, x, y: rows(F.nll_loss(x.transpose(1, 2), y,
+                                               reduction="none"))),
+    Case("L2Loss", PRED, TARGET, lambda x, y: (x - y) ** 2 / 2,
+         torch=lambda F, x, y: rows(F.mse_loss(x, y, reduction="none")) / 2),
+    Case("L2Loss", PRED[:, 0, 0], TARGET[:, 0, 0],
+         lambda x, y: (x - y) ** 2 / 2),
+    Case("L1Loss", PRED, TARGET, lambda x, y: abs(x - y),
+         torch=lambda F, x, y: rows(F.l1_loss(x, y, reduction="none"))),
+    Case("SigmoidBinaryCrossEntropyLoss", PRED, UNIT, bce,
+         torch=lambda F, x, y: rows(F.binary_cross_entropy_with_logits(
+             x, y, reduction="none"))),
+    Case("SigmoidBinaryCrossEntropyLoss", PRED, UNIT,
+         lambda x, y: bce(x, y, 3.5), {"pos_weight": 3.5},
+         {"pos_weight": 3.5},
+         torch=lambda F, x, y: rows(F.binary_cross_entropy_with_logits(
+             x, y, reduction="none", pos_weight=x.new_tensor(3.5)))),
+    Case("SigmoidBinaryCrossEntropyLoss", UNIT, UNIT[::-1],
+         bce_of_probabilities, {"from_sigmoid": True},
+         # torch bounds the logarithm, Gluon adds 1e-12: 1e-11 apart here.
+         torch=lambda F, x, y: rows(F.binary_cross_entropy(
+             x, y, reduction="none"))),
+    Case("SigmoidBinaryCrossEntropyLoss", UNIT, UNIT[::-1],
+         lambda x, y: bce_of_probabilities(x, y, 0.5),
+         {"from_sigmoid": True, "pos_weight": 0.5}, {"pos_weight": 0.5}),
+    *[Case("HuberLoss", PRED, TARGET, lambda x, y, rho=rho: huber(x, y, rho),
+           {"rho": rho}, torch=lambda F, x, y, rho=rho: rows(
+               F.smooth_l1_loss(x, y, reduction="none", beta=rho)))
+      for rho in (1.0, 2.0, 0.3)],
+    Case("KLDivLoss", log_softmax(PRED, -1), PROBABILITIES,
+         lambda x, y: y * (np.log(y + 1e-12) - x), join=np.sum,
+         # Gluon adds 1e-12 in the logarithm: 1e-11 apart here.
+         torch=lambda F, x, y: F.kl_div(x, y, reduction="none").sum((1, 2))),
+    Case("KLDivLoss", PRED, PROBABILITIES,
+         lambda x, y: y * (np.log(y + 1e-12) - log_softmax(x, 1)),
+         {"from_logits": False, "axis": 1}, join=np.sum),
+]
+
+
+def averaged(case, values):
+    return case.join(values, axis=tuple(range(1, values.ndim)))
+
+
+def names_of(case):
+    return repr(case)
+
+
+@pytest.mark.parametrize("case", CASES, ids=names_of)
+def test_values_and_gradients_are_those_of_the_formula(backend, case):
+    loss = getattr(losses, case.name)(**case.options)
+    values, gradient = value_and_gradient(backend, loss, case.pred,
+                                          case.label)
+    expected = averaged(case, case.formula(case.pred, case.label))
+    assert values.shape == (len(case.pred),)
+    assert relative_difference(values, expected) < SAME
+    assert len(set(np.round(expected, 6))) == len(expected)
+    # The error of the numerical gradient, where log(0.1) bends most:
+    # step^4 / 30 * 24 / 0.1^5 = 2e-11.
+    assert relative_difference(gradient, numerical_gradient(
+        lambda x: averaged(case, case.formula(x, case.label)).sum(),
+        case.pred, step=2.0 ** -13)) < 1e-9
+
+
+WEIGHTS = {
+    "weight": dict(weight=2.5), "none": {},
+    "sample_weight": dict(sample=np.arange(1.0, 6).reshape(5, 1, 1)),
+    "both": dict(weight=0.3, sample=RNG.uniform(0.5, 2, (5, 1, 1)))}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("case", CASES, ids=names_of)
+def test_weights(backend, case, weights):
+    """`weight` scales; `sample_weight` counts before the average."""
+    weight = WEIGHTS[weights].get("weight")
+    sample = WEIGHTS[weights].get("sample")
+    options = dict(case.options, **({} if weight is None
+                                    else {"weight": weight}))
+    terms = case.formula(case.pred, case.label)
+    if sample is not None:
+        sample = sample.reshape((5,) + (1,) * (terms.ndim - 1))
+        terms = terms * sample
+    values, gradient = value_and_gradient(
+        backend, getattr(losses, case.name)(**options), case.pred,
+        case.label, sample)
+    scale = 1.0 if weight is None else weight
+    assert relative_difference(values, scale * averaged(case, terms)) < SAME
+    _, plain = value_and_gradient(
+        backend, getattr(losses, case.name)(**case.options), case.pred,
+        case.label)
+    if sample is not None:
+        plain = plain * sample.reshape((5,) + (1,) * (plain.ndim - 1))
+    assert relative_difference(gradient, scale * plain) < SAME
+
+
+def test_a_weight_for_every_element(backend):
+    sample = RNG.uniform(0.5, 2, SHAPE)
+    values, _ = value_and_gradient(backend, losses.L1Loss(), PRED, TARGET,
+                                   sample)
+    assert relative_difference(values, rows(abs(PRED - TARGET) * sample)) \
+        < SAME
+
+
+# -- against the frameworks' own ----------------------------------------------
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("case", CASES, ids=names_of)
+def test_mxnet_values_are_those_of_gluon(case, weights):
+    """The real `gluon.loss`, in both array families (Huber and KLDiv are for
+    legacy arrays alone there)."""
+    for engine in (e for e in ENGINES if e.startswith("mxnet")):
+        if engine == "mxnet-np" and case.name in ("HuberLoss", "KLDivLoss"):
+            continue
+        with using_engine(engine) as backend:
+            import mxnet as mx
+            weight = WEIGHTS[weights].get("weight")
+            sample = WEIGHTS[weights].get("sample")
+            if sample is not None:
+                dims = case.formula(case.pred, case.label).ndim
+                sample = sample.reshape((5,) + (1,) * (dims - 1))
+            options = {} if weight is None else {"weight": weight}
+            gluon_options = {k: v for k, v in case.options.items()
+                             if k not in (case.gluon_input or {})}
+            theirs = getattr(mx.gluon.loss, case.name)(**gluon_options,
+                                                       **options)
+            extra = [backend.put(np.array([v]), cpu(1))
+                     for v in (case.gluon_input or {}).values()]
+            expected = value_and_gradient(
+                backend, lambda x, y, w: theirs(x, y, w, *extra), case.pred,
+                case.label.astype(float), sample)
+            made = value_and_gradient(
+                backend, getattr(losses, case.name)(**case.options,
+                                                    **options),
+                case.pred, case.label, sample)
+            for ours, gluons in zip(made, expected):
+                assert relative_difference(ours, gluons) < SAME
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.torch],
+                         ids=names_of)
+def test_torch_values_are_those_of_torch(case):
+    for engine in (e for e in ENGINES if e == "torch"):
+        with using_engine(engine) as backend:
+            from torch.nn import functional as F
+            expected = value_and_gradient(
+                backend, lambda x, y: case.torch(F, x, y), case.pred,
+                case.label)
+            made = value_and_gradient(
+                backend, getattr(losses, case.name)(**case.options),
+                case.pred, case.label)
+            # 1e-10: where the two guard the logarithm in different ways.
+            guarded = case.options.get("from_sigmoid") \
+                or case.name == "KLDivLoss"
+            for ours, torchs in zip(made, expected):
+                assert relative_difference(ours, torchs) \
+                    < (1e-10 if guarded else SAME)
+
+
+# -- where the frameworks differ (framework-differences, 2.3) -----------------
+
+def test_l2_is_half_of_torchs_and_the_mean_is_per_example():
+    """The numbers that a port stumbles over, once in NumPy."""
+    d2 = (PRED - TARGET) ** 2
+    for engine in ENGINES:
+        with using_engine(engine) as backend:
+            values, _ = value_and_gradient(backend, losses.L2Loss(), PRED,
+                                           TARGET)
+            assert relative_difference(2 * values.mean(), d2.mean()) < SAME
+
+
+def test_huber_is_smooth_l1_and_not_torchs_huber(backend):
+    values, _ = value_and_gradient(backend, losses.HuberLoss(rho=2.0), PRED,
+                                   TARGET)
+    if backend.name == "torch":
+        import torch
+        huber_loss = torch.nn.functional.huber_loss(
+            torch.tensor(PRED), torch.tensor(TARGET), reduction="none",
+            delta=2.0).numpy()
+        assert relative_difference(values, rows(huber_loss)) > 0.4
+        assert relative_difference(values, rows(huber_loss) / 2) < SAME
+    assert relative_difference(values, rows(huber(PRED, TARGET, 2.0))) < SAME
+
+
+def test_kl_divergence_adds_up_where_others_average(backend):
+    pred = log_softmax(PRED, -1)
+    values, _ = value_and_gradient(backend, losses.KLDivLoss(), pred,
+                                   PROBABILITIES)
+    terms = PROBABILITIES * (np.log(PROBABILITIES) - pred)
+    # 1e-12 inside the logarithm: 1e-11 of the values.
+    assert relative_difference(values, terms.sum((1, 2))) < 1e-10
+    zeros, gradient = value_and_gradient(backend, losses.KLDivLoss(), pred,
+                                         np.zeros(SHAPE))
+    assert (zeros == 0).all() and (gradient == 0).all()
+
+
+def test_floats_as_class_numbers_are_truncated(backend):
+    """As Gluon truncates them: 2.7 is class 2, -0.5 class 0."""
+    pred = RNG.standard_normal((4, 3))
+    loss = losses.SoftmaxCrossEntropyLoss()
+    made = value_and_gradient(backend, loss, pred,
+                              np.array([2.7, 0.2, 1.999, -0.5]))
+    whole = value_and_gradient(backend, loss, pred, np.array([2, 0, 1, 0]))
+    for a, b in zip(made, whole):
+        assert_bit_equal(a, b)
+    if backend.name == "mxnet":
+        import mxnet as mx
+        theirs = value_and_gradient(
+            backend, mx.gluon.loss.SoftmaxCrossEntropyLoss(), pred,
+            np.array([2.7, 0.2, 1.999, -0.5]))
+        assert relative_difference(made[0], theirs[0]) < SAME
+
+
+@pytest.mark.parametrize("label, received, row", [
+    ([0, -1, 1], "-1", 1), ([0, 1, 5], "5", 2), ([7, -1, 9], "7", 0),
+    ([-100, 0, 0], "-100", 0), ([0.0, np.nan, 1.0], "nan", 1),
+    ([0.0, 1.0, np.inf], "inf", 2), ([0.0, -1.0, 5.0], "-1.0", 1),
+    ([[0], [1], [5]], "5", 2)])
+def test_labels_out_of_range_are_refused(backend, label, received, row):
+    """Gluon takes the nearest class in silence, torch raises (and leaves
+    -100 out)."""
+    pred = backend.put(np.zeros((3, 5)), cpu(0))
+    with pytest.raises(ValueError) as refused:
+        losses.SoftmaxCrossEntropyLoss()(pred, backend.put(
+            np.array(label), cpu(0)))
+    assert str(refused.value) == (
+        f"labels must be class numbers 0 to 4; received {received} in row "
+        f"{row}. Check the data, or give the network as many outputs as "
+        "there are classes.")
+
+
+def test_gluon_itself_takes_the_nearest_class():
+    """The divergence is real: -1 and 7 of 5 classes became 0 and 4."""
+    for engine in (e for e in ENGINES if e.startswith("mxnet")):
+        with using_engine(engine) as backend:
+            import mxnet as mx
+            loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+            pred = RNG.standard_normal((2, 5))
+            wrong, near = (value_and_gradient(backend, loss, pred, y)[0]
+                           for y in (np.array([-1.0, 7]), np.array([0.0, 4])))
+            assert_bit_equal(wrong, near)
+
+
+def test_the_slope_of_bce_at_zero_is_gluons(backend):
+    """At a score of exactly 0 Gluon's formula has the slope -label where
+    the true one, and torch's, is 1/2 - label."""
+    pred, label = np.array([0.0, 0.0, 1.0]), np.array([0.0, 1.0, 1.0])
+    _, gradient = value_and_gradient(backend, losses.SigmoidBCELoss(), pred,
+                                     label)
+    assert relative_difference(gradient, [0, -1, 1 / (1 + np.exp(-1)) - 1]) \
+        < SAME
+    if backend.name == "mxnet":
+        import mxnet as mx
+        _, theirs = value_and_gradient(backend, mx.gluon.loss.SigmoidBCELoss(),
+                                       pred, label)
+        assert relative_difference(gradient, theirs) < SAME
+
+
+# -- numbers of any size and dtype --------------------------------------------
+
+@pytest.mark.parametrize("dtype, exact", [("float32", 2e-6),
+                                          ("float64", 1e-14)])
+def test_confident_scores_keep_their_small_losses(backend, dtype, exact):
+    """And do not overflow: log(1 + exp(x)) of large |x|."""
+    x = np.array([-80.0, -30.0, -20.5, 20.5, 30.0, 80.0]).astype(dtype)
+    right = (x > 0).astype(dtype)
+    values, gradient = value_and_gradient(
+        backend, losses.SigmoidBCELoss(), x, right)
+    expected = np.logaddexp(0, -np.abs(x.astype(float)))
+    np.testing.assert_allclose(values, expected, rtol=exact)
+    wrong, _ = value_and_gradient(backend, losses.SigmoidBCELoss(), x,
+                                  1 - right)
+    np.testing.assert_allclose(wrong, np.logaddexp(0, np.abs(
+        x.astype(float))), rtol=exact)
+    assert np.isfinite(gradient).all()
+
+
+def test_cross_entropy_of_large_scores(backend):
+    pred = np.array([[1e4, 0, -1e4], [700, 710, 720.0]])
+    values, gradient = value_and_gradient(
+        backend, losses.SoftmaxCrossEntropyLoss(), pred, np.array([2, 0]))
+    assert relative_difference(values, cross_entropy(
+        pred, np.array([2, 0]))[:, 0]) < SAME
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("label_dtype", ["float32", "float64", "int32",
+                                         "int64", "uint8", "bool"])
+@pytest.mark.parametrize("name", ["L2Loss", "L1Loss", "HuberLoss",
+                                  "SigmoidBCELoss", "KLDivLoss"])
+def test_labels_take_the_dtype_of_pred(backend, name, dtype, label_dtype):
+    label = np.array([[0, 1], [1, 1], [0, 0]])
+    pred = RNG.standard_normal((3, 2)).astype(dtype)
+    loss = getattr(losses, name)()
+    made, gradient = value_and_gradient(backend, loss, pred,
+                                        label.astype(label_dtype))
+    same, _ = value_and_gradient(backend, loss, pred, label.astype(dtype))
+    assert_bit_equal(made, same)
+    assert made.dtype == gradient.dtype == dtype
+
+
+@pytest.mark.parametrize("label_dtype", ["float16", "float32", "float64",
+                                         "int32", "int64", "uint8", "bool"])
+def test_class_numbers_of_any_dtype(backend, label_dtype):
+    pred = RNG.standard_normal((3, 2)).astype("float32")
+    loss = losses.SoftmaxCrossEntropyLoss()
+    made, _ = value_and_gradient(backend, loss, pred,
+                                 np.array([0, 1, 1]).astype(label_dtype))
+    assert made.dtype == np.float32
+    # MXNet's softmax in float32 is exact to 3e-6 (oneDNN).
+    assert relative_difference(made, cross_entropy(
+        pred.astype(float), np.array([0, 1, 1]))[:, 0]) < 1e-5
+
+
+def test_sample_weights_take_the_dtype_of_pred(backend):
+    made, _ = value_and_gradient(
+        backend, losses.L1Loss(), np.ones((2, 2), "float32"),
+        np.zeros((2, 2), "float32"), np.array([[1], [2]]))
+    assert_bit_equal(made, np.float32([1, 2]))
+
+
+def test_labels_of_another_shape_with_as_many_elements(backend):
+    """(n, 1) against (n,), as Gluon reshapes them."""
+    flat, _ = value_and_gradient(backend, losses.L2Loss(), PRED[:, 0, 0],
+                                 TARGET[:, 0, 0])
+    column, _ = value_and_gradient(backend, losses.L2Loss(), PRED[:, 0, :1],
+                                   TARGET[:, 0, 0])
+    assert_bit_equal(flat, column)
+    pair = [value_and_gradient(
+        backend, losses.SoftmaxCrossEntropyLoss(), PRED[:, 0], label)
+        for label in (CLASSES[:, 0], CLASSES[:, :1])]
+    for a, b in zip(*pair):
+        assert_bit_equal(a, b)
+
+
+# -- refused ------------------------------------------------------------------
+
+LOSSES = ["SoftmaxCrossEntropyLoss", "L2Loss", "L1Loss", "SigmoidBCELoss",
+          "HuberLoss", "KLDivLoss"]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_not_native_is_refused(backend, name):
+    loss = getattr(losses, name)()
+    x = backend.put(np.zeros((3, 2)), cpu(0))
+    y = backend.put(np.zeros(3 if "Softmax" in name else (3, 2)), cpu(0))
+    foreign, type_name = foreign_array(backend)
+    for arguments in ((foreign, y), (x, foreign), (x, y, foreign)):
+        with pytest.raises(TypeError) as refused:
+            loss(*arguments)
+        assert str(refused.value) == refusal_of_foreign(backend, type_name)
+    for arguments, received in (
+            ((np.zeros((3, 2)), y), "ndarray"), ((x, [0, 1, 0]), "list"),
+            ((None, y), "NoneType"), ((x, None), "NoneType"),
+            ((x, y, np.ones((3, 1))), "ndarray"), ((x, y, 2.0), "float")):
+        with pytest.raises(TypeError) as refused:
+            loss(*arguments)
+        assert str(refused.value) == (
+            f"a loss takes arrays of the {backend.name} backend; received "
+            f"{received}. Use mgpu.put(x, device).")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("pred, label", [((3, 2), (4,)), ((3, 2), (2, 3)),
+                                         ((4, 2), (3,)), ((2,), (3,))])
+def test_different_lengths_are_refused(backend, name, pred, label):
+    with pytest.raises(ValueError) as refused:
+        getattr(losses, name)()(backend.put(np.zeros(pred), cpu(0)),
+                                backend.put(np.zeros(label), cpu(0)))
+    assert str(refused.value) == (
+        "pred and label must have a row for each example; received shapes "
+        f"{pred} and {label}. Give each row of pred its label.")
+
+
+@pytest.mark.parametrize("name", LOSSES[1:])
+@pytest.mark.parametrize("pred, label", [((3, 2), (3,)), ((3,), (3, 2)),
+                                         ((3, 2, 1), (3, 3))])
+def test_different_numbers_of_elements_are_refused(backend, name, pred,
+                                                   label):
+    with pytest.raises(ValueError) as refused:
+        getattr(losses, name)()(backend.put(np.zeros(pred), cpu(0)),
+                                backend.put(np.zeros(label), cpu(0)))
+    assert str(refused.value) == (
+        "pred and label must have equally many elements; received shapes "
+        f"{pred} and {label}. Give each output its label.")
+
+
+@pytest.mark.parametrize("pred, label, axis, wanted", [
+    ((3, 2), (3, 2), -1, (3,)), ((3, 2, 4), (3,), -1, (3, 2)),
+    ((3, 2, 4), (3, 2), 1, (3, 4))])
+def test_class_numbers_of_another_shape_are_refused(backend, pred, label,
+                                                    axis, wanted):
+    with pytest.raises(ValueError) as refused:
+        losses.SoftmaxCrossEntropyLoss(axis=axis)(
+            backend.put(np.zeros(pred), cpu(0)),
+            backend.put(np.zeros(label), cpu(0)))
+    assert str(refused.value) == (
+        f"class numbers of shape {wanted} are wanted for pred of shape "
+        f"{pred}; received {label}. Use sparse_label=False for "
+        "probabilities.")
+
+
+@pytest.mark.parametrize("shape, axis", [((3, 3), 0), ((3, 3), -2),
+                                         ((3, 3), 2), ((3, 3), -3),
+                                         ((3,), -1)])
+def test_an_axis_of_classes_that_is_not_there(backend, shape, axis):
+    with pytest.raises(ValueError) as refused:
+        losses.SoftmaxCrossEntropyLoss(axis=axis)(
+            backend.put(np.zeros(shape), cpu(0)),
+            backend.put(np.zeros(3), cpu(0)))
+    assert str(refused.value) == (
+        f"pred of shape {shape} has no axis of classes {axis} behind its "
+        "axis of examples, 0. Use an axis that it has.")
+
+
+@pytest.mark.parametrize("name, given, shape, example", [
+    ("SoftmaxCrossEntropyLoss", (3,), (3, 1), (3, 1)),
+    ("SoftmaxCrossEntropyLoss", (3, 3), (3, 1), (3, 1)),
+    ("L2Loss", (2, 1), (3, 3), (3, 1)), ("L1Loss", (1, 3, 3), (3, 3), (3, 1)),
+    ("KLDivLoss", (4,), (3, 3), (3, 1))])
+def test_a_sample_weight_that_would_change_the_shape(backend, name, given,
+                                                     shape, example):
+    """(n,) against (n, 1) would give n * n values."""
+    label = np.zeros(3) if "Softmax" in name else np.zeros((3, 3))
+    with pytest.raises(ValueError) as refused:
+        getattr(losses, name)()(*(backend.put(x, cpu(0)) for x in (
+            np.zeros((3, 3)), label, np.ones(given))))
+    assert str(refused.value) == (
+        f"sample_weight must broadcast to the shape {shape} of the loss; "
+        f"received shape {given}. For one weight per example use {example}.")
+
+
+def test_a_scalar_is_no_batch(backend):
+    with pytest.raises(ValueError, match=r"received shapes \(\) and \(\)"):
+        losses.L2Loss()(backend.put(np.array(1.0), cpu(0)),
+                        backend.put(np.array(1.0), cpu(0)))
+
+
+def test_check_classes_in_numpy():
+    check_classes(np.array([0, 4]), 5)
+    check_classes(np.zeros((0,)), 5)
+    check_classes(np.array([True, False]), 2)
+    with pytest.raises(ValueError, match="received 2 in row 1"):
+        check_classes(np.array([[0, 1], [2, 0]]), 2)
+
+
+# -- adapters -----------------------------------------------------------------
+
+def test_aliases_and_reprs():
+    assert losses.SoftmaxCELoss is losses.SoftmaxCrossEntropyLoss
+    assert losses.SigmoidBCELoss is losses.SigmoidBinaryCrossEntropyLoss
+    assert repr(losses.L2Loss()) == "L2Loss(weight=1.0)"
+    assert repr(losses.HuberLoss(rho=2.0)) == "HuberLoss(rho=2.0)"
+    for loss in (losses.SoftmaxCELoss(axis=1, weight=2.0),
+                 losses.KLDivLoss(from_logits=False),
+                 losses.SigmoidBCELoss(pos_weight=3.0), losses.L1Loss()):
+        assert repr(eval(repr(loss), vars(losses))) == repr(loss)
+
+
+class MeanSquare:
+    """A loss object in torch's manner, for both engines."""
+
+    def __init__(self, reduction="mean"):
+        self.reduction = reduction
+
+    def __call__(self, pred, label):
+        ops, terms = mgpu.get_backend().ops, (pred - label) * (pred - label)
+        return {"none": lambda: terms, "sum": lambda: ops.sum(terms),
+                "mean": lambda: ops.mean(terms),
+                "batchmean": lambda: ops.sum(terms) / len(pred)}[
+                    self.reduction]()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean", "none"])
+@pytest.mark.parametrize("shape", [SHAPE, (5,)])
+def test_per_example_of_an_object_with_a_reduction(backend, reduction, shape):
+    """The sum over rows, which `backward` takes, is the loss times n (or the
+    loss itself, for "sum")."""
+    pred, label = PRED.ravel()[:np.prod(shape)].reshape(shape), \
+        TARGET.ravel()[:np.prod(shape)].reshape(shape)
+    loss = MeanSquare(reduction)
+    values, gradient = value_and_gradient(backend, per_example(loss), pred,
+                                          label)
+    assert loss.reduction == reduction          # it was copied
+    assert values.shape == (5,)
+    terms = ((pred - label) ** 2).reshape(5, -1)
+    adds = reduction in ("sum", "batchmean")
+    expected = terms.sum(1) if adds else terms.mean(1)
+    assert relative_difference(values, expected) < SAME
+    if reduction != "none":
+        whole, slope = value_and_gradient(backend, loss, pred, label)
+        times = 1 if reduction == "sum" else 5
+        assert relative_difference(values.sum(), times * whole.sum()) < SAME
+        assert relative_difference(gradient, times * slope) < SAME
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (5,)])
+def test_per_example_of_a_function(backend, shape):
+    pred, label = PRED.ravel()[:np.prod(shape)].reshape(shape), \
+        TARGET.ravel()[:np.prod(shape)].reshape(shape)
+
+    def mean_square(x, y):
+        return mgpu.functional.mean((x - y) * (x - y))
+    values, gradient = value_and_gradient(
+        backend, per_example(mean_square), pred, label)
+    _, slope = value_and_gradient(backend, mean_square, pred, label)
+    assert relative_difference(values, [((pred - label) ** 2).mean()] * 5) \
+        < SAME
+    assert relative_difference(gradient, 5 * slope) < SAME
+
+
+@pytest.mark.parametrize("wrong, received", [
+    (lambda x, y: (x - y), "of shape (5, 4, 3)"),
+    (lambda x, y: mgpu.functional.mean(x, (1, 2)), "of shape (5,)"),
+    (lambda x, y: 1.5, "float of shape (0,)")])
+def test_per_example_of_a_function_that_does_not_average(backend, wrong,
+                                                         received):
+    with pytest.raises(ValueError) as refused:
+        per_example(wrong)(backend.put(PRED, cpu(0)),
+                           backend.put(TARGET, cpu(0)))
+    message = str(refused.value)
+    assert message.startswith("per_example adapts a loss that returns the "
+                              "mean over the batch, an array of one number; "
+                              "received ")
+    assert received in message and message.endswith(
+        "Use a loss with a value for each example as it is.")
+
+
+@pytest.mark.parametrize("make", [
+    lambda nn: (nn.CrossEntropyLoss(), PRED, CHANNELS),
+    lambda nn: (nn.CrossEntropyLoss(label_smoothing=0.1), PRED, CHANNELS),
+    lambda nn: (nn.CrossEntropyLoss(reduction="sum"), PRED[:, 0],
+                CLASSES[:, 0]),
+    lambda nn: (nn.MSELoss(), PRED, TARGET),
+    lambda nn: (nn.SmoothL1Loss(beta=2.0), PRED, TARGET),
+    lambda nn: (nn.BCEWithLogitsLoss(), PRED, UNIT),
+    lambda nn: (nn.KLDivLoss(reduction="batchmean"), log_softmax(PRED, -1),
+                PROBABILITIES),
+    lambda nn: (nn.functional.cross_entropy, PRED, CHANNELS),
+    lambda nn: (nn.functional.mse_loss, PRED, TARGET)])
+def test_per_example_of_torchs_losses(make):
+    """Values that add up to n times torch's mean (or to its sum), and that
+    gradient, however the batch is cut."""
+    for engine in (e for e in ENGINES if e == "torch"):
+        with using_engine(engine) as backend:
+            from torch import nn
+            loss, pred, label = make(nn)
+            n = 1 if getattr(loss, "reduction", "") == "sum" else len(pred)
+            whole, slope = value_and_gradient(backend, loss, pred, label)
+            adapted = per_example(loss)
+            values, gradient = value_and_gradient(backend, adapted, pred,
+                                                  label)
+            check_per_example(values, len(pred))
+            assert relative_difference(values.sum(), n * whole) < SAME
+            assert relative_difference(gradient, n * slope) < SAME
+            parts = [value_and_gradient(backend, adapted, pred[i:j],
+                                        label[i:j])
+                     for i, j in ((0, 2), (2, 5))]
+            assert relative_difference(
+                sum(v.sum() for v, _ in parts), n * whole) < SAME
+            assert relative_difference(
+                np.concatenate([g for _, g in parts]), n * slope) < SAME
+
+
+def test_class_weights_of_torch_are_divided_by_the_rows():
+    """The documented difference: torch divides by the sum of weights."""
+    for engine in (e for e in ENGINES if e == "torch"):
+        with using_engine(engine) as backend:
+            import torch
+            weights = torch.tensor([1.0, 4.0, 0.5], dtype=torch.float64)
+            loss = torch.nn.CrossEntropyLoss(weight=weights)
+            pred, label = PRED[:, 0], CLASSES[:, 0]
+            values, _ = value_and_gradient(backend, per_example(loss), pred,
+                                           label)
+            own = cross_entropy(pred, label)[:, 0] * weights.numpy()[label]
+            assert relative_difference(values, own) < SAME
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (5, 1), (1, 5)])
+def test_what_train_batch_demands(backend, shape):
+    check_per_example(backend.put(np.zeros(5), cpu(0)), 5)
+    for values in (backend.put(np.zeros(shape), cpu(0)), 0.5, None):
+        with pytest.raises(ValueError) as refused:
+            check_per_example(values, 5)
+        received = tuple(getattr(values, "shape", ()))
+        assert str(refused.value) == (
+            "the loss must return one value per example, shape (5,); "
+            f"received shape {received}. Use a loss of mgpu.losses, or wrap "
+            "one that averages: mgpu.losses.per_example(loss); on torch "
+            "also reduction='none'.")

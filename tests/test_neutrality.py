@@ -1,0 +1,283 @@
+"""The engines stay behind their wall, and NumPy is all that `mgpu` needs."""
+import ast
+import os
+import pkgutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from mgpu.backends import base
+
+PACKAGE = Path(mgpu.__file__).parent
+NEUTRAL = sorted(path for path in PACKAGE.rglob("*.py")
+                 if "backends" not in path.relative_to(PACKAGE).parts)
+FRAMEWORKS = {"mxnet", "torch"}
+NAMES = FRAMEWORKS | {"gluon", "pytorch"}
+
+
+# -- what the source says -----------------------------------------------------
+
+def _names_engines(node):
+    """Whether an expression is an engine's name, or a collection of them."""
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return any(map(_names_engines, node.elts))
+    return isinstance(node, ast.Constant) and node.value in NAMES
+
+
+def _is_backend_name(node):
+    """``backend.name``, ``get_backend().name``, ``self.backend.name``..."""
+    return ast.unparse(node).lower().endswith(
+        ("backend.name", "backend().name", "engine.name"))
+
+
+def offences(source):
+    """Lines of neutral code that import a framework, or ask which engine is
+    in use."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            bad = any(a.name.split(".")[0] in FRAMEWORKS for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            path = ("" if node.level else node.module).split(".")
+            bad = path[0] in FRAMEWORKS or path[:2] == ["mgpu", "backends"] \
+                and any(part.startswith("_") for part in path)
+        elif isinstance(node, ast.Call):    # import_module, startswith, ...
+            bad = ast.unparse(node.func).split(".")[-1] in (
+                "import_module", "__import__", "startswith", "get") and any(
+                isinstance(a, ast.Constant) and isinstance(a.value, str)
+                and a.value.split(".")[0] in FRAMEWORKS for a in node.args)
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            # "gluon" and "torch" are also the two semantics of `Trainer`.
+            bad = any(map(_is_backend_name, sides)) or (
+                any(map(_names_engines, sides))
+                and not any("semantics" in ast.unparse(x) for x in sides))
+        elif isinstance(node, ast.MatchValue):
+            bad = _names_engines(node.value)
+        else:
+            bad = False
+        if bad:
+            found.append((node.lineno if hasattr(node, "lineno")
+                          else node.value.lineno, ast.unparse(node)))
+    return found
+
+
+@pytest.mark.parametrize("path", NEUTRAL,
+                         ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_neutral_code_knows_no_engine(path):
+    assert offences(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("source", [
+    "import torch", "import numpy, mxnet as mx", "from torch import nn",
+    "from mxnet.gluon import nn", "def f():\n    import torch.nn as nn",
+    "if True:\n    def f():\n        from torch.nn import functional",
+    "importlib.import_module('torch.nn')", "__import__('mxnet')",
+    "sys.modules.get('torch')", "from mgpu.backends._torch import TorchOps",
+    "from mgpu.backends._mxnet.ops import is_np",
+    "x = 1 if backend.name == 'torch' else 2",
+    "if get_backend().name != other: pass",
+    "if self.backend.name in ('mxnet',): pass", "if name == 'pytorch': pass",
+    "if backend == 'torch': pass", "y = kind in {'torch', 'numpy'}",
+    "type(x).__module__.startswith('mxnet')",
+    "match backend.name:\n    case 'torch': pass"])
+def test_an_offence_is_seen(source):
+    assert offences(source)
+
+
+@pytest.mark.parametrize("source", [
+    "import numpy as np\nfrom mgpu.backends import base, get_backend",
+    "if p.name == name: pass", "from mgpu.backends.base import Backend",
+    "print(f'the {backend.name} backend')", "set_backend('torch')",
+    "from . import split", "if kind == 'cpu': pass",
+    "if semantics == 'torch': pass", "if backend == 'both': pass"])
+def test_innocent_code_is_left_alone(source):
+    assert offences(source) == []
+
+
+def test_there_is_something_to_look_at():
+    names = {path.stem for path in NEUTRAL}
+    assert {"split", "collectives", "losses", "replicas", "trainer",
+            "training", "evaluation"} <= names and len(names) > 15
+
+
+def _engine_names(node):
+    """The class of the specification that ``node.value`` is of, if any."""
+    text = ast.unparse(node.value)
+    if text.endswith(("backend", "get_backend()")):
+        return base.Backend
+    return base.Ops if text.endswith("backend.ops") or text == "ops" else None
+
+
+@pytest.mark.parametrize("path", NEUTRAL,
+                         ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_neutral_code_uses_what_the_specification_has(path):
+    """Not a method that one engine happens to have."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            owner = _engine_names(node)
+            assert owner is None or node.attr in {
+                *vars(owner), *owner.__annotations__}, ast.unparse(node)
+
+
+# -- the public names ---------------------------------------------------------
+
+def test_all_is_true():
+    assert sorted(mgpu.__all__) == mgpu.__all__
+    assert len(set(mgpu.__all__)) == len(mgpu.__all__)
+    modules = {name for _, name, _ in pkgutil.iter_modules(mgpu.__path__)}
+    public = {name for name in vars(mgpu)
+              if not name.startswith("_") and name not in modules}
+    assert public <= set(mgpu.__all__)
+    for name in mgpu.__all__:
+        thing = getattr(mgpu, name)
+        assert thing.__doc__, f"mgpu.{name} has no docstring"
+    assert set(mgpu.__all__) <= set(dir(mgpu))
+
+
+# -- fresh processes ----------------------------------------------------------
+
+WITHOUT = """
+import sys
+
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] not in MISSING:
+            return self.finder.find_spec(name, path, target)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
+"""
+
+
+def run(code, *missing, **environment):
+    """Output of a fresh process in which some packages are not there."""
+    env = {k: v for k, v in os.environ.items() if k != "MGPU_BACKEND"}
+    env.update(environment, PYTHONPATH=str(PACKAGE.parent))
+    done = subprocess.run(
+        [sys.executable, "-c", f"MISSING = {missing}" + WITHOUT
+         + textwrap.dedent(code)],
+        capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_loads_no_framework():
+    out = run("""
+        import mgpu
+        print(mgpu.available_backends())
+        print(sorted({m.split('.')[0] for m in sys.modules}
+                     & {'mxnet', 'torch', 'matplotlib', 'tqdm', 'rich',
+                        'click', 'scipy'}))
+        """)
+    available, loaded = out.splitlines()
+    assert all(name in available for name in BACKENDS)
+    assert loaded == "[]"
+
+
+def test_every_module_imports_with_numpy_alone():
+    """Optional packages are imported by the functions that need them; only
+    the command line is an extra as a whole, and `python -m mgpu` says so."""
+    out = run("""
+        import importlib, pkgutil, mgpu
+        for module in pkgutil.walk_packages(mgpu.__path__, 'mgpu.'):
+            if '._' not in module.name and module.name != 'mgpu.cli':
+                importlib.import_module(module.name)
+                print(module.name)
+        """, "mxnet", "torch", "matplotlib", "tqdm", "rich", "click", "scipy",
+        "sklearn", "PIL", "IPython", "tenacity", "tabulate", "pandas")
+    assert {"mgpu.split", "mgpu.losses", "mgpu.backends.base",
+            "mgpu.replicas"} <= set(out.split())
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_engine_never_loads_the_other(name):
+    """A whole training step, with the other framework out of reach."""
+    other, = FRAMEWORKS - {name}
+    out = run(f"""
+        import numpy as np, mgpu
+        mgpu.set_backend({name!r})
+        devices = mgpu.list_devices(2)
+        params = [mgpu.get_params(mgpu.models.lenet_params(0.1), d)
+                  for d in devices]
+        X = np.ones((3, 1, 28, 28), 'float32')
+        y = np.array([0, 1, 2])
+        Xs, ys = mgpu.split_batch(X, y, devices)
+        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+        with mgpu.record():
+            losses = mgpu.parallel(
+                lambda x, y, p: loss(mgpu.models.lenet(x, p), y),
+                Xs, ys, params)
+        mgpu.backward(losses)
+        for grads in zip(*[[mgpu.grad(p) for p in ps] for ps in params]):
+            mgpu.allreduce(list(grads))
+        for ps in params:
+            mgpu.sgd(ps, 0.1, 3)
+        net = mgpu.models.resnet18(10)
+        net = mgpu.initialize(net, devices, sample=X)
+        trainer = mgpu.Trainer(net, 'sgd', dict(learning_rate=0.1))
+        mgpu.train_batch(X, y, net, loss, trainer)
+        mgpu.evaluate_accuracy_gpus(net, [(X, y)])
+        mgpu.synchronize(devices)
+        print({other!r} in sys.modules, {name!r} in sys.modules)
+        """, other)
+    assert out.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_framework_that_is_not_installed(name):
+    out = run(f"""
+        import mgpu
+        try:
+            mgpu.set_backend({name!r})
+        except mgpu.BackendNotAvailable as error:
+            print(error)
+        """, name)
+    assert out.startswith(f"the {name!r} backend cannot be loaded (No module "
+                          f"named '{name}'). Run pip install 'mgpu[{name}]', ")
+    assert out.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_loading_an_engine_leaves_the_process_as_it_was(name):
+    """NumPy without leftover aliases; the environment (of two variables
+    that loading MXNet needs changed one is set here and one is not) and the
+    framework's process-wide modes as the user has them."""
+    out = run(f"""
+        import os, sys
+        import numpy as np
+
+        def state():
+            return [{{n: v for n, v in vars(np).items()
+                     if not isinstance(v, type(sys))}},
+                    {{k: v for k, v in os.environ.items() if k not in (
+                        'MXNET_CPU_TEMP_COPY',
+                        'MXNET_EXEC_BULK_EXEC_TRAIN')}}]
+        import mgpu
+        before = state()
+        mgpu.set_backend({name!r})
+        x = mgpu.put(np.ones(3), mgpu.cpu(1))
+        assert mgpu.to_numpy(x + x).tolist() == [2, 2, 2]
+        after = state()
+        for old, new in zip(before, after):
+            for key in old.keys() | new.keys():
+                if old.get(key) is not new.get(key) \\
+                        and old.get(key) != new.get(key):
+                    print(key, old.get(key), new.get(key))
+        if {name!r} == 'mxnet':
+            from mxnet import npx
+            print(npx.is_np_array(), npx.is_np_shape())
+        else:
+            import torch
+            print(torch.is_grad_enabled(), torch.get_default_dtype())
+        """, OMP_NUM_THREADS="2")
+    wanted = {"mxnet": "False False", "torch": "True torch.float32"}
+    assert out.splitlines() == [wanted[name]]

@@ -1,0 +1,409 @@
+"""Cutting batches: Gluon's sizes and errors, on both engines, for native
+arrays of both families of MXNet and for NumPy's."""
+import collections
+import re
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (ENGINES, assert_bit_equal, foreign_array,
+                     refusal_of_foreign, using_engine)
+from mgpu import cpu, shard_bounds, split_and_load, split_batch
+from mgpu.split import map_leaves, rows_of
+
+
+@pytest.fixture(params=ENGINES)
+def backend(request):
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def on_host(backend, shards):
+    assert isinstance(shards, list)
+    return [backend.to_numpy(x) for x in shards]
+
+
+# -- bounds -------------------------------------------------------------------
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_bounds(k):
+    for n in range(71):
+        bounds = shard_bounds(n, k)
+        # NumPy cuts as Gluon does: the first n % k get one more.
+        expected = [len(part) for part in np.array_split(np.empty(n), k)]
+        assert [end - begin for begin, end in bounds] == expected
+        assert bounds[0][0] == 0 and bounds[-1][1] == n
+        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
+        assert max(expected) - min(expected) <= 1
+        assert all(type(i) is int for pair in bounds for i in pair)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_weighted_bounds(k):
+    weights = [1.0, 2.5, 0.1, 7, 3, 1e-3, 40, 5][:k]
+    for n in range(71):
+        bounds = shard_bounds(n, k, weights)
+        assert bounds[0][0] == 0 and bounds[-1][1] == n
+        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
+        for (begin, end), weight in zip(bounds, weights):
+            share = n * weight / sum(weights)
+            assert end - begin in (int(share), int(share) + 1)
+        assert shard_bounds(n, k, [0.7] * k) == shard_bounds(n, k)
+
+
+@pytest.mark.parametrize("n, weights, sizes", [
+    (9, [2, 1], [6, 3]), (10, [2, 1], [7, 3]), (11, [2, 1], [7, 4]),
+    (1, [1, 9], [0, 1]), (2, [1, 1, 1], [1, 1, 0]), (0, [3, 1], [0, 0]),
+    (7, [1, 1, 2], [2, 2, 3]),          # remainders .75 .75 .5
+    (10, [1e308, 1e308], [5, 5]), (3, [0.1, 0.2], [1, 2]),
+    (10, [1e-320, 1e300], [0, 10]), (4, np.float32([1, 3]), [1, 3])])
+def test_weights(n, weights, sizes):
+    assert [b - a for a, b in shard_bounds(n, len(sizes), weights)] == sizes
+
+
+@pytest.mark.parametrize("weights", [
+    [1], [1, 2, 3], [], [1, 0], [1, -1], [1, float("nan")],
+    [1, float("inf")], [1, None], [1, "x"], 2, "ab"])
+def test_impossible_weights(weights):
+    with pytest.raises(ValueError) as refused:
+        shard_bounds(4, 2, weights)
+    assert str(refused.value) == (
+        "weights must be 2 positive numbers, one per device; received "
+        f"{weights!r}.")
+
+
+@pytest.mark.parametrize("n, k", [(-1, 2), (4, 0), (4, -1), (4.0, 2),
+                                  (4, 2.0), (None, 2), (4, True)])
+def test_impossible_counts(n, k):
+    with pytest.raises(ValueError, match=re.escape(
+            f"n >= 0 and k >= 1; received n={n!r}, k={k!r}.")):
+        shard_bounds(n, k)
+
+
+# -- split_and_load against Gluon ---------------------------------------------
+
+@pytest.mark.parametrize("even_split", [True, False])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("k", range(1, 9))
+def test_shards_are_those_of_gluon(backend, k, axis, even_split):
+    """On torch they are those that `np.array_split` gives, which are those
+    of Gluon on MXNet."""
+    devices = [cpu(i) for i in range(k)]
+    gluon = None
+    if backend.name == "mxnet":
+        import mxnet as mx
+        gluon = mx.gluon.utils.split_and_load
+        handles = [backend.handle(d) for d in devices]
+    for n in [*range(1, 20), 38, 64, 70]:
+        x = np.arange(2.0 * n, dtype="float32").reshape(n, 2)
+        x = x if axis == 0 else x.T
+        native = backend.put(x, cpu(0))
+        if even_split and n % k:
+            text = (f"data with shape {x.shape} cannot be evenly split into "
+                    f"{k} slices along axis {axis}. Use a batch size that's "
+                    f"multiple of {k} or set even_split=False to allow "
+                    "uneven partitioning of data.")
+            for data in (x, native):
+                with pytest.raises(ValueError) as refused:
+                    split_and_load(data, devices, axis, even_split)
+                assert str(refused.value) == text
+            if gluon:
+                with pytest.raises(ValueError) as refused:
+                    gluon(native, handles, axis, even_split)
+                assert str(refused.value) == text
+            continue
+        expected = np.array_split(x, k, axis)
+        for data in (x, native):
+            shards = split_and_load(data, devices, axis, even_split)
+            for shard, part in zip(shards, expected, strict=True):
+                assert_bit_equal(backend.to_numpy(shard), part)
+        if gluon and (n >= k or mx.npx.is_np_array()):  # else Gluon raises
+            theirs = gluon(native, handles, axis, even_split)
+            for shard, other in zip(shards, theirs, strict=True):
+                assert shard.ctx == other.ctx and type(shard) is type(other)
+                assert_bit_equal(shard.asnumpy(), other.asnumpy())
+        if backend.name == "mxnet":
+            assert [s.ctx for s in shards] == handles
+
+
+def test_the_signature():
+    import inspect
+    assert [(p.name, p.default) for p in inspect.signature(
+        split_and_load).parameters.values()] == [
+            ("data", inspect.Parameter.empty),
+            ("devices", inspect.Parameter.empty), ("batch_axis", 0),
+            ("even_split", True), ("weights", None)]
+
+
+# -- what else it promises ----------------------------------------------------
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+def test_any_axis(backend, devices, axis):
+    x = np.arange(5 * 6 * 7.0).reshape(5, 6, 7)
+    for data in (x, backend.put(x, cpu(2))):
+        shards = on_host(backend, split_and_load(data, devices, axis, False))
+        for shard, part in zip(shards, np.array_split(x, len(devices), axis),
+                               strict=True):
+            assert_bit_equal(shard, part)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float16",
+                                   "float32", "float64", "bool"])
+@pytest.mark.parametrize("native", [False, True])
+def test_the_dtype_is_kept(backend, devices, dtype, native):
+    x = (np.arange(8) % 2).astype(dtype)
+    data = backend.put(x, cpu(0)) if native else x
+    shards = on_host(backend, split_and_load(data, devices, even_split=False))
+    assert_bit_equal(np.concatenate(shards), x)
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_shards_are_copies(backend, devices, native):
+    x = np.ones(8, "float32")
+    data = backend.put(x, cpu(0)) if native else x
+    for shard in split_and_load(data, devices, even_split=False):
+        shard += 5
+    assert (backend.to_numpy(data) if native else data).tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_shards_may_be_empty(backend, rows, native, axis):
+    x = np.ones((rows, 2) if axis == 0 else (2, rows), "float32")
+    data = backend.put(x, cpu(0)) if native else x
+    shards = split_and_load(data, [cpu(i) for i in range(4)], axis, False)
+    for shard, part in zip(on_host(backend, shards),
+                           np.array_split(x, 4, axis), strict=True):
+        assert_bit_equal(shard, part)
+
+
+def test_gradients_flow_back(backend, devices):
+    x = backend.put(np.arange(10.0).reshape(5, 2), cpu(0))
+    backend.attach_grad(x)
+    for axis in (0, 1):
+        with mgpu.record():
+            shards = split_and_load(x, devices[:2], axis, False)
+            losses = [shard * (i + 1.0) for i, shard in enumerate(shards)]
+        mgpu.backward(losses)
+        expected = np.concatenate([
+            np.full_like(part, i + 1) for i, part in enumerate(
+                np.array_split(np.empty((5, 2)), len(devices[:2]), axis))],
+            axis)
+        assert_bit_equal(mgpu.to_numpy(mgpu.grad(x)), expected)
+
+
+def test_numpy_data_are_sliced_on_the_host(backend, devices, monkeypatch):
+    """A device receives its own slice alone, not the whole batch."""
+    sent = []
+    put = type(backend).put
+    monkeypatch.setattr(type(backend), "put", lambda self, x, where, **kw: (
+        sent.append((x.shape, where)), put(self, x, where, **kw))[1])
+    split_and_load(np.ones((8, 3)), devices, even_split=False)
+    assert sent == [((end - begin, 3), d) for d, (begin, end) in zip(
+        devices, shard_bounds(8, len(devices)))]
+
+
+def test_weights_imply_an_uneven_split(backend):
+    shards = on_host(backend, split_and_load(
+        np.arange(10.0), [cpu(0), cpu(1)], weights=[2, 1]))
+    assert [s.tolist() for s in shards] == [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9]]
+    X, y = split_batch(np.zeros((5, 2)), np.arange(5), [cpu(0), cpu(1)],
+                       weights=[1, 4])
+    assert [len(s) for s in X] == [len(s) for s in y] == [1, 4]
+    with pytest.raises(ValueError, match="weights must be 2 positive"):
+        split_and_load(np.arange(4.0), [cpu(0), cpu(1)], weights=[1, 2, 3])
+
+
+@pytest.mark.parametrize("devices, error, text", [
+    ([], ValueError, "at least one device"),
+    (["cpu:0", "cpu:0"], ValueError, "may be named once"),
+    (["tpu:0"], ValueError, "unknown device"), ([3], TypeError, "a device"),
+    (["gpu:99"], ValueError, "is not there")])
+def test_devices_are_checked(backend, devices, error, text):
+    with pytest.raises(error, match=text):
+        split_and_load(np.ones(4), devices)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("shape, axis", [((4,), 1), ((4, 2), 2),
+                                         ((4, 2), -3)])
+def test_an_axis_that_is_not_there(backend, native, shape, axis):
+    x = np.ones(shape)
+    with pytest.raises(ValueError) as refused:
+        split_and_load(backend.put(x, cpu(0)) if native else x,
+                       [cpu(0), cpu(1)], axis)
+    assert str(refused.value) == (
+        f"data with shape {shape} has no axis {axis} to split along; use a "
+        "batch_axis that it has.")
+
+
+def test_an_array_without_axes(backend):
+    with pytest.raises(ValueError, match=r"shape \(\) has no axis 0"):
+        split_and_load(np.array(3.0), [cpu(0)])
+
+
+def test_the_other_frameworks_arrays_are_refused(backend):
+    x, name = foreign_array(backend)
+    for data in (x, [np.ones(3), x], {"a": x}):
+        with pytest.raises(TypeError) as refused:
+            split_and_load(data, [cpu(0), cpu(1)], even_split=False)
+        assert str(refused.value) == refusal_of_foreign(backend, name)
+    with pytest.raises(TypeError) as refused:
+        split_batch(x, np.ones(3), [cpu(0), cpu(1)])
+    assert str(refused.value) == refusal_of_foreign(backend, name)
+
+
+@pytest.mark.parametrize("data", [None, "text", 3, [], {}, ["a", "b"], [[]]],
+                         ids=repr)
+def test_there_must_be_an_array(backend, data):
+    with pytest.raises(TypeError) as refused:
+        split_and_load(data, [cpu(0), cpu(1)])
+    assert str(refused.value) == (
+        "data must hold an array to split; received "
+        f"{type(data).__name__}. Pass a native or NumPy array, or a list of "
+        "numbers.")
+
+
+# -- nested data --------------------------------------------------------------
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+class Table:
+    """Something that NumPy makes an array of, as it does of a data frame."""
+
+    shape = (4, 2)
+
+    def __array__(self, dtype=None, copy=None):
+        return np.arange(8.0).reshape(4, 2)
+
+
+def test_nested_data_are_split_leaf_by_leaf(backend):
+    a, b = np.arange(4.0), np.arange(8).reshape(4, 2)
+    data = {"x": (a, [b, backend.put(a, cpu(0))]), "name": "train",
+            "pair": Pair(a, None), "scale": 2.5,
+            "ordered": collections.OrderedDict(z=a)}
+    shards = split_and_load(data, [cpu(0), cpu(1)])
+    assert len(shards) == 2 and type(data["x"]) is tuple
+    for i, shard in enumerate(shards):
+        rows = slice(2 * i, 2 * i + 2)
+        assert type(shard) is dict and list(shard) == list(data)
+        first, (second, third) = shard["x"]
+        for made, whole in ((first, a), (second, b), (third, a),
+                            (shard["pair"].left, a),
+                            (shard["ordered"]["z"], a)):
+            assert_bit_equal(backend.to_numpy(made), whole[rows])
+        assert type(shard["x"]) is tuple and type(shard["x"][1]) is list
+        assert type(shard["pair"]) is Pair and shard["pair"].right is None
+        assert type(shard["ordered"]) is collections.OrderedDict
+        assert shard["name"] == "train" and shard["scale"] == 2.5
+
+
+def test_a_dict_with_a_default_keeps_it(backend):
+    data = collections.defaultdict(list, x=np.arange(4.0))
+    shards = split_and_load(data, [cpu(0), cpu(1)])
+    assert [type(s) for s in shards] == [collections.defaultdict] * 2
+    assert shards[1]["missing"] == [] and "missing" not in shards[0]
+    assert backend.to_numpy(shards[1]["x"]).tolist() == [2, 3]
+    assert data["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_lists_of_numbers_are_arrays(backend):
+    """With the dtypes that `put` gives: Gluon takes such lists too."""
+    for data, dtype in (([1, 2, 3, 4], "int64"), ([0.5, 1, 2, 3], "float32"),
+                        ([[1, 2], [3, 4], [5, 6], [7, 8]], "int64"),
+                        ([True, False, True, True], "bool"),
+                        (list(np.int32([1, 2, 3, 4])), "int32")):
+        shards = on_host(backend, split_and_load(data, [cpu(0), cpu(1)]))
+        assert_bit_equal(np.concatenate(shards), np.array(data, dtype))
+        assert len(shards[0]) == 2
+
+
+def test_what_numpy_can_read_is_split_on_the_host(backend):
+    for axis in (0, 1):
+        shards = on_host(backend, split_and_load(
+            Table(), [cpu(0), cpu(1)], axis))
+        assert_bit_equal(np.concatenate(shards, axis), np.array(Table()))
+
+
+def test_map_leaves_and_rows_of(backend):
+    data = (np.ones((3, 2)), [np.ones(3), "a"])
+    assert map_leaves(lambda x: [x.sum(), -x.sum()], data, 2) \
+        == [(6.0, [3.0, "a"]), (-6.0, [-3.0, "a"])]
+    assert rows_of(data) == 3
+    assert rows_of(backend.put(np.ones((2, 5)), cpu(0))) == 2
+    assert rows_of([1, 2, 3]) == 3
+    assert rows_of({"a": "b"}) is None and rows_of(None) is None
+
+
+# -- split_batch --------------------------------------------------------------
+
+def test_split_batch(backend, devices):
+    X, y = np.arange(14.0).reshape(7, 2), np.arange(7)
+    for data in ((X, y), (backend.put(X, cpu(0)), backend.put(y, cpu(0)))):
+        X_shards, y_shards = split_batch(*data, devices)
+        k = len(devices)
+        for made, whole in ((X_shards, X), (y_shards, y)):
+            for shard, part in zip(on_host(backend, made),
+                                   np.array_split(whole, k), strict=True):
+                assert_bit_equal(shard, part)
+
+
+def test_fewer_rows_than_devices(backend):
+    X_shards, y_shards = split_batch(np.ones((2, 3)), [0, 1],
+                                     [cpu(i) for i in range(3)])
+    assert [x.shape for x in on_host(backend, X_shards)] \
+        == [(1, 3), (1, 3), (0, 3)]
+    assert [len(y) for y in y_shards] == [1, 1, 0]
+
+
+def test_an_even_split_when_asked_to(backend):
+    with pytest.raises(ValueError, match="cannot be evenly split into 2"):
+        split_batch(np.ones((3, 2)), np.ones(3), [cpu(0), cpu(1)], True)
+    X, _ = split_batch(np.ones((4, 2)), np.ones(4), [cpu(0), cpu(1)],
+                       even_split=True)
+    assert [len(x) for x in X] == [2, 2]
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("X, y, received", [
+    (np.ones((3, 2)), np.ones(4), "3 and 4"),
+    (np.ones(0), np.ones(2), "0 and 2"),
+    ((np.ones(3), np.ones(4)), np.ones(3), "3 or 4 and 3"),
+    (np.ones(3), {"a": np.ones(3), "b": np.ones(2)}, "3 and 2 or 3"),
+    ((np.ones(2), np.ones(3)), (np.ones(2), np.ones(3)),
+     "2 or 3 and 2 or 3"),
+    (None, np.ones(2), "none and 2"), (np.ones(2), "text", "2 and none")])
+def test_different_lengths_are_refused(backend, native, X, y, received):
+    if native:
+        X, y = (map_leaves(lambda a: [backend.put(a, cpu(0))], data, 1)[0]
+                for data in (X, y))
+    with pytest.raises(ValueError) as refused:
+        split_batch(X, y, [cpu(0), cpu(1)])
+    assert str(refused.value) == (
+        f"X and y must have equally many rows; received {received}. Cut them "
+        "to one length.")
+
+
+@pytest.mark.parametrize("X, y", [(np.ones((0, 2)), np.ones(0)), ([], []),
+                                  (None, None)])
+def test_an_empty_batch_is_refused(backend, X, y):
+    with pytest.raises(ValueError) as refused:
+        split_batch(X, y, [cpu(0), cpu(1)])
+    assert str(refused.value) == (
+        "a batch needs at least one row; received an empty one. Leave it "
+        "out.")
+
+
+def test_the_texts_example(backend):
+    """`arange(20)` as four rows on two devices."""
+    shards = on_host(backend, split_and_load(
+        np.arange(20).reshape(4, 5), ["cpu:0", "cpu:1"]))
+    assert [s.tolist() for s in shards] == [
+        [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]],
+        [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]]
