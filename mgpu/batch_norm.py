@@ -26,7 +26,7 @@ class Meeting:
         self._rounds: List[Dict[int, Tuple[str, Any]]] = []
         self._at = {i: 0 for i in self._active}
         self._stopped: List[int] = []
-        self._error: Optional[BaseException] = None
+        self._errors: Dict[int, BaseException] = {}
 
     def exchange(self, index: int, place: str, value: Any) -> List[Any]:
         """Give `value`, return all active devices' values in order."""
@@ -47,7 +47,8 @@ class Meeting:
         if len(set(places.values())) > 1:
             raise RuntimeError(
                 "synchronised batch normalisation needs the same layers in "
-                f"the same order on every device; received {places}.")
+                f"the same order on every device; received {places}. Use "
+                "batch_norm='per_device' for such a network.")
         return [here[i][1] for i in self._active]
 
     def run(self, backend: base.Backend,
@@ -58,8 +59,7 @@ class Meeting:
             except _OthersStopped:
                 return None
             except BaseException as error:
-                with self._changed:
-                    self._error = self._error or error
+                self._errors[i] = error
                 return None
             finally:
                 with self._changed:
@@ -70,13 +70,13 @@ class Meeting:
             [(lambda: None) if thunk is None
              else (lambda i=i, thunk=thunk: guarded(i, thunk))
              for i, thunk in enumerate(thunks)], rendezvous=True)
-        if self._error is not None:
-            raise self._error
+        if self._errors:    # of several, the same one in every run
+            raise self._errors[min(self._errors)]
         if any(len(r) < len(self._active) for r in self._rounds):
             raise RuntimeError(
-                "synchronised batch normalisation needs the same number of "
-                "batch-norm layers on every device; the replicas ran "
-                "different ones.")
+                "synchronised batch normalisation needs the same layers in "
+                "the same order on every device; received different numbers "
+                "of them. Use batch_norm='per_device' for such a network.")
         return results
 
 
@@ -118,7 +118,7 @@ class SyncBatchNorm:
             y = y * call.gamma.reshape(shape)
         if call.beta is not None:
             y = y + call.beta.reshape(shape)
-        if self._backend.is_recording():
+        if self._backend.is_recording() and call.running_mean is not None:
             with self._backend.scope(recording=False):
                 for running, value in ((call.running_mean, mean),
                                        (call.running_var, var)):

@@ -1,20 +1,27 @@
 """Accuracy by integer counts, on one or on all devices."""
+import types
 from functools import partial
-from typing import Any, Callable, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Iterable, List, Tuple
 
 import numpy as np
 
-from mgpu.backends import get_backend, using_backend
+from mgpu.backends import base, get_backend, using_backend
 from mgpu.device import Device, as_device, as_devices
-from mgpu.replicas import Replicas
+from mgpu.replicas import Replicas, as_inputs
 from mgpu.split import rows_of, split_batch
 
 DataIter = Iterable[Tuple[Any, Any]]
 
+#: what cannot be a network: it runs where its caller says
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+
 
 def _host(x: Any) -> np.ndarray:
     backend = get_backend()
-    return backend.to_numpy(x) if backend.is_native(x) else np.asarray(x)
+    if backend.is_native(x):
+        return backend.to_numpy(x)
+    base.refuse_foreign(x, backend.name)
+    return np.asarray(x)
 
 
 def accuracy(y_hat: Any, y: Any) -> int:
@@ -26,15 +33,25 @@ def accuracy(y_hat: Any, y: Any) -> int:
         Of equal scores the first class wins, on both engines.
     y : array (n,)
         Native or NumPy, of any number dtype. Waits for both.
+
+    Raises
+    ------
+    ValueError
+        Other shapes, or different numbers of rows.
+    TypeError
+        An array of the other framework.
     """
     y_hat, y = _host(y_hat), _host(y)
-    if len(y_hat) != len(y):
-        raise ValueError(f"y_hat and y must have equally many rows; received "
-                         f"{len(y_hat)} and {len(y)}.")
-    if y_hat.ndim > 1 and y_hat.shape[1] > 1:
+    shapes = y_hat.shape, y.shape
+    if y_hat.ndim == 2 and y_hat.shape[1] > 1:
         y_hat = y_hat.argmax(axis=1)
-    return int((y_hat.reshape(len(y), -1) == y.reshape(len(y), -1)
-                ).all(axis=1).sum())
+    for x in (y_hat, y):
+        if not x.ndim or x.size != len(x) or len(x) != len(y):
+            raise ValueError(
+                "accuracy compares scores (n, classes) or class numbers (n,) "
+                f"with class numbers (n,); received shapes {shapes[0]} and "
+                f"{shapes[1]}. Cut or reshape them.")
+    return int((y_hat.reshape(-1) == y.reshape(-1)).sum())
 
 
 def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
@@ -43,10 +60,13 @@ def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,
 
     Parameters
     ----------
-    net : see `evaluate_accuracy_gpus`
+    net : see `evaluate_accuracy_gpus`, or a function
+        A function, as ``lambda X: lenet(X, params)``, needs `device`.
     device : device, optional
         Default: the first that the network lives on.
     """
+    if isinstance(net, _FUNCTIONS):
+        net = [net]
     if device is None:
         device = _devices_of(net, None)[0]
     return evaluate_accuracy_gpus(net, data_iter, device=device)
@@ -85,15 +105,19 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     ------
     ValueError
         No data; `device` and `devices` together; a device that the network
-        is not on.
+        is not on; another number of callables than devices.
+    TypeError
+        None of these networks.
     """
     if device is not None and devices is not None:
-        raise ValueError("give device= or devices=, not both.")
+        raise ValueError("device= names one device and devices= all; "
+                         f"received {device!r} and {devices!r}. Give one of "
+                         "them.")
     name = net.backend.name if isinstance(net, Replicas) \
         else get_backend().name
     with using_backend(name) as backend:
-        wanted = device if device is not None else devices
-        places = _devices_of(net, wanted)
+        places = _devices_of(net, devices) if device is None \
+            else as_devices([device])
         runners = _runners(net, places)
         correct = total = 0
         with backend.scope(recording=False, training=False):
@@ -107,13 +131,14 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                         correct += accuracy(output, labels)
                         total += rows_of(labels) or 0
     if not total:
-        raise ValueError("the data iterator gave no examples; an accuracy "
-                         "needs at least one.")
+        raise ValueError("an accuracy needs one example or more; received "
+                         "none. Use a data iterator that can be gone through "
+                         "again, such as a list.")
     return correct / total
 
 
 def _run(run: Callable[[Any], Any], shard: Any) -> Any:
-    return run(shard) if rows_of(shard) else None
+    return run(*as_inputs(shard)) if rows_of(shard) else None
 
 
 def _devices_of(net: Any, wanted: Any) -> List[Device]:
@@ -122,7 +147,9 @@ def _devices_of(net: Any, wanted: Any) -> List[Device]:
     if isinstance(net, Replicas):
         return net.devices
     if isinstance(net, (list, tuple)):
-        raise ValueError("a list of callables needs devices=, one for each.")
+        raise ValueError("a list of callables runs where it is told; "
+                         f"received {len(net)} and no device. Pass devices=, "
+                         "one for each, or device= for one alone.")
     return [as_device(d) for d in get_backend().network(net).devices()]
 
 
@@ -136,6 +163,7 @@ def _runners(net: Any, places: List[Device]) -> List[Callable[[Any], Any]]:
     if isinstance(net, (list, tuple)):
         if len(net) != len(places):
             raise ValueError(f"one callable per device is wanted; received "
-                             f"{len(net)} for {len(places)} devices.")
+                             f"{len(net)} for {places}. Pass as many devices "
+                             "as callables.")
         return list(net)
     return get_backend().network(net).predictors(places)

@@ -61,6 +61,8 @@ def resnet18(num_classes: int = 10, in_channels: int = 1) -> Any:
     """
     for name, n in (("num_classes", num_classes),
                     ("in_channels", in_channels)):
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError(f"{name} must be 1 or more; received {n!r}.")
-    return get_backend().resnet18(num_classes, in_channels)
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) \
+                or n < 1:
+            raise ValueError(f"{name} must be a whole number, 1 or more; "
+                             f"received {n!r}.")
+    return get_backend().resnet18(int(num_classes), int(in_channels))

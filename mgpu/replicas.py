@@ -1,4 +1,5 @@
 """A network, or a list of parameters, on several devices."""
+import threading
 import warnings
 import weakref
 from collections import abc
@@ -12,10 +13,14 @@ from mgpu.backends import base, get_backend
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce
 from mgpu.device import Device, as_device, as_devices
+from mgpu.split import map_leaves, rows_of
 
 BATCH_NORM = ("per_device", "average", "sync")
 _STATISTICS = ("running_mean", "running_var")
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+_BUFFERS = (*_STATISTICS, "other")
+_DTYPES = ("float16", "float32", "float64")
+# A counter of torch's batch norm; Gluon has none.
+_COUNTER = "num_batches_tracked"
 
 # "Initialised" means: has been through `initialize`. A torch module has
 # values from the start, so the engine cannot tell.
@@ -39,9 +44,20 @@ def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
     Returns
     -------
     list (or dict with the same keys) of native arrays
+
+    Raises
+    ------
+    TypeError
+        `params` is one array, or an array of the other framework.
+    ValueError
+        A device that is not there, or another `grad_req`.
     """
-    backend, (device,) = get_backend(), as_devices(device)
+    backend, (device,) = get_backend(), as_devices([device])
     base.check_grad_req(grad_req)
+    if hasattr(params, "shape"):
+        raise TypeError("params must be a list, or a dict, of arrays; "
+                        f"received one {type(params).__name__}. Put it in a "
+                        "list.")
     with backend.scope(recording=False):
         if isinstance(params, dict):
             copies = {name: backend.put(p, device)
@@ -66,8 +82,9 @@ class Parameter:
     kind : str
         weight, bias, gamma, beta, running_mean, running_var or other.
     grad_req : str
-        ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set: on all
-        devices, from the next forward pass on.
+        ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set, once the
+        parameter has values: on all devices, from the next forward pass on.
+        ValueError for another word, or for a buffer.
     """
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
@@ -91,10 +108,16 @@ class Parameter:
 
     @property
     def grad_req(self) -> str:
-        return self._replicas._network.grad_reqs()[self._number]
+        return self._replicas._network.grad_req(self._number)
 
     @grad_req.setter
     def grad_req(self, grad_req: str) -> None:
+        base.check_grad_req(grad_req)
+        if self.kind in _BUFFERS and grad_req != "null":
+            raise ValueError(
+                f"a buffer has no gradient; received grad_req={grad_req!r} "
+                f"for {self.name!r} ({self.kind}). Set it for parameters: "
+                "see Replicas.params().")
         self._replicas._network.set_grad_req(
             self._number, grad_req, self.list_data())
 
@@ -103,27 +126,35 @@ class Parameter:
 
     def list_data(self) -> List[Any]:
         """The native arrays themselves, one per device, not copies."""
-        return [arrays[self._number] for arrays in self._replicas._arrays(
-            self.name)]
+        return [replica.array(self._number)
+                for replica in self._replicas._filled()]
 
     def list_grad(self) -> List[Any]:
-        """The gradients themselves, one per device."""
+        """The gradients themselves, one per device. ValueError for a frozen
+        parameter or a buffer: they have none."""
+        if self.grad_req == "null":
+            raise ValueError(
+                f"parameter {self.name!r} has no gradient; its grad_req is "
+                "'null' (a frozen parameter or a buffer). Set grad_req = "
+                "'write' on a parameter before the forward pass.")
         backend = self._replicas.backend
         return [backend.grad(x) for x in self.list_data()]
 
     def data(self, device: Any = None) -> Any:
-        """The array on `device` (default: the first of the replicas').
+        """The array on `device` (default: the first one), not a copy.
 
         Raises
         ------
         RuntimeError
             The parameter is not on that device, or has no values yet.
         """
-        return self.list_data()[self._place(device)]
+        place = self._place(device)
+        return self.list_data()[place]
 
     def grad(self, device: Any = None) -> Any:
-        """The gradient on `device`; raises as `data` does."""
-        return self._replicas.backend.grad(self.data(device))
+        """The gradient on `device`; raises as `data` and `list_grad` do."""
+        place = self._place(device)
+        return self.list_grad()[place]
 
     def _place(self, device: Any) -> int:
         if device is None:
@@ -137,24 +168,27 @@ class Parameter:
         return holders.index(device)
 
     def set_data(self, value: Any) -> None:
-        """Write `value` (NumPy or native, of this shape) on all devices; the
-        next `Trainer.step` goes on from it."""
+        """Write `value` (NumPy or native, of this shape) on all devices,
+        rounded to the parameter's dtype; the next `Trainer.step` goes on
+        from it. ValueError for another shape; nothing has changed then."""
+        arrays = self.list_data()
         shape = tuple(np.shape(value) if not hasattr(value, "shape")
                       else value.shape)
         if shape != self.shape:
             raise ValueError(f"parameter {self.name!r} has shape "
-                             f"{self.shape}; received {shape}.")
+                             f"{self.shape}; received {shape}. Reshape the "
+                             "value.")
         backend = self._replicas.backend
         with backend.scope(recording=False):
-            for x in self.list_data():
-                x[:] = backend.put(value, x)
+            for x in arrays:
+                x[...] = backend.put(value, x)
 
     def zero_grad(self) -> None:
         """Set the gradient to zero on all devices."""
         if self.grad_req != "null":
             with self._replicas.backend.scope(recording=False):
                 for g in self.list_grad():
-                    g[:] = 0
+                    g[...] = 0
 
 
 class ReplicaView:
@@ -177,18 +211,23 @@ class ReplicaView:
 
     def arrays(self) -> List[Any]:
         """The native parameters, then buffers, of this device."""
-        return self._replicas._arrays("the parameters")[self._index]
+        replica = self._replicas._filled()[self._index]
+        return [replica.array(p._number) for p in self._replicas._all()]
 
 
 class Replicas(abc.Sequence):
     """A network on a list of devices. Made by `initialize`.
 
     ``replicas[i](x)`` runs the network on device i; ``replicas(shards)``
-    takes a list with one shard per device (several lists for a network with
-    several inputs), runs all replicas at the same time and returns a list.
-    Where a shard is empty or None the network does not run and the result
-    is None. Training mode holds inside `mgpu.record`; outside it a replica
-    predicts and builds no graph, whatever the user's own flags say.
+    takes a list with one shard per device, runs all replicas at the same
+    time and returns a list. Where a shard is empty or None the network does
+    not run and the result is None. Training mode holds inside `mgpu.record`;
+    outside it a replica predicts and builds no graph, whatever the user's
+    own flags say.
+
+    A network with several inputs takes ``replicas[i](a, b)``, and either
+    ``replicas(a_shards, b_shards)`` or shards that are tuples or lists of
+    arrays. A dict or a named tuple of arrays is one input.
 
     Attributes
     ----------
@@ -207,9 +246,11 @@ class Replicas(abc.Sequence):
         self._network, self.backend = network, backend
         self.devices, self.batch_norm = devices, batch_norm
         self._draw = draw           # specs -> values; None once complete
+        self._completing = threading.Lock()
         self._replicas: List[base.Replica] = []
         self._views = [ReplicaView(self, i) for i in range(len(devices))]
-        #: which replicas have run inside `record` since the last step
+        #: which replicas had rows when they were last called in `record`;
+        #: `Trainer` clears it with every step
         self.recorded = [False] * len(devices)
         self._parameters: Optional[List[Parameter]] = None
 
@@ -232,29 +273,34 @@ class Replicas(abc.Sequence):
     def _complete(self, inputs: Optional[Tuple[Any, ...]] = None,
                   device: Optional[Device] = None) -> None:
         """Draw the values, once shapes are known."""
-        if self._draw is None:
-            return
-        if any(spec.shape is None for spec in self._network.specs()):
-            if inputs is None:
+        with self._completing:      # replicas may run in threads
+            if self._draw is None:
                 return
-            self._network.infer_shapes(inputs, device)
-        specs = self._network.specs()
-        values = self._draw(specs)
-        with self.backend.scope(recording=False):
-            self._replicas = self._network.replicate(self.devices)
-            for replica in self._replicas:
-                for spec, x in zip(specs, replica.arrays()):
-                    if spec.name in values:
-                        x[:] = self.backend.put(values[spec.name], x)
-        self._draw, self._parameters = None, None
+            if any(spec.shape is None for spec in self._network.specs()):
+                if inputs is None:
+                    return
+                self._network.infer_shapes(inputs, device)
+            specs = self._network.specs()
+            values = self._draw(specs)
+            with self.backend.scope(recording=False):
+                replicas = self._network.replicate(self.devices)
+                for replica in replicas:
+                    for number, spec in enumerate(specs):
+                        if spec.name in values:
+                            x = replica.array(number)
+                            x[...] = self.backend.put(values[spec.name], x)
+            for p, spec in zip(self._parameters or (), specs):
+                p._spec = spec
+            self._replicas, self._draw = replicas, None
 
-    def _arrays(self, what: str) -> List[List[Any]]:
+    def _filled(self) -> List[base.Replica]:
+        """The engine's replicas, once they have values."""
         if self._draw is not None:
             raise RuntimeError(
-                f"{what!r} has no values yet: a shape is unknown until the "
-                "first forward pass. Run one, or pass sample= to "
+                "the parameters have no values yet: a shape is unknown until "
+                "the first forward pass. Run one, or pass sample= to "
                 "mgpu.initialize.")
-        return [replica.arrays() for replica in self._replicas]
+        return self._replicas
 
     def _all(self) -> List[Parameter]:
         if self._parameters is None:
@@ -266,11 +312,11 @@ class Replicas(abc.Sequence):
     def params(self) -> List[Parameter]:
         """All parameters, frozen ones too, in the order of the layers."""
         return [p for p in self._all()
-                if p.kind not in (*_STATISTICS, "other")]
+                if p.kind not in _BUFFERS]
 
     def buffers(self) -> List[Parameter]:
         """Running statistics and other state without a gradient."""
-        return [p for p in self._all() if p.kind in (*_STATISTICS, "other")]
+        return [p for p in self._all() if p.kind in _BUFFERS]
 
     def statistics(self) -> List[Parameter]:
         """The running means and variances among `buffers`."""
@@ -278,8 +324,7 @@ class Replicas(abc.Sequence):
 
     def grad_reqs(self) -> Dict[str, str]:
         """`Parameter.grad_req` by name, as it is now."""
-        return dict(zip((p.name for p in self._all()),
-                        self._network.grad_reqs()))
+        return {p.name: p.grad_req for p in self._all()}
 
     def zero_grad(self) -> None:
         """Set every gradient to zero on all devices (``grad_req="add"``)."""
@@ -295,16 +340,27 @@ class Replicas(abc.Sequence):
         device : device, optional
             Take the running statistics of this device.
         all_devices : bool
-            Keep every device's statistics: their arrays get a leading axis
-            of length K. What a checkpoint of a run with
-            ``batch_norm="per_device"`` needs.
+            Keep every device's statistics: with more than one device their
+            arrays get a leading axis of length K. What a checkpoint of a
+            run with ``batch_norm="per_device"`` needs. Not with `device`.
 
         Returns
         -------
         dict of str -> ndarray
             By default running statistics are the mean over devices, with a
             UserWarning where they differ: the variance of the means is lost.
+
+        Raises
+        ------
+        ValueError
+            `device` and `all_devices` together.
+        RuntimeError
+            A device where the network is not, or no values yet.
         """
+        if device is not None and all_devices:
+            raise ValueError("one device's statistics or those of all are "
+                             f"exported; received device={device!r} and "
+                             "all_devices=True. Give one of them.")
         values, differ = {}, []
         for p in self._all():
             arrays = p.list_data()
@@ -337,25 +393,31 @@ class Replicas(abc.Sequence):
         Raises
         ------
         ValueError
-            Missing or unknown names, or other shapes, all of them listed.
-            Nothing has changed then.
+            Missing or unknown names, other shapes, or what is no number,
+            all of them listed. Nothing has changed then.
         """
+        self._filled()
         own = {p.name: p for p in self._all()}
         k = len(self.devices)
         wrong = [f"missing {name}" for name, p in own.items()
                  if name not in values and p.kind != "other"]
         # The other engine counts other things beside its statistics.
         known = [name for name in values if name in own]
-        wrong += [f"unknown {name}" for name in values if name not in own
-                  and not name.endswith("num_batches_tracked")]
+        wrong += [f"unknown {name}" for name in values
+                  if name not in own and not name.endswith(_COUNTER)]
         for name in known:
-            shape, p = np.shape(values[name]), own[name]
-            each = p.kind in _STATISTICS and shape == (k, *(p.shape or ()))
-            if shape != p.shape and not each:
-                wrong.append(f"{name}: shape {shape} instead of {p.shape}")
+            value, p = np.asarray(values[name]), own[name]
+            each = p.kind in _STATISTICS and value.shape == (k, *p.shape)
+            if value.shape != p.shape and not each:
+                wrong.append(f"{name}: shape {value.shape} instead of "
+                             f"{p.shape}")
+            elif value.dtype.kind not in "fiub":
+                wrong.append(f"{name}: dtype {value.dtype}")
         if wrong:
-            raise ValueError("the values do not fit the network: "
-                             + "; ".join(wrong) + ".")
+            raise ValueError(
+                "the values must be those of this network; received "
+                + "; ".join(wrong) + ". Use what export_numpy of a network "
+                "with the same layers gave.")
         with self.backend.scope(recording=False):
             for name in known:
                 value = np.asarray(values[name])
@@ -366,28 +428,47 @@ class Replicas(abc.Sequence):
 
     # -- running ------------------------------------------------------------
 
-    def _prepare(self, i: int, inputs: Tuple[Any, ...]) -> None:
-        for x in inputs:
+    def _check_inputs(self, i: int, inputs: Tuple[Any, ...]) -> None:
+        """Refuse what is not for replica `i`."""
+        found: List[Any] = []
+
+        def check(x: Any) -> List[Any]:
+            found.append(x)
             if not self.backend.is_native(x):
                 base.refuse_foreign(x, self.backend.name)
-                if isinstance(x, (np.ndarray, list, tuple)) or x is None:
-                    raise TypeError(
-                        f"replica {i} on {self.devices[i]} takes arrays of "
-                        f"the {self.backend.name} backend; received "
-                        f"{type(x).__name__}. Use mgpu.put(x, "
-                        f"{self.devices[i]}).")
-        if self._draw is not None:
-            self._complete(inputs, self.devices[i])
-        if self.backend.is_recording():
-            self.recorded[i] = True
+                raise self._no_array(i, x)
+            return [None]
+        for x in inputs:
+            map_leaves(check, x, 1)
+        if not found:
+            raise self._no_array(i, *inputs[:1])
+
+    def _no_array(self, i: int, *received: Any) -> TypeError:
+        what = type(received[0]).__name__ if received else "no input"
+        return TypeError(
+            f"replica {i} on {self.devices[i]} takes arrays of the "
+            f"{self.backend.name} backend; received {what}. Use "
+            f"mgpu.put(x, {self.devices[i]}).")
 
     def _run_one(self, i: int, inputs: Tuple[Any, ...]) -> Any:
+        if len(inputs) == 1:
+            inputs = as_inputs(inputs[0])
         if self._syncs():
             raise RuntimeError(
-                "with batch_norm='sync' all replicas train together; call "
+                "with batch_norm='sync' all replicas train together; "
+                f"received inputs for replica {i} alone. Call "
                 "replicas(shards) instead of replicas[i](x).")
-        self._prepare(i, inputs)
-        return self._replicas[i](*inputs)
+        self._check_inputs(i, inputs)
+        if any(map(_is_empty, inputs)):
+            raise ValueError(
+                f"a network runs on one row or more; replica {i} on "
+                f"{self.devices[i]} received none. Leave it out, or use "
+                "replicas(shards), which passes empty shards over.")
+        self._complete(inputs, self.devices[i])
+        result = self._replicas[i](*inputs)
+        if self.backend.is_recording():
+            self.recorded[i] = True
+        return result
 
     def _syncs(self) -> bool:
         return self.batch_norm == "sync" and len(self.devices) > 1 \
@@ -396,29 +477,38 @@ class Replicas(abc.Sequence):
     def __call__(self, *inputs: Sequence[Any]) -> List[Any]:
         k = len(self.devices)
         for column in inputs:
-            if self.backend.is_native(column) \
-                    or not isinstance(column, (list, tuple)):
-                base.refuse_foreign(column, self.backend.name)
+            if not isinstance(column, (list, tuple)):
+                if not self.backend.is_native(column):
+                    base.refuse_foreign(column, self.backend.name)
                 raise TypeError(
                     "replicas take a list with one shard per device; "
                     f"received {type(column).__name__}. Use "
                     "replicas(split_and_load(x, replicas.devices)), or "
                     "replicas[i](x) for the replica on device i.")
             if len(column) != k:
-                raise ValueError(f"{k} replicas take {k} shards; received "
-                                 f"{len(column)}.")
-        rows = list(zip(*inputs))
-        active = [i for i, row in enumerate(rows) if _holds_rows(row)]
+                raise ValueError(
+                    f"{k} replicas take {k} shards; received {len(column)}. "
+                    "Use mgpu.split_batch, which always makes one per "
+                    "device.")
+        rows = list(map(as_inputs, inputs[0])) if len(inputs) == 1 \
+            else list(zip(*inputs))
+        active = [i for i, row in enumerate(rows)
+                  if not any(map(_is_empty, row))]
         if not active:
             raise ValueError("at least one shard must hold rows; received "
-                             f"{k} empty ones.")
+                             f"{k} empty ones. Leave an empty batch out.")
         for i in active:
-            self._prepare(i, rows[i])
+            self._check_inputs(i, rows[i])
+        self._complete(rows[active[0]], self.devices[active[0]])
         if self._syncs():
-            return self._run_synchronised(rows, active)
-        return self.backend.parallel([
-            partial(self._replicas[i], *rows[i]) if i in active else _nothing
-            for i in range(k)])
+            results = self._run_synchronised(rows, active)
+        else:
+            results = self.backend.parallel([
+                partial(self._replicas[i], *rows[i]) if i in active
+                else _nothing for i in range(k)])
+        if self.backend.is_recording():
+            self.recorded = [i in active for i in range(k)]
+        return results
 
     def _run_synchronised(self, rows: List[Tuple[Any, ...]],
                           active: List[int]) -> List[Any]:
@@ -431,8 +521,7 @@ class Replicas(abc.Sequence):
         idle = [i for i in range(len(rows)) if i not in active]
         if idle and self.backend.is_recording():
             with self.backend.scope(recording=False):
-                for p in self.statistics():
-                    arrays = p.list_data()
+                for arrays in [p.list_data() for p in self.statistics()]:
                     for i in idle:
                         arrays[i][:] = arrays[active[0]]
         return results
@@ -440,19 +529,23 @@ class Replicas(abc.Sequence):
     def after_step(self) -> None:
         """What `Trainer` calls when a step is done: ``"average"`` replaces
         the statistics by their means over devices."""
-        self.recorded = [False] * len(self.devices)
         if self.batch_norm == "average":
-            for p in self.statistics():
-                allreduce(p.list_data(), op="mean")
+            for arrays in [p.list_data() for p in self.statistics()]:
+                allreduce(arrays, op="mean")
 
 
 def _nothing() -> None:
     return None
 
 
-def _holds_rows(row: Tuple[Any, ...]) -> bool:
-    return all(x is not None and (not getattr(x, "shape", ()) or len(x))
-               for x in row)
+def as_inputs(shard: Any) -> Tuple[Any, ...]:
+    """What a network is called with: a tuple or list of arrays (a batch of a
+    torch or Gluon DataLoader is a list) stands for several inputs."""
+    return tuple(shard) if type(shard) in (tuple, list) else (shard,)
+
+
+def _is_empty(x: Any) -> bool:
+    return x is None or rows_of(x) == 0
 
 
 def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
@@ -474,11 +567,13 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         gammas, betas and running statistics follow Gluon's rules (0, 1, 0,
         0 and 1), and a layer's own Gluon initialiser wins.
     seed : int
-    sample : array or tuple of arrays, optional
-        An input, for deferred or lazy shapes. Without it they are completed
-        once, at the first forward pass.
+    sample : array, or tuple or list of arrays, optional
+        What the network is called with, for deferred or lazy shapes; floats
+        from NumPy take the dtype of the network. Without it the shapes are
+        completed once, at the first forward pass.
     force_reinit : bool
-        Draw again a network that has been through `initialize`.
+        Draw again a network that has been through `initialize`, running
+        statistics included. Replicas from the earlier call are void.
     dtype : str, optional
         Cast the network, for example to ``"float64"``.
     batch_norm : {"per_device", "average", "sync"}
@@ -521,31 +616,38 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
             "parameters are not initialized yet. Load or initialize it "
             "first, or choose an initialiser.")
 
-    if dtype is not None:
-        network.cast(dtype)
+    values: Dict[str, np.ndarray] = {}
 
     def draw(specs: List[base.Spec]) -> Dict[str, np.ndarray]:
         if keep:
             return network.values() or {}
         # Parameters come first, so their numbers are those of the layers.
-        return {spec.name: initializers.draw_parameter(
-            spec.kind, spec.shape, _drawn_dtype(spec.dtype), rule,
-            seed=int(seed), index=number, own=spec.init)
-            for number, spec in enumerate(specs) if spec.kind != "other"}
+        for number, spec in enumerate(specs):
+            if spec.shape is None or spec.name in values:
+                continue
+            if spec.kind != "other":
+                values[spec.name] = initializers.draw_parameter(
+                    spec.kind, spec.shape, dtype or spec.dtype, rule,
+                    seed=int(seed), index=number, own=spec.init)
+            elif spec.name.endswith(_COUNTER):
+                values[spec.name] = np.zeros(spec.shape, spec.dtype)
+        return values
 
+    if not keep:    # what cannot be drawn is refused before a change
+        draw(network.specs())
+    if dtype is not None:
+        network.cast(dtype)
     replicas = Replicas(network, backend, devices, batch_norm, draw)
     if sample is not None:
-        inputs = sample if isinstance(sample, tuple) else (sample,)
         floats = [s.dtype for s in network.specs() if "float" in s.dtype]
-        replicas._complete(tuple(
-            backend.put(x, devices[0], dtype=floats[0])
-            if isinstance(x, np.ndarray) and x.dtype.kind == "f" and floats
-            else backend.put(x, devices[0]) for x in inputs), devices[0])
+
+        def place(x: Any) -> List[Any]:
+            cast = isinstance(x, np.ndarray) and x.dtype.kind == "f" and floats
+            return [backend.put(x, devices[0],
+                                dtype=floats[0] if cast else None)]
+        sample, = map_leaves(place, sample, 1)
+        replicas._complete(as_inputs(sample), devices[0])
     else:
         replicas._complete()
     _initialized[net] = devices
     return replicas
-
-
-def _drawn_dtype(dtype: str) -> str:
-    return "float32" if dtype == "bfloat16" else dtype     # not in NumPy

@@ -3,11 +3,14 @@ import json
 import os
 import tempfile
 from functools import partial
-from typing import Any, Callable, Dict, List, Mapping, Optional, Union
+from numbers import Real
+from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
+                    Tuple, Union)
 
 import numpy as np
 
 from mgpu import optimizers
+from mgpu.backends import using_backend
 from mgpu.collectives import allreduce, assign_roots
 from mgpu.replicas import Parameter, Replicas
 
@@ -16,6 +19,16 @@ _FORMAT = "mgpu trainer states 1"
 
 class StaleGradientError(RuntimeError):
     """A parameter's gradient was not written since the last step."""
+
+
+class _Saved(NamedTuple):
+    """A file of `Trainer.save_states`."""
+
+    optimizer: str
+    num_update: int
+    learning_rate: float
+    counts: Dict[str, int]
+    slots: Dict[Tuple[str, str], np.ndarray]    # by parameter, slot
 
 
 class Trainer:
@@ -36,7 +49,8 @@ class Trainer:
         ``wd``, ``momentum``, ``clip_gradient``, ...), under torch's with
         ``semantics="torch"``. ``lr_scheduler`` may stand here too.
     semantics : {"gluon", "torch"}
-        Whose formulas, on both engines.
+        Whose formulas, on both engines. Not read where `optimizer` is an
+        object.
     lr_scheduler : callable, optional
         ``rate = lr_scheduler(number of the update)``, from 1: those of
         `mgpu.lr_scheduler`, or any function.
@@ -47,6 +61,9 @@ class Trainer:
     ------
     ValueError
         An unknown optimiser, option or parameter name.
+    TypeError
+        `replicas` did not come from `initialize`, or an option of another
+        type.
     """
 
     def __init__(self, replicas: Replicas,
@@ -84,8 +101,9 @@ class Trainer:
                 raise ValueError(
                     f"{what} names parameters of the network; received "
                     f"{unknown}. It has {sorted(names)}.")
+            for name, factor in (factors or {}).items():
+                _check_number(f"{what} of {name!r}", factor)
         self.replicas, self.optimizer = replicas, optimizer
-        self.semantics = semantics
         self._lr_mult, self._wd_mult = dict(lr_mult or {}), dict(wd_mult or {})
         self._scheduler = scheduler
         if scheduler is not None and hasattr(scheduler, "base_lr"):
@@ -99,7 +117,8 @@ class Trainer:
         self._counts: Dict[str, int] = {}
         self._states: List[Dict[str, Dict[str, Any]]] = [
             {} for _ in replicas.devices]
-        self._skipped: set = set()
+        #: whose gradients are summed and wait for `update`
+        self._collected: Optional[List[Parameter]] = None
 
     def __repr__(self) -> str:
         return f"Trainer({self.optimizer!r}, {self.replicas!r})"
@@ -110,24 +129,27 @@ class Trainer:
     def learning_rate(self) -> float:
         """The rate of the last update (of the first one, before it)."""
         if self._scheduler is not None:
-            return float(self._scheduler(self.num_update))
+            return float(self._scheduler(max(1, self.num_update)))
         return self.optimizer.learning_rate
 
     def set_learning_rate(self, lr: float) -> None:
         """Use `lr` from the next step on. ValueError under a schedule, which
-        would replace it, or for a negative or non-finite rate."""
+        would replace it, or for a negative or non-finite rate; TypeError for
+        what is no number."""
         if self._scheduler is not None:
-            raise ValueError("the learning rate follows an lr_scheduler; "
-                             "change the schedule instead.")
-        if not 0 <= lr < float("inf"):
-            raise ValueError(f"the learning rate must be a number, 0 or "
-                             f"more; received {lr!r}.")
+            raise ValueError("the learning rate follows the trainer's "
+                             f"lr_scheduler; received {lr!r}. Change the "
+                             "schedule instead.")
+        _check_number("the learning rate", lr, 0)
         self.optimizer.learning_rate = float(lr)
 
     # -- a step -------------------------------------------------------------
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """`allreduce_grads`, then `update`.
+
+        With ``grad_req="add"`` gradients go on growing until they are set to
+        zero (`Replicas.zero_grad`); do it after each step, as in Gluon.
 
         Parameters
         ----------
@@ -144,104 +166,120 @@ class Trainer:
             Names the parameter and the device; nothing has changed. A
             device whose replica did not run at all since the last step (it
             had no rows) contributes zero and is no error.
+        ValueError
+            A batch size that is no whole number, 1 or more.
         """
-        _check_batch_size(batch_size)
+        check_batch_size(batch_size)
         self.allreduce_grads(ignore_stale_grad)
         self.update(batch_size)
 
     def _trained(self) -> List[Parameter]:
-        self._complete()
+        self._check_complete()
         requests = self.replicas.grad_reqs()
         return [p for p in self.replicas.params()
                 if requests[p.name] != "null"]
 
-    def _complete(self) -> None:
+    def _check_complete(self) -> None:
         if self.replicas._draw is not None:
             raise RuntimeError(
                 "the network has not run yet, so shapes are unknown and "
                 "there are no gradients; run a forward and a backward pass "
                 "before Trainer.step.")
 
-    def _stale(self, parameters: List[Parameter], ignore: bool) -> List[int]:
-        """Idle devices. Sets `_skipped`; raises StaleGradientError."""
-        backend, devices = self.replicas.backend, self.replicas.devices
-        fresh = {p.name: [backend.is_fresh(x) for x in p.list_data()]
-                 for p in parameters}
-        idle = [i for i in range(len(devices))
-                if not self.replicas.recorded[i]
-                and not any(flags[i] for flags in fresh.values())]
-        skipped = set()
-        for name, flags in fresh.items():
+    def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
+        """Sum every gradient over the devices, in place on each.
+
+        Legal at any number of devices; between it and `update` a gradient
+        may be read, clipped or changed. The gradients are stale from now on:
+        what a backward pass wrote is summed once. Parameters are collected
+        on different devices, balanced by bytes. Raises as `step` does.
+        """
+        parameters, replicas = self._trained(), self.replicas
+        backend, devices = replicas.backend, replicas.devices
+        columns = [p.list_data() for p in parameters]
+        fresh = [[backend.is_fresh(x) for x in arrays] for arrays in columns]
+        idle = [i for i in range(len(devices)) if not replicas.recorded[i]
+                and not any(flags[i] for flags in fresh)]
+        if len(idle) == len(devices):
+            idle = []       # nothing ran at all
+        used, gradients = [], []
+        for p, arrays, flags in zip(parameters, columns, fresh):
             stale = [i for i, flag in enumerate(flags)
-                     if not flag and (i not in idle
-                                      or len(idle) == len(devices))]
-            if stale and not ignore:
+                     if not flag and i not in idle]
+            if stale and not ignore_stale_grad:
                 raise StaleGradientError(
-                    f"parameter {name!r} has no new gradient on "
+                    f"parameter {p.name!r} has no new gradient on "
                     f"{devices[stale[0]]} since the last step: no backward "
                     "pass reached it. Run the forward pass inside record() "
                     "and call backward on every device's loss; freeze the "
                     "parameter (grad_req='null', requires_grad=False); or "
                     "pass ignore_stale_grad=True to skip it.")
-            if stale:
-                skipped.add(name)
-        self._skipped = skipped
-        return idle
-
-    def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
-        """Sum every gradient over the devices, in place on each.
-
-        Legal at any number of devices; between it and `update` a gradient
-        may be read, clipped or changed. Parameters are collected on
-        different devices, balanced by bytes. Raises as `step` does.
-        """
-        parameters = self._trained()
-        idle = self._stale(parameters, ignore_stale_grad)
-        backend, k = self.replicas.backend, len(self.replicas)
-        used = [p for p in parameters if p.name not in self._skipped]
-        with backend.scope(recording=False):
+            if not stale:
+                used.append(p)
+                gradients.append([backend.grad(x) for x in arrays])
+        with using_backend(backend.name), backend.scope(recording=False):
             for i in idle:
                 # Old gradients of a device without rows: exactly zero now.
-                for p in used:
-                    p.list_grad()[i][:] = 0
-            if k == 1:
-                return
-            gradients = [p.list_grad() for p in used]
-            roots = assign_roots([int(np.prod(p.shape)) for p in used], k)
+                for copies in gradients:
+                    copies[i][...] = 0
+            if len(devices) > 1:
+                roots = assign_roots([int(np.prod(p.shape)) for p in used],
+                                     len(devices))
 
-            def collect(root: int) -> None:
-                for g, at in zip(gradients, roots):
-                    if at == root:
-                        allreduce(g, root=root)
-            backend.parallel([partial(collect, i) for i in range(k)])
+                def collect(root: int) -> None:
+                    for copies, at in zip(gradients, roots):
+                        if at == root:
+                            allreduce(copies, root=root)
+                backend.parallel([partial(collect, i)
+                                  for i in range(len(devices))])
+        # Also those that were skipped: theirs belong to this step.
+        for arrays in columns:
+            for x in arrays:
+                backend.mark_used(x)
+        replicas.recorded = [False] * len(devices)
+        self._collected = used
+
+    def _summed(self, caller: str) -> List[Parameter]:
+        self._check_complete()
+        if self._collected is None:
+            raise RuntimeError(
+                f"{caller} works on gradients that allreduce_grads has "
+                "summed; received none since the last update. Call "
+                "allreduce_grads first, or step for both.")
+        return self._collected
 
     def update(self, batch_size: int) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.
 
-        Does not touch the gradients. They are stale afterwards.
+        Does not touch the gradients. RuntimeError without an
+        `allreduce_grads` before it: an old gradient is never applied again.
         """
-        _check_batch_size(batch_size)
-        backend, optimizer = self.replicas.backend, self.optimizer
-        parameters = [p for p in self._trained()
-                      if p.name not in self._skipped]
+        check_batch_size(batch_size)
+        parameters = self._summed("update")
+        replicas, optimizer = self.replicas, self.optimizer
+        backend = replicas.backend
         # Nothing is counted before every state and rate is there.
         number = self.num_update + 1
         rate = optimizer.learning_rate if self._scheduler is None \
             else float(self._scheduler(number))
-        with backend.scope(recording=False):
+        with using_backend(backend.name), backend.scope(recording=False):
             work = []
             for p in parameters:
-                name = p.name
-                weights, gradients = p.list_data(), p.list_grad()
+                name, weights = p.name, p.list_data()
                 for state, weight in zip(self._states, weights):
                     if name not in state:
                         state[name] = optimizer.create_state(weight,
                                                              backend.ops)
                 work.append((
-                    name, weights, gradients,
+                    name, weights, [backend.grad(x) for x in weights],
                     rate * self._lr_mult.get(name, p.lr_mult),
                     optimizer.wd * self._wd_mult.get(name, p.wd_mult),
                     self._counts.get(name, 0) + 1))
+            counts = {name: t for name, *_, t in work}
+            order = sorted(self._states[0], key=self._gluons_order())
+            for state in self._states:
+                optimizer.begin_step([state[name] for name in order],
+                                     [counts.get(name) for name in order])
             scale = 1.0 / batch_size
 
             def apply(device: int) -> None:
@@ -251,21 +289,26 @@ class Trainer:
                         self._states[device][name], lr=lr, wd=wd, t=t,
                         ops=backend.ops)
             backend.parallel([partial(apply, i)
-                              for i in range(len(self.replicas))])
-        for name, weights, *_, t in work:
-            self._counts[name] = t
-            for x in weights:
-                backend.mark_used(x)
-        self.num_update = number
-        self._skipped = set()
-        self.replicas.after_step()
+                              for i in range(len(replicas))])
+            self._counts.update(counts)
+            self.num_update, self._collected = number, None
+            replicas.after_step()
+
+    def _gluons_order(self) -> Callable[[str], Any]:
+        """Layer after layer, and by name inside a layer, as a Gluon Trainer
+        that is given a dictionary sorts a plain stack of layers."""
+        layers: Dict[str, int] = {}
+        for p in self.replicas.params():
+            layers.setdefault(p.name.rpartition(".")[0], len(layers))
+        return lambda name: (layers[name.rpartition(".")[0]], name)
 
     def clip_global_norm(self, max_norm: float, batch_size: int = 1) -> float:
         """Scale all gradients so that their joint norm is `max_norm` at most.
 
-        Call it between `allreduce_grads` and `update`. Each parameter counts
-        once, not once per device. Formula: Gluon's ``clip_global_norm``,
-        ``scale = max_norm / (norm + 1e-8)`` where that is below 1.
+        Call it between `allreduce_grads` and `update` (RuntimeError
+        elsewhere). Each parameter counts once, not once per device.
+        Formula: Gluon's ``clip_global_norm``, ``scale = max_norm / (norm +
+        1e-8)`` where that is below 1.
 
         Parameters
         ----------
@@ -281,13 +324,15 @@ class Trainer:
             If it is not finite nothing is scaled and a FloatingPointError
             is raised.
         """
-        if not max_norm > 0:
-            raise ValueError(f"max_norm must be positive; received "
-                             f"{max_norm!r}.")
-        _check_batch_size(batch_size)
+        _check_number("max_norm", max_norm, 0)
+        if not max_norm:
+            raise ValueError("max_norm must be above 0; received "
+                             f"{max_norm!r}. Freeze parameters that are not "
+                             "to move.")
+        check_batch_size(batch_size)
         backend = self.replicas.backend
-        gradients = [p.list_grad() for p in self._trained()
-                     if p.name not in self._skipped]
+        gradients = [p.list_grad()
+                     for p in self._summed("clip_global_norm")]
         with backend.scope(recording=False):
             squares = [backend.ops.sum(g[0] * g[0]) for g in gradients]
             norm = float(np.sqrt(sum(
@@ -311,11 +356,11 @@ class Trainer:
         """Write the optimiser's state to `fname` (npz with a JSON header, no
         pickle), whole or not at all. The same file loads on either engine
         and any number of devices. Weights are not in it: see
-        `Replicas.export_numpy`."""
+        `Replicas.export_numpy`. Waits for pending updates."""
         backend = self.replicas.backend
-        header = {"format": _FORMAT, "optimizer": type(self.optimizer).__name__,
-                  "semantics": self.semantics, "num_update": self.num_update,
-                  "counts": self._counts,
+        header = {"format": _FORMAT,
+                  "optimizer": type(self.optimizer).__name__,
+                  "num_update": self.num_update, "counts": self._counts,
                   "learning_rate": self.optimizer.learning_rate}
         arrays = {"header": np.array(json.dumps(header))}
         for name, slots in self._states[0].items():
@@ -337,71 +382,99 @@ class Trainer:
     def load_states(self, fname: Union[str, "os.PathLike[str]"]) -> None:
         """Read what `save_states` wrote, onto all devices.
 
+        The trainer keeps its own options, multipliers and schedule; the
+        learning rate is that of the file.
+
         Raises
         ------
         ValueError
-            Another optimiser's file, or states that do not fit the
-            network's parameters; all differences are listed and nothing has
-            changed.
+            No such file's contents, another optimiser's, or states that do
+            not fit the network's parameters; all differences are listed and
+            nothing has changed.
+        OSError
+            The file cannot be opened.
         """
-        self._complete()
-        try:
-            with np.load(fname, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files}
-            header = json.loads(str(arrays.pop("header")))
-            ours = header.get("format") == _FORMAT
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            raise ValueError(f"{os.fspath(fname)!r} is no readable file of "
-                             f"trainer states: {error}.") from error
+        self._check_complete()
+        saved = _read_states(fname)
         own = type(self.optimizer).__name__
         wrong = []
-        if not ours:
-            wrong.append("unknown format")
-        elif (header["optimizer"], header["semantics"]) != (
-                own, self.semantics):
-            wrong.append(f"states of {header['optimizer']} "
-                         f"({header['semantics']}) for {own} "
-                         f"({self.semantics})")
+        if saved.optimizer != own:
+            wrong.append(f"the state of {saved.optimizer} instead of {own}")
         parameters = {p.name: p for p in self._trained()}
-        backend = self.replicas.backend
+        known = {*saved.counts, *(name for name, _ in saved.slots)}
+        wrong += [f"unknown parameter {name}"
+                  for name in sorted(known - set(parameters))]
+        backend, left = self.replicas.backend, dict(saved.slots)
         states: List[Dict[str, Dict[str, Any]]] = [
             {} for _ in self.replicas.devices]
         with backend.scope(recording=False):
-            names = {key.split("|")[0] for key in arrays}
-            wrong += [f"unknown parameter {name}"
-                      for name in sorted(names - set(parameters))]
-            for name in header.get("counts", {}) if not wrong else ():
-                if name not in parameters:
-                    wrong.append(f"unknown parameter {name}")
-                    continue
+            for name in saved.counts if not wrong else ():
                 for state, weight in zip(states,
                                          parameters[name].list_data()):
-                    slots = self.optimizer.create_state(weight, backend.ops)
+                    state[name] = slots = self.optimizer.create_state(
+                        weight, backend.ops)
                     for slot, value in slots.items():
-                        saved = arrays.get(f"{name}|{slot}")
+                        found = saved.slots.get((name, slot))
+                        left.pop((name, slot), None)
                         shape = tuple(getattr(value, "shape", ()))
-                        if saved is None or saved.shape != shape:
-                            wrong.append(f"{name}: {slot} of shape " + str(
-                                saved if saved is None else saved.shape)
-                                + f" instead of {shape}")
+                        if found is None:
+                            wrong.append(f"no {slot} of {name}")
+                        elif found.shape != shape:
+                            wrong.append(f"{slot} of {name} with shape "
+                                         f"{found.shape} instead of {shape}")
                         elif backend.is_native(value):
-                            value[...] = backend.put(saved, value)
+                            value[...] = backend.put(found, value)
                         else:
-                            slots[slot] = saved.item()
-                    state[name] = slots
+                            slots[slot] = found.item()
+        wrong = wrong or [f"unused {slot} of {name}" for name, slot in left]
         if wrong:
-            raise ValueError(f"{os.fspath(fname)!r} does not fit: "
-                             + "; ".join(dict.fromkeys(wrong)) + ".")
-        self._states = states
-        self._counts = {k: int(v) for k, v in header["counts"].items()}
-        self.num_update = int(header["num_update"])
-        self.optimizer.learning_rate = float(header["learning_rate"])
+            raise ValueError(
+                f"{os.fspath(fname)!r} must hold the states of this trainer; "
+                f"received {'; '.join(dict.fromkeys(wrong))}. Load it into a "
+                "trainer with the same optimiser and network.")
+        self._states, self._counts = states, saved.counts
+        self.num_update = saved.num_update
+        self.optimizer.learning_rate = saved.learning_rate
 
 
-def _check_batch_size(batch_size: Any) -> None:
+def _read_states(fname: Union[str, "os.PathLike[str]"]) -> _Saved:
+    try:
+        with np.load(fname, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        header = json.loads(str(arrays.pop("header")))
+        if header["format"] != _FORMAT:
+            raise ValueError(f"its format is {header['format']!r}")
+        slots = {}
+        for key, array in arrays.items():
+            name, _, slot = key.rpartition("|")
+            slots[name, slot] = array
+        return _Saved(
+            str(header["optimizer"]), int(header["num_update"]),
+            float(header["learning_rate"]),
+            {name: int(t) for name, t in header["counts"].items()}, slots)
+    except OSError:
+        raise
+    except Exception as error:      # zip, NumPy, JSON: each has its own
+        raise ValueError(
+            f"a file of Trainer.save_states is wanted; {os.fspath(fname)!r} "
+            f"is not one, or is damaged ({error}). Use a whole file.") \
+            from error
+
+
+def _check_number(what: str, value: Any, least: float = -float("inf")) -> None:
+    rule = f"{what} must be a finite number" + (
+        "" if least else ", 0 or more")
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+        raise TypeError(f"{rule}; received {value!r} of type "
+                        f"{type(value).__name__}.")
+    if not least <= value < float("inf"):
+        raise ValueError(f"{rule}; received {value!r}.")
+
+
+def check_batch_size(batch_size: Any) -> None:
+    """Refuse what no sum over rows can be divided by (ValueError)."""
     if isinstance(batch_size, bool) or not isinstance(
             batch_size, (int, np.integer)) or batch_size < 1:
         raise ValueError(f"batch_size must be a whole number, 1 or more; "
-                         f"received {batch_size!r}.")
+                         f"received {batch_size!r}. Pass the rows of the "
+                         "whole batch, over all devices.")

@@ -14,7 +14,7 @@ from mgpu.evaluation import evaluate_accuracy_gpus
 from mgpu.losses import check_per_example
 from mgpu.replicas import Replicas
 from mgpu.split import rows_of, split_batch
-from mgpu.trainer import Trainer
+from mgpu.trainer import Trainer, check_batch_size
 
 Loss = Callable[[Any, Any], Any]
 
@@ -35,10 +35,13 @@ def put(x: Any, device: Any, *, dtype: Optional[str] = None) -> Any:
     ------
     TypeError
         An array of the other framework.
+    ValueError
+        A device that is not there.
     """
     backend = get_backend()
-    where = device if backend.is_native(device) else as_devices(device)[0]
-    return backend.put(x, where, dtype=dtype)
+    if not backend.is_native(device):
+        device, = as_devices([device])
+    return backend.put(x, device, dtype=dtype)
 
 
 def to_numpy(x: Any) -> np.ndarray:
@@ -63,8 +66,8 @@ def seed(s: int) -> None:
     the same backend. Weights and data orders have seeds of their own."""
     if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 0:
         raise ValueError(f"seed must be a whole number, 0 or more; received "
-                         f"{s!r}.")
-    get_backend().seed(int(s), None)
+                         f"{s!r}. Use for example mgpu.seed(0).")
+    get_backend().seed(int(s))
 
 
 def record(train_mode: bool = True) -> ContextManager[None]:
@@ -92,19 +95,27 @@ def backward(losses: Union[Any, Sequence[Any]]) -> None:
     Raises
     ------
     RuntimeError
-        A loss that was not computed inside `record`.
+        A loss that was not computed inside `record`. (PyTorch itself
+        records outside of it too, until `no_grad`: there such a loss of
+        arrays that the user multiplied by hand goes through.)
+    TypeError
+        No native arrays.
+    ValueError
+        No loss at all.
     """
     backend = get_backend()
-    if backend.is_native(losses):
+    if not isinstance(losses, (list, tuple)):
         losses = [losses]
     losses = [loss for loss in losses if loss is not None]
     for loss in losses:
         if not backend.is_native(loss):
             base.refuse_foreign(loss, backend.name)
             raise TypeError(f"backward takes arrays of the {backend.name} "
-                            f"backend; received {type(loss).__name__}.")
+                            f"backend; received {type(loss).__name__}. Pass "
+                            "what the loss returned.")
     if not losses:
-        raise ValueError("backward needs at least one loss; received none.")
+        raise ValueError("backward needs at least one loss; received none. "
+                         "Give some device rows.")
     backend.backward(losses)
 
 
@@ -118,22 +129,31 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> List[Any]:
     """
     lengths = {len(column) for column in per_device}
     if len(lengths) != 1:
-        raise ValueError("parallel takes lists of one length, one entry per "
-                         f"device; received lengths "
-                         f"{[len(c) for c in per_device]}.")
+        raise ValueError("parallel takes lists of one length, with an entry "
+                         "per device; received lengths "
+                         f"{[len(c) for c in per_device]}. Give each list an "
+                         "entry for every device.")
     return get_backend().parallel(
         [partial(fn, *row) for row in zip(*per_device)])
 
 
 def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:
     """``p -= lr * grad / batch_size`` in place for each of one device's
-    parameters, then the gradient is set to zero (the text's function)."""
+    parameters, then the gradient is set to zero (the text's function).
+
+    Raises
+    ------
+    ValueError
+        A parameter without a gradient, or a batch size that is no whole
+        number, 1 or more. Nothing has changed then.
+    """
+    check_batch_size(batch_size)
     backend = get_backend()
+    gradients = [backend.grad(p) for p in params]
     with backend.scope(recording=False):
-        for p in params:
-            g = backend.grad(p)
+        for p, g in zip(params, gradients):
             p -= lr * g / batch_size
-            g[:] = 0
+            g[...] = 0
 
 
 def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
@@ -144,6 +164,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     Parameters
     ----------
     X, y : arrays of n rows (native or NumPy, or nested)
+        A tuple or list of arrays stands for several inputs of the network.
     replicas : Replicas
     loss : callable
         ``loss(pred, label)``, one value per example.
@@ -157,7 +178,18 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         The losses of each device's rows, not waited for; None where a
         device had no rows (its gradient counts as zero). Gradients are
         divided by n, the rows that are there.
+
+    Raises
+    ------
+    ValueError
+        `X` and `y` of different lengths, an empty batch, a loss that does
+        not return one value per example, or a trainer of other replicas.
     """
+    if trainer.replicas is not replicas:
+        raise ValueError(
+            "a trainer steps the replicas that it was made with; received "
+            f"one of {trainer.replicas!r} for {replicas!r}. Make a new "
+            "Trainer after each initialize.")
     with using_backend(replicas.backend.name):
         X_shards, y_shards = split_f(X, y, replicas.devices)
         with record():
@@ -179,7 +211,13 @@ def _loss_of(loss: Loss, output: Any, y: Any) -> Any:
 # -- the loop -----------------------------------------------------------------
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss is NaN or infinite. `.history` holds what came before."""
+    """The loss is NaN or infinite.
+
+    Attributes
+    ----------
+    history : History
+        Of the finished epochs; `loss_per_step` ends with that loss.
+    """
 
     history: "History"
 
@@ -211,6 +249,8 @@ class History:
 
     def summary(self) -> str:
         """The text's last line."""
+        if not self.seconds:
+            return f"no finished epoch on [{', '.join(self.devices)}]"
         acc = f"test acc: {self.test_acc[-1]:.2f}, " if self.test_acc else \
             f"train loss: {self.train_loss[-1]:.3f}, "
         return (f"{acc}{float(np.mean(self.seconds)):.1f} sec/epoch on "
@@ -246,11 +286,14 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
         A loss that is NaN or infinite, naming its step. A step's loss is
         read when the next step has been queued, so that checking costs no
         wait; that next step has run by then.
+    ValueError
+        No batch in an epoch, or a number of epochs below 1.
     """
-    if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) \
+    if isinstance(num_epochs, bool) \
+            or not isinstance(num_epochs, (int, np.integer)) \
             or num_epochs < 1:
-        raise ValueError(f"num_epochs must be 1 or more; received "
-                         f"{num_epochs!r}.")
+        raise ValueError(f"num_epochs must be a whole number, 1 or more; "
+                         f"received {num_epochs!r}.")
     backend = get_backend()
     history = History([str(d) for d in devices])
     bar = _progress_bar(progress, num_epochs, train_iter, description)
@@ -264,10 +307,11 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
             history.loss_per_step.append(total / rows)
             if not np.isfinite(total):
                 error = NonFiniteLoss(
-                    f"the loss must be finite; step "
-                    f"{len(history.loss_per_step)} (epoch {epoch + 1}) gave "
-                    f"{total / rows} on {list(devices)}. Lower the learning "
-                    "rate, clip the gradients, or look for bad data.")
+                    "the loss must be finite; received "
+                    f"{total / rows} in step {len(history.loss_per_step)} "
+                    f"(epoch {epoch + 1}) on {list(devices)}. Lower the "
+                    "learning rate, clip the gradients, or look for bad "
+                    "data.")
                 error.history = history
                 raise error
 
@@ -286,9 +330,10 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
                 if bar is not None:
                     bar.update()
             if not sizes:
-                raise ValueError("train_iter gave no batch in epoch "
-                                 f"{epoch + 1}; use an iterable that can be "
-                                 "gone through once per epoch.")
+                raise ValueError(
+                    "train_iter must give a batch or more in each epoch; "
+                    f"received none in epoch {epoch + 1}. Use an iterable "
+                    "that can be gone through again, such as a list.")
             settle(down_to=0)
             backend.synchronize(list(devices))
             seconds, images = time.perf_counter() - begin, sum(sizes)

@@ -1,0 +1,522 @@
+"""The three meanings of batch normalisation on several devices.
+
+Float64 throughout, so that two ways to compute the same sum agree to about
+1e-15 and a limit of 1e-12 leaves no room for another formula: a momentum of
+0.9 instead of float32(0.9) is off by 2e-8, an unbiased variance by 1 / n.
+"""
+import warnings
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (ENGINES, assert_bit_equal, convnet, relative_difference,
+                     using_engine)
+from lockstep import worst
+
+MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
+TORCH = [engine for engine in ENGINES if engine == "torch"]
+#: what Gluon keeps of 0.9, and how far a running statistic moves
+KEEP = float(np.float32(0.9))
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def on(k):
+    return [mgpu.cpu(i) for i in range(k)]
+
+
+def images(n, seed=0):
+    """With a mean and a variance of their own in every row."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, 2, 6, 6)) * rng.uniform(
+        0.5, 2, (n, 2, 1, 1)) + rng.normal(size=(n, 2, 1, 1))
+
+
+def labels(n):
+    return np.arange(n) % 3
+
+
+def batch_norm(engine, channels=2, **options):
+    """One batch-norm layer, whose statistics are those of the input."""
+    if engine.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.BatchNorm(in_channels=channels, **options))
+        return net
+    from torch import nn
+    return nn.Sequential(nn.BatchNorm2d(channels, **options))
+
+
+def initialize(net, devices, policy, **options):
+    return mgpu.initialize(net, devices, "xavier", seed=1, dtype="float64",
+                           batch_norm=policy, **options)
+
+
+def run(replicas, trainer, X, y):
+    """One step; the outputs of all rows, and the summed gradients."""
+    Xs, ys = mgpu.split_batch(X, y, replicas.devices)
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    with mgpu.record():
+        outputs = replicas(Xs)
+        losses = mgpu.parallel(lambda out, label: None if out is None
+                               else loss(out, label), outputs, ys)
+    mgpu.backward(losses)
+    trainer.allreduce_grads()
+    gradients = {p.name: [mgpu.to_numpy(g) for g in p.list_grad()]
+                 for p in replicas.params()}
+    trainer.update(len(X))
+    outputs = np.concatenate([mgpu.to_numpy(out) for out in outputs
+                              if out is not None])
+    return outputs, gradients
+
+
+def pass_through(replicas, X):
+    """Outputs of a recorded pass and a backward pass: what moves the running
+    statistics on either engine."""
+    shards = mgpu.split_and_load(X, replicas.devices, even_split=False)
+    with mgpu.record():
+        outputs = replicas(shards)
+    mgpu.backward(outputs)
+    return [None if out is None else mgpu.to_numpy(out) for out in outputs]
+
+
+def values_on(replicas, i):
+    return {p.name: mgpu.to_numpy(p.list_data()[i])
+            for p in (*replicas.params(), *replicas.statistics())}
+
+
+def statistics(replicas):
+    """Name -> one array per device."""
+    return {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
+            for p in replicas.statistics()}
+
+
+def moved(shard, steps=1):
+    """The running mean and variance after `steps` passes over `shard`."""
+    mean, var = np.zeros(shard.shape[1]), np.ones(shard.shape[1])
+    for _ in range(steps):
+        mean = KEEP * mean + (1 - KEEP) * shard.mean((0, 2, 3))
+        var = KEEP * var + (1 - KEEP) * shard.var((0, 2, 3))
+    return mean, var
+
+
+def shards_of(X, k):
+    return [X[begin:end] for begin, end in mgpu.shard_bounds(len(X), k)]
+
+
+# -- per device ---------------------------------------------------------------
+
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_per_device_keeps_a_set_per_device(engine, devices, rows):
+    """Each device normalises by its own rows and remembers them, biased as
+    Gluon on a CPU does; a device without rows keeps what it had."""
+    replicas = mgpu.initialize(batch_norm(engine), devices, dtype="float64")
+    assert replicas.batch_norm == "per_device"      # the default
+    X = images(rows)
+    for steps in (1, 2):
+        outputs = pass_through(replicas, X)
+        found = statistics(replicas)
+        for i, shard in enumerate(shards_of(X, len(devices))):
+            if not len(shard):
+                assert outputs[i] is None
+                mean, var = np.zeros(2), np.ones(2)
+            else:
+                mean, var = moved(shard, steps)
+                axes = (0, 2, 3)
+                wanted = (shard - shard.mean(axes, keepdims=True)) / np.sqrt(
+                    shard.var(axes, keepdims=True) + 1e-5)
+                assert relative_difference(outputs[i], wanted) < 1e-12
+            for name, value in (("0.running_mean", mean),
+                                ("0.running_var", var)):
+                assert relative_difference(found[name][i], value) < 1e-12
+
+
+def test_a_single_value_has_variance_zero(engine):
+    """Gluon's rule (torch alone refuses one value per channel)."""
+    replicas = mgpu.initialize(batch_norm(engine), on(1), dtype="float64")
+    output, = pass_through(replicas, np.full((1, 2, 1, 1), 3.0))
+    assert not output.any()
+    found = statistics(replicas)
+    assert relative_difference(found["0.running_mean"][0],
+                               np.full(2, (1 - KEEP) * 3)) < 1e-12
+    assert_bit_equal(found["0.running_var"][0], np.full(2, KEEP))
+
+
+def test_the_layers_own_momentum(engine):
+    """Gluon's 0.875 and torch's 0.125 are the same rule, and exact."""
+    options = {"momentum": 0.875} if engine.name == "mxnet" \
+        else {"momentum": 0.125}
+    replicas = mgpu.initialize(batch_norm(engine, **options), on(1),
+                               dtype="float64")
+    X = images(3)
+    pass_through(replicas, X)
+    found = statistics(replicas)
+    assert relative_difference(found["0.running_mean"][0],
+                               0.125 * X.mean((0, 2, 3))) < 1e-15
+    assert relative_difference(found["0.running_var"][0],
+                               0.875 + 0.125 * X.var((0, 2, 3))) < 1e-15
+
+
+def test_a_forward_pass_without_recording_moves_nothing(engine, devices):
+    for policy in ("per_device", "average", "sync"):
+        replicas = initialize(batch_norm(engine), devices, policy)
+        for training in (False, True):
+            with engine.scope(recording=False, training=training):
+                replicas(mgpu.split_and_load(images(4), devices,
+                                             even_split=False))
+        for name, values in statistics(replicas).items():
+            for value in values:
+                assert_bit_equal(value, np.full(2, float("var" in name)))
+
+
+def test_frozen_gamma_and_beta(engine):
+    """``scale=False, center=False``, and ``affine=False``."""
+    options = {"scale": False, "center": False} if engine.name == "mxnet" \
+        else {"affine": False}
+    X = images(8)
+    found = []
+    for k in (1, 2):
+        replicas = initialize(batch_norm(engine, **options), on(k), "sync")
+        outputs = []
+        with mgpu.record():
+            out = replicas(mgpu.split_and_load(X, replicas.devices))
+            outputs = np.concatenate([mgpu.to_numpy(o) for o in out])
+        found.append(outputs)
+        axes = (0, 2, 3)
+        wanted = (X - X.mean(axes, keepdims=True)) / np.sqrt(
+            X.var(axes, keepdims=True) + 1e-5)
+        assert relative_difference(outputs, wanted) < 1e-12
+
+
+# -- average ------------------------------------------------------------------
+
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_average_is_the_plain_mean_after_each_step(engine, devices, rows):
+    """Of the means and of the variances, over all devices: also one without
+    rows, which contributes what it had."""
+    k = len(devices)
+    replicas = initialize(convnet(engine), devices, "average")
+    apart = initialize(convnet(engine), devices, "per_device")
+    trainers = [mgpu.Trainer(r, "sgd", {"learning_rate": 0.0})
+                for r in (replicas, apart)]
+    X, y = images(rows), labels(rows)
+    means = {name: [value[0]] * k
+             for name, value in statistics(apart).items()}
+    for _ in range(2):
+        for p in apart.statistics():    # where the last step has left them
+            p.set_data(means[p.name][0])
+        for r, trainer in zip((apart, replicas), trainers[::-1]):
+            run(r, trainer, X, y)
+        each, found = statistics(apart), statistics(replicas)
+        for name, values in each.items():
+            if k > 1:
+                assert (values[0] != values[1]).any()
+            means[name] = [np.mean(values, axis=0)] * k
+            for value in found[name]:
+                assert_bit_equal(value, found[name][0])
+                assert relative_difference(value, means[name][0]) < 1e-12
+    with warnings.catch_warnings():     # nothing is lost in an export
+        warnings.simplefilter("error")
+        replicas.export_numpy()
+
+
+def test_export_of_per_device_statistics_warns_and_averages(engine, devices):
+    replicas = mgpu.initialize(batch_norm(engine), devices, dtype="float64")
+    pass_through(replicas, images(8))
+    found = statistics(replicas)
+    if len(devices) == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            exported = replicas.export_numpy()
+    else:
+        with pytest.warns(UserWarning, match="2 running statistics differ "
+                          r"between devices \(0.running_mean, ...\); their "
+                          "mean was exported. Pass all_devices=True"):
+            exported = replicas.export_numpy()
+    for name, values in found.items():
+        assert relative_difference(exported[name],
+                                   np.mean(values, axis=0)) < 1e-15
+
+
+# -- sync ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("rows", [8, 7, 5, 2, 1])
+def test_sync_equals_one_device_on_the_whole_batch(engine, devices, rows):
+    """Outputs, gradients, updated weights and running statistics over three
+    steps, however the batch is cut: 7 rows on 4 devices, 2 rows on 3."""
+    one = initialize(convnet(engine), on(1), "per_device")
+    many = initialize(convnet(engine), devices, "sync")
+    trainers = [mgpu.Trainer(r, "sgd", {"learning_rate": 0.125,
+                                        "momentum": 0.5})
+                for r in (one, many)]
+    start = one.export_numpy()
+    for step in range(3):
+        X, y = images(rows, seed=step), labels(rows)
+        wanted, wanted_gradients = run(one, trainers[0], X, y)
+        found, gradients = run(many, trainers[1], X, y)
+        assert relative_difference(found, wanted) < 1e-12
+        for i in range(len(devices)):
+            gap = worst({n: g[i] for n, g in gradients.items()},
+                        {n: g[0] for n, g in wanted_gradients.items()})
+            assert gap[0] < 1e-12, (step, i, gap)
+            gap = worst(values_on(many, i), values_on(one, 0))
+            assert gap[0] < 1e-12, (step, i, gap)
+        for values in statistics(many).values():
+            for value in values:
+                assert_bit_equal(value, values[0])
+    end = many.export_numpy()       # and something happened
+    for name in ("0.weight", "1.running_mean", "5.running_var", "9.bias"):
+        assert (end[name] != start[name]).any()
+
+
+def test_sync_differs_from_per_device(engine):
+    """What the test above would not see if all policies were one."""
+    outputs = {}
+    for policy in ("per_device", "sync"):
+        replicas = initialize(convnet(engine), on(2), policy)
+        trainer = mgpu.Trainer(replicas, "sgd")
+        outputs[policy], _ = run(replicas, trainer, images(8), labels(8))
+    assert relative_difference(*outputs.values()) > 1e-3
+
+
+def test_sync_is_the_same_in_every_repetition(engine):
+    replicas = initialize(convnet(engine), on(4), "sync")
+    start = replicas.export_numpy()
+    first = None
+    for _ in range(20):
+        replicas.import_numpy(start)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        output, _ = run(replicas, trainer, images(7), labels(7))
+        now = {"": output, **replicas.export_numpy()}
+        now.pop("1.num_batches_tracked", None)
+        now.pop("5.num_batches_tracked", None)
+        first = first or now
+        for name in first:
+            assert_bit_equal(now[name], first[name])
+
+
+def test_sync_of_tables_and_of_the_last_axis(engine):
+    """Rows of numbers, and channels that come last (Gluon's `axis`)."""
+    rng = np.random.default_rng(0)
+    tables = [(rng.normal(size=(7, 3)), {})]
+    if engine.name == "mxnet":
+        from mxnet.gluon import nn
+        kind = nn.BatchNorm
+        tables += [(rng.normal(size=(7, 2, 3)), {"axis": -1}),
+                   (rng.normal(size=(7, 2, 2, 3)), {"axis": 3})]
+        sizes = {"in_channels": 3}
+    else:
+        from torch import nn
+        kind = nn.BatchNorm1d
+        sizes = {"num_features": 3}
+    for X, options in tables:
+        axes = tuple(i for i in range(X.ndim)
+                     if i != options.get("axis", 1) % X.ndim)
+        replicas = initialize(kind(**sizes, **options), on(3), "sync")
+        found = np.concatenate(pass_through(replicas, X))
+        wanted = (X - X.mean(axes, keepdims=True)) / np.sqrt(
+            X.var(axes, keepdims=True) + 1e-5)
+        assert relative_difference(found, wanted) < 1e-12
+        for value in statistics(replicas)["running_var"]:
+            assert relative_difference(
+                value, KEEP + (1 - KEEP) * X.var(axes)) < 1e-12
+
+
+def test_one_replica_alone_cannot_train_in_sync(engine):
+    replicas = initialize(convnet(engine), on(2), "sync")
+    x = mgpu.put(images(2), mgpu.cpu(1))
+    with mgpu.record(), pytest.raises(RuntimeError) as caught:
+        replicas[1](x)
+    assert str(caught.value) == (
+        "with batch_norm='sync' all replicas train together; received inputs "
+        "for replica 1 alone. Call replicas(shards) instead of "
+        "replicas[i](x).")
+    replicas[1](x)                          # it may predict alone
+    with mgpu.record(train_mode=False):
+        replicas[1](x)
+    single = initialize(convnet(engine), on(1), "sync")
+    with mgpu.record():                     # and be the only one
+        single[0](mgpu.put(images(2), mgpu.cpu(0)))
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_hybridized_network_cannot_train_in_sync(name):
+    with using_engine(name) as engine:
+        net = convnet(engine)
+        net.hybridize()
+        replicas = initialize(net, on(2), "sync")
+        shards = mgpu.split_and_load(images(4), on(2))
+        replicas(shards)                    # it may predict
+        with mgpu.record(), pytest.raises(ValueError, match=(
+                "synchronised batch normalisation needs the layers of the "
+                "network one by one; received a hybridized network. Call "
+                r"net.hybridize\(False\) first.")):
+            replicas(shards)
+        net.hybridize(False)
+        one = initialize(convnet(engine), on(1), "sync")
+        trainers = [mgpu.Trainer(r, "sgd") for r in (replicas, one)]
+        found, _ = run(replicas, trainers[0], images(5), labels(5))
+        wanted, _ = run(one, trainers[1], images(5), labels(5))
+        assert relative_difference(found, wanted) < 1e-12
+
+
+def branching(engine, forward):
+    """A network with the layers bn1, bn2, bn3; ``forward(net, x, largest)``
+    knows the largest value of its input, and thereby whose shard it is."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+        from mxnet.gluon import nn
+        base, layer = gluon.Block, lambda: nn.BatchNorm(in_channels=2)
+    else:
+        from torch import nn
+        base, layer = nn.Module, lambda: nn.BatchNorm2d(2)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.bn1, self.bn2, self.bn3 = layer(), layer(), layer()
+
+        def forward(self, x):
+            return forward(self, x, mgpu.to_numpy(x).max())
+    return Net()
+
+
+def marked(k, last):
+    """A shard per device whose largest values are 1, 2, ...; `last` for the
+    last device."""
+    shards = []
+    for i in range(k):
+        x = images(2, seed=i).clip(-1, 0)
+        x[0, 0, 0, 0] = last if i == k - 1 else i + 1
+        shards.append(mgpu.put(x, mgpu.cpu(i)))
+    return shards
+
+
+class Trouble(Exception):
+    """Of the user's own network."""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("k", [2, 4])
+def test_an_error_in_one_replica_is_raised_and_nothing_hangs(engine, k):
+    """The others wait for it at the second layer."""
+    def forward(net, x, largest):
+        x = net.bn1(x)
+        if largest == 99:
+            raise Trouble("in the middle")
+        return net.bn2(x)
+    replicas = initialize(branching(engine, forward), on(k), "sync")
+    for _ in range(3):
+        with mgpu.record(), pytest.raises(Trouble, match="in the middle"):
+            replicas(marked(k, last=99))
+        outputs = pass_through_shards(replicas, marked(k, last=k))
+        assert all(np.isfinite(out).all() for out in outputs)
+
+
+def pass_through_shards(replicas, shards):
+    with mgpu.record():
+        outputs = replicas(shards)
+    mgpu.backward(outputs)
+    return [mgpu.to_numpy(out) for out in outputs]
+
+
+@pytest.mark.timeout(120)
+def test_of_several_errors_the_first_device_s_is_raised(engine):
+    def forward(net, x, largest):
+        raise Trouble(f"on the device with {largest:g}")
+    replicas = initialize(branching(engine, forward), on(3), "sync")
+    for _ in range(5):
+        with mgpu.record(), pytest.raises(Trouble, match="with 1$"):
+            replicas(marked(3, last=3))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize("forward, received", [
+    (lambda net, x, largest: (net.bn2 if largest == 99 else net.bn1)(x),
+     "received {0: 'bn1', "),
+    (lambda net, x, largest: net.bn1(x) if largest == 99
+     else net.bn2(net.bn1(x)), "received different numbers of them"),
+    (lambda net, x, largest: net.bn2(net.bn1(x)) if largest == 99
+     else net.bn1(x), "received different numbers of them"),
+    (lambda net, x, largest: x if largest == 99 else net.bn1(x),
+     "received different numbers of them"),
+], ids=["other", "fewer", "more", "none"])
+def test_replicas_that_run_different_layers(engine, k, forward, received):
+    """An error, and no replica that waits for ever."""
+    replicas = initialize(branching(engine, forward), on(k), "sync")
+    for _ in range(2):
+        with mgpu.record(), pytest.raises(RuntimeError) as caught:
+            replicas(marked(k, last=99))
+        text = str(caught.value)
+        assert text.startswith("synchronised batch normalisation needs the "
+                               "same layers in the same order on every "
+                               "device; received ") and received in text
+        assert text.endswith("Use batch_norm='per_device' for such a "
+                             "network.")
+
+
+def test_a_layer_used_twice(engine):
+    """In one forward pass: its running statistics move twice."""
+    def forward(net, x, largest):
+        return net.bn1(net.bn1(x) * 2 + 1)
+    found = []
+    for k in (1, 3):
+        replicas = initialize(branching(engine, forward), on(k), "sync")
+        shards = mgpu.split_and_load(images(7), replicas.devices,
+                                     even_split=False)
+        with mgpu.record():
+            outputs = replicas(shards)
+        mgpu.backward(outputs)
+        found.append(np.concatenate([mgpu.to_numpy(o) for o in outputs]))
+    assert relative_difference(found[1], found[0]) < 1e-12
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_global_statistics_are_never_those_of_a_batch(name):
+    """A Gluon layer with ``use_global_stats`` predicts in training too."""
+    with using_engine(name) as engine:
+        replicas = initialize(
+            batch_norm(engine, use_global_stats=True), on(2), "sync")
+        X = images(4)
+        outputs = np.concatenate(pass_through(replicas, X))
+        # running mean 0 and variance 1
+        assert relative_difference(outputs, X / np.sqrt(1 + 1e-5)) < 1e-12
+        for name, values in statistics(replicas).items():
+            assert_bit_equal(values[0], np.full(2, float("var" in name)))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_layers_without_running_statistics_are_synchronised_too(name):
+    with using_engine(name) as engine:
+        X = images(7)
+        found = []
+        for k in (1, 3):
+            replicas = initialize(
+                batch_norm(engine, track_running_stats=False), on(k), "sync")
+            found.append(np.concatenate(pass_through(replicas, X)))
+        assert relative_difference(found[1], found[0]) < 1e-12
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("policy", ["per_device", "sync"])
+def test_torchs_cumulative_average(name, policy):
+    """``momentum=None``: the plain mean over all batches so far; after
+    `force_reinit` it starts again."""
+    with using_engine(name) as engine:
+        net = batch_norm(engine, momentum=None)
+        for again in (False, True):
+            replicas = initialize(net, on(2), policy, force_reinit=again)
+            batches = [images(4, seed) for seed in range(3)]
+            for X in batches:
+                pass_through(replicas, X)
+            half = slice(0, 2) if policy == "per_device" else slice(0, 4)
+            wanted = np.mean([X[half].mean((0, 2, 3)) for X in batches], 0)
+            # The momentum passes through float32, Gluon's own precision.
+            assert relative_difference(
+                statistics(replicas)["0.running_mean"][0], wanted) < 1e-6

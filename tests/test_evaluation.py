@@ -1,0 +1,360 @@
+"""Accuracy: integer counts, the same on any number of devices."""
+import functools
+import warnings
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
+                     refusal_of_foreign, using_engine)
+from mgpu import models
+
+#: rows of the batches: uneven, and fewer than the devices
+ROWS = (16, 7, 3, 1)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def on(*numbers):
+    return [mgpu.cpu(i) for i in numbers]
+
+
+def batches_of(X, y, rows=ROWS):
+    ends = np.cumsum(rows)
+    return [(X[end - n:end], y[end - n:end]) for n, end in zip(rows, ends)]
+
+
+@functools.lru_cache
+def integers():
+    """Integer inputs (27, 6), labels, and an integer weight (4, 6): every
+    score is a small integer, exact in float32, and many are equal."""
+    rng = np.random.default_rng(0)
+    X = rng.integers(-2, 3, (sum(ROWS), 6)).astype("float32")
+    weight = rng.integers(-1, 2, (4, 6)).astype("float32")
+    y = rng.integers(0, 4, len(X))
+    scores = X @ weight.T
+    y[::2] = scores[::2].argmax(1)      # half of them right
+    ties = (np.sort(scores, 1)[:, -1] == np.sort(scores, 1)[:, -2]).sum()
+    assert ties >= 5
+    return X, y, weight
+
+
+def exact():
+    """The accuracy of `integers`, in NumPy: of equal scores the first."""
+    X, y, weight = integers()
+    return int(((X @ weight.T).argmax(1) == y).sum()) / len(X)
+
+
+def linear(engine, devices):
+    """Replicas with those weights."""
+    replicas = mgpu.initialize(mlp(engine, units=(6, 4)), devices)
+    replicas.import_numpy({"0.weight": integers()[2],
+                           "0.bias": np.zeros(4)})
+    return replicas
+
+
+def data():
+    X, y, _ = integers()
+    return batches_of(X, y)
+
+
+# -- accuracy -----------------------------------------------------------------
+
+def test_accuracy_counts(engine):
+    scores = np.float32([[0, 1, 0], [2, 2, 1], [0, 0, 0], [5, 4, 9]])
+    labels = np.array([1, 0, 0, 1])
+    column = labels.reshape(4, 1)
+    for y_hat in (scores, mgpu.put(scores, mgpu.cpu(1)),
+                  scores.argmax(1), scores.argmax(1).reshape(4, 1)):
+        for y in (labels, labels.astype("float32"), column,
+                  mgpu.put(labels, mgpu.cpu(0)), labels.tolist()):
+            count = mgpu.accuracy(y_hat, y)
+            assert count == 3 and type(count) is int
+    assert mgpu.accuracy(scores[:0], labels[:0]) == 0
+    # 2 ** 24 + 1 is no float32: it must not become the class beside it.
+    big = np.array([2 ** 24 + 1])
+    assert mgpu.accuracy(big, big - 1) == 0
+
+
+@pytest.mark.parametrize("y_hat, y", [
+    (np.ones((3, 2)), np.ones(2)), (np.ones((3, 1)), np.ones((3, 4))),
+    (np.ones((3, 2)), np.ones((3, 2))), (np.ones((3, 2, 2)), np.ones(3)),
+    (np.float32(1), np.float32(1)), (np.ones(4), np.ones((2, 2)))],
+    ids=lambda x: str(x.shape))
+def test_accuracy_of_shapes_that_do_not_fit(engine, y_hat, y):
+    with pytest.raises(ValueError) as caught:
+        mgpu.accuracy(y_hat, y)
+    assert str(caught.value) == (
+        "accuracy compares scores (n, classes) or class numbers (n,) with "
+        f"class numbers (n,); received shapes {y_hat.shape} and {y.shape}. "
+        "Cut or reshape them.")
+
+
+def test_accuracy_refuses_the_other_frameworks_arrays(engine):
+    foreign, name = foreign_array(engine)
+    for pair in ((foreign, np.ones(3)), (np.ones(3), foreign)):
+        with pytest.raises(TypeError) as caught:
+            mgpu.accuracy(*pair)
+        assert str(caught.value) == refusal_of_foreign(engine, name)
+
+
+# -- the same count on any number of devices ----------------------------------
+
+def test_integer_networks_have_the_exact_count(engine, devices):
+    """The integer sum of hits is that of NumPy, to the last one, on every
+    engine and number of devices: equal scores included."""
+    replicas = linear(engine, devices)
+    assert mgpu.evaluate_accuracy_gpus(replicas, data()) == exact()
+    assert 0.3 < exact() < 1
+    for device in devices:
+        for find in (mgpu.evaluate_accuracy_gpu,
+                     lambda net, it, device: mgpu.evaluate_accuracy_gpus(
+                         net, it, device=device)):
+            assert find(replicas, data(), device) == exact()
+
+
+@functools.lru_cache
+def lenet_reference():
+    """LeNet's hits on 40 pictures, in NumPy and float64."""
+    rng = np.random.default_rng(1)
+    # Coarse patterns: on fine noise all pictures are of one class.
+    X = np.kron(rng.normal(size=(40, 1, 4, 4)), np.ones((7, 7))
+                ).astype("float32")
+    params = models.lenet_params(scale=0.2, seed=3)
+    W1, b1, W2, b2, W3, b3, W4, b4 = (p.astype("float64") for p in params)
+
+    def conv(x, w, b):
+        windows = np.lib.stride_tricks.sliding_window_view(
+            x, w.shape[2:], axis=(2, 3))
+        return np.maximum(np.einsum("nchwij,ocij->nohw", windows, w)
+                          + b[:, None, None], 0)
+
+    def pool(x):
+        n, c, h, w = x.shape
+        return x[:, :, :h // 2 * 2, :w // 2 * 2].reshape(
+            n, c, h // 2, 2, w // 2, 2).mean((3, 5))
+    h = pool(conv(pool(conv(X.astype("float64"), W1, b1)), W2, b2))
+    scores = np.maximum(h.reshape(40, 800) @ W3 + b3, 0) @ W4 + b4
+    top = np.sort(scores, 1)
+    # So clear that no float32 rounding (1e-6 of a score) changes a winner.
+    assert ((top[:, -1] - top[:, -2]) > 1e-4 * top[:, -1]).all()
+    y = scores.argmax(1)
+    assert len(np.unique(y)) > 5
+    y[::3] = (y[::3] + 1) % 10
+    return X, y, params, int((scores.argmax(1) == y).sum()) / 40
+
+
+def test_lenet_has_the_same_count_everywhere(engine, devices):
+    """The text's functional LeNet, as a list of functions."""
+    X, y, params, wanted = lenet_reference()
+    device_params = [mgpu.get_params(params, d) for d in devices]
+    nets = [functools.partial(models.lenet, params=ps)
+            for ps in device_params]
+    found = mgpu.evaluate_accuracy_gpus(
+        nets, batches_of(X, y, (37, 3)), devices=devices)
+    assert found == wanted
+    assert mgpu.evaluate_accuracy_gpu(
+        lambda X: models.lenet(X, device_params[-1]),
+        batches_of(X, y, (40,)), devices[-1]) == wanted
+
+
+# -- forms of `net` -----------------------------------------------------------
+
+def native(engine, devices):
+    """A network of the framework, initialised by its own means."""
+    weight = integers()[2]
+    net = mlp(engine, units=(6, 4))
+    if engine.name == "mxnet":
+        net.initialize(ctx=[engine.handle(d) for d in devices])
+        net[0].weight.set_data(engine.put(weight, devices[0]))
+        net[0].bias.set_data(engine.put(np.zeros(4, "float32"), devices[0]))
+    else:
+        net.load_state_dict({"0.weight": engine.put(weight, devices[0]),
+                             "0.bias": engine.put(np.zeros(4), devices[0])})
+    return net
+
+
+def test_native_networks(engine, devices):
+    """A Gluon Block runs on the contexts that it was initialised on; of a
+    torch module every device that is named gets a copy."""
+    net = native(engine, devices)
+    assert mgpu.evaluate_accuracy_gpus(net, data()) == exact()
+    assert mgpu.evaluate_accuracy_gpus(net, data(), devices=devices) \
+        == exact()
+    assert mgpu.evaluate_accuracy_gpu(net, data()) == exact()
+    assert mgpu.evaluate_accuracy_gpu(net, data(), devices[-1]) == exact()
+
+
+def test_lists_of_callables(engine, devices):
+    replicas = linear(engine, devices)
+    for nets in (list(replicas), tuple(replicas),
+                 [lambda x, r=r: r(x) for r in replicas]):
+        assert mgpu.evaluate_accuracy_gpus(
+            nets, data(), devices=devices) == exact()
+    assert mgpu.evaluate_accuracy_gpus(
+        [replicas[0]], data(), device=devices[0]) == exact()
+    assert mgpu.evaluate_accuracy_gpu(
+        [replicas[0]], data(), devices[0]) == exact()
+
+
+def test_some_of_the_devices(engine):
+    replicas = linear(engine, on(0, 1, 2))
+    with mgpu.no_grad():        # a replica that is always wrong
+        for x in replicas[1].arrays():
+            x[:] = 0
+        replicas[1].arrays()[1][3:] = 1
+    always_3 = sum(int((y == 3).sum()) for _, y in data()) / sum(ROWS)
+    assert mgpu.evaluate_accuracy_gpus(
+        replicas, data(), devices=on(2, 0)) == exact()
+    assert mgpu.evaluate_accuracy_gpus(
+        replicas, data(), device="cpu:1") == always_3
+    assert mgpu.evaluate_accuracy_gpus(replicas, data(), devices="cpu:1") \
+        == always_3
+
+
+def test_a_split_of_ones_own(engine, devices):
+    seen = []
+
+    def split(X, y, places):
+        seen.append(places)
+        return mgpu.split_batch(X, y, places,
+                                weights=range(1, len(places) + 1))
+    assert mgpu.evaluate_accuracy_gpus(linear(engine, devices), data(),
+                                       split) == exact()
+    assert seen == [devices] * len(ROWS)
+
+
+def test_native_batches(engine, devices):
+    batches = [(mgpu.put(X, mgpu.cpu(0)), mgpu.put(y, mgpu.cpu(0)))
+               for X, y in data()]
+    assert mgpu.evaluate_accuracy_gpus(linear(engine, devices), batches) \
+        == exact()
+
+
+# -- nothing is touched -------------------------------------------------------
+
+def test_flags_statistics_and_gradients_stay(engine, devices):
+    """In prediction mode, also inside `record`; a torch user's own flags are
+    as they were, each of them."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(9, 2, 6, 6)), rng.integers(0, 3, 9)
+    replicas = mgpu.initialize(convnet(engine), devices, "xavier",
+                               dtype="float64")
+    with mgpu.record():
+        outputs = replicas([mgpu.put(X, d) for d in devices])
+    mgpu.backward(outputs)
+    if engine.name == "torch":
+        replicas.net[1].eval()
+        modes = [m.training for m in replicas.net.modules()]
+    before = {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
+              for p in (*replicas.params(), *replicas.buffers())}
+    gradients = [mgpu.to_numpy(g) for p in replicas.params()
+                 for g in p.list_grad()]
+    nets = [(replicas, {}), (replicas, {"device": devices[-1]}),
+            (replicas.net, {})]
+    found = []
+    for net, options in nets:
+        for scope in (mgpu.record, mgpu.no_grad):
+            with scope():
+                state = engine.is_recording(), engine.is_training()
+                found.append(mgpu.evaluate_accuracy_gpus(
+                    net, [(X, y)] * 2, **options))
+                assert state == (engine.is_recording(),
+                                 engine.is_training())
+    assert len(set(found)) == 1
+    for p in (*replicas.params(), *replicas.buffers()):
+        for a, b in zip(p.list_data(), before[p.name]):
+            assert_bit_equal(mgpu.to_numpy(a), b)
+    for a, b in zip((g for p in replicas.params() for g in p.list_grad()),
+                    gradients):
+        assert_bit_equal(mgpu.to_numpy(a), b)
+    if engine.name == "torch":
+        assert [m.training for m in replicas.net.modules()] == modes
+
+
+def test_each_device_judges_by_its_own_statistics(engine):
+    """With ``batch_norm="per_device"``; `device` gives one device's answer,
+    which is the same for every number of devices that then evaluates."""
+    replicas = mgpu.initialize(convnet(engine), on(0, 1), "xavier")
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 2, 6, 6)).astype("float32")
+    for p in replicas.statistics():
+        if p.kind == "running_mean":
+            with mgpu.no_grad():
+                p.list_data()[1][:] = 3
+    y = mgpu.to_numpy(replicas[0](mgpu.put(X, mgpu.cpu(0)))).argmax(1)
+    alone = [mgpu.evaluate_accuracy_gpus(replicas, [(X, y)], device=d)
+             for d in on(0, 1)]
+    assert alone[0] == 1 > alone[1]
+    halves = [int((mgpu.to_numpy(replicas[i](mgpu.put(part, d))).argmax(1)
+                   == label).sum())
+              for i, (part, label, d) in enumerate(zip(
+                  np.split(X, 2), np.split(y, 2), on(0, 1)))]
+    assert mgpu.evaluate_accuracy_gpus(replicas, [(X, y)]) \
+        == sum(halves) / 40
+    one = mgpu.initialize(convnet(engine), on(0), "xavier")
+    with warnings.catch_warnings():     # one device's statistics: no mean
+        warnings.simplefilter("error", UserWarning)
+        one.import_numpy(replicas.export_numpy(device="cpu:1"))
+    assert mgpu.evaluate_accuracy_gpus(one, [(X, y)]) == alone[1]
+
+
+# -- wrong arguments ----------------------------------------------------------
+
+def test_wrong_arguments_are_refused(engine):
+    replicas = linear(engine, on(1, 2))
+    f = replicas[0]
+
+    def refused(error, text, *args, **options):
+        with pytest.raises(error) as caught:
+            mgpu.evaluate_accuracy_gpus(*args, **options)
+        assert str(caught.value) == text
+    refused(ValueError, "device= names one device and devices= all; received "
+            "'cpu:1' and ['cpu:1', 'cpu:2']. Give one of them.", replicas,
+            data(), devices=["cpu:1", "cpu:2"], device="cpu:1")
+    for options in ({"device": "cpu:0"}, {"devices": on(0, 1)}):
+        refused(ValueError, "the network is on [cpu(1), cpu(2)]; received "
+                "[cpu(0)]. Evaluate where it is.", replicas, data(),
+                **options)
+    refused(ValueError, "a list of callables runs where it is told; received "
+            "2 and no device. Pass devices=, one for each, or device= for "
+            "one alone.", [f, f], data())
+    with pytest.raises(ValueError, match="a list of callables runs where"):
+        mgpu.evaluate_accuracy_gpu(lambda x: x, data())
+    refused(ValueError, "one callable per device is wanted; received 1 for "
+            "[cpu(1), cpu(2)]. Pass as many devices as callables.", [f],
+            data(), devices=on(1, 2))
+    for source in ([], iter([])):
+        refused(ValueError, "an accuracy needs one example or more; received "
+                "none. Use a data iterator that can be gone through again, "
+                "such as a list.", replicas, source)
+    wanted = {"mxnet": "gluon.Block", "torch": "torch.nn.Module"}
+    refused(TypeError, f"the {engine.name} backend takes a "
+            f"{wanted[engine.name]}; received builtins.int. Choose the "
+            "engine with mgpu.set_backend before the network is made.", 3,
+            data())
+    X, y = data()[0]
+    refused(ValueError, "X and y must have equally many rows; received 16 "
+            "and 15. Cut them to one length.", replicas, [(X, y[:15])])
+    foreign, name = foreign_array(engine)
+    refused(TypeError, refusal_of_foreign(engine, name), replicas,
+            [(foreign, np.zeros(3))])
+    with pytest.raises(ValueError, match="each device may be named once"):
+        mgpu.evaluate_accuracy_gpus(replicas, data(), devices=on(1, 1))
+
+
+def test_a_block_is_evaluated_where_it_is(engine):
+    """Contexts are real on MXNet; on torch every CPU device is the CPU."""
+    net = native(engine, on(1, 2))
+    if engine.name == "torch":
+        assert mgpu.evaluate_accuracy_gpus(net, data(), devices=on(0, 3)) \
+            == exact()
+        return
+    with pytest.raises(ValueError, match=r"the network is on \[cpu\(1\), "
+                       r"cpu\(2\)\]; received \[cpu\(0\)\]. Evaluate where"):
+        mgpu.evaluate_accuracy_gpus(net, data(), device="cpu:0")

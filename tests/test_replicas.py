@@ -1,0 +1,1188 @@
+"""`initialize`, `Replicas`, `Parameter` and `get_params`, with the users' own
+native networks."""
+import copy
+import warnings
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import (ENGINES, assert_bit_equal, convnet, mlp,
+                     relative_difference, using_engine)
+from mgpu import initializers
+
+MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
+TORCH = [engine for engine in ENGINES if engine == "torch"]
+#: names, kinds and shapes of `helpers.convnet`, in the order of the layers
+CONVNET = [
+    ("0.weight", "weight", (4, 2, 3, 3)), ("0.bias", "bias", (4,)),
+    ("1.gamma", "gamma", (4,)), ("1.beta", "beta", (4,)),
+    ("4.weight", "weight", (5, 4, 3, 3)), ("4.bias", "bias", (5,)),
+    ("5.gamma", "gamma", (5,)), ("5.beta", "beta", (5,)),
+    ("9.weight", "weight", (3, 5)), ("9.bias", "bias", (3,)),
+    ("1.running_mean", "running_mean", (4,)),
+    ("1.running_var", "running_var", (4,)),
+    ("5.running_mean", "running_mean", (5,)),
+    ("5.running_var", "running_var", (5,))]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    """The Backend object; MXNet with both of its array families."""
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def on(*numbers):
+    return [mgpu.cpu(i) for i in numbers]
+
+
+def images(n, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(n, 2, 6, 6)).astype(dtype)
+
+
+def table(n, dtype="float32", seed=0):
+    return np.random.default_rng(seed).normal(size=(n, 6)).astype(dtype)
+
+
+def shards_of(x, replicas):
+    return mgpu.split_and_load(x, replicas.devices, even_split=False)
+
+
+def train(replicas, x, steps=1, **options):
+    """A few steps on the sum of squares of the outputs."""
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125,
+                                             **options})
+    for _ in range(steps):
+        with mgpu.record():
+            losses = [(out * out).reshape((len(out), -1)).sum(1)
+                      for out in replicas(shards_of(x, replicas))
+                      if out is not None]
+        mgpu.backward(losses)
+        trainer.step(len(x))
+
+
+def on_each(replicas):
+    """Name -> the values on every device, as NumPy arrays."""
+    return {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
+            for p in (*replicas.params(), *replicas.statistics())}
+
+
+def assert_all_equal(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert_bit_equal(a[name], b[name])
+
+
+# -- initialize: values -------------------------------------------------------
+
+@pytest.mark.parametrize("init", [
+    None, initializers.Normal(0.5), "xavier", initializers.MSRAPrelu(),
+    initializers.Orthogonal()], ids=str)
+def test_every_device_and_engine_start_from_the_drawn_bits(
+        engine, devices, init):
+    """What NumPy draws for (seed, number) is what stands on every device: so
+    any two devices, and any two engines, have the same bits."""
+    replicas = mgpu.initialize(convnet(engine), devices, init, seed=3)
+    found = on_each(replicas)
+    assert list(found) == [name for name, *_ in CONVNET]
+    by_kind = {"bias": 0, "gamma": 1, "beta": 0, "running_mean": 0,
+               "running_var": 1}
+    for number, (name, kind, shape) in enumerate(CONVNET):
+        wanted = initializers.draw_parameter(
+            kind, shape, "float32", init, seed=3, index=number)
+        assert len(found[name]) == len(devices)
+        for value in found[name]:
+            assert_bit_equal(value, wanted)
+        if kind in by_kind:
+            assert (wanted == by_kind[kind]).all()
+        else:
+            assert len(np.unique(wanted)) > shape[0]    # truly drawn
+    assert [p.kind for p in replicas.params() + replicas.statistics()] \
+        == [kind for _, kind, _ in CONVNET]
+    assert len(replicas) == len(devices) and replicas.devices == devices
+
+
+def test_another_seed_draws_other_weights(engine):
+    a, b = (mgpu.initialize(mlp(engine), on(0), seed=seed).export_numpy()
+            for seed in (0, 1))
+    assert not (a["0.weight"] == b["0.weight"]).any()
+
+
+def test_devices_do_not_share_memory(engine):
+    """Two logical devices share one RAM, and their values must not."""
+    replicas = mgpu.initialize(convnet(engine), on(0, 1, 2))
+    for p in replicas.params() + replicas.statistics():
+        with mgpu.no_grad():
+            p.list_data()[1][:] = 7
+        for i, value in enumerate(map(mgpu.to_numpy, p.list_data())):
+            assert (value == 7).all() == (i == 1), (p.name, i)
+
+
+def test_the_users_network_is_the_one_that_is_trained(engine):
+    net = mlp(engine)
+    replicas = mgpu.initialize(net, on(0, 1))
+    assert replicas.net is net
+    train(replicas, table(4))
+    x = mgpu.put(table(3), mgpu.cpu(0))
+    # A native call: what the user's own code would do with the network.
+    assert_bit_equal(engine.to_numpy(net(x)),
+                     mgpu.to_numpy(replicas[0](x)))
+
+
+# -- initialize: unknown shapes -----------------------------------------------
+
+def deferred(engine, build):
+    return build(engine, deferred=True)
+
+
+@pytest.mark.parametrize("build, x", [(mlp, table(4)), (convnet, images(4))],
+                         ids=["mlp", "convnet"])
+def test_a_sample_completes_unknown_shapes(engine, devices, build, x):
+    wanted = on_each(mgpu.initialize(build(engine), devices, seed=5))
+    for sample in (x[:1], mgpu.put(x[:1], devices[0])):
+        replicas = mgpu.initialize(build(engine, deferred=True), devices,
+                                   seed=5, sample=sample)
+        assert_all_equal(on_each(replicas), wanted)
+
+
+@pytest.mark.parametrize("build, x", [(mlp, table(4)), (convnet, images(4))],
+                         ids=["mlp", "convnet"])
+@pytest.mark.parametrize("recording", [True, False])
+def test_the_first_forward_completes_unknown_shapes(
+        engine, devices, build, x, recording):
+    explicit = mgpu.initialize(build(engine), devices, seed=5)
+    replicas = mgpu.initialize(build(engine, deferred=True), devices, seed=5)
+    early = replicas.params()
+    assert early[0].shape is None
+    for read in (early[0].data, early[0].list_grad, replicas.export_numpy,
+                 replicas[0].arrays, lambda: early[0].set_data(0),
+                 lambda: replicas.import_numpy({})):
+        with pytest.raises(RuntimeError, match="a shape is unknown until the "
+                           "first forward pass. Run one, or pass sample="):
+            read()
+    with engine.scope(recording=recording):
+        outputs = replicas(shards_of(x, replicas))
+        expected = explicit(shards_of(x, explicit))
+    for a, b in zip(outputs, expected):
+        assert_bit_equal(mgpu.to_numpy(a), mgpu.to_numpy(b))
+    assert_all_equal(on_each(replicas), on_each(explicit))
+    assert early[0].shape == replicas.params()[0].shape
+    assert_bit_equal(mgpu.to_numpy(early[0].data()),
+                     mgpu.to_numpy(explicit.params()[0].data()))
+    train(replicas, x)      # and not drawn again by the next forward pass
+    assert (on_each(replicas)["0.weight"][0]
+            != on_each(explicit)["0.weight"][0]).any()
+
+
+def test_replicas_that_first_run_in_threads_are_drawn_once(engine, devices):
+    """`parallel` calls each of them at the same time."""
+    explicit = on_each(mgpu.initialize(convnet(engine), devices))
+    for _ in range(5):
+        replicas = mgpu.initialize(convnet(engine, deferred=True), devices)
+        mgpu.parallel(lambda replica, x: replica(x), replicas,
+                      shards_of(images(4), replicas))
+        assert_all_equal(on_each(replicas), explicit)
+
+
+# -- initialize: "keep", dtype, again -----------------------------------------
+
+def with_values(engine, net, seed=1):
+    """Give a native network values of its own, by the engine's own means."""
+    rng = np.random.default_rng(seed)
+    if engine.name == "mxnet":
+        net.initialize()
+        for p in net.collect_params().values():
+            p.set_data(engine.put(
+                rng.uniform(1, 9, p.shape).astype("float32"), mgpu.cpu(0)))
+    else:
+        for tensor in net.state_dict().values():
+            tensor.copy_(engine.put(np.array(
+                rng.uniform(1, 9, tensor.shape)), mgpu.cpu(0)))
+    return net
+
+
+def native_values(engine, net):
+    if engine.name == "mxnet":
+        return {name: p.data(p.list_ctx()[0]).asnumpy() for name, p
+                in net._collect_params_with_prefix().items()}
+    return {name: engine.to_numpy(t) for name, t in net.state_dict().items()}
+
+
+def test_keep_keeps_all_of_the_networks_own_values(engine, devices):
+    net = with_values(engine, convnet(engine))
+    own = native_values(engine, net)
+    replicas = mgpu.initialize(net, devices, "keep")
+    assert_all_equal(native_values(engine, net), own)
+    x = images(4)
+    outputs = [mgpu.to_numpy(replicas[i](mgpu.put(x, device)))
+               for i, device in enumerate(devices)]
+    assert np.ptp(outputs[0]) > 0
+    for name, values in on_each(replicas).items():
+        for i, value in enumerate(values):
+            assert_bit_equal(value, values[0])
+    for output in outputs:
+        assert_bit_equal(output, outputs[0])
+
+
+def test_keep_goes_on_from_a_trained_network(engine):
+    """Elsewhere, with more devices and in float64."""
+    replicas = mgpu.initialize(mlp(engine), on(0))
+    train(replicas, table(4))
+    trained = replicas.export_numpy()
+    again = mgpu.initialize(replicas.net, on(1, 2), "keep",
+                            force_reinit=True, dtype="float64")
+    assert again.devices == on(1, 2)
+    for name, values in on_each(again).items():
+        for value in values:
+            assert_bit_equal(value, trained[name].astype("float64"))
+
+
+def test_keep_wants_values(engine):
+    with pytest.raises(RuntimeError, match="init='keep' wants a network that "
+                       "has values; received one whose parameters are not "
+                       "initialized yet. Load or initialize it first"):
+        mgpu.initialize(mlp(engine, deferred=True), on(0), "keep")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_dtype_casts_parameters_and_statistics(engine, devices, lazy):
+    replicas = mgpu.initialize(convnet(engine, deferred=lazy), devices,
+                               seed=2, dtype="float64", sample=images(2))
+    for p in replicas.params() + replicas.statistics():
+        assert p.dtype == "float64"
+        assert p.list_data()[-1].dtype == replicas[0].arrays()[0].dtype
+        assert mgpu.to_numpy(p.data()).dtype == np.float64
+    # float32 is the float64 draw, rounded once
+    rounded = on_each(mgpu.initialize(convnet(engine), devices, seed=2))
+    for name, values in on_each(replicas).items():
+        assert_bit_equal(np.float32(values[0]), rounded[name][0])
+    outputs = replicas(shards_of(images(4, "float64"), replicas))
+    assert mgpu.to_numpy(outputs[0]).dtype == np.float64
+
+
+def test_a_second_initialize_is_refused_and_changes_nothing(engine):
+    net = mlp(engine)
+    replicas = mgpu.initialize(net, on(1, 2))
+    train(replicas, table(4))
+    before = on_each(replicas)
+    with pytest.raises(RuntimeError, match=(
+            r"the network is initialized already, on \[cpu\(1\), cpu\(2\)\]; "
+            "pass force_reinit=True to draw it again")):
+        mgpu.initialize(net, on(0), dtype="float64")
+    assert_all_equal(on_each(replicas), before)
+
+
+def test_force_reinit_redraws_a_trained_network(engine, devices):
+    """Weights and running statistics, as if it had never been trained."""
+    net = convnet(engine)
+    replicas = mgpu.initialize(net, on(0, 1), seed=4)
+    fresh = replicas.export_numpy()
+    train(replicas, images(6), steps=2)
+    with warnings.catch_warnings():     # the devices' statistics differ
+        warnings.simplefilter("ignore", UserWarning)
+        trained = replicas.export_numpy()
+    for name in ("0.weight", "5.running_mean", "1.running_var"):
+        assert (trained[name] != fresh[name]).any()
+    again = mgpu.initialize(net, devices, seed=4, force_reinit=True)
+    assert again.net is net and again.devices == devices
+    redrawn = again.export_numpy()
+    assert_all_equal(redrawn, fresh)    # torch's batch counters too
+    train(again, images(6))
+    assert (again.export_numpy(device=devices[0])["0.weight"]
+            != fresh["0.weight"]).any()
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_layers_own_gluon_initialiser_wins(name, devices):
+    with using_engine(name):
+        import mxnet as mx
+        net = mx.gluon.nn.HybridSequential()
+        net.add(mx.gluon.nn.Dense(
+            5, in_units=6, bias_initializer="ones",
+            weight_initializer=mx.init.Xavier(magnitude=2)),
+            mx.gluon.nn.Dense(
+                3, in_units=5, bias_initializer=mx.init.Constant(0.5),
+                weight_initializer=mx.init.Normal(0.25)),
+            mx.gluon.nn.PReLU())
+        found = on_each(mgpu.initialize(net, devices, "orthogonal", seed=1))
+    own = [("0.weight", ("xavier", {"magnitude": 2})),
+           ("0.bias", ("ones", {})), ("1.weight", ("normal", {"sigma": .25})),
+           ("1.bias", ("constant", {"value": 0.5})),
+           ("2.alpha", ("constant", {"value": 0.25}))]
+    assert list(found) == [name for name, _ in own]
+    for number, (name, init) in enumerate(own):
+        wanted = initializers.draw_parameter(
+            "weight", found[name][0].shape, "float32", None, seed=1,
+            index=number, own=init)
+        for value in found[name]:
+            assert_bit_equal(value, wanted)
+    assert (found["0.bias"][0] == 1).all()
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("options", [{}, {"f": len}], ids=str)
+def test_a_layers_own_initialiser_that_numpy_does_not_have(name, options):
+    """Is refused, before a change: silence would draw something else."""
+    with using_engine(name) as engine:
+        import mxnet as mx
+
+        class Own(mx.init.Initializer):
+            def _init_weight(self, _, arr):
+                arr[:] = 5
+        net = mx.gluon.nn.Dense(3, in_units=6,
+                                weight_initializer=Own(**options))
+        with_values(engine, net)
+        before = native_values(engine, net)
+        with pytest.raises(ValueError, match="unknown initialiser; received "
+                           "'own'"):
+            mgpu.initialize(net, on(0, 1))
+        assert_all_equal(native_values(engine, net), before)
+
+
+def with_buffer(engine):
+    """Adds to its input a number that is neither trained nor drawn: 7."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+
+        class Net(gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.dense = gluon.nn.Dense(3, in_units=6)
+                self.offset = self.params.get(
+                    "offset", shape=(1,), grad_req="null", init="zeros")
+
+            def forward(self, x):
+                return self.dense(x) + self.offset.data(x.ctx)
+        net = Net()
+        net.initialize()
+        net.offset.set_data(engine.put(np.float32([7]), mgpu.cpu(0)))
+        return net
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = torch.nn.Linear(6, 3)
+            self.register_buffer("offset", torch.tensor([7.0]))
+
+        def forward(self, x):
+            return self.dense(x) + self.offset
+    return Net()
+
+
+def test_other_buffers_are_copied_as_they_are(engine, devices):
+    replicas = mgpu.initialize(with_buffer(engine), devices, "zeros")
+    offset, = replicas.buffers()
+    assert (offset.name, offset.kind, offset.grad_req) \
+        == ("offset", "other", "null")
+    for i, device in enumerate(devices):
+        found = mgpu.to_numpy(replicas[i](mgpu.put(table(2), device)))
+        assert_bit_equal(found, np.full((2, 3), 7, "float32"))
+    train(replicas, table(4))
+    for value in offset.list_data():
+        assert mgpu.to_numpy(value).tolist() == [7]
+    values = replicas.export_numpy()
+    assert values.pop("offset").tolist() == [7]
+    replicas.import_numpy(values)       # the other engine may not have it
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_parameter_without_axes(name, devices):
+    with using_engine(name):
+        import torch
+
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+            def forward(self, x):
+                return x * self.scale
+        replicas = mgpu.initialize(Net(), devices, "keep")
+        train(replicas, np.ones((2, 6), "float32"))     # idle devices too
+        for value in replicas.params()[0].list_data():
+            # 2 - 0.125 * (2 rows * 6 numbers * 2 * 2) / 2
+            assert mgpu.to_numpy(value) == -1.0
+        replicas.zero_grad()
+        replicas.params()[0].set_data(4.0)
+        assert replicas.export_numpy() == {"scale": np.float32(4)}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_prelu_starts_as_in_gluon(name):
+    with using_engine(name):
+        import torch
+        replicas = mgpu.initialize(torch.nn.PReLU(), on(0), "normal")
+        assert replicas.export_numpy() == {"weight": np.float32(0.25)}
+
+
+@pytest.mark.parametrize("wrong, error, text", [
+    (dict(batch_norm="joint"), ValueError,
+     "unknown batch_norm; received 'joint'. Use one of 'per_device', "
+     "'average', 'sync'."),
+    (dict(dtype="int32"), ValueError,
+     "unknown dtype; received 'int32'. Use one of 'float16', 'float32', "
+     "'float64'."),
+    (dict(seed=-1), ValueError,
+     "seed must be a whole number, 0 or more; received -1."),
+    (dict(seed=1.5), ValueError,
+     "seed must be a whole number, 0 or more; received 1.5."),
+    (dict(init="kaiming"), ValueError, "'kaiming'"),
+    (dict(init=0.01), TypeError, "0.01"),
+    (dict(init="orthogonal", dtype="float64"), ValueError,
+     "Orthogonal needs a weight of at least two axes"),
+    (dict(devices=[]), ValueError, "at least one device is needed"),
+    (dict(devices=["cpu:1", "cpu:0", "cpu:1"]), ValueError,
+     "each device may be named once; received [cpu(1), cpu(0), cpu(1)]"),
+    (dict(devices=["cpu:0", "gpu:99"]), ValueError, "gpu(99) is not there"),
+    (dict(devices="tpu"), ValueError, "unknown device; received 'tpu'"),
+], ids=str)
+def test_wrong_arguments_are_refused_before_a_change(
+        engine, wrong, error, text):
+    net = with_values(engine, vector_net(engine))
+    before = native_values(engine, net)
+    with pytest.raises(error) as caught:
+        mgpu.initialize(**{"net": net, "devices": on(0, 1), **wrong})
+    assert text in str(caught.value)
+    assert_all_equal(native_values(engine, net), before)
+    mgpu.initialize(net, on(0, 1))      # it was not initialised
+
+
+def vector_net(engine):
+    """A dense layer whose output is scaled by a vector."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+
+        class Net(gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.dense = gluon.nn.Dense(5, in_units=6)
+                self.scale = self.params.get("scale", shape=(5,))
+
+            def hybrid_forward(self, F, x, scale):
+                y = self.dense(x)
+                return y * scale if F is not None else y
+        return Net()
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(5))
+            self.dense = torch.nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.dense(x) * self.scale
+    return Net()
+
+
+@pytest.mark.parametrize("net", [None, [], lambda x: x, np.ones(3)],
+                         ids=["None", "list", "function", "array"])
+def test_what_is_no_network_is_refused(engine, net):
+    wanted = {"mxnet": "gluon.Block", "torch": "torch.nn.Module"}
+    with pytest.raises(TypeError, match=f"the {engine.name} backend takes a "
+                       f"{wanted[engine.name]}; received"):
+        mgpu.initialize(net, on(0))
+
+
+@pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS
+                                         for b in BACKENDS if a != b])
+def test_the_other_frameworks_network_is_refused(ours, other):
+    with mgpu.using_backend(other) as backend:
+        net = mlp(backend)
+    with mgpu.using_backend(ours), pytest.raises(TypeError, match=(
+            f"the {ours} backend takes a .*; received {other}.*Sequential. "
+            "Choose the engine with mgpu.set_backend")):
+        mgpu.initialize(net, on(0))
+
+
+# -- native networks of all kinds ---------------------------------------------
+
+@pytest.mark.parametrize("name", MXNET)
+def test_gluon_code_of_each_array_family(name, devices):
+    """A legacy `hybrid_forward` (which breaks in NumPy mode) and one of
+    `mx.np` (which breaks outside of it), each in its own mode, which stays
+    as it is."""
+    with using_engine(name) as engine:
+        import mxnet as mx
+        numpy_mode = mx.npx.is_np_array(), mx.npx.is_np_shape()
+
+        class Legacy(mx.gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.dense = mx.gluon.nn.Dense(3, in_units=6)
+
+            def hybrid_forward(self, F, x):
+                # In legacy shapes 0 keeps an axis; elemwise_add is legacy.
+                x = F.reshape(x, shape=(0, -1))
+                return F.elemwise_add(self.dense(F.relu(x)), self.dense(x))
+
+        class Modern(Legacy):
+            def hybrid_forward(self, F, x):
+                x = F.np.reshape(x, (-1, 6))
+                return self.dense(F.npx.relu(x)) + self.dense(x)
+        net = (Modern if name == "mxnet-np" else Legacy)()
+        replicas = mgpu.initialize(net, devices, "xavier", dtype="float64")
+        x = table(4, "float64").reshape(4, 2, 3)
+        before = on_each(replicas)["dense.weight"][0]
+        outputs = replicas(shards_of(x, replicas))
+        assert all(type(out) is type(mgpu.put(x, mgpu.cpu(0)))
+                   for out in outputs if out is not None)
+        flat = x.reshape(4, 6)
+        wanted = (np.maximum(flat, 0) + flat) @ before.T
+        found = np.concatenate([mgpu.to_numpy(out) for out in outputs
+                                if out is not None])
+        # float64 and sums of six products
+        assert relative_difference(found, wanted) < 1e-14
+        train(replicas, x)
+        after = on_each(replicas)["dense.weight"]
+        assert (after[0] != before).any()
+        for value in after:
+            assert_bit_equal(value, after[0])
+        assert (mx.npx.is_np_array(), mx.npx.is_np_shape()) == numpy_mode
+    assert not mx.npx.is_np_array()
+    del engine
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_network_runs_in_the_family_of_its_input(name):
+    """Whatever mode the calling thread is in."""
+    with using_engine(name):
+        replicas = mgpu.initialize(convnet(mgpu.get_backend()), on(0, 1))
+        shards = shards_of(images(4), replicas)
+        wanted = [mgpu.to_numpy(out) for out in replicas(shards)]
+    for other in MXNET:
+        with using_engine(other):
+            for a, b in zip(replicas(shards), wanted):
+                assert type(a) is type(shards[0])
+                assert_bit_equal(mgpu.to_numpy(a), b)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_hybridized_networks(name, devices, lazy):
+    with using_engine(name) as engine:
+        results = []
+        for hybridize in (False, True):
+            net = convnet(engine, deferred=lazy)
+            if hybridize:
+                net.hybridize()
+            replicas = mgpu.initialize(net, devices, "xavier", seed=6,
+                                       dtype="float64")
+            x = images(5, "float64")
+            train(replicas, x, steps=2)
+            results.append(on_each(replicas))
+            again = mgpu.initialize(net, devices, "xavier", seed=6,
+                                    force_reinit=True)
+            train(again, x, steps=2)
+            assert_all_equal(on_each(again), results[-1])
+        for label in results[0]:
+            for a, b in zip(results[0][label], results[1][label]):
+                # The compiled graph may add in another order: float64.
+                assert relative_difference(a, b, floor=1e-3) < 1e-12, label
+
+
+def tied(engine, tie):
+    """Two dense layers (4, 4) that share weight and bias, or not."""
+    if engine.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        first = nn.Dense(4, in_units=4)
+        net.add(first, nn.Activation("relu"), nn.Dense(
+            4, in_units=4, params=first.params if tie else None))
+        return net
+    from torch import nn
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    if tie:
+        net[2].weight, net[2].bias = net[0].weight, net[0].bias
+    return net
+
+
+def test_shared_parameters(engine, devices):
+    """One entry, whose gradient is the sum over both uses, moved once."""
+    x = table(5, "float64")[:, :4]
+    both = []
+    for tie in (True, False):
+        replicas = mgpu.initialize(tied(engine, tie), devices, "xavier",
+                                   dtype="float64")
+        if not tie:     # the same values in both layers
+            values = replicas.export_numpy()
+            for kind in ("weight", "bias"):
+                values[f"2.{kind}"] = values[f"0.{kind}"]
+            replicas.import_numpy(values)
+        start = on_each(replicas)
+        train(replicas, x)
+        both.append((start, on_each(replicas)))
+    (start, tied_now), (_, apart) = both
+    assert list(tied_now) == ["0.weight", "0.bias"]
+    for kind in ("weight", "bias"):
+        for i in range(len(devices)):
+            moves = [apart[f"{layer}.{kind}"][i] - start[f"0.{kind}"][i]
+                     for layer in (0, 2)]
+            move = tied_now[f"0.{kind}"][i] - start[f"0.{kind}"][i]
+            assert np.abs(move).max() > 0
+            # float64; the differences cancel three digits
+            assert relative_difference(move, moves[0] + moves[1]) < 1e-12
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_nothing_of_a_torch_users_module_is_changed(name):
+    with using_engine(name):
+        import torch
+        from torch import nn
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.bn, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
+                self.calls, self.fail = 0, False
+
+            def forward(self, x):
+                self.calls += 1
+                if self.fail:
+                    raise KeyError("the user's own")
+                return self.drop(self.bn(x))
+        net = nn.Sequential(Block(), nn.Linear(6, 3))
+        net[0].bn.eval()        # a mixture of flags
+        hooked = []
+        net[1].register_forward_hook(lambda *_: hooked.append(1))
+        keys = list(net.state_dict())
+        flags = [m.training for m in net.modules()]
+        members = [sorted(vars(m)) for m in net.modules()]
+        kinds = [type(m) for m in net.modules()]
+        forwards = [m.forward.__func__ for m in net.modules()]
+        replicas = mgpu.initialize(net, on(0, 1))
+        train(replicas, table(5))
+        replicas(shards_of(table(5), replicas))
+        mgpu.evaluate_accuracy_gpus(replicas, [(table(5), np.zeros(5))])
+        assert net[0].calls == 3 and len(hooked) == 6   # hooks on replicas
+        net[0].fail = True
+        for scope in (mgpu.record, mgpu.no_grad):
+            with scope(), pytest.raises(KeyError, match="the user's own"):
+                replicas(shards_of(table(5), replicas))
+        assert list(net.state_dict()) == keys
+        assert [m.training for m in net.modules()] == flags
+        assert [sorted(vars(m)) for m in net.modules()] == members
+        assert [type(m) for m in net.modules()] == kinds
+        assert [m.forward.__func__ for m in net.modules()] == forwards
+        net[0].fail = False
+        twin = copy.deepcopy(net)       # still an ordinary module
+        twin.load_state_dict(net.state_dict())
+        assert torch.equal(twin.eval()(torch.ones(2, 6)),
+                           net.eval()(torch.ones(2, 6)))
+
+
+# -- dropout ------------------------------------------------------------------
+
+def dropout(engine, rate):
+    if engine.name == "mxnet":
+        from mxnet.gluon import nn
+        return nn.Dropout(rate)
+    from torch import nn
+    return nn.Dropout(rate)
+
+
+def masks(replicas, seed, passes=2, rows=200):
+    """What dropout makes of ones: an array per pass and device."""
+    mgpu.seed(seed)
+    found = []
+    for _ in range(passes):
+        x = [mgpu.put(np.ones((rows, 10), "float32"), d)
+             for d in replicas.devices]
+        with mgpu.record():
+            found += [mgpu.to_numpy(out) for out in replicas(x)]
+    return found
+
+
+def test_dropout_is_reproducible_and_differs_between_devices(
+        engine, devices):
+    replicas = mgpu.initialize(dropout(engine, 0.25), devices)
+    first = masks(replicas, 5)
+    for a, b in zip(first, masks(replicas, 5)):
+        assert_bit_equal(a, b)
+    assert all((a != b).any() for a, b in zip(first, masks(replicas, 6)))
+    for i, a in enumerate(first):
+        assert set(np.unique(a)) == {np.float32(0), np.float32(1 / 0.75)}
+        # 2000 draws: the kept share is 0.75 +- 5 standard deviations
+        assert abs((a > 0).mean() - 0.75) < 5 * (0.75 * 0.25 / 2000) ** 0.5
+        for b in first[:i]:     # other devices, and the pass before
+            assert (a != b).any()
+    x = np.ones((3, 10), "float32")     # prediction leaves it as it is
+    for i, device in enumerate(devices):
+        assert_bit_equal(mgpu.to_numpy(replicas[i](mgpu.put(x, device))), x)
+
+
+def test_dropout_masks_do_not_depend_on_how_threads_interleave(engine):
+    replicas = mgpu.initialize(dropout(engine, 0.5), on(0, 1, 2, 3))
+    first = masks(replicas, 1, passes=1, rows=2000)
+    for _ in range(20):
+        for a, b in zip(first, masks(replicas, 1, passes=1, rows=2000)):
+            assert_bit_equal(a, b)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_functional_dropout_is_reproducible_too(name):
+    """It draws from the one stream that all of torch's threads share."""
+    with using_engine(name):
+        import torch
+
+        class Net(torch.nn.Module):
+            def forward(self, x):
+                return torch.nn.functional.dropout(x, 0.5, self.training)
+        replicas = mgpu.initialize(Net(), on(0, 1, 2, 3))
+        first = masks(replicas, 2)
+        assert all((a != b).any() for i, a in enumerate(first)
+                   for b in first[:i])
+        for _ in range(20):
+            torch.rand(3)       # what the user draws in between
+            for a, b in zip(first, masks(replicas, 2)):
+                assert_bit_equal(a, b)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_channel_dropout_drops_channels(name):
+    with using_engine(name):
+        from torch import nn
+        replicas = mgpu.initialize(nn.Dropout2d(0.5), on(0, 1))
+        mgpu.seed(0)
+        with mgpu.record():
+            outputs = replicas(shards_of(np.ones((8, 16, 3, 3), "float32"),
+                                         replicas))
+        for out in map(mgpu.to_numpy, outputs):
+            assert (out == out[:, :, :1, :1]).all()
+            assert set(np.unique(out)) == {0, 2}
+
+
+# -- calls --------------------------------------------------------------------
+
+def two_inputs(engine):
+    """``dense(a) + b``, also of one dict {"a": a, "b": b}."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+
+        class Net(gluon.Block):
+            def __init__(self):
+                super().__init__()
+                self.dense = gluon.nn.Dense(3, in_units=6)
+
+            def forward(self, a, b=None):
+                if b is None:
+                    a, b = a["a"], a["b"]
+                return self.dense(a) + b
+        return Net()
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = torch.nn.Linear(6, 3)
+
+        def forward(self, a, b=None):
+            if b is None:
+                a, b = a["a"], a["b"]
+            return self.dense(a) + b
+    return Net()
+
+
+def test_one_replica_and_all_replicas(engine, devices):
+    replicas = mgpu.initialize(mlp(engine), devices, "xavier")
+    x = table(9)
+    shards = shards_of(x, replicas)
+    whole = mgpu.to_numpy(replicas[0](mgpu.put(x, devices[0])))
+    outputs = replicas(shards)
+    alone = [replica(shard) for replica, shard in zip(replicas, shards)]
+    assert [r.device for r in replicas] == devices
+    for a, b in zip(outputs, alone):
+        assert_bit_equal(mgpu.to_numpy(a), mgpu.to_numpy(b))
+    # Another number of rows is another kernel: float32.
+    assert relative_difference(np.concatenate(
+        [mgpu.to_numpy(out) for out in outputs]), whole) < 1e-6
+
+
+def test_replicas_without_rows_do_not_run(engine, devices):
+    replicas = mgpu.initialize(convnet(engine), devices)
+    k = len(devices)
+    for shards in (shards_of(images(1), replicas),
+                   [mgpu.put(images(1), devices[0])] + [None] * (k - 1),
+                   [None] * (k - 1) + [mgpu.put(images(1), devices[-1])]):
+        with mgpu.record():
+            outputs = replicas(shards)
+        for shard, out in zip(shards, outputs):
+            runs = shard is not None and len(shard) > 0
+            assert (out is not None) == runs
+            assert out is None or tuple(out.shape) == (1, 3)
+
+
+def test_several_inputs(engine, devices):
+    replicas = mgpu.initialize(two_inputs(engine), devices, "xavier")
+    a, b = table(5), table(5, seed=1)[:, :3].copy()
+    a_shards, b_shards = shards_of(a, replicas), shards_of(b, replicas)
+    want = [None if out is None else mgpu.to_numpy(out)
+            for out in replicas(a_shards, b_shards)]
+    assert np.concatenate([w for w in want if w is not None]).shape == (5, 3)
+    for form in ((a, b), [a, b], {"a": a, "b": b}):
+        shards = shards_of(form, replicas)
+        assert type(shards[0]) is type(form)
+        for i, (out, w) in enumerate(zip(replicas(shards), want)):
+            assert (out is None) == (w is None)
+            if out is not None:
+                assert_bit_equal(mgpu.to_numpy(out), w)
+                assert_bit_equal(mgpu.to_numpy(replicas[i](shards[i])), w)
+        accuracy = mgpu.evaluate_accuracy_gpus(
+            replicas, [(form, np.concatenate([w for w in want if w is not
+                                              None]).argmax(1))])
+        assert accuracy == 1
+    out = replicas[0](a_shards[0], b_shards[0])
+    assert_bit_equal(mgpu.to_numpy(out), want[0])
+
+
+def test_wrong_calls_are_refused(engine):
+    replicas = mgpu.initialize(mlp(engine), on(0, 1))
+    x = mgpu.put(table(4), mgpu.cpu(0))
+    kind = type(x).__name__
+
+    def refused(error, text, call):
+        with pytest.raises(error) as caught:
+            call()
+        assert str(caught.value) == text
+    for bare, what in ((x, kind), (table(4), "ndarray"), (3.0, "float")):
+        refused(TypeError, "replicas take a list with one shard per device; "
+                f"received {what}. Use replicas(split_and_load(x, "
+                "replicas.devices)), or replicas[i](x) for the replica on "
+                "device i.", lambda: replicas(bare))
+    refused(ValueError, "2 replicas take 2 shards; received 1. Use "
+            "mgpu.split_batch, which always makes one per device.",
+            lambda: replicas([x]))
+    for shards in ([None, None], [x[:0], None]):
+        refused(ValueError, "at least one shard must hold rows; received 2 "
+                "empty ones. Leave an empty batch out.",
+                lambda: replicas(shards))
+    refused(ValueError, "a network runs on one row or more; replica 0 on "
+            "cpu(0) received none. Leave it out, or use replicas(shards), "
+            "which passes empty shards over.",
+            lambda: replicas[0](mgpu.put(table(4)[:0], mgpu.cpu(0))))
+    for wrong, what in ((table(4), "ndarray"), (None, "NoneType"),
+                        (1.5, "float"), ({}, "dict")):
+        refused(TypeError, "replica 1 on cpu(1) takes arrays of the "
+                f"{engine.name} backend; received {what}. Use mgpu.put(x, "
+                "cpu(1)).", lambda: replicas[1](wrong))
+        if wrong is not None:
+            refused(TypeError, "replica 1 on cpu(1) takes arrays of the "
+                    f"{engine.name} backend; received {what}. Use "
+                    "mgpu.put(x, cpu(1)).", lambda: replicas([x, wrong]))
+    refused(TypeError, "replica 1 on cpu(1) takes arrays of the "
+            f"{engine.name} backend; received no input. Use mgpu.put(x, "
+            "cpu(1)).", lambda: replicas[1]())
+
+
+@pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS
+                                         for b in BACKENDS if a != b])
+def test_the_other_frameworks_arrays_are_refused(ours, other):
+    with mgpu.using_backend(other):
+        foreign = mgpu.put(table(4), mgpu.cpu(0))
+    with mgpu.using_backend(ours) as backend:
+        replicas = mgpu.initialize(mlp(backend), on(0, 1))
+        for call in (lambda: replicas(foreign),
+                     lambda: replicas([foreign, foreign]),
+                     lambda: replicas([(foreign,), None]),
+                     lambda: replicas[0](foreign),
+                     lambda: replicas.params()[0].set_data(
+                         foreign[:5].reshape((4, 6))[:5]),
+                     lambda: mgpu.get_params([foreign], mgpu.cpu(0))):
+            with pytest.raises((TypeError, ValueError)) as caught:
+                call()
+            if caught.type is TypeError:
+                assert f"an array of the {ours} backend is wanted; " \
+                    f"received {other}." in str(caught.value)
+
+
+# -- modes --------------------------------------------------------------------
+
+def test_outside_of_record_a_replica_predicts_without_a_graph(
+        engine, devices):
+    """Whatever the user's own flags say, and whatever ran before."""
+    replicas = mgpu.initialize(convnet(engine), devices, "xavier",
+                               dtype="float64")
+    x = images(6, "float64")
+    train(replicas, x)
+    before = on_each(replicas)
+
+    def outputs(*scopes):
+        with contextlib_stack(*scopes):
+            return replicas([mgpu.put(x, d) for d in devices])
+
+    def numbers(outs):
+        return [mgpu.to_numpy(out) for out in outs]
+    predicted = outputs()
+    for outs in (outputs(mgpu.no_grad), outputs(mgpu.record, mgpu.no_grad),
+                 outputs(lambda: mgpu.record(train_mode=False))):
+        for a, b in zip(numbers(outs), numbers(predicted)):
+            assert_bit_equal(a, b)
+    with pytest.raises(RuntimeError, match="backward needs losses that were "
+                       r"computed inside mgpu.record\(\)"):
+        mgpu.backward(predicted)
+    for value in on_each(replicas).items():
+        assert_bit_equal(value[1], before[value[0]])
+    # Training normalises by the batch instead, and builds a graph.
+    trained = outputs(mgpu.record)
+    assert (numbers(trained)[0] != numbers(predicted)[0]).any()
+    mgpu.backward(trained)
+    # A recorded prediction has a graph too.
+    mgpu.backward(outputs(lambda: mgpu.record(train_mode=False)))
+
+
+def contextlib_stack(*scopes):
+    import contextlib
+    stack = contextlib.ExitStack()
+    for scope in scopes:
+        stack.enter_context(scope())
+    return stack
+
+
+# -- Parameter ----------------------------------------------------------------
+
+def test_reading_a_parameter(engine):
+    replicas = mgpu.initialize(mlp(engine), on(1, 3), "xavier")
+    p = replicas.params()[0]
+    assert (p.name, p.kind, p.shape, p.dtype, p.grad_req) \
+        == ("0.weight", "weight", (5, 6), "float32", "write")
+    assert repr(p) == "Parameter 0.weight (shape=(5, 6), dtype=float32)"
+    assert p.list_devices() == on(1, 3)
+    assert_bit_equal(mgpu.to_numpy(p.data()), mgpu.to_numpy(p.data("cpu:3")))
+    with mgpu.no_grad():    # the array itself, of that device alone
+        p.data(mgpu.cpu(3))[:] = 2
+    assert (mgpu.to_numpy(p.list_data()[1]) == 2).all()
+    assert (mgpu.to_numpy(replicas[1].arrays()[0]) == 2).all()
+    assert (mgpu.to_numpy(p.data()) != 2).all()
+    assert not mgpu.to_numpy(p.grad("cpu:1")).any()
+    for read in (p.data, p.grad, lambda device: replicas.export_numpy(
+            device=device)):
+        with pytest.raises(RuntimeError, match=(
+                r"parameter '0.weight' is not initialized on cpu\(0\); it "
+                r"lives on \[cpu\(1\), cpu\(3\)\]. Read it there, or")):
+            read(mgpu.cpu(0))
+
+
+def test_writing_a_parameter(engine, devices):
+    replicas = mgpu.initialize(mlp(engine), devices)
+    p = replicas.params()[0]
+    value = np.arange(30.0).reshape(5, 6)
+    for given in (value, mgpu.put(value, devices[-1])):
+        p.set_data(0 * value)
+        p.set_data(given)
+        for x in p.list_data():
+            assert_bit_equal(mgpu.to_numpy(x), value.astype("float32"))
+    with pytest.raises(ValueError, match=r"parameter '0.weight' has shape "
+                       r"\(5, 6\); received \(6, 5\). Reshape the value."):
+        p.set_data(value.T)
+    with mgpu.record():         # inside a recorded block too
+        p.set_data(value)
+        outputs = replicas([mgpu.put(table(4), d) for d in devices])
+    mgpu.backward(outputs)
+    assert all(mgpu.to_numpy(g).any() for g in p.list_grad())
+
+
+def test_zero_grad(engine, devices):
+    replicas = mgpu.initialize(convnet(engine), devices, "xavier")
+    replicas.params()[1].grad_req = "null"
+    with mgpu.record():
+        outputs = replicas([mgpu.put(images(2), d) for d in devices])
+    mgpu.backward(outputs)
+    first, *rest = [p for p in replicas.params() if p.grad_req != "null"]
+    held = first.list_grad()
+    first.zero_grad()
+    for g in held:              # in place
+        assert not mgpu.to_numpy(g).any()
+    assert all(mgpu.to_numpy(g).any() for g in rest[-1].list_grad())
+    replicas.zero_grad()
+    for p in rest:
+        for g in p.list_grad():
+            assert not mgpu.to_numpy(g).any()
+
+
+def test_freezing_and_unfreezing(engine, devices):
+    replicas = mgpu.initialize(mlp(engine), devices, "xavier")
+    weight, bias = replicas.params()[:2]
+    start = on_each(replicas)
+    weight.grad_req = "null"
+    assert weight.grad_req == "null" and bias.grad_req == "write"
+    assert replicas.grad_reqs() == {"0.weight": "null", "0.bias": "write",
+                                    "2.weight": "write", "2.bias": "write"}
+    assert weight in replicas.params()
+    train(replicas, table(8))
+    frozen = on_each(replicas)
+    for i in range(len(devices)):
+        assert_bit_equal(frozen["0.weight"][i], start["0.weight"][i])
+        assert (frozen["2.weight"][i] != start["2.weight"][i]).any()
+    with pytest.raises(ValueError, match="parameter '0.weight' has no "
+                       "gradient; its grad_req is 'null'"):
+        weight.list_grad()
+    weight.zero_grad()          # nothing to do, and no error
+    weight.grad_req = "write"
+    train(replicas, table(8))
+    for i in range(len(devices)):
+        now = on_each(replicas)["0.weight"][i]
+        assert (now != start["0.weight"][i]).any()
+        assert_bit_equal(now, on_each(replicas)["0.weight"][0])
+
+
+def test_wrong_grad_reqs_are_refused(engine):
+    replicas = mgpu.initialize(convnet(engine), on(0, 1))
+    with pytest.raises(ValueError, match="unknown grad_req; received 'no'. "
+                       "Use 'write', 'add' or 'null'."):
+        replicas.params()[0].grad_req = "no"
+    mean = replicas.statistics()[0]
+    with pytest.raises(ValueError, match="a buffer has no gradient; received "
+                       "grad_req='write' for '1.running_mean'"):
+        mean.grad_req = "write"
+    assert mean.grad_req == "null"
+    train(replicas, images(4))      # and the network still trains
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_bias_learns_while_its_weight_is_frozen(engine, devices, dtype):
+    """Frozen before `initialize`, by the framework's own means. (Gluon's own
+    Dense layer in float32 leaves the gradient of such a bias at zero: the
+    oneDNN kernel computes it only together with that of the weight.)"""
+    net = mlp(engine)
+    if engine.name == "mxnet":
+        net[0].weight.grad_req = "null"
+    else:
+        net[0].weight.requires_grad = False
+    replicas = mgpu.initialize(net, devices, "xavier", seed=1, dtype=dtype)
+    start = on_each(replicas)
+    other = mgpu.initialize(mlp(engine), devices, "xavier", seed=1,
+                            dtype=dtype)
+    assert_all_equal(start, on_each(other))     # drawn all the same
+    train(replicas, table(8, dtype))
+    train(other, table(8, dtype))
+    now, wanted = on_each(replicas), on_each(other)
+    for i in range(len(devices)):
+        assert_bit_equal(now["0.weight"][i], start["0.weight"][i])
+        for name in ("0.bias", "2.weight", "2.bias"):
+            assert (now[name][i] != start[name][i]).any()
+            # Another kernel without the weight: rounding of the dtype.
+            assert relative_difference(now[name][i], wanted[name][i]) \
+                < {"float32": 1e-6, "float64": 1e-14}[dtype], name
+
+
+# -- values through NumPy -----------------------------------------------------
+
+@pytest.mark.parametrize("source", ENGINES)
+@pytest.mark.parametrize("target", ENGINES)
+def test_values_cross_engines_and_device_counts(source, target):
+    with using_engine(source) as engine:
+        a = mgpu.initialize(convnet(engine), on(0, 1), "xavier",
+                            batch_norm="average", dtype="float64")
+        train(a, images(6, "float64"))
+        values = a.export_numpy()
+        x = images(3, "float64")
+        wanted = mgpu.to_numpy(a[0](mgpu.put(x, mgpu.cpu(0))))
+    with using_engine(target) as engine:
+        b = mgpu.initialize(convnet(engine), on(2, 3, 4), dtype="float64")
+        b.import_numpy(values)
+        for p in b.params() + b.statistics():
+            for value in p.list_data():
+                assert_bit_equal(mgpu.to_numpy(value), values[p.name])
+        for i, device in enumerate(b.devices):
+            found = mgpu.to_numpy(b[i](mgpu.put(x, device)))
+            # float64, and two engines' own convolutions
+            assert relative_difference(found, wanted) < 1e-13
+        # A copy on both ways: nothing is shared with what was handed over.
+        values["0.weight"][:] = 0
+        assert mgpu.to_numpy(b.params()[0].data()).any()
+
+
+def test_every_devices_statistics_survive(engine, devices):
+    replicas = mgpu.initialize(convnet(engine), devices)
+    k = len(devices)
+    for i in range(k):
+        for p in replicas.statistics():
+            p.list_data()[i][:] = i + 1
+    if k == 1:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert replicas.export_numpy()["1.running_var"].tolist() \
+                == [1] * 4
+    else:
+        with pytest.warns(UserWarning, match="4 running statistics differ "
+                          "between devices .* Pass all_devices=True"):
+            mean = replicas.export_numpy()
+        assert mean["1.running_var"].tolist() == [(k + 1) / 2] * 4
+    every = replicas.export_numpy(all_devices=True)
+    for i, device in enumerate(devices):
+        one = replicas.export_numpy(device=device)
+        assert one["1.running_mean"].tolist() == [i + 1] * 4
+        row = every["1.running_mean"] if k == 1 else every["1.running_mean"][i]
+        assert_bit_equal(row, one["1.running_mean"])
+    for p in replicas.statistics():
+        p.set_data(np.zeros(p.shape))
+    replicas.import_numpy(every)
+    assert_all_equal(replicas.export_numpy(all_devices=True), every)
+    with pytest.raises(ValueError, match="one device's statistics or those "
+                       "of all are exported; received device="):
+        replicas.export_numpy(device=devices[0], all_devices=True)
+
+
+@pytest.mark.parametrize("change, text", [
+    (lambda v: v.pop("0.bias"), "missing 0.bias"),
+    (lambda v: v.update(extra=np.ones(1)), "unknown extra"),
+    (lambda v: v.update({"0.bias": np.ones(3)}),
+     "0.bias: shape (3,) instead of (4,)"),
+    (lambda v: v.update({"0.bias": np.array(["a"] * 4)}), "0.bias: dtype <U1"),
+    (lambda v: v.update({"1.running_var": np.ones((3, 4))}),
+     "1.running_var: shape (3, 4) instead of (4,)"),
+], ids=["missing", "unknown", "shape", "dtype", "devices"])
+def test_values_that_do_not_fit_are_refused(engine, change, text):
+    replicas = mgpu.initialize(convnet(engine), on(0, 1), "xavier")
+    before = on_each(replicas)
+    values = {name: value + 1 for name, value
+              in replicas.export_numpy().items()}
+    change(values)
+    with pytest.raises(ValueError) as caught:
+        replicas.import_numpy(values)
+    assert str(caught.value) == (
+        f"the values must be those of this network; received {text}. Use "
+        "what export_numpy of a network with the same layers gave.")
+    assert_all_equal(on_each(replicas), before)
+
+
+# -- get_params ---------------------------------------------------------------
+
+def test_get_params(engine, devices):
+    host = [np.arange(6.0).reshape(2, 3), np.arange(3, dtype="float32")]
+    native = [mgpu.put(x, mgpu.cpu(0)) for x in host]
+    for source in (host, native, tuple(host)):
+        for device in devices:
+            params = mgpu.get_params(source, device)
+            assert type(params) is list
+            for p, x in zip(params, host):
+                assert_bit_equal(mgpu.to_numpy(p), x)
+                assert_bit_equal(mgpu.to_numpy(mgpu.grad(p)), 0 * x)
+                with mgpu.no_grad():
+                    p[:] = 9
+    for x, y in zip(native, host):      # not shared
+        assert_bit_equal(mgpu.to_numpy(x), y)
+    named = mgpu.get_params({"W": host[0]}, "cpu:1", grad_req="add")
+    assert list(named) == ["W"]
+    for _ in range(2):
+        with mgpu.record():
+            loss = named["W"] * named["W"]
+        mgpu.backward(loss)
+    assert_bit_equal(mgpu.to_numpy(mgpu.grad(named["W"])), 4 * host[0])
+
+
+@pytest.mark.parametrize("arguments, error, text", [
+    ((np.ones((2, 3)), "cpu:0"), TypeError,
+     "params must be a list, or a dict, of arrays; received one ndarray"),
+    (([np.ones(2)], "cpu:0", "no"), ValueError, "unknown grad_req; received"),
+    (([np.ones(2)], "gpu:99"), ValueError, "gpu(99) is not there"),
+    (([np.ones(2)], ["cpu:0", "cpu:1"]), TypeError, "a device is wanted"),
+], ids=["bare", "grad_req", "gpu", "devices"])
+def test_wrong_get_params(engine, arguments, error, text):
+    with pytest.raises(error) as caught:
+        mgpu.get_params(*arguments)
+    assert text in str(caught.value)

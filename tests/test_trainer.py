@@ -1,0 +1,1026 @@
+"""`Trainer`: one meaning for any number of devices.
+
+Networks are in float64 and without batch norm unless a test says otherwise,
+so that K devices differ from one by rounding alone, about 1e-16 a step, and
+1e-12 leaves no room for another formula.
+"""
+import json
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp,
+                     relative_difference, using_engine)
+
+MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
+#: rows of successive batches: even, uneven, fewer than four devices, one
+ROWS = (8, 7, 3, 1, 6)
+#: the same in powers of two, which MXNet's float32 ``1 / rows`` holds exactly
+DYADIC = (8, 4, 2, 1, 8)
+OPTIMIZERS = [
+    ("sgd", {"learning_rate": 0.125, "momentum": 0.5, "wd": 0.25,
+             "clip_gradient": 0.25}),
+    ("nag", {"learning_rate": 0.125, "momentum": 0.5}),
+    ("adam", {"learning_rate": 0.125, "epsilon": 2.0 ** -10}),
+    ("nadam", {"learning_rate": 0.125, "epsilon": 2.0 ** -10}),
+    ("rmsprop", {"learning_rate": 2.0 ** -6, "centered": True,
+                 "epsilon": 2.0 ** -10}),
+    ("ftrl", {"learning_rate": 0.125}),
+]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def on(*numbers):
+    return [mgpu.cpu(i) for i in numbers]
+
+
+def initialize(net, devices, **options):
+    return mgpu.initialize(net, devices, "xavier", seed=1, dtype="float64",
+                           **options)
+
+
+def batch(rows, seed=0, width=6):
+    rng = np.random.default_rng([rows, seed])
+    return rng.normal(size=(rows, width)), rng.integers(0, 3, rows)
+
+
+def backward(replicas, X, y):
+    """Forward and backward passes on all devices, no step."""
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    Xs, ys = mgpu.split_batch(X, y, replicas.devices)
+    with mgpu.record():
+        losses = [None if out is None else loss(out, label)
+                  for out, label in zip(replicas(Xs), ys)]
+    mgpu.backward(losses)
+
+
+def train(replicas, trainer, batches=ROWS, first=0):
+    for seed, rows in enumerate(batches, first):
+        X, y = batch(rows, seed)
+        backward(replicas, X, y)
+        trainer.step(rows)
+
+
+def values(replicas):
+    """Name -> one array per device."""
+    return {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
+            for p in replicas.params()}
+
+
+def gradients(replicas):
+    return {p.name: [mgpu.to_numpy(g) for g in p.list_grad()]
+            for p in replicas.params() if p.grad_req != "null"}
+
+
+def assert_replicas_equal(found):
+    """All copies keep the same bits."""
+    for name, copies in found.items():
+        for copy in copies:
+            assert_bit_equal(copy, copies[0])
+
+
+def assert_close(found, wanted, limit=1e-12):
+    """The first device's arrays, tensor by tensor."""
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        gap = relative_difference(found[name][0], wanted[name][0])
+        assert gap < limit, (name, gap)
+
+
+def assert_unchanged(found, before):
+    assert found.keys() == before.keys()
+    for name in before:
+        for a, b in zip(found[name], before[name]):
+            assert_bit_equal(a, b)
+
+
+# -- K devices are one device -------------------------------------------------
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+@pytest.mark.parametrize("name, options", OPTIMIZERS,
+                         ids=[name for name, _ in OPTIMIZERS])
+def test_k_devices_are_one_device(backend, k, name, options):
+    """Also with uneven shards, and with devices that have no rows."""
+    results = []
+    for devices in (on(0), on(*range(k))):
+        replicas = initialize(mlp(backend), devices)
+        start = values(replicas)
+        trainer = mgpu.Trainer(replicas, name, options)
+        train(replicas, trainer)
+        assert trainer.num_update == len(ROWS)
+        results.append(values(replicas))
+        assert_replicas_equal(results[-1])
+    assert_close(results[1], results[0])
+    for label in start:     # and all moved
+        move = np.abs(results[0][label][0] - start[label][0]).max()
+        assert move > 1e-3, label
+
+
+def test_torch_semantics_on_every_engine(engine, devices):
+    """The same numbers as the real torch.optim, where torch is tested."""
+    options = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
+    replicas = initialize(mlp(engine), devices)
+    train(replicas, mgpu.Trainer(replicas, "sgd", options, semantics="torch"))
+    found = values(replicas)
+    assert_replicas_equal(found)
+    gluon = initialize(mlp(engine), devices)
+    train(gluon, mgpu.Trainer(gluon, "sgd", {
+        "learning_rate": 0.125, "momentum": 0.5, "wd": 0.25}))
+    # At a constant rate the two are one rule.
+    assert_close(found, values(gluon))
+    if "torch" in BACKENDS:
+        with mgpu.using_backend("torch") as backend:
+            import torch
+            one = initialize(mlp(backend), on(0))
+            environment = set(os.environ)   # torch.optim loads a compiler
+            native = torch.optim.SGD(one.net.parameters(), **options)
+            for name in set(os.environ) - environment:
+                del os.environ[name]
+            for seed, rows in enumerate(ROWS):
+                X, y = batch(rows, seed)
+                native.zero_grad()
+                torch.nn.functional.cross_entropy(
+                    one.net(torch.from_numpy(X)),
+                    torch.from_numpy(y)).backward()
+                native.step()
+            assert_close(found, values(one))
+
+
+# -- the real gluon.Trainer ---------------------------------------------------
+
+def gluons(name, options, setup=lambda net: None,
+           between=lambda trainer: None):
+    """The weights that the real `gluon.Trainer` reaches on one device."""
+    with using_engine("mxnet-nd") as backend:
+        from mxnet import autograd, gluon
+        net = initialize(mlp(backend), on(0)).net
+        setup(net)
+        trainer = gluon.Trainer(net.collect_params(), name, options)
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        for seed, n in enumerate(DYADIC):
+            X, y = (mgpu.put(a, mgpu.cpu(0)) for a in batch(n, seed))
+            with autograd.record():
+                losses = loss(net(X), y)
+            losses.backward()
+            trainer.step(n)
+            between(trainer)
+        return {name: [p.data().asnumpy()] for name, p
+                in net._collect_params_with_prefix().items()}
+
+
+GLUONS = [
+    ("sgd", {"learning_rate": 0.125, "momentum": 0.5, "wd": 0.25,
+             "clip_gradient": 0.25}, 1e-12),
+    ("nag", {"learning_rate": 0.125, "momentum": 0.5, "wd": 0.25}, 1e-12),
+    # Its kernel takes the rate with the bias correction in float32.
+    ("adam", {"learning_rate": 0.125, "beta1": 0.75, "beta2": 0.9375,
+              "epsilon": 2.0 ** -10, "wd": 0.25}, 1e-7),
+    ("nadam", {"learning_rate": 0.125, "beta1": 0.75, "beta2": 0.9375,
+               "epsilon": 2.0 ** -10, "schedule_decay": 0.5}, 1e-12),
+    ("signum", {"learning_rate": 0.125, "momentum": 0.5, "wd_lh": 0.25},
+     1e-12),
+]
+
+
+@pytest.mark.parametrize("name, options, limit", GLUONS if MXNET else [],
+                         ids=[name for name, *_ in GLUONS if MXNET])
+def test_the_real_gluon_trainer_on_one_device(
+        engine, devices, name, options, limit):
+    """Dyadic options, which MXNet's float32 scalars hold exactly."""
+    replicas = initialize(mlp(engine), devices)
+    train(replicas, mgpu.Trainer(replicas, name, options), DYADIC)
+    assert_close(values(replicas), gluons(name, options), limit)
+
+
+@pytest.mark.parametrize("engine_name", MXNET)
+def test_multipliers_of_gluons_parameters(engine_name, devices):
+    """``p.lr_mult`` and ``p.wd_mult`` of the user's network count."""
+    def setup(net):
+        net.collect_params(".*bias").setattr("lr_mult", 2.0)
+        net.collect_params(".*weight").setattr("wd_mult", 0.5)
+    options = {"learning_rate": 0.125, "wd": 0.25}
+    with using_engine(engine_name) as backend:
+        net = mlp(backend)
+        setup(net)
+        replicas = initialize(net, devices)
+        train(replicas, mgpu.Trainer(replicas, "sgd", options), DYADIC)
+        found = values(replicas)
+    assert_close(found, gluons("sgd", options, setup=setup))
+
+
+def test_multipliers_by_name(engine, devices):
+    """lr_mult and wd_mult of a plain SGD step, by its formula."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(
+        replicas, "sgd", {"learning_rate": 0.125, "wd": 0.25},
+        lr_mult={"0.weight": 0.5, "2.bias": 0.0}, wd_mult={"2.weight": 2.0})
+    start = values(replicas)
+    train(replicas, trainer, [6])
+    moved, summed = values(replicas), gradients(replicas)
+    for name, lr, wd in (("0.weight", 0.5, 1), ("0.bias", 1, 1),
+                         ("2.weight", 1, 2), ("2.bias", 0, 1)):
+        wanted = start[name][0] - 0.125 * lr * (
+            summed[name][0] / 6 + 0.25 * wd * start[name][0])
+        assert relative_difference(moved[name][0], wanted) < 1e-15
+
+
+@pytest.mark.parametrize("engine_name", MXNET)
+def test_the_schedule_of_the_real_gluon_trainer(engine_name, devices):
+    with using_engine(engine_name) as backend:
+        import mxnet as mx
+        replicas = initialize(mlp(backend), devices)
+        trainer = mgpu.Trainer(
+            replicas, "sgd", {"learning_rate": 0.5, "momentum": 0.5,
+                              "lr_scheduler": mgpu.lr_scheduler
+                              .FactorScheduler(step=2, factor=0.25)})
+        train(replicas, trainer, DYADIC)
+        found = values(replicas)
+    rates = []
+    assert_close(found, gluons(
+        "sgd", {"learning_rate": 0.5, "momentum": 0.5, "lr_scheduler":
+                mx.lr_scheduler.FactorScheduler(step=2, factor=0.25)},
+        between=lambda trainer: rates.append(trainer.learning_rate)))
+    assert trainer.learning_rate == rates[-1] == 0.5 / 16
+
+
+# -- learning rate ------------------------------------------------------------
+
+def test_the_learning_rate(engine):
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    assert trainer.learning_rate == 0.5
+    before = values(replicas)
+    trainer.set_learning_rate(0)
+    assert trainer.learning_rate == 0
+    train(replicas, trainer, [4])
+    assert_unchanged(values(replicas), before)
+    trainer.set_learning_rate(np.float64(0.25))
+    train(replicas, trainer, [4])
+    wanted = before["2.bias"][0] - 0.25 / 4 * gradients(replicas)["2.bias"][0]
+    assert relative_difference(values(replicas)["2.bias"][0], wanted) < 1e-15
+    for wrong, error, text in (
+            (-0.5, ValueError, "received -0.5"),
+            (float("nan"), ValueError, "received nan"),
+            (float("inf"), ValueError, "received inf"),
+            ("0.1", TypeError, "received '0.1' of type str"),
+            (True, TypeError, "received True of type bool")):
+        with pytest.raises(error) as caught:
+            trainer.set_learning_rate(wrong)
+        assert str(caught.value) == ("the learning rate must be a finite "
+                                     f"number, 0 or more; {text}.")
+    assert trainer.learning_rate == 0.25
+
+
+def test_a_schedule(engine):
+    """It is asked for the update that comes, from 1; the property tells the
+    rate of the last update, and of the first one before it."""
+    replicas = initialize(mlp(engine), on(0, 1))
+    asked = []
+
+    def schedule(number):
+        asked.append(number)
+        return 2.0 ** -number
+    trainer = mgpu.Trainer(replicas, "sgd", lr_scheduler=schedule)
+    assert trainer.learning_rate == 0.5
+    moves = []
+    for _ in range(3):
+        before = values(replicas)["2.bias"][0]
+        asked.clear()
+        train(replicas, trainer, [4])
+        assert asked == [len(moves) + 1]
+        moves.append((before - values(replicas)["2.bias"][0])
+                     / gradients(replicas)["2.bias"][0] * 4)
+    for number, move in enumerate(moves, 1):
+        # a difference of weights: rounding of 1e-16 over a move of 1e-2
+        assert relative_difference(move, np.full(3, 2.0 ** -number)) < 1e-12
+    assert trainer.learning_rate == 0.125
+    with pytest.raises(ValueError, match="the learning rate follows the "
+                       "trainer's lr_scheduler; received 0.5. Change the "
+                       "schedule"):
+        trainer.set_learning_rate(0.5)
+
+
+def test_who_says_the_base_rate(engine):
+    """As in Gluon: a rate that is given, else the schedule's own."""
+    replicas = initialize(mlp(engine), on(0))
+    schedule = mgpu.lr_scheduler.FactorScheduler(step=10, base_lr=0.25)
+    assert mgpu.Trainer(replicas, "sgd", lr_scheduler=schedule
+                        ).learning_rate == 0.25
+    assert mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5},
+                        lr_scheduler=schedule).learning_rate == 0.5
+    assert schedule.base_lr == 0.5
+
+
+# -- stale gradients ----------------------------------------------------------
+
+def gated(engine):
+    """A layer `body`, then the layer `left` or `right`: which one, the sign
+    of the first value says."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+        base = gluon.Block
+
+        def layer(n):
+            return gluon.nn.Dense(3, in_units=n)
+    else:
+        from torch import nn
+        base = nn.Module
+
+        def layer(n):
+            return nn.Linear(n, 3)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.body, self.left, self.right = layer(6), layer(3), layer(3)
+
+        def forward(self, x):
+            y = self.body(x)
+            return self.left(y) if mgpu.to_numpy(x)[0, 0] < 0 \
+                else self.right(y)
+    return Net()
+
+
+def sides(*signs):
+    """One row per device that takes the left (-1) or the right (1) layer."""
+    X, y = batch(len(signs))
+    X[:, 0] = signs
+    return X, y
+
+
+STALE = ("parameter {!r} has no new gradient on {} since the last step: no "
+         "backward pass reached it. Run the forward pass inside record() and "
+         "call backward on every device's loss; freeze the parameter "
+         "(grad_req='null', requires_grad=False); or pass "
+         "ignore_stale_grad=True to skip it.")
+
+
+@pytest.mark.parametrize("signs, name, device", [
+    ([-1, -1], "right.weight", "cpu(0)"), ([1, 1], "left.weight", "cpu(0)"),
+    ([-1, 1], "left.weight", "cpu(1)"), ([1, -1], "left.weight", "cpu(0)"),
+    ([-1], "right.weight", "cpu(0)")], ids=str)
+def test_a_stale_gradient_is_an_error_that_names_it(
+        engine, signs, name, device):
+    replicas = initialize(gated(engine), on(*range(len(signs))))
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125,
+                                             "momentum": 0.5})
+    backward(replicas, *sides(*signs))
+    before, held = values(replicas), gradients(replicas)
+    for call in (lambda: trainer.step(2), trainer.allreduce_grads):
+        with pytest.raises(mgpu.StaleGradientError) as caught:
+            call()
+        assert str(caught.value) == STALE.format(name, device)
+    assert isinstance(caught.value, RuntimeError)
+    assert_unchanged(values(replicas), before)
+    assert_unchanged(gradients(replicas), held)
+    assert trainer.num_update == 0
+    trainer.step(2, ignore_stale_grad=True)     # the same gradients, later
+
+
+@pytest.mark.parametrize("passes", ["none", "forward", "predicted", "first"])
+def test_a_step_without_a_backward_pass(engine, devices, passes):
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    X, y = batch(8)
+    shards = mgpu.split_and_load(X, devices, even_split=False)
+    stale = devices[0]
+    if passes == "forward":
+        with mgpu.record():
+            replicas(shards)
+    elif passes == "predicted":
+        replicas(shards)
+    elif passes == "first":
+        if len(devices) == 1:
+            backward(replicas, X, y)
+            trainer.step(8)         # the second step has no new gradients
+        else:
+            with mgpu.record():
+                outputs = replicas(shards)
+            mgpu.backward(outputs[:1])
+            stale = devices[1]
+    before = values(replicas)
+    with pytest.raises(mgpu.StaleGradientError) as caught:
+        trainer.step(8)
+    assert str(caught.value) == STALE.format("0.weight", stale)
+    assert_unchanged(values(replicas), before)
+
+
+def test_ignored_stale_gradients_are_skipped_on_every_device(engine):
+    """Where only one device used a layer, no copy of it moves, and what that
+    device wrote is not applied in a later step."""
+    replicas = initialize(gated(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "adam", {"learning_rate": 0.125})
+    start = values(replicas)
+    backward(replicas, *sides(-1, 1))
+    trainer.step(2, ignore_stale_grad=True)
+    found = values(replicas)
+    assert_replicas_equal(found)
+    for name in found:
+        same = (found[name][0] == start[name][0]).all()
+        assert same == (not name.startswith("body")), name
+    # Now the left layer alone: device 1 wrote it, device 0 did so before.
+    backward(replicas, *sides(1, -1))
+    trainer.step(2, ignore_stale_grad=True)
+    found = values(replicas)
+    for name in ("left.weight", "left.bias", "right.weight", "right.bias"):
+        for copy in found[name]:
+            assert_bit_equal(copy, start[name][0])
+    # A skipped step is not counted: the first real one is Adam's t = 1, a
+    # step of one rate for each element with a gradient.
+    backward(replicas, *sides(-1, -1))
+    trainer.step(2, ignore_stale_grad=True)
+    move = values(replicas)["left.bias"][0] - start["left.bias"][0]
+    # epsilon 1e-8 beside gradients of 1e-2
+    assert relative_difference(np.abs(move), np.full(3, 0.125)) < 1e-5
+    assert trainer.num_update == 3
+
+
+def test_gradients_are_summed_once(engine, devices):
+    """A second sum would multiply them by K: it is an error for any K."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    X, y = batch(6)
+    backward(replicas, X, y)
+    trainer.allreduce_grads()
+    held = gradients(replicas)
+    for call in (trainer.allreduce_grads, lambda: trainer.step(6)):
+        with pytest.raises(mgpu.StaleGradientError):
+            call()
+    assert_unchanged(gradients(replicas), held)
+    trainer.update(6)           # what was summed is still there to apply
+    before = values(replicas)
+    for call, name in ((lambda: trainer.update(6), "update"),
+                       (lambda: trainer.clip_global_norm(1.0),
+                        "clip_global_norm")):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"{name} works on gradients that allreduce_grads has summed; "
+            "received none since the last update. Call allreduce_grads "
+            "first, or step for both.")
+    assert_unchanged(values(replicas), before)
+    assert trainer.num_update == 1
+
+
+def test_a_device_without_rows_contributes_zero(engine, devices):
+    """Not the gradient that it wrote for an earlier batch."""
+    k = len(devices)
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
+    train(replicas, trainer, [4 * k])
+    for device in range(k):
+        X, y = batch(2, seed=device)
+        shards = [None] * k
+        shards[device] = mgpu.put(X, devices[device])
+        with mgpu.record():
+            out = replicas(shards)[device]
+            loss = mgpu.losses.SoftmaxCrossEntropyLoss()(
+                out, mgpu.put(y, devices[device]))
+        mgpu.backward(loss)
+        own = {n: g[device] for n, g in gradients(replicas).items()}
+        trainer.step(2)
+        for name, copies in gradients(replicas).items():
+            for copy in copies:
+                # Sums with exact zeros: to the last bit.
+                assert_bit_equal(copy + 0.0, own[name] + 0.0)
+
+
+def test_a_failed_pass_leaves_no_trace(engine):
+    """A device that ran in a pass that failed is idle in the next one."""
+    replicas = initialize(mlp(engine), on(0, 1, 2))
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    one = initialize(mlp(engine), on(0))
+    X, y = batch(6)
+    with pytest.raises(ZeroDivisionError), mgpu.record():
+        replicas(mgpu.split_and_load(X, replicas.devices))
+        raise ZeroDivisionError
+    train(replicas, trainer, [1])
+    train(one, mgpu.Trainer(one, "sgd", {"learning_rate": 0.125}), [1])
+    assert_close(values(replicas), values(one))
+    assert_replicas_equal(values(replicas))
+
+
+# -- between allreduce_grads and update ---------------------------------------
+
+def test_allreduce_then_update_is_a_step(engine, devices):
+    results = []
+    for both in (True, False):
+        replicas = initialize(mlp(engine), devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        backward(replicas, *batch(7))
+        local = gradients(replicas)
+        if both:
+            trainer.step(7)
+        else:
+            trainer.allreduce_grads()
+            summed = gradients(replicas)
+            for name, copies in summed.items():
+                for copy in copies:
+                    assert_bit_equal(copy, copies[0])
+                    assert relative_difference(copy, sum(local[name])) < 1e-14
+            trainer.update(7)
+            # The update leaves the gradients as they are.
+            assert_unchanged(gradients(replicas), summed)
+        results.append(values(replicas))
+    assert_unchanged(*results)
+
+
+def test_changed_gradients_are_applied(engine, devices):
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    before = values(replicas)
+    backward(replicas, *batch(4))
+    trainer.allreduce_grads()
+    for p in replicas.params():
+        for g in p.list_grad():
+            g[:] = 1
+    trainer.update(4)
+    for name, copies in values(replicas).items():
+        for copy in copies:
+            assert_bit_equal(copy, before[name][0] - 0.125)
+
+
+@pytest.mark.parametrize("max_norm", [0.25, 1e6])
+def test_clip_global_norm(engine, devices, max_norm):
+    """Once per parameter, not per device; with `batch_size` the norm of what
+    will be applied."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    for rows in (1, 6):
+        backward(replicas, *batch(6))
+        trainer.allreduce_grads()
+        summed = gradients(replicas)
+        norm = np.sqrt(sum((g[0] ** 2).sum() for g in summed.values())) / rows
+        assert norm > 0.25      # so that clipping is seen
+        returned = trainer.clip_global_norm(max_norm, batch_size=rows)
+        assert type(returned) is float
+        assert abs(returned - norm) < 1e-14 * norm
+        scale = min(1.0, max_norm / (norm + 1e-8))
+        clipped = gradients(replicas)
+        for name, copies in clipped.items():
+            for copy, g in zip(copies, summed[name]):
+                assert relative_difference(copy, g * scale) < 1e-14
+        if max_norm > norm:
+            assert_unchanged(clipped, summed)
+        trainer.update(6)
+
+
+@pytest.mark.parametrize("engine_name", MXNET[:1])
+def test_clip_global_norm_is_gluons(engine_name, devices):
+    with using_engine(engine_name) as backend:
+        from mxnet import gluon
+        replicas = initialize(mlp(backend), devices)
+        trainer = mgpu.Trainer(replicas, "sgd")
+        backward(replicas, *batch(6))
+        trainer.allreduce_grads()
+        native = [mgpu.put(p.grad(), mgpu.cpu(0)).astype("float32")
+                  for p in replicas.params()]
+        wanted = gluon.utils.clip_global_norm(native, 0.25)
+        found = trainer.clip_global_norm(0.25)
+        # Gluon takes the scale in float32.
+        assert abs(found - wanted) < 1e-6 * wanted
+        for p, g in zip(replicas.params(), native):
+            for copy in p.list_grad():
+                assert relative_difference(mgpu.to_numpy(copy),
+                                           g.asnumpy()) < 1e-6
+
+
+def test_a_norm_that_is_not_finite_is_refused(engine, devices):
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    backward(replicas, *batch(4))
+    replicas.params()[2].list_grad()[0][:] = float("nan")
+    trainer.allreduce_grads()
+    held = gradients(replicas)
+    with pytest.raises(FloatingPointError, match="the gradients have norm "
+                       "nan; they were not clipped. Lower the learning rate"):
+        trainer.clip_global_norm(1.0)
+    assert_unchanged(gradients(replicas), held)
+    for wrong, error in ((0, ValueError), (-1.0, ValueError),
+                         ("1", TypeError), (float("nan"), ValueError)):
+        with pytest.raises(error, match="max_norm must be .*; received"):
+            trainer.clip_global_norm(wrong)
+
+
+# -- grad_req and frozen parameters -------------------------------------------
+
+def test_accumulated_gradients(engine, devices):
+    """``grad_req="add"``: four small batches, one step, are one batch of all
+    their rows; idle devices in between do no harm."""
+    parts = [batch(rows, rows) for rows in (4, 1, 3, 2)]
+    X, y = (np.concatenate(column) for column in zip(*parts))
+    whole = initialize(mlp(engine), on(0))
+    trainer = mgpu.Trainer(whole, "sgd", {"learning_rate": 0.125})
+    replicas = initialize(mlp(engine), devices)
+    adding = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    for p in replicas.params():
+        p.grad_req = "add"
+    for _ in range(2):
+        backward(whole, X, y)
+        trainer.step(len(X))
+        for part in parts:
+            backward(replicas, *part)
+        adding.step(len(X))
+        replicas.zero_grad()
+        assert_close(values(replicas), values(whole))
+        assert_replicas_equal(values(replicas))
+        for copies in gradients(replicas).values():
+            assert not any(g.any() for g in copies)
+
+
+def test_a_recorded_backward_overwrites(engine, devices):
+    """By default: two backward passes and a step use the second one."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    one = initialize(mlp(engine), on(0))
+    backward(replicas, *batch(8, seed=5))
+    train(replicas, trainer, [8])
+    train(one, mgpu.Trainer(one, "sgd", {"learning_rate": 0.125}), [8])
+    assert_close(values(replicas), values(one))
+
+
+def test_frozen_parameters_stay(engine, devices):
+    """Frozen by `Parameter`, or on the native network, before or between
+    steps; the others train as ever."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "adam")
+    train(replicas, trainer, [8])
+    if engine.name == "mxnet":
+        replicas.net[0].bias.grad_req = "null"
+    else:
+        replicas.net[0].bias.requires_grad_(False)
+    replicas.params()[3].grad_req = "null"
+    before = values(replicas)
+    train(replicas, trainer, ROWS)
+    after = values(replicas)
+    assert_replicas_equal(after)
+    for name in before:
+        frozen = (after[name][0] == before[name][0]).all()
+        assert frozen == (name in ("0.bias", "2.bias")), name
+    replicas.params()[3].grad_req = "write"
+    train(replicas, trainer, ROWS)
+    assert (values(replicas)["2.bias"][0] != after["2.bias"][0]).any()
+
+
+def test_edited_weights_are_respected(engine, devices):
+    """`set_data`, an edit in place, or an import: the step starts there."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125,
+                                             "momentum": 0.5})
+    train(replicas, trainer, ROWS)
+    p = replicas.params()[3]
+
+    def in_place():
+        with mgpu.no_grad():
+            for x in p.list_data():
+                x[:] = 3
+    for edit in (lambda: p.set_data(np.full(3, 3.0)), in_place,
+                 lambda: replicas.import_numpy(
+                     {**replicas.export_numpy(), p.name: np.full(3, 3.0)})):
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        edit()
+        train(replicas, trainer, [6])
+        wanted = 3 - 0.125 * gradients(replicas)[p.name][0] / 6
+        for copy in values(replicas)[p.name]:
+            assert relative_difference(copy, wanted) < 1e-15
+
+
+# -- states in files ----------------------------------------------------------
+
+SAVED = [("sgd", {"momentum": 0.5}), ("adam", {}), ("nadam", {}),
+         ("ftrl", {}), ("sgd", {})]
+
+
+@pytest.mark.parametrize("name, options", SAVED, ids=[
+    "momentum", "adam", "nadam", "ftrl", "sgd"])
+def test_a_resumed_training_is_the_uninterrupted_one(
+        engine, devices, tmp_path, name, options):
+    """Bit for bit on the same engine and devices, the schedule's position
+    and the rate included."""
+    def trainer_of(replicas):
+        return mgpu.Trainer(
+            replicas, name, {"learning_rate": 0.125, **options},
+            lr_scheduler=mgpu.lr_scheduler.FactorScheduler(2, 0.5))
+    whole = initialize(mlp(engine), devices)
+    trainer = trainer_of(whole)
+    train(whole, trainer, ROWS[:3])
+    trainer.save_states(tmp_path / "states")
+    checkpoint = whole.export_numpy()
+    train(whole, trainer, ROWS[3:], first=3)
+    resumed = mgpu.initialize(mlp(engine), devices, dtype="float64")
+    resumed.import_numpy(checkpoint)
+    again = trainer_of(resumed)
+    again.load_states(str(tmp_path / "states"))
+    assert again.num_update == 3
+    train(resumed, again, ROWS[3:], first=3)
+    assert_unchanged(values(resumed), values(whole))
+    assert again.learning_rate == trainer.learning_rate
+
+
+@pytest.mark.parametrize("source", BACKENDS)
+@pytest.mark.parametrize("target", BACKENDS)
+@pytest.mark.parametrize("k, other", [(1, 3), (3, 1), (2, 2)])
+def test_states_cross_engines_and_device_counts(
+        source, target, k, other, tmp_path):
+    options = {"learning_rate": 0.125, "momentum": 0.5}
+    with mgpu.using_backend(source) as backend:
+        whole = initialize(mlp(backend), on(*range(k)))
+        trainer = mgpu.Trainer(whole, "sgd", options)
+        train(whole, trainer, ROWS[:3])
+        trainer.set_learning_rate(0.25)
+        trainer.save_states(tmp_path / "states")
+        checkpoint = whole.export_numpy()
+        train(whole, trainer, ROWS[3:], first=3)
+        wanted = values(whole)
+    with mgpu.using_backend(target) as backend:
+        resumed = initialize(mlp(backend), on(*range(other)))
+        resumed.import_numpy(checkpoint)
+        again = mgpu.Trainer(resumed, "sgd", options)
+        again.load_states(tmp_path / "states")
+        assert again.learning_rate == 0.25
+        train(resumed, again, ROWS[3:], first=3)
+        assert_close(values(resumed), wanted)
+        assert_replicas_equal(values(resumed))
+
+
+def test_a_file_of_states_holds_numbers_alone(engine, tmp_path):
+    """No pickle: whatever reads it executes nothing."""
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+    train(replicas, trainer, [4])
+    trainer.save_states(tmp_path / "states")
+    with np.load(tmp_path / "states", allow_pickle=False) as file:
+        kinds = {name: file[name].dtype.kind for name in file.files}
+        header = json.loads(str(file["header"]))
+    assert kinds == {"header": "U", **{f"{p.name}|momentum": "f"
+                                       for p in replicas.params()}}
+    assert header["format"] == "mgpu trainer states 1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["states"]
+
+
+class Attack:
+    """Unpickling it would leave a mark."""
+
+    marks = []
+
+    def __reduce__(self):
+        return (Attack.marks.append, (1,))
+
+
+def damaged(folder, trainer, kind):
+    """A file that is no whole file of this trainer's states."""
+    path = folder / "states"
+    trainer.save_states(path)
+    whole = path.read_bytes()
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes(whole[:len(whole) // 2])
+    elif kind == "flipped":
+        at = whole.index(b"NUMPY") + 200    # in the data: the checksum fails
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 255])
+                         + whole[at + 1:])
+    elif kind == "text":
+        path.write_text("learning_rate: 0.1\n")
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Attack()))
+    elif kind == "object array":
+        with open(path, "wb") as file:
+            np.savez(file, header=np.array([Attack()], dtype=object))
+    elif kind == "weights":
+        with open(path, "wb") as file:
+            np.savez(file, **trainer.replicas.export_numpy())
+    elif kind == "array":
+        with open(path, "wb") as file:
+            np.save(file, np.ones(3))
+    elif kind == "zip":
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("header.npy", "no array")
+    else:
+        header = {"format": kind, "optimizer": "SGD"}
+        with open(path, "wb") as file:
+            np.savez(file, header=np.array(json.dumps(header)))
+    return path
+
+
+@pytest.mark.parametrize("kind", [
+    "empty", "truncated", "flipped", "text", "pickle", "object array",
+    "weights", "array", "zip", "mgpu trainer states 0",
+    "mgpu trainer states 1"])
+def test_a_damaged_file_is_refused_and_nothing_changes(
+        engine, tmp_path, kind):
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125,
+                                             "momentum": 0.5})
+    twin = initialize(mlp(engine), on(0, 1))
+    other = mgpu.Trainer(twin, "sgd", {"learning_rate": 0.125,
+                                       "momentum": 0.5})
+    for r, t in ((replicas, trainer), (twin, other)):
+        train(r, t, ROWS)
+    path = damaged(tmp_path, trainer, kind)
+    with pytest.raises(ValueError) as caught:
+        trainer.load_states(path)
+    text = str(caught.value)
+    assert text.startswith("a file of Trainer.save_states is wanted; "
+                           f"{str(path)!r} is not one, or is damaged (")
+    assert text.endswith("). Use a whole file.")
+    assert not Attack.marks
+    for r, t in ((replicas, trainer), (twin, other)):
+        train(r, t, ROWS)
+    assert_unchanged(values(replicas), values(twin))
+
+
+def wider(engine):
+    return mlp(engine, units=(6, 7, 3))
+
+
+def deeper(engine):
+    return mlp(engine, units=(6, 5, 4, 3))
+
+
+@pytest.mark.parametrize("build, name, options, text", [
+    (mlp, "adam", {}, "the state of SGD instead of Adam"),
+    (wider, "sgd", {"momentum": 0.5},
+     "momentum of 0.weight with shape (5, 6) instead of (7, 6)"),
+    (mlp, "sgd", {}, "unused momentum of 0.weight"),
+    (lambda engine: mlp(engine, units=(6, 3)), "sgd", {"momentum": 0.5},
+     "unknown parameter 2.bias; unknown parameter 2.weight"),
+], ids=["optimiser", "shape", "slot", "parameter"])
+def test_states_of_something_else_are_refused(
+        engine, tmp_path, build, name, options, text):
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+    train(replicas, trainer, ROWS)
+    trainer.save_states(tmp_path / "states")
+    replicas = initialize(build(engine), on(0))
+    trainer = mgpu.Trainer(replicas, name, {"learning_rate": 0.5, **options})
+    train(replicas, trainer, [4])
+    with pytest.raises(ValueError) as caught:
+        trainer.load_states(tmp_path / "states")
+    assert text in str(caught.value)
+    assert "must hold the states of this trainer; received" \
+        in str(caught.value)
+    assert (trainer.num_update, trainer.learning_rate) == (1, 0.5)
+    train(replicas, trainer, ROWS)
+
+
+def test_states_without_momentum_do_not_fit_momentum(engine, tmp_path):
+    replicas = initialize(mlp(engine), on(0))
+    trainer = mgpu.Trainer(replicas, "sgd")
+    train(replicas, trainer, [4])
+    trainer.save_states(tmp_path / "states")
+    other = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+    with pytest.raises(ValueError, match="received no momentum of 0.weight; "
+                       "no momentum of 0.bias; .* Load it into a trainer"):
+        other.load_states(tmp_path / "states")
+
+
+def test_a_missing_file_is_an_os_error(engine, tmp_path):
+    trainer = mgpu.Trainer(initialize(mlp(engine), on(0)), "sgd")
+    with pytest.raises(FileNotFoundError):
+        trainer.load_states(tmp_path / "states")
+    with pytest.raises(FileNotFoundError):
+        trainer.save_states(tmp_path / "absent" / "states")
+
+
+def test_a_failed_save_leaves_the_old_file(engine, tmp_path, monkeypatch):
+    replicas = initialize(mlp(engine), on(0))
+    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+    train(replicas, trainer, [4])
+    trainer.save_states(tmp_path / "states")
+    before = (tmp_path / "states").read_bytes()
+
+    def full(file, **arrays):
+        file.write(b"half")
+        raise OSError("no space left")
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="no space left"):
+        trainer.save_states(tmp_path / "states")
+    assert (tmp_path / "states").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["states"]
+
+
+# -- arguments ----------------------------------------------------------------
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", None, True, np.float64(2)],
+                         ids=repr)
+def test_a_wrong_batch_size_is_refused(engine, size):
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd")
+    backward(replicas, *batch(4))
+    before, held = values(replicas), gradients(replicas)
+    for call in (trainer.step, trainer.update,
+                 lambda n: trainer.clip_global_norm(1.0, batch_size=n)):
+        with pytest.raises(ValueError) as caught:
+            call(size)
+        assert str(caught.value) == (
+            "batch_size must be a whole number, 1 or more; received "
+            f"{size!r}. Pass the rows of the whole batch, over all devices.")
+    assert_unchanged(values(replicas), before)
+    assert_unchanged(gradients(replicas), held)
+    trainer.step(np.int64(4))       # a whole number of NumPy is one
+
+
+@pytest.mark.parametrize("arguments, error, text", [
+    (("lamb",), ValueError, "unknown optimiser; received 'lamb'. Use one of "
+     "sgd, nag, adam"),
+    (("sgd", {"lr": 0.1}), ValueError, "the optimiser 'sgd' has no option "
+     "'lr' with semantics='gluon'. Use"),
+    (("sgd", {"learning_rate": -1}), ValueError, "learning_rate must be"),
+    (("sgd", None, "jax"), ValueError, "unknown semantics; received 'jax'"),
+    (("sgd", {"lr_scheduler": float}, "gluon", float), ValueError,
+     "one lr_scheduler is wanted; received one as an argument and one in "
+     "optimizer_params."),
+    (("sgd", None, "gluon", None, {"weight": 2.0}), ValueError,
+     "lr_mult names parameters of the network; received ['weight']. It has "
+     "['0.bias', '0.weight', '2.bias', '2.weight']."),
+    (("sgd", None, "gluon", None, None, {"0.bias": "2"}), TypeError,
+     "wd_mult of '0.bias' must be a finite number; received '2' of type "
+     "str."),
+    (("sgd", None, "gluon", None, {"0.bias": float("nan")}), ValueError,
+     "lr_mult of '0.bias' must be a finite number; received nan."),
+    ((mgpu.optimizers.SGD(), {"momentum": 0.5}), ValueError,
+     "optimizer_params go with an optimiser's name; received ['momentum'] "
+     "with an Optimizer object."),
+], ids=lambda value: value[0] if isinstance(value, tuple) else "")
+def test_wrong_arguments(engine, arguments, error, text):
+    replicas = initialize(mlp(engine), on(0, 1))
+    with pytest.raises(error) as caught:
+        mgpu.Trainer(replicas, *arguments)
+    assert str(caught.value).startswith(text)
+
+
+def test_a_trainer_takes_replicas(engine):
+    net = mlp(engine)
+    for wrong in (net, [np.ones(3)], foreign_array(engine)[0]):
+        with pytest.raises(TypeError) as caught:
+            mgpu.Trainer(wrong, "sgd")
+        assert str(caught.value) == (
+            "a Trainer takes the Replicas that mgpu.initialize returns; "
+            f"received {type(wrong).__name__}. For lists of arrays use "
+            "mgpu.sgd.")
+
+
+def test_an_optimizer_object(engine, devices):
+    replicas = initialize(mlp(engine), devices)
+    by_object = mgpu.Trainer(replicas, mgpu.optimizers.SGD(
+        learning_rate=0.125, momentum=0.5))
+    train(replicas, by_object)
+    named = initialize(mlp(engine), devices)
+    train(named, mgpu.Trainer(named, "sgd", {"learning_rate": 0.125,
+                                             "momentum": 0.5}))
+    assert_unchanged(values(replicas), values(named))
+
+
+def test_a_network_with_unknown_shapes(engine, devices, tmp_path):
+    """A trainer may be made before the first forward pass, not step."""
+    replicas = initialize(mlp(engine, deferred=True), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125},
+                           lr_mult={"0.bias": 2.0})
+    for call in (lambda: trainer.step(4), trainer.allreduce_grads,
+                 lambda: trainer.load_states(tmp_path / "none")):
+        with pytest.raises(RuntimeError, match="the network has not run yet, "
+                           "so shapes are unknown and there are no "
+                           "gradients; run a forward and a backward pass"):
+            call()
+    train(replicas, trainer)
+    explicit = initialize(mlp(engine), devices)
+    train(explicit, mgpu.Trainer(explicit, "sgd", {"learning_rate": 0.125},
+                                 lr_mult={"0.bias": 2.0}))
+    assert_unchanged(values(replicas), values(explicit))
+
+
+@pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS
+                                         for b in BACKENDS if a != b])
+@pytest.mark.parametrize("policy", ["per_device", "average"])
+def test_a_trainer_remembers_its_engine(ours, other, policy, tmp_path):
+    """A step, or a file, while the other one is in use."""
+    from helpers import convnet
+    with mgpu.using_backend(ours) as backend:
+        replicas = initialize(convnet(backend), on(0, 1), batch_norm=policy)
+        trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+        rng = np.random.default_rng(0)
+        X = rng.normal(size=(4, 2, 6, 6))
+        for _ in range(2):
+            with mgpu.using_backend(ours):
+                backward(replicas, X, np.arange(4) % 3)
+            with mgpu.using_backend(other):
+                trainer.allreduce_grads()
+                trainer.clip_global_norm(10.0)
+                trainer.update(4)
+                trainer.save_states(tmp_path / "states")
+                trainer.load_states(tmp_path / "states")
+                replicas.params()[0].set_data(np.zeros((4, 2, 3, 3)))
+                replicas.zero_grad()
+                replicas.export_numpy(all_devices=True)
+    assert trainer.num_update == 2

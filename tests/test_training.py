@@ -1,0 +1,645 @@
+"""Recording, backward, `parallel`, the step and the loop."""
+import contextlib
+import re
+import threading
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
+                     refusal_of_foreign, relative_difference, using_engine)
+from mgpu import functional as F
+from mgpu import models
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+def on(*numbers):
+    return [mgpu.cpu(i) for i in numbers]
+
+
+def batch(rows, seed=0):
+    rng = np.random.default_rng([rows, seed])
+    return rng.normal(size=(rows, 6)), rng.integers(0, 3, rows)
+
+
+def batches(*rows):
+    return [batch(n, i) for i, n in enumerate(rows)]
+
+
+def set_up(engine, devices, lr=0.125, **options):
+    """(replicas, loss, trainer) of a small network in float64."""
+    replicas = mgpu.initialize(mlp(engine), devices, "xavier", seed=1,
+                               dtype="float64", **options)
+    return (replicas, mgpu.losses.SoftmaxCrossEntropyLoss(),
+            mgpu.Trainer(replicas, "sgd", {"learning_rate": lr}))
+
+
+def values(replicas):
+    return {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
+            for p in replicas.params()}
+
+
+def assert_close(found, wanted):
+    """float64 sums in another order."""
+    for name in wanted:
+        assert relative_difference(found[name][0], wanted[name][0]) < 1e-12
+
+
+def assert_unchanged(found, before):
+    for name in before:
+        for a, b in zip(found[name], before[name]):
+            assert_bit_equal(a, b)
+
+
+# -- pieces -------------------------------------------------------------------
+
+def test_put_and_back(engine, devices):
+    for x in (np.arange(6).reshape(2, 3), np.float32([1.5]),
+              np.float64([[2.0]]), np.int32([1]), np.uint8([255])):
+        for device in devices:
+            copy = mgpu.put(x, device)
+            assert_bit_equal(mgpu.to_numpy(copy), x)
+            again = mgpu.put(copy, device)      # also where it is already
+            with mgpu.no_grad():
+                again[:] = 0
+            assert_bit_equal(mgpu.to_numpy(copy), x)
+            assert mgpu.to_numpy(mgpu.put(x, copy)).tolist() == x.tolist()
+    assert mgpu.to_numpy(mgpu.put(np.ones(2), "cpu:3", dtype="float32")
+                         ).dtype == np.float32
+    with pytest.raises(ValueError, match=r"gpu\(99\) is not there"):
+        mgpu.put(np.ones(2), "gpu:99")
+    with pytest.raises(TypeError, match="a device is wanted"):
+        mgpu.put(np.ones(2), on(0, 1))
+
+
+def flags():
+    backend = mgpu.get_backend()
+    return backend.is_recording(), backend.is_training()
+
+
+def test_scopes_nest_and_come_back(engine):
+    assert flags() == (False, False)
+    with mgpu.record():
+        assert flags() == (True, True)
+        with mgpu.no_grad():
+            assert flags() == (False, False)
+            with mgpu.record(train_mode=False):
+                assert flags() == (True, False)
+            assert flags() == (False, False)
+        assert flags() == (True, True)
+        with pytest.raises(KeyError), mgpu.no_grad():
+            raise KeyError
+        assert flags() == (True, True)
+    assert flags() == (False, False)
+    with pytest.raises(KeyError), mgpu.record():
+        raise KeyError
+    assert flags() == (False, False)
+
+
+def leaf(value, device=None):
+    x = mgpu.put(np.array([value]), device or mgpu.cpu(0))
+    mgpu.attach_grad(x)
+    return x
+
+
+def test_gradients(engine, devices):
+    """Zeros before the first pass; then each loss summed over its elements;
+    overwritten by the next pass."""
+    xs = [leaf(i + 2.0, d) for i, d in enumerate(devices)]
+    for x in xs:
+        assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [0]
+    with mgpu.record():
+        losses = [F.concat([x * x, 3 * x]) for x in xs]
+    mgpu.backward([*losses, None])
+    for i, x in enumerate(xs):
+        assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [2 * (i + 2) + 3]
+    with mgpu.record():
+        loss = xs[0] * 5
+    mgpu.backward(loss)         # a bare loss
+    assert mgpu.to_numpy(mgpu.grad(xs[0])).tolist() == [5]
+    # Two losses of one leaf in one pass add up.
+    with mgpu.record():
+        pair = [xs[0] * 2, xs[0] * 3]
+    mgpu.backward(pair)
+    assert mgpu.to_numpy(mgpu.grad(xs[0])).tolist() == [5]
+
+
+def test_accumulating_leaves(engine):
+    x = mgpu.put(np.array([2.0]), mgpu.cpu(0))
+    mgpu.attach_grad(x, "add")
+    for n in (1, 2, 3):
+        with mgpu.record():
+            loss = x * x
+        mgpu.backward(loss)
+        assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [4 * n]
+    mgpu.attach_grad(x)         # and again from zero
+    assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [0]
+
+
+def test_wrong_losses_are_refused(engine):
+    foreign, name = foreign_array(engine)
+    x = leaf(2.0)
+    with mgpu.record():
+        good = x * x
+    with mgpu.no_grad():
+        outside = x * x
+    unreal = mgpu.put(np.ones(1), mgpu.cpu(0))
+    text = ("backward takes arrays of the {} backend; received {}. Pass what "
+            "the loss returned.")
+    for losses, error, message in (
+            (outside, RuntimeError, "backward needs losses that were computed "
+             "inside mgpu.record() from arrays with gradients attached; "
+             "received one that was not. Put the forward pass inside `with "
+             "mgpu.record():`."),
+            (unreal, RuntimeError, None), ([good, unreal], RuntimeError, None),
+            (1.0, TypeError, text.format(engine.name, "float")),
+            ([good, 1.0], TypeError, text.format(engine.name, "float")),
+            (np.ones(2), TypeError, text.format(engine.name, "ndarray")),
+            (foreign, TypeError, refusal_of_foreign(engine, name)),
+            ([foreign], TypeError, refusal_of_foreign(engine, name)),
+            ([], ValueError, "backward needs at least one loss; received "
+             "none. Give some device rows."),
+            ([None, None], ValueError, None)):
+        with pytest.raises(error) as caught:
+            mgpu.backward(losses)
+        assert message is None or str(caught.value) == message
+    assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [0]
+    for read in (mgpu.grad, engine.grad):
+        with pytest.raises(ValueError, match="the array has no gradient "
+                           "attached; use mgpu.attach_grad"):
+            read(unreal)
+    with pytest.raises(ValueError, match="unknown grad_req; received 'no'"):
+        mgpu.attach_grad(unreal, "no")
+
+
+def test_parallel(engine, devices):
+    """Results in order; the modes of the caller; the first error by number;
+    a nested call runs one after the other."""
+    numbers = range(len(devices))
+    with mgpu.record():
+        found = mgpu.parallel(
+            lambda i, device: (i, device, flags(), mgpu.get_backend().name),
+            numbers, devices)
+    assert found == [(i, d, (True, True), engine.name)
+                     for i, d in zip(numbers, devices)]
+    assert mgpu.parallel(lambda i: mgpu.parallel(lambda j: (i, j), numbers),
+                         numbers) == [[(i, j) for j in numbers]
+                                      for i in numbers]
+    ran = []
+
+    def fail(i):
+        ran.append(i)
+        raise LookupError(i)
+    with pytest.raises(LookupError, match="^0$"):
+        mgpu.parallel(fail, numbers)
+    assert sorted(ran) == list(numbers)     # all of them were waited for
+    for lists, lengths in ((([1], [1, 2]), "[1, 2]"), ((), "[]")):
+        with pytest.raises(ValueError) as caught:
+            mgpu.parallel(max, *lists)
+        assert str(caught.value) == (
+            "parallel takes lists of one length, with an entry per device; "
+            f"received lengths {lengths}. Give each list an entry for every "
+            "device.")
+
+
+def test_parallel_from_two_threads(engine):
+    """Two users of the same process, each with calls of their own."""
+    found = {}
+
+    def use(name):
+        with mgpu.using_backend(engine.name):
+            found[name] = [mgpu.parallel(lambda i: (name, i), range(3))
+                           for _ in range(50)]
+    threads = [threading.Thread(target=use, args=(n,)) for n in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {n: [[(n, i) for i in range(3)]] * 50 for n in "ab"}
+
+
+def test_sgd(engine, devices):
+    """The text's function: p -= lr * grad / batch_size, grad = 0."""
+    for device in devices:
+        params = mgpu.get_params([np.array([[4.0, 8.0]]), np.ones(3)], device)
+        with mgpu.record():
+            loss = params[0] * params[0]
+        mgpu.backward(loss)
+        mgpu.sgd(params, lr=0.5, batch_size=4)
+        assert mgpu.to_numpy(params[0]).tolist() == [[3, 6]]
+        assert mgpu.to_numpy(params[1]).tolist() == [1, 1, 1]
+        assert not mgpu.to_numpy(mgpu.grad(params[0])).any()
+        with mgpu.record():     # still a leaf
+            loss = params[0] * params[0]
+        mgpu.backward(loss)
+        assert mgpu.to_numpy(mgpu.grad(params[0])).tolist() == [[6, 12]]
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5, None])
+def test_sgd_refuses_before_it_changes_anything(engine, size):
+    params = mgpu.get_params([np.ones(2)], mgpu.cpu(0))
+    with mgpu.record():
+        loss = params[0] * 2
+    mgpu.backward(loss)
+    with pytest.raises(ValueError, match="batch_size must be a whole number, "
+                       f"1 or more; received {size}. Pass the rows"):
+        mgpu.sgd(params, 0.5, size)
+    with pytest.raises(ValueError, match="the array has no gradient attached"):
+        mgpu.sgd([params[0], mgpu.put(np.ones(1), mgpu.cpu(0))], 0.5, 1)
+    assert mgpu.to_numpy(params[0]).tolist() == [1, 1]
+    assert mgpu.to_numpy(mgpu.grad(params[0])).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "0", None, True])
+def test_a_wrong_seed_is_refused(engine, wrong):
+    with pytest.raises(ValueError) as caught:
+        mgpu.seed(wrong)
+    assert str(caught.value) == (
+        "seed must be a whole number, 0 or more; received "
+        f"{wrong!r}. Use for example mgpu.seed(0).")
+
+
+# -- train_batch --------------------------------------------------------------
+
+def test_train_batch_is_one_step_of_the_whole_batch(engine, devices):
+    """Of native and of NumPy data; fewer rows than devices included."""
+    one = set_up(engine, on(0))
+    many = set_up(engine, devices)
+    start = values(many[0])
+    for i, (X, y) in enumerate(batches(8, 7, 2, 1)):
+        wanted, = mgpu.train_batch(X, y, *one)
+        data = (X, y) if i % 2 else (mgpu.put(X, mgpu.cpu(0)),
+                                     mgpu.put(y, mgpu.cpu(0)))
+        losses = mgpu.train_batch(*data, *many)
+        assert len(losses) == len(devices)
+        for i, loss in enumerate(losses):
+            assert (loss is None) == (i >= len(X))
+        losses = [mgpu.to_numpy(loss) for loss in losses if loss is not None]
+        assert relative_difference(np.concatenate(losses),
+                                   mgpu.to_numpy(wanted)) < 1e-12
+        assert_close(values(many[0]), values(one[0]))
+    for name, copies in values(many[0]).items():
+        assert (copies[0] != start[name][0]).any()
+        for copy in copies:
+            assert_bit_equal(copy, copies[0])
+
+
+def test_unequal_shards(engine, devices):
+    """``weights=[1, 2, ...]``: the same step."""
+    weights = [i + 1.0 for i in range(len(devices))]
+
+    def split(X, y, devices):
+        return mgpu.split_batch(X, y, devices, weights=weights)
+    X, y = batch(20)
+    one, many = set_up(engine, on(0)), set_up(engine, devices)
+    mgpu.train_batch(X, y, *one)
+    losses = mgpu.train_batch(X, y, *many, split_f=split)
+    sizes = [len(loss) for loss in losses]
+    assert sizes == sorted(sizes) and sum(sizes) == 20
+    assert_close(values(many[0]), values(one[0]))
+
+
+def test_several_inputs_and_labels(engine, devices):
+    """X a list, as data loaders give it, and y a dict."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+        base, layer = gluon.Block, gluon.nn.Dense(3, in_units=6)
+    else:
+        from torch import nn
+        base, layer = nn.Module, nn.Linear(6, 3)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.dense = layer
+
+        def forward(self, a, b):
+            return self.dense(a) * b
+    replicas = mgpu.initialize(Net(), devices, "xavier", dtype="float64")
+    ce = mgpu.losses.SoftmaxCrossEntropyLoss()
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    X, y = batch(5)
+    before = values(replicas)
+    losses = mgpu.train_batch([X, X[:, :3] ** 2], {"class": y}, replicas,
+                              lambda out, y: ce(out, y["class"]), trainer)
+    assert sum(len(loss) for loss in losses if loss is not None) == 5
+    assert (values(replicas)["dense.weight"][0]
+            != before["dense.weight"][0]).any()
+
+
+def test_an_own_loss(engine, devices):
+    """One value per example; one that averages can be wrapped."""
+    X, y = batch(6)
+    ce = mgpu.losses.SoftmaxCrossEntropyLoss()
+    results = []
+    for loss in (ce, lambda out, y: ce(out, y) * 1.0,
+                 mgpu.losses.per_example(
+                     lambda out, y: F.mean(ce(out, y)))):
+        replicas, _, trainer = set_up(engine, devices)
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+        results.append(values(replicas))
+    for found in results[1:]:
+        assert_close(found, results[0])
+
+
+def refuse(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == text
+
+
+def test_wrong_batches_and_losses_change_nothing(engine):
+    """And the next batch, of one row, is trained as if nothing was."""
+    devices = on(0, 1, 2)
+    replicas, loss, trainer = set_up(engine, devices)
+    before = values(replicas)
+    X, y = batch(6)
+    foreign, name = foreign_array(engine)
+
+    def step(X=X, y=y, loss=loss):
+        return lambda: mgpu.train_batch(X, y, replicas, loss, trainer)
+    rows = ("X and y must have equally many rows; received {}. Cut them to "
+            "one length.")
+    shape = ("the loss must return one value per example, shape (2,); "
+             "received shape {}. Use a loss of mgpu.losses, or wrap one that "
+             "averages: mgpu.losses.per_example(loss); on torch also "
+             "reduction='none'.")
+    # (A zero-dimensional array exists in MXNet's NumPy mode alone.)
+    legacy = engine.name == "mxnet" and not type(
+        mgpu.put(X, mgpu.cpu(0))).__module__.startswith("mxnet.numpy")
+    scalar = "(1,)" if legacy else "()"
+    for call, error, text in (
+            (step(y=y[:5]), ValueError, rows.format("6 and 5")),
+            (step(X=X[:1]), ValueError, rows.format("1 and 6")),
+            (step(X[:0], y[:0]), ValueError, "a batch needs at least one "
+             "row; received an empty one. Leave it out."),
+            (step(X=foreign, y=y[:3]), TypeError,
+             refusal_of_foreign(engine, name)),
+            (step(X=X[:3], y=foreign), TypeError,
+             refusal_of_foreign(engine, name)),
+            (step(loss=lambda out, y: loss(out, y).sum()), ValueError,
+             shape.format(scalar)),
+            (step(loss=lambda out, y: loss(out, y).mean()), ValueError,
+             shape.format(scalar)),
+            (step(loss=lambda out, y: loss(out, y)[:1]), ValueError,
+             shape.format("(1,)")),
+            (step(loss=lambda out, y: out), ValueError,
+             shape.format("(2, 3)")),
+            (step(loss=lambda out, y: 0.5), ValueError, shape.format("()")),
+            (step(loss=lambda out, y: None), ValueError, shape.format("()")),
+            (step(y=y + 2), ValueError, None)):
+        if text is None:
+            with pytest.raises(error, match="labels must be class numbers 0 "
+                               "to 2; received"):
+                call()
+        else:
+            refuse(call, error, text)
+        assert flags() == (False, False)
+    assert_unchanged(values(replicas), before)
+    assert trainer.num_update == 0
+    one = set_up(engine, on(0))
+    for target in ((replicas, loss, trainer), one):
+        mgpu.train_batch(*batch(1), *target)
+    assert_close(values(replicas), values(one[0]))
+
+
+def test_a_trainer_of_other_replicas_is_refused(engine):
+    a, loss, _ = set_up(engine, on(0))
+    b, _, trainer = set_up(engine, on(0, 1))
+    with pytest.raises(ValueError, match="a trainer steps the replicas that "
+                       "it was made with; received one of .* Make a new "
+                       "Trainer after each initialize"):
+        mgpu.train_batch(*batch(4), a, loss, trainer)
+
+
+# -- the loop -----------------------------------------------------------------
+
+def test_train(engine, devices):
+    replicas, loss, trainer = set_up(engine, devices, lr=0.25)
+    train_iter, test_iter = batches(8, 7, 1), batches(5, 1)
+    history = mgpu.train(replicas, train_iter, test_iter, loss, trainer, 3,
+                         progress=False)
+    assert history.devices == [str(d) for d in devices]
+    assert len(history.loss_per_step) == trainer.num_update == 9
+    for epoch in range(3):
+        # per example, so that the batch of one row counts as one
+        steps = history.loss_per_step[3 * epoch:3 * epoch + 3]
+        assert relative_difference(history.train_loss[epoch],
+                                   np.dot(steps, [8, 7, 1]) / 16) < 1e-15
+        assert history.seconds[epoch] > 0
+        assert history.images_per_second[epoch] \
+            == 16 / history.seconds[epoch]
+    assert history.train_loss[0] > history.train_loss[-1] > 0
+    assert history.test_acc[-1] == mgpu.evaluate_accuracy_gpus(
+        replicas, test_iter)
+    assert len(history.test_acc) == 3
+    assert re.fullmatch(
+        fr"test acc: {history.test_acc[-1]:.2f}, \d+\.\d sec/epoch on "
+        fr"\[{', '.join(map(re.escape, history.devices))}\]",
+        history.summary())
+    # The losses are those of one device, and of single steps.
+    one = set_up(engine, on(0), lr=0.25)
+    losses = [mgpu.to_numpy(mgpu.train_batch(*train_iter[i % 3], *one)[0])
+              .mean() for i in range(9)]
+    assert relative_difference(history.loss_per_step, losses) < 1e-12
+
+
+def test_train_without_test_data(engine):
+    replicas, loss, trainer = set_up(engine, on(0, 1))
+    history = mgpu.train(replicas, batches(4), None, loss, trainer,
+                         np.int64(2), progress=False)
+    assert history.test_acc == [] and len(history.seconds) == 2
+    assert history.summary().startswith(
+        f"train loss: {history.train_loss[-1]:.3f}, ")
+    assert mgpu.History(["cpu(0)"]).summary() \
+        == "no finished epoch on [cpu(0)]"
+
+
+def test_evaluation_on_one_device(engine):
+    """`device`: what per-device batch statistics need."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(9, 2, 6, 6)), rng.integers(0, 3, 9)
+    replicas = mgpu.initialize(convnet(engine), on(0, 1), "xavier",
+                               dtype="float64")
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    history = mgpu.train(replicas, [(X, y)], [(X, y)], loss, trainer, 2,
+                         device="cpu:1", progress=False)
+    assert history.test_acc[-1] == mgpu.evaluate_accuracy_gpu(
+        replicas, [(X, y)], mgpu.cpu(1))
+
+
+def test_progress_bar(engine, capsys):
+    replicas, loss, trainer = set_up(engine, on(0))
+    mgpu.train(replicas, batches(4, 4), None, loss, trainer, 3,
+               progress=False)
+    assert capsys.readouterr() == ("", "")
+    # With a length, and from an iterable that has none.
+    class Endless:
+        def __iter__(self):
+            return iter(batches(4, 4))
+    for train_iter, total in ((batches(4, 4), "/6 "), (Endless(), "batch")):
+        mgpu.train(replicas, train_iter, batches(3), loss, trainer, 3)
+        drawn = capsys.readouterr()
+        assert "train" in drawn.err and total in drawn.err
+        assert drawn.out == ""
+
+
+def test_an_animator_gets_each_epoch(engine):
+    replicas, loss, trainer = set_up(engine, on(0))
+    points = []
+
+    class Animator:
+        def add(self, x, y):
+            points.append((x, y))
+    for test_iter in (batches(3), None):
+        history = mgpu.train(replicas, batches(4), test_iter, loss, trainer,
+                             2, progress=False, animator=Animator())
+        assert points == [
+            (i + 1, [history.train_loss[i],
+                     history.test_acc[i] if test_iter else None])
+            for i in range(2)]
+        points.clear()
+
+
+@pytest.mark.parametrize("epoch, step", [(0, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_names_its_step(
+        engine, devices, epoch, step, bad):
+    replicas, loss, trainer = set_up(engine, devices)
+
+    class Source:
+        epochs = -1
+
+        def __iter__(self):
+            self.epochs += 1
+            for i, (X, y) in enumerate(batches(8, 2, 5)):
+                if (self.epochs, i) == (epoch, step):
+                    X[1, 0] = bad
+                yield X, y
+    with pytest.raises(mgpu.NonFiniteLoss) as caught:
+        mgpu.train(replicas, Source(), None, loss, trainer, 4,
+                   progress=False)
+    text = str(caught.value)
+    assert re.match(
+        fr"the loss must be finite; received (nan|inf) in step "
+        fr"{3 * epoch + step + 1} \(epoch {epoch + 1}\) on "
+        fr"{re.escape(str(devices))}\. Lower the learning rate", text), text
+    assert isinstance(caught.value, FloatingPointError)
+    history = caught.value.history
+    assert len(history.loss_per_step) == 3 * epoch + step + 1
+    assert np.isfinite(history.loss_per_step[:-1]).all()
+    assert not np.isfinite(history.loss_per_step[-1])
+    assert len(history.train_loss) == epoch
+    assert history.summary()
+
+
+def test_wrong_loops_are_refused(engine):
+    replicas, loss, trainer = set_up(engine, on(0))
+    for wrong in (0, -1, 1.5, None, True):
+        refuse(lambda: mgpu.train(replicas, batches(2), None, loss, trainer,
+                                  wrong), ValueError,
+               "num_epochs must be a whole number, 1 or more; received "
+               f"{wrong!r}.")
+    for source, epoch in (([], 1), (iter(batches(2)), 2)):
+        refuse(lambda: mgpu.train(replicas, source, None, loss, trainer, 2,
+                                  progress=False), ValueError,
+               "train_iter must give a batch or more in each epoch; received "
+               f"none in epoch {epoch}. Use an iterable that can be gone "
+               "through again, such as a list.")
+
+
+def loaders(engine, X, y, size):
+    """The framework's own DataLoader over arrays."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+        return gluon.data.DataLoader(
+            gluon.data.ArrayDataset(X, y), batch_size=size, last_batch="keep")
+    import torch
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(
+        torch.from_numpy(X), torch.from_numpy(y)), batch_size=size)
+
+
+def test_the_frameworks_own_data_loaders(engine, devices):
+    """Give the same training as a list of the same batches."""
+    X, y = batch(11)
+    X = X.astype("float32")
+    plain = [(X[i:i + 4], y[i:i + 4]) for i in range(0, 11, 4)]
+    found = []
+    for source in (plain, loaders(engine, X, y, 4)):
+        replicas = mgpu.initialize(mlp(engine), devices, "xavier")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.25})
+        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+        history = mgpu.train(replicas, source, source, loss, trainer, 2,
+                             progress=False)
+        found.append((history, values(replicas)))
+    (a, first), (b, second) = found
+    assert a.loss_per_step == b.loss_per_step and a.test_acc == b.test_acc
+    assert_unchanged(first, second)
+
+
+def test_the_engine_of_the_replicas_is_used(backend):
+    """Whichever is chosen when the loop runs."""
+    replicas, loss, trainer = set_up(backend, on(0, 1))
+    import conftest
+    for name in conftest.BACKENDS:
+        with mgpu.using_backend(name):
+            history = mgpu.train(replicas, batches(4, 1), batches(3), loss,
+                                 trainer, 1, progress=False)
+            assert len(history.loss_per_step) == 2
+
+
+# -- from scratch -------------------------------------------------------------
+
+def from_scratch(devices, steps, params, rows=6):
+    """The text's training, over lists of device parameters; the mean loss
+    per step, and the parameters on each device."""
+    device_params = [mgpu.get_params(params, d) for d in devices]
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    rng = np.random.default_rng(0)
+
+    def step(X, y):
+        X_shards, y_shards = mgpu.split_batch(X, y, devices)
+        with mgpu.record():
+            losses = mgpu.parallel(
+                lambda X, y, ps: loss(models.lenet(X, ps), y)
+                if len(X) else None, X_shards, y_shards, device_params)
+        mgpu.backward(losses)
+        for i in range(len(device_params[0])):
+            mgpu.allreduce([mgpu.grad(ps[i]) for ps in device_params])
+        mgpu.parallel(lambda ps: mgpu.sgd(ps, 0.25, len(X)), device_params)
+        return losses
+    data = [(rng.uniform(size=(rows, 1, 28, 28)), rng.integers(0, 10, rows))
+            for _ in range(steps)]
+    history = mgpu.train_epochs(step, data, 1, devices)
+    return history.loss_per_step, [[mgpu.to_numpy(p) for p in ps]
+                                   for ps in device_params]
+
+
+def test_lenet_from_scratch_on_k_devices_is_one_device(engine, devices):
+    """Three rows on four devices included; in float64."""
+    params = models.lenet_params(scale=0.1, dtype="float64")
+    wanted_losses, (wanted,) = from_scratch(on(0), 2, params, rows=3)
+    losses, found = from_scratch(devices, 2, params, rows=3)
+    assert relative_difference(losses, wanted_losses) < 1e-12
+    for copies in found:
+        for value, other, first, start in zip(copies, wanted, found[0],
+                                              params):
+            assert_bit_equal(value, first)
+            assert (value != start).any()
+            # Of a bias that starts at 0, the move; relative to 0.25 / 3.
+            assert relative_difference(value, other, 1e-3) < 1e-12
+
+
+def test_training_leaves_no_scope_open(engine):
+    replicas, loss, trainer = set_up(engine, on(0, 1))
+    with contextlib.suppress(mgpu.NonFiniteLoss):
+        mgpu.train(replicas, [(np.full((4, 6), np.nan), np.zeros(4))], None,
+                   loss, trainer, 2, progress=False)
+    assert flags() == (False, False)
