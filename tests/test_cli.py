@@ -1,0 +1,377 @@
+"""The command line and what `mgpu doctor` finds."""
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+import mgpu
+from conftest import BACKENDS
+from mgpu import __main__, cli, doctor
+from mgpu import backends as registry
+
+SCHEMA = {"backend": str, "devices": list, "batch_size": int, "lr": float,
+          "seed": int, "dtype": str, "data": dict, "train_loss": list,
+          "test_acc": list, "seconds": list, "images_per_second": list,
+          "loss_per_step": list}
+SMALL = ["--limit", "24", "--batch-size", "8", "--epochs", "2",
+         "--init-scale", "0.1", "--lr", "0.0625"]
+
+
+def mgpu_command(*arguments):
+    return CliRunner().invoke(cli.cli, arguments, prog_name="mgpu")
+
+
+def refused(result):
+    """The message of a command that must fail with one line and status 2."""
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("Error: "), result.stderr
+    return lines[0]
+
+
+@pytest.fixture
+def patch():
+    """Undone before conftest looks for leaks."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture
+def absent(patch):
+    """A backend whose framework is not installed."""
+    patch.setitem(registry._BACKENDS, "absent", registry._Entry(
+        "mgpu.backends._absent", "absent_framework",
+        "pip install 'mgpu[absent]'"))
+    return "absent"
+
+
+@pytest.fixture
+def default(patch):
+    """A default engine that is there, also where tests run on torch alone."""
+    patch.setenv("MGPU_BACKEND", BACKENDS[0])
+
+
+# -- reproduce ----------------------------------------------------------------
+
+def test_a_run_for_each_number_of_devices(backend, tmp_path):
+    file, plot = tmp_path / "runs.json", tmp_path / "runs.png"
+    result = mgpu_command("reproduce", "lenet", "--backend", backend.name,
+                          "--devices", "1,2", *SMALL, "--json", str(file),
+                          "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    assert set(report) == {"chapter", "versions", "runs"}
+    assert report["chapter"] == "lenet"
+    assert report["versions"][backend.name] == backend.version
+    assert {"python", "numpy", "mgpu"} <= set(report["versions"])
+    assert [run["devices"] for run in report["runs"]] == [
+        ["cpu(0)"], ["cpu(0)", "cpu(1)"]]
+    for run in report["runs"]:
+        assert {k: type(run[k]) for k in SCHEMA} == SCHEMA
+        assert run["backend"] == backend.name
+        assert run["data"]["name"] == "digits" and run["data"]["train"] == 24
+        assert len(run["loss_per_step"]) == 2 * 3
+        assert len(run["test_acc"]) == len(run["seconds"]) == 2
+        line = re.escape(f"on [{', '.join(run['devices'])}]")
+        assert re.search(r"^test acc: \d\.\d\d, \d+\.\d sec/epoch " + line
+                         + "$", result.stdout, re.MULTILINE)
+    assert "1.00x" in result.stdout     # the table: speed-up over one device
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(os.listdir(tmp_path)) == ["runs.json", "runs.png"]
+    assert os.stat(file).st_mode & 0o777 == 0o644
+
+
+def test_named_devices_are_one_run(backend, tmp_path):
+    file = tmp_path / "runs.json"
+    result = mgpu_command("reproduce", "lenet", "--backend", backend.name,
+                          "--devices", "cpu:3, cpu:1", *SMALL, "--json",
+                          str(file))
+    assert result.exit_code == 0, result.output
+    run, = json.loads(file.read_text())["runs"]
+    assert run["devices"] == ["cpu(3)", "cpu(1)"]
+    assert "on [cpu(3), cpu(1)]" in result.stdout
+
+
+def test_reproduce_resnet18(backend, tmp_path):
+    file = tmp_path / "runs.json"
+    result = mgpu_command(
+        "reproduce", "resnet18", "--backend", backend.name, "--devices", "2",
+        "--limit", "4", "--batch-size", "4", "--epochs", "1", "--data",
+        "synthetic", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    run, = json.loads(file.read_text())["runs"]
+    assert run["lr"] == 0.1 and run["init_scale"] == 0.01   # the text's
+    assert run["data"]["name"] == "synthetic"
+
+
+def test_reproduce_auto_parallelism(backend, tmp_path):
+    file, plot = tmp_path / "runs.json", tmp_path / "runs.svg"
+    result = mgpu_command("reproduce", "auto-parallelism", "--backend",
+                          backend.name, "--size", "16", "--repeat", "2",
+                          "--json", str(file), "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    run, = json.loads(file.read_text())["runs"]
+    assert run["devices"] == ["cpu(0)", "cpu(1)"]   # or gpu, where there are
+    assert (run["size"], run["repeat"]) == (16, 2)
+    assert len(run["timings"]) == 6
+    assert re.search(r"^GPU1 & GPU2: \d+\.\d{4} sec$", result.stdout,
+                     re.MULTILINE)
+    assert b"<svg" in plot.read_bytes()
+
+
+if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
+    def test_both_engines_one_after_the_other(tmp_path):
+        file = tmp_path / "runs.json"
+        result = mgpu_command("reproduce", "lenet", "--backend", "both",
+                              "--devices", "1,2", *SMALL, "--dtype",
+                              "float64", "--json", str(file))
+        assert result.exit_code == 0, result.output
+        runs = json.loads(file.read_text())["runs"]
+        assert [(r["backend"], len(r["devices"])) for r in runs] == [
+            ("mxnet", 1), ("mxnet", 2), ("torch", 1), ("torch", 2)]
+        lines = [line for line in result.stdout.splitlines()
+                 if line.startswith("mxnet against torch on [cpu(0)")]
+        assert len(lines) == 2
+        for line in lines:
+            # 1e-10 is what the project promises; measured: below 1e-14
+            assert float(re.search(r"loss (\S+) ", line).group(1)) < 1e-10
+
+    def test_both_engines_are_timed_in_one_table():
+        result = mgpu_command("reproduce", "auto-parallelism", "--backend",
+                              "both", "--size", "8", "--repeat", "1")
+        assert result.exit_code == 0, result.output
+        table = result.stdout.splitlines()[-10:]
+        assert "mxnet" in table[1] and "torch" in table[1]
+
+
+def test_the_difference_between_engines():
+    def run(backend, devices, loss, acc):
+        return {"backend": backend, "devices": devices, "dtype": "float64",
+                "loss_per_step": loss, "test_acc": acc}
+    one, two = ["cpu(0)"], ["cpu(0)", "cpu(1)"]
+    lines = cli.differences([
+        run("mxnet", one, [2.0, 1.5], [0.5]), run("mxnet", two, [9.0], [0.9]),
+        run("torch", one, [2.0, 1.25], [0.75])])
+    assert lines == ["mxnet against torch on [cpu(0)]: largest difference of "
+                     "the loss 2.5e-01 (step 2 of 2), of the test accuracy "
+                     "0.2500"]
+
+
+@pytest.mark.parametrize("text, devices", [
+    ("2", [2]), ("1,2", [1, 2]), (" 1 , 4 ", [1, 4]),
+    ("cpu:0,cpu:1", ["cpu:0", "cpu:1"]), ("gpu:0", ["gpu:0"]),
+])
+def test_parse_devices(text, devices):
+    assert cli.parse_devices(text) == devices
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--devices", "1,cpu:0"], "numbers or devices, not both"),
+    (["--devices", "1,,2"], "empty entry"),
+    (["--devices", ""], "empty entry"),
+    (["--devices", "2,2"], "each number once"),
+    (["--devices", "0"], "from 1 on"),
+    (["--devices", "tpu:0"], "unknown device; received 'tpu:0'"),
+    (["--devices", "cpu:1,cpu:1"], "each device may be named once"),
+    (["--devices", "gpu:99"], "gpu(99) is not there"),
+    (["--epochs", "0"], "num_epochs must be"),
+    (["--batch-size", "0"], "batch_size must be an integer of 1 or more"),
+    (["--limit", "-1"], "limit must be an integer of 1 or more"),
+    (["--seed", "-1"], "seed must be"),
+    (["--lr", "nan"], "positive number; received nan"),
+    (["--lr", "1e30"], "loss must be finite"),
+    (["--init-scale", "-1"], "received -1.0"),
+    (["--data", "nowhere"], "unknown data set; received 'nowhere'"),
+    (["--size", "8"], "--size is no option of lenet"),
+    (["--json", "no/such/folder/x.json"], "the folder of --json must exist"),
+    (["--plot", "x.bmp"], "received 'x.bmp'"),
+])
+def test_errors_are_one_line_and_status_2(backend, arguments, words, tmp_path,
+                                          patch):
+    patch.chdir(tmp_path)
+    options = ["--limit", "8", "--batch-size", "4", "--devices", "1",
+               "--epochs", "2", "--json", "new.json"]
+    result = mgpu_command("reproduce", "lenet", "--backend", backend.name,
+                          *options, *arguments)
+    assert words in refused(result)
+    assert os.listdir(tmp_path) == [], "nothing is written"
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--devices", "1"], "compares two devices"),
+    (["--size", "0"], "size must be 1 or more; received 0"),
+    (["--epochs", "3"], "--epochs is no option of auto-parallelism"),
+])
+def test_errors_of_auto_parallelism(backend, arguments, words):
+    assert words in refused(mgpu_command(
+        "reproduce", "auto-parallelism", "--backend", backend.name,
+        *arguments))
+
+
+def test_a_missing_backend_is_one_line(absent, patch):
+    patch.setenv("MGPU_BACKEND", absent)
+    message = refused(mgpu_command("reproduce", "lenet"))
+    assert "pip install 'mgpu[absent]'" in message
+    assert "set_backend(" in message
+
+
+def test_an_unknown_backend_is_one_line(patch):
+    patch.setenv("MGPU_BACKEND", "jax")
+    assert "received 'jax'" in refused(mgpu_command("reproduce", "lenet"))
+
+
+def test_finished_runs_are_kept_when_a_later_one_fails(backend, tmp_path,
+                                                       patch):
+    lenet = cli._CHAPTERS["lenet"]
+
+    def fails_on_two(devices, **options):
+        if len(devices) == 2:
+            raise FloatingPointError("the loss must be finite")
+        return lenet(devices, **options)
+    patch.setitem(cli._CHAPTERS, "lenet", fails_on_two)
+    file = tmp_path / "runs.json"
+    refused(mgpu_command("reproduce", "lenet", "--backend", backend.name,
+                         *SMALL, "--json", str(file)))
+    run, = json.loads(file.read_text())["runs"]
+    assert run["devices"] == ["cpu(0)"]
+
+
+def test_json_without_nan_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "x.json"
+    cli._write_json(str(file), {"loss": 1.0})
+    for bad in ({"loss": float("nan")}, {"loss": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            cli._write_json(str(file), bad)
+    assert json.loads(file.read_text()) == {"loss": 1.0}
+    assert os.listdir(tmp_path) == ["x.json"]
+
+
+# -- starting -----------------------------------------------------------------
+
+def test_python_m_mgpu():
+    done = subprocess.run([sys.executable, "-m", "mgpu", "--version"],
+                          capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert mgpu.__version__ in done.stdout
+
+
+@pytest.mark.parametrize("package", ["click", "rich"])
+def test_a_missing_extra_is_one_line(package, patch, capsys):
+    patch.delitem(sys.modules, "mgpu.cli")
+    patch.delattr(mgpu, "cli")
+    for name in [n for n in sys.modules if n.split(".")[0] == package]:
+        patch.delitem(sys.modules, name)
+    patch.setitem(sys.modules, package, None)     # import refuses
+    assert __main__.main() == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert package in err and "pip install 'mgpu[cli]'" in err
+
+
+# -- doctor -------------------------------------------------------------------
+
+def finding(report, words):
+    found = [f["level"] for f in report["findings"] if words in f["text"]]
+    assert found, report["findings"]
+    return found[0]
+
+
+def test_the_doctor_knows_every_engine(default):
+    report = doctor.diagnose()
+    rows = {row["name"]: row for row in report["backends"]}
+    assert set(rows) == {"mxnet", "torch"}
+    for name in BACKENDS:
+        with mgpu.using_backend(name) as engine:
+            assert rows[name] == {
+                "name": name, "loads": True, "version": engine.version,
+                "gpus": engine.num_gpus(), "problem": None, "cure": None}
+            assert report["versions"][name] == engine.version
+    assert report["default"] == BACKENDS[0]
+    assert report["cpu_cores"] >= 1 and report["threads_per_device"] >= 1
+    assert doctor.healthy(report)
+
+
+def test_the_doctor_says_why_a_backend_is_missing(absent, default):
+    report = doctor.diagnose()
+    row = report["backends"][-1]
+    assert row["name"] == absent and not row["loads"]
+    assert "_absent" in row["problem"] and "\n" not in row["problem"]
+    assert row["cure"] == "pip install 'mgpu[absent]'"
+    assert report["versions"][absent] is None
+    assert doctor.healthy(report), "the default is another one"
+    result = mgpu_command("doctor")
+    assert result.exit_code == 0
+    assert "mgpu[absent]" in result.stdout
+
+
+def test_a_default_that_does_not_load_is_an_error(absent, patch):
+    patch.setenv("MGPU_BACKEND", absent)
+    report = doctor.diagnose()
+    assert finding(report, "'absent', does not load") == "error"
+    assert not doctor.healthy(report)
+    assert mgpu_command("doctor").exit_code == 1
+
+
+@pytest.mark.parametrize("name, value, words, level", [
+    ("MGPU_BACKEND", "jax", "received 'jax'", "error"),
+    ("MGPU_THREADS_PER_DEVICE", "0", "must be 1 or more; received '0'",
+     "error"),
+    ("MGPU_THREADS_PER_DEVICE", "two", "received 'two'", "error"),
+    ("MGPU_THREADS_PER_DEVICE", "4096", "more than the", "warning"),
+    ("MGPU_TREADS", "2", "MGPU_TREADS is set, and nothing reads it",
+     "warning"),
+])
+def test_settings_of_mgpu(default, patch, name, value, words, level):
+    patch.setenv(name, value)
+    report = doctor.diagnose()
+    assert finding(report, words) == level
+    assert doctor.healthy(report) == (level != "error")
+    if name in doctor.VARIABLES:
+        assert report["variables"][name]["value"] == value
+
+
+if "mxnet" in BACKENDS:
+    @pytest.mark.parametrize("name, value, words, level", [
+        ("MXNET_CPU_TEMP_COPY", "4", "mgpu's own choice, 64", "warning"),
+        ("MXNET_EXEC_BULK_EXEC_TRAIN", "1", "own choice, 0", "warning"),
+        ("MXNET_ENGINE_TYPE", "NaiveEngine", "tested without", "warning"),
+        ("MXNET_OMP_MAX_THREADS", "4", "loaded with 1", "info"),
+    ])
+    def test_settings_of_mxnet(default, patch, name, value, words,
+                               level):
+        patch.setenv(name, value)
+        report = doctor.diagnose()
+        assert finding(report, words) == level
+        assert doctor.healthy(report)
+
+    def test_mxnet_that_was_imported_earlier(default, patch):
+        from mgpu.backends._mxnet import framework
+        patch.setattr(framework, "IMPORTED_EARLIER", True)
+        patch.setenv("OMP_NUM_THREADS", "2")
+        assert finding(doctor.diagnose(), "OMP_NUM_THREADS is 2") == "warning"
+        patch.delenv("OMP_NUM_THREADS")
+        patch.setenv("MXNET_OMP_MAX_THREADS", "1")    # that is safe
+        assert not any("imported earlier" in f["text"]
+                       for f in doctor.diagnose()["findings"])
+
+
+def test_doctor_prints_json(default):
+    result = mgpu_command("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report == json.loads(json.dumps(doctor.diagnose()))
+
+
+def test_doctor_prints_what_it_finds(default, patch):
+    patch.setenv("MGPU_TREADS", "2")
+    result = mgpu_command("doctor")
+    assert result.exit_code == 0, result.output
+    words = " ".join(result.stdout.split())
+    assert "warning: MGPU_TREADS is set" in words
+    assert f"MGPU_BACKEND={BACKENDS[0]}" in words
+    for name in BACKENDS:
+        assert name in words
