@@ -10,8 +10,8 @@ from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
                   models, optimizers)
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, set_backend, using_backend)
-from mgpu.collectives import (allgather, allreduce, assign_roots, broadcast,
-                              reduce, reducescatter)
+from mgpu.collectives import (allgather, allreduce, allreduce_many,
+                              assign_roots, broadcast, reduce, reducescatter)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
                          try_all_gpus, try_gpu)
 from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
@@ -29,15 +29,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accumulator", "Animator", "BackendNotAvailable", "Benchmark", "Device",
-    "History", "NonFiniteLoss", "Parameter", "Replicas",
-    "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
-    "allreduce", "assign_roots", "attach_grad", "available_backends",
-    "backward", "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
-    "evaluate_accuracy_gpus", "functional", "get_backend", "get_params",
-    "gpu", "grad", "initialize", "initializers", "list_devices", "losses",
-    "lr_scheduler", "models", "no_grad", "num_gpus", "optimizers",
-    "parallel", "put", "record", "reduce", "reducescatter", "seed",
-    "set_backend", "sgd", "shard_bounds", "split_and_load", "split_batch",
-    "synchronize", "to_numpy", "train", "train_batch", "train_epochs",
-    "try_all_gpus", "try_gpu", "using_backend",
+    "History", "NonFiniteLoss", "Parameter", "Replicas", "StaleGradientError",
+    "Timer", "Trainer", "accuracy", "allgather", "allreduce", "allreduce_many",
+    "assign_roots", "attach_grad", "available_backends", "backward",
+    "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
+    "evaluate_accuracy_gpus", "functional", "get_backend", "get_params", "gpu",
+    "grad", "initialize", "initializers", "list_devices", "losses",
+    "lr_scheduler", "models", "no_grad", "num_gpus", "optimizers", "parallel",
+    "put", "record", "reduce", "reducescatter", "seed", "set_backend", "sgd",
+    "shard_bounds", "split_and_load", "split_batch", "synchronize", "to_numpy",
+    "train", "train_batch", "train_epochs", "try_all_gpus", "try_gpu",
+    "using_backend",
 ]

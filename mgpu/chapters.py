@@ -21,7 +21,7 @@ import numpy as np
 from mgpu import functional as F
 from mgpu import initializers, models
 from mgpu.backends import get_backend
-from mgpu.collectives import allreduce, assign_roots
+from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices
 from mgpu.doctor import cpu_cores
 from mgpu.evaluation import DataIter, evaluate_accuracy_gpu
@@ -96,16 +96,15 @@ def auto_parallelism(devices: Any, *, size: Optional[int] = None,
 
     # `parallel` with one entry, not a plain call: alone as well as together
     # a device computes with its own share of the cores.
-    warm = parallel(products, [first, second])
+    parallel(products, [first, second])
     synchronize(devices)
-    del warm
     timed("GPU1 time", devices[0], lambda: parallel(products, [first]))
     timed("GPU2 time", devices[1], lambda: parallel(products, [second]))
     timed("GPU1 & GPU2", devices, lambda: parallel(products, [first, second]))
     results, = timed("Run on GPU1", devices[0],
                      lambda: parallel(products, [first]))
     timed("Copy to CPU", devices[0], lambda: [to_numpy(y) for y in results])
-    del results
+    results.clear()
     timed("Run on GPU1 and copy to CPU", devices[0],
           lambda: _products_and_copies(first, repeat))
 
@@ -195,9 +194,9 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     """Train the text's LeNet from scratch, over lists of device parameters.
 
     Every device holds all parameters, drawn once, and takes its share of
-    each batch; gradients are summed over the devices, each parameter's on a
-    device of its own choice (`assign_roots`), and `sgd` divides by the rows
-    of the whole batch. The accuracy is that of device 0.
+    each batch; gradients are summed over the devices (`allreduce_many`), and
+    `sgd` divides by the rows of the whole batch. The accuracy is that of
+    device 0.
 
     Parameters
     ----------
@@ -237,7 +236,6 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     devices, lr = as_devices(devices), _rate(lr)
     start = models.lenet_params(init_scale, seed, dtype)
     device_params = [get_params(start, d) for d in devices]
-    roots = assign_roots([p.nbytes for p in start], len(devices))
     loss = SoftmaxCrossEntropyLoss()
 
     def losses_of(X: Any, y: Any, params: List[Any]) -> Any:
@@ -250,7 +248,8 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
         with record():
             losses = parallel(losses_of, X_shards, y_shards, device_params)
         backward(losses)
-        allreduce_gradients(device_params, roots)
+        allreduce_many([[grad(p) for p in copies]
+                        for copies in zip(*device_params)])
         parallel(partial(sgd, lr=lr, batch_size=rows_of(X)), device_params)
         return losses
 
@@ -263,28 +262,6 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
         evaluate=lambda: evaluate_accuracy_gpu(
             [predict], _Cast(test_iter, dtype), devices[0]))
     return _run(history, train_iter, lr, seed, dtype, init_scale)
-
-
-def allreduce_gradients(device_params: Sequence[Sequence[Any]],
-                        roots: Sequence[int]) -> None:
-    """Sum the gradient of every parameter over the devices, in place.
-
-    Parameters
-    ----------
-    device_params : sequence of sequences of native arrays
-        ``device_params[i][j]``: parameter j on device i.
-    roots : sequence of int
-        The device on which parameter j is summed. Different ones work at
-        the same time.
-    """
-    gradients = [[grad(p) for p in copies] for copies in zip(*device_params)]
-
-    def collect(root: int) -> None:
-        for copies, at in zip(gradients, roots):
-            if at == root:
-                allreduce(copies, root=root)
-    if len(device_params) > 1:
-        parallel(collect, range(len(device_params)))
 
 
 # -- C. concise ---------------------------------------------------------------

@@ -5,6 +5,8 @@ return something. Sums are taken in a fixed order, which each algorithm
 names, so that a run can be repeated bit for bit. Differentiable forms that
 return new arrays are in `mgpu.functional`.
 """
+from functools import partial
+from math import prod
 from numbers import Integral
 from typing import Any, Callable, Dict, List, Sequence
 
@@ -237,14 +239,51 @@ def allreduce(data: List[Array], *, op: str = "sum", algorithm: str = "auto",
     ------
     TypeError, ValueError
         No list, different shapes or dtypes, an array of the other
-        framework, an unknown op or algorithm, an impossible root. Nothing
-        has changed then.
+        framework, one array for two devices, an unknown op or algorithm, an
+        impossible root, a mean of integers, any reduction of booleans; with
+        "ring" and "sharded" a tensor that is not contiguous. Nothing has
+        changed then.
     """
     arrays = _check(data, op)
     if algorithm not in ALGORITHMS:
         raise ValueError(f"unknown algorithm; received {algorithm!r}. Use "
                          f"one of {', '.join(map(repr, ALGORITHMS))}.")
     _in_place(ALGORITHMS[algorithm], arrays, op, root)
+
+
+def allreduce_many(lists: Sequence[List[Array]], *, op: str = "sum") -> None:
+    """`allreduce` of many lists, as of all gradients of a network.
+
+    Different lists are collected on different devices (`assign_roots`),
+    which work at the same time: no device's link carries all of it.
+
+    Parameters
+    ----------
+    lists : sequence of lists of native arrays
+        ``lists[j][i]``: array j on device i; as many devices in each.
+    op : {"sum", "mean", "max", "min"}
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `allreduce`, and for lists of different lengths. Nothing has
+        changed then.
+    """
+    columns = [_check(data, op) for data in lists]
+    lengths = sorted({len(column) for column in columns})
+    if len(lengths) > 1:
+        raise ValueError(f"every list must hold one array per device; "
+                         f"received lists of {lengths} arrays.")
+    k = lengths[0] if lengths else 1
+    if k == 1:
+        return
+    roots = assign_roots([prod(column[0].shape) for column in columns], k)
+
+    def collect(root: int) -> None:
+        for column, at in zip(columns, roots):
+            if at == root:
+                allreduce(column, op=op, root=root)
+    get_backend().parallel([partial(collect, i) for i in range(k)])
 
 
 def broadcast(data: List[Array], *, root: int = 0) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from mgpu import initializers
 from mgpu.backends import base, get_backend
 from mgpu.batch_norm import Meeting, SyncBatchNorm
-from mgpu.collectives import allreduce
+from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_device, as_devices
 from mgpu.split import map_leaves, rows_of
 
@@ -530,8 +530,8 @@ class Replicas(abc.Sequence):
         """What `Trainer` calls when a step is done: ``"average"`` replaces
         the statistics by their means over devices."""
         if self.batch_norm == "average":
-            for arrays in [p.list_data() for p in self.statistics()]:
-                allreduce(arrays, op="mean")
+            allreduce_many([p.list_data() for p in self.statistics()],
+                           op="mean")
 
 
 def _nothing() -> None:

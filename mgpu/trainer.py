@@ -11,7 +11,7 @@ import numpy as np
 
 from mgpu import optimizers
 from mgpu.backends import using_backend
-from mgpu.collectives import allreduce, assign_roots
+from mgpu.collectives import allreduce_many
 from mgpu.replicas import Parameter, Replicas
 
 _FORMAT = "mgpu trainer states 1"
@@ -222,16 +222,7 @@ class Trainer:
                 # Old gradients of a device without rows: exactly zero now.
                 for copies in gradients:
                     copies[i][...] = 0
-            if len(devices) > 1:
-                roots = assign_roots([int(np.prod(p.shape)) for p in used],
-                                     len(devices))
-
-                def collect(root: int) -> None:
-                    for copies, at in zip(gradients, roots):
-                        if at == root:
-                            allreduce(copies, root=root)
-                backend.parallel([partial(collect, i)
-                                  for i in range(len(devices))])
+            allreduce_many(gradients)
         # Also those that were skipped: theirs belong to this step.
         for arrays in columns:
             for x in arrays:

@@ -5,7 +5,10 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-case $engines in *,*) backend=both ;; *) backend=$engines ;; esac
+case $engines in
+*,*) backend=both ;;
+*) backend=$engines; export MGPU_BACKEND=$engines ;;
+esac
 mkdir -p out
 mgpu() { "$python" -m mgpu "$@"; }
 

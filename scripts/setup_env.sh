@@ -41,8 +41,7 @@ find_python() {
 }
 
 pip_install() {
-    "$python" -m pip install -qq --disable-pip-version-check \
-        --constraint scripts/constraints.txt "$@"
+    "$python" -m pip install -qq --disable-pip-version-check "$@"
 }
 
 # Whether there is an MXNet for this Python and platform: pip knows.
@@ -50,7 +49,9 @@ install_mxnet() {
     local log=.venv/mxnet.log
     "$python" -c 'import sys; sys.exit(sys.version_info >= (3, 13))' ||
         return 1
-    pip_install --no-deps mxnet 2>"$log" && return
+    # Without --constraint, with which pip has other words for it.
+    pip_install --no-deps --only-binary=:all: \
+        "$(grep '^mxnet==' scripts/constraints.txt)" 2>"$log" && return
     grep -q "No matching distribution" "$log" && return 1
     cat "$log" >&2
     fail "MXNet could not be installed; pip's words are above."
@@ -72,7 +73,8 @@ urllib.request.urlopen('$cpu/torch/', timeout=5)" 2>/dev/null; then
         index=(--extra-index-url "$cpu")
     fi
     say "installing torch"
-    pip_install --no-deps ${index[@]+"${index[@]}"} torch ||
+    pip_install --constraint scripts/constraints.txt --no-deps \
+        ${index[@]+"${index[@]}"} torch ||
         fail "torch could not be installed; pip's words are above."
     engines=torch
     say "installing mxnet"
@@ -80,7 +82,8 @@ urllib.request.urlopen('$cpu/torch/', timeout=5)" 2>/dev/null; then
         engines=mxnet,torch extras=$extras,mxnet
     fi
     say "installing mgpu and what it needs"
-    pip_install --editable ".[$extras]" ||
+    pip_install --constraint scripts/constraints.txt \
+        --editable ".[$extras]" ||
         fail "mgpu could not be installed; pip's words are above."
     printf '%s\n' "$engines" >.venv/engines
     printf '%s\n' "$stamp" >.venv/complete  # last: all of the above is there
@@ -98,10 +101,10 @@ else
 fi
 
 if [ "$engines" = torch ]; then
-    echo "**********************************************************************"
+    echo "******************************************************************"
     echo "  NO MXNET HERE: no MXNet 1.9.1 exists for $("$python" --version) on"
     echo "  $(uname -s) $(uname -m). What follows runs on PyTorch ALONE."
     echo "  MXNet wants Python 3.10, 3.11 or 3.12 on Linux (x86-64, ARM) or on"
     echo "  macOS (Intel)."
-    echo "**********************************************************************"
+    echo "******************************************************************"
 fi

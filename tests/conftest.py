@@ -39,7 +39,7 @@ def devices(request):
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(monkeypatch):
+def no_leaks():
     """A test leaves the chosen backend and the environment as they were."""
     before, environment = registry._chosen, dict(os.environ)
     yield

@@ -532,3 +532,26 @@ def test_impossible_numbers_of_devices(k):
     assert str(refused.value) == (
         "the number of devices must be a whole number, 1 or more; received "
         f"{k!r}.")
+
+
+# -- many lists ---------------------------------------------------------------
+
+def test_many_lists_are_reduced_alike(backend, devices):
+    k, shapes = len(devices), [(3,), (2, 2), (5, 1), (40,)]
+    lists = [[mgpu.put(np.full(s, 10.0 * j + i, "float32"), d)
+              for i, d in enumerate(devices)] for j, s in enumerate(shapes)]
+    mgpu.allreduce_many(lists)
+    for j, (shape, arrays) in enumerate(zip(shapes, lists)):
+        total = sum(10.0 * j + i for i in range(k))
+        for x in arrays:
+            assert_bit_equal(mgpu.to_numpy(x),
+                             np.full(shape, total, "float32"))
+
+
+def test_many_lists_of_different_lengths_are_refused(backend):
+    one, two = ([mgpu.put(np.ones(2, "float32"), mgpu.cpu(i))
+                 for i in range(n)] for n in (1, 2))
+    with pytest.raises(ValueError, match="one array per device; received "
+                       r"lists of \[1, 2\] arrays"):
+        mgpu.allreduce_many([two, one])
+    assert (mgpu.to_numpy(two[0]) == 1).all()

@@ -801,7 +801,8 @@ def test_the_dialect_computes_as_numpy_does(backend):
             (x + y, a + b), (x - y, a - b), (x * y, a * b), (x / y, a / b),
             (x + 2.5, a + 2.5), (2.5 - x, 2.5 - a), (x * 3.0, a * 3.0),
             (1.0 / x, 1.0 / a), (-x, -a), (abs(x), abs(a)), (x ** 2, a ** 2),
-            (x ** 3.0, a ** 3.0), (x[0:1], a[0:1]), (x[1:], a[1:]), (x.reshape((4,)), a.ravel()),
+            (x ** 3.0, a ** 3.0), (x[0:1], a[0:1]), (x[1:], a[1:]),
+            (x.reshape((4,)), a.ravel()),
             (x.reshape((1, 2, 2)), a.reshape(1, 2, 2))]:
         assert_bit_equal(backend.to_numpy(made), expected)
     assert len(x) == 2 and tuple(x.shape) == (2, 2)

@@ -495,6 +495,24 @@ def test_a_device_without_rows_contributes_zero(engine, devices):
                 assert_bit_equal(copy + 0.0, own[name] + 0.0)
 
 
+def test_replicas_one_by_one(engine, devices):
+    """A loop over ``replicas[i](x)`` that leaves empty shards out."""
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    replicas, one = (initialize(mlp(engine), d) for d in (devices, on(0)))
+    options = {"learning_rate": 0.125, "momentum": 0.5}
+    trainer = mgpu.Trainer(replicas, "sgd", options)
+    for seed, rows in enumerate(ROWS):
+        X, y = batch(rows, seed)
+        with mgpu.record():
+            losses = [loss(replica(X), y) for replica, X, y in zip(
+                replicas, *mgpu.split_batch(X, y, devices)) if len(X)]
+        mgpu.backward(losses)
+        trainer.step(rows)
+    train(one, mgpu.Trainer(one, "sgd", options))
+    assert_close(values(replicas), values(one))
+    assert_replicas_equal(values(replicas))
+
+
 def test_a_failed_pass_leaves_no_trace(engine):
     """A device that ran in a pass that failed is idle in the next one."""
     replicas = initialize(mlp(engine), on(0, 1, 2))

@@ -538,6 +538,8 @@ def test_a_loss_that_is_not_finite_names_its_step(
     assert not np.isfinite(history.loss_per_step[-1])
     assert len(history.train_loss) == epoch
     assert history.summary()
+    # It is read when the next step of the epoch has been queued, no later.
+    assert trainer.num_update == 3 * epoch + min(step + 2, 3)
 
 
 def test_wrong_loops_are_refused(engine):

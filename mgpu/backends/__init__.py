@@ -54,12 +54,13 @@ def _load(name: str) -> Backend:
             entry = _BACKENDS[name]
             try:
                 module = importlib.import_module(entry.module)
-            except ImportError as error:
+            except (ImportError, OSError) as error:
                 others = [n for n in available_backends() if n != name]
-                switch = f"mgpu.set_backend({(others or ['torch'])[0]!r})"
+                switch = f", or switch with mgpu.set_backend({others[0]!r})" \
+                    if others else ""
                 raise BackendNotAvailable(
                     f"the {name!r} backend cannot be loaded ({error}). Run "
-                    f"{entry.install}, or switch with {switch}.") from error
+                    f"{entry.install}{switch}.") from error
             _instances[name] = module.BACKEND()
         return _instances[name]
 

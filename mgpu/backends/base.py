@@ -380,11 +380,16 @@ class Backend(ABC):
 def host_array(x: Any) -> np.ndarray:
     """A fresh, contiguous NumPy copy of `x`; Python floats become float32,
     the default of both engines, arrays keep their dtype."""
-    array = np.array(x, order="C")
-    if array.dtype == object:
+    try:
+        array = np.array(x, order="C")
+    except ValueError:      # rows of different lengths
+        array = np.array(None)
+    if array.dtype.kind not in "biufc":
         raise TypeError(
-            f"an array of numbers is wanted; received "
-            f"{type(x).__name__} that NumPy cannot make one of.")
+            f"an array of numbers is wanted; received {type(x).__name__} "
+            "that NumPy cannot make one of. Pass numbers, or rows of one "
+            "length.")
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype == np.float64 and not isinstance(x, (np.ndarray,
                                                         np.generic)):
         array = array.astype(np.float32)
@@ -406,6 +411,22 @@ def wrong_device(device: "Device", actual: Any) -> ValueError:
     return ValueError(
         f"the replica on {device} takes arrays on {device}; received one on "
         f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
+
+
+def not_native(x: Any, backend: str) -> TypeError:
+    refuse_foreign(x, backend)
+    return TypeError(f"an array of the {backend} backend is wanted; received "
+                     f"{type(x).__name__}. Use mgpu.put(x, device).")
+
+
+def unknown_dtype(dtype: Any) -> ValueError:
+    return ValueError(f"unknown dtype; received {dtype!r}. Use a name such "
+                      "as 'float32' or 'float64'.")
+
+
+def no_float(dtype: Any) -> ValueError:
+    return ValueError(f"only arrays of floats have gradients; received "
+                      f"{dtype}. Use mgpu.functional.astype(x, 'float32').")
 
 
 def check_grad_req(grad_req: str) -> None:

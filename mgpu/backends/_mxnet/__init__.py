@@ -8,7 +8,7 @@ import numpy as np
 from mgpu.backends import base
 from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
-from mgpu.backends._mxnet.ops import MXNetOps, is_np
+from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
 
 autograd, npx = mx.autograd, mx.npx
@@ -97,15 +97,23 @@ class MXNetBackend(base.Backend):
         return _numpy_mode(is_np(x), is_np(x))
 
     def put(self, x: Any, where: Any, *, dtype: Optional[str] = None) -> Any:
-        context = where.context if isinstance(where, mx.nd.NDArray) \
+        context = where.ctx if isinstance(where, mx.nd.NDArray) \
             else self.handle(where)
+        want = None if dtype is None else dtype_of(dtype)
         if isinstance(x, mx.nd.NDArray):
-            copy = x.copyto(context)
-            return copy if dtype is None else copy.astype(dtype)
+            if 0 in x.shape:        # legacy operators refuse such arrays
+                copy = mx.nd.empty(x.shape, ctx=context, dtype=x.dtype)
+                copy = copy.as_np_ndarray() if is_np(x) else copy
+            else:
+                if autograd.is_recording():
+                    # The gradient of a copy overwrites, also in a leaf with
+                    # grad_req="add"; that of a view is added.
+                    x = x.reshape(x.shape)
+                copy = x.copyto(context)
+            return copy if want is None else copy.astype(want)
         base.refuse_foreign(x, self.name)
         x = base.host_array(x)
-        if dtype is not None:
-            x = x.astype(dtype, copy=False)
+        x = x.astype(dtype_of(want or x.dtype), copy=False)
         array = mx.nd.empty(x.shape, ctx=context, dtype=x.dtype)
         if context.device_type == "cpu":
             _fill(array, x)
@@ -116,6 +124,8 @@ class MXNetBackend(base.Backend):
         return array.as_np_ndarray() if new else array
 
     def to_numpy(self, x: Any) -> np.ndarray:
+        if not isinstance(x, mx.nd.NDArray):
+            raise base.not_native(x, self.name)
         return x.asnumpy()
 
     def is_native(self, x: Any) -> bool:
@@ -129,8 +139,8 @@ class MXNetBackend(base.Backend):
         context = self.handle(device)
         for x in inputs:
             if isinstance(x, mx.nd.NDArray):
-                if x.context != context:
-                    raise base.wrong_device(device, x.context)
+                if x.ctx != context:
+                    raise base.wrong_device(device, x.ctx)
             else:
                 base.refuse_foreign(x, self.name)
 
@@ -138,7 +148,11 @@ class MXNetBackend(base.Backend):
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
         base.check_grad_req(grad_req)
-        x.attach_grad(grad_req)
+        dtype = np.dtype(x.dtype)
+        if dtype.kind != "f":
+            raise base.no_float(dtype)
+        if grad_req != "null" or x.grad is not None:
+            x.attach_grad(grad_req)
 
     def grad(self, x: Any) -> Any:
         gradient = x.grad
@@ -164,8 +178,15 @@ class MXNetBackend(base.Backend):
         return autograd.is_training()
 
     def backward(self, losses: Sequence[Any]) -> None:
+        heads = list({id(x): x for x in losses}.values())
+        if len(heads) < len(losses):
+            # MXNet would count a loss that is there twice only once.
+            seeds = [self.ops.zeros_like(x) + sum(y is x for y in losses)
+                     for x in heads]
+        else:
+            seeds = None
         try:
-            autograd.backward(list(losses))
+            autograd.backward(heads, seeds)
         except mx.MXNetError as error:
             if "Cannot differentiate node" not in str(error):
                 raise

@@ -26,8 +26,6 @@ _ALIASES = {"bool": np.bool_, "int": int, "float": float, "object": object,
 
 # Read by the engine at its first operation, so also in time after an import.
 _SETTINGS = {"MXNET_CPU_TEMP_COPY": "64", "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
-for _name, _value in _SETTINGS.items():
-    os.environ.setdefault(_name, _value)
 
 
 @contextlib.contextmanager
@@ -69,6 +67,8 @@ def _load() -> types.ModuleType:
             import mxnet
         except (AttributeError, OSError) as error:
             raise ImportError(f"mxnet does not load: {error}") from error
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
         # The engine reads its settings now, while they are in force.
         mxnet.nd.zeros((1,)).wait_to_read()
     if "bool" not in np.__dict__:

@@ -8,7 +8,6 @@ import numpy as np
 
 from mgpu.backends import base
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.ops import is_np
 
 _KINDS = {"weight": "weight", "bias": "bias", "gamma": "gamma",
           "beta": "beta", "running_mean": "running_mean",
@@ -158,7 +157,7 @@ class MXNetNetwork(base.Network):
             kwargs = layer._kwargs
 
             def forward(x: Any) -> Any:
-                context = x.context
+                context = x.ctx
                 own = {name: getattr(layer, name).data(context)
                        for name in ("gamma", "beta", "running_mean",
                                     "running_var")}

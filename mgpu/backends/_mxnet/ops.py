@@ -3,12 +3,29 @@
 `mx.np` arrays go to `mx.np` and `mx.npx`, legacy `mx.nd` arrays to `mx.nd`:
 by the array at hand, so that either works whatever mode the process is in.
 """
+import numpy as np
+
 from mgpu.backends import base
 from mgpu.backends._mxnet.framework import mx
 
 
+_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32",
+           "int64", "bool")
+
+
 def is_np(x) -> bool:
     return isinstance(x, mx.np.ndarray)
+
+
+def dtype_of(dtype):
+    """``"float64"`` or ``np.float64``: the NumPy dtype, if MXNet has it."""
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _DTYPES:
+        raise base.unknown_dtype(dtype)
+    return found
 
 
 def _pair(n):
@@ -16,7 +33,7 @@ def _pair(n):
 
 
 def _empty_like(x, shape):
-    return mx.nd.empty(tuple(shape), ctx=x.context, dtype=x.dtype)
+    return mx.nd.empty(tuple(shape), ctx=x.ctx, dtype=x.dtype)
 
 
 class MXNetOps(base.Ops):
@@ -105,7 +122,7 @@ class MXNetOps(base.Ops):
         return x.reshape_view(-1) if is_np(x) else x.reshape((-1,))
 
     def astype(self, x, dtype):
-        return x.astype(dtype)
+        return x.astype(dtype_of(dtype))
 
     def stop_gradient(self, x):
         return x.detach()

@@ -90,6 +90,8 @@ class TorchBackend(base.Backend):
                     and target.type == "cuda" else False)
 
     def to_numpy(self, x: Any) -> np.ndarray:
+        if not isinstance(x, torch.Tensor):
+            raise base.not_native(x, self.name)
         return x.detach().cpu().numpy().copy()
 
     def is_native(self, x: Any) -> bool:
@@ -112,9 +114,13 @@ class TorchBackend(base.Backend):
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
         base.check_grad_req(grad_req)
+        if not x.dtype.is_floating_point:
+            raise base.no_float(str(x.dtype).replace("torch.", ""))
         known = self._leaves.pop(x, None)
         if known is not None and known.hook is not None:
             known.hook.remove()
+        if not x.is_leaf:
+            x.detach_()     # a result becomes a leaf, as on MXNet
         x.grad = None
         x.requires_grad_(grad_req != "null")
         if grad_req == "null":
@@ -128,8 +134,8 @@ class TorchBackend(base.Backend):
             # Runs once per backward pass, before torch adds the gradient to
             # the old one: Gluon's "write" forgets the old one here.
             leaf.fresh = True
-            if leaf.request == "write":
-                target().grad = None
+            if leaf.request == "write" and target().grad is not None:
+                target().grad.zero_()   # in place: the caller may hold it
         leaf.hook = x.register_hook(arrived)
 
     def grad_req(self, x: Any) -> str:

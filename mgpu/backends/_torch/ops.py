@@ -86,6 +86,5 @@ def dtype_of(dtype) -> torch.dtype:
     name = getattr(dtype, "__name__", None) or str(dtype)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"unknown dtype; received {dtype!r}. Use a name "
-                         "such as 'float32' or 'float64'.")
+        raise base.unknown_dtype(dtype)
     return found
