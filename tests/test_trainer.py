@@ -387,7 +387,8 @@ def test_a_stale_gradient_is_an_error_that_names_it(
     trainer.step(2, ignore_stale_grad=True)     # the same gradients, later
 
 
-@pytest.mark.parametrize("passes", ["none", "forward", "predicted", "first"])
+@pytest.mark.parametrize("passes", ["none", "forward", "predicted", "first",
+                                    "one by one"])
 def test_a_step_without_a_backward_pass(engine, devices, passes):
     replicas = initialize(mlp(engine), devices)
     trainer = mgpu.Trainer(replicas, "sgd")
@@ -399,15 +400,15 @@ def test_a_step_without_a_backward_pass(engine, devices, passes):
             replicas(shards)
     elif passes == "predicted":
         replicas(shards)
-    elif passes == "first":
-        if len(devices) == 1:
-            backward(replicas, X, y)
-            trainer.step(8)         # the second step has no new gradients
-        else:
-            with mgpu.record():
-                outputs = replicas(shards)
-            mgpu.backward(outputs[:1])
-            stale = devices[1]
+    elif len(devices) == 1:
+        backward(replicas, X, y)
+        trainer.step(8)         # the second step has no new gradients
+    elif passes != "none":      # and no backward pass for the others
+        with mgpu.record():
+            outputs = replicas(shards) if passes == "first" else [
+                replica(shard) for replica, shard in zip(replicas, shards)]
+        mgpu.backward(outputs[:1])
+        stale = devices[1]
     before = values(replicas)
     with pytest.raises(mgpu.StaleGradientError) as caught:
         trainer.step(8)

@@ -33,7 +33,7 @@ def _own_init(parameter: Any) -> Optional[Any]:
         # A copy: dumps() of a Constant array changes the object itself.
         name, options = json.loads(copy.deepcopy(init).dumps())
     except (TypeError, ValueError):     # a user's own class
-        return None
+        return type(init).__name__.lower(), {}
     return name, options
 
 
@@ -70,7 +70,9 @@ class MXNetNetwork(base.Network):
 
     def _batch_norm_layers(self) -> Iterator[Any]:
         def walk(block: Any, path: str) -> Iterator[Any]:
-            if isinstance(block, mx.gluon.nn.BatchNorm):
+            # One with use_global_stats predicts in training too.
+            if isinstance(block, mx.gluon.nn.BatchNorm) and \
+                    not block._kwargs["use_global_stats"]:
                 yield path, block
             for name, child in block._children.items():
                 yield from walk(child, f"{path}.{name}" if path else name)
@@ -93,6 +95,19 @@ class MXNetNetwork(base.Network):
     def set_grad_req(self, number, grad_req, arrays) -> None:
         base.check_grad_req(grad_req)
         self.entries[number][1].grad_req = grad_req
+        self._mend_frozen()
+
+    def _mend_frozen(self) -> None:
+        # MXNet's float32 kernel of a Dense layer computes the gradient of
+        # the bias together with that of the weight: where the weight is
+        # frozen the bias would not learn. Gluon does not see this gradient.
+        for block in _blocks(self.net):
+            if isinstance(block, mx.gluon.nn.Dense) and block.bias is not None:
+                weight, bias = block.weight, block.bias
+                if weight.grad_req == "null" != bias.grad_req and \
+                        np.dtype(weight.dtype) == np.float32:
+                    for x in weight.list_data():
+                        x.attach_grad()
 
     def devices(self) -> List[Any]:
         if not self.entries:
@@ -112,8 +127,16 @@ class MXNetNetwork(base.Network):
         self.net.cast(dtype)
 
     def _allocate(self, contexts: Sequence[Any]) -> None:
+        # What is neither drawn nor trained keeps its values.
+        others = {}
+        for name, parameter, kind in self.entries:
+            if kind == "other":
+                with contextlib.suppress(RuntimeError):     # it has none
+                    others[parameter] = parameter.list_data()[0].copy()
         self.net.initialize(init=mx.init.Zero(), ctx=list(contexts),
                             force_reinit=True)
+        for parameter, value in others.items():
+            parameter.set_data(value)
 
     def infer_shapes(self, inputs, device) -> None:
         self._allocate([self.backend.handle(device)])
@@ -133,6 +156,7 @@ class MXNetNetwork(base.Network):
 
     def replicate(self, devices: Sequence[Any]) -> List[base.Replica]:
         self._allocate([self.backend.handle(d) for d in devices])
+        self._mend_frozen()
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
 
     @contextlib.contextmanager

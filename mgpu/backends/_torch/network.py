@@ -52,8 +52,8 @@ def _batch_norm_forward(layer: nn.Module, path: str,
         # dtype float32, as MXNet stores the momentum of a layer
         momentum = float(np.float32(1 - layer.momentum)) \
             if layer.momentum is not None \
-            else 1 - 1 / (int(layer.num_batches_tracked) + 1)
-        if torch.is_grad_enabled():
+            else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
+        if torch.is_grad_enabled() and layer.running_mean is not None:
             layer.num_batches_tracked.add_(1)
         return rule(base.BatchNormCall(
             x, layer.weight, layer.bias, layer.running_mean,
@@ -94,7 +94,7 @@ class TorchReplica(base.Replica):
                         for _, m, name, _ in _walk(module, which)]
         self._batch_norms = [
             (path, m) for path, m in module.named_modules()
-            if isinstance(m, _BATCH_NORMS) and m.track_running_stats]
+            if isinstance(m, _BATCH_NORMS)]
         self._dropouts = [m for m in self._modules if type(m) in _DROPOUTS]
         #: draws from torch's default stream (functional dropout, attention
         #: or recurrent dropout); None: not known before it has trained once
@@ -118,6 +118,9 @@ class TorchReplica(base.Replica):
             if training:
                 rule = self._network.rule or gluon_batch_norm
                 for path, layer in self._batch_norms:
+                    if layer.running_mean is None \
+                            and self._network.rule is None:
+                        continue        # nothing to keep: torch's own will do
                     if "forward" not in layer.__dict__:
                         patched.append(layer)
                         layer.__dict__["forward"] = _batch_norm_forward(
