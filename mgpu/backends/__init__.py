@@ -26,7 +26,7 @@ class _Entry(NamedTuple):
 
 _BACKENDS: Dict[str, _Entry] = {
     "mxnet": _Entry("mgpu.backends._mxnet", "mxnet",
-                    "pip install 'mgpu[mxnet]'"),
+                    "pip install 'mgpu[mxnet]' (Python 3.10 to 3.12)"),
     "torch": _Entry("mgpu.backends._torch", "torch",
                     "pip install 'mgpu[torch]'"),
 }

@@ -47,8 +47,8 @@ class BatchNormCall(NamedTuple):
     x: Array
     gamma: Optional[Array]      # None: the layer has none, or it is fixed
     beta: Optional[Array]
-    running_mean: Array
-    running_var: Array
+    running_mean: Optional[Array]       # None: the layer keeps none
+    running_var: Optional[Array]
     epsilon: float
     momentum: float             # r <- momentum r + (1 - momentum) statistic
     axis: int
