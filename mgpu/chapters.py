@@ -236,22 +236,8 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     devices, lr = as_devices(devices), _rate(lr)
     start = models.lenet_params(init_scale, seed, dtype)
     device_params = [get_params(start, d) for d in devices]
-    loss = SoftmaxCrossEntropyLoss()
-
-    def losses_of(X: Any, y: Any, params: List[Any]) -> Any:
-        if not rows_of(X):      # fewer rows than devices
-            return None
-        return loss(models.lenet(X, params), y)
-
-    def step(X: Any, y: Any) -> List[Any]:
-        X_shards, y_shards = split_batch(X, y, devices)
-        with record():
-            losses = parallel(losses_of, X_shards, y_shards, device_params)
-        backward(losses)
-        allreduce_many([[grad(p) for p in copies]
-                        for copies in zip(*device_params)])
-        parallel(partial(sgd, lr=lr, batch_size=rows_of(X)), device_params)
-        return losses
+    step = partial(lenet_step, device_params=device_params, devices=devices,
+                   lr=lr)
 
     def predict(X: Any) -> Any:
         return models.lenet(X, device_params[0])
@@ -262,6 +248,39 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
         evaluate=lambda: evaluate_accuracy_gpu(
             [predict], _Cast(test_iter, dtype), devices[0]))
     return _run(history, train_iter, lr, seed, dtype, init_scale)
+
+
+def lenet_step(X: Any, y: Any, device_params: Sequence[List[Any]],
+               devices: Sequence[Device], lr: float) -> List[Any]:
+    """One step of `lenet`: all forwards, all backwards, all-reduce, `sgd`.
+
+    Parameters
+    ----------
+    X, y : arrays of n rows
+    device_params : sequence of lists of native arrays
+        Each device's parameters; changed in place.
+    devices : sequence of Device
+    lr : float
+
+    Returns
+    -------
+    list of native arrays
+        The loss of each row, by device; None where a device had no row.
+    """
+    X_shards, y_shards = split_batch(X, y, devices)
+    with record():
+        losses = parallel(_lenet_losses, X_shards, y_shards, device_params)
+    backward(losses)
+    allreduce_many([[grad(p) for p in copies]
+                    for copies in zip(*device_params)])
+    parallel(partial(sgd, lr=lr, batch_size=rows_of(X)), device_params)
+    return losses
+
+
+def _lenet_losses(X: Any, y: Any, params: List[Any]) -> Any:
+    if not rows_of(X):      # fewer rows than devices
+        return None
+    return SoftmaxCrossEntropyLoss()(models.lenet(X, params), y)
 
 
 # -- C. concise ---------------------------------------------------------------

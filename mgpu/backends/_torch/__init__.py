@@ -27,7 +27,8 @@ class _Leaf:
 
 def _carry() -> Callable[[], contextlib.AbstractContextManager]:
     """The caller's per-thread modes, to be set in a worker."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
     autocast = [(kind, torch.get_autocast_dtype(kind))
                 for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
 

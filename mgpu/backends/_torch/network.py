@@ -21,7 +21,7 @@ _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _NORMS = (*_BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm,
           nn.GroupNorm)
 _DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 2, nn.Dropout2d: 2,
-             nn.Dropout3d: 2}   # leading axes that a mask is drawn over; 0: all
+             nn.Dropout3d: 2}   # leading axes of the mask; 0: all of them
 
 
 def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
