@@ -242,7 +242,7 @@ def test_a_framework_that_is_not_installed(name):
             print(error)
         """, name)
     assert out.startswith(f"the {name!r} backend cannot be loaded (No module "
-                          f"named '{name}'). Run pip install 'mgpu[{name}]', ")
+                          f"named '{name}'). Run pip install 'mgpu[{name}]'")
     assert out.count("\n") == 1
 
 
