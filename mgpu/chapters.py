@@ -245,6 +245,8 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     history = train_epochs(
         step, _Cast(train_iter, dtype), epochs, devices, progress=progress,
         animator=animator, description="lenet",
+        weights=lambda: dict(zip((name for name, _ in models.LENET),
+                                 device_params[0])),
         evaluate=lambda: evaluate_accuracy_gpu(
             [predict], _Cast(test_iter, dtype), devices[0]))
     return _run(history, train_iter, lr, seed, dtype, init_scale)

@@ -192,15 +192,19 @@ def _broadcast(data: List[Array], op: str, root: int) -> None:
             x[:] = data[root]
 
 
+def _check_distinct(data: List[Array]) -> None:
+    if len({id(x) for x in data}) < len(data):
+        raise ValueError(
+            "data must hold an array of its own for each device; received "
+            "one array more than once. Copy it with mgpu.put(x, device).")
+
+
 def _in_place(algorithm: Callable[[List[Array], str, int], None],
               data: List[Array], op: str, root: int,
               everywhere: bool = True) -> None:
     """Run `algorithm`, which leaves the result everywhere or at `root`."""
     _check_root(root, len(data))
-    if len({id(x) for x in data}) < len(data):
-        raise ValueError(
-            "data must hold an array of its own for each device; received "
-            "one array more than once. Copy it with mgpu.put(x, device).")
+    _check_distinct(data)
     if 0 in data[0].shape:
         return      # nothing to do, and mx.nd refuses to do it
     backend = get_backend()
@@ -270,6 +274,8 @@ def allreduce_many(lists: Sequence[List[Array]], *, op: str = "sum") -> None:
         changed then.
     """
     columns = [_check(data, op) for data in lists]
+    for column in columns:
+        _check_distinct(column)
     lengths = sorted({len(column) for column in columns})
     if len(lengths) > 1:
         raise ValueError(f"every list must hold one array per device; "

@@ -153,6 +153,17 @@ def _devices_of(net: Any, wanted: Any) -> List[Device]:
     return [as_device(d) for d in get_backend().network(net).devices()]
 
 
+def _runner(entry: Any, place: Device) -> Callable[[Any], Any]:
+    """One entry of a list of callables; a native network predicts."""
+    try:
+        network = get_backend().network(entry)
+    except TypeError:
+        if not callable(entry):
+            raise
+        return entry
+    return network.predictors([place])[0]
+
+
 def _runners(net: Any, places: List[Device]) -> List[Callable[[Any], Any]]:
     if isinstance(net, Replicas):
         absent = [d for d in places if d not in net.devices]
@@ -165,5 +176,5 @@ def _runners(net: Any, places: List[Device]) -> List[Callable[[Any], Any]]:
             raise ValueError(f"one callable per device is wanted; received "
                              f"{len(net)} for {places}. Pass as many devices "
                              "as callables.")
-        return list(net)
+        return [_runner(entry, place) for entry, place in zip(net, places)]
     return get_backend().network(net).predictors(places)

@@ -61,7 +61,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mgpu.functional' has no {name!r}")
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        return getattr(get_backend().ops, name)(*args, **kwargs)
+        backend = get_backend()
+        try:
+            return getattr(backend.ops, name)(*args, **kwargs)
+        except (AssertionError, AttributeError, TypeError):
+            for x in args:      # the likely cause, in our words
+                base.refuse_foreign(x, backend.name)
+            raise
     function.__name__ = name
     function.__doc__ = getattr(base.Ops, name).__doc__
     return function

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from mgpu import initializers
-from mgpu.backends import base, get_backend
+from mgpu.backends import base, get_backend, recording_elsewhere
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_device, as_devices
@@ -450,7 +450,16 @@ class Replicas(abc.Sequence):
             f"{self.backend.name} backend; received {what}. Use "
             f"mgpu.put(x, {self.devices[i]}).")
 
+    def _check_recording(self) -> None:
+        elsewhere = recording_elsewhere(self.backend)
+        if elsewhere:
+            raise RuntimeError(
+                f"replicas of the {self.backend.name} backend run inside a "
+                f"record() of theirs; received one of {elsewhere!r}. Choose "
+                "the backend with mgpu.using_backend before record().")
+
     def _run_one(self, i: int, inputs: Tuple[Any, ...]) -> Any:
+        self._check_recording()
         if len(inputs) == 1:
             inputs = as_inputs(inputs[0])
         if self._syncs():
@@ -475,6 +484,7 @@ class Replicas(abc.Sequence):
             and self.backend.is_training()
 
     def __call__(self, *inputs: Sequence[Any]) -> List[Any]:
+        self._check_recording()
         k = len(self.devices)
         for column in inputs:
             if not isinstance(column, (list, tuple)):
@@ -635,19 +645,25 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
 
     if not keep:    # what cannot be drawn is refused before a change
         draw(network.specs())
+    before = {s.dtype for s in network.specs() if "float" in s.dtype}
     if dtype is not None:
         network.cast(dtype)
     replicas = Replicas(network, backend, devices, batch_norm, draw)
-    if sample is not None:
-        floats = [s.dtype for s in network.specs() if "float" in s.dtype]
+    try:
+        if sample is not None:
+            floats = dtype or min(before, default=None)
 
-        def place(x: Any) -> List[Any]:
-            cast = isinstance(x, np.ndarray) and x.dtype.kind == "f" and floats
-            return [backend.put(x, devices[0],
-                                dtype=floats[0] if cast else None)]
-        sample, = map_leaves(place, sample, 1)
-        replicas._complete(as_inputs(sample), devices[0])
-    else:
-        replicas._complete()
+            def place(x: Any) -> List[Any]:
+                cast = isinstance(x, np.ndarray) and x.dtype.kind == "f"
+                return [backend.put(x, devices[0],
+                                    dtype=floats if cast else None)]
+            sample, = map_leaves(place, sample, 1)
+            replicas._complete(as_inputs(sample), devices[0])
+        else:
+            replicas._complete()
+    except BaseException:       # a sample that does not fit
+        if dtype is not None and len(before) == 1:
+            network.cast(*before)
+        raise
     _initialized[net] = devices
     return replicas

@@ -391,7 +391,8 @@ class Trainer:
         wrong = []
         if saved.optimizer != own:
             wrong.append(f"the state of {saved.optimizer} instead of {own}")
-        parameters = {p.name: p for p in self._trained()}
+        # Frozen ones too: they may have been trained before.
+        parameters = {p.name: p for p in self.replicas.params()}
         known = {*saved.counts, *(name for name, _ in saved.slots)}
         wrong += [f"unknown parameter {name}"
                   for name in sorted(known - set(parameters))]

@@ -3,7 +3,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import (Any, Callable, ContextManager, Deque, Iterable, List,
+from typing import (Any, Callable, ContextManager, Deque, Dict, Iterable, List,
                     Optional, Sequence, Tuple, Union)
 
 import numpy as np
@@ -52,12 +52,20 @@ def to_numpy(x: Any) -> np.ndarray:
 def attach_grad(x: Any, grad_req: str = "write") -> None:
     """Make `x` a leaf: `backward` writes its gradient (``"write"``), adds to
     it (``"add"``), or leaves it alone (``"null"``)."""
-    get_backend().attach_grad(x, grad_req)
+    backend = get_backend()
+    backend.attach_grad(_native(x, backend), grad_req)
 
 
 def grad(x: Any) -> Any:
     """The gradient of a leaf, not a copy; zeros before any `backward`."""
-    return get_backend().grad(x)
+    backend = get_backend()
+    return backend.grad(_native(x, backend))
+
+
+def _native(x: Any, backend: base.Backend) -> Any:
+    if not backend.is_native(x):
+        raise base.not_native(x, backend.name)
+    return x
 
 
 def seed(s: int) -> None:
@@ -149,7 +157,7 @@ def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:
     """
     check_batch_size(batch_size)
     backend = get_backend()
-    gradients = [backend.grad(p) for p in params]
+    gradients = [backend.grad(_native(p, backend)) for p in params]
     with backend.scope(recording=False):
         for p, g in zip(params, gradients):
             p -= lr * g / batch_size
@@ -185,6 +193,10 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         `X` and `y` of different lengths, an empty batch, a loss that does
         not return one value per example, or a trainer of other replicas.
     """
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"a Trainer is wanted; received "
+                        f"{type(trainer).__name__}. Make one with "
+                        "mgpu.Trainer(replicas, 'sgd', ...).")
     if trainer.replicas is not replicas:
         raise ValueError(
             "a trainer steps the replicas that it was made with; received "
@@ -261,6 +273,7 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
                  train_iter: Iterable[Tuple[Any, Any]],
                  num_epochs: int, devices: Sequence[Device], *,
                  evaluate: Optional[Callable[[], float]] = None,
+                 weights: Optional[Callable[[], Dict[str, Any]]] = None,
                  progress: bool = False, animator: Any = None,
                  description: str = "") -> History:
     """The loop around any step, from scratch or not.
@@ -275,6 +288,10 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
     devices : sequence of Device
     evaluate : callable, optional
         The test accuracy; called after each epoch, outside the timed lap.
+    weights : callable, optional
+        The parameters by name, native arrays of one device, to be checked
+        after each epoch. MXNet's ReLU and max-pooling layers turn a NaN into
+        a number, so a loss can be finite over weights that are not.
     progress : bool
         Draw a bar (tqdm; without the package there is none).
     animator : mgpu.plotting.Animator, optional
@@ -285,7 +302,7 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
     NonFiniteLoss
         A loss that is NaN or infinite, naming its step. A step's loss is
         read when the next step has been queued, so that checking costs no
-        wait; that next step has run by then.
+        wait; that next step has run by then. Or a weight, after an epoch.
     ValueError
         No batch in an epoch, or a number of epochs below 1.
     """
@@ -306,14 +323,16 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
                 np.float64).sum()) for loss in losses if loss is not None)
             history.loss_per_step.append(total / rows)
             if not np.isfinite(total):
-                error = NonFiniteLoss(
-                    "the loss must be finite; received "
-                    f"{total / rows} in step {len(history.loss_per_step)} "
-                    f"(epoch {epoch + 1}) on {list(devices)}. Lower the "
-                    "learning rate, clip the gradients, or look for bad "
-                    "data.")
-                error.history = history
-                raise error
+                stop("loss", f"{total / rows} in step "
+                     f"{len(history.loss_per_step)} (epoch {epoch + 1})")
+
+    def stop(what: str, received: str) -> None:
+        error = NonFiniteLoss(
+            f"the {what} must be finite; received {received} on "
+            f"{list(devices)}. Lower the learning rate, clip the gradients, "
+            "or look for bad data.")
+        error.history = history
+        raise error
 
     try:
         for epoch in range(num_epochs):
@@ -341,6 +360,10 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
             history.images_per_second.append(images / seconds)
             history.train_loss.append(float(np.average(
                 history.loss_per_step[first:], weights=sizes)))
+            for name, x in (weights() if weights else {}).items():
+                if not np.isfinite(backend.to_numpy(x)).all():
+                    stop(f"weights {name!r}", f"NaN or infinity after epoch "
+                         f"{epoch + 1}")
             if evaluate is not None:
                 history.test_acc.append(float(evaluate()))
             if animator is not None:
@@ -409,6 +432,8 @@ def train(replicas: Replicas, train_iter: Iterable[Tuple[Any, Any]],
         return train_epochs(
             lambda X, y: train_batch(X, y, replicas, loss, trainer, split_f),
             train_iter, num_epochs, replicas.devices, progress=progress,
-            animator=animator, evaluate=None if test_iter is None else
+            animator=animator, weights=lambda: {
+                p.name: p.data() for p in replicas.params()},
+            evaluate=None if test_iter is None else
             lambda: evaluate_accuracy_gpus(replicas, test_iter, split_f,
                                            device=device))

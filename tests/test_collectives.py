@@ -555,3 +555,10 @@ def test_many_lists_of_different_lengths_are_refused(backend):
                        r"lists of \[1, 2\] arrays"):
         mgpu.allreduce_many([two, one])
     assert (mgpu.to_numpy(two[0]) == 1).all()
+
+
+def test_many_lists_are_checked_before_one_changes(backend):
+    x, y, z = (mgpu.put(np.ones(2, "float32"), mgpu.cpu(i)) for i in range(3))
+    with pytest.raises(ValueError, match="one array more than once"):
+        mgpu.allreduce_many([[x, y], [z, z]])
+    assert (mgpu.to_numpy(x) == 1).all()

@@ -3,6 +3,9 @@ families of MXNet: one body for all."""
 import contextlib
 import contextvars
 import inspect
+import os
+import signal
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 
 import mgpu
+from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp,
                      numerical_gradient, refusal_of_foreign,
                      relative_difference, using_engine)
@@ -1085,3 +1089,42 @@ def test_ops_run_in_parallel_on_all_devices(backend, devices):
         assert_bit_equal(backend.to_numpy(y), first)
     # Sums of 64 products of float64 numbers of size 1.
     np.testing.assert_allclose(first, np.maximum(x, 0) @ x, atol=1e-12)
+
+
+def test_ctrl_c_lets_the_threads_finish(backend):
+    """KeyboardInterrupt arrives when no thunk works on behind one's back."""
+    begun, go, finished = threading.Event(), threading.Event(), []
+
+    def thunk():
+        begun.set()
+        go.wait(30)
+        finished.append(1)
+
+    def press():
+        begun.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+        go.set()
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        backend.parallel([thunk, thunk], rendezvous=True)
+    presser.join()
+    assert finished == [1, 1]
+    assert backend.parallel([int, int], rendezvous=True) == [0, 0]
+
+
+@pytest.mark.parametrize("value", ["0", "many"]
+                         if "torch" in BACKENDS else [])
+def test_a_wrong_number_of_threads_is_refused(value):
+    done = subprocess.run(
+        [sys.executable, "-c", "import mgpu; mgpu.set_backend('torch')"],
+        env={**os.environ, "MGPU_THREADS_PER_DEVICE": value},
+        capture_output=True, text=True, timeout=120)
+    assert f"1 or more; received '{value}'" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "complex64"])
+def test_host_dtypes_that_one_engine_lacks_are_refused_by_both(backend,
+                                                               dtype):
+    with pytest.raises(ValueError, match=f"unknown dtype; received '{dtype}'"):
+        backend.put(np.ones(2, dtype), mgpu.cpu(0))

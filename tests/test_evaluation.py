@@ -358,3 +358,25 @@ def test_a_block_is_evaluated_where_it_is(engine):
     with pytest.raises(ValueError, match=r"the network is on \[cpu\(1\), "
                        r"cpu\(2\)\]; received \[cpu\(0\)\]. Evaluate where"):
         mgpu.evaluate_accuracy_gpus(net, data(), device="cpu:0")
+
+
+def test_a_list_of_native_networks_predicts(engine):
+    """Training mode and statistics of each network stay as they are."""
+    from helpers import convnet
+    devices = [mgpu.cpu(0), mgpu.cpu(1)]
+    nets = [convnet(engine) for _ in devices]
+    for net, device in zip(nets, devices):
+        mgpu.initialize(net, [device], "xavier", seed=3)
+    rng = np.random.default_rng(0)
+    X = rng.random((8, 2, 6, 6), dtype="float32")
+    y = rng.integers(0, 3, 8)
+    before = [engine.network(net).values() for net in nets]
+    both = mgpu.evaluate_accuracy_gpus(nets, [(X, y)], devices=devices)
+    one = mgpu.evaluate_accuracy_gpus(nets[:1], [(X, y)],
+                                      devices=devices[:1])
+    assert both == one
+    for old, net in zip(before, nets):
+        new = engine.network(net).values()
+        assert all((old[name] == new[name]).all() for name in old)
+    with pytest.raises(TypeError, match="received builtins.str"):
+        mgpu.evaluate_accuracy_gpus(["a"], [(X, y)], devices=devices[:1])

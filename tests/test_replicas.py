@@ -1173,3 +1173,14 @@ def test_wrong_get_params(engine, arguments, error, text):
     with pytest.raises(error) as caught:
         mgpu.get_params(*arguments)
     assert text in str(caught.value)
+
+
+def test_a_sample_that_does_not_fit_changes_nothing(engine):
+    net = convnet(engine, deferred=True)
+    with pytest.raises(Exception):      # the framework's own words
+        mgpu.initialize(net, on(0, 1), dtype="float64",
+                        sample=np.ones((2, 5), "float32"))
+    with pytest.raises(RuntimeError, match="wants a network that has values"):
+        mgpu.initialize(net, on(0, 1), "keep")
+    replicas = mgpu.initialize(net, on(0, 1), sample=images(2))
+    assert {p.dtype for p in replicas.params()} == {"float32"}

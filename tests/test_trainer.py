@@ -1043,3 +1043,18 @@ def test_a_trainer_remembers_its_engine(ours, other, policy, tmp_path):
                 replicas.zero_grad()
                 replicas.export_numpy(all_devices=True)
     assert trainer.num_update == 2
+
+
+def test_states_of_a_parameter_that_was_frozen_later(engine, tmp_path):
+    replicas = mgpu.initialize(mlp(engine), [mgpu.cpu(0)], "xavier")
+    trainer = mgpu.Trainer(replicas, "adam")
+    rng = np.random.default_rng(0)
+    X = rng.random((4, 6), dtype="float32")
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    for _ in range(2):
+        mgpu.train_batch(X, np.zeros(4, "int32"), replicas, loss, trainer)
+        replicas.params()[0].grad_req = "null"
+    trainer.save_states(tmp_path / "states")
+    trainer.load_states(tmp_path / "states")
+    mgpu.train_batch(X, np.zeros(4, "int32"), replicas, loss, trainer)
+    assert trainer.num_update == 3

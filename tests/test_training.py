@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+import conftest
 import mgpu
 from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
                      refusal_of_foreign, relative_difference, using_engine)
@@ -589,7 +590,6 @@ def test_the_frameworks_own_data_loaders(engine, devices):
 def test_the_engine_of_the_replicas_is_used(backend):
     """Whichever is chosen when the loop runs."""
     replicas, loss, trainer = set_up(backend, on(0, 1))
-    import conftest
     for name in conftest.BACKENDS:
         with mgpu.using_backend(name):
             history = mgpu.train(replicas, batches(4, 1), batches(3), loss,
@@ -645,3 +645,40 @@ def test_training_leaves_no_scope_open(engine):
         mgpu.train(replicas, [(np.full((4, 6), np.nan), np.zeros(4))], None,
                    loss, trainer, 2, progress=False)
     assert flags() == (False, False)
+
+
+# -- what a review found ------------------------------------------------------
+
+def test_weights_that_are_not_finite_stop_the_training(engine):
+    """MXNet's ReLU turns a NaN into a number, so the loss may look well."""
+    X = np.random.default_rng(0).random((4, 6), dtype="float32")
+    X[0] = np.nan
+    net = mlp(engine, (6, 5, 3))
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)], "xavier")
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    batches = [(X, np.zeros(4, "int32"))] * 3
+    with pytest.raises(mgpu.NonFiniteLoss, match="must be finite") as caught:
+        mgpu.train(replicas, batches, None,
+                   mgpu.losses.SoftmaxCrossEntropyLoss(), trainer, 1,
+                   progress=False)
+    assert caught.value.history.loss_per_step
+
+
+def test_no_array_of_the_engine_is_refused_alike(engine):
+    wrong = np.ones(2, "float32")
+    for call in (mgpu.attach_grad, mgpu.grad,
+                 lambda x: mgpu.sgd([x], 0.1, 1)):
+        with pytest.raises(TypeError, match=f"an array of the {engine.name} "
+                           "backend is wanted; received ndarray"):
+            call(wrong)
+
+
+@pytest.mark.parametrize("own, other", [("torch", "mxnet")]
+                         if len(conftest.BACKENDS) > 1 else [])
+def test_recording_on_the_other_engine_is_an_error(own, other):
+    with mgpu.using_backend(own) as engine:
+        replicas = mgpu.initialize(mlp(engine), [mgpu.cpu(0)])
+        x = mgpu.put(np.ones((2, 6), "float32"), mgpu.cpu(0))
+    with mgpu.using_backend(other), mgpu.record(), pytest.raises(
+            RuntimeError, match=f"received one of '{other}'"):
+        replicas[0](x)

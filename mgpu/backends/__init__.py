@@ -40,7 +40,7 @@ _scoped: ContextVar[Optional[str]] = ContextVar("mgpu_backend", default=None)
 
 
 def _canonical(name: str) -> str:
-    found = _ALIASES.get(name, name)
+    found = _ALIASES.get(name, name) if isinstance(name, str) else None
     if found not in _BACKENDS:
         raise ValueError(
             f"unknown backend; received {name!r}. Use one of "
@@ -118,6 +118,15 @@ def get_backend() -> Backend:
     if name is None:
         name = _canonical(os.environ.get("MGPU_BACKEND") or _DEFAULT)
     return _instances.get(name) or _load(name)
+
+
+def recording_elsewhere(backend: Backend) -> Optional[str]:
+    """The name of another engine that records here while `backend` does
+    not: what it should record would be lost."""
+    if backend.is_recording():
+        return None
+    return next((name for name, other in _instances.items()
+                 if other is not backend and other.is_recording()), None)
 
 
 def available_backends() -> List[str]:

@@ -59,8 +59,11 @@ class Workers:
 
         def job(i: int, thunk: Callable[[], Any]) -> Callable[[], None]:
             context = contextvars.copy_context()
+            once = iter([None])
 
             def call() -> None:
+                if next(once, call) is call:
+                    return
                 try:
                     with modes():
                         results[i] = context.run(thunk)
@@ -81,9 +84,19 @@ class Workers:
                         target=self._loop, args=(jobs,), daemon=True,
                         name=f"{self._name}-{len(self._queues)}").start()
                     self._queues.append(jobs)
-                for i, thunk in enumerate(thunks):
-                    self._queues[i].put(job(i, thunk))
-                done.wait()
+                work = [job(i, thunk) for i, thunk in enumerate(thunks)]
+                try:
+                    for jobs, call in zip(self._queues, work):
+                        jobs.put(call)
+                    done.wait()
+                except BaseException:
+                    # Ctrl-C: what is begun is finished first, so that no
+                    # thread works on behind the caller's back and none waits
+                    # for one that was never started.
+                    for jobs, call in zip(self._queues, work):
+                        jobs.put(call)
+                    done.wait()
+                    raise
         return first_error_or(results, errors)
 
 

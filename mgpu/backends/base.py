@@ -24,6 +24,10 @@ import numpy as np
 if TYPE_CHECKING:
     from mgpu.device import Device
 
+#: what host data may hold: the dtypes that both engines have
+DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64",
+          "bool")
+
 Array = Any     # mx.np.ndarray, mx.nd.NDArray or torch.Tensor
 
 
@@ -390,6 +394,8 @@ def host_array(x: Any) -> np.ndarray:
             "that NumPy cannot make one of. Pass numbers, or rows of one "
             "length.")
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.name not in DTYPES:
+        raise unknown_dtype(array.dtype.name)
     if array.dtype == np.float64 and not isinstance(x, (np.ndarray,
                                                         np.generic)):
         array = array.astype(np.float32)

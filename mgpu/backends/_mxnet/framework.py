@@ -108,6 +108,11 @@ def one_thread(index: int) -> None:
         None, 0, b"mgpu: one thread"))
 
 
+# After a fork MXNet starts its workers anew, in the parent too.
+os.register_at_fork(after_in_parent=one_thread.cache_clear,
+                    after_in_child=one_thread.cache_clear)
+
+
 def findings() -> List[Tuple[str, str]]:
     """See `mgpu.backends.base.Backend.doctor`."""
     found = []

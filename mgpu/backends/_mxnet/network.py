@@ -2,7 +2,7 @@
 import contextlib
 import copy
 import json
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 import numpy as np
 
@@ -113,7 +113,12 @@ class MXNetNetwork(base.Network):
         if not self.entries:
             raise ValueError("the network has no parameters, so nothing "
                              "says where it is; pass devices=.")
-        return self.entries[0][1].list_ctx()
+        try:
+            return self.entries[0][1].list_ctx()
+        except RuntimeError as error:
+            raise RuntimeError(
+                "the network must have values; received one that is not "
+                "initialized. Call mgpu.initialize first.") from error
 
     def predictors(self, devices) -> List[Any]:
         holders = self.devices()
@@ -139,10 +144,16 @@ class MXNetNetwork(base.Network):
             parameter.set_data(value)
 
     def infer_shapes(self, inputs, device) -> None:
-        self._allocate([self.backend.handle(device)])
-        with mx.autograd.pause(train_mode=False):
-            with self.backend.family_of(inputs[0] if inputs else None):
-                self.net(*inputs)
+        before = [_keep(parameter) for _, parameter, _ in self.entries]
+        try:
+            self._allocate([self.backend.handle(device)])
+            with mx.autograd.pause(train_mode=False):
+                with self.backend.family_of(inputs[0] if inputs else None):
+                    self.net(*inputs)
+        except BaseException:       # an input that does not fit
+            for put_back in before:
+                put_back()
+            raise
 
     def values(self) -> Optional[Dict[str, np.ndarray]]:
         found = {}
@@ -198,6 +209,16 @@ class MXNetNetwork(base.Network):
         finally:
             for _, layer in layers:
                 layer.__dict__.pop("forward", None)
+
+
+def _keep(parameter: Any) -> Callable[[], None]:
+    """A function that makes `parameter` what it is now. `initialize` gives
+    it new arrays and leaves the old ones alone."""
+    names = ("_data", "_grad", "_deferred_init", "_shape", "_ctx_list",
+             "_ctx_map")
+    state = {name: getattr(parameter, name) for name in names
+             if hasattr(parameter, name)}
+    return lambda: parameter.__dict__.update(state)
 
 
 def _blocks(net: Any) -> Iterator[Any]:

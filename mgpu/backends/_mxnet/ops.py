@@ -9,10 +9,6 @@ from mgpu.backends import base
 from mgpu.backends._mxnet.framework import mx
 
 
-_DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32",
-           "int64", "bool")
-
-
 def is_np(x) -> bool:
     return isinstance(x, mx.np.ndarray)
 
@@ -23,7 +19,7 @@ def dtype_of(dtype):
         found = np.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found.name not in _DTYPES:
+    if found is None or found.name not in base.DTYPES:
         raise base.unknown_dtype(dtype)
     return found
 

@@ -46,7 +46,12 @@ def _carry() -> Callable[[], contextlib.AbstractContextManager]:
 
 def threads_per_device() -> int:
     """Cores that one logical CPU device computes on."""
-    return int(os.environ.get("MGPU_THREADS_PER_DEVICE", "1"))
+    text = os.environ.get("MGPU_THREADS_PER_DEVICE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("MGPU_THREADS_PER_DEVICE must be a whole number, 1 "
+                         f"or more; received {text!r}. Unset it, or set it "
+                         "to the cores of one device.")
+    return int(text)
 
 
 class TorchBackend(base.Backend):
@@ -60,9 +65,9 @@ class TorchBackend(base.Backend):
         self._generators: Dict[Any, torch.Generator] = {}
         # set_num_threads counts for the calling thread alone, so each device
         # gets its share and the user's own threads keep theirs.
+        threads = threads_per_device()
         self._workers = Workers(
-            "mgpu-torch", lambda: torch.set_num_threads(threads_per_device()),
-            _carry)
+            "mgpu-torch", lambda: torch.set_num_threads(threads), _carry)
 
     # -- devices and arrays -------------------------------------------------
 
