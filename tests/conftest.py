@@ -15,6 +15,11 @@ BACKENDS = [name.strip() for name in os.environ.get(
     "MGPU_TEST_BACKENDS", "mxnet,torch").split(",") if name.strip()]
 DEVICE_COUNTS = (1, 2, 3, 4)
 
+#: The engines as tests name them: MXNet has two families of arrays, legacy
+#: ``mx.nd`` (the mode a process starts in) and ``mx.np``.
+ENGINES = [engine for name in BACKENDS for engine in
+           (("mxnet-nd", "mxnet-np") if name == "mxnet" else (name,))]
+
 #: these compare the engines with each other
 collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
     else ["test_parity.py"]
@@ -31,6 +36,14 @@ def backend(request):
     """The Backend object, in use for the duration of the test."""
     with mgpu.using_backend(request.param) as engine:
         yield engine
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    """As `backend`; MXNet with both of its array families."""
+    from helpers import using_engine    # which imports this module
+    with using_engine(request.param) as backend:
+        yield backend
 
 
 @pytest.fixture(params=DEVICE_COUNTS, ids=lambda k: f"{k}dev")

@@ -11,13 +11,7 @@ import contextlib
 import numpy as np
 
 import mgpu
-from conftest import BACKENDS
-
-#: The engines as tests name them: MXNet has two families of arrays, legacy
-#: ``mx.nd`` (the mode a process starts in) and ``mx.np``.
-ENGINES = [engine for name in BACKENDS for engine in
-           (("mxnet-nd", "mxnet-np") if name == "mxnet" else (name,))]
-
+from conftest import BACKENDS, ENGINES  # noqa: F401, for the tests
 
 @contextlib.contextmanager
 def using_engine(engine):
@@ -50,6 +44,11 @@ def refusal_of_foreign(backend, name):
     return (f"an array of the {backend.name} backend is wanted; received "
             f"{name}. Nothing is converted between frameworks silently: use "
             "mgpu.to_numpy under the other backend, then mgpu.put.")
+
+
+def on(*numbers):
+    """The logical CPU devices with these numbers."""
+    return [mgpu.cpu(i) for i in numbers]
 
 
 # -- measures -----------------------------------------------------------------

@@ -6,22 +6,12 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
-                     refusal_of_foreign, using_engine)
+from helpers import (assert_bit_equal, convnet, foreign_array, mlp, on,
+                     refusal_of_foreign)
 from mgpu import models
 
 #: rows of the batches: uneven, and fewer than the devices
 ROWS = (16, 7, 3, 1)
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    with using_engine(request.param) as backend:
-        yield backend
-
-
-def on(*numbers):
-    return [mgpu.cpu(i) for i in numbers]
 
 
 def batches_of(X, y, rows=ROWS):

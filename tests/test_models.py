@@ -4,20 +4,9 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import ENGINES, assert_bit_equal, relative_difference, \
-    using_engine
+from helpers import assert_bit_equal, on, relative_difference
 from mgpu import functional as F
 from mgpu import initializers, models
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    with using_engine(request.param) as backend:
-        yield backend
-
-
-def on(*numbers):
-    return [mgpu.cpu(i) for i in numbers]
 
 
 # -- LeNet --------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
-                     refusal_of_foreign, relative_difference, using_engine)
+                     on, refusal_of_foreign, relative_difference, using_engine)
 from mgpu import initializers
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
@@ -26,17 +26,6 @@ CONVNET = [
     ("1.running_var", "running_var", (4,)),
     ("5.running_mean", "running_mean", (5,)),
     ("5.running_var", "running_var", (5,))]
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    """The Backend object; MXNet with both of its array families."""
-    with using_engine(request.param) as backend:
-        yield backend
-
-
-def on(*numbers):
-    return [mgpu.cpu(i) for i in numbers]
 
 
 def images(n, dtype="float32", seed=0):

@@ -14,7 +14,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp,
+from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp, on,
                      relative_difference, using_engine)
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
@@ -32,16 +32,6 @@ OPTIMIZERS = [
                  "epsilon": 2.0 ** -10}),
     ("ftrl", {"learning_rate": 0.125}),
 ]
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    with using_engine(request.param) as backend:
-        yield backend
-
-
-def on(*numbers):
-    return [mgpu.cpu(i) for i in numbers]
 
 
 def initialize(net, devices, **options):

@@ -8,20 +8,10 @@ import pytest
 
 import conftest
 import mgpu
-from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
-                     refusal_of_foreign, relative_difference, using_engine)
+from helpers import (assert_bit_equal, convnet, foreign_array, mlp, on,
+                     refusal_of_foreign, relative_difference)
 from mgpu import functional as F
 from mgpu import models
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    with using_engine(request.param) as backend:
-        yield backend
-
-
-def on(*numbers):
-    return [mgpu.cpu(i) for i in numbers]
 
 
 def batch(rows, seed=0):
