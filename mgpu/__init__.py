@@ -17,8 +17,10 @@ from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
 from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
                              evaluate_accuracy_gpus)
 from mgpu.plotting import Animator
-from mgpu.replicas import Parameter, Replicas, get_params, initialize
+from mgpu.replicas import (Parameter, ReplicaMismatchError, Replicas,
+                           get_params, initialize)
 from mgpu.split import shard_bounds, split_and_load, split_batch
+from mgpu.strict import CrossDeviceError, strict_devices
 from mgpu.timing import Accumulator, Benchmark, Timer, synchronize
 from mgpu.trainer import StaleGradientError, Trainer
 from mgpu.training import (History, NonFiniteLoss, attach_grad, backward,
@@ -28,16 +30,17 @@ from mgpu.training import (History, NonFiniteLoss, attach_grad, backward,
 __version__ = "0.1.0"
 
 __all__ = [
-    "Accumulator", "Animator", "BackendNotAvailable", "Benchmark", "Device",
-    "History", "NonFiniteLoss", "Parameter", "Replicas", "StaleGradientError",
-    "Timer", "Trainer", "accuracy", "allgather", "allreduce", "allreduce_many",
+    "Accumulator", "Animator", "BackendNotAvailable", "Benchmark",
+    "CrossDeviceError", "Device", "History", "NonFiniteLoss", "Parameter",
+    "ReplicaMismatchError", "Replicas", "StaleGradientError", "Timer",
+    "Trainer", "accuracy", "allgather", "allreduce", "allreduce_many",
     "assign_roots", "attach_grad", "available_backends", "backward",
     "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
     "evaluate_accuracy_gpus", "functional", "get_backend", "get_params", "gpu",
     "grad", "initialize", "initializers", "list_devices", "losses",
     "lr_scheduler", "models", "no_grad", "num_gpus", "optimizers", "parallel",
     "put", "record", "reduce", "reducescatter", "seed", "set_backend", "sgd",
-    "shard_bounds", "split_and_load", "split_batch", "synchronize", "to_numpy",
-    "train", "train_batch", "train_epochs", "try_all_gpus", "try_gpu",
-    "using_backend",
+    "shard_bounds", "split_and_load", "split_batch", "strict_devices",
+    "synchronize", "to_numpy", "train", "train_batch", "train_epochs",
+    "try_all_gpus", "try_gpu", "using_backend",
 ]

@@ -28,6 +28,11 @@ _initialized: "weakref.WeakKeyDictionary[Any, List[Device]]" = \
     weakref.WeakKeyDictionary()
 
 
+class ReplicaMismatchError(RuntimeError):
+    """Replicas that should hold the same values, each in memory of its own,
+    do not."""
+
+
 def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
     """Copy parameters to a device, each with a zero gradient attached.
 
@@ -426,6 +431,61 @@ class Replicas(abc.Sequence):
                         else value[i]
                     x[...] = self.backend.put(one, x)
 
+    # -- checking -----------------------------------------------------------
+
+    def check_equal(self) -> None:
+        """Check that all replicas hold the same bits, each in memory of its
+        own. `Trainer` does it after each update under ``MGPU_DEBUG=1``.
+
+        Compared are all parameters, frozen ones too, and the running
+        statistics where `batch_norm` promises that they agree ("average"
+        and "sync", at the end of a step). Memory: parameters, buffers and
+        gradients. Reads everything, and waits for pending work.
+
+        Raises
+        ------
+        ReplicaMismatchError
+            Names the first parameter, the devices, the largest difference.
+        RuntimeError
+            The parameters have no values yet.
+        """
+        self._check_memory()
+        promised = _STATISTICS if self.batch_norm != "per_device" else ()
+        for p in self._all():
+            if p.kind in _BUFFERS and p.kind not in promised:
+                continue
+            first, *others = map(self.backend.to_numpy, p.list_data())
+            for device, other in zip(self.devices[1:], others):
+                if first.tobytes() != other.tobytes():
+                    raise _different(p, self.devices[0], device, first,
+                                     other)
+
+    def _check_memory(self) -> None:
+        found = []
+        for p in self._all():
+            lists = [(p.name, p.list_data())]
+            if p.grad_req != "null":
+                lists.append((f"the gradient of {p.name}", p.list_grad()))
+            for name, arrays in lists:
+                for device, x in zip(self.devices, arrays):
+                    space, begin, end = self.backend.memory(x)
+                    if begin < end:
+                        found.append((str(space), begin, end, device, name))
+        last: Optional[Tuple[Any, ...]] = None      # reaches furthest so far
+        for here in sorted(found):
+            if last is None or here[0] != last[0] or here[1] >= last[2]:
+                last = here
+                continue
+            if here[3] != last[3]:
+                raise ReplicaMismatchError(
+                    "each replica must have memory of its own; "
+                    f"{last[4]!r} on {last[3]} and {here[4]!r} on {here[3]} "
+                    "share theirs, so what one device writes changes the "
+                    "other. Copy arrays with mgpu.put or x[:] = v; do not "
+                    "put one device's array in another one's place.")
+            if here[2] > last[2]:
+                last = here
+
     # -- running ------------------------------------------------------------
 
     def _check_inputs(self, i: int, inputs: Tuple[Any, ...]) -> None:
@@ -542,6 +602,26 @@ class Replicas(abc.Sequence):
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")
+
+
+def _different(p: Parameter, a: Device, b: Device, x: np.ndarray,
+               y: np.ndarray) -> ReplicaMismatchError:
+    if x.shape != y.shape or x.dtype != y.dtype:
+        how = f"they are {x.shape} {x.dtype} and {y.shape} {y.dtype}"
+    else:
+        with np.errstate(invalid="ignore"):     # infinity minus infinity
+            gaps = np.abs(x.astype(np.float64) - y.astype(np.float64))
+        # A NaN on one side alone is as far away as can be.
+        gaps[np.isnan(gaps)] = np.inf
+        gaps[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
+        how = (f"{np.count_nonzero(gaps)} of {gaps.size} elements differ, "
+               f"by {gaps.max():.6g} at most") if gaps.any() else \
+            "they are equal numbers with other bits (signs of zeros, NaNs)"
+    return ReplicaMismatchError(
+        f"all replicas must hold the same values; {p.name!r} on {a} and on "
+        f"{b} does not: {how}. Something wrote to one replica alone, or "
+        "gradients were not all-reduced: write with Parameter.set_data or "
+        "Replicas.import_numpy, which reach all, and step with Trainer.")
 
 
 def _nothing() -> None:

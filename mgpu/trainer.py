@@ -13,6 +13,7 @@ from mgpu import optimizers
 from mgpu.backends import using_backend
 from mgpu.collectives import allreduce_many
 from mgpu.replicas import Parameter, Replicas
+from mgpu.strict import flag
 
 _FORMAT = "mgpu trainer states 1"
 
@@ -21,8 +22,9 @@ class StaleGradientError(RuntimeError):
     """A parameter's gradient was not written since the last step."""
 
 
-class _Saved(NamedTuple):
-    """A file of `Trainer.save_states`."""
+class TrainerStates(NamedTuple):
+    """What a `Trainer` remembers between steps; arrays by (parameter's name,
+    slot)."""
 
     optimizer: str
     num_update: int
@@ -244,8 +246,11 @@ class Trainer:
 
         Does not touch the gradients. RuntimeError without an
         `allreduce_grads` before it: an old gradient is never applied again.
+        While the environment variable ``MGPU_DEBUG`` is 1 it ends with
+        `Replicas.check_equal` (`ReplicaMismatchError`), which waits.
         """
         check_batch_size(batch_size)
+        debug = flag("MGPU_DEBUG")      # read first: a wrong value is refused
         parameters = self._summed("update")
         replicas, optimizer = self.replicas, self.optimizer
         backend = replicas.backend
@@ -284,6 +289,8 @@ class Trainer:
             self._counts.update(counts)
             self.num_update, self._collected = number, None
             replicas.after_step()
+            if debug:
+                replicas.check_equal()
 
     def _gluons_order(self) -> Callable[[str], Any]:
         """Layer after layer, and by name inside a layer, as a Gluon Trainer
@@ -348,16 +355,13 @@ class Trainer:
         pickle), whole or not at all. The same file loads on either engine
         and any number of devices. Weights are not in it: see
         `Replicas.export_numpy`. Waits for pending updates."""
-        backend = self.replicas.backend
-        header = {"format": _FORMAT,
-                  "optimizer": type(self.optimizer).__name__,
-                  "num_update": self.num_update, "counts": self._counts,
-                  "learning_rate": self.optimizer.learning_rate}
+        saved = self.export_states()
+        header = {"format": _FORMAT, "optimizer": saved.optimizer,
+                  "num_update": saved.num_update, "counts": saved.counts,
+                  "learning_rate": saved.learning_rate}
         arrays = {"header": np.array(json.dumps(header))}
-        for name, slots in self._states[0].items():
-            for slot, value in slots.items():
-                arrays[f"{name}|{slot}"] = backend.to_numpy(value) \
-                    if backend.is_native(value) else np.array(value)
+        for (name, slot), value in saved.slots.items():
+            arrays[f"{name}|{slot}"] = value
         folder = os.path.dirname(os.path.abspath(fname))
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
         try:
@@ -386,7 +390,27 @@ class Trainer:
             The file cannot be opened.
         """
         self._check_complete()
-        saved = _read_states(fname)
+        self._import(_read_states(fname), repr(os.fspath(fname)))
+
+    def export_states(self) -> TrainerStates:
+        """The optimiser's state as NumPy copies, whatever the engine and the
+        number of devices. Waits for pending updates."""
+        backend = self.replicas.backend
+        return TrainerStates(
+            type(self.optimizer).__name__, self.num_update,
+            self.optimizer.learning_rate, dict(self._counts),
+            {(name, slot): backend.to_numpy(value)
+             if backend.is_native(value) else np.array(value)
+             for name, slots in self._states[0].items()
+             for slot, value in slots.items()})
+
+    def import_states(self, states: TrainerStates) -> None:
+        """Put `export_states` of this or of another trainer back, on all
+        devices; raises as `load_states` does."""
+        self._check_complete()
+        self._import(states, "the states")
+
+    def _import(self, saved: TrainerStates, source: str) -> None:
         own = type(self.optimizer).__name__
         wrong = []
         if saved.optimizer != own:
@@ -421,15 +445,15 @@ class Trainer:
         wrong = wrong or [f"unused {slot} of {name}" for name, slot in left]
         if wrong:
             raise ValueError(
-                f"{os.fspath(fname)!r} must hold the states of this trainer; "
+                f"{source} must hold the states of this trainer; "
                 f"received {'; '.join(dict.fromkeys(wrong))}. Load it into a "
                 "trainer with the same optimiser and network.")
-        self._states, self._counts = states, saved.counts
+        self._states, self._counts = states, dict(saved.counts)
         self.num_update = saved.num_update
         self.optimizer.learning_rate = saved.learning_rate
 
 
-def _read_states(fname: Union[str, "os.PathLike[str]"]) -> _Saved:
+def _read_states(fname: Union[str, "os.PathLike[str]"]) -> TrainerStates:
     try:
         with np.load(fname, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
@@ -440,7 +464,7 @@ def _read_states(fname: Union[str, "os.PathLike[str]"]) -> _Saved:
         for key, array in arrays.items():
             name, _, slot = key.rpartition("|")
             slots[name, slot] = array
-        return _Saved(
+        return TrainerStates(
             str(header["optimizer"]), int(header["num_update"]),
             float(header["learning_rate"]),
             {name: int(t) for name, t in header["counts"].items()}, slots)

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import threading
 from contextvars import ContextVar
-from typing import Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
 from mgpu.backends.base import Backend
 
@@ -118,6 +118,25 @@ def get_backend() -> Backend:
     if name is None:
         name = _canonical(os.environ.get("MGPU_BACKEND") or _DEFAULT)
     return _instances.get(name) or _load(name)
+
+
+def backend_of(net: Any) -> str:
+    """The name of the backend that a native network belongs to. Loads
+    nothing.
+
+    Raises
+    ------
+    TypeError
+        It is no network of either framework.
+    """
+    roots = {cls.__module__.partition(".")[0] for cls in type(net).__mro__}
+    for name, entry in _BACKENDS.items():
+        if entry.framework in roots:
+            return name
+    raise TypeError(
+        "a gluon.Block or a torch.nn.Module is wanted; received "
+        f"{type(net).__module__}.{type(net).__name__}. Pass the network "
+        "itself, or a function without arguments that makes it.")
 
 
 def recording_elsewhere(backend: Backend) -> Optional[str]:

@@ -59,6 +59,24 @@ class BatchNormCall(NamedTuple):
     layer: str                  # its path in the network
 
 
+class Layer(NamedTuple):
+    """A layer that holds no other layers, in words of no framework."""
+
+    path: str           # "features.3.bn1"; "" for a network of one layer
+    kind: str           # dense conv batch_norm dropout max_pool ..., or the
+    #                     class's own name in lower case
+    options: Dict[str, Any]         # see `docs/parity.md`, "Layers"
+    parameters: Tuple[str, ...]     # names of its `Spec`s, buffers too
+
+
+#: ``rule(x, rate, axes, index)`` gives the mask of a dropout layer that is
+#: called on `x` in training by the replica `index`: an array that broadcasts
+#: to `x` (1 along `axes`), zeros and ``1 / (1 - rate)``.
+DropoutRule = Callable[[Array, float, Tuple[int, ...], int], Array]
+
+#: ``watch(path, inputs, outputs, index)`` is told of each layer's call
+Watch = Callable[[str, Tuple[Any, ...], Any, int], None]
+
 #: ``rule(call, index)`` computes the output of a batch-norm layer in training
 #: for the replica `index` and updates the running statistics.
 BatchNormRule = Callable[[BatchNormCall, int], Array]
@@ -190,6 +208,9 @@ class Network(ABC):
     """The user's own network, made ready to live on several devices."""
 
     net: Any
+    #: layers compute as they do without mgpu: on torch, batch norm keeps the
+    #: unbiased variance (see `Backend.gluonize`). To be set before a call.
+    native: bool = False
 
     @abstractmethod
     def specs(self) -> List[Spec]:
@@ -235,6 +256,28 @@ class Network(ABC):
         two devices share memory) and gradients attached. Replica 0 is the
         user's own object. Values are undefined until they are written
         through `Replica.array`; shapes must be known."""
+
+    @abstractmethod
+    def layers(self) -> List[Layer]:
+        """The innermost layers, in the order in which they were made; a
+        layer that is there under several names comes once."""
+
+    @abstractmethod
+    def aliases(self) -> Dict[str, List[str]]:
+        """For each `Spec` that several layers share: all of its names."""
+
+    @abstractmethod
+    def watch(self, watch: Watch) -> ContextManager[None]:
+        """Inside the block, `watch` is told of every call of an innermost
+        layer, after it. A compiled (hybridized) network runs layer by layer
+        for that time."""
+
+    @abstractmethod
+    def dropout(self, rule: DropoutRule) -> ContextManager[None]:
+        """Inside the block, training passes take the masks of dropout
+        layers from `rule`. Dropout *functions*, and the dropout inside
+        recurrent and attention layers, are not reached. A compiled network
+        runs layer by layer for that time."""
 
     @abstractmethod
     def batch_norm(self, rule: Optional[BatchNormRule]
@@ -360,12 +403,33 @@ class Backend(ABC):
         """Start the engine's random streams (dropout masks) again: one per
         device, each from (seed, device)."""
 
+    # -- debugging ----------------------------------------------------------
+
+    @abstractmethod
+    def strict(self, ledger: Any) -> ContextManager[None]:
+        """Inside the block, in this thread and in what `parallel` runs for
+        it, an operation on arrays of several devices calls
+        ``ledger.refuse``, also where devices are logical, and each copy
+        from device to device calls ``ledger.copy``: see
+        `mgpu.strict_devices`. Blocks may be nested, with a ledger each."""
+
+    @abstractmethod
+    def memory(self, x: Array) -> Tuple[Any, int, int]:
+        """Where `x` lies: (address space, first byte, end). Logical CPU
+        devices have one address space. Waits for pending work on `x`."""
+
     # -- networks -----------------------------------------------------------
 
     @abstractmethod
     def network(self, net: Any) -> Network:
         """Wrap a `gluon.Block` or a `torch.nn.Module`; TypeError for
         anything else."""
+
+    @abstractmethod
+    def gluonize(self, net: Any, on: bool = True) -> Any:
+        """Give `net` Gluon's arithmetic for good, or take it away again; in
+        place. See `mgpu.parity.gluonize`. `net` itself where the engine has
+        nothing to change."""
 
     @abstractmethod
     def resnet18(self, num_classes: int, in_channels: int) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 
 from mgpu.backends import base
+from mgpu.backends._mxnet import strict
 from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
@@ -51,6 +52,13 @@ def _flags(recording: Optional[bool], training: Optional[bool]
         autograd.set_training(before[1])
 
 
+def _address(array: Any) -> int:
+    pointer = ctypes.c_void_p()
+    mx.base.check_call(mx.base._LIB.MXNDArrayGetData(
+        array.handle, ctypes.byref(pointer)))
+    return pointer.value or 0
+
+
 def _fill(array: Any, x: np.ndarray) -> None:
     """Copy host data into a new array on a CPU context, at once.
 
@@ -58,11 +66,8 @@ def _fill(array: Any, x: np.ndarray) -> None:
     for all the work that is queued there already. An array that no operation
     knows yet needs no queue.
     """
-    pointer = ctypes.c_void_p()
-    mx.base.check_call(mx.base._LIB.MXNDArrayGetData(
-        array.handle, ctypes.byref(pointer)))
     if x.nbytes:
-        ctypes.memmove(pointer, x.ctypes.data, x.nbytes)
+        ctypes.memmove(_address(array), x.ctypes.data, x.nbytes)
 
 
 class MXNetBackend(base.Backend):
@@ -117,6 +122,7 @@ class MXNetBackend(base.Backend):
         array = mx.nd.empty(x.shape, ctx=context, dtype=x.dtype)
         if context.device_type == "cpu":
             _fill(array, x)
+            strict.filled(array)
         else:
             array[:] = x
         new = is_np(where) if isinstance(where, mx.nd.NDArray) \
@@ -206,12 +212,28 @@ class MXNetBackend(base.Backend):
         # One number for all: MXNet mixes the context into it.
         mx.random.seed(seed & 0x7FFFFFFF)
 
+    # -- debugging ----------------------------------------------------------
+
+    def strict(self, ledger: Any
+               ) -> contextlib.AbstractContextManager[None]:
+        return strict.strict(ledger)
+
+    def memory(self, x: Any) -> Tuple[Any, int, int]:
+        x.wait_to_read()
+        context, begin = x.ctx, _address(x)
+        return "cpu" if context.device_type.startswith("cpu") \
+            else str(context), begin, \
+            begin + x.size * np.dtype(x.dtype).itemsize
+
     # -- networks -----------------------------------------------------------
 
     def network(self, net: Any) -> MXNetNetwork:
         if not isinstance(net, mx.gluon.Block):
             raise base.not_a_network(net, self.name, "gluon.Block")
         return MXNetNetwork(self, net)
+
+    def gluonize(self, net: Any, on: bool = True) -> Any:
+        return net      # it is Gluon's
 
     def resnet18(self, num_classes: int, in_channels: int) -> Any:
         from mgpu.backends._mxnet.resnet import resnet18

@@ -8,6 +8,7 @@ import numpy as np
 
 from mgpu.backends import base
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.layers import describe, is_layer
 
 _KINDS = {"weight": "weight", "bias": "bias", "gamma": "gamma",
           "beta": "beta", "running_mean": "running_mean",
@@ -169,6 +170,88 @@ class MXNetNetwork(base.Network):
         self._allocate([self.backend.handle(d) for d in devices])
         self._mend_frozen()
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
+
+    def layers(self) -> List[base.Layer]:
+        names = {id(p): name for name, p, _ in self.entries}
+        return [base.Layer(path, *describe(block), tuple(
+                    names[id(p)] for p in block._reg_params.values()))
+                for path, block in self._leaves()]
+
+    def _leaves(self) -> List[Any]:
+        """(path, block) of the innermost blocks, each once."""
+        found, seen = [], set()
+
+        def walk(block: Any, path: str) -> None:
+            if id(block) in seen:
+                return
+            seen.add(id(block))
+            if is_layer(block):
+                found.append((path, block))
+                return
+            for name, child in block._children.items():
+                walk(child, f"{path}.{name}" if path else name)
+        walk(self.net, "")
+        return found
+
+    def aliases(self) -> Dict[str, List[str]]:
+        found: Dict[int, List[str]] = {}
+        for name, p in self.net._collect_params_with_prefix().items():
+            found.setdefault(id(p), []).append(name)
+        return {names[0]: names for names in found.values()
+                if len(names) > 1}
+
+    @contextlib.contextmanager
+    def _layer_by_layer(self) -> Iterator[None]:
+        compiled = [block for block in _blocks(self.net)
+                    if getattr(block, "_active", False)]
+        for block in compiled:
+            block._active = False
+        try:
+            yield
+        finally:
+            for block in compiled:
+                block._active = True
+
+    def _index(self, x: Any) -> int:
+        """The replica whose context `x` is on."""
+        contexts = self.entries[0][1].list_ctx() if self.entries else [x.ctx]
+        return contexts.index(x.ctx)
+
+    @contextlib.contextmanager
+    def watch(self, watch: base.Watch) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._layer_by_layer())
+            for path, block in self._leaves():
+                def told(_, inputs, outputs, path=path):
+                    first = next((x for x in inputs
+                                  if isinstance(x, mx.nd.NDArray)), None)
+                    if first is not None:
+                        watch(path, tuple(inputs), outputs,
+                              self._index(first))
+                handle = block.register_forward_hook(told)
+                stack.callback(handle.detach)
+            yield
+
+    @contextlib.contextmanager
+    def dropout(self, rule: base.DropoutRule) -> Iterator[None]:
+        layers = [block for _, block in self._leaves()
+                  if type(block) is mx.gluon.nn.Dropout]
+
+        def forward_of(layer: Any) -> Callable[[Any], Any]:
+            def forward(x: Any) -> Any:
+                if not self.backend.is_training():
+                    return x
+                return x * rule(x, layer._rate, tuple(layer._axes),
+                                self._index(x))
+            return forward
+        with self._layer_by_layer():
+            try:
+                for layer in layers:
+                    layer.__dict__["forward"] = forward_of(layer)
+                yield
+            finally:
+                for layer in layers:
+                    layer.__dict__.pop("forward", None)
 
     @contextlib.contextmanager
     def batch_norm(self, rule: Optional[base.BatchNormRule]

@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mgpu.backends import base
+from mgpu.backends._torch import strict
 from mgpu.backends._torch.network import TorchNetwork
 from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
@@ -31,6 +32,7 @@ def _carry() -> Callable[[], contextlib.AbstractContextManager]:
     inference = torch.is_inference_mode_enabled()
     autocast = [(kind, torch.get_autocast_dtype(kind))
                 for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    checks = strict.carried()
 
     @contextlib.contextmanager
     def modes() -> Iterator[None]:
@@ -40,6 +42,8 @@ def _carry() -> Callable[[], contextlib.AbstractContextManager]:
             for kind, dtype in autocast:
                 stack.enter_context(torch.autocast(kind, dtype))
             stack.enter_context(torch.set_grad_enabled(grad))
+            for check in checks:
+                stack.enter_context(check)
             yield
     return modes
 
@@ -83,6 +87,11 @@ class TorchBackend(base.Backend):
         return torch.device("cuda", device.index % torch.cuda.device_count())
 
     def put(self, x: Any, where: Any, *, dtype: Optional[str] = None) -> Any:
+        if strict.on():
+            return strict.put(lambda x: self._put(x, where, dtype), x, where)
+        return self._put(x, where, dtype)
+
+    def _put(self, x: Any, where: Any, dtype: Optional[str]) -> Any:
         target = where.device if isinstance(where, torch.Tensor) \
             else self.handle(where)
         want = None if dtype is None else dtype_of(dtype)
@@ -98,6 +107,7 @@ class TorchBackend(base.Backend):
     def to_numpy(self, x: Any) -> np.ndarray:
         if not isinstance(x, torch.Tensor):
             raise base.not_native(x, self.name)
+        strict.fetched(x)
         return x.detach().cpu().numpy().copy()
 
     def is_native(self, x: Any) -> bool:
@@ -113,6 +123,7 @@ class TorchBackend(base.Backend):
             if isinstance(x, torch.Tensor):
                 if x.device != handle:
                     raise base.wrong_device(device, x.device)
+                strict.check(x, device)
             else:
                 base.refuse_foreign(x, self.name)
 
@@ -226,12 +237,31 @@ class TorchBackend(base.Backend):
                 self.handle(device)).manual_seed(int(seed))
         return self._generators[device, use]
 
+    # -- debugging ----------------------------------------------------------
+
+    def strict(self, ledger: Any
+               ) -> contextlib.AbstractContextManager[None]:
+        return strict.strict(ledger)
+
+    def memory(self, x: Any) -> Tuple[Any, int, int]:
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+        storage = x.untyped_storage()
+        begin = storage.data_ptr()
+        return x.device, begin, begin + storage.nbytes()
+
     # -- networks -----------------------------------------------------------
 
     def network(self, net: Any) -> TorchNetwork:
         if not isinstance(net, torch.nn.Module):
             raise base.not_a_network(net, self.name, "torch.nn.Module")
         return TorchNetwork(self, net)
+
+    def gluonize(self, net: Any, on: bool = True) -> Any:
+        from mgpu.backends._torch.gluonize import gluonize
+        if not isinstance(net, torch.nn.Module):
+            raise base.not_a_network(net, self.name, "torch.nn.Module")
+        return gluonize(net, on)
 
     def resnet18(self, num_classes: int, in_channels: int) -> Any:
         from mgpu.backends._torch.resnet import resnet18

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import base
+from mgpu.backends._torch import strict
+from mgpu.backends._torch.layers import describe
 from mgpu.backends._torch.ops import dtype_of
 
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -45,19 +47,25 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     return y
 
 
+def batch_norm_call(layer: nn.Module, x: Any, path: str
+                    ) -> base.BatchNormCall:
+    """A training call of `layer` in Gluon's terms; the call is counted."""
+    # dtype float32, as MXNet stores the momentum of a layer
+    momentum = float(np.float32(1 - layer.momentum)) \
+        if layer.momentum is not None \
+        else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
+    if torch.is_grad_enabled() and layer.running_mean is not None:
+        layer.num_batches_tracked.add_(1)
+    return base.BatchNormCall(
+        x, layer.weight, layer.bias, layer.running_mean, layer.running_var,
+        layer.eps, momentum, 1, path)
+
+
 def _batch_norm_forward(layer: nn.Module, path: str,
                         rule: base.BatchNormRule, index: int
                         ) -> Callable[[Any], Any]:
     def forward(x: Any) -> Any:
-        # dtype float32, as MXNet stores the momentum of a layer
-        momentum = float(np.float32(1 - layer.momentum)) \
-            if layer.momentum is not None \
-            else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
-        if torch.is_grad_enabled() and layer.running_mean is not None:
-            layer.num_batches_tracked.add_(1)
-        return rule(base.BatchNormCall(
-            x, layer.weight, layer.bias, layer.running_mean,
-            layer.running_var, layer.eps, momentum, 1, path), index)
+        return rule(batch_norm_call(layer, x, path), index)
     return forward
 
 
@@ -75,6 +83,16 @@ def _dropout_forward(layer: nn.Module, generator: torch.Generator
     return forward
 
 
+def _masked_forward(layer: nn.Module, rule: base.DropoutRule, index: int
+                    ) -> Callable[[Any], Any]:
+    leading = _DROPOUTS[type(layer)]
+
+    def forward(x: Any) -> Any:
+        axes = tuple(range(leading, x.dim())) if leading else ()
+        return x * rule(x, layer.p, axes, index)
+    return forward
+
+
 class TorchReplica(base.Replica):
     """One module on one device.
 
@@ -89,6 +107,7 @@ class TorchReplica(base.Replica):
         self.module, self.device, self.index = module, device, index
         self._network = network
         self._modules = list(module.modules())
+        strict.place(_arrays_of(module), device)
         self._owners = [(getattr(m, which), name)
                         for which in ("_parameters", "_buffers")
                         for _, m, name, _ in _walk(module, which)]
@@ -118,8 +137,9 @@ class TorchReplica(base.Replica):
             if training:
                 rule = self._network.rule or gluon_batch_norm
                 for path, layer in self._batch_norms:
-                    if layer.running_mean is None \
-                            and self._network.rule is None:
+                    if self._network.rule is None and (
+                            self._network.native
+                            or layer.running_mean is None):
                         continue        # nothing to keep: torch's own will do
                     if "forward" not in layer.__dict__:
                         patched.append(layer)
@@ -127,8 +147,11 @@ class TorchReplica(base.Replica):
                             layer, path, rule, self.index)
                 for layer in self._dropouts:
                     patched.append(layer)
+                    mask = self._network.dropout_rule
                     layer.__dict__["forward"] = _dropout_forward(
-                        layer, backend.generator(self.device))
+                        layer, backend.generator(self.device)) \
+                        if mask is None else _masked_forward(
+                            layer, mask, self.index)
             with self._default_stream(), \
                     torch.set_grad_enabled(backend.is_recording()):
                 return self.module(*inputs)
@@ -203,7 +226,8 @@ class TorchNetwork(base.Network):
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
         self.rule: Optional[base.BatchNormRule] = None
-        self._first: Optional[TorchReplica] = None
+        self.dropout_rule: Optional[base.DropoutRule] = None
+        self._replicas: List[TorchReplica] = []
 
     def specs(self) -> List[base.Spec]:
         found = []
@@ -226,9 +250,9 @@ class TorchNetwork(base.Network):
         return found
 
     def grad_req(self, number: int) -> str:
-        if self._first is None:
+        if not self._replicas:
             return self.specs()[number].grad_req
-        return self.backend.grad_req(self._first.array(number))
+        return self.backend.grad_req(self._replicas[0].array(number))
 
     def set_grad_req(self, number, grad_req, arrays) -> None:
         for x in arrays:
@@ -279,8 +303,53 @@ class TorchNetwork(base.Network):
                 if request != "null":
                     self.backend.attach_grad(array, request)
             replicas.append(TorchReplica(self, module, device, i))
-        self._first = replicas[0]
-        return replicas
+        self._replicas = replicas
+        return list(replicas)
+
+    def layers(self) -> List[base.Layer]:
+        names = {}
+        for which in ("_parameters", "_buffers"):
+            for path, module, own, tensor in _walk(self.net, which):
+                suffix = _suffix(module, own)
+                names[id(tensor)] = ".".join(filter(None, (path, suffix)))
+        return [base.Layer(path, *describe(module), tuple(
+                    names[id(x)] for which in ("_parameters", "_buffers")
+                    for x in getattr(module, which).values()
+                    if x is not None))
+                for path, module in self.net.named_modules()
+                if not module._modules]
+
+    def aliases(self) -> Dict[str, List[str]]:
+        found: Dict[int, List[str]] = {}
+        for path, module in self.net.named_modules(remove_duplicate=False):
+            for name, tensor in (*module._parameters.items(),
+                                 *module._buffers.items()):
+                if tensor is not None:
+                    found.setdefault(id(tensor), []).append(".".join(
+                        filter(None, (path, _suffix(module, name)))))
+        return {names[0]: names for names in found.values()
+                if len(names) > 1}
+
+    @contextlib.contextmanager
+    def watch(self, watch: base.Watch) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for replica in self._replicas:
+                for path, module in replica.module.named_modules():
+                    if not module._modules:
+                        def told(_, inputs, outputs, path=path,
+                                 index=replica.index):
+                            watch(path, inputs, outputs, index)
+                        handle = module.register_forward_hook(told)
+                        stack.callback(handle.remove)
+            yield
+
+    @contextlib.contextmanager
+    def dropout(self, rule: base.DropoutRule) -> Iterator[None]:
+        before, self.dropout_rule = self.dropout_rule, rule
+        try:
+            yield
+        finally:
+            self.dropout_rule = before
 
     @contextlib.contextmanager
     def batch_norm(self, rule: Optional[base.BatchNormRule]

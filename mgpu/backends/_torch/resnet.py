@@ -2,18 +2,8 @@
 import torch
 from torch import nn
 
-from mgpu.backends._torch import network
-
-
-class BatchNorm2d(nn.BatchNorm2d):
-    """Gluon's arithmetic (biased running variance) also outside a replica,
-    in a plain PyTorch loop; same `state_dict` as `nn.BatchNorm2d`."""
-
-    def forward(self, x):
-        if not self.training:
-            return super().forward(x)
-        return network._batch_norm_forward(
-            self, "", network.gluon_batch_norm, 0)(x)
+# Gluon's arithmetic also outside a replica, in a plain PyTorch loop.
+from mgpu.backends._torch.gluonize import GluonBatchNorm2d as BatchNorm2d
 
 
 class Residual(nn.Module):

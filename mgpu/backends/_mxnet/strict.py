@@ -1,0 +1,184 @@
+"""`mgpu.strict_devices` on MXNet: the calls into its library, watched.
+
+Arrays have contexts, and on CPU contexts MXNet does not compare them. All
+ways from Python into the library (generated functions of `mx.nd`, `mx.np` and
+`mx.npx`, those behind its function interface, compiled networks) are a few C
+functions, which Python looks up by name at every call: while a mode is on,
+checking functions stand in their places.
+"""
+import contextlib
+import ctypes
+import functools
+import threading
+from contextvars import ContextVar
+from math import prod
+from typing import Any, Callable, Dict, Iterator, List, Tuple
+
+import numpy as np
+
+from mgpu.backends._mxnet.framework import mx
+
+_LIB, _check_call = mx.base._LIB, mx.base.check_call
+
+_ledgers: ContextVar[Tuple[Any, ...]] = ContextVar(
+    "mgpu_mxnet_ledgers", default=())
+
+#: they bring an array from one context to another
+_COPIES = {"_copyto", "_npi_copyto"}
+_ARRAY = 14     # an array among the arguments of the function interface
+_CONTEXTS = {1: "cpu", 2: "gpu"}    # pinned and shared memory is the host's
+
+
+# -- what is known of a handle ------------------------------------------------
+
+def _device(handle: Any) -> Any:
+    kind, index = ctypes.c_int(), ctypes.c_int()
+    _check_call(_LIB.MXNDArrayGetContext(
+        ctypes.c_void_p(handle), ctypes.byref(kind), ctypes.byref(index)))
+    return None if kind.value not in _CONTEXTS else \
+        mx.Context(_CONTEXTS[kind.value], index.value)
+
+
+def _shape(handle: Any) -> Tuple[int, ...]:
+    dimensions, sizes = ctypes.c_int(), ctypes.POINTER(ctypes.c_int)()
+    _check_call(_LIB.MXNDArrayGetShapeEx(
+        ctypes.c_void_p(handle), ctypes.byref(dimensions),
+        ctypes.byref(sizes)))
+    return tuple(sizes[:max(dimensions.value, 0)])
+
+
+def _itemsize(handle: Any) -> int:
+    dtype = ctypes.c_int()
+    _check_call(_LIB.MXNDArrayGetDType(
+        ctypes.c_void_p(handle), ctypes.byref(dtype)))
+    return np.dtype(mx.ndarray.ndarray._DTYPE_MX_TO_NP[dtype.value]).itemsize
+
+
+@functools.lru_cache(maxsize=None)
+def _names() -> Dict[int, str]:
+    """The library's operators by handle."""
+    size, plist = ctypes.c_uint(), ctypes.POINTER(ctypes.c_char_p)()
+    _check_call(_LIB.MXListAllOpNames(ctypes.byref(size),
+                                      ctypes.byref(plist)))
+    found = {}
+    for text in plist[:size.value]:
+        handle = ctypes.c_void_p()
+        _check_call(_LIB.NNGetOpHandle(text, ctypes.byref(handle)))
+        # An operator with several names: those of copies win.
+        if found.get(handle.value) not in _COPIES:
+            found[handle.value] = text.decode()
+    return found
+
+
+# -- checks -------------------------------------------------------------------
+
+def _one_device(ledgers: Tuple[Any, ...], operation: str,
+                handles: List[Any]) -> None:
+    devices = [_device(handle) for handle in handles]
+    if any(device != devices[0] for device in devices):
+        ledgers[-1].refuse(operation, [
+            (device, _shape(handle))
+            for device, handle in zip(devices, handles)])
+
+
+def _outputs(count: Any, arrays: Any) -> List[Any]:
+    """The handles that a caller gave to be written to; by reference."""
+    return list(_plain(arrays._obj, count._obj.value)) \
+        if count._obj.value else []
+
+
+def _plain(handles: Any, count: int) -> List[Any]:
+    return [getattr(handles[i], "value", handles[i]) for i in range(count)]
+
+
+def _operator(ledgers, operator, count, inputs, output_count, outputs, *_):
+    name = _names().get(operator.value, "an operator")
+    handles = _plain(inputs, count.value)
+    written = _outputs(output_count, outputs)
+    if name in _COPIES:
+        if handles and written:
+            for ledger in ledgers:
+                ledger.copy(_device(handles[0]), _device(written[0]), prod(
+                    _shape(handles[0])) * _itemsize(handles[0]))
+    else:
+        _one_device(ledgers, name, handles + written)
+
+
+def _compiled(ledgers, operator, count, inputs, output_count, outputs, *_):
+    _one_device(ledgers, "a hybridized network",
+                _plain(inputs, count.value) + _outputs(output_count, outputs))
+
+
+def _function(ledgers, function, values, codes, count, *_):
+    _one_device(ledgers, "a function of mx.np", [
+        values[i].v_handle for i in range(count.value)
+        if codes[i] == _ARRAY])
+
+
+def _from_host(ledgers, array, data, size):
+    for ledger in ledgers:
+        ledger.copy(None, _device(array.value),
+                    size.value * _itemsize(array.value))
+
+
+def _to_host(ledgers, array, data, size):
+    for ledger in ledgers:
+        ledger.copy(_device(array.value), None,
+                    size.value * _itemsize(array.value))
+
+
+def filled(array: Any) -> None:
+    """The new `array` has been written from the host, past the library."""
+    for ledger in _ledgers.get():
+        ledger.copy(None, array.ctx,
+                    array.size * np.dtype(array.dtype).itemsize)
+
+
+_CHECKS = {"MXImperativeInvokeEx": _operator, "MXInvokeCachedOpEx": _compiled,
+           "MXNetFuncCall": _function, "MXNDArraySyncCopyFromCPU": _from_host,
+           "MXNDArraySyncCopyToCPU": _to_host}
+
+
+# -- the mode -----------------------------------------------------------------
+
+def _watched(call: Callable[..., int], check: Callable[..., None]
+             ) -> Callable[..., int]:
+    def watched(*args: Any) -> int:
+        ledgers = _ledgers.get()
+        if ledgers:     # another thread may have none
+            check(ledgers, *args)
+        return call(*args)
+    return watched
+
+
+_changing = threading.Lock()
+_blocks = 0
+_before: Dict[str, Any] = {}
+
+
+def _watch(step: int) -> None:
+    """Put the checking functions in place with the first block, and the
+    library's own back with the end of the last one."""
+    global _blocks
+    with _changing:
+        _blocks += step
+        if step > 0 and _blocks == 1:
+            for name, check in _CHECKS.items():
+                _before[name] = getattr(_LIB, name)
+                setattr(_LIB, name, _watched(_before[name], check))
+        elif not _blocks:
+            for name in _CHECKS:
+                setattr(_LIB, name, _before.pop(name))
+
+
+@contextlib.contextmanager
+def strict(ledger: Any) -> Iterator[None]:
+    token = _ledgers.set((*_ledgers.get(), ledger))
+    try:
+        _watch(+1)
+        try:
+            yield
+        finally:
+            _watch(-1)
+    finally:
+        _ledgers.reset(token)

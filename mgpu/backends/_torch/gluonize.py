@@ -1,0 +1,52 @@
+"""Torch's batch-norm layers with Gluon's arithmetic, by a change of class."""
+from typing import Any, Dict, Type
+
+from torch import nn
+
+from mgpu.backends._torch.network import batch_norm_call, gluon_batch_norm
+
+
+class _GluonArithmetic:
+    """The training pass of `gluon_batch_norm`; all else is torch's."""
+
+    def forward(self, x: Any) -> Any:
+        if not self.training or self.running_mean is None:
+            return super().forward(x)
+        self._check_input_dim(x)
+        return gluon_batch_norm(batch_norm_call(self, x, ""))
+
+
+class GluonBatchNorm1d(_GluonArithmetic, nn.BatchNorm1d):
+    """See `mgpu.parity.gluonize`."""
+
+
+class GluonBatchNorm2d(_GluonArithmetic, nn.BatchNorm2d):
+    """See `mgpu.parity.gluonize`."""
+
+
+class GluonBatchNorm3d(_GluonArithmetic, nn.BatchNorm3d):
+    """See `mgpu.parity.gluonize`."""
+
+
+_CLASSES: Dict[Type[nn.Module], Type[nn.Module]] = {
+    nn.BatchNorm1d: GluonBatchNorm1d, nn.BatchNorm2d: GluonBatchNorm2d,
+    nn.BatchNorm3d: GluonBatchNorm3d}
+_BACK = {ours: theirs for theirs, ours in _CLASSES.items()}
+
+
+def gluonize(net: nn.Module, on: bool) -> nn.Module:
+    """See `mgpu.parity.gluonize`. Classes can be swapped because ours add
+    no attribute; what is saved, copied or hooked stays the layer's own."""
+    change = _CLASSES if on else _BACK
+    norms = [m for m in net.modules() if isinstance(
+        m, nn.modules.batchnorm._BatchNorm)]
+    strange = [type(m).__name__ for m in norms
+               if type(m) not in _CLASSES and type(m) not in _BACK]
+    if on and strange:
+        raise TypeError(
+            "gluonize knows torch's BatchNorm1d, BatchNorm2d and BatchNorm3d;"
+            f" received a network with {sorted(set(strange))}. Complete lazy "
+            "layers by a forward pass first; replace others by one of these.")
+    for module in norms:
+        module.__class__ = change.get(type(module), type(module))
+    return net

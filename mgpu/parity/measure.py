@@ -1,0 +1,139 @@
+"""How far apart two tensors are, and whether that is a difference."""
+from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
+                    Tuple)
+
+import numpy as np
+
+#: of the largest value in the layer: below it a tensor is compared on the
+#: scale of the layer
+FLOOR = 1e-3
+#: rounding leaves at most this of the layer's scale in a tensor that is zero
+#: in exact arithmetic (units in the last place, over many terms)
+ZERO = 2 ** 12
+#: stages in the order in which a step goes through them
+STAGES = ("initial", "layer", "output", "loss", "gradient", "devices",
+          "weight", "memory", "statistic")
+
+
+class Gap(NamedTuple):
+    """How one tensor differs in one step.
+
+    Attributes
+    ----------
+    step : int
+        From 1.
+    stage : str
+        One of `STAGES`.
+    name : str
+        The tensor's name in `a`; "" where the stage has only one.
+    absolute, relative : float
+        ``max|a - b|``, and that over `scale`.
+    scale : float
+        The largest value of the tensor, or of its layer where the tensor is
+        under a thousandth of that.
+    status : str
+        "same"; "zero": zero in exact arithmetic, what is there is rounding;
+        "rounding": above the tolerance, and no more than what a change of
+        the last bits does to `a` itself; "different".
+    index : tuple of int
+        Where the difference is largest.
+    a, b : float
+        The values there.
+    own : float or None
+        What a change of the last bits does to the tensor of `a`, relative;
+        measured only where the tolerance was passed.
+    """
+
+    step: int
+    stage: str
+    name: str
+    absolute: float
+    relative: float
+    scale: float
+    status: str
+    index: Tuple[int, ...]
+    a: float
+    b: float
+    own: Optional[float] = None
+
+    def __str__(self) -> str:
+        where = f" {self.name}" if self.name else ""
+        at = list(self.index) if self.index else "the value"
+        return (f"step {self.step}, {self.stage}{where} at {at}: "
+                f"{self.a:.17g} against {self.b:.17g} (difference "
+                f"{self.absolute:.2e}, relative {self.relative:.2e})")
+
+
+def layer_of(name: str) -> str:
+    """``"3.0.conv1.bias"`` -> ``"3.0.conv1"``."""
+    return name.rpartition(".")[0]
+
+
+def scales(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray],
+           layer: Callable[[str], str] = layer_of
+           ) -> Dict[str, Tuple[float, bool]]:
+    """What each tensor is measured against, and whether it is its own size
+    (True) or its layer's (docs/parity.md, "The measure")."""
+    own = {name: max(size_of(a[name]), size_of(b[name])) for name in a}
+    largest: Dict[str, float] = {}
+    for name, size in own.items():
+        key = layer(name)
+        largest[key] = max(largest.get(key, 0.0), size)
+    return {name: (size, True) if size >= FLOOR * largest[layer(name)]
+            else (largest[layer(name)], False)
+            for name, size in own.items()}
+
+
+def size_of(x: np.ndarray) -> float:
+    """The largest absolute value."""
+    return float(np.abs(x).max(initial=0.0))
+
+
+def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],
+                    b: Mapping[str, np.ndarray], tolerance: float,
+                    epsilon: float,
+                    layer: Callable[[str], str] = layer_of) -> List[Gap]:
+    """A `Gap` for each name of `a`; `b` has the same names.
+
+    Parameters
+    ----------
+    tolerance : float
+        Largest relative difference that is "same".
+    epsilon : float
+        The spacing of numbers at 1 in the dtype of the comparison.
+    """
+    gaps = []
+    for name, (scale, own) in scales(a, b, layer).items():
+        gaps.append(gap(step, stage, name, a[name], b[name], scale,
+                        tolerance, 0.0 if own else ZERO * epsilon))
+    return gaps
+
+
+def gap(step: int, stage: str, name: str, a: Any, b: Any, scale: float,
+        tolerance: float, zero: float = 0.0) -> Gap:
+    """The `Gap` of two arrays against `scale`; `zero`: up to this part of
+    the scale both are taken for zero."""
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
+        return Gap(step, stage, name, np.inf, np.inf, scale, "different", (),
+                   float(a.size), float(b.size))
+    finite = np.isfinite(a) & np.isfinite(b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    # Equal infinities, and NaN on both sides, are no difference; NaN on one
+    # side is an infinite one.
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.where(same, 0.0, np.where(finite, np.abs(
+            a.astype(np.float64) - b.astype(np.float64)), np.inf))
+    if not apart.size:
+        return Gap(step, stage, name, 0.0, 0.0, scale, "same", (), 0.0, 0.0)
+    index = np.unravel_index(int(apart.argmax()), apart.shape)
+    absolute = float(apart[index])
+    relative = absolute / scale if scale else (0.0 if not absolute
+                                               else np.inf)
+    status = "different" if relative > tolerance else "same"
+    if status == "same" and zero and max(size_of(a), size_of(b)) <= zero * scale \
+            and scale:
+        status = "zero"
+    return Gap(step, stage, name, absolute, relative, scale, status,
+               tuple(int(i) for i in index), float(a[index]),
+               float(b[index]))

@@ -1,0 +1,145 @@
+"""Debug modes: devices that are as strict as GPUs are, and their switches.
+
+Logical CPU devices share one memory, so an engine lets through what would
+stop a program on GPUs: torch has one CPU device only, and MXNet's CPU
+contexts may be mixed. `strict_devices` refuses it on any machine.
+"""
+import contextlib
+import os
+import threading
+from collections import Counter
+from typing import Any, Iterator, Sequence, Tuple, Union
+
+from mgpu import backends as registry
+from mgpu.device import Device, as_device
+
+HOST = "host"
+Place = Union[Device, str]      # or `HOST`
+
+
+class CrossDeviceError(RuntimeError):
+    """An operation was given arrays of several devices."""
+
+
+def flag(name: str) -> bool:
+    """Whether the environment variable `name` is ``1`` now (not set, empty
+    or ``0``: no). ValueError for anything else."""
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1; received {text!r}. Unset "
+                         "it, or set it to one of them.")
+    return text == "1"
+
+
+class Ledger:
+    """What was copied between devices inside a `strict_devices` block.
+
+    Attributes
+    ----------
+    copied : collections.Counter
+        Bytes by ``(source, destination)``, each a `Device` or ``"host"``; as
+        many as arrived. Copies inside one device are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.copied: "Counter[Tuple[Place, Place]]" = Counter()
+        self._lock = threading.Lock()       # devices work in threads
+
+    def __repr__(self) -> str:
+        return "; ".join(f"{source} -> {target}: {n} bytes" for
+                         (source, target), n in self.copied.items()) \
+            or "nothing copied"
+
+    def copy(self, source: Any, target: Any, nbytes: int) -> None:
+        """Called by an engine for each copy; None stands for the host."""
+        pair = _place(source), _place(target)
+        if pair[0] != pair[1] and nbytes:
+            with self._lock:
+                self.copied[pair] += nbytes
+
+    def refuse(self, operation: str,
+               received: Sequence[Tuple[Any, Tuple[int, ...]]]) -> None:
+        """Called by an engine: an operation was given arrays of several
+        devices. `received`: the device and shape of each.
+
+        Raises
+        ------
+        CrossDeviceError
+        """
+        arrays = [(_place(device), tuple(shape))
+                  for device, shape in received]
+        first = arrays[0][0]
+        other = next(place for place, _ in arrays if place != first)
+        raise CrossDeviceError(
+            f"an operation takes arrays of one device, as on GPUs; "
+            f"{operation} received arrays of {first} and {other} ("
+            + ", ".join(f"{shape} on {place}" for place, shape in arrays)
+            + f"). Copy one first: mgpu.put(x, {first}), or x[:] = v into an "
+            "array that is there.")
+
+
+def _place(device: Any) -> Place:
+    return HOST if device is None else as_device(device)
+
+
+@contextlib.contextmanager
+def strict_devices() -> Iterator[Ledger]:
+    """Inside the block, logical CPU devices refuse what GPUs would.
+
+    An operation on arrays of two devices, a replica that shares another
+    one's memory, an array that was handed to a device without being copied
+    there: on logical CPU devices these go unnoticed, and inside this block
+    they are errors. Results stay what they are, bit for bit; operations get
+    slower, and it is meant for tests. The environment variable
+    ``MGPU_STRICT_DEVICES=1`` turns it on for the whole of a process.
+
+    Legal are: `mgpu.put` and what is built on it (`split_and_load`, the
+    collectives, `initialize`), and ``x[:] = v``, ``x.copy_(v)`` (torch),
+    ``v.copyto(x)`` (MXNet) from one device to another.
+
+    Holds for the engine in use and for every other one that is loaded, in
+    the calling thread and in what `mgpu.parallel` and the replicas run for
+    it, until the end of the block, also after an error. Threads that the
+    user starts are not covered. Blocks may be nested; each counts what is
+    copied inside it.
+
+    Yields
+    ------
+    Ledger
+        ``ledger.copied[source, destination]`` counts bytes; where an array
+        came from, or went to, the host, that is ``"host"``.
+
+    Raises
+    ------
+    CrossDeviceError
+        Inside the block, by the operation: names the two devices. A
+        `RuntimeError`, as torch raises on GPUs. (A replica that is called
+        with another device's array raises its ValueError, as on GPUs.)
+
+    Notes
+    -----
+    *torch.* A memory block belongs to the device that `put`, or a replica,
+    gave it; views share it, results inherit it. Arrays that come from
+    elsewhere (``torch.zeros`` in a forward pass, where ``x.device`` says
+    ``cpu``; anything older than the block) belong to the first device
+    whose arrays they meet in an operation. 0-dim arrays of the host may be
+    combined with anything and stay on the host, as with CUDA; so do index
+    arrays. The backward pass is checked too. Not seen: memory that leaves
+    torch and comes back (``torch.from_numpy(x.numpy())``), two arrays of
+    unknown origin; ``x.cpu()`` is no copy where `x` is on a CPU, so the
+    result still belongs to its logical device: use `mgpu.to_numpy`.
+
+    *MXNet.* Arrays have contexts; every call into the library from the
+    covered threads is checked (``mx.nd``, ``mx.np``, hybridized networks:
+    there the inputs and parameters of the whole). Not seen, because no
+    Python runs there: the operations of a backward pass, and the inside of
+    a hybridized network; their copies are not counted. Gluon's own
+    ``initialize`` fills parameters on ``cpu(0)`` and copies them; those
+    bytes are counted.
+    """
+    registry.get_backend()      # loads it
+    ledger = Ledger()
+    with contextlib.ExitStack() as stack:
+        for backend in list(registry._instances.values()):
+            stack.enter_context(backend.strict(ledger))
+        yield ledger
