@@ -442,7 +442,7 @@ class Comparison:
                     step, "devices", name, one.apart.get(name, 0.0),
                     two.apart.get(name, 0.0), worst, 0.0))
         kinds = {e.name: e.kind for e in self.a.entries}
-        after = one.after.values, two.after.values
+        after = _as_many(one.after.values, two.after.values, kinds)
         for stage, wanted in (("weight", False), ("statistic", True)):
             gaps += self._tensors(step, stage, *(
                 {n: v for n, v in values.items() if n in kinds
@@ -595,6 +595,19 @@ class Comparison:
             "itself after a change of the last bits at the start; where the "
             "floor is large a free run proves little, lock-step does")
         return result
+
+
+def _as_many(x: Mapping[str, np.ndarray], z: Mapping[str, np.ndarray],
+             kinds: Mapping[str, str]) -> List[Dict[str, np.ndarray]]:
+    """Statistics of one device stand for those of all."""
+    both = dict(x), dict(z)
+    for name, kind in kinds.items():
+        if kind.startswith("running") and all(name in v for v in both):
+            count = max(len(v[name]) for v in both)
+            for v in both:
+                if len(v[name]) == 1:
+                    v[name] = np.repeat(v[name], count, 0)
+    return list(both)
 
 
 def _rows_of(data: Any, n: int) -> Any:

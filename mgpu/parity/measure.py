@@ -85,8 +85,9 @@ def scales(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray],
 
 
 def size_of(x: np.ndarray) -> float:
-    """The largest absolute value."""
-    return float(np.abs(x).max(initial=0.0))
+    """The largest absolute value that is finite."""
+    sizes = np.abs(x)
+    return float(sizes.max(initial=0.0, where=np.isfinite(sizes)))
 
 
 def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],

@@ -463,8 +463,11 @@ def _cast(data: Any, dtype: str) -> Any:
 
 def _spread(copies: Sequence[np.ndarray]) -> float:
     """How far the copies of one tensor are from the first."""
-    return max((float(np.abs(x - copies[0]).max(initial=0.0))
-                for x in copies[1:]), default=0.0)
+    with np.errstate(invalid="ignore"):
+        return max((float(np.abs(x - copies[0]).max(initial=0.0))
+                    for x in copies[1:]
+                    if not np.array_equal(x, copies[0], equal_nan=True)),
+                   default=0.0)
 
 
 def translate(state: State, plan: Plan, source: Runner, target: Runner

@@ -1,0 +1,463 @@
+"""`mgpu.parity.compare`: what it finds, what it refuses, what it leaves."""
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import parity
+from mgpu.parity import matching, measure
+from mgpu.parity.matching import Entry, MatchError
+
+#: float64, a handful of small layers: rounding of some hundred terms
+EXACT = 1e-12
+
+
+def gluon(dropout=0.5, scale=True, flip=False):
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3, in_channels=1),
+            nn.BatchNorm(in_channels=4, scale=scale),
+            nn.Activation("relu"), nn.Dropout(dropout),
+            nn.Conv2D(4, 3, in_channels=4), nn.MaxPool2D(2, 2), nn.Flatten(),
+            nn.Dense(3, in_units=16))
+    return net
+
+
+def port(dropout=0.5, eps=1e-5, pool=None):
+    from torch import nn
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, eps), nn.ReLU(),
+        nn.Dropout(dropout), nn.Conv2d(4, 4, 3), pool or nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(16, 3))
+
+
+MAKE = {"mxnet": gluon, "torch": port}
+
+
+def batches(rows=8, count=2, seed=0, classes=3, dtype="float64"):
+    rng = np.random.default_rng(seed)
+    return [(rng.random((rows, 1, 8, 8)).astype(dtype),
+             rng.integers(0, classes, rows).astype("int32"))
+            for _ in range(count)]
+
+
+# -- same ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("policy", ("per_device", "average", "sync"))
+@pytest.mark.parametrize("rows", (3, 8))
+def test_a_faithful_port_is_the_same(policy, rows, devices):
+    result = parity.compare(
+        gluon, port, batches=batches(rows), devices=devices,
+        batch_norm=policy, optimizer_params={"learning_rate": 0.1,
+                                             "momentum": 0.9, "wd": 1e-3})
+    assert result.same and result.first is None and not result.causes
+    assert max(g.relative for g in result.gaps) < EXACT
+    assert set(result.worst) == {"output", "loss", "gradient", "weight",
+                                 "memory", "statistic"}
+    # every parameter of every stage, in every step
+    assert sum(g.stage == "gradient" for g in result.gaps) == 2 * 8
+    assert result.plan.confirmed is True
+    assert "dropout: masks drawn in NumPy" in result.notes
+
+
+@pytest.mark.parametrize("optimizer", (
+    "sgd", "nag", "adam", "adamw", "adamax", "nadam", "rmsprop", "adagrad",
+    "adadelta", "ftrl", "signum"))
+def test_every_optimiser(optimizer):
+    # No ReLU: Gluon's Adamax divides by a gradient that is exactly zero.
+    def original():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(5, activation="tanh"), nn.Dense(3))
+        return net
+
+    def ported():
+        from torch import nn
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.Tanh(),
+                             nn.Linear(5, 3))
+    result = parity.compare(original, ported, batches=batches(count=3),
+                            devices=2, optimizer=optimizer)
+    assert result.same, str(result)
+
+
+def test_an_engine_with_itself(backend):
+    make = MAKE[backend.name]
+    result = parity.compare(make, make, batches=batches())
+    assert result.same and not any(g.absolute for g in result.gaps)
+
+
+def test_float32():
+    result = parity.compare(gluon, port, batches=batches(), dtype="float32")
+    assert result.same and 0 < result.worst["gradient"].relative < 1e-5
+    assert result.settings["tolerance"] == 1e-5
+
+
+def test_a_side_of_other_devices(backend, devices):
+    """K-invariance of a network without batch norm's statistics of a
+    shard: dropout masks follow the rows."""
+    make = MAKE[backend.name]
+    result = parity.compare(
+        make, parity.Side(make, devices=devices), batch_norm="sync",
+        batches=batches(7), devices=1)
+    assert result.same, str(result)
+    assert max(g.relative for g in result.gaps) < EXACT
+
+
+# -- different ----------------------------------------------------------------
+
+def test_the_first_difference_is_the_layer():
+    result = parity.compare(gluon, lambda: port(eps=1e-3),
+                            batches=batches())
+    assert result.verdict == "different" and not result.same
+    assert (result.first.step, result.first.stage, result.first.name) \
+        == (1, "layer", "1")
+    assert result.location["inputs_agree"]
+    assert result.location["b"]["options"]["epsilon"] == 1e-3
+    assert "step 1, layer 1 at [" in str(result)
+    # what follows from it is there too
+    assert {g.stage for g in result.gaps if g.status == "different"} >= {
+        "layer", "output", "loss", "gradient", "weight"}
+
+
+def test_a_function_between_layers_is_told_from_a_layer():
+    import torch
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (torch.nn.Linear(4, 4)
+                                       for _ in range(2))
+            self.factor = 1.0
+
+        def forward(self, x):
+            return self.second(self.first(x) * self.factor)
+    wrong = Scaled()
+    wrong.factor = 1.001
+    rng = np.random.default_rng(0)
+    data = [(rng.random((4, 4)), np.array([0, 1, 2, 3]))]
+    result = parity.compare(Scaled, wrong, batches=data)
+    assert result.first.stage == "layer" and result.first.name == "second"
+    assert result.location["inputs_agree"] is False
+
+
+def test_native_batch_norm_is_seen_in_the_statistics():
+    result = parity.compare(gluon, port, batches=batches(), native=True)
+    wrong = {g.stage for g in result.gaps if g.status == "different"}
+    assert wrong == {"statistic"}
+    assert "framework's own" in result.sides["b"]["batch_norm"]
+
+
+def test_gluonized_and_native_is_the_same():
+    net = parity.gluonize(port())
+    assert parity.compare(gluon, net, batches=batches(), native=True,
+                          devices=2).same
+
+
+def test_the_gradient_pass_runs_backwards():
+    """Of several wrong gradients the one nearest to the loss is first."""
+    import torch
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, g):
+            return g * 1.01
+    make = port
+
+    def wrong():
+        net = make()
+        net[6].register_forward_hook(lambda m, i, o: Wrong.apply(o))
+        return net
+    result = parity.compare(gluon, wrong, batches=batches(),
+                            dropout="off")
+    assert result.first.stage == "gradient"
+    assert result.first.name.startswith("4.")   # not 7, and before 1 and 0
+
+
+def test_a_fault_in_a_gradient_that_is_zero():
+    """The bias of a convolution before a batch norm: noise is "zero", and
+    a fault of the layer's scale is seen."""
+    result = parity.compare(gluon, port, batches=batches(count=1))
+    zero = [g for g in result.gaps if g.status == "zero"]
+    assert {(g.stage, g.name) for g in zero} == {
+        ("gradient", "0.bias"), ("weight", "0.bias")}   # from 0 and by noise
+
+    def shifted():
+        net = port()
+        net[0].bias.register_hook(lambda g: g + 1e-9)
+        return net
+    result = parity.compare(gluon, shifted, batches=batches(count=1))
+    assert (result.first.stage, result.first.name) == ("gradient", "0.bias")
+
+
+def test_rounding_is_told_from_a_difference():
+    """Adam divides noise by noise: the bias before a batch norm moves by
+    the full rate in a direction that rounding decides."""
+    result = parity.compare(
+        gluon, port, batches=batches(rows=32, count=2), optimizer="adam",
+        optimizer_params={"epsilon": 1e-30})
+    statuses = {(g.name, g.status) for g in result.gaps
+                if g.stage == "weight" and g.relative > 1e-10}
+    assert result.same and statuses == {("0.bias", "rounding")}
+    assert all(g.own > 0 for g in result.gaps if g.status == "rounding")
+
+
+def test_own_weights_are_compared_as_they_are():
+    init = mgpu.initializers.Xavier()
+    same = parity.compare(
+        parity.Side(gluon, init=init), parity.Side(port, init=init),
+        batches=batches(), weights="own")
+    assert same.same and same.worst["initial"].absolute == 0
+    other = parity.compare(
+        parity.Side(gluon, init=init),
+        parity.Side(port, init=mgpu.initializers.Normal(0.1)),
+        batches=batches(), weights="own")
+    assert other.first.stage == "initial"
+
+
+def test_weights_from_the_port():
+    net = port()
+    before = {n: v.detach().numpy().copy()
+              for n, v in net.named_parameters()}
+    result = parity.compare(gluon, net, batches=batches(count=1),
+                            weights="b")
+    assert result.same
+    after = {n: v.detach().numpy() for n, v in net.named_parameters()}
+    for name, value in before.items():
+        assert (after[name] == value).all() and value.dtype == "float32"
+
+
+def test_the_networks_are_given_back(backend):
+    """Values and dtype of a user's network are what they were."""
+    net = MAKE[backend.name]()
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)], force_reinit=True,
+                               sample=np.zeros((1, 1, 8, 8), "float32"))
+    before = replicas.export_numpy()
+    parity.compare(net, MAKE[backend.name], batches=batches())
+    with mgpu.using_backend(backend.name):
+        after = backend.network(net).values()
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert (after[name] == value).all(), name
+
+
+# -- free ---------------------------------------------------------------------
+
+def test_free_running_beside_the_chaos_floor(devices):
+    result = parity.compare(gluon, port, batches=batches(), steps=6,
+                            mode="free", devices=devices)
+    assert result.same
+    assert len(result.curves["distance"]) == len(result.curves["floor"]) == 6
+    assert max(result.curves["distance"]) < EXACT
+    other = parity.compare(gluon, lambda: port(eps=1e-3), steps=6,
+                           batches=batches(), mode="free", devices=devices)
+    assert other.verdict == "different" and other.first.step == 1
+
+
+# -- refused ------------------------------------------------------------------
+
+def test_random_numbers_of_a_networks_own_are_refused():
+    import torch
+
+    class Noisy(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(torch.nn.functional.dropout(
+                x, 0.5, self.training))
+    data = [(np.ones((4, 6)), np.array([0, 1, 2, 0]))]
+    with pytest.raises(ValueError, match="outside its dropout layers"):
+        parity.compare(lambda: Noisy(6, 3), lambda: Noisy(6, 3),
+                       batches=data)
+
+
+@pytest.mark.parametrize("option, value", [
+    ("mode", "lock"), ("weights", "c"), ("dropout", "on"),
+    ("dtype", "float16")])
+def test_unknown_options(option, value):
+    with pytest.raises(ValueError, match=f"unknown {option}"):
+        parity.compare(gluon, port, batches=batches(), **{option: value})
+
+
+def test_no_batch():
+    with pytest.raises(ValueError, match="received none"):
+        parity.compare(gluon, port, batches=[])
+
+
+def test_what_is_no_network():
+    with pytest.raises(TypeError, match="function without arguments"):
+        parity.compare(3, port, batches=batches())
+
+
+# -- matching -----------------------------------------------------------------
+
+def entries(*forms, prefix=""):
+    return [Entry(f"{prefix}{i}.weight", "weight", shape, True)
+            for i, shape in enumerate(forms)]
+
+
+def test_match_by_order_where_names_differ():
+    plan = matching.match(entries((2, 3), (3,)),
+                          entries((2, 3), (3,), prefix="x"))
+    assert plan.how == "order and shape"
+    assert [(p.a, p.b) for p in plan.pairs] == [
+        ("0.weight", "x0.weight"), ("1.weight", "x1.weight")]
+
+
+def test_match_by_rules():
+    plan = matching.match(entries((2, 2), (2, 2)),
+                          entries((2, 2), (2, 2), prefix="x"),
+                          rules=[("^x", "")])
+    assert plan.how == "equal names"
+
+
+def test_match_by_a_map_with_axes():
+    plan = matching.match(entries((2, 3), (4,)),
+                          entries((3, 2), (4,), prefix="x"),
+                          given={"0.weight": {"to": "x0.weight",
+                                              "transpose": [1, 0]}})
+    value = np.arange(6.0).reshape(2, 3)
+    there = plan.to_b({"0.weight": value})["x0.weight"]
+    assert (there == value.T).all()
+    assert (plan.to_a({"x0.weight": there})["0.weight"] == value).all()
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"9.weight": "x0.weight"}, "no such name in a"),
+    ({"0.weight": "y"}, "no such name in b"),
+    ({"0.weight": "x1.weight"}, "another shape"),
+    ({"0.weight": "x0.weight", "1.weight": "x0.weight"}, "named twice"),
+    ({"0.weight": {"to": "x0.weight", "transpose": [0, 0]}}, "no axes")])
+def test_a_wrong_map(given, words):
+    with pytest.raises(MatchError, match=words):
+        matching.match(entries((2, 3), (3,)),
+                       entries((2, 3), (3,), prefix="x"), given=given)
+
+
+def test_an_incomplete_match_lists_candidates():
+    with pytest.raises(MatchError) as error:
+        matching.match(entries((2, 3), (2, 3), (4,)),
+                       entries((2, 3), (4,), (5,), prefix="x"))
+    assert error.value.candidates["0.weight"] == ["x0.weight"]
+    assert error.value.candidates[""] == ["x2.weight"]
+    assert "x2.weight (5,)" in str(error.value)
+
+
+def test_match_by_position_in_the_graph():
+    """The same layers, registered in another order under other names."""
+    import torch
+
+    class Straight(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = (torch.nn.Linear(4, 4)
+                                              for _ in range(3))
+
+        def forward(self, x):
+            return self.three(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+    class Shuffled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last, self.first, self.middle = (torch.nn.Linear(4, 4)
+                                                  for _ in range(3))
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.middle(torch.tanh(
+                self.first(x)))))
+    rng = np.random.default_rng(0)
+    data = [(rng.random((4, 4)), np.array([0, 1, 2, 3]))]
+    result = parity.compare(Straight, Shuffled, batches=data)
+    assert result.plan.how == "position in the graph"
+    assert {(p.a, p.b) for p in result.plan.pairs} >= {
+        ("one.weight", "first.weight"), ("three.bias", "last.bias")}
+    assert result.same and result.plan.confirmed
+
+
+def test_two_ways_to_match_and_none_confirmed():
+    """Which of two equal layers is which cannot be told when the outputs
+    differ under both plans."""
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self, swap, factor):
+            super().__init__()
+            self.names = ("a", "b") if not swap else ("d", "c")
+            for name in sorted(self.names):
+                setattr(self, name, torch.nn.Linear(3, 3))
+            self.factor = factor
+
+        def forward(self, x):
+            for name in self.names:
+                x = torch.tanh(getattr(self, name)(x))
+            return x * self.factor
+    data = [(np.random.default_rng(0).random((4, 3)), np.zeros(4, int))]
+    with pytest.raises(MatchError, match="disagree") as error:
+        parity.compare(Net(False, 1.0), Net(True, 2.0), batches=data)
+    assert error.value.candidates["a.weight"] == ["c.weight", "d.weight"]
+    given = {"a.weight": "d.weight", "a.bias": "d.bias"}
+    result = parity.compare(Net(False, 1.0), Net(True, 2.0), batches=data,
+                            map=given)
+    assert not result.same and result.plan.how.startswith("given map")
+
+
+def test_a_shared_tensor_is_one(backend):
+    def tied():
+        if backend.name == "torch":
+            import torch
+            net = torch.nn.Sequential(torch.nn.Linear(3, 3),
+                                      torch.nn.Tanh(),
+                                      torch.nn.Linear(3, 3))
+            net[2].weight, net[2].bias = net[0].weight, net[0].bias
+            return net
+        from mxnet.gluon import nn
+        net, first = nn.HybridSequential(), nn.Dense(3, in_units=3)
+        net.add(first, nn.Activation("tanh"),
+                nn.Dense(3, in_units=3, params=first.params))
+        return net
+    data = [(np.random.default_rng(0).random((4, 3)), np.zeros(4, int))]
+    result = parity.compare(tied, tied, batches=data)
+    assert result.same and len(result.plan.pairs) == 2
+    assert any("shared in a: 0.weight = 2.weight" in note
+               for note in result.plan.notes)
+
+
+# -- the measure --------------------------------------------------------------
+
+def gaps(a, b, tolerance=1e-6):
+    return {g.name: g for g in measure.compare_tensors(
+        1, "gradient", a, b, tolerance, 2.0 ** -52)}
+
+
+def test_the_measure_is_that_of_the_tensor():
+    a = {"l.weight": np.array([1.0, 1e-9])}
+    found, = gaps(a, {"l.weight": np.array([1.0, 2e-9])}).values()
+    assert found.relative == pytest.approx(1e-9) and found.index == (1,)
+    assert (found.a, found.b, found.status) == (1e-9, 2e-9, "same")
+
+
+def test_a_tensor_under_the_floor_has_its_layers_scale():
+    a = {"l.weight": np.ones(2), "l.bias": np.array([1e-17]),
+         "m.bias": np.array([1e-17])}
+    b = {"l.weight": np.ones(2), "l.bias": np.array([-3e-17]),
+         "m.bias": np.array([1e-17])}
+    found = gaps(a, b)
+    assert found["l.bias"].status == "zero" and found["l.bias"].scale == 1
+    assert found["m.bias"].status == "same"
+    b["l.bias"] = np.array([2e-6])
+    assert gaps(a, b)["l.bias"].status == "different"
+
+
+@pytest.mark.parametrize("value, status", [
+    (np.nan, "different"), (np.inf, "different"), (1.0, "same")])
+def test_what_is_not_finite_differs(value, status):
+    found = gaps({"x": np.ones(2)}, {"x": np.array([1.0, value])})["x"]
+    assert found.status == status
+
+
+def test_nan_on_both_sides_is_equal_and_another_shape_is_not():
+    x = np.array([np.nan, np.inf, 1.0])
+    assert gaps({"x": x}, {"x": x.copy()})["x"].status == "same"
+    assert gaps({"x": x}, {"x": x[:2]})["x"].status == "different"
