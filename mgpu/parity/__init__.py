@@ -5,12 +5,13 @@ from typing import Any
 from mgpu.backends import backend_of, using_backend
 from mgpu.parity.comparison import MODES, TOLERANCE, Result, compare
 from mgpu.parity.diagnosis import Cause
+from mgpu.parity.lint import Finding, lint
 from mgpu.parity.matching import MatchError, Plan
 from mgpu.parity.measure import Gap
 from mgpu.parity.sides import Side
 
-__all__ = ["Cause", "Gap", "MODES", "MatchError", "Plan", "Result", "Side",
-           "TOLERANCE", "compare", "gluonize"]
+__all__ = ["Cause", "Finding", "Gap", "MODES", "MatchError", "Plan", "Result",
+           "Side", "TOLERANCE", "compare", "gluonize", "lint"]
 
 
 def gluonize(net: Any, *, inplace: bool = True, undo: bool = False) -> Any:

@@ -1,0 +1,163 @@
+"""`mgpu.parity.lint`: each rule bites where it should, and only there."""
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import lr_scheduler
+from mgpu.parity.lint import RULES, lint
+
+SAMPLE = np.zeros((4, 1, 9, 9), "float32")
+
+
+def layers(*make):
+    """A factory of a Gluon network: each of `make` is called with `nn`."""
+    def factory():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        for one in make:
+            net.add(one(nn))
+        return net
+    return factory
+
+
+def dense(nn):
+    return nn.Dense(3, flatten=False)
+
+
+def shared(nn):
+    net, first = nn.HybridSequential(), nn.Dense(9, flatten=False)
+    net.add(first, nn.Dense(9, flatten=False, in_units=9,
+                            params=first.params))
+    return net
+
+
+def with_parameter(**options):
+    def make(nn):
+        layer = dense(nn)
+        for name, value in options.items():
+            setattr(layer.weight, name, value)
+        return layer
+    return make
+
+
+# rule: (what makes it bite, the words it says, what makes it silent)
+NETS = {
+    "batch norm keeps the biased variance": (
+        lambda nn: nn.BatchNorm(), "n is 324 at least: 3.1e-03",
+        lambda nn: nn.BatchNorm(use_global_stats=True)),
+    "batch norm momentum": (
+        lambda nn: nn.BatchNorm(momentum=0.99), "momentum=0.01",
+        lambda nn: nn.BatchNorm()),
+    "epsilon": (
+        lambda nn: nn.LayerNorm(epsilon=1e-3), "eps=0.001",
+        lambda nn: nn.LayerNorm()),
+    "fixed gamma or beta": (
+        lambda nn: nn.BatchNorm(scale=False), "requires_grad_(False)",
+        lambda nn: nn.BatchNorm()),
+    "batch norm over another axis": (
+        lambda nn: nn.BatchNorm(axis=3), "axis 3",
+        lambda nn: nn.BatchNorm()),
+    "batch norm with global statistics": (
+        lambda nn: nn.BatchNorm(use_global_stats=True), "bn.eval()",
+        lambda nn: nn.BatchNorm()),
+    "dense layers flatten": (
+        lambda nn: nn.Dense(3), "becomes (4, 81)", dense),
+    "pooling windows in the padding": (
+        lambda nn: nn.MaxPool2D(2, 2, 1, ceil_mode=True),
+        "wholly in the padding", lambda nn: nn.MaxPool2D(2, 2, 1)),
+    "average without the padding": (
+        lambda nn: nn.AvgPool2D(2, 2, 1, count_include_pad=False),
+        "count_include_pad=False", lambda nn: nn.AvgPool2D(2, 2, 1)),
+    "dropout along axes": (
+        lambda nn: nn.Dropout(0.5, axes=(2, 3)), "nn.Dropout2d (0.5)",
+        lambda nn: nn.Dropout(0.5)),
+    "slope of a leaky ReLU": (
+        lambda nn: nn.LeakyReLU(0.2), "negative_slope=0.2",
+        lambda nn: nn.LeakyReLU(0.01)),
+    "initial values": (
+        dense, "+-0.07 against +-0.333", lambda nn: nn.Activation("relu")),
+    "shared parameters": (shared, "0.0.weight = 0.1.weight", dense),
+    "frozen parameters": (
+        with_parameter(grad_req="null"), "requires_grad_(False)", dense),
+    "gradients that add up": (
+        with_parameter(grad_req="add"), "zero_grad()", dense),
+    "multipliers of a parameter": (
+        with_parameter(lr_mult=2.0), "lr_mult=2", dense),
+}
+CEIL = lambda nn: nn.MaxPool2D(2, 2, ceil_mode=True)   # noqa: E731
+
+
+@pytest.mark.parametrize("rule", NETS)
+def test_rules_of_layers(rule):
+    bites, words, silent = NETS[rule]
+    found = [f for f in lint(layers(bites), sample=SAMPLE) if f.rule == rule]
+    assert found and words in str(found[0]), found
+    assert rule not in [f.rule for f in lint(layers(silent), sample=SAMPLE)]
+
+
+FAST = {"learning_rate": 0.1}
+TRAINING = {
+    "momentum under a changing rate": (
+        {"optimizer_params": {"momentum": 0.9},
+         "lr_scheduler": lr_scheduler.FactorScheduler(3)},
+        "old rate / new rate", {"optimizer_params": {"momentum": 0.9}}),
+    "weight decay in Nesterov's velocity": (
+        {"optimizer": "nag", "optimizer_params": {"momentum": 0.9,
+                                                  "wd": 0.1}},
+        "no such term", {"optimizer_params": {"momentum": 0.9, "wd": 0.1}}),
+    "epsilon of the optimiser": (
+        {"optimizer": "adam"}, "31.6 times", {"optimizer": "sgd"}),
+    "options of the optimiser": (
+        {"optimizer": "rmsprop"}, "alpha=0.9", {"optimizer": "adam"}),
+    "weight decay": (
+        {"optimizer": "adam", "optimizer_params": {"wd": 0.1}}, "AdamW",
+        {"optimizer_params": {"wd": 0.1}}),
+    "gradient clipping": (
+        {"optimizer_params": {"clip_gradient": 2}}, "clip_grad_value_",
+        {"optimizer_params": FAST}),
+    "a short last batch": (
+        {"batch_size": 64, "examples": 1000}, "40 rows",
+        {"batch_size": 64, "examples": 640}),
+    "the loss": (
+        {"loss": mgpu.losses.L2Loss()}, "0.5 * F.mse_loss",
+        {"loss": mgpu.losses.L1Loss()}),
+}
+
+
+@pytest.mark.parametrize("rule", TRAINING)
+def test_rules_of_training(rule):
+    bites, words, silent = TRAINING[rule]
+    net = layers(lambda nn: nn.Activation("relu"))
+    found = [f for f in lint(net, **bites) if f.rule == rule]
+    assert len(found) == 1 and words in str(found[0]), found
+    assert rule not in [f.rule for f in lint(net, **silent)]
+
+
+def test_every_rule_is_tested_and_a_harmless_network_is_silent():
+    assert {*NETS, *TRAINING} == set(RULES)
+    net = layers(lambda nn: nn.Activation("relu"), CEIL)
+    found = lint(net, sample=SAMPLE)
+    assert [f.rule for f in found] == ["pooling windows in the padding"]
+    assert "rounded up" in found[0].text        # and no window is outside
+    assert lint(layers(lambda nn: nn.Activation("relu"))) == []
+
+
+@pytest.mark.parametrize("optimizer", (
+    "sgd", "nag", "adam", "adamw", "adamax", "nadam", "rmsprop", "adagrad",
+    "adadelta", "ftrl", "signum"))
+def test_every_optimiser_is_known(optimizer):
+    found = lint(layers(lambda nn: nn.Activation("relu")),
+                 optimizer=optimizer)
+    assert bool(found) is (optimizer not in ("sgd", "nag"))
+
+
+def test_values_of_the_users_network_stay():
+    net = layers(dense)()
+    with mgpu.using_backend("mxnet"):
+        net.initialize()
+        replicas = mgpu.initialize(net, [mgpu.cpu(0)], sample=SAMPLE)
+        before = replicas.export_numpy()
+        lint(net, sample=SAMPLE)
+        after = mgpu.get_backend().network(net).values()
+    assert all((before[n] == after[n]).all() for n in before)
