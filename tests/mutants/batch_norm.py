@@ -1,0 +1,66 @@
+"""Batch statistics that are not Gluon's, or not those of the whole batch."""
+from mutants.planting import Mutant, edit
+
+_CALL = "mgpu.batch_norm:SyncBatchNorm.__call__"
+_SYNC = "test_batch_norm.py::test_sync_equals_one_device_on_the_whole_batch"
+_TORCH = "mgpu.backends._torch.network:gluon_batch_norm"
+_OWN = ("test_batch_norm.py::test_per_device_keeps_a_set_per_device"
+        "[torch-2dev-8]",)
+
+MUTANTS = [
+    Mutant("running-variance-unbiased", "torch's n / (n - 1) stays",
+           edit(_TORCH, "var * ((count - 1) / count)", "var"), _OWN),
+    Mutant("momentum-swapped", "m and 1 - m change places",
+           edit(_TORCH, "mul_(call.momentum)", "mul_(1 - call.momentum)",
+                "alpha=1 - call.momentum", "alpha=call.momentum"), _OWN),
+    Mutant("predicting-moves-statistics", "a pass that is not recorded "
+           "updates them", edit(_TORCH, "if torch.is_grad_enabled()",
+                                "if True"),
+           ("test_batch_norm.py::test_a_forward_pass_without_recording_moves_"
+            "nothing[torch-1dev]",)),
+    Mutant("sync-momentum-swapped", "m and 1 - m change places",
+           edit(_CALL, "running *= call.momentum",
+                "running *= 1 - call.momentum",
+                "(1 - call.momentum) * ops", "call.momentum * ops"),
+           (_SYNC + "[torch-2dev-8]",)),
+    Mutant("sync-epsilon-outside", "epsilon is added to the root",
+           edit(_CALL, "centred * (var + call.epsilon) ** -0.5",
+                "centred / (var ** 0.5 + call.epsilon)"),
+           (_SYNC + "[torch-2dev-8]",)),
+    Mutant("sync-mean-of-variances", "the variance of the means is lost",
+           edit(_CALL, "centred * centred, axes",
+                "(x - ops.mean(x, axes, keepdims=True)) ** 2, axes"),
+           (_SYNC + "[torch-2dev-8]",)),
+    Mutant("sync-not-weighted", "a short shard's mean counts like a long one's"
+           , edit(_CALL, "ops.sum(x, axes, keepdims=True), x) / count",
+                  "ops.mean(x, axes, keepdims=True), x) "
+                  "/ len(self._meeting._active)"),
+           (_SYNC + "[torch-2dev-7]",)),
+    Mutant("sync-of-own-rows", "each device normalises by its own count",
+           edit(_CALL, "count = sum(self._meeting.exchange(\n"
+                "        index, call.layer, prod(x.shape) // x.shape[axis]))",
+                "count = prod(x.shape) // x.shape[axis]"),
+           (_SYNC + "[torch-2dev-8]",)),
+    Mutant("sync-without-gradient", "the joint statistics are constants for "
+           "the gradient", edit("mgpu.batch_norm:SyncBatchNorm._total",
+                                "self._backend.put(x, beside)",
+                                "self._backend.ops.stop_gradient("
+                                "self._backend.put(x, beside))"),
+           (_SYNC + "[torch-2dev-8]",)),
+    Mutant("sync-without-beta", "the shift is left out",
+           edit(_CALL, "call.beta is not None", "False"),
+           (_SYNC + "[torch-2dev-8]",)),
+    Mutant("sync-idle-left-behind", "a device without rows keeps its old "
+           "statistics", edit("mgpu.replicas:Replicas._run_synchronised",
+                              "arrays[i][:] = arrays[active[0]]", "pass"),
+           (_SYNC + "[torch-2dev-1]",)),
+    Mutant("average-of-nothing", "the policy 'average' does nothing",
+           edit("mgpu.replicas:Replicas.after_step",
+                'self.batch_norm == "average"', "False"),
+           ("test_batch_norm.py::test_average_is_the_plain_mean_after_each_"
+            "step[torch-2dev-8]",)),
+    Mutant("average-is-a-sum", "the policy 'average' adds",
+           edit("mgpu.replicas:Replicas.after_step", 'op="mean"', 'op="sum"'),
+           ("test_batch_norm.py::test_average_is_the_plain_mean_after_each_"
+            "step[torch-2dev-8]",)),
+]

@@ -1,0 +1,72 @@
+"""Runs all mutants that were collected, once, and counts them."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import BACKENDS
+
+TESTS = Path(__file__).resolve().parents[1]
+
+#: they plant faults in both engines
+collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
+    else ["test_mutants.py"]
+
+_verdicts = {}      # of the mutants proper, for the summary
+
+#: seconds for all of them, a good multiple of what they take: only a mutant
+#: that hangs gets there
+_LIMIT = 480
+
+
+@pytest.fixture(scope="session")
+def verdicts(request, tmp_path_factory):
+    """(verdict, reason) by the name of each mutant that is to be tested."""
+    names = [item.callspec.params["mutant"].name
+             for item in request.session.items
+             if "mutant" in getattr(item, "fixturenames", ())]
+    out = tmp_path_factory.mktemp("mutants") / "verdicts"
+    out.touch()
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (
+        str(TESTS), str(TESTS.parent), environment.get("PYTHONPATH"))))
+    # A pytest of its own, with options of its own.
+    environment.pop("PYTEST_ADDOPTS", None)
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "mutants.runner", str(out), *names],
+            cwd=TESTS, env=environment, timeout=_LIMIT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        end = f"exit status {run.returncode}: {run.stdout[-3000:]}"
+    except subprocess.TimeoutExpired:
+        end = f"no end after {_LIMIT} s; the first one without a verdict hangs"
+    found = {name: ("no verdict", end) for name in names}
+    for line in out.read_text().splitlines():
+        name, verdict, why = json.loads(line)
+        found[name] = verdict, why
+    return found
+
+
+@pytest.fixture
+def verdict(verdicts, mutant, request):
+    """That of one mutant; counted, unless it is a control."""
+    if request.node.originalname == "test_is_killed":
+        _verdicts[mutant.name] = verdicts[mutant.name]
+    return verdicts[mutant.name]
+
+
+def pytest_terminal_summary(terminalreporter):
+    if collect_ignore:
+        terminalreporter.write_line(
+            "mutants: NOT RUN, for want of the other engine")
+    if not _verdicts:
+        return
+    killed = sum(verdict == "killed" for verdict, _ in _verdicts.values())
+    terminalreporter.write_line(
+        f"mutants: killed {killed} of {len(_verdicts)}")
+    for name, (verdict, why) in _verdicts.items():
+        if verdict != "killed":
+            terminalreporter.write_line(f"  {name}: {verdict} ({why})")

@@ -1,0 +1,30 @@
+"""Accuracies that are not a count over a count."""
+from mutants.planting import Mutant, edit
+
+_ALL = "mgpu.evaluation:evaluate_accuracy_gpus"
+_COUNTS = ("test_evaluation.py::test_integer_networks_have_the_exact_count"
+           "[torch-2dev]",)
+
+MUTANTS = [
+    Mutant("mean-of-means", "a short batch weighs as much as a long one",
+           edit(_ALL, "+= accuracy(output, labels)",
+                "+= accuracy(output, labels) / rows_of(labels)",
+                "+= rows_of(labels) or 0", "+= 1"), _COUNTS),
+    Mutant("last-batch-dropped", "the last batch is not counted",
+           edit(_ALL, "in data_iter:", "in list(data_iter)[:-1]:"), _COUNTS),
+    Mutant("first-shard-alone", "the shards of the other devices are not "
+           "counted", edit(_ALL, "in zip(outputs, y_shards)",
+                           "in [*zip(outputs, y_shards)][:1]"), _COUNTS),
+    Mutant("evaluates-in-training", "layers train while they are judged",
+           edit(_ALL, "training=False", "training=True"),
+           ("test_evaluation.py::test_each_device_judges_by_its_own_"
+            "statistics[torch]",)),
+    Mutant("best-row-per-class", "argmax goes over the rows",
+           edit("mgpu.evaluation:accuracy", "argmax(axis=1)",
+                "argmax(axis=0)[y_hat.argmax(axis=1)]"),
+           ("test_evaluation.py::test_accuracy_counts[torch]",)),
+    Mutant("last-class-wins", "of equal scores the last class is taken",
+           edit("mgpu.evaluation:accuracy", "y_hat.argmax(axis=1)",
+                "y_hat.shape[1] - 1 - y_hat[:, ::-1].argmax(axis=1)"),
+           ("test_evaluation.py::test_accuracy_counts[torch]",)),
+]

@@ -1,0 +1,57 @@
+"""Losses of other formulas."""
+from mutants.planting import Mutant, edit
+
+_LOSS = "mgpu.losses:"
+_FORMULA = ("test_losses.py::test_values_and_gradients_are_those_of_the_"
+            "formula[torch-")
+
+MUTANTS = [
+    Mutant("l2-without-half", "L2 is torch's MSE",
+           edit(_LOSS + "L2Loss._values", " * 0.5", ""),
+           (_FORMULA + "L2Loss*",)),
+    Mutant("sum-instead-of-mean", "the values of one example are added up",
+           edit(_LOSS + "Loss._per_example", "ops.mean", "ops.sum"),
+           (_FORMULA + "SoftmaxCrossEntropyLoss()3d]",)),
+    Mutant("labels-smoothed", "a tenth of the weight goes to all classes",
+           edit(_LOSS + "SoftmaxCrossEntropyLoss._values",
+                "-ops.pick(pred, label, axis).reshape(kept)",
+                "-0.9 * ops.pick(pred, label, axis).reshape(kept) "
+                "- 0.1 * ops.mean(pred, axis, keepdims=True)"),
+           (_FORMULA + "SoftmaxCrossEntropyLoss()2d]",)),
+    Mutant("softmax-over-another-axis", "classes are looked for on the last "
+           "axis", edit(_LOSS + "SoftmaxCrossEntropyLoss._values",
+                        "ops.log_softmax(pred, axis)",
+                        "ops.log_softmax(pred, -1)"),
+           (_FORMULA + "SoftmaxCrossEntropyLoss(axis=1)3d]",)),
+    Mutant("softmax-twice", "log-probabilities are normalised again",
+           edit(_LOSS + "KLDivLoss._values", "not self.from_logits", "True"),
+           (_FORMULA + "KLDivLoss*",)),
+    Mutant("huber-of-torch", "the slope outside is rho instead of 1",
+           edit(_LOSS + "HuberLoss._values",
+                "inner * inner / (2.0 * self.rho) + (size - inner)",
+                "inner * inner / 2.0 + self.rho * (size - inner)"),
+           ("test_losses.py::test_huber_is_smooth_l1_and_not_torchs_huber"
+            "[torch]",)),
+    Mutant("huber-ignores-rho", "the bend is at 1",
+           edit(_LOSS + "HuberLoss._values", "ops.minimum(size, self.rho)",
+                "ops.minimum(size, 1.0)"), (_FORMULA + "HuberLoss*",)),
+    Mutant("kl-averages", "the divergence of an example is divided by the "
+           "classes", edit(_LOSS + "KLDivLoss._per_example", "ops.sum",
+                           "ops.mean"),
+           ("test_losses.py::test_kl_divergence_adds_up_where_others_average"
+            "[torch]",)),
+    Mutant("pos-weight-for-all", "negative examples are weighted too",
+           edit(_LOSS + "SigmoidBinaryCrossEntropyLoss._values",
+                "1.0 + label * (self.pos_weight - 1.0)", "self.pos_weight"),
+           (_FORMULA + "SigmoidBinaryCrossEntropyLoss(pos_weight*",)),
+    Mutant("sample-weights-ignored", "all examples count alike",
+           edit(_LOSS + "Loss.__call__", "loss = loss * _as(", "_ = loss * "
+                "_as("), ("test_losses.py::test_weights[torch-*",)),
+    Mutant("classes-unchecked", "class -1 is taken for another one",
+           edit(_LOSS + "check_classes", "(whole >= 0) & ", ""),
+           ("test_losses.py::test_labels_out_of_range_are_refused[torch-*",)),
+    Mutant("per-example-divides", "the mean is spread over the rows",
+           edit(_LOSS + "per_example", "mean.reshape((1,))",
+                "mean.reshape((1,)) / len(pred)"),
+           ("test_losses.py::test_per_example_of_a_function[torch-shape0]",)),
+]

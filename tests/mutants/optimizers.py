@@ -1,0 +1,76 @@
+"""Update rules of other formulas."""
+from mutants.planting import Mutant, edit
+
+_OPT = "mgpu.optimizers:"
+
+
+def _gluon(start):
+    return (f"test_optimizers.py::test_rule_is_its_formula[torch-gluon-{start}"
+            "*",)
+
+
+_SGD = _gluon("sgd-learning_rate=0.0625-momentum=0.5-wd=0.125")
+_ADAM = _gluon("adam-")
+
+MUTANTS = [
+    Mutant("decay-of-nothing", "weight decay is left out",
+           edit(_OPT + "Optimizer._clip_then_decay",
+                "grad + weight * wd if wd else grad", "grad"), _SGD),
+    Mutant("decay-twice", "weight decay counts twice",
+           edit(_OPT + "Optimizer._clip_then_decay", "weight * wd",
+                "weight * (2 * wd)"), _SGD),
+    Mutant("clip-after-decay", "sgd clips the sum of gradient and decay",
+           edit(_OPT + "Optimizer._clip_then_decay",
+                "grad = self._clip(grad, ops)", "pass",
+                "grad + weight * wd if wd else grad",
+                "self._clip(grad + weight * wd, ops)"), _SGD),
+    Mutant("clip-before-decay", "adam clips the gradient alone",
+           edit(_OPT + "Optimizer._decay_then_clip",
+                "self._clip(grad + weight * wd if wd else grad, ops)",
+                "self._clip(grad, ops) + weight * wd"), _ADAM),
+    Mutant("rate-outside-velocity", "a new rate rescales old steps, as torch's"
+           , edit(_OPT + "SGD.update", "wd, ops) * lr", "wd, ops)",
+                  "weight -= step", "weight -= step * lr",
+                  "weight += velocity", "weight += velocity * lr"), _SGD),
+    Mutant("momentum-forgotten", "the velocity is the last step alone",
+           edit(_OPT + "SGD.update", "velocity *= self.momentum",
+                "velocity *= 0"), _SGD),
+    Mutant("nag-without-look-ahead", "Nesterov's rule is plain momentum",
+           edit(_OPT + "NAG.update",
+                "ahead * (1 + self.momentum) - before", "ahead"),
+           _gluon("nag-learning_rate=0.0625-momentum=0.5-wd=0.0]")),
+    Mutant("adam-epsilon-inside", "epsilon is under the root",
+           edit(_OPT + "Adam._step", "ops.sqrt(variance) + self.epsilon",
+                "ops.sqrt(variance + self.epsilon)"), _ADAM),
+    Mutant("adam-epsilon-moved", "epsilon acts after the bias correction, as "
+           "torch's", edit(_OPT + "Adam._step", "self.epsilon",
+                           "self.epsilon * math.sqrt(1 - self.beta2 ** t)"),
+           _ADAM),
+    Mutant("bias-correction-forgotten", "the first steps are short",
+           edit(_OPT + "Adam._step", "lr *= ", "1 * "), _ADAM),
+    Mutant("betas-swapped", "the two averages change their memory",
+           edit(_OPT + "Adam._step", "_average(mean, grad, self.beta1)",
+                "_average(mean, grad, self.beta2)",
+                "grad * grad, self.beta2", "grad * grad, self.beta1"), _ADAM),
+    Mutant("adamw-decay-without-rate", "the decay is not scaled by the rate",
+           edit(_OPT + "AdamW.update", "lr * wd", "wd"), _gluon("adamw-")),
+    Mutant("adamax-without-decay-of-norm", "the norm never falls",
+           edit(_OPT + "Adamax.update", "norm * self.beta2", "norm"),
+           _gluon("adamax-")),
+    Mutant("nadam-momentum-constant", "the schedule of momenta is left out",
+           edit(_OPT + "_nadam_momentum",
+                "beta1 * (1 - 0.5 * 0.96 ** (t * decay))", "beta1"),
+           _gluon("nadam-")),
+    Mutant("rmsprop-epsilon-outside", "epsilon is added to the root",
+           edit(_OPT + "RMSProp.update", "ops.sqrt(spread + self.epsilon)",
+                "(ops.sqrt(spread) + self.epsilon)"), _gluon("rmsprop-")),
+    Mutant("adagrad-forgets", "the sum of squares is the last square",
+           edit(_OPT + "AdaGrad.update", "history += grad * grad",
+                "history[:] = grad * grad"), _gluon("adagrad-")),
+    Mutant("adadelta-one-average", "the steps are not averaged",
+           edit(_OPT + "_adadelta", "_average(past, step * step, rho)",
+                "pass"), _gluon("adadelta")),
+    Mutant("ftrl-sign", "the threshold is added, not taken off",
+           edit(_OPT + "Ftrl.update", "_limited(z, self.lamda1, ops) - z",
+                "-_limited(z, self.lamda1, ops) - z"), _gluon("ftrl-")),
+]

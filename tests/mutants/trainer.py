@@ -1,0 +1,72 @@
+"""Steps that are not those of the whole batch."""
+from mutants.planting import Mutant, edit
+
+_REDUCE = "mgpu.trainer:Trainer.allreduce_grads"
+_UPDATE = "mgpu.trainer:Trainer.update"
+_ONE = ("test_trainer.py::test_k_devices_are_one_device[torch-sgd-2]",)
+_GLUON = ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
+          "[torch-1dev-sgd]",)
+_RESUMED = "test_trainer.py::test_a_resumed_training_is_the_uninterrupted_one"
+
+MUTANTS = [
+    Mutant("stale-gradient-applied", "an old gradient counts again",
+           edit(_REDUCE, "if stale and not ignore_stale_grad", "if False",
+                "if not stale:", "if True:"),
+           ("test_trainer.py::test_a_stale_gradient_is_an_error_that_names_it"
+            "[torch-*",)),
+    Mutant("gradient-stays-fresh", "a second step without a backward pass "
+           "goes through", edit(_REDUCE, "backend.mark_used(x)", "pass"),
+           ("test_trainer.py::test_gradients_are_summed_once[torch-2dev]",)),
+    Mutant("idle-device-counts", "the old gradient of a device without rows "
+           "is added", edit(_REDUCE, "copies[i][...] = 0", "pass"),
+           ("test_trainer.py::test_a_device_without_rows_contributes_zero"
+            "[torch-2dev]",)),
+    Mutant("gradients-averaged", "the mean over devices instead of the sum",
+           edit(_REDUCE, "allreduce_many(gradients)",
+                'allreduce_many(gradients, op="mean")'), _ONE),
+    Mutant("no-allreduce", "each device follows its own gradient",
+           edit(_REDUCE, "allreduce_many(gradients)", "pass"), _ONE),
+    Mutant("divided-by-a-shard", "the divisor is the rows of one device",
+           edit(_UPDATE, "1.0 / batch_size", "len(replicas) / batch_size"),
+           _ONE),
+    Mutant("not-divided", "the sum of the gradients is applied",
+           edit(_UPDATE, "1.0 / batch_size", "1.0"), _GLUON),
+    Mutant("divided-twice", "the batch size counts twice",
+           edit(_UPDATE, "1.0 / batch_size", "1.0 / batch_size ** 2"), _GLUON),
+    Mutant("one-device-updated", "the others keep their weights",
+           edit(_UPDATE, "for i in range(len(replicas))", "for i in range(1)"
+                ), _ONE),
+    Mutant("decay-multiplier-ignored", "wd_mult is not read",
+           edit(_UPDATE, "self._wd_mult.get(name, p.wd_mult)", "1.0"),
+           ("test_trainer.py::test_multipliers_by_name[torch-2dev]",)),
+    Mutant("rate-multiplier-ignored", "lr_mult is not read",
+           edit(_UPDATE, "self._lr_mult.get(name, p.lr_mult)", "1.0"),
+           ("test_trainer.py::test_multipliers_by_name[torch-2dev]",)),
+    Mutant("schedule-one-step-behind", "update n gets the rate of n - 1",
+           edit(_UPDATE, "self._scheduler(number)",
+                "self._scheduler(number - 1)"),
+           ("test_trainer.py::test_a_schedule[torch]",)),
+    Mutant("update-count-stands", "every update is the first",
+           edit(_UPDATE, "self._counts.get(name, 0) + 1", "1"),
+           ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
+            "[torch-1dev-adam]",)),
+    Mutant("norm-counts-devices", "each parameter counts once per device",
+           edit("mgpu.trainer:Trainer.clip_global_norm", "np.sqrt(sum(",
+                "np.sqrt(len(self.replicas) * sum("),
+           ("test_trainer.py::test_clip_global_norm[torch-2dev-0.25]",)),
+    Mutant("clips-one-device", "the other devices' gradients stay",
+           edit("mgpu.trainer:Trainer.clip_global_norm",
+                "for g in copies:", "for g in copies[:1]:"),
+           ("test_trainer.py::test_clip_global_norm[torch-2dev-0.25]",)),
+    Mutant("slot-not-saved", "the last slot of each state is lost",
+           edit("mgpu.trainer:Trainer.export_states", "in slots.items()}",
+                "in list(slots.items())[:-1]}"),
+           (_RESUMED + "[torch-2dev-adam]",)),
+    Mutant("counts-not-loaded", "Adam corrects its bias from the start again",
+           edit("mgpu.trainer:Trainer._import", "dict(saved.counts)", "{}"),
+           (_RESUMED + "[torch-2dev-adam]",)),
+    Mutant("loaded-on-one-device", "the other devices forget their state",
+           edit("mgpu.trainer:Trainer._import", "zip(states,",
+                "zip(states[:1],"),
+           (_RESUMED + "[torch-2dev-momentum]",)),
+]

@@ -1,0 +1,45 @@
+"""Passes, steps and the loop."""
+from mutants.planting import Mutant, edit
+
+_TRAINING = "mgpu.training:"
+
+MUTANTS = [
+    Mutant("first-loss-alone", "the losses of the other devices have no "
+           "gradient", edit(_TRAINING + "backward", "backend.backward(losses)",
+                            "backend.backward(losses[:1])"),
+           ("test_training.py::test_gradients[torch-2dev]",)),
+    Mutant("rows-of-one-shard", "the step divides by the rows of device 0",
+           edit(_TRAINING + "train_batch",
+                "sum(rows_of(shard) or 0 for shard in y_shards)",
+                "rows_of(y_shards[0])"),
+           ("test_training.py::test_train_batch_is_one_step_of_the_whole_batch"
+            "[torch-2dev]",)),
+    Mutant("sgd-not-divided", "sgd applies the sum",
+           edit(_TRAINING + "sgd", "lr * g / batch_size", "lr * g"),
+           ("test_training.py::test_sgd[torch-1dev]",)),
+    Mutant("sgd-keeps-gradients", "sgd does not set them to zero",
+           edit(_TRAINING + "sgd", "g[...] = 0", "pass"),
+           ("test_training.py::test_sgd[torch-1dev]",)),
+    Mutant("record-predicts", "layers predict while recording",
+           edit(_TRAINING + "record", "training=train_mode",
+                "training=False"),
+           ("test_training.py::test_scopes_nest_and_come_back[torch]",)),
+    Mutant("no-grad-records", "no_grad goes on recording",
+           edit(_TRAINING + "no_grad", "recording=False", "recording=None"),
+           ("test_training.py::test_scopes_nest_and_come_back[torch]",)),
+    Mutant("put-asks-no-dtype", "the dtype that was asked for is ignored",
+           edit(_TRAINING + "put", "dtype=dtype)", "dtype=None)"),
+           ("test_training.py::test_put_and_back[torch-1dev]",)),
+    Mutant("parallel-loses-a-device", "device 0 runs for the last one too",
+           edit(_TRAINING + "parallel", "zip(*per_device)",
+                "[*zip(*per_device)][:-1] + [*zip(*per_device)][:1]"),
+           ("test_training.py::test_parallel[torch-2dev]",)),
+    Mutant("loss-of-unequal-batches", "an epoch's loss is the mean of its "
+           "batches' means", edit(_TRAINING + "train_epochs",
+                                  ", weights=sizes", ""),
+           ("test_training.py::test_train[torch-2dev]",)),
+    Mutant("nan-overlooked", "a loss that is not finite trains on",
+           edit(_TRAINING + "train_epochs", "not np.isfinite(total)", "False"),
+           ("test_training.py::test_a_loss_that_is_not_finite_names_its_step"
+            "[torch-*",)),
+]
