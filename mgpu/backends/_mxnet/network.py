@@ -59,6 +59,7 @@ class MXNetReplica(base.Replica):
 class MXNetNetwork(base.Network):
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
+        self._contexts: List[Any] = []      # of the replicas
         found, seen = [], set()
         for name, parameter in net._collect_params_with_prefix().items():
             if id(parameter) not in seen:
@@ -167,7 +168,8 @@ class MXNetNetwork(base.Network):
         return found
 
     def replicate(self, devices: Sequence[Any]) -> List[base.Replica]:
-        self._allocate([self.backend.handle(d) for d in devices])
+        self._contexts = [self.backend.handle(d) for d in devices]
+        self._allocate(self._contexts)
         self._mend_frozen()
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
 
@@ -214,8 +216,7 @@ class MXNetNetwork(base.Network):
 
     def _index(self, x: Any) -> int:
         """The replica whose context `x` is on."""
-        contexts = self.entries[0][1].list_ctx() if self.entries else [x.ctx]
-        return contexts.index(x.ctx)
+        return self._contexts.index(x.ctx)
 
     @contextlib.contextmanager
     def watch(self, watch: base.Watch) -> Iterator[None]:
