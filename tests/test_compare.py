@@ -322,6 +322,17 @@ def test_match_by_a_map_with_axes():
     there = plan.to_b({"0.weight": value})["x0.weight"]
     assert (there == value.T).all()
     assert (plan.to_a({"x0.weight": there})["0.weight"] == value).all()
+    # an order of axes that is not its own inverse
+    plan = matching.match(entries((2, 2, 2)), entries((2, 2, 2), prefix="x"),
+                          given={"0.weight": {"to": "x0.weight",
+                                              "transpose": [1, 2, 0]}})
+    value = np.arange(8.0).reshape(2, 2, 2)
+    there = plan.to_b({"0.weight": value})["x0.weight"]
+    assert (there == value.transpose(1, 2, 0)).all()
+    assert (plan.to_a({"x0.weight": there})["0.weight"] == value).all()
+    devices = np.stack([value, -value])     # a leading axis stays
+    there = plan.to_b({"0.weight": devices})["x0.weight"]
+    assert (there[1] == -value.transpose(1, 2, 0)).all()
 
 
 @pytest.mark.parametrize("given, words", [
@@ -436,6 +447,13 @@ def test_the_measure_is_that_of_the_tensor():
     found, = gaps(a, {"l.weight": np.array([1.0, 2e-9])}).values()
     assert found.relative == pytest.approx(1e-9) and found.index == (1,)
     assert (found.a, found.b, found.status) == (1e-9, 2e-9, "same")
+
+
+def test_a_small_tensor_above_the_floor_keeps_its_own_scale():
+    a = {"l.weight": np.ones(2), "l.bias": np.array([0.01])}
+    b = {"l.weight": np.ones(2), "l.bias": np.array([0.01 + 1e-7])}
+    found = gaps(a, b)["l.bias"]
+    assert found.status == "different" and found.scale < 0.011
 
 
 def test_a_tensor_under_the_floor_has_its_layers_scale():
