@@ -193,6 +193,9 @@ class L1Loss(Loss):
 class SigmoidBinaryCrossEntropyLoss(Loss):
     """Binary cross-entropy, of logits by default.
 
+    At a logit of exactly 0 the gradient is ``-label``, as Gluon's own is
+    (the slope of its ReLU there), where the formula has ``1/2 - label``.
+
     Parameters
     ----------
     from_sigmoid : bool

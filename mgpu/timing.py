@@ -68,7 +68,7 @@ def number(x: Any) -> float:
     try:
         return float(x)
     except TypeError:       # MXNet's legacy arrays do not convert themselves
-        if not shape or not get_backend().is_native(x):
+        if not get_backend().is_native(x):
             raise
         return number(get_backend().to_numpy(x))
 

@@ -7,11 +7,13 @@ Native networks are made in here, not by `mgpu`, so that a test compares
 inside functions: the backend must have loaded them before.
 """
 import contextlib
+import re
 
 import numpy as np
 
 import mgpu
 from conftest import BACKENDS, ENGINES  # noqa: F401, for the tests
+from mgpu.parity import measure
 
 @contextlib.contextmanager
 def using_engine(engine):
@@ -44,6 +46,11 @@ def refusal_of_foreign(backend, name):
     return (f"an array of the {backend.name} backend is wanted; received "
             f"{name}. Nothing is converted between frameworks silently: use "
             "mgpu.to_numpy under the other backend, then mgpu.put.")
+
+
+def name_of(x):
+    """The id of a test's parameter: the same in every process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(x))
 
 
 def on(*numbers):
@@ -89,6 +96,17 @@ def assert_bit_equal(a, b):
             f"{wrong.sum()} of {a.size} elements differ in their bits; first "
             f"at {tuple(map(int, np.unravel_index(first, a.shape)))}: "
             f"{a.ravel()[first]!r} and {b.ravel()[first]!r}")
+
+
+def worst(ours, reference):
+    """The largest relative difference of two dicts of arrays, and where:
+    the measure of `mgpu.parity` (docs/parity.md, 2)."""
+    assert ours and ours.keys() == reference.keys(), (
+        ours.keys() ^ reference.keys())
+    gaps = {name: relative_difference(ours[name], reference[name], scale)
+            for name, (scale, _) in measure.scales(reference, ours).items()}
+    name = max(gaps, key=gaps.get)
+    return gaps[name], name
 
 
 def numerical_gradient(f, x, step=2.0 ** -10):

@@ -11,8 +11,7 @@ import pytest
 
 import mgpu
 from helpers import (ENGINES, assert_bit_equal, convnet, relative_difference,
-                     using_engine)
-from lockstep import worst
+                     using_engine, worst)
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 TORCH = [engine for engine in ENGINES if engine == "torch"]

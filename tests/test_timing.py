@@ -195,7 +195,8 @@ def test_number_reads_numbers_and_arrays(backend):
     x = backend.put(np.array([[0.5]]), cpu(1))
     other_family = [x.as_np_ndarray()] if backend.name == "mxnet" else []
     for one in (0.5, "0.5", np.float32(0.5), np.array(0.5),
-                np.array([[0.5]]), x, *other_family):
+                np.array([[0.5]]), x, backend.put(np.array(0.5), cpu(0)),
+                *other_family):
         assert number(one) == 0.5 and type(number(one)) is float
     assert number(7) == 7.0
 

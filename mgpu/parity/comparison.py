@@ -338,6 +338,7 @@ class Comparison:
         if weights == "b":
             self.a.load(translate(start[1], self.plan.inverse(), self.b,
                                   self.a), memory=False)
+            self.initial = self.a.state(), start[1]
         self._check_deterministic()
 
     def _check_deterministic(self) -> None:
@@ -410,7 +411,7 @@ class Comparison:
         """Two dead networks agree perfectly: say so."""
         moved = [e.name for e in self.a.entries if e.trained and np.any(
             self.initial[0].values[e.name] != after.values[e.name])]
-        if not moved and self.settings["weights"] == "a":
+        if not moved:
             result.notes.append("no weight moved: the comparison proves "
                                 "nothing")
         if not all(map(np.isfinite, result.losses["a"])):
