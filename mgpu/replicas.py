@@ -4,7 +4,8 @@ import warnings
 import weakref
 from collections import abc
 from functools import partial
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import (Any, Dict, List, Mapping, NamedTuple, Optional, Sequence,
+                    Tuple)
 
 import numpy as np
 
@@ -461,30 +462,22 @@ class Replicas(abc.Sequence):
                                      other)
 
     def _check_memory(self) -> None:
-        found = []
+        found: List[_Extent] = []
+
+        def look(name: str, arrays: List[Any]) -> None:
+            for device, x in zip(self.devices, arrays):
+                space, begin, end = self.backend.memory(x)
+                if begin < end:
+                    found.append(_Extent(str(space), begin, end, device,
+                                         name))
         for p in self._all():
-            lists = [(p.name, p.list_data())]
+            look(p.name, p.list_data())
+        _check_apart(found)
+        # An array in another one's place may have no gradient: first those.
+        for p in self._all():
             if p.grad_req != "null":
-                lists.append((f"the gradient of {p.name}", p.list_grad()))
-            for name, arrays in lists:
-                for device, x in zip(self.devices, arrays):
-                    space, begin, end = self.backend.memory(x)
-                    if begin < end:
-                        found.append((str(space), begin, end, device, name))
-        last: Optional[Tuple[Any, ...]] = None      # reaches furthest so far
-        for here in sorted(found):
-            if last is None or here[0] != last[0] or here[1] >= last[2]:
-                last = here
-                continue
-            if here[3] != last[3]:
-                raise ReplicaMismatchError(
-                    "each replica must have memory of its own; "
-                    f"{last[4]!r} on {last[3]} and {here[4]!r} on {here[3]} "
-                    "share theirs, so what one device writes changes the "
-                    "other. Copy arrays with mgpu.put or x[:] = v; do not "
-                    "put one device's array in another one's place.")
-            if here[2] > last[2]:
-                last = here
+                look(f"the gradient of {p.name}", p.list_grad())
+        _check_apart(found)
 
     # -- running ------------------------------------------------------------
 
@@ -602,6 +595,33 @@ class Replicas(abc.Sequence):
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")
+
+
+class _Extent(NamedTuple):
+    """What an array occupies."""
+
+    space: str
+    begin: int
+    end: int
+    device: Device
+    name: str
+
+
+def _check_apart(extents: List[_Extent]) -> None:
+    last: Optional[_Extent] = None      # the one that reaches furthest so far
+    for here in sorted(extents):
+        if last is None or here.space != last.space \
+                or here.begin >= last.end:
+            last = here
+        elif here.device != last.device:
+            raise ReplicaMismatchError(
+                f"each replica must have memory of its own; {last.name!r} on "
+                f"{last.device} and {here.name!r} on {here.device} share "
+                "theirs, so what one device writes changes the other. Copy "
+                "arrays with mgpu.put or x[:] = v; do not put one device's "
+                "array in another one's place.")
+        elif here.end > last.end:
+            last = here
 
 
 def _different(p: Parameter, a: Device, b: Device, x: np.ndarray,

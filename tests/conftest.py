@@ -3,7 +3,12 @@ asks for `devices` runs on 1, 2, 3 and 4 logical devices.
 
 ``MGPU_TEST_BACKENDS=torch`` narrows the engines (default: both). An engine
 that is named and does not load is a failure, never a skip.
+
+``--strict-devices``, or ``MGPU_STRICT_DEVICES=1``, runs every test inside
+`mgpu.strict_devices`, and the processes that tests start too. A test that is
+about what the mode refuses says so: ``@pytest.mark.crosses_devices(reason)``.
 """
+import contextlib
 import os
 
 import pytest
@@ -20,9 +25,13 @@ DEVICE_COUNTS = (1, 2, 3, 4)
 ENGINES = [engine for name in BACKENDS for engine in
            (("mxnet-nd", "mxnet-np") if name == "mxnet" else (name,))]
 
-#: these compare the engines with each other
+#: these compare the engines with each other alone; the rest of tests/parity
+#: compares with an oracle too, and does so for the engines that there are
 collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
-    else ["test_parity.py"]
+    else ["parity/test_networks.py"]
+
+# The fixture below turns the mode on, so that a marked test can do without.
+_STRICT = os.environ.pop("MGPU_STRICT_DEVICES", "0")
 
 # Now, so that a missing one fails at once and an engine's settings are no
 # test's doing.
@@ -59,7 +68,8 @@ def no_leaks():
     yield
     changed = {k for k in environment.keys() | os.environ.keys()
                if environment.get(k) != os.environ.get(k)
-               and not k.startswith("PYTEST_")}
+               # torch.optim sets the second at its first step
+               and not k.startswith(("PYTEST_", "TORCHINDUCTOR_"))}
     chosen, registry._chosen = registry._chosen, before
     registry._instances.clear()     # a test may load stand-ins
     registry._instances.update(loaded)
@@ -67,9 +77,37 @@ def no_leaks():
     assert not changed, f"the test leaves other values in {changed}"
 
 
-def pytest_report_header():
+def pytest_addoption(parser):
+    parser.addoption(
+        "--strict-devices", action="store_true", default=_STRICT == "1",
+        help="run every test inside mgpu.strict_devices")
+
+
+def pytest_configure(config):
+    if config.getoption("--strict-devices"):
+        os.environ["MGPU_STRICT_DEVICES"] = "1"     # for child processes
+
+
+@pytest.fixture(autouse=True)
+def strict_mode(request):
+    """`mgpu.strict_devices` for the whole test, where it was asked for."""
+    marker = request.node.get_closest_marker("crosses_devices")
+    if marker is not None and not any((*marker.args,
+                                       *marker.kwargs.values())):
+        raise ValueError("crosses_devices needs a reason")
+    with contextlib.ExitStack() as stack:
+        if marker is None and request.config.getoption("--strict-devices"):
+            with mgpu.using_backend(BACKENDS[0]):   # and all that are loaded
+                stack.enter_context(mgpu.strict_devices())
+        yield
+
+
+def pytest_report_header(config):
     lines = [f"engines: {', '.join(BACKENDS)}"]
+    if config.getoption("--strict-devices"):
+        lines.append("inside mgpu.strict_devices")
     if collect_ignore:
         lines.append(f"NOT RUN, for want of the other engine: "
-                     f"{', '.join(collect_ignore)}")
+                     f"{', '.join(collect_ignore)}; tests/parity compares "
+                     f"{', '.join(BACKENDS)} with the oracle alone")
     return lines

@@ -15,7 +15,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp,
+from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp, name_of,
                      numerical_gradient, refusal_of_foreign,
                      relative_difference, using_engine)
 from mgpu import cpu
@@ -178,7 +178,7 @@ def test_put_refuses_the_other_framework(backend):
 
 @pytest.mark.parametrize("x", [None, {}, object(), [object()], "text",
                                ["a"], np.array(["a"]), [None], [[1], [1, 2]]],
-                         ids=repr)
+                         ids=name_of)
 def test_put_refuses_what_is_no_array(backend, x):
     with pytest.raises(TypeError, match=f"an array of numbers is wanted; "
                        f"received {type(x).__name__}"):
@@ -771,7 +771,7 @@ def test_random_streams(backend, devices):
 
 
 @pytest.mark.parametrize("net", [None, 3, mlp, np.ones(2), SimpleNamespace()],
-                         ids=repr)
+                         ids=name_of)
 def test_what_is_no_network_is_refused(backend, net):
     wanted = {"mxnet": "gluon.Block", "torch": "torch.nn.Module"}
     with pytest.raises(TypeError) as refused:

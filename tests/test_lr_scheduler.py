@@ -7,6 +7,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
+from helpers import name_of
 from mgpu import lr_scheduler
 from mgpu.lr_scheduler import (CosineScheduler, FactorScheduler, LRScheduler,
                                MultiFactorScheduler, PolyScheduler)
@@ -123,7 +124,7 @@ def test_base_lr_may_change_between_calls():
     (PolyScheduler(6, 1.0, 1, 0.5, 2, 0.25, "constant"),
      [.25, .25, 1, .875, .75, .625, .5, .5]),
     (CosineScheduler(2, 1.0, 0.5), [1, .75, .5, .5]),
-], ids=str)
+], ids=name_of)
 def test_values_by_hand(scheduler, values):
     # cos(pi / 2) is 6e-17 in floating point; the others are exact.
     assert [scheduler(n) for n in range(len(values))] \

@@ -11,6 +11,7 @@ from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+from mgpu.strict import Ledger, flag
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -244,5 +245,8 @@ class MXNetBackend(base.Backend):
     def doctor(self) -> List[Tuple[str, str]]:
         return findings()
 
+
+if flag("MGPU_STRICT_DEVICES"):
+    strict.always(Ledger())
 
 BACKEND = MXNetBackend

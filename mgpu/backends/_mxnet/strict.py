@@ -23,10 +23,16 @@ _LIB, _check_call = mx.base._LIB, mx.base.check_call
 _ledgers: ContextVar[Tuple[Any, ...]] = ContextVar(
     "mgpu_mxnet_ledgers", default=())
 
+_always: List[Any] = []     # ledgers of the process
+
 #: they bring an array from one context to another
 _COPIES = {"_copyto", "_npi_copyto"}
 _ARRAY = 14     # an array among the arguments of the function interface
 _CONTEXTS = {1: "cpu", 2: "gpu"}    # pinned and shared memory is the host's
+
+
+def _active() -> Tuple[Any, ...]:
+    return (*_always, *_ledgers.get())
 
 
 # -- what is known of a handle ------------------------------------------------
@@ -129,7 +135,7 @@ def _to_host(ledgers, array, data, size):
 
 def filled(array: Any) -> None:
     """The new `array` has been written from the host, past the library."""
-    for ledger in _ledgers.get():
+    for ledger in _active():
         ledger.copy(None, array.ctx,
                     array.size * np.dtype(array.dtype).itemsize)
 
@@ -144,7 +150,7 @@ _CHECKS = {"MXImperativeInvokeEx": _operator, "MXInvokeCachedOpEx": _compiled,
 def _watched(call: Callable[..., int], check: Callable[..., None]
              ) -> Callable[..., int]:
     def watched(*args: Any) -> int:
-        ledgers = _ledgers.get()
+        ledgers = _active()
         if ledgers:     # another thread may have none
             check(ledgers, *args)
         return call(*args)
@@ -169,6 +175,12 @@ def _watch(step: int) -> None:
         elif not _blocks:
             for name in _CHECKS:
                 setattr(_LIB, name, _before.pop(name))
+
+
+def always(ledger: Any) -> None:
+    """From now on, in all threads."""
+    _watch(+1)
+    _always.append(ledger)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from mgpu.backends._torch import strict
 from mgpu.backends._torch.network import TorchNetwork
 from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+from mgpu.strict import Ledger, flag
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
 _training: ContextVar[bool] = ContextVar("mgpu_training", default=False)
@@ -303,5 +304,8 @@ def _disjoint(losses: Sequence[Any]) -> bool:
             waiting.extend(following for following, _ in node.next_functions)
     return True
 
+
+if flag("MGPU_STRICT_DEVICES"):
+    strict.always(Ledger())
 
 BACKEND = TorchBackend

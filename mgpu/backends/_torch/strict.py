@@ -20,10 +20,12 @@ from mgpu.backends import base
 _ledgers: ContextVar[Tuple[Any, ...]] = ContextVar(
     "mgpu_torch_ledgers", default=())
 
+_always: List[Any] = []     # ledgers of the process
+
 # By the address of the storage, which is not used again while a weak
 # reference to it is held.
 _labels: Dict[int, Tuple[StorageWeakRef, Any]] = {}
-_sweeping = threading.Lock()
+_writing = threading.Lock()
 _limit = 1000
 
 #: their other tensor arguments may lie on the host, as with CUDA
@@ -54,21 +56,25 @@ def _label(x: torch.Tensor, device: Any) -> None:
     storage = _storage(x)
     if storage is None:
         return
-    if device is None:
-        _labels.pop(storage._cdata, None)
-        return
-    _labels[storage._cdata] = StorageWeakRef(storage), device
-    if len(_labels) > _limit:
-        with _sweeping:
+    with _writing:
+        if device is None:
+            _labels.pop(storage._cdata, None)
+            return
+        _labels[storage._cdata] = StorageWeakRef(storage), device
+        if len(_labels) > _limit:
             for address, (reference, _) in list(_labels.items()):
                 if reference.expired():
-                    _labels.pop(address, None)
+                    del _labels[address]
             _limit = 1000 + 2 * len(_labels)
 
 
 def on() -> bool:
     """Whether the mode holds here."""
-    return bool(_ledgers.get())
+    return bool(_active())
+
+
+def _active() -> Tuple[Any, ...]:
+    return (*_always, *_ledgers.get())
 
 
 def place(tensors: Any, device: Any) -> None:
@@ -104,7 +110,7 @@ class _Put(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, copy, source, target):
-        ctx.source, ctx.target, ctx.ledgers = source, target, _ledgers.get()
+        ctx.source, ctx.target, ctx.ledgers = source, target, _active()
         ctx.form = x.device, x.dtype
         y = copy(x)
         _label(y, target)
@@ -132,14 +138,14 @@ def put(copy: Callable[[Any], torch.Tensor], x: Any, where: Any
     y = copy(x)
     _label(y, target)
     if target is not None:
-        _count(_ledgers.get(), source, target, y)
+        _count(_active(), source, target, y)
     return y
 
 
 def fetched(x: torch.Tensor) -> None:
     """`x` has been copied to the host."""
     if on():
-        _count(_ledgers.get(), device_of(x), None, x)
+        _count(_active(), device_of(x), None, x)
 
 
 # -- the mode -----------------------------------------------------------------
@@ -214,6 +220,13 @@ class Mode(TorchDispatchMode):
                               x.numel() * into.element_size())
 
 
+def always(ledger: Any) -> None:
+    """From now on, in this thread and in workers that it gives work to:
+    torch has its modes thread by thread."""
+    Mode(ledger).__enter__()
+    _always.append(ledger)
+
+
 @contextlib.contextmanager
 def strict(ledger: Any) -> Iterator[None]:
     token = _ledgers.set((*_ledgers.get(), ledger))
@@ -226,4 +239,4 @@ def strict(ledger: Any) -> Iterator[None]:
 
 def carried() -> List[Mode]:
     """New modes for a worker that works for the calling thread."""
-    return [Mode(ledger) for ledger in _ledgers.get()]
+    return [Mode(ledger) for ledger in _active()]

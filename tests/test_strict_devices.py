@@ -1,0 +1,565 @@
+"""`mgpu.strict_devices`: what GPUs would refuse is refused on logical CPU
+devices, what they allow is allowed, and bytes are counted."""
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import assert_bit_equal, convnet, mlp, on, using_engine
+
+pytestmark = pytest.mark.crosses_devices(
+    "turns the mode on by itself, and shows what happens without it")
+
+A, B = on(0, 1)
+ROW = np.float32([1, 2, 3])
+
+
+def two(value=ROW):
+    return [mgpu.put(value, A), mgpu.put(value, B)]
+
+
+def refused(*words):
+    return pytest.raises(
+        mgpu.CrossDeviceError,
+        match=r"an operation takes arrays of one device.*" + ".*".join(words)
+        + r".*cpu\(\d\) and cpu\(\d\).*mgpu\.put\(x, cpu\(\d\)\)")
+
+
+def foreign_sum(x, y):
+    """The mistake of most tests: no copy."""
+    return x + y
+
+
+# -- planted mistakes ---------------------------------------------------------
+
+@pytest.mark.parametrize("mistake", [
+    foreign_sum, lambda x, y: y * x, lambda x, y: mgpu.functional.concat(
+        [x, y]), lambda x, y: mgpu.functional.maximum(x, y),
+    lambda x, y: mgpu.functional.dot(x.reshape((1, 3)), y.reshape((3, 1))),
+    lambda x, y: x[1:] + y[1:], lambda x, y: (x * 2.0) - abs(y)],
+    ids=["add", "multiply", "concat", "maximum", "dot", "views", "results"])
+def test_a_foreign_array_in_an_operation(engine, mistake):
+    x, y = two()
+    mistake(x, y)       # a logical device says nothing
+    with mgpu.strict_devices():
+        x, y = two()
+        mistake(x, mgpu.put(y, x))
+        with refused():
+            mistake(x, y)
+
+
+def test_a_foreign_array_in_place(engine):
+    with mgpu.strict_devices():
+        x, y = two()
+        with refused():
+            x += y
+        with refused():
+            x *= y[0:1]
+        assert mgpu.to_numpy(x).tolist() == ROW.tolist()
+
+
+def test_the_message_names_operation_devices_and_shapes(backend):
+    with mgpu.strict_devices():
+        x, y = mgpu.put(ROW, on(3)[0]), mgpu.put(np.ones((2, 3), "f"), B)
+        with pytest.raises(mgpu.CrossDeviceError) as raised:
+            x * y
+    text = str(raised.value)
+    assert "received arrays of cpu(3) and cpu(1) ((3,) on cpu(3), (2, 3) on " \
+        "cpu(1))" in text and "mul" in text
+    assert "mgpu.put(x, cpu(3))" in text
+
+
+def test_a_result_belongs_to_the_device_of_its_inputs(engine):
+    """Through views, functions and gradients."""
+    with mgpu.strict_devices():
+        x, y = two()
+        for array in (x, y):
+            mgpu.attach_grad(array)
+        with mgpu.record():
+            z = mgpu.functional.sum(mgpu.functional.exp(x[1:].reshape(
+                (2, 1)) * 2.0), axis=0)
+        mgpu.backward(z)
+        for here in (z, mgpu.grad(x), mgpu.functional.zeros_like(x)):
+            here + x[:1]
+            with refused():
+                here + y[:1]
+
+
+def test_a_backward_pass_over_a_mistake(backend):
+    """A loss of both devices, made without `put`, does not get that far."""
+    with mgpu.strict_devices():
+        arrays = two()
+        for x in arrays:
+            mgpu.attach_grad(x)
+        with mgpu.record():
+            losses = [x * x for x in arrays]
+            with refused():
+                losses[0] + losses[1]
+
+
+def _alias(replicas, number=0):
+    """Give replica 1 the array of replica 0, as wrong sharing code would."""
+    if replicas.backend.name == "mxnet":
+        parameter = list(replicas.net.collect_params().values())[number]
+        parameter._data[1] = parameter._data[0]
+    else:
+        first, second = (r.module[0] for r in replicas._replicas)
+        second.weight = first.weight
+
+
+@pytest.mark.parametrize("inside", [True, False],
+                         ids=["made-inside", "made-before"])
+def test_an_aliased_replica(backend, inside):
+    """Also of replicas that are older than the block."""
+    shards = mgpu.split_and_load(np.ones((4, 6), "f"), [A, B])
+    replicas = mgpu.initialize(mlp(backend), [A, B])
+    if not inside:
+        _alias(replicas)
+        replicas(shards)        # nothing is said
+    with mgpu.strict_devices():
+        if inside:
+            replicas = mgpu.initialize(mlp(backend), [A, B])
+            replicas(shards)
+            _alias(replicas)
+        with refused():
+            for i in range(2):  # in one order, whichever adopts first
+                replicas[i](shards[i])
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_forgotten_copy(backend, together):
+    """Device 1 is handed the very array of device 0."""
+    with mgpu.strict_devices():
+        replicas = mgpu.initialize(mlp(backend), [A, B])
+        x = mgpu.put(np.ones((2, 6), "f"), A)
+        with pytest.raises(ValueError, match=r"the replica on cpu\(1\) takes "
+                           r"arrays on cpu\(1\); received one on cpu\(0\)"):
+            if together:
+                replicas([x, x])
+            else:
+                replicas[1](x)
+        params = mgpu.get_params([np.ones((6, 2), "f")], B)
+        with refused():
+            mgpu.functional.dot(x, params[0])
+
+
+def test_an_allreduce_that_rebinds(backend):
+    """Instead of copying into each device's array: the lists then hold one
+    device's array twice, and the update of the other one is refused."""
+    def wrong(data):
+        total = data[0]
+        for x in data[1:]:
+            total = total + mgpu.put(x, total)
+        data[:] = [total] * len(data)
+
+    def update(allreduce):
+        params = [mgpu.get_params([ROW], device)[0] for device in (A, B)]
+        with mgpu.record():
+            losses = [p * p for p in params]
+        mgpu.backward(losses)
+        grads = [mgpu.grad(p) for p in params]
+        allreduce(grads)
+        with mgpu.no_grad():
+            for p, g in zip(params, grads):
+                p -= g * 0.5
+        return [mgpu.to_numpy(p).tolist() for p in params]
+    assert update(wrong) == update(mgpu.allreduce)
+    with mgpu.strict_devices():
+        update(mgpu.allreduce)
+        with refused():
+            update(wrong)
+
+
+def test_a_collective_that_forgets_to_copy(backend, monkeypatch):
+    from mgpu import collectives
+
+    def combine(op, into, other):
+        into += other
+    with mgpu.strict_devices():
+        monkeypatch.setattr(collectives, "_combine", combine)
+        with refused():
+            mgpu.allreduce(two())
+
+
+def test_mxnet_results_written_elsewhere():
+    with mgpu.using_backend("mxnet"), mgpu.strict_devices():
+        import mxnet as mx
+        x, y = two()
+        mx.nd.square(x, out=x)
+        with refused("square"):
+            mx.nd.square(x, out=y)
+
+
+def test_mxnet_functions_behind_its_function_interface():
+    """Not all of `mx.np` goes the way of the operators."""
+    with using_engine("mxnet-np"), mgpu.strict_devices():
+        import mxnet as mx
+        x, y = two()
+        assert float(mx.np.tensordot(x, x, 1)) == 14
+        with refused("a function of mx.np"):
+            mx.np.tensordot(x, y, 1)
+
+
+# -- what is legal ------------------------------------------------------------
+
+def test_copies_between_devices(engine):
+    with mgpu.strict_devices() as ledger:
+        x, y = two()
+        ledger.copied.clear()
+        x[:] = y * 2.0
+        z = mgpu.put(x, B)
+        z + y
+        x[:] = x + 1.0
+        x[:] = 0
+        assert mgpu.to_numpy(z).tolist() == [2, 4, 6]
+    assert ledger.copied == {(B, A): 12, (A, B): 12, (B, "host"): 12}
+
+
+def test_torch_constants_belong_where_they_are_first_used():
+    """A forward pass makes them with ``device=x.device``, which says cpu."""
+    with mgpu.using_backend("torch"), mgpu.strict_devices() as ledger:
+        import torch
+        x, y = two()
+        for array in (x, y):
+            ones = torch.ones(3, device=array.device)
+            assert (array + ones).tolist() == [2, 3, 4]
+        with refused():
+            x + ones        # it was used with y
+        mask = torch.empty(3)
+        mask.copy_(x)       # filled from x: beside it
+        with refused():
+            mask * y
+        assert mask.tolist() == ROW.tolist()
+    assert set(ledger.copied) == {("host", A), ("host", B)}
+
+
+def test_torch_host_numbers_and_indices_go_with_any_device():
+    """CUDA's rule: 0-dim CPU tensors, and CPU index tensors."""
+    with mgpu.using_backend("torch"), mgpu.strict_devices():
+        import torch
+        x, y = two()
+        factor, index = torch.tensor(2.0), torch.tensor([2, 0])
+        for array in (x, y):
+            assert (array * factor)[index].tolist() == [6, 2]
+        with refused():     # 0-dim, but of a device
+            x * y.sum()
+        with refused():
+            x[(y * 0).long()]
+
+
+def test_torch_lists_of_many_devices_go_row_by_row():
+    """What torch's own optimisers do with the parameters of all devices."""
+    with mgpu.using_backend("torch"), mgpu.strict_devices():
+        import torch
+        arrays = two()
+        torch._foreach_add_(arrays, [x * 2.0 for x in arrays], alpha=1)
+        assert [x.tolist() for x in arrays] == [[3, 6, 9]] * 2
+        for total, x in zip(torch._foreach_mul(arrays, 2.0), arrays):
+            total + x
+        with refused():
+            torch._foreach_add_(arrays, arrays[::-1])
+
+
+def test_torch_remembers_arrays_only_as_long_as_they_live():
+    """And takes no new array for an old one that lay in its place."""
+    with mgpu.using_backend("torch"), mgpu.strict_devices():
+        import torch
+        from mgpu.backends._torch import strict
+        _, y = two()
+        limit = strict._limit
+        for _ in range(2 * limit):
+            x = mgpu.put(ROW, A)
+            del x
+            torch.ones(3) + y
+        assert len(strict._labels) < 2 * limit
+
+
+# -- what cannot be seen ------------------------------------------------------
+
+def test_torch_memory_that_leaves_torch_is_not_known():
+    with mgpu.using_backend("torch"), mgpu.strict_devices():
+        import torch
+        x, y = two()
+        torch.from_numpy(x.numpy()) + y
+
+
+def test_torch_cpu_is_no_copy_on_a_logical_device():
+    """`to_numpy` is."""
+    with mgpu.using_backend("torch"), mgpu.strict_devices():
+        x, y = two()
+        with refused():
+            x.cpu() + y.cpu()
+        assert (mgpu.to_numpy(x) + mgpu.to_numpy(y)).tolist() == [2, 4, 6]
+
+
+def test_mxnet_compiled_networks_are_checked_at_their_door():
+    """Inputs and parameters are; a copy that happens inside is not seen."""
+    with mgpu.using_backend("mxnet"), mgpu.strict_devices() as ledger:
+        from mxnet import gluon, nd
+        net = mlp(mgpu.get_backend())
+        replicas = mgpu.initialize(net, [A, B])
+        net.hybridize()
+        shards = mgpu.split_and_load(np.ones((4, 6), "f"), [A, B])
+        replicas(shards)
+        _alias(replicas)
+        with pytest.raises(mgpu.CrossDeviceError, match="hybridized network "
+                           r"received arrays of cpu\(1\) and cpu\(0\)"):
+            replicas(shards)
+
+        class Copies(gluon.HybridBlock):
+            def hybrid_forward(self, F, x, y):
+                return F._internal._copyto(x) + y
+        block = Copies()
+        block.hybridize()
+        ledger.copied.clear()
+        x = nd.ones((3,), ctx=shards[1].ctx)
+        assert block(x, x).asnumpy().tolist() == [2, 2, 2]
+    assert ledger.copied == {(B, "host"): 12}
+
+
+def test_the_backward_pass_of_a_copy(backend):
+    """Runs inside MXNet's library, where no Python sees its copies."""
+    with mgpu.strict_devices() as ledger:
+        x = mgpu.put(ROW, A)
+        mgpu.attach_grad(x)
+        with mgpu.record():
+            y = mgpu.put(x, B) * 2.0
+        ledger.copied.clear()
+        mgpu.backward(y)
+        mgpu.synchronize([A, B])
+        seen = {(B, A): 12} if backend.name == "torch" else {}
+        assert ledger.copied == seen
+        mgpu.grad(x) + x        # it is back
+        assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [2, 2, 2]
+
+
+# -- bytes --------------------------------------------------------------------
+
+def test_bytes_of_a_split(engine, devices):
+    X = {"a": np.zeros((7, 2), "float64"), "b": np.zeros(7, "uint8")}
+    with mgpu.strict_devices() as ledger:
+        mgpu.split_and_load(X, devices, even_split=False)
+    k = len(devices)
+    assert ledger.copied == {
+        ("host", d): 17 * (7 // k + (i < 7 % k))
+        for i, d in enumerate(devices)}
+
+
+def test_bytes_of_a_split_of_a_native_array(engine):
+    with mgpu.strict_devices() as ledger:
+        x = mgpu.put(np.zeros((4, 5), "f"), B)
+        mgpu.split_and_load(x, [A, B])
+    assert ledger.copied == {("host", B): 80, (B, A): 40}
+
+
+def test_bytes_of_initialize(backend, devices):
+    """One copy of all parameters and statistics for each device. Gluon fills
+    parameters on cpu(0) first and copies those."""
+    with mgpu.strict_devices() as ledger:
+        replicas = mgpu.initialize(convnet(backend), devices)
+    own = sum(int(np.prod(p.shape)) * np.dtype(p.dtype).itemsize
+              for p in (*replicas.params(), *replicas.buffers()))
+    wanted = {("host", d): own for d in devices}
+    if backend.name == "mxnet":
+        wanted.update({(A, d): own for d in devices[1:]})
+    assert ledger.copied == wanted
+
+
+@pytest.mark.parametrize("root", [0, 1])
+def test_bytes_of_allreduce(engine, devices, root):
+    if root >= len(devices):
+        return
+    with mgpu.strict_devices() as ledger:
+        data = [mgpu.put(np.ones(6, "f"), d) for d in devices]
+        ledger.copied.clear()
+        mgpu.allreduce(data, algorithm="naive", root=root)
+    others = [d for d in devices if d != devices[root]]
+    assert ledger.copied == {
+        **{(d, devices[root]): 24 for d in others},
+        **{(devices[root], d): 24 for d in others}}
+
+
+def test_bytes_of_a_ring(engine, devices):
+    """Each device sends ``2 (K - 1)`` chunks of a K-th to the next one."""
+    k = len(devices)
+    with mgpu.strict_devices() as ledger:
+        data = [mgpu.put(np.ones(24, "f"), d) for d in devices]
+        ledger.copied.clear()
+        mgpu.allreduce(data, algorithm="ring")
+    assert ledger.copied == ({} if k == 1 else {
+        (devices[i], devices[(i + 1) % k]): 2 * (k - 1) * 96 // k
+        for i in range(k)})
+
+
+def test_the_ledger_reads_as_a_sentence(backend):
+    with mgpu.strict_devices() as ledger:
+        assert repr(ledger) == "nothing copied"
+        x, _ = two()
+        mgpu.put(x, B)
+    assert repr(ledger) == ("host -> cpu(0): 12 bytes; host -> cpu(1): 12 "
+                            "bytes; cpu(0) -> cpu(1): 12 bytes")
+
+
+# -- where and when it holds --------------------------------------------------
+
+def library(backend):
+    """What the mode changes, as it is now."""
+    if backend.name == "mxnet":
+        import mxnet as mx
+        return [getattr(mx.base._LIB, name) for name in (
+            "MXImperativeInvokeEx", "MXInvokeCachedOpEx", "MXNetFuncCall",
+            "MXNDArraySyncCopyFromCPU", "MXNDArraySyncCopyToCPU")]
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+    return [_get_current_dispatch_mode()]
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, "refusal"])
+def test_it_is_gone_after_the_block(backend, error):
+    before, (x, y) = library(backend), two()
+    try:
+        with mgpu.strict_devices() as ledger:
+            assert library(backend) != before
+            if error == "refusal":
+                a, b = two()
+                a + b
+            elif error:
+                raise error
+    except (ZeroDivisionError, mgpu.CrossDeviceError):
+        assert error
+    assert library(backend) == before
+    counted = dict(ledger.copied)
+    foreign_sum(*two())
+    foreign_sum(x, y)
+    assert ledger.copied == counted
+
+
+def test_blocks_inside_blocks(backend):
+    with mgpu.strict_devices() as outer:
+        x, y = two()
+        with mgpu.strict_devices() as inner:
+            x[:] = y
+            with refused():     # known from the outer block
+                x + y
+        assert inner.copied == {(B, A): 12}
+        with refused():
+            x + y
+        mgpu.put(x, B)
+    assert inner.copied == {(B, A): 12}
+    assert outer.copied == {("host", A): 12, ("host", B): 12, (B, A): 12,
+                            (A, B): 12}
+    x + y
+
+
+def test_it_reaches_the_devices_threads(backend):
+    with mgpu.strict_devices() as ledger:
+        arrays = two()
+        with refused():
+            mgpu.parallel(lambda x: x + arrays[0], arrays)
+        ledger.copied.clear()
+        mgpu.parallel(lambda x: [mgpu.put(x, d) for d in (A, B)] * 100,
+                      arrays)
+        assert ledger.copied == {(A, B): 12, (B, A): 12}
+    mgpu.parallel(lambda x: x + arrays[0], arrays)      # gone there too
+
+
+def test_counts_of_threads_are_not_lost():
+    with mgpu.strict_devices() as ledger:
+        class Slow(Counter):
+            """Leaves other threads time between reading and writing."""
+
+            def __getitem__(self, key):
+                value = super().__getitem__(key)
+                time.sleep(0.001)
+                return value
+        ledger.copied = Slow()
+        threads = [threading.Thread(
+            target=lambda: [ledger.copy(A, B, 12) for _ in range(20)])
+            for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert dict(ledger.copied) == {(A, B): 480}
+
+
+def test_other_threads_are_left_alone(backend):
+    """Started by the user: not covered, neither by a block elsewhere."""
+    found, name = [], backend.name
+
+    def other():
+        with mgpu.using_backend(name):
+            found.append(mgpu.to_numpy(foreign_sum(*two())).tolist())
+    with mgpu.strict_devices() as ledger:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert found == [[2, 4, 6]] and not ledger.copied
+
+
+def test_both_engines_are_covered():
+    with mgpu.using_backend("torch"):
+        pass
+    with mgpu.using_backend("mxnet"), mgpu.strict_devices():
+        for name in ("torch", "mxnet"):
+            with mgpu.using_backend(name), refused():
+                foreign_sum(*two())
+
+
+def test_the_environment_variable(backend):
+    """For the whole of a process."""
+    code = f"""
+import numpy as np, mgpu
+mgpu.set_backend({backend.name!r})
+x, y = (mgpu.put(np.ones(3), mgpu.cpu(i)) for i in range(2))
+try:
+    x + y
+    print("nothing")
+except mgpu.CrossDeviceError:
+    print("refused")
+try:
+    mgpu.parallel(lambda a: a + x, [x, y])
+    print("nothing")
+except mgpu.CrossDeviceError:
+    print("refused")
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True,
+        env={**os.environ, "MGPU_STRICT_DEVICES": "1"}, timeout=300)
+    assert out.stdout.split() == ["refused"] * 2, out.stderr
+    assert out.returncode == 0 and not out.stderr
+
+
+# -- a whole run --------------------------------------------------------------
+
+@pytest.mark.parametrize("batch_norm", ["per_device", "average", "sync"])
+def test_training_gives_the_same_numbers(backend, batch_norm):
+    """Two epochs, uneven batches, the last one smaller than the number of
+    devices: bit-equal weights, statistics and losses."""
+    rng = np.random.default_rng(3)
+    X = rng.standard_normal((12, 2, 4, 4)).astype("float32")
+    y = rng.integers(0, 3, 12)
+    batches = [(X[:5], y[:5]), (X[5:10], y[5:10]), (X[10:], y[10:])]
+
+    def run():
+        replicas = mgpu.initialize(convnet(backend), on(0, 1, 2),
+                                   batch_norm=batch_norm)
+        trainer = mgpu.Trainer(replicas, "adam", {"learning_rate": 0.01})
+        history = mgpu.train(
+            replicas, batches, batches, mgpu.losses.SoftmaxCrossEntropyLoss(),
+            trainer, 2, progress=False)
+        return replicas.export_numpy(all_devices=True), \
+            history.loss_per_step, history.test_acc
+    plain = run()
+    with mgpu.strict_devices() as ledger:
+        strict = run()
+    assert strict[1:] == plain[1:]
+    for name, value in plain[0].items():
+        assert_bit_equal(strict[0][name], value)
+    between = {(a, b) for a in on(0, 1, 2) for b in on(0, 1, 2) if a != b}
+    assert between < set(ledger.copied)
