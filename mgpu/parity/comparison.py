@@ -1,6 +1,7 @@
 """Do two networks train the same? See `compare`."""
 import difflib
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Tuple)
@@ -13,6 +14,7 @@ from mgpu.parity.matching import Plan
 from mgpu.parity.measure import STAGES, Gap
 from mgpu.parity.sides import (Call, Masks, Record, Runner, Side, State,
                                translate)
+from mgpu.split import map_leaves
 
 MODES = ("lockstep", "free", "accuracy")
 #: largest relative difference of a lock-step that counts as rounding;
@@ -21,6 +23,8 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 #: a difference of up to this many times what a change of the last bits does
 #: to one side alone is rounding
 CHAOS = 16.0
+#: changes of the last bits that are tried, in units in the last place
+NUDGES = (4, 8, 16, 32)
 
 Batches = Iterable[Tuple[Any, Any]]
 
@@ -62,6 +66,10 @@ class Evidence:
     runner_a: Any
     runner_b: Any
     plan: Plan
+    #: values of both at the start where each side had its own
+    initial: Optional[Tuple[Dict[str, Any], Dict[str, Any]]] = None
+    #: of later steps in which a stage differed for the first time
+    later: List["Evidence"] = field(default_factory=list)
 
 
 @dataclass
@@ -272,14 +280,30 @@ def endless(batches: Batches, steps: Optional[int]
                          "batches=[(X, y), ...].")
 
     def run() -> Iterator[Tuple[Any, Any]]:
-        seen = []
+        seen, some = [], False
         for batch in batches:
             if iter(batches) is batches:
                 seen.append(batch)      # an iterator runs out
             yield batch
-        while True:
+            some = True
+        while some:
             yield from seen or batches
     return itertools.islice(run(), steps), steps
+
+
+def check_deterministic(runner: Runner, X: Any, y: Any) -> None:
+    """Refuse a network that draws random numbers of its own (ValueError)."""
+    n = 2 * len(runner.devices)
+    X, y, before = _rows_of(X, n), _rows_of(y, n), runner.state()
+    first, second = (runner.forward(X, y) for _ in range(2))
+    runner.load(before)
+    if any(not np.array_equal(x, z, equal_nan=True)
+           for x, z in zip(first, second)):
+        raise ValueError(
+            "both sides must draw the same random numbers; received a "
+            f"network on {runner.name} that draws its own outside its "
+            "dropout layers (two passes from one state differ). Use dropout "
+            "layers, or switch the other random parts off.")
 
 
 class Comparison:
@@ -298,8 +322,8 @@ class Comparison:
         self.epsilon = float(np.finfo(dtype).eps)
         self.notes: List[str] = []
         X, y = self.first_batch
-        self.a = Runner(a, X, dtype, masks)
-        self.b = Runner(b, X, dtype, masks)
+        self.a = self._runner(a)
+        self.b = self._runner(b)
         self.restore_states = [(r, r.state()) for r in (self.a, self.b)]
         self.settings = {
             "steps": self.steps, "dtype": dtype, "tolerance": tolerance,
@@ -312,6 +336,9 @@ class Comparison:
                 "the optimisers remember different things "
                 f"({self.a.slots()} and {self.b.slots()}), which are neither "
                 "made equal nor compared")
+
+    def _runner(self, side: Any) -> Any:
+        return Runner(side, self.first_batch[0], self.dtype, self.masks)
 
     def restore(self) -> None:
         for runner in (self.a, self.b):
@@ -326,8 +353,7 @@ class Comparison:
         values = {e.name: start[0].values[e.name][0]
                   if e.kind in ("running_mean", "running_var")
                   else start[0].values[e.name] for e in self.a.entries}
-        probe = matching.Probe(self.a.probe(probe_X), self.b.probe(probe_X),
-                               values)
+        probe = matching.Probe(*self._probes(probe_X), values)
         try:
             self.plan = matching.match(self.a.entries, self.b.entries,
                                        given=given, rules=rules, probe=probe)
@@ -341,22 +367,12 @@ class Comparison:
             self.initial = self.a.state(), start[1]
         self._check_deterministic()
 
+    def _probes(self, X: Any) -> Sequence[Callable]:
+        return self.a.probe(X), self.b.probe(X)
+
     def _check_deterministic(self) -> None:
-        X, y = self.first_batch
-        X, y = _rows_of(X, 2 * len(self.a.devices)), \
-            _rows_of(y, 2 * len(self.a.devices))
         for runner in (self.a, self.b):
-            before = runner.state()
-            first, second = (runner.forward(X, y) for _ in range(2))
-            runner.load(before)
-            if any(not np.array_equal(x, z, equal_nan=True)
-                   for x, z in zip(first, second)):
-                raise ValueError(
-                    "both sides must draw the same random numbers; received "
-                    f"a network on {runner.name} that draws its own outside "
-                    "its dropout layers (two passes from one state differ). "
-                    "Use dropout layers, or switch the other random parts "
-                    "off.")
+            check_deterministic(runner, *self.first_batch)
         if any(layer.kind == "dropout" for runner in (self.a, self.b)
                for layer in runner.layers):
             self.notes.append("dropout: " + self.settings["dropout"])
@@ -369,30 +385,43 @@ class Comparison:
             gaps += self._tensors(0, "initial", self.initial[0].values,
                                   self.plan.to_a(self.initial[1].values))
         losses: Dict[str, List[float]] = {"a": [], "b": []}
-        evidence = None
+        evidence: Optional[Evidence] = None
+        known: set = set()      # stages that differed in a step before
         earlier: List[Tuple[Record, Record]] = []
-        before = self.a.state()
-        for number, (X, y) in enumerate(self.batches, 1):
+        for number, X, y, before in self._walk():
             self.b.load(translate(before, self.plan, self.a, self.b),
                         self._memory)
             one = self.a.step(X, y, number)
             two = self._in_terms_of_a(self.b.step(X, y, number))
             found = self.compare_records(number, one, two)
-            if any(g.status == "different" for g in found) \
-                    and evidence is None:
+            if {g.stage for g in found if g.status == "different"} - known:
                 found = self._against_rounding(found, before, X, y, one,
-                                               number)
-                if any(g.status == "different" for g in found):
-                    evidence, more = self._evidence(
+                                               two, number)
+                wrong = {g.stage for g in found if g.status == "different"}
+                if wrong - known:
+                    new, more = self._evidence(
                         number, X, y, before, one, two, earlier, found)
                     found = more + found
+                    known |= wrong
+                    if evidence is None:
+                        evidence = new
+                    else:
+                        evidence.later.append(new)
                 self.a.load(one.after)
             gaps += found
             losses["a"].append(float(np.mean(one.losses)))
             losses["b"].append(float(np.mean(two.losses)))
             earlier = earlier[-1:] + [(one, two)]
-            before = one.after
-            self.progress(number, self.steps)
+            self._last = one.after
+            self.progress(len(losses["a"]), self.steps)
+        if evidence is None and any(g.status == "different" for g in gaps):
+            # only in the values that the sides started from
+            evidence, _ = self._evidence(number, X, y, before, one, two,
+                                         earlier[:-1], [])
+        if evidence is not None and self.settings["weights"] == "own":
+            evidence.initial = (
+                self.initial[0].values,
+                self.plan.to_a(self.initial[1].values))
         result = self._result("lockstep", gaps, losses)
         result.evidence = evidence
         if evidence is not None and evidence.location is not None:
@@ -402,10 +431,19 @@ class Comparison:
                 "b": place.b and place.b._asdict(),
                 "inputs_agree": place.inputs_agree}
         if not result.same:
-            from mgpu.parity.diagnosis import diagnose
-            result.causes = diagnose(result)
-        self._check_moved(result, before)
+            result.causes = self._diagnose(result)
+        self._check_moved(result, self._last)
         return result
+
+    def _diagnose(self, result: Result) -> List[Any]:
+        from mgpu.parity.diagnosis import diagnose
+        return diagnose(result)
+
+    def _walk(self) -> Iterator[Tuple[int, Any, Any, State]]:
+        """For each step: its number, the batch, and what `a` starts from."""
+        self._last = self.a.state()
+        for number, (X, y) in enumerate(self.batches, 1):
+            yield number, X, y, self._last
 
     def _check_moved(self, result: Result, after: State) -> None:
         """Two dead networks agree perfectly: say so."""
@@ -478,30 +516,56 @@ class Comparison:
         return measure.gap(step, stage, name, x, z, scale, self.tolerance)
 
     def _against_rounding(self, found: List[Gap], before: State, X: Any,
-                          y: Any, one: Record, number: int) -> List[Gap]:
+                          y: Any, one: Record, two: Record, number: int
+                          ) -> List[Gap]:
         """Tell rounding from a difference: what do a few units in the last
-        place do to `a` alone?"""
+        place do to `a` alone? `NUDGES` are tried until all is explained: a
+        value beside a kink (ReLU) needs luck, or more than one unit."""
         signs = np.random.default_rng(number)
+        # What differs without a nudge too comes from memory outside the
+        # state (gradients that add up), and is no rounding.
+        fixed = {(g.stage, g.name)
+                 for g in self._again(before, X, y, one, two, number)
+                 if g.status == "different"}
+        own: Dict[Tuple[str, str], float] = {}
+        for size in NUDGES:
+            def nudge(x: Any) -> np.ndarray:
+                x = np.asarray(x)
+                if x.dtype.kind != "f":
+                    return x
+                factor = 1 + size * self.epsilon * signs.choice(
+                    (-1.0, 1.0), x.shape)
+                return (x * factor).astype(self.dtype)
+            near, = map_leaves(lambda x: [nudge(x)], X, 1)
+            values = {name: nudge(value)
+                      for name, value in before.values.items()}
+            for g in self._again(before._replace(values=values), near, y,
+                                 one, two, number):
+                key = g.stage, g.name
+                if key not in fixed:
+                    own[key] = max(own.get(key, 0.0), g.relative)
+            found = [g if g.status != "different" else g._replace(
+                         own=own.get((g.stage, g.name), 0.0),
+                         status="rounding" if g.relative <= CHAOS * own.get(
+                             (g.stage, g.name), 0.0) else "different")
+                     for g in found]
+            if all(g.status != "different" for g in found):
+                break
+        return found
 
-        def nudge(x: np.ndarray) -> np.ndarray:
-            if x.dtype.kind != "f":
-                return x
-            factor = 1 + 4 * self.epsilon * signs.choice((-1.0, 1.0), x.shape)
-            return (x * factor).astype(self.dtype)
-        from mgpu.split import map_leaves
-        near, = map_leaves(lambda x: [nudge(np.asarray(x).astype(self.dtype)
-                                            if np.asarray(x).dtype.kind == "f"
-                                            else np.asarray(x))], X, 1)
-        self.a.load(before._replace(values={
-            name: nudge(value) for name, value in before.values.items()}))
-        nudged = self.compare_records(number, one,
-                                      self.a.step(near, y, number))
-        own = {(g.stage, g.name): g.relative for g in nudged}
-        return [g if g.status != "different" else g._replace(
-                    own=own.get((g.stage, g.name), 0.0),
-                    status="rounding" if g.relative <= CHAOS * own.get(
-                        (g.stage, g.name), 0.0) else "different")
-                for g in found]
+    def _again(self, start: State, X: Any, y: Any, one: Record, two: Record,
+               number: int) -> List[Gap]:
+        """How far `a` gets from `one` if it starts elsewhere."""
+        self.a.load(start)
+        return self.compare_records(number, one, self.a.step(X, y, number))
+
+    def _calls(self, X: Any, y: Any, number: int
+               ) -> Tuple[List[Call], List[Call]]:
+        if len(self.a.devices) == len(self.b.devices):
+            return self.a.trace(X, y, number), self.b.trace(X, y, number)
+        # other shards: only the rows of all devices can be compared
+        return joined(self.a.traces(X, y, number)), \
+            joined(self.b.traces(X, y, number))
 
     def _evidence(self, number: int, X: Any, y: Any, before: State,
                   one: Record, two: Record,
@@ -514,8 +578,7 @@ class Comparison:
             self.a.load(before)
             self.b.load(translate(before, self.plan, self.a, self.b),
                         self._memory)
-            location = locate(self.a.trace(X, y, number),
-                              self.b.trace(X, y, number), self.a.layers,
+            location = locate(*self._calls(X, y, number), self.a.layers,
                               self.b.layers, self.plan, self.tolerance)
             self.b.load(after, self._memory)
             if location is not None:
@@ -600,21 +663,29 @@ class Comparison:
 
 def _as_many(x: Mapping[str, np.ndarray], z: Mapping[str, np.ndarray],
              kinds: Mapping[str, str]) -> List[Dict[str, np.ndarray]]:
-    """Statistics of one device stand for those of all."""
+    """Statistics of one device stand for those of all; of other numbers of
+    devices, each is compared with all that hold the same part of them."""
     both = dict(x), dict(z)
     for name, kind in kinds.items():
         if kind.startswith("running") and all(name in v for v in both):
-            count = max(len(v[name]) for v in both)
+            count = math.lcm(*(len(v[name]) for v in both))
             for v in both:
-                if len(v[name]) == 1:
-                    v[name] = np.repeat(v[name], count, 0)
+                v[name] = np.repeat(v[name], count // len(v[name]), 0)
     return list(both)
 
 
 def _rows_of(data: Any, n: int) -> Any:
-    from mgpu.split import map_leaves
     part, = map_leaves(lambda x: [np.asarray(x)[:n]], data, 1)
     return part
+
+
+def joined(traces: Sequence[Sequence[Call]]) -> List[Call]:
+    """The calls of all devices as if one had had all rows."""
+    def join(columns: Sequence[Sequence[np.ndarray]]) -> List[np.ndarray]:
+        return [np.concatenate([np.atleast_1d(x) for x in xs])
+                for xs in zip(*columns)]
+    return [Call(calls[0].path, join([c.inputs for c in calls]),
+                 join([c.outputs for c in calls])) for calls in zip(*traces)]
 
 
 def locate(calls_a: Sequence[Call], calls_b: Sequence[Call],
@@ -644,10 +715,24 @@ def locate(calls_a: Sequence[Call], calls_b: Sequence[Call],
             p.size == q.size and matching.close(
                 p.reshape(-1), q.reshape(-1), tolerance)
             for p, q in zip(x, z))
+
+    def activated(call: Call, other: Call, own: Mapping[str, Any],
+                  others: Mapping[str, Any], calls: Sequence[Call], i: int
+                  ) -> List[np.ndarray]:
+        """The output, behind the activation layer that follows it where the
+        other side's layer has that activation inside."""
+        inside = others[other.path].options.get("activation") \
+            if other.path in others else None
+        follows = own.get(calls[i + 1].path) if i + 1 < len(calls) else None
+        if inside and follows is not None and follows.kind == inside:
+            return calls[i + 1].outputs
+        return call.outputs
     for block in blocks:
         for i in range(block.size):
             one, two = calls_a[block.a + i], calls_b[block.b + i]
-            if not agree(one.outputs, two.outputs):
+            if not agree(one.outputs, two.outputs) and not agree(
+                    activated(one, two, of_a, of_b, calls_a, block.a + i),
+                    activated(two, one, of_b, of_a, calls_b, block.b + i)):
                 return Location(of_a.get(one.path), of_b.get(two.path),
                                 agree(one.inputs, two.inputs), one, two)
     return None

@@ -287,10 +287,11 @@ class Probe:
     Parameters
     ----------
     run_a, run_b : callables
-        ``run(values)`` writes the values (by own names) and makes a
-        prediction-mode pass; it returns the outputs, a list of arrays, and
-        the calls of the innermost layers in their order: (names of the
-        layer's parameters, first input).
+        ``run(values, traced)`` writes the values (by own names) and makes a
+        prediction-mode pass; it returns the outputs, a list of arrays, or
+        where `traced` the calls of the innermost layers in their order:
+        (names of the layer's parameters, first input). The one not asked
+        for is empty: calls take memory.
     values_a : dict
         Values of `a` that the probe starts from.
     """
@@ -304,21 +305,34 @@ class Probe:
     def confirms(self, plan: Plan) -> bool:
         """Whether equal values give equal outputs under `plan`."""
         if self._seen is None:
-            self._seen = self._run_a(self._values)
-        outputs, _ = self._run_b(plan.to_b(self._values))
+            self._seen = self._run_a(self._values, False)
+        outputs, _ = self._run_b(plan.to_b(self._values), False)
         return len(outputs) == len(self._seen[0]) and all(
             x.shape == y.shape and close(x, y)
             for x, y in zip(self._seen[0], outputs))
 
     def calls(self, values_a: Mapping[str, np.ndarray],
               values_b: Mapping[str, np.ndarray]) -> Tuple[Any, Any]:
-        return self._run_a(values_a)[1], self._run_b(values_b)[1]
+        return (self._run_a(values_a, True)[1],
+                self._run_b(values_b, True)[1])
 
 
 def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
     """Equal but for rounding, on the scale of the larger one."""
     size = max(np.abs(x).max(initial=0.0), np.abs(y).max(initial=0.0))
     return bool(np.abs(x - y).max(initial=0.0) <= tolerance * size)
+
+
+def drawn(entries: Sequence[Entry]) -> Dict[str, np.ndarray]:
+    """Values that depend on kind and shape alone."""
+    def draw(entry: Entry) -> np.ndarray:
+        key = repr((entry.kind, entry.shape)).encode()
+        rng = np.random.default_rng(zlib.crc32(key))
+        if entry.kind in ("gamma", "running_var"):
+            return rng.uniform(0.5, 1.5, entry.shape)
+        size = np.prod(entry.shape[1:]) if len(entry.shape) > 1 else 1e2
+        return rng.normal(0, max(size, 1) ** -0.5, entry.shape)
+    return {e.name: draw(e) for e in entries}
 
 
 def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
@@ -331,16 +345,9 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     same kinds and shapes; of several that read the same input the order of
     the calls decides, which the forward pass then confirms or not.
     """
-    def draw(entry: Entry) -> np.ndarray:
-        key = repr((entry.kind, entry.shape)).encode()
-        rng = np.random.default_rng(zlib.crc32(key))
-        if entry.kind in ("gamma", "running_var"):
-            return rng.uniform(0.5, 1.5, entry.shape)
-        size = np.prod(entry.shape[1:]) if len(entry.shape) > 1 else 1e2
-        return rng.normal(0, max(size, 1) ** -0.5, entry.shape)
     of_a, of_b = ({e.name: e for e in side} for side in (a, b))
     fixed = Plan("", settled)
-    values_a, values_b = ({e.name: draw(e) for e in side} for side in (a, b))
+    values_a, values_b = (drawn(side) for side in (a, b))
     values_b.update(fixed.to_b({p.a: probe._values[p.a] for p in settled}))
     values_a.update({p.a: probe._values[p.a] for p in settled})
     try:

@@ -3,7 +3,7 @@ import contextlib
 import threading
 from dataclasses import dataclass, field, fields
 from typing import (Any, Callable, Dict, Iterator, List, Mapping, NamedTuple,
-                    Optional, Sequence, Tuple, Union)
+                    Optional, Sequence, Tuple)
 
 import numpy as np
 
@@ -17,6 +17,10 @@ from mgpu.trainer import TrainerStates
 
 _STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
+
+
+class CannotRun(AttributeError):
+    """Something was asked of a trace that only a network can do."""
 
 
 @dataclass
@@ -227,6 +231,11 @@ class Runner:
     def devices(self) -> List[Device]:
         return self.replicas.devices
 
+    @property
+    def rule(self) -> str:
+        """The class of the optimiser."""
+        return type(self.trainer.optimizer).__name__
+
     def options(self) -> Dict[str, Any]:
         """How this side trains, for a report."""
         return {"engine": f"{self.name} {self.backend.version}",
@@ -281,8 +290,9 @@ class Runner:
         self.replicas.import_numpy({**now, **values})
         if not memory:
             return
-        mine = type(self.trainer.optimizer).__name__
-        self.trainer.import_states(state.optimizer._replace(optimizer=mine))
+        self.trainer.import_states(state.optimizer._replace(
+            optimizer=self.rule,    # whose own rate stays
+            learning_rate=self.trainer.optimizer.learning_rate))
 
     def last_rate(self, name: str, num_update: int) -> float:
         """The rate that update `num_update` moved a parameter with."""
@@ -344,19 +354,26 @@ class Runner:
               ) -> List[Call]:
         """The calls of all innermost layers in a training pass (or in a
         prediction), on the first device with rows."""
-        calls: List[Call] = []
+        return self.traces(X, y, step, predict, first=True)[0]
+
+    def traces(self, X: Any, y: Any, step: int, predict: bool = False,
+               first: bool = False) -> List[List[Call]]:
+        """`trace` of each device with rows (`first`: of that one alone)."""
 
         def copies(tree: Any) -> List[np.ndarray]:
             return [self.backend.to_numpy(x) for x in _leaves(tree)
                     if self.backend.is_native(x)]
         with using_backend(self.name):
             Xs, _ = self._shards(X, y)
-            first = next(i for i, n in enumerate(_rows(Xs)) if n)
+            busy = [i for i, n in enumerate(_rows(Xs)) if n]
+            calls: Dict[int, List[Call]] = {
+                i: [] for i in (busy[:1] if first else busy)}
 
             def watch(path: str, inputs: Any, outputs: Any, index: int
                       ) -> None:
-                if index == first:
-                    calls.append(Call(path, copies(inputs), copies(outputs)))
+                if index in calls:
+                    calls[index].append(
+                        Call(path, copies(inputs), copies(outputs)))
             with self._running(_rows(Xs), step), \
                     self.replicas._network.watch(watch):
                 if predict:
@@ -365,7 +382,31 @@ class Runner:
                     with mgpu.record():
                         self.replicas(Xs)
             self.replicas.recorded = [False] * len(self.devices)
-        return calls
+        return list(calls.values())
+
+    def _backward(self, X: Any, y: Any, step: int
+                  ) -> Tuple[List[Any], List[Any], List[int]]:
+        """Forward, backward and the sum of gradients; outputs and losses by
+        device, and its rows."""
+        Xs, ys = self._shards(X, y)
+        rows = _rows(Xs)
+        with self._running(rows, step), mgpu.record():
+            outputs = self.replicas(Xs)
+            losses = mgpu.parallel(self._loss, outputs, ys)
+        mgpu.backward([x for x in losses if x is not None])
+        self.trainer.allreduce_grads(ignore_stale_grad=True)
+        return outputs, losses, rows
+
+    def _values(self, losses: Sequence[Any]) -> np.ndarray:
+        return np.concatenate([np.atleast_1d(self.backend.to_numpy(x))
+                               for x in losses if x is not None])
+
+    def train(self, X: Any, y: Any, step: int = 0) -> np.ndarray:
+        """`step` without its record: the losses alone."""
+        with using_backend(self.name):
+            _, losses, rows = self._backward(X, y, step)
+            self.trainer.update(self.side.divisor or sum(rows))
+            return self._values(losses)
 
     def step(self, X: Any, y: Any, step: int = 0) -> Record:
         """Take one step of training and tell all of it.
@@ -377,13 +418,7 @@ class Runner:
             Chooses the dropout masks.
         """
         with using_backend(self.name):
-            Xs, ys = self._shards(X, y)
-            rows = _rows(Xs)
-            with self._running(rows, step), mgpu.record():
-                outputs = self.replicas(Xs)
-                losses = mgpu.parallel(self._loss, outputs, ys)
-            mgpu.backward([x for x in losses if x is not None])
-            self.trainer.allreduce_grads(ignore_stale_grad=True)
+            outputs, losses, rows = self._backward(X, y, step)
             collected = self.trainer._collected or []
             gradients, apart = {}, {}
             for p in collected:
@@ -400,10 +435,8 @@ class Runner:
                     apart[p.name] = max(apart.get(p.name, 0.0), _spread(
                         [self.backend.to_numpy(x) for x in p.list_data()]))
             return Record(
-                self._joined(outputs), np.concatenate([
-                    np.atleast_1d(self.backend.to_numpy(x))
-                    for x in losses if x is not None]),
-                gradients, after, {n: d for n, d in apart.items() if d},
+                self._joined(outputs), self._values(losses), gradients,
+                after, {n: d for n, d in apart.items() if d},
                 self.trainer.learning_rate, rows, divisor)
 
     def _loss(self, output: Any, y: Any) -> Any:
@@ -423,10 +456,13 @@ class Runner:
         y = np.zeros(rows_of(X), "int32")
         parameters = {layer.path: layer.parameters for layer in self.layers}
 
-        def run(values: Mapping[str, np.ndarray]) -> Tuple[Any, Any]:
+        def run(values: Mapping[str, np.ndarray], traced: bool
+                ) -> Tuple[Any, Any]:
             now = self.replicas.export_numpy(all_devices=True)
             self.replicas.import_numpy({**now, **values})
-            outputs = self.predict(X, y)
+            if not traced:
+                return self.predict(X, y), []
+            outputs: List[np.ndarray] = []
             calls = [(parameters[call.path], call.inputs[0])
                      for call in self.trace(X, y, 0, predict=True)
                      if parameters.get(call.path) and call.inputs]
@@ -484,7 +520,7 @@ def translate(state: State, plan: Plan, source: Runner, target: Runner
             continue
         if slot == "momentum":
             value = value * _momentum_factor(source, target, name,
-                                             state.optimizer)
+                                             names[name], state.optimizer)
         moved = plan.to_b({name: value})[names[name]] if np.ndim(value) \
             else value
         slots[names[name], slot] = moved
@@ -494,14 +530,15 @@ def translate(state: State, plan: Plan, source: Runner, target: Runner
         slots=slots, counts=counts))
 
 
-def _momentum_factor(source: Runner, target: Runner, name: str,
+def _momentum_factor(source: Runner, target: Runner, name: str, other: str,
                      states: TrainerStates) -> float:
-    """What a velocity of `source` is multiplied by for `target`."""
-    kinds = [type(r.trainer.optimizer).__name__ for r in (source, target)]
+    """What a velocity of `source` is multiplied by for `target`, which calls
+    the weight `other`."""
+    kinds = [source.rule, target.rule]
     inside = [kind in ("SGD", "NAG") for kind in kinds]
     outside = [kind in ("TorchSGD", "TorchNAG") for kind in kinds]
     if inside[0] and outside[1]:
         return -1 / source.last_rate(name, states.num_update)
     if outside[0] and inside[1]:
-        return -target.last_rate(name, states.num_update)
+        return -target.last_rate(other, states.num_update)
     return 1.0
