@@ -358,6 +358,19 @@ def default_biases():
     return float(abs(theirs).max()) * 128 ** 0.5
 
 
+@divergence("layers", "MXNet's GELU computes with a constant of float32 in "
+            "float64 too", "inside MXNet's kernel", "a float64 network with "
+            "GELU agrees to this; `mgpu.parity` reports it as different",
+            "largest difference", 1e-10, 1e-7)
+def gelu_in_float64():
+    mx, torch = frameworks()
+    x = np.linspace(-3, 3, 101)
+    layer = mx.gluon.nn.GELU()
+    ours = layer(mx.nd.array(x, dtype="float64")).asnumpy()
+    return float(np.abs(ours - torch.nn.functional.gelu(
+        torch.tensor(x)).numpy()).max())
+
+
 @divergence("layers", "pooling with ceil_mode: Gluon keeps a last window "
             "that lies wholly in the padding", "the frameworks' own layers "
             "are used as they are", "`mgpu.parity` names it; `lint` warns",
