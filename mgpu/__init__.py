@@ -6,6 +6,9 @@ script splits batches, all-reduces gradients, initialises a network on a list
 of devices, steps a trainer and evaluates on all devices. Importing `mgpu`
 imports neither framework.
 """
+import importlib
+from typing import Any
+
 from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
                   models, optimizers)
 from mgpu.backends import (BackendNotAvailable, available_backends,
@@ -44,3 +47,11 @@ __all__ = [
     "synchronize", "to_numpy", "train", "train_batch", "train_epochs",
     "try_all_gpus", "try_gpu", "using_backend",
 ]
+
+_ON_DEMAND = ("parity", "testing")     # for those who ask for them
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_DEMAND:
+        return importlib.import_module(f"mgpu.{name}")
+    raise AttributeError(f"module 'mgpu' has no attribute {name!r}")

@@ -1,14 +1,13 @@
-"""The command line: `mgpu reproduce` and `mgpu doctor`.
+"""The command line: `mgpu reproduce` and `mgpu doctor`. The commands of
+parity are in `mgpu.parity.commands`.
 
 Needs the extra ``cli``; `mgpu.__main__` says so where it is missing.
 """
-import contextlib
 import functools
+import importlib
 import json
-import os
 import sys
-import tempfile
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import click
 import numpy as np
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mgpu
-from mgpu import chapters, datasets, doctor, plotting
+from mgpu import chapters, datasets, doctor, files, plotting
 from mgpu.device import Device, as_devices, list_devices
 
 _CHAPTERS: Dict[str, Callable[..., chapters.Run]] = {
@@ -50,7 +49,24 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"],
+#: commands that are loaded when somebody asks for them
+_ELSEWHERE = dict.fromkeys(("lint", "parity", "trace"),
+                           "mgpu.parity.commands")
+
+
+class _Group(click.Group):
+    def list_commands(self, ctx: click.Context) -> List[str]:
+        return sorted({*super().list_commands(ctx), *_ELSEWHERE})
+
+    def get_command(self, ctx: click.Context, name: str
+                    ) -> Optional[click.Command]:
+        if name in _ELSEWHERE:
+            return getattr(importlib.import_module(_ELSEWHERE[name]), name)
+        return super().get_command(ctx, name)
+
+
+@click.group(cls=_Group,
+             context_settings={"help_option_names": ["-h", "--help"],
                                "max_content_width": 100})
 @click.version_option(mgpu.__version__, prog_name="mgpu")
 def cli() -> None:
@@ -162,7 +178,7 @@ def reproduce(chapter: str, backend: Optional[str], devices: Optional[str],
     plan = _plan(engines, _DEVICES[chapter] if devices is None else devices)
     # Refused now, and not after an hour's training.
     if json_file is not None:
-        _check_folder(json_file)
+        files.check_folder(json_file, "--json")
     if plot is not None:
         plotting.Animator(file=plot)
     runs: List[chapters.Run] = []
@@ -171,7 +187,7 @@ def reproduce(chapter: str, backend: Optional[str], devices: Optional[str],
             run = _timings if chapter == "auto-parallelism" else _training
             runs.append(run(chapter, places, **options))
         if json_file is not None:
-            _write_json(json_file, {
+            files.write_json(json_file, {
                 "chapter": chapter, "versions": doctor.versions(
                     _backend(n) for n in dict.fromkeys(
                         r["backend"] for r in runs)),
@@ -291,37 +307,6 @@ def _print_timings(runs: List[chapters.Run]) -> None:
         table.add_row(rows[0]["name"],
                       *(f"{row['seconds']:.4f}" for row in rows))
     Console().print(table)
-
-
-# -- files --------------------------------------------------------------------
-
-def _check_folder(file: str) -> None:
-    folder = os.path.dirname(os.path.abspath(file))
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"the folder of --json must exist; received "
-                                f"{file!r}. Make {folder!r} first.")
-
-
-def _write_json(file: str, data: Dict[str, Any]) -> None:
-    """Whole or not at all; a NaN, which JSON does not know, is an error."""
-    text = json.dumps(data, indent=1, allow_nan=False)
-    with _replacing(file) as part:
-        part.write(text + "\n")
-
-
-@contextlib.contextmanager
-def _replacing(file: str) -> Iterator[Any]:
-    path = os.path.abspath(file)
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path),
-                                         suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as part:
-            yield part
-        os.chmod(temporary, 0o644)      # mkstemp's are the owner's alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 # -- mgpu doctor --------------------------------------------------------------

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import mgpu
 from conftest import BACKENDS
-from mgpu import __main__, cli, doctor
+from mgpu import __main__, cli, doctor, files
 from mgpu import backends as registry
 
 SCHEMA = {"backend": str, "devices": list, "batch_size": int, "lr": float,
@@ -242,10 +242,10 @@ def test_finished_runs_are_kept_when_a_later_one_fails(backend, tmp_path,
 
 def test_json_without_nan_whole_or_not_at_all(tmp_path):
     file = tmp_path / "x.json"
-    cli._write_json(str(file), {"loss": 1.0})
+    files.write_json(str(file), {"loss": 1.0})
     for bad in ({"loss": float("nan")}, {"loss": object()}):
         with pytest.raises((ValueError, TypeError)):
-            cli._write_json(str(file), bad)
+            files.write_json(str(file), bad)
     assert json.loads(file.read_text()) == {"loss": 1.0}
     assert os.listdir(tmp_path) == ["x.json"]
 

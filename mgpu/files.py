@@ -1,0 +1,40 @@
+"""Files that are written whole or not at all."""
+import contextlib
+import json
+import os
+import tempfile
+from typing import Any, Iterator
+
+
+def check_folder(file: str, option: str) -> None:
+    """Refuse a `file` whose folder is not there (FileNotFoundError), before
+    the work and not after it. `option`: the name of what it was given as."""
+    folder = os.path.dirname(os.path.abspath(file))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"the folder of {option} must exist; received "
+                                f"{file!r}. Make {folder!r} first.")
+
+
+@contextlib.contextmanager
+def replacing(file: Any) -> Iterator[Any]:
+    """A text file to write to, which becomes `file` when the block ends
+    without an error, and else disappears."""
+    path = os.path.abspath(file)
+    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path),
+                                         suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as part:
+            yield part
+        os.chmod(temporary, 0o644)      # mkstemp's are the owner's alone
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_json(file: Any, data: Any) -> None:
+    """Whole or not at all; a NaN, which JSON does not know, is an error
+    (ValueError)."""
+    text = json.dumps(data, indent=1, allow_nan=False)
+    with replacing(file) as part:
+        part.write(text + "\n")

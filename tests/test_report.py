@@ -1,0 +1,296 @@
+"""A comparison in the terminal, as a page and as JSON."""
+import io
+import json
+import os
+import re
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import mgpu
+from conftest import BACKENDS
+from mgpu import parity
+from mgpu.parity import report
+from mgpu.parity.comparison import Result
+from mgpu.parity.diagnosis import Cause
+from mgpu.parity.matching import Pair, Plan
+from mgpu.parity.measure import Gap
+
+VOID = {"meta", "br", "link", "img", "input", "hr"}
+LONG = "features." + ".".join(f"stage{i}" for i in range(30)) + ".weight"
+
+
+class Page(HTMLParser):
+    """What a page holds; refuses elements that are not closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.words, self.open = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.attributes += attributes
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def networks(epsilon):
+    with mgpu.using_backend(BACKENDS[0]) as engine:
+        if engine.name == "mxnet":
+            from mxnet.gluon import nn
+            net = nn.HybridSequential()
+            net.add(nn.Dense(8, in_units=5),
+                    nn.BatchNorm(in_channels=8, epsilon=epsilon),
+                    nn.Dense(3, in_units=8))
+            return net
+        from torch import nn
+        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8, epsilon),
+                             nn.Linear(8, 3))
+
+
+def compared(epsilon=1e-5, **options):
+    rng = np.random.default_rng(0)
+    batches = [(rng.random((6, 5)), rng.integers(0, 3, 6).astype("int32"))
+               for _ in range(3)]
+    return parity.compare(lambda: networks(1e-5), lambda: networks(epsilon),
+                          batches=batches, devices=2, **options)
+
+
+@pytest.fixture(scope="module")
+def different():
+    return compared(1e-3)
+
+
+@pytest.fixture(scope="module")
+def same():
+    return compared()
+
+
+def made_up(**changes):
+    """A result with what is hard to come by: infinities, long names, zeros,
+    markup in a name."""
+    wrong = Gap(1, "gradient", LONG, np.inf, np.inf, 2.0, "different", (3, 1),
+                1.5, np.nan)
+    gaps = [wrong, Gap(2, "gradient", LONG, 0.0, 0.0, 2.0, "same", (), 1.0,
+                       1.0),
+            Gap(1, "weight", "<script>.weight", 1e-12, 1e-12, 1.0, "same",
+                (0,), 1.0, 1.0)]
+    side = {"engine": "mxnet 1.9.1", "network": "A & B <i>",
+            "devices": ["cpu(0)"]}
+    values = dict(
+        mode="lockstep", verdict="different", gaps=gaps, first=wrong,
+        plan=Plan("order and shape", [Pair(LONG, "fc.weight", (1, 0))],
+                  {"a": ["scale"], "b": ["offset"]}, False, ["shared in a"]),
+        sides={"a": side, "b": side}, losses={"a": [1.0, np.inf],
+                                              "b": [1.0, np.nan]},
+        settings={"steps": 2, "dtype": "float64", "tolerance": 1e-10,
+                  "seed": 3}, causes=[Cause("x", "the [cause]", 0.5)],
+        notes=["note <1>"])
+    return Result(**{**values, **changes})
+
+
+def printed(result, width=80, **options):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    report.print_result(result, console, **options)
+    return console.file.getvalue()
+
+
+# -- the page -----------------------------------------------------------------
+
+def check_page(text):
+    """What holds for every page."""
+    page = Page(text)
+    assert "http:" not in text and "https:" not in text and "//" not in text
+    assert "@import" not in text
+    for name, value in page.attributes:
+        if name in ("src", "href", "xlink:href", "action", "poster", "data"):
+            assert value.startswith("#"), (name, value)
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    links = re.findall(r'(?:url\(|xlink:href=")#([^)"]*)', text)
+    assert set(links) <= set(ids)
+    assert not page.all("script")
+    assert page.all("html")[0]["lang"] == "en"
+    charts = page.all("svg")
+    assert charts and all(c["role"] == "img" and len(c["aria-label"]) > 40
+                          for c in charts)
+    assert len(page.all("caption")) == len(page.all("table")) > 0
+    for colour in report._VARIABLES:    # else it would be lost in the dark
+        assert colour not in text[text.index("<svg"):].lower()
+    assert "prefers-color-scheme: dark" in text
+    assert "ellipsis" not in text
+    assert any(m.get("name") == "viewport" for m in page.all("meta"))
+    return page
+
+
+def test_the_page_of_a_difference(different, tmp_path):
+    file = tmp_path / "x.html"
+    report.write_html(different, file, command="mgpu parity a:a b:b")
+    page = check_page(file.read_text(encoding="utf-8"))
+    words, first = page.text, different.first
+    assert words.index("Different") < words.index("First difference")
+    for value in (f"{first.a:.17g}", f"{first.b:.17g}",
+                  f"{first.absolute:.3e}", str(list(first.index)),
+                  "1e-05 in a, 0.001 in b", "mgpu parity a:a b:b",
+                  mgpu.__version__, np.__version__, "cpu(0), cpu(1)",
+                  "tolerance 1e-10"):
+        assert value in words, value
+    assert different.causes and str(different.causes[0]) in words
+    for pair in different.plan.pairs:
+        assert f"{pair.a} {pair.b} as it is" in words
+    for gap in different.worst.values():
+        assert f"{gap.relative:.1e}" in words
+    captions = [c["aria-label"].partition(":")[0] for c in page.all("svg")]
+    assert captions == ["Line chart", "Dot chart", "Line chart"]
+    assert os.listdir(tmp_path) == ["x.html"]
+
+
+def test_the_page_of_the_same(same):
+    page = check_page(report.to_html(same))
+    assert "Same" in page.text and "First difference" not in page.text
+    assert "To repeat it" not in page.text
+
+
+def test_the_page_of_a_free_run():
+    page = check_page(report.to_html(compared(mode="free")))
+    assert "Distance, and the chaos floor" in page.text
+    assert "chaos floor: a from a nudged a" in page.text    # of the legend
+
+
+def test_the_page_of_accuracies():
+    result = made_up(
+        mode="accuracy", verdict="same", gaps=[], first=None, losses={},
+        plan=Plan("", []), curves={"a": [0.5, 0.75], "b": [0.625, 0.625],
+                                   "test": {"p": 0.8125, "rows": 2}})
+    page = check_page(report.to_html(result))
+    assert "p-value (Welch) 0.8125" in page.text
+    assert "0.5000, 0.7500" in page.all("svg")[0]["aria-label"]
+    words = printed(result)
+    assert "0.8125" in words and "0.5, 0.75" in words
+
+
+def test_a_page_with_infinities_and_markup():
+    page = check_page(report.to_html(made_up()))
+    assert "<script>" in page.text and "A & B <i>" in page.text
+    assert LONG in page.text
+    assert "inf" in page.text and "nan" in page.text
+    assert "infinite" in page.text      # the upper end of the axis
+    assert "transposed to (1, 0)" in page.text
+    assert "scale - left alone" in page.text
+    assert "- offset left alone" in page.text
+    assert "no forward pass confirms" in page.text
+
+
+def test_zero_and_infinity_lie_on_the_ends_of_the_axis():
+    scale = report._LogAxis([0.0, 1e-15, np.inf], 1e-10)
+    assert scale.place([0.0, 1e-15, np.inf]) == [1e-16, 1e-15, 1e-9]
+    scale = report._LogAxis([1e-15, 1e-12])
+    assert (scale.low, scale.high) == (-15, -12)
+    scale = report._LogAxis([0.0])      # nothing else to see
+    assert scale.low < -16 < scale.high
+
+
+def test_nothing_is_left_of_a_page_that_fails(tmp_path):
+    file = tmp_path / "x.html"
+    file.write_text("before")
+    with pytest.raises(KeyError):
+        report.write_html(made_up(mode="unknown"), file)
+    assert file.read_text() == "before"
+    assert os.listdir(tmp_path) == ["x.html"]
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_missing_extra_is_named(package, same):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, package, None)
+        with pytest.raises(ImportError, match=package) as caught:
+            report.to_html(same)
+    assert "pip install 'mgpu[report]'" in str(caught.value)
+
+
+# -- the terminal -------------------------------------------------------------
+
+def test_the_terminal_shows_the_verdict_first(different):
+    words = printed(different)
+    assert words.startswith("DIFFERENT (lock-step)\n")
+    order = [words.index(w) for w in ("First difference", "Likely causes",
+                                      "The worst of each", "matched by")]
+    assert order == sorted(order)
+    assert f"{different.first.a:.17g}" in words
+    assert "--plan shows" in " ".join(words.split())
+    whole = printed(different, plan=True)
+    assert "as it is" in whole and "as it is" not in words
+
+
+def test_nothing_is_cut_off_in_a_narrow_terminal():
+    words = printed(made_up(), width=40, plan=True)
+    assert "…" not in words
+    assert max(map(len, words.splitlines())) <= 40
+    values = [line[23:].rstrip() for line in words.splitlines()]
+    assert LONG in "".join(values)      # in parts, one below the other
+    assert "the [cause]" in words       # brackets are no markup
+    assert "note: note <1>" in words and "note: shared in a" in words
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({}, "first differ in step 1, in the gradient of " + LONG),
+    ({"verdict": "same", "first": None, "gaps": [
+        Gap(1, "loss", "", 1e-9, 1e-9, 1.0, "rounding", (), 1.0, 1.0),
+        Gap(1, "output", "", 1e-12, 1e-12, 1.0, "same", (), 1.0, 1.0)]},
+     "up to a relative 1.0e-12 (1e-10 is tolerated) and 1 larger difference "
+     "that rounding explains."),
+    ({"mode": "free"}, "further than rounding alone takes them"),
+    ({"mode": "free", "verdict": "same"},
+     "no further than rounding alone takes them"),
+    ({"mode": "accuracy", "curves": {"a": [1, 2, 3]}}, "Over 3 seeds")])
+def test_the_verdict_in_a_sentence(changes, words):
+    assert words in report.sentence(made_up(**changes))
+
+
+# -- JSON ---------------------------------------------------------------------
+
+def no_constant(name):
+    raise AssertionError(f"{name} is no JSON")
+
+
+def test_json_is_valid_and_whole(different, tmp_path):
+    file = tmp_path / "x.json"
+    report.write_json(different, file)
+    found = json.loads(file.read_text(), parse_constant=no_constant)
+    assert found["verdict"] == "different"
+    assert len(found["gaps"]) == len(different.gaps)
+    assert found["first"]["a"] == different.first.a
+    assert found["plan"]["pairs"][0]["a"] == different.plan.pairs[0].a
+    assert set(found) == set(different.to_dict())
+
+
+def test_json_has_text_for_what_it_does_not_know(tmp_path):
+    file = tmp_path / "x.json"
+    report.write_json(made_up(curves={
+        "x": np.float32(0.5), "y": np.array([1, 2]), "z": -np.inf}), file)
+    found = json.loads(file.read_text(), parse_constant=no_constant)
+    assert found["first"]["absolute"] == "Infinity"
+    assert found["first"]["b"] == found["losses"]["b"][1] == "NaN"
+    assert found["curves"] == {"x": 0.5, "y": [1, 2], "z": "-Infinity"}
+    assert found["plan"]["pairs"][0]["axes"] == [1, 0]

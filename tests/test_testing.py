@@ -1,0 +1,131 @@
+"""`mgpu.testing.assert_parity` and its pytest plugin."""
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from mgpu import testing
+
+pytest_plugins = ["pytester"]
+
+SUITE = '''
+import numpy as np
+import pytest
+import mgpu
+from mgpu.testing import assert_parity
+
+def make(epsilon=1e-5):
+    with mgpu.using_backend("ENGINE"):
+        if "ENGINE" == "mxnet":
+            from mxnet.gluon import nn
+            net = nn.HybridSequential()
+            net.add(nn.Dense(4, in_units=5),
+                    nn.BatchNorm(in_channels=4, epsilon=epsilon))
+            return net
+        from torch import nn
+        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, epsilon))
+
+def batches():
+    rng = np.random.default_rng(0)
+    return [(rng.random((6, 5)), rng.integers(0, 4, 6).astype("int32"))]
+
+def test_same():
+    assert assert_parity(make, make, batches=batches()).same
+
+@pytest.mark.parametrize("where", ["a/b"])
+def test_port(where):
+    assert_parity(make, lambda: make(1e-3), batches=batches())
+
+@pytest.mark.xfail(strict=True)
+def test_known():
+    assert_parity(make, lambda: make(1e-3), batches=batches())
+
+def test_expected():
+    with pytest.raises(AssertionError):
+        assert_parity(make, lambda: make(1e-3), batches=batches())
+
+def test_another_failure():
+    assert 1 == 2
+'''
+
+
+@pytest.fixture
+def suite(pytester):
+    pytester.makepyfile(test_suite=SUITE.replace("ENGINE", BACKENDS[0]))
+    return lambda *options: pytester.runpytest_inprocess(
+        "-p", "pytest_mgpu", "-p", "no:cacheprovider", *options)
+
+
+def test_failures_are_listed_and_get_a_page(suite, pytester):
+    result = suite("--parity-report", "pages")
+    result.assert_outcomes(passed=2, failed=2, xfailed=1)
+    page, = os.listdir(pytester.path / "pages")
+    result.stdout.fnmatch_lines([
+        "*ParityError: different (lockstep*", "*first difference: *",
+        "*likely cause: *", "*NOT confirmed*",
+        "*= networks that train differently =*",
+        "test_suite.py::test_port?a/b?", "  step 1, *",
+        f"  report: pages/{page}"])
+    text = (pytester.path / "pages" / page).read_text(encoding="utf-8")
+    assert "First difference" in text
+    assert "pytest &#39;test_suite.py::test_port[a/b]&#39;" in text
+    # the line of the test, none of mgpu's
+    assert "testing.py:" not in result.stdout.str()
+
+
+def test_without_the_option_there_is_no_page(suite, pytester):
+    result = suite()
+    result.assert_outcomes(passed=2, failed=2, xfailed=1)
+    result.stdout.fnmatch_lines(["*networks that train differently*"])
+    assert "report:" not in result.stdout.str()
+    assert not list(pytester.path.glob("**/*.html"))
+
+
+def test_a_suite_without_comparisons_sees_nothing(pytester):
+    pytester.makepyfile("def test_it(): assert 1 == 2")
+    result = pytester.runpytest_inprocess("-p", "pytest_mgpu")
+    assert "networks that train differently" not in result.stdout.str()
+
+
+def test_a_page_that_cannot_be_written_hides_no_failure(suite, pytester):
+    with pytest.MonkeyPatch.context() as patch:
+        from mgpu.parity import report
+
+        def full(*arguments, **options):
+            raise OSError("no space left")
+        patch.setattr(report, "write_html", full)
+        result = suite("--parity-report", "pages")
+    result.assert_outcomes(passed=2, failed=2, xfailed=1)
+    result.stdout.fnmatch_lines(["  no report: OSError: no space left"])
+
+
+def test_an_extra_that_is_missing_is_said_at_the_start(suite):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "jinja2", None)
+        result = suite("--parity-report", "pages")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--parity-report*mgpu?report?*"])
+
+
+def test_the_plugin_loads_nothing():
+    """pytest imports it at every start."""
+    code = ("import sys, pytest, pytest_mgpu; print(sorted({m.split('.')[0] "
+            "for m in sys.modules} & {'mgpu', 'numpy', 'torch', 'mxnet', "
+            "'jinja2', 'matplotlib', 'rich'}))")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True,
+        timeout=120, env={**os.environ, "PYTHONPATH": os.path.dirname(
+            os.path.dirname(mgpu.__file__))})
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_what_cannot_be_compared_is_no_failed_assertion():
+    with pytest.raises(TypeError):
+        testing.assert_parity(object(), object(),
+                              batches=[(np.ones((2, 3)), np.zeros(2))])
+    with pytest.raises(ValueError, match="unknown mode"):
+        testing.assert_parity(None, None, batches=[], mode="lock-step")
