@@ -6,8 +6,8 @@ script splits batches, all-reduces gradients, initialises a network on a list
 of devices, steps a trainer and evaluates on all devices. Importing `mgpu`
 imports neither framework.
 """
-import importlib
-from typing import Any
+import importlib as _importlib
+from typing import Any as _Any
 
 from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
                   models, optimizers)
@@ -51,7 +51,7 @@ __all__ = [
 _ON_DEMAND = ("parity", "testing")     # for those who ask for them
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name in _ON_DEMAND:
-        return importlib.import_module(f"mgpu.{name}")
+        return _importlib.import_module(f"mgpu.{name}")
     raise AttributeError(f"module 'mgpu' has no attribute {name!r}")

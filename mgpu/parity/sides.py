@@ -220,7 +220,7 @@ class Runner:
         self.layers: List[base.Layer] = network.layers()
         aliases = network.aliases()
         self.entries = [
-            Entry(p.name, p.kind, tuple(p.shape), p.grad_req != "null",
+            Entry(p.name, _kind(p), tuple(p.shape), p.grad_req != "null",
                   tuple(n for n in aliases.get(p.name, ())
                         if n != p.name))
             for p in (*self.replicas.params(), *self.replicas.buffers())
@@ -468,6 +468,14 @@ class Runner:
                      if parameters.get(call.path) and call.inputs]
             return outputs, calls
         return run
+
+
+def _kind(p: Any) -> str:
+    """A constant of the network's own is "other", whether the engine keeps
+    it as a buffer or as a parameter that is not trained."""
+    constant = p.grad_req == "null" and p.kind == "weight" \
+        and not p.name.endswith("weight")
+    return "other" if constant else p.kind
 
 
 def _leaves(tree: Any) -> List[Any]:
