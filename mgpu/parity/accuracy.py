@@ -1,0 +1,230 @@
+"""Do two networks reach the same accuracy? ``compare(mode="accuracy")``."""
+import warnings
+from typing import (Any, Callable, Dict, List, Optional, Sequence, Tuple)
+
+import numpy as np
+
+from mgpu.backends import using_backend
+from mgpu.evaluation import evaluate_accuracy_gpus
+from mgpu.parity.comparison import Batches, Result, endless
+from mgpu.parity.invariance import factory, fresh
+from mgpu.parity.matching import Plan
+from mgpu.parity.sides import Masks, Runner, Side
+from mgpu.split import rows_of
+
+#: below it a difference of means is no chance
+ALPHA = 0.05
+#: how surely the smallest difference that is told would have been seen
+POWER = 0.8
+
+
+def _stats() -> Any:
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ImportError("accuracy mode needs SciPy; run pip install "
+                          "'mgpu[stats]'.") from error
+    return stats
+
+
+def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
+                     test: Optional[Batches], seeds: Sequence[int],
+                     steps: Optional[int], dtype: str,
+                     progress: Optional[Callable[[int, int], None]] = None
+                     ) -> Result:
+    """Train both sides from several seeds and compare their accuracies.
+
+    Each run starts from weights of its own: seed s gives ``2 s`` to `a` and
+    ``2 s + 1`` to `b`, for the initialiser and the dropout masks. The order
+    of the batches is the same in all runs. A torch network without an
+    initialiser (`Side.init`) keeps what it drew when it was made.
+
+    Parameters
+    ----------
+    side_a, side_b : Side
+        Complete; their nets are functions.
+    batches : iterable of (X, y)
+    test : iterable of (X, y)
+        Correct predictions are counted on all devices, as integers.
+    seeds : sequence of int
+        Two or more different ones.
+    steps : int, optional
+        Of each run; default: all batches once.
+    dtype : str
+    progress : callable, optional
+        ``progress(done, all)``, in steps of all runs.
+
+    Returns
+    -------
+    Result
+        ``curves``: "a" and "b", the accuracies by seed, and "test", see
+        `two_samples`; "same" if Welch's p is 0.05 or more. ``losses``: of
+        each step, the mean over seeds.
+
+    Raises
+    ------
+    ImportError
+        Without SciPy (extra ``stats``).
+    ValueError
+        Fewer than two seeds, or no `test`.
+    TypeError
+        A network instead of a function that makes one.
+    """
+    _stats()
+    seeds = list(seeds)
+    if len(set(seeds)) < 2 or len(set(seeds)) < len(seeds) or any(
+            isinstance(s, bool) or not isinstance(s, (int, np.integer))
+            or s < 0 for s in seeds):
+        raise ValueError(
+            "accuracies are compared over two or more different seeds, whole "
+            f"numbers from 0; received seeds={seeds!r}. Use for example "
+            "range(5).")
+    if test is None:
+        raise ValueError("mode='accuracy' counts on data that the networks "
+                         "were not trained on; received none. Pass "
+                         "test=[(X, y), ...].")
+    sides = {"a": side_a, "b": side_b}
+    makers = {name: factory(side.net) for name, side in sides.items()}
+    ahead, steps = endless(batches, steps)
+    taken, test = list(ahead), list(test)
+    done, total = 0, 2 * len(seeds) * steps
+    accuracies: Dict[str, List[float]] = {"a": [], "b": []}
+    losses: Dict[str, List[np.ndarray]] = {"a": [], "b": []}
+    options: Dict[str, Dict[str, Any]] = {}
+    for seed in seeds:
+        for which, name in enumerate(sides):
+            own = 2 * int(seed) + which
+            runner = Runner(
+                fresh(sides[name], makers[name], seed=own), taken[0][0],
+                dtype, Masks(own))
+            means = []
+            for number, (X, y) in enumerate(taken, 1):
+                means.append(float(np.mean(runner.train(X, y, number))))
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+            losses[name].append(np.array(means))
+            accuracies[name].append(_accuracy(runner, test))
+            options[name] = runner.options()
+    rows = sum(rows_of(y) or 0 for _, y in test)
+    found = two_samples(accuracies["a"], accuracies["b"])
+    found["rows"] = rows
+    curves: Dict[str, Any] = {**accuracies, "test": found}
+    result = Result(
+        "accuracy", "same" if found["p"] >= ALPHA else "different", [],
+        Plan("nothing: each side draws its own values", [],
+             {"a": [], "b": []}, None, []), options,
+        {name: np.mean(runs, axis=0).tolist()
+         for name, runs in losses.items()},
+        {"steps": steps, "dtype": dtype, "tolerance": None,
+         "seed": None, "seeds": [int(s) for s in seeds], "weights": "own",
+         "dropout": "masks drawn in NumPy"},
+        notes=_text(found, len(seeds)), curves=curves)
+    if not all(np.isfinite(run).all() for runs in losses.values()
+               for run in runs):
+        result.notes.append("a loss is not finite: the comparison proves "
+                            "nothing")
+    return result
+
+
+def _accuracy(runner: Runner, test: Sequence[Tuple[Any, Any]]) -> float:
+    with using_backend(runner.name):
+        return evaluate_accuracy_gpus(
+            runner.replicas, test, lambda X, y, _: runner._shards(X, y))
+
+
+def two_samples(a: Sequence[float], b: Sequence[float]) -> Dict[str, Any]:
+    """Welch's test of two means, Mann and Whitney's of two distributions,
+    and what they could have shown.
+
+    Returns
+    -------
+    dict
+        means, deviations : [of a, of b], deviations with n - 1
+        statistic, df, p : of Welch's test (Welch, 1947), two-sided
+        mann_whitney_p
+        detectable : the smallest difference of means that Welch's test
+            shows with probability `POWER`, if accuracies are normal with
+            the spread that was seen; see `detectable`. None where both
+            samples have no spread.
+        alpha, power
+
+    Notes
+    -----
+    Without any spread the test has no statistic: p is 1 for equal means
+    and 0 for others.
+    """
+    stats = _stats()
+    x, z = np.asarray(a, float), np.asarray(b, float)
+    deviations = [float(v.std(ddof=1)) for v in (x, z)]
+    means = [float(v.mean()) for v in (x, z)]
+    # Equal numbers may have a mean that is a last bit off.
+    constant = [bool((v == v[0]).all()) for v in (x, z)]
+    deviations = [0.0 if c else d for c, d in zip(constant, deviations)]
+    found: Dict[str, Any] = {"means": means, "deviations": deviations,
+                             "alpha": ALPHA, "power": POWER}
+    if all(constant):
+        same = bool(x[0] == z[0])
+        return {**found, "statistic": None, "df": None,
+                "p": 1.0 if same else 0.0,
+                "mann_whitney_p": 1.0 if same else float(stats.mannwhitneyu(
+                    x, z, alternative="two-sided").pvalue),
+                "detectable": None}
+    with warnings.catch_warnings():
+        # SciPy warns of nearly equal numbers in one sample.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        welch = stats.ttest_ind(x, z, equal_var=False)
+        ranks = stats.mannwhitneyu(x, z, alternative="two-sided")
+    return {**found, "statistic": float(welch.statistic),
+            "df": float(_welch([d ** 2 for d in deviations],
+                               (len(x), len(z)))[1]),
+            "p": float(welch.pvalue), "mann_whitney_p": float(ranks.pvalue),
+            "detectable": detectable(deviations, (len(x), len(z)))}
+
+
+def _welch(variances: Sequence[Any], counts: Sequence[int]
+           ) -> Tuple[Any, Any]:
+    """The standard error of a difference of means, and the degrees of
+    freedom (Welch, 1947)."""
+    shares = [v / n for v, n in zip(variances, counts)]
+    square = shares[0] + shares[1]
+    return square ** 0.5, square ** 2 / sum(
+        s ** 2 / (n - 1) for s, n in zip(shares, counts))
+
+
+def detectable(deviations: Sequence[float], counts: Sequence[int],
+               draws: int = 20000) -> float:
+    """The smallest difference of means that Welch's test shows with
+    probability `POWER` at level `ALPHA`.
+
+    Drawn, not approximated: the usual formula takes the degrees of freedom
+    for known, which promises too much for a handful of seeds. A pair of
+    samples with a difference D is told apart if their means without it,
+    plus D, exceed the test's own limit for that pair; D is the quantile of
+    what is missing. The same draws in each call; within 2% (20000 draws).
+    """
+    rng = np.random.default_rng(0)
+    samples = [rng.normal(0.0, d, (draws, n))
+               for d, n in zip(deviations, counts)]
+    error, df = _welch([s.var(axis=1, ddof=1) for s in samples], counts)
+    apart = samples[0].mean(axis=1) - samples[1].mean(axis=1)
+    limit = _stats().t.ppf(1 - ALPHA / 2, df) * error
+    return float(np.quantile(limit - apart, POWER))
+
+
+def _text(found: Dict[str, Any], seeds: int) -> List[str]:
+    notes = ["accuracy " + ", ".join(
+        f"{name}: {mean:.4f} +- {deviation:.4f}" for name, mean, deviation
+        in zip("ab", found["means"], found["deviations"]))
+        + f" over {seeds} seeds a side, {found['rows']} examples; Welch's "
+        f"test: p = {found['p']:.3g}, Mann and Whitney's: "
+        f"p = {found['mann_whitney_p']:.3g}"]
+    if found["detectable"] is None:
+        notes.append("no accuracy differs between the seeds of a side: "
+                     "there is no spread to judge a difference by")
+    else:
+        notes.append(
+            f"{seeds} seeds a side show a difference of means of "
+            f"{found['detectable']:.4f} with probability {found['power']}; "
+            "'same' says nothing of smaller ones")
+    return notes
