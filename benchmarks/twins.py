@@ -49,7 +49,8 @@ import mgpu.functional as F
 from mgpu import parity
 
 RESULTS = HERE / "twins.jsonl"
-#: input and rows of each pair, and what they cost: `--plan` makes the file
+#: what each pair costs at its own input size, which decides the order:
+#: `--plan` makes the file
 PLANS = HERE / "twins_plans.json"
 PAGE = HERE.parent / "docs" / "twins.md"
 MISSING = ("the pairs come from two packages; one of them is missing. Run: "
@@ -72,9 +73,6 @@ DEAD = 1e-14
 def catalogue():
     """{name: (family, function for MXNet, function for torch)}; a family is
     the module that both packages keep the architecture in."""
-    for name, kind in (("int", int), ("float", float), ("bool", bool)):
-        if name not in vars(np):    # they are older than NumPy 1.24
-            setattr(np, name, kind)
     try:
         with mgpu.using_backend("mxnet"):   # first: it readies NumPy for MXNet
             from gluoncv2.model_provider import _models as gluon
@@ -83,6 +81,13 @@ def catalogue():
         raise SystemExit(f"{MISSING} ({error})") from error
     return {name: (torch[name].__module__.rpartition(".")[2], gluon[name],
                    torch[name]) for name in sorted(set(gluon) & set(torch))}
+
+
+def old_names():
+    """Some networks are older than NumPy 1.24 and say ``np.int``."""
+    for name, kind in (("int", int), ("float", float), ("bool", bool)):
+        if name not in vars(np):
+            setattr(np, name, kind)
 
 
 class Sizes:
@@ -573,6 +578,7 @@ def serve(schedule, budget, dtype):
         print(json.dumps(record), flush=True)
     warnings.simplefilter("ignore")
     pairs = catalogue()
+    old_names()
     import torch
     torch.set_num_threads(1)
     for name in map(str.strip, sys.stdin):
@@ -581,11 +587,9 @@ def serve(schedule, budget, dtype):
         for devices, steps in schedule:
             begin, plan = time.process_time(), {}
             try:
-                plan = plans().get(name) or {
-                    "family": family, **choose(family, functions[1], budget)}
-                tell(alive="planned")
-                if "error" in plan:
-                    raise ValueError(plan["error"])
+                plan = {"family": family}
+                plan.update(choose(family, functions[1], budget))
+                tell(plan=plan)
                 record = run_pair(name, plan, functions, devices, steps,
                                   told=lambda text: tell(step=text),
                                   remedy=remedy, dtype=dtype)
@@ -638,15 +642,20 @@ class Worker:
             self.start()
         self.child.stdin.write(f"{name}\n".encode())
         process = psutil.Process(self.child.pid)
-        begin = last = time.monotonic()
+        begin = last = tick = time.monotonic()
         records, peak, size, stepping, why = [], 0.0, 0.0, False, ""
+        plan = {"family": plans().get(name, {}).get("family", "")}
         while len(records) < len(self.schedule) and not why:
             time.sleep(0.05)
+            lapse, tick = time.monotonic() - tick, time.monotonic()
+            if lapse > 5 or process.status() == psutil.STATUS_STOPPED:
+                begin, last = begin + lapse, last + lapse   # a pause of both
             ended = self.child.poll() is not None
             self.text += self.child.stdout.read() or b""
             *lines, self.text = self.text.split(b"\n")
             for said in (json.loads(x) for x in lines if x[:1] == b"{"):
                 last, stepping = time.monotonic(), "step" in said
+                plan = said.get("plan", plan)
                 if "record" in said:
                     records.append({**said["record"],
                                     "peak_gb": round(peak, 2)})
@@ -662,12 +671,12 @@ class Worker:
             elif now - begin > per_pair:
                 why = f"time: over {per_pair:g} s"
         self.pairs += 1
-        if why or size > memory / 2 or self.pairs >= 25:
+        if why or size > memory / 3 or self.pairs >= 25:
             self.stop()
         for devices, steps in self.schedule[len(records):]:
             records.append({
                 "pair": name, "devices": devices, "steps": steps,
-                **plans().get(name, {}), "verdict": "none", "error": why,
+                **plan, "verdict": "none", "error": why,
                 "peak_gb": round(peak, 2),
                 "seconds": round(time.monotonic() - begin, 1)})
         return records
@@ -684,19 +693,20 @@ def load(path=RESULTS):
 
 
 def plans():
-    """{name: plan} as kept."""
+    """{name: plan} as `make_plans` keeps them."""
     return json.loads(PLANS.read_text()) if PLANS.exists() else {}
 
 
-def make_plans(names=(), budget=BUDGET):
+def make_plans(names=()):
     """Look at what each pair costs, and keep it."""
     import tqdm
     warnings.simplefilter("ignore")
     found, pairs = plans(), catalogue()
+    old_names()
     for name in tqdm.tqdm([n for n in names or pairs if n not in found]):
         family, _, torch_function = pairs[name]
         try:
-            plan = choose(family, torch_function, budget)
+            plan = choose(family, torch_function, math.inf)
         except Exception as error:
             plan = {"error": f"{type(error).__name__}: {error}"[:300]}
         found[name] = {"family": family, **plan}
@@ -814,7 +824,7 @@ def main():
                     f"no such pair: {', '.join(unknown)}" if unknown
                     else "--pairs NAME... needs names, and names need it")
             if planning:
-                return make_plans(names, budget)
+                return make_plans(names)
             if names:
                 chosen = names
             else:
@@ -918,8 +928,8 @@ def table(records, found):
     return lines
 
 
-def page(records):
-    """The text of docs/twins.md."""
+def page(records, total=(0, 0)):
+    """The text of docs/twins.md; `total`: pairs and families that exist."""
     found = verdicts(records)
     families = {r["family"] for r in records.values() if "family" in r}
     count = collections.Counter(v for v, _ in found.values())
@@ -975,7 +985,10 @@ def page(records):
         "gluoncv2 (MXNet) and pytorchcv (PyTorch) are two collections of "
         "networks, each written in its framework by hand. A name that both "
         "have is a pair; a family is the module that an architecture is "
-        "written in. No pretrained weights are used.", "",
+        f"written in. There are {total[0]} pairs of {total[1]} families, "
+        "some apart only in the number of classes; run were the cheapest of "
+        "each family, then more by their cost. No pretrained weights are "
+        "used.", "",
         "Each pair goes through `mgpu.parity.compare`: float64, lock-step, "
         "plain SGD with momentum 0.9, rate 0.01 and weight decay 1e-4; 3 "
         "steps on 2 logical devices and 1 step on 1. Weights are drawn once "
@@ -1043,7 +1056,8 @@ def page(records):
 def report():
     records = load()
     if records:
-        PAGE.write_text(page(records))
+        families = {family for family, *_ in catalogue().values()}
+        PAGE.write_text(page(records, (len(catalogue()), len(families))))
 
 
 if __name__ == "__main__":
