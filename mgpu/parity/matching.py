@@ -275,7 +275,11 @@ def _by_order(a: Sequence[Entry], b: Sequence[Entry]
         if [e.shape for e in ones] != [e.shape for e in others]:
             if kind == "other":
                 continue
-            return None
+            # Gluon keeps a gamma and a beta that it does not use; torch none.
+            ones, others = ([e for e in side if e.trained]
+                            for side in (ones, others))
+            if [e.shape for e in ones] != [e.shape for e in others]:
+                return None
         pairs += [Pair(x.name, y.name) for x, y in zip(ones, others)]
     place = {e.name: i for i, e in enumerate(a)}
     return sorted(pairs, key=lambda pair: place[pair.a])
