@@ -324,7 +324,6 @@ class Comparison:
         X, y = self.first_batch
         self.a = self._runner(a)
         self.b = self._runner(b)
-        self.restore_states = [(r, r.state()) for r in (self.a, self.b)]
         self.settings = {
             "steps": self.steps, "dtype": dtype, "tolerance": tolerance,
             "seed": seed, "weights": weights,

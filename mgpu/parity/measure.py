@@ -103,19 +103,9 @@ def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],
     epsilon : float
         The spacing of numbers at 1 in the dtype of the comparison.
     """
-    gaps = []
-    found = scales(a, b, layer)
-    largest = max((scale for scale, _ in found.values()), default=0.0)
-    for name, (scale, own) in found.items():
-        one = gap(step, stage, name, a[name], b[name], scale, tolerance,
-                  0.0 if own else ZERO * epsilon)
-        rounding = ZERO * epsilon * largest
-        if one.status == "different" and scale < rounding:
-            # All of the layer is zero in exact arithmetic.
-            one = gap(step, stage, name, a[name], b[name], largest,
-                      tolerance, ZERO * epsilon)
-        gaps.append(one)
-    return gaps
+    return [gap(step, stage, name, a[name], b[name], scale, tolerance,
+                0.0 if own else ZERO * epsilon)
+            for name, (scale, own) in scales(a, b, layer).items()]
 
 
 def gap(step: int, stage: str, name: str, a: Any, b: Any, scale: float,
