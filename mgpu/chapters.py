@@ -20,6 +20,7 @@ import numpy as np
 
 from mgpu import functional as F
 from mgpu import initializers, models
+from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
 from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices
@@ -127,8 +128,7 @@ def auto_parallelism(devices: Any, *, size: Optional[int] = None,
 def _count(name: str, value: Optional[int], default: int) -> int:
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) \
-            or value < 1:
+    if not is_integer(value, 1):
         raise ValueError(f"{name} must be 1 or more; received {value!r}.")
     return int(value)
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mgpu
-from mgpu import chapters, datasets, doctor, files, plotting
+from mgpu import backends, chapters, datasets, doctor, files, plotting
 from mgpu.device import Device, as_devices, list_devices
 
 _CHAPTERS: Dict[str, Callable[..., chapters.Run]] = {
@@ -129,7 +129,7 @@ def _plan(engines: List[str], text: str) -> List[Tuple[str, List[Device]]]:
 @cli.command()
 @click.argument("chapter", type=click.Choice(list(_CHAPTERS)))
 @click.option("--backend", type=click.Choice(
-    ["mxnet", "torch", "gluon", "pytorch", "both"]),
+    [*backends.NAMES, *backends.ALIASES, "both"]),
     help="Default: $MGPU_BACKEND, else mxnet.")
 @click.option("--devices", metavar="1,2|cpu:0,cpu:1",
               help="Numbers of devices, a run for each, or the devices of "
@@ -173,7 +173,7 @@ def reproduce(chapter: str, backend: Optional[str], devices: Optional[str],
     if wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} is no option of "
                          f"{chapter}; leave it out.")
-    engines = ["mxnet", "torch"] if backend == "both" else \
+    engines = list(backends.NAMES) if backend == "both" else \
         [_name_of(backend)]
     plan = _plan(engines, _DEVICES[chapter] if devices is None else devices)
     # Refused now, and not after an hour's training.

@@ -7,9 +7,9 @@ return new arrays are in `mgpu.functional`.
 """
 from functools import partial
 from math import prod
-from numbers import Integral
 from typing import Any, Callable, Dict, List, Sequence
 
+from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
 from mgpu.backends.base import refuse_foreign
 from mgpu.split import shard_bounds
@@ -75,8 +75,7 @@ def _check(data: Any, op: str) -> List[Array]:
 
 
 def _check_root(root: int, k: int) -> None:
-    if isinstance(root, bool) or not isinstance(root, Integral) \
-            or not 0 <= root < k:
+    if not is_integer(root, 0) or root >= k:
         raise ValueError(f"root must be the number of a device, 0 to "
                          f"{k - 1}; received {root!r}.")
 
@@ -383,7 +382,7 @@ def assign_roots(sizes: Sequence[int], k: int) -> List[int]:
     list of int
         A number of a device for each array, in the order of `sizes`.
     """
-    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+    if not is_integer(k, 1):
         raise ValueError("the number of devices must be a whole number, 1 or "
                          f"more; received {k!r}.")
     load = [0] * k

@@ -17,7 +17,6 @@ The first four return ``(train_iter, test_iter)``, two `BatchIterator`.
 import functools
 import gzip
 import math
-import operator
 import os
 import sys
 import zlib
@@ -25,6 +24,8 @@ from typing import (Any, Callable, Dict, Iterator, Optional, Sequence, Tuple,
                     Union)
 
 import numpy as np
+
+from mgpu.arguments import integer
 
 _NAMES = ("digits", "fashion-mnist", "synthetic")
 _DTYPES = ("float32", "float64")
@@ -113,8 +114,8 @@ class BatchIterator:
                  transform: Optional[Callable[[np.ndarray],
                                               np.ndarray]] = None,
                  info: Optional[Dict[str, Any]] = None) -> None:
-        self.batch_size = _integer("batch_size", batch_size, 1)
-        self.seed = _integer("seed", seed, 0)
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self.seed = integer("seed", seed, 0)
         self._X, self.y = np.asarray(X), np.asarray(y)
         for name, array in (("X", self._X), ("y", self.y)):
             if array.ndim == 0 or array.dtype == object:
@@ -153,7 +154,7 @@ class BatchIterator:
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        self._epoch = _integer("epoch", value, 0)
+        self._epoch = integer("epoch", value, 0)
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
@@ -289,7 +290,7 @@ def digits(batch_size: int, resize: Size = 28, limit: Optional[int] = None,
         A wrong argument.
     """
     size = _check(batch_size, resize, limit, seed, dtype)
-    test_size = _integer("test_size", test_size, 1)
+    test_size = integer("test_size", test_size, 1)
     path = os.path.join(os.path.dirname(__file__), "data", "digits.npz")
     with np.load(path, allow_pickle=False) as file:
         images, labels = file["images"], file["labels"]
@@ -343,11 +344,11 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
         A wrong argument.
     """
     _check(batch_size, None, limit, seed, dtype)
-    num_train = _integer("num_train", num_train, 1)
-    num_test = _integer("num_test", num_test, 1)
-    num_classes = _integer("num_classes", num_classes, 1)
+    num_train = integer("num_train", num_train, 1)
+    num_test = integer("num_test", num_test, 1)
+    num_classes = integer("num_classes", num_classes, 1)
     try:
-        shape = tuple(_integer("shape", n, 1) for n in shape)
+        shape = tuple(integer("shape", n, 1) for n in shape)
     except TypeError:
         raise ValueError("shape must be a sequence of integers, for example "
                          f"(1, 28, 28); received {shape!r}.") from None
@@ -462,34 +463,21 @@ def bilinear(images: np.ndarray, size: Union[int, Tuple[int, int]]
 
 # -- arguments --------------------------------------------------------------
 
-def _integer(name: str, value: Any, least: int) -> int:
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        number = least - 1
-    if number < least:
-        raise ValueError(f"{name} must be an integer of {least} or more; "
-                         f"received {value!r}.")
-    return number
-
-
 def _size(name: str, size: Any) -> Tuple[int, int]:
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2:
         raise ValueError(f"{name} must be an integer or (height, width); "
                          f"received {size!r}.")
-    return _integer(name, pair[0], 1), _integer(name, pair[1], 1)
+    return integer(name, pair[0], 1), integer(name, pair[1], 1)
 
 
 def _check(batch_size: Any, resize: Any, limit: Any, seed: Any, dtype: Any
            ) -> Optional[Tuple[int, int]]:
     """Refuse wrong arguments before a file is read; the size, parsed."""
-    _integer("batch_size", batch_size, 1)
-    _integer("seed", seed, 0)
+    integer("batch_size", batch_size, 1)
+    integer("seed", seed, 0)
     if limit is not None:
-        _integer("limit", limit, 1)
+        integer("limit", limit, 1)
     if dtype not in _DTYPES:
         raise ValueError(f"unknown dtype; received {dtype!r}. Use "
                          f"{' or '.join(map(repr, _DTYPES))}.")

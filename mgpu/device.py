@@ -7,9 +7,9 @@ tested, on none. GPU devices are those that the engine of the current
 backend sees.
 """
 import re
-from numbers import Integral
 from typing import Any, List, NamedTuple, Sequence
 
+from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
 
 _TEXT = re.compile(r"(cpu|gpu|cuda)(?::(\d+)|\((\d+)\))?\Z")
@@ -76,8 +76,7 @@ def as_device(device: Any) -> Device:
             f"{type(device).__name__}. Use cpu(i), gpu(i), or a string such "
             "as 'cpu:1', 'gpu:0', 'cuda:0'.")
     kind = "gpu" if kind == "cuda" else kind
-    if kind not in ("cpu", "gpu") or isinstance(index, bool) \
-            or not isinstance(index, Integral) or index < 0:
+    if kind not in ("cpu", "gpu") or not is_integer(index, 0):
         raise ValueError(
             f"unknown device; received {kind}({index!r}). Use cpu(i) or "
             "gpu(i) with an index of 0 or more.")
@@ -150,7 +149,7 @@ def try_all_gpus() -> List[Device]:
 
 def list_devices(k: int) -> List[Device]:
     """`k` devices: GPUs when there are `k` of them, else logical CPUs."""
-    if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+    if not is_integer(k, 1):
         raise ValueError("the number of devices must be a whole number, 1 or "
                          f"more; received {k!r}. Use for example "
                          "list_devices(2).")

@@ -16,20 +16,27 @@ def check_folder(file: str, option: str) -> None:
 
 
 @contextlib.contextmanager
-def replacing(file: Any) -> Iterator[Any]:
-    """A text file to write to, which becomes `file` when the block ends
-    without an error, and else disappears."""
+def part_of(file: Any) -> Iterator[str]:
+    """The path of an empty file to fill, which becomes `file` when the block
+    ends without an error, and else disappears."""
     path = os.path.abspath(file)
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path),
                                          suffix=".part")
+    os.close(handle)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as part:
-            yield part
+        yield temporary
         os.chmod(temporary, 0o644)      # mkstemp's are the owner's alone
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+@contextlib.contextmanager
+def replacing(file: Any) -> Iterator[Any]:
+    """A text file to write to, that becomes `file` as `part_of` says."""
+    with part_of(file) as path, open(path, "w", encoding="utf-8") as part:
+        yield part
 
 
 def write_json(file: Any, data: Any) -> None:

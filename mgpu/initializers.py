@@ -23,6 +23,8 @@ from typing import Any, Dict, Optional, Sequence, Tuple, Type, Union
 
 import numpy as np
 
+from mgpu.arguments import integer
+
 __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
            "Orthogonal", "Xavier", "MSRAPrelu", "Bilinear", "LSTMBias",
            "create", "draw_parameter", "fans"]
@@ -42,20 +44,6 @@ def _known_shape(shape: Any) -> Tuple[int, ...]:
             f"{shape!r}. Give the layer its input size, or pass a sample "
             "batch so that the shapes can be inferred.")
     return known
-
-
-def _count(name: str, value: Any) -> int:
-    """`value` as an int >= 0; ValueError for anything else."""
-    try:
-        if isinstance(value, (bool, np.bool_)):
-            raise TypeError
-        count = operator.index(value)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ValueError(f"{name} must be an integer of 0 or more; received "
-                         f"{value!r}.")
-    return count
 
 
 def fans(shape: Sequence[int]) -> Tuple[int, int]:
@@ -532,8 +520,8 @@ def draw_parameter(kind: str, shape: Optional[Sequence[int]],
         raise ValueError(
             "initial values are drawn in a floating-point dtype that NumPy "
             f"has; received {dtype!r}. Use 'float32' or 'float64'.") from None
-    rng = np.random.default_rng([_count("seed", seed),
-                                 _count("index", index)])
+    rng = np.random.default_rng([integer("seed", seed, 0),
+                                 integer("index", index, 0)])
     drawn = rule.draw(shape, rng)
     with np.errstate(over="ignore"):        # refused below, in words
         values = drawn.astype(wanted)

@@ -11,26 +11,13 @@ are only the usual ones. `num_update` counts from 1 at the first step.
 """
 import math
 import numbers
-import operator
 from bisect import bisect_left
 from typing import Any, Sequence, Tuple
 
+from mgpu.arguments import integer
+
 __all__ = ["LRScheduler", "FactorScheduler", "MultiFactorScheduler",
            "PolyScheduler", "CosineScheduler"]
-
-
-def _integer(name: str, value: Any, minimum: int) -> int:
-    """`value` as an int of `minimum` or more, or ValueError."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        found = operator.index(value)
-    except TypeError:
-        found = minimum - 1
-    if found < minimum:
-        raise ValueError(f"{name} must be an integer of {minimum} or more; "
-                         f"received {value!r}.")
-    return found
 
 
 def _number(name: str, value: Any, maximum: float = math.inf) -> float:
@@ -79,7 +66,7 @@ class LRScheduler:
                  warmup_begin_lr: float = 0, warmup_mode: str = "linear"
                  ) -> None:
         self.base_lr = _number("base_lr", base_lr)
-        self.warmup_steps = _integer("warmup_steps", warmup_steps, 0)
+        self.warmup_steps = integer("warmup_steps", warmup_steps, 0)
         self.warmup_begin_lr = _number("warmup_begin_lr", warmup_begin_lr)
         self.warmup_final_lr = self.base_lr
         if self.warmup_begin_lr > self.base_lr:
@@ -121,7 +108,7 @@ class LRScheduler:
         ValueError
             `num_update` is no integer of 0 or more.
         """
-        num_update = _integer("num_update", num_update, 0)
+        num_update = integer("num_update", num_update, 0)
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
         return self.after_warmup(num_update)
@@ -151,7 +138,7 @@ class FactorScheduler(LRScheduler):
                  warmup_steps: int = 0, warmup_begin_lr: float = 0,
                  warmup_mode: str = "linear") -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        self.step = _integer("step", step, 1)
+        self.step = integer("step", step, 1)
         self.factor = _number("factor", factor, 1)
         self.stop_factor_lr = _number("stop_factor_lr", stop_factor_lr)
         # The last answer, from which the next one is reached without going
@@ -197,7 +184,7 @@ class MultiFactorScheduler(LRScheduler):
             raise ValueError("step must be a list of one or more integers; "
                              f"received {step!r}. For equal distances use "
                              "FactorScheduler.")
-        self.step = [_integer("each step", s, 1) for s in step]
+        self.step = [integer("each step", s, 1) for s in step]
         if any(a >= b for a, b in zip(self.step, self.step[1:])):
             raise ValueError("step must increase from each entry to the "
                              f"next; received {step!r}.")
@@ -218,7 +205,7 @@ class _Decay(LRScheduler):
                  warmup_steps: int, warmup_begin_lr: float, warmup_mode: str
                  ) -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
-        self.max_update = _integer("max_update", max_update, 1)
+        self.max_update = integer("max_update", max_update, 1)
         if self.max_update <= self.warmup_steps:
             raise ValueError(
                 "the warm-up must end before max_update; received "

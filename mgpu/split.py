@@ -1,11 +1,12 @@
 """Cutting a batch into shards, one per device."""
 import copy
 from fractions import Fraction
-from numbers import Integral, Number
+from numbers import Number
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
+from mgpu.arguments import is_integer
 from mgpu.backends import base, get_backend
 from mgpu.device import as_devices
 
@@ -26,8 +27,7 @@ def shard_bounds(n: int, k: int, weights: Optional[Sequence[float]] = None
     >>> shard_bounds(9, 2, weights=[2, 1])
     [(0, 6), (6, 9)]
     """
-    if not all(isinstance(x, Integral) and not isinstance(x, bool)
-               for x in (n, k)) or n < 0 or k < 1:
+    if not (is_integer(n, 0) and is_integer(k, 1)):
         raise ValueError(f"n rows on k shards are whole numbers, n >= 0 and "
                          f"k >= 1; received n={n!r}, k={k!r}.")
     if weights is None:

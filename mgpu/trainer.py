@@ -1,7 +1,6 @@
 """One optimiser step on all devices."""
 import json
 import os
-import tempfile
 from functools import partial
 from numbers import Real
 from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
@@ -9,7 +8,8 @@ from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
 
 import numpy as np
 
-from mgpu import optimizers
+from mgpu import files, optimizers
+from mgpu.arguments import is_integer
 from mgpu.backends import using_backend
 from mgpu.collectives import allreduce_many
 from mgpu.replicas import Parameter, Replicas
@@ -362,17 +362,10 @@ class Trainer:
         arrays = {"header": np.array(json.dumps(header))}
         for (name, slot), value in saved.slots.items():
             arrays[f"{name}|{slot}"] = value
-        folder = os.path.dirname(os.path.abspath(fname))
-        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, fname)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        with files.part_of(fname) as part, open(part, "wb") as file:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
 
     def load_states(self, fname: Union[str, "os.PathLike[str]"]) -> None:
         """Read what `save_states` wrote, onto all devices.
@@ -489,8 +482,7 @@ def _check_number(what: str, value: Any, least: float = -float("inf")) -> None:
 
 def check_batch_size(batch_size: Any) -> None:
     """Refuse what no sum over rows can be divided by (ValueError)."""
-    if isinstance(batch_size, bool) or not isinstance(
-            batch_size, (int, np.integer)) or batch_size < 1:
+    if not is_integer(batch_size, 1):
         raise ValueError(f"batch_size must be a whole number, 1 or more; "
                          f"received {batch_size!r}. Pass the rows of the "
                          "whole batch, over all devices.")

@@ -8,6 +8,7 @@ from typing import (Any, Callable, ContextManager, Deque, Dict, Iterable, List,
 
 import numpy as np
 
+from mgpu.arguments import is_integer
 from mgpu.backends import base, get_backend, using_backend
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
@@ -72,7 +73,7 @@ def seed(s: int) -> None:
     """Start the random streams of the current backend again (dropout masks):
     one stream per device, so masks are the same for the same devices and
     the same backend. Weights and data orders have seeds of their own."""
-    if isinstance(s, bool) or not isinstance(s, (int, np.integer)) or s < 0:
+    if not is_integer(s, 0):
         raise ValueError(f"seed must be a whole number, 0 or more; received "
                          f"{s!r}. Use for example mgpu.seed(0).")
     get_backend().seed(int(s))
@@ -306,9 +307,7 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
     ValueError
         No batch in an epoch, or a number of epochs below 1.
     """
-    if isinstance(num_epochs, bool) \
-            or not isinstance(num_epochs, (int, np.integer)) \
-            or num_epochs < 1:
+    if not is_integer(num_epochs, 1):
         raise ValueError(f"num_epochs must be a whole number, 1 or more; "
                          f"received {num_epochs!r}.")
     backend = get_backend()

@@ -19,12 +19,6 @@ TORCH = [engine for engine in ENGINES if engine == "torch"]
 KEEP = float(np.float32(0.9))
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    with using_engine(request.param) as backend:
-        yield backend
-
-
 def on(k):
     return [mgpu.cpu(i) for i in range(k)]
 

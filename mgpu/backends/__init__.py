@@ -30,7 +30,8 @@ _BACKENDS: Dict[str, _Entry] = {
     "torch": _Entry("mgpu.backends._torch", "torch",
                     "pip install 'mgpu[torch]'"),
 }
-_ALIASES = {"gluon": "mxnet", "pytorch": "torch"}
+ALIASES = {"gluon": "mxnet", "pytorch": "torch"}
+NAMES = tuple(_BACKENDS)
 _DEFAULT = "mxnet"
 
 _instances: Dict[str, Backend] = {}
@@ -40,11 +41,11 @@ _scoped: ContextVar[Optional[str]] = ContextVar("mgpu_backend", default=None)
 
 
 def _canonical(name: str) -> str:
-    found = _ALIASES.get(name, name) if isinstance(name, str) else None
+    found = ALIASES.get(name, name) if isinstance(name, str) else None
     if found not in _BACKENDS:
         raise ValueError(
             f"unknown backend; received {name!r}. Use one of "
-            f"{', '.join(map(repr, [*_BACKENDS, *_ALIASES]))}.")
+            f"{', '.join(map(repr, [*_BACKENDS, *ALIASES]))}.")
     return found
 
 

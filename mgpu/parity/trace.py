@@ -8,7 +8,6 @@ safetensors: arrays and JSON text, nothing that runs when it is read.
 import hashlib
 import json
 import os
-import tempfile
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
@@ -16,9 +15,8 @@ from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
 
 import numpy as np
 
-from mgpu import losses, optimizers
+from mgpu import files, losses, optimizers
 from mgpu.backends import base
-from mgpu.files import check_folder
 from mgpu.losses import SoftmaxCrossEntropyLoss
 from mgpu.parity import matching
 from mgpu.parity.comparison import (TOLERANCE, Batches, Comparison, Evidence,
@@ -121,17 +119,9 @@ class _Writer:
         """Whole or not at all; the digest."""
         text = json.dumps(header, default=repr)
         digest = _digest(text, sorted(self.arrays), self.arrays.__getitem__)
-        handle, temporary = tempfile.mkstemp(
-            dir=os.path.dirname(os.path.abspath(file)), suffix=".part")
-        os.close(handle)
-        try:
-            _safetensors().numpy.save_file(self.arrays, temporary, {
+        with files.part_of(file) as part:
+            _safetensors().numpy.save_file(self.arrays, part, {
                 "format": FORMAT, "trace": text, "sha256": digest})
-            os.chmod(temporary, 0o644)  # mkstemp's are the owner's alone
-            os.replace(temporary, file)
-        except BaseException:
-            os.unlink(temporary)
-            raise
         return digest
 
 
@@ -300,7 +290,7 @@ batch_norm, native, dtype, dropout, seed, progress
     _check(dropout=(dropout, ("masks", "off")),
            dtype=(dtype, tuple(TOLERANCE)))
     file = os.fspath(file)
-    check_folder(file, "file=")
+    files.check_folder(file, "file=")
     batches, steps = endless(batches, steps)
     wanted = None if keep is None else sorted(set(keep))
     if wanted is not None and (not wanted or not set(wanted) <= set(

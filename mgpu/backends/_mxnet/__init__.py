@@ -19,11 +19,11 @@ autograd, npx = mx.autograd, mx.npx
 @contextlib.contextmanager
 def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
     """MXNet's NumPy array and shape flags of this thread, put back."""
-    flags = [mx.util.np_shape(shape), mx.util.np_array(array)]
+    modes = [mx.util.np_shape(shape), mx.util.np_array(array)]
     # The array flag may only be on while the shape flag is.
     with contextlib.ExitStack() as stack:
-        for flag in flags if array else reversed(flags):
-            stack.enter_context(flag)
+        for mode in modes if array else reversed(modes):
+            stack.enter_context(mode)
         yield
 
 

@@ -8,7 +8,7 @@ the same way.
 import contextlib
 import threading
 from contextvars import ContextVar
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
