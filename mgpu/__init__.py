@@ -13,6 +13,7 @@ from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
                   models, optimizers)
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, set_backend, using_backend)
+from mgpu.background import prefetch
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
@@ -20,6 +21,7 @@ from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
 from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
                              evaluate_accuracy_gpus)
 from mgpu.plotting import Animator
+from mgpu.profiling import Profile
 from mgpu.replicas import (Parameter, ReplicaMismatchError, Replicas,
                            get_params, initialize)
 from mgpu.split import shard_bounds, split_and_load, split_batch
@@ -35,20 +37,20 @@ __version__ = "0.1.0"
 __all__ = [
     "Accumulator", "Animator", "BackendNotAvailable", "Benchmark",
     "CrossDeviceError", "Device", "History", "NonFiniteLoss", "Parameter",
-    "ReplicaMismatchError", "Replicas", "StaleGradientError", "Timer",
-    "Trainer", "accuracy", "allgather", "allreduce", "allreduce_many",
+    "Profile", "ReplicaMismatchError", "Replicas", "StaleGradientError",
+    "Timer", "Trainer", "accuracy", "allgather", "allreduce", "allreduce_many",
     "assign_roots", "attach_grad", "available_backends", "backward",
     "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
     "evaluate_accuracy_gpus", "functional", "get_backend", "get_params", "gpu",
     "grad", "initialize", "initializers", "list_devices", "losses",
     "lr_scheduler", "models", "no_grad", "num_gpus", "optimizers", "parallel",
-    "put", "record", "reduce", "reducescatter", "seed", "set_backend", "sgd",
-    "shard_bounds", "split_and_load", "split_batch", "strict_devices",
-    "synchronize", "to_numpy", "train", "train_batch", "train_epochs",
-    "try_all_gpus", "try_gpu", "using_backend",
+    "prefetch", "put", "record", "reduce", "reducescatter", "seed",
+    "set_backend", "sgd", "shard_bounds", "split_and_load", "split_batch",
+    "strict_devices", "synchronize", "to_numpy", "train", "train_batch",
+    "train_epochs", "try_all_gpus", "try_gpu", "using_backend",
 ]
 
-_ON_DEMAND = ("parity", "testing")     # for those who ask for them
+_ON_DEMAND = ("bench", "parity", "testing")     # for those who ask for them
 
 
 def __getattr__(name: str) -> _Any:

@@ -23,8 +23,7 @@ from mgpu import initializers, models
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
 from mgpu.collectives import allreduce_many
-from mgpu.device import Device, as_devices
-from mgpu.doctor import cpu_cores
+from mgpu.device import Device, as_devices, cpu_cores
 from mgpu.evaluation import DataIter, evaluate_accuracy_gpu
 from mgpu.losses import SoftmaxCrossEntropyLoss
 from mgpu.replicas import get_params, initialize

@@ -1,4 +1,4 @@
-"""The command line: `mgpu reproduce` and `mgpu doctor`. The commands of
+"""The command line: `mgpu reproduce`, `bench` and `doctor`. The commands of
 parity are in `mgpu.parity.commands`.
 
 Needs the extra ``cli``; `mgpu.__main__` says so where it is missing.
@@ -307,6 +307,140 @@ def _print_timings(runs: List[chapters.Run]) -> None:
         table.add_row(rows[0]["name"],
                       *(f"{row['seconds']:.4f}" for row in rows))
     Console().print(table)
+
+
+# -- mgpu bench ---------------------------------------------------------------
+
+@cli.command("bench")
+@click.option("--model", default="lenet", show_default=True,
+              metavar="lenet|resnet18|MODULE:FACTORY",
+              help="FACTORY: a function without arguments that makes a "
+              "network of the engine in use.")
+@click.option("--devices", default="1,2", show_default=True,
+              metavar="1,2|cpu:0,cpu:1",
+              help="Numbers of devices, a contender each, or the devices of "
+              "one contender.")
+@click.option("--batch-size", type=int, default=256, show_default=True,
+              help="Rows of a step, over all devices.")
+@click.option("--steps", type=int, default=5, show_default=True,
+              help="Of a contender in a round.")
+@click.option("--rounds", type=int, default=7, show_default=True,
+              help="2 or more; the first is not counted.")
+@click.option("--backend", type=click.Choice(
+    [*backends.NAMES, *backends.ALIASES, "both"]),
+    help="Default: $MGPU_BACKEND, else mxnet.")
+@click.option("--dtype", type=click.Choice(["float32", "float64"]),
+              default="float32", show_default=True)
+@click.option("--input", "shape", metavar="SHAPE", default="1x28x28",
+              show_default=True, help="Of one example.")
+@click.option("--classes", type=int, default=10, show_default=True)
+@click.option("--predict", "predict_for", metavar="K,K",
+              help="Predict so many devices too, from one.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "json_file", metavar="FILE", type=click.Path(
+    dir_okay=False), help="Write settings and results.")
+@click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False),
+              help="Draw the results, .png or .svg.")
+@click.option("--trace", metavar="FILE", type=click.Path(dir_okay=False),
+              help="Write the spans, for chrome://tracing or "
+              "ui.perfetto.dev.")
+@_one_line_errors
+def bench_command(model: str, devices: str, backend: Optional[str],
+                  shape: str, predict_for: Optional[str],
+                  json_file: Optional[str], plot: Optional[str],
+                  trace: Optional[str], **options: Any) -> None:
+    """Train on random data: how fast, where the time goes, and what more
+    devices would give. See docs/profiling.md.
+
+    Numbers of devices and engines take turns, round by round.
+    """
+    from mgpu import bench
+    from mgpu.parity import commands
+    wanted = parse_devices(devices)
+    for file, option in ((json_file, "--json"), (trace, "--trace")):
+        if file is not None:
+            files.check_folder(file, option)
+    if plot is not None:
+        bench.check_plot(plot)
+    report = bench.run(
+        model if model in bench.MODELS else commands.find(model),
+        wanted if isinstance(wanted[0], int) else [wanted], name=model,
+        backends=list(backends.NAMES) if backend == "both"
+        else [_name_of(backend)], shape=commands.parse_shape(shape),
+        predict_for=_counts(predict_for), trace=trace,
+        progress=sys.stderr.isatty(), **options)
+    _print_bench(report)
+    if json_file is not None:
+        files.write_json(json_file, report)
+    if plot is not None:
+        bench.plot(report, plot)
+    for written in (json_file, plot, trace):
+        if written is not None:
+            click.echo(f"written: {written}")
+
+
+def _counts(text: Optional[str]) -> List[int]:
+    entries = [] if text is None else [e.strip() for e in text.split(",")]
+    if not all(e.isdecimal() and int(e) for e in entries):
+        raise ValueError("--predict takes numbers of devices, from 1 on; "
+                         f"received {text!r}. Write for example 4,8.")
+    return [int(e) for e in entries]
+
+
+def _cell(ms: float, share: float) -> str:
+    return f"{ms:.1f} {share:.0%}" if share >= 0.005 else "-"
+
+
+def _error(error: float) -> str:
+    """Of the throughput, from that of the seconds."""
+    return f"{1 / (1 + error) - 1:+5.0%}"
+
+
+def _print_bench(report: Dict[str, Any]) -> None:
+    console = Console(highlight=False, markup=False)
+    console.print(
+        f"{report['model']}, batch {report['batch_size']}, "
+        f"{report['dtype']}, {report['cpu_cores']} cores; median of "
+        f"{report['rounds'] - 1} x {report['steps']} steps, and the slowest "
+        "and the fastest")
+    table = Table("backend", "devices")
+    for title in ("images/s", "times the first", "predicted, error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    rows = report["contenders"]
+    for row in rows:
+        rate, ratio = row["images_per_second"], row["ratio"]
+        guess, error = row["predicted"], row["error"]
+        table.add_row(
+            row["backend"], str(len(row["devices"])),
+            f"{rate['median']:.0f} ({rate['min']:.0f}-{rate['max']:.0f})",
+            f"{ratio['median']:.2f} ({ratio['min']:.2f}-"
+            f"{ratio['max']:.2f})", "-" if guess is None else
+            f"{guess['images_per_second']:.0f} {_error(error)}")
+    for name, guesses in report["predictions"].items():
+        for guess in guesses:
+            table.add_row(name, str(guess["devices"]), "-", "-",
+                          f"{guess['images_per_second']:.0f} {'':5}")
+    console.print(table)
+    for row in rows:
+        console.print(f"{row['backend']} on [{', '.join(row['devices'])}], "
+                      f"ms per step and share (profiled, which makes a step "
+                      f"{row['profiling_cost']:.2f} times as long)")
+        stages = [key[:-3] for key in row["table"][0]
+                  if key.endswith("_ms") and key != "step_ms"]
+        breakdown = Table("")
+        for name in stages:
+            breakdown.add_column(name, justify="right", no_wrap=True)
+        for line in row["table"]:
+            breakdown.add_row(line["device"], *(
+                _cell(line[s + "_ms"], line[s + "_share"])
+                for s in stages))
+        console.print(breakdown)
+        console.print(row["verdict"])
+    notes = {guess["note"] for guess in [
+        *(row["predicted"] for row in rows if row["predicted"]),
+        *(g for found in report["predictions"].values() for g in found)]}
+    for note in sorted(notes - {""}):
+        console.print(f"predicted: {note}.")
 
 
 # -- mgpu doctor --------------------------------------------------------------

@@ -6,6 +6,7 @@ a machine with one CPU. That is what lets code for several GPUs run, and be
 tested, on none. GPU devices are those that the engine of the current
 backend sees.
 """
+import os
 import re
 from typing import Any, List, NamedTuple, Sequence
 
@@ -155,3 +156,10 @@ def list_devices(k: int) -> List[Device]:
                          "list_devices(2).")
     kind = gpu if num_gpus() >= k else cpu
     return [kind(i) for i in range(k)]
+
+
+def cpu_cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import numpy as np
 
 from mgpu import backends
+from mgpu.device import cpu_cores
 
 #: the environment variables that mgpu reads, and what they say
 VARIABLES = {
@@ -18,13 +19,6 @@ VARIABLES = {
                                "with on torch; 1 without it, as on MXNet",
     "MGPU_TEST_BACKENDS": "the engines that mgpu's own tests run on",
 }
-
-
-def cpu_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def versions(engines: Any = ()) -> Dict[str, str]:

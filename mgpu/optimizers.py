@@ -21,7 +21,8 @@ their scalars as float32: Gluon trains a float64 network with a rate of
 import math
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Type, Union
+from typing import (Any, Callable, Dict, Optional, Sequence, Set, Tuple, Type,
+                    Union)
 
 import numpy as np
 
@@ -94,7 +95,12 @@ def _number(name: str, value: Any) -> float:
 
 # -- the interface ----------------------------------------------------------
 
-_rule = dataclass(eq=False, kw_only=True)
+_OURS: Set[type] = set()
+
+
+def _rule(cls: type) -> type:
+    _OURS.add(dataclass(eq=False, kw_only=True)(cls))
+    return cls
 
 
 @_rule
@@ -128,6 +134,13 @@ class Optimizer:
         for field in fields(self):
             value = _checked(field.name, getattr(self, field.name))
             setattr(self, field.name, value)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether `update` treats each element alone, so that it may be
+        given a weight piece by piece, as NumPy arrays. True for the classes
+        of this module; a class derived from them may say so too."""
+        return type(self) in _OURS
 
     def create_state(self, weight: Array, ops: Ops) -> State:
         """What the rule remembers of `weight` before the first update.

@@ -4,12 +4,12 @@ import warnings
 import weakref
 from collections import abc
 from functools import partial
-from typing import (Any, Dict, List, Mapping, NamedTuple, Optional, Sequence,
-                    Tuple)
+from typing import (Any, Callable, ContextManager, Dict, List, Mapping,
+                    NamedTuple, Optional, Sequence, Tuple)
 
 import numpy as np
 
-from mgpu import initializers
+from mgpu import initializers, profiling
 from mgpu.backends import base, get_backend, recording_elsewhere
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
@@ -481,6 +481,12 @@ class Replicas(abc.Sequence):
 
     # -- running ------------------------------------------------------------
 
+    def autocast(self) -> ContextManager[None]:
+        """Inside the block, arithmetic of this thread and of `mgpu.parallel`
+        follows the `autocast` of `initialize`: for a loss that is not
+        computed by `train_batch`. Without that option, nothing."""
+        return self._network.autocast(self.devices)
+
     def _check_inputs(self, i: int, inputs: Tuple[Any, ...]) -> None:
         """Refuse what is not for replica `i`."""
         found: List[Any] = []
@@ -532,11 +538,55 @@ class Replicas(abc.Sequence):
             self.recorded[i] = True
         return result
 
+    def independent(self) -> bool:
+        """Whether each replica may go through its forward and its backward
+        pass by itself: none waits for another's statistics, and gradients
+        that are written in vain, as another device refuses its rows, are
+        overwritten by the next pass."""
+        return not (self.batch_norm == "sync" and len(self.devices) > 1) \
+            and "add" not in self.grad_reqs().values()
+
     def _syncs(self) -> bool:
         return self.batch_norm == "sync" and len(self.devices) > 1 \
             and self.backend.is_training()
 
     def __call__(self, *inputs: Sequence[Any]) -> List[Any]:
+        rows, active = self._prepared(inputs)
+        with profiling.stage("compute", "forward", self.devices,
+                             lambda: results, active):
+            if self._syncs():
+                results = self._run_synchronised(rows, active)
+            else:
+                results = self.backend.parallel([
+                    partial(self._replicas[i], *rows[i]) if i in active
+                    else _nothing for i in range(len(rows))])
+        self._note(active)
+        return results
+
+    def forward_backward(self, shards: Sequence[Any],
+                         head: Callable[[int, Any], Any]) -> None:
+        """``replicas(shards)``, then ``head(i, output)`` for each device with
+        rows, a native array, and its backward pass; inside `record`. No
+        device waits for another in between, if the engine can do that. Not
+        with ``batch_norm="sync"``."""
+        rows, active = self._prepared((shards,))
+        self._note(active)
+        self.backend.forward_backward([
+            partial(self._one_pass, i, rows[i], head) if i in active
+            else _nothing for i in range(len(rows))])
+
+    def _one_pass(self, i: int, inputs: Tuple[Any, ...],
+                  head: Callable[[int, Any], Any]) -> Any:
+        return head(i, self._replicas[i](*inputs))
+
+    def _note(self, active: List[int]) -> None:
+        if self.backend.is_recording():
+            self.recorded = [i in active for i in range(len(self.devices))]
+
+    def _prepared(self, inputs: Tuple[Sequence[Any], ...]
+                  ) -> Tuple[List[Tuple[Any, ...]], List[int]]:
+        """Each device's inputs, checked, and the numbers of the devices that
+        have rows; the parameters have values then."""
         self._check_recording()
         k = len(self.devices)
         for column in inputs:
@@ -563,15 +613,7 @@ class Replicas(abc.Sequence):
         for i in active:
             self._check_inputs(i, rows[i])
         self._complete(rows[active[0]], self.devices[active[0]])
-        if self._syncs():
-            results = self._run_synchronised(rows, active)
-        else:
-            results = self.backend.parallel([
-                partial(self._replicas[i], *rows[i]) if i in active
-                else _nothing for i in range(k)])
-        if self.backend.is_recording():
-            self.recorded = [i in active for i in range(k)]
-        return results
+        return rows, active
 
     def _run_synchronised(self, rows: List[Tuple[Any, ...]],
                           active: List[int]) -> List[Any]:
@@ -658,10 +700,39 @@ def _is_empty(x: Any) -> bool:
     return x is None or rows_of(x) == 0
 
 
+def _options(network: base.Network, batch_norm: str, dtype: Optional[str],
+             hybridize: Any, channels_last: Any, autocast: Any
+             ) -> base.Options:
+    for name, value in (("hybridize", hybridize),
+                        ("channels_last", channels_last)):
+        if not isinstance(value, (bool, np.bool_)):
+            raise ValueError(f"{name} must be True or False; received "
+                             f"{value!r}.")
+    if autocast not in (None, "bfloat16", "float16"):
+        raise ValueError(f"unknown autocast; received {autocast!r}. Use "
+                         "None, 'bfloat16' or 'float16'.")
+    if hybridize and batch_norm == "sync":
+        raise ValueError(
+            "synchronised batch normalisation needs the layers of the "
+            "network one by one; received batch_norm='sync' with "
+            "hybridize=True. Use one of them.")
+    if autocast is not None:
+        others = sorted({dtype or spec.dtype for spec in network.specs()
+                         if "float" in spec.dtype} - {"float32"})
+        if others:
+            raise ValueError(
+                "autocast narrows the passes of a float32 network; received "
+                f"autocast={autocast!r} with {', '.join(others)}. Use "
+                "dtype='float32', or autocast=None.")
+    return base.Options(bool(hybridize), bool(channels_last), autocast)
+
+
 def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
                sample: Any = None, force_reinit: bool = False,
                dtype: Optional[str] = None, *,
-               batch_norm: str = "per_device") -> Replicas:
+               batch_norm: str = "per_device", hybridize: bool = False,
+               channels_last: bool = False, autocast: Optional[str] = None
+               ) -> Replicas:
     """Put a network on a list of devices, all with the same values.
 
     Parameters
@@ -689,6 +760,24 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
     batch_norm : {"per_device", "average", "sync"}
         One set of running statistics per device; their plain mean after
         each step; or joint statistics of the whole batch, weighted by rows.
+    hybridize : bool
+        Compile the network: Gluon's ``hybridize(static_alloc=True)``,
+        ``torch.compile`` with static shapes. A new shape of inputs (a short
+        last batch) is compiled when it first comes, on torch for many
+        seconds. Numbers are those without it to rounding (on MXNet: to the
+        last bit); dropout masks are the same. Not with "sync".
+    channels_last : bool
+        Let 4-d weights and inputs lie in memory with the channels last
+        (torch; results agree to rounding). MXNet has no such switch: nothing
+        changes there.
+    autocast : {None, "bfloat16", "float16"}
+        Torch alone: run the forward pass, and in `train_batch` the loss,
+        under ``torch.autocast`` of that dtype. Weights, gradients, running
+        statistics and the network's outputs are float32; bfloat16 rounds to
+        2**-8 relative, float16 to 2**-11, and may need the `loss_scale` of
+        `Trainer`.
+
+    See docs/options.md for the last three.
 
     Raises
     ------
@@ -696,9 +785,10 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         Not a network of the current backend.
     RuntimeError
         The network was initialised before and `force_reinit` is False, or
-        "keep" and it has no values.
+        "keep" and it has no values; or `hybridize` without a compiler.
     ValueError
-        A wrong option or device. Nothing has changed then.
+        A wrong option or device, or an option that the engine cannot give
+        this network. Nothing has changed then.
     """
     backend = get_backend()
     devices = as_devices(devices)
@@ -709,6 +799,8 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"unknown dtype; received {dtype!r}. Use one of "
                          f"{', '.join(map(repr, _DTYPES))}.")
+    options = _options(network, batch_norm, dtype, hybridize, channels_last,
+                       autocast)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) \
             or seed < 0:
         raise ValueError(f"seed must be a whole number, 0 or more; received "
@@ -743,6 +835,7 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
                 values[spec.name] = np.zeros(spec.shape, spec.dtype)
         return values
 
+    network.prepare(options, devices)
     if not keep:    # what cannot be drawn is refused before a change
         draw(network.specs())
     before = {s.dtype for s in network.specs() if "float" in s.dtype}

@@ -8,7 +8,8 @@ import numpy as np
 
 from mgpu.arguments import is_integer
 from mgpu.backends import base, get_backend
-from mgpu.device import as_devices
+from mgpu.device import Device, as_devices
+from mgpu.profiling import mark, stage
 
 
 def shard_bounds(n: int, k: int, weights: Optional[Sequence[float]] = None
@@ -147,10 +148,15 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                 f"multiple of {k} or set even_split=False to allow uneven "
                 "partitioning of data.")
         cut = backend.ops.slice_axis if backend.is_native(x) else _slice
-        return [backend.put(cut(x, batch_axis, begin, end), device)
-                for (begin, end), device
+
+        def place(begin: int, end: int, device: Device) -> Any:
+            with mark(device):
+                return backend.put(cut(x, batch_axis, begin, end), device)
+        return [place(begin, end, device) for (begin, end), device
                 in zip(shard_bounds(size, k, weights), devices)]
-    return map_leaves(split, data, k)
+    with stage("copy", "split", devices, lambda: shards):
+        shards = map_leaves(split, data, k)
+    return shards
 
 
 def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:

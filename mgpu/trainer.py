@@ -8,14 +8,16 @@ from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
 
 import numpy as np
 
-from mgpu import files, optimizers
+from mgpu import files, optimizers, profiling
 from mgpu.arguments import is_integer
-from mgpu.backends import using_backend
-from mgpu.collectives import allreduce_many
+from mgpu.backends import HOST_OPS, using_backend
+from mgpu.collectives import allreduce_many, threads_for
 from mgpu.replicas import Parameter, Replicas
 from mgpu.strict import flag
 
 _FORMAT = "mgpu trainer states 1"
+#: of a dynamic loss scale: see `Trainer`
+_FIRST_SCALE, _GROWTH_INTERVAL = 2.0 ** 16, 2000
 
 
 class StaleGradientError(RuntimeError):
@@ -31,6 +33,51 @@ class TrainerStates(NamedTuple):
     learning_rate: float
     counts: Dict[str, int]
     slots: Dict[Tuple[str, str], np.ndarray]    # by parameter, slot
+    loss_scale: Optional[float] = None          # None: not a dynamic one
+    good_steps: int = 0                         # since it has changed
+    skipped_steps: int = 0
+
+
+class _Update(NamedTuple):
+    """What is to be done to one parameter."""
+
+    name: str
+    weights: List[Any]      # one per device
+    gradients: List[Any]
+    lr: float
+    wd: float
+    t: int
+
+
+class _Views(NamedTuple):
+    """The host's memory behind one parameter on one device."""
+
+    weight: np.ndarray
+    gradient: np.ndarray
+    slots: Dict[str, np.ndarray]
+    state: Dict[str, Any]   # the state itself, which also holds numbers
+
+
+#: bytes of a block of each array
+_BLOCK = 1 << 17
+
+
+def _apply_blocks(optimizer: optimizers.Optimizer, work: List[_Update],
+                  devices: List[List[_Views]], scale: float) -> None:
+    """Do `work` on some devices."""
+    profiling.at_once()
+    each = [pair for views in devices for pair in zip(work, views)]
+    with np.errstate(all="ignore"):     # as the engines
+        for update, (weight, gradient, slots, state) in each:
+            step, block = max(1, _BLOCK // weight.itemsize), state
+            for begin in range(0, len(weight), step):
+                part = slice(begin, begin + step)
+                block = {**state, **{s: x[part] for s, x in slots.items()}}
+                optimizer.update(
+                    weight[part], gradient[part] * scale, block, lr=update.lr,
+                    wd=update.wd, t=update.t, ops=HOST_OPS)
+            # Numbers that the rule has replaced, the same for every block.
+            state.update((s, x) for s, x in block.items() if s not in slots)
 
 
 class Trainer:
@@ -58,6 +105,24 @@ class Trainer:
         `mgpu.lr_scheduler`, or any function.
     lr_mult, wd_mult : dict, optional
         Factors by parameter name, for example ``{"0.bias": 2.0}``.
+    loss_scale : float or "dynamic", optional
+        What losses are multiplied by before the backward pass, so that small
+        gradients do not vanish in float16; `update` divides by it.
+        `train_batch` multiplies; other code multiplies its losses by
+        `Trainer.loss_scale` itself. A power of two changes no bit of the
+        result unless something overflows or vanishes. "dynamic" is the rule
+        of ``torch.amp.GradScaler`` with its defaults, on both engines: 2**16
+        at first; an update whose summed gradients are not all finite is
+        skipped on all devices and halves the scale; 2000 updates in a row
+        double it. Each update then waits for the gradients.
+
+    Attributes
+    ----------
+    loss_scale : float
+        The scale now; 1.0 without one. To be read, not set.
+    skipped_steps : int
+        Updates that a dynamic scale has skipped so far; they are not in
+        `num_update`.
 
     Raises
     ------
@@ -74,7 +139,8 @@ class Trainer:
                  semantics: str = "gluon",
                  lr_scheduler: Optional[Callable[[int], float]] = None,
                  lr_mult: Optional[Mapping[str, float]] = None,
-                 wd_mult: Optional[Mapping[str, float]] = None):
+                 wd_mult: Optional[Mapping[str, float]] = None,
+                 loss_scale: Union[None, float, str] = None):
         if not isinstance(replicas, Replicas):
             raise TypeError(
                 "a Trainer takes the Replicas that mgpu.initialize returns; "
@@ -105,6 +171,13 @@ class Trainer:
                     f"{unknown}. It has {sorted(names)}.")
             for name, factor in (factors or {}).items():
                 _check_number(f"{what} of {name!r}", factor)
+        self._dynamic = isinstance(loss_scale, str) and \
+            loss_scale == "dynamic"
+        if not self._dynamic and loss_scale is not None:
+            _check_loss_scale(loss_scale)
+        self.loss_scale = _FIRST_SCALE if self._dynamic \
+            else 1.0 if loss_scale is None else float(loss_scale)
+        self.skipped_steps = self._good_steps = 0
         self.replicas, self.optimizer = replicas, optimizer
         self._lr_mult, self._wd_mult = dict(lr_mult or {}), dict(wd_mult or {})
         self._scheduler = scheduler
@@ -188,6 +261,7 @@ class Trainer:
                 "there are no gradients; run a forward and a backward pass "
                 "before Trainer.step.")
 
+    @profiling.staged("reduce", "all-reduce", profiling.gradients)
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Sum every gradient over the devices, in place on each.
 
@@ -241,13 +315,15 @@ class Trainer:
                 "allreduce_grads first, or step for both.")
         return self._collected
 
+    @profiling.staged("update", "update", profiling.weights)
     def update(self, batch_size: int) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.
 
         Does not touch the gradients. RuntimeError without an
         `allreduce_grads` before it: an old gradient is never applied again.
         While the environment variable ``MGPU_DEBUG`` is 1 it ends with
-        `Replicas.check_equal` (`ReplicaMismatchError`), which waits.
+        `Replicas.check_equal` (`ReplicaMismatchError`), which waits. With
+        ``loss_scale="dynamic"`` it may skip the step (`skipped_steps`).
         """
         check_batch_size(batch_size)
         debug = flag("MGPU_DEBUG")      # read first: a wrong value is refused
@@ -259,6 +335,13 @@ class Trainer:
         rate = optimizer.learning_rate if self._scheduler is None \
             else float(self._scheduler(number))
         with using_backend(backend.name), backend.scope(recording=False):
+            if self._dynamic and not self._finite(parameters):
+                self._collected = None
+                self._skip_step()
+                replicas.after_step()
+                if debug:
+                    replicas.check_equal()
+                return
             work = []
             for p in parameters:
                 name, weights = p.name, p.list_data()
@@ -266,31 +349,101 @@ class Trainer:
                     if name not in state:
                         state[name] = optimizer.create_state(weight,
                                                              backend.ops)
-                work.append((
+                work.append(_Update(
                     name, weights, [backend.grad(x) for x in weights],
                     rate * self._lr_mult.get(name, p.lr_mult),
                     optimizer.wd * self._wd_mult.get(name, p.wd_mult),
                     self._counts.get(name, 0) + 1))
-            counts = {name: t for name, *_, t in work}
-            order = sorted(self._states[0], key=self._gluons_order())
-            for state in self._states:
-                optimizer.begin_step([state[name] for name in order],
-                                     [counts.get(name) for name in order])
-            scale = 1.0 / batch_size
-
-            def apply(device: int) -> None:
-                for name, weights, gradients, lr, wd, t in work:
-                    optimizer.update(
-                        weights[device], gradients[device] * scale,
-                        self._states[device][name], lr=lr, wd=wd, t=t,
-                        ops=backend.ops)
-            backend.parallel([partial(apply, i)
-                              for i in range(len(replicas))])
+            counts = {update.name: update.t for update in work}
+            if type(optimizer).begin_step is not \
+                    optimizers.Optimizer.begin_step:
+                order = sorted(self._states[0], key=self._gluons_order())
+                for state in self._states:
+                    optimizer.begin_step(
+                        [state[name] for name in order],
+                        [counts.get(name) for name in order])
+            self._apply(work, 1.0 / batch_size)
             self._counts.update(counts)
             self.num_update, self._collected = number, None
+            if self._dynamic:
+                self._count_good_step()
             replicas.after_step()
             if debug:
                 replicas.check_equal()
+
+    def _apply(self, work: List[_Update], scale: float) -> None:
+        """The optimiser's rule on every device, for gradients times `scale`
+        and divided by the loss scale.
+
+        In the host's memory elementwise rules go through all arrays block by
+        block, so that what a rule allocates stays in a core's cache: memory
+        is read and written once. The formulas are the same, in NumPy."""
+        backend, optimizer = self.replicas.backend, self.optimizer
+        k, loss_scale = len(self.replicas), self.loss_scale
+        views = self._host_views(work) if optimizer.elementwise else None
+        if views is not None:
+            threads = threads_for(k * sum(v.weight.nbytes for v in views[0]),
+                                  k)
+            backend.on_host(
+                [partial(_apply_blocks, optimizer, work, views[i::threads],
+                         scale / loss_scale) for i in range(threads)],
+                [x for update in work for x in update.weights])
+            return
+
+        def apply(device: int) -> None:
+            for update in work:
+                gradient = update.gradients[device]
+                if loss_scale != 1.0:
+                    # On its own: MXNet reads numbers from text, and not
+                    # every quotient of two to the last bit.
+                    gradient = gradient / loss_scale
+                optimizer.update(
+                    update.weights[device], gradient * scale,
+                    self._states[device][update.name], lr=update.lr,
+                    wd=update.wd, t=update.t, ops=backend.ops)
+        backend.parallel([partial(apply, i) for i in range(k)])
+
+    def _host_views(self, work: List[_Update]) -> Optional[List[List[_Views]]]:
+        """For each device and update; None where an array has no view."""
+        backend, found = self.replicas.backend, []
+        for i, states in enumerate(self._states):
+            found.append([])
+            for update in work:
+                state = states[update.name]
+                slots = [s for s, x in state.items() if backend.is_native(x)]
+                views = backend.host_views(
+                    [update.weights[i], update.gradients[i],
+                     *(state[s] for s in slots)])
+                if views is None:
+                    return None
+                found[i].append(_Views(
+                    *views[:2], dict(zip(slots, views[2:])), state))
+        return found
+
+    def _finite(self, parameters: List[Parameter]) -> bool:
+        """Whether all gradients are, which have been summed, so that one
+        device's tell of all; waits."""
+        backend = self.replicas.backend
+        ops, total = backend.ops, None
+        for p in parameters:
+            # Zero times a number is 0, times infinity or NaN it is NaN.
+            here = ops.astype(ops.sum(p.list_grad()[0] * 0.0), "float32")
+            total = here if total is None else total + here
+        return total is None or not np.isnan(backend.to_numpy(total)).any()
+
+    # torch/amp/grad_scaler.py and _amp_update_scale_ have this rule; the
+    # scale stays a normal float32, as theirs is one.
+
+    def _skip_step(self) -> None:
+        self.loss_scale = max(self.loss_scale * 0.5, 2.0 ** -126)
+        self.skipped_steps += 1
+        self._good_steps = 0
+
+    def _count_good_step(self) -> None:
+        self._good_steps += 1
+        if self._good_steps == _GROWTH_INTERVAL:
+            self.loss_scale = min(self.loss_scale * 2.0, 2.0 ** 127)
+            self._good_steps = 0
 
     def _gluons_order(self) -> Callable[[str], Any]:
         """Layer after layer, and by name inside a layer, as a Gluon Trainer
@@ -312,15 +465,17 @@ class Trainer:
         ----------
         max_norm : float
         batch_size : int
-            The norm is that of the gradients divided by it (what `update`
-            will apply). With 1, of the summed gradients as they are.
+            The norm is that of the gradients divided by it and by the
+            `loss_scale` (what `update` will apply). With 1, and without a
+            scale, of the summed gradients as they are.
 
         Returns
         -------
         float
             The norm before clipping; reading it waits for the gradients.
             If it is not finite nothing is scaled and a FloatingPointError
-            is raised.
+            is raised; with a dynamic scale it is returned, and `update` will
+            skip the step.
         """
         _check_number("max_norm", max_norm, 0)
         if not max_norm:
@@ -335,8 +490,10 @@ class Trainer:
             squares = [backend.ops.sum(g[0] * g[0]) for g in gradients]
             norm = float(np.sqrt(sum(
                 float(backend.to_numpy(s).sum()) for s in squares)))
-            norm /= batch_size
+            norm /= batch_size * self.loss_scale
             if not np.isfinite(norm):
+                if self._dynamic:
+                    return norm
                 raise FloatingPointError(
                     f"the gradients have norm {norm}; they were not clipped. "
                     "Lower the learning rate, or find the step that made "
@@ -358,7 +515,10 @@ class Trainer:
         saved = self.export_states()
         header = {"format": _FORMAT, "optimizer": saved.optimizer,
                   "num_update": saved.num_update, "counts": saved.counts,
-                  "learning_rate": saved.learning_rate}
+                  "learning_rate": saved.learning_rate,
+                  "loss_scale": saved.loss_scale,
+                  "good_steps": saved.good_steps,
+                  "skipped_steps": saved.skipped_steps}
         arrays = {"header": np.array(json.dumps(header))}
         for (name, slot), value in saved.slots.items():
             arrays[f"{name}|{slot}"] = value
@@ -371,7 +531,8 @@ class Trainer:
         """Read what `save_states` wrote, onto all devices.
 
         The trainer keeps its own options, multipliers and schedule; the
-        learning rate is that of the file.
+        learning rate is that of the file, and so is a dynamic loss scale
+        where both have one.
 
         Raises
         ------
@@ -395,7 +556,9 @@ class Trainer:
             {(name, slot): backend.to_numpy(value)
              if backend.is_native(value) else np.array(value)
              for name, slots in self._states[0].items()
-             for slot, value in slots.items()})
+             for slot, value in slots.items()},
+            self.loss_scale if self._dynamic else None, self._good_steps,
+            self.skipped_steps)
 
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
@@ -444,6 +607,10 @@ class Trainer:
         self._states, self._counts = states, dict(saved.counts)
         self.num_update = saved.num_update
         self.optimizer.learning_rate = saved.learning_rate
+        self.skipped_steps = saved.skipped_steps
+        if self._dynamic and saved.loss_scale is not None:
+            self.loss_scale = saved.loss_scale
+            self._good_steps = saved.good_steps
 
 
 def _read_states(fname: Union[str, "os.PathLike[str]"]) -> TrainerStates:
@@ -457,10 +624,15 @@ def _read_states(fname: Union[str, "os.PathLike[str]"]) -> TrainerStates:
         for key, array in arrays.items():
             name, _, slot = key.rpartition("|")
             slots[name, slot] = array
+        loss_scale = header.get("loss_scale")   # older files have none
+        if loss_scale is not None:
+            _check_loss_scale(loss_scale)
         return TrainerStates(
             str(header["optimizer"]), int(header["num_update"]),
             float(header["learning_rate"]),
-            {name: int(t) for name, t in header["counts"].items()}, slots)
+            {name: int(t) for name, t in header["counts"].items()}, slots,
+            loss_scale, int(header.get("good_steps", 0)),
+            int(header.get("skipped_steps", 0)))
     except OSError:
         raise
     except Exception as error:      # zip, NumPy, JSON: each has its own
@@ -478,6 +650,14 @@ def _check_number(what: str, value: Any, least: float = -float("inf")) -> None:
                         f"{type(value).__name__}.")
     if not least <= value < float("inf"):
         raise ValueError(f"{rule}; received {value!r}.")
+
+
+def _check_loss_scale(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) \
+            or not 0 < value < float("inf"):
+        raise ValueError(
+            "loss_scale must be None, 'dynamic' or a finite number above 0; "
+            f"received {value!r}. Use a power of two, such as 1024.0.")
 
 
 def check_batch_size(batch_size: Any) -> None:

@@ -1,4 +1,5 @@
 """Recording, backward, and the training loop, once for both engines."""
+import contextlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,7 +9,8 @@ from typing import (Any, Callable, ContextManager, Deque, Dict, Iterable, List,
 
 import numpy as np
 
-from mgpu.arguments import is_integer
+from mgpu import background, profiling
+from mgpu.arguments import integer, is_integer
 from mgpu.backends import base, get_backend, using_backend
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
@@ -115,7 +117,8 @@ def backward(losses: Union[Any, Sequence[Any]]) -> None:
     backend = get_backend()
     if not isinstance(losses, (list, tuple)):
         losses = [losses]
-    losses = [loss for loss in losses if loss is not None]
+    numbers = [i for i, loss in enumerate(losses) if loss is not None]
+    losses = [losses[i] for i in numbers]
     for loss in losses:
         if not backend.is_native(loss):
             base.refuse_foreign(loss, backend.name)
@@ -125,7 +128,8 @@ def backward(losses: Union[Any, Sequence[Any]]) -> None:
     if not losses:
         raise ValueError("backward needs at least one loss; received none. "
                          "Give some device rows.")
-    backend.backward(losses)
+    with profiling.stage("compute", "backward", numbers=numbers):
+        backend.backward(losses)
 
 
 def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> List[Any]:
@@ -186,7 +190,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     list of native arrays
         The losses of each device's rows, not waited for; None where a
         device had no rows (its gradient counts as zero). Gradients are
-        divided by n, the rows that are there.
+        divided by n, the rows that are there. The losses are without the
+        trainer's `loss_scale`, which gradients have until its update.
 
     Raises
     ------
@@ -203,14 +208,53 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
             "a trainer steps the replicas that it was made with; received "
             f"one of {trainer.replicas!r} for {replicas!r}. Make a new "
             "Trainer after each initialize.")
-    with using_backend(replicas.backend.name):
-        X_shards, y_shards = split_f(X, y, replicas.devices)
-        with record():
-            outputs = replicas(X_shards)
-            losses = parallel(partial(_loss_of, loss), outputs, y_shards)
-        backward(losses)
+    devices, stage = replicas.devices, profiling.stage
+    with using_backend(replicas.backend.name) as backend, \
+            backend.scope(), profiling.step(devices, X):
+        with stage("copy", "split", devices,
+                   lambda: list(zip(X_shards, y_shards))):
+            X_shards, y_shards = split_f(X, y, devices)
+        passes = _at_once if replicas.independent() and not profiling.on() \
+            else _stage_by_stage
+        losses = passes(replicas, X_shards, y_shards, loss,
+                        trainer.loss_scale)
         trainer.step(sum(rows_of(shard) or 0 for shard in y_shards))
     return losses
+
+
+def _at_once(replicas: Replicas, X_shards: List[Any], y_shards: List[Any],
+             loss: Loss, scale: float) -> List[Any]:
+    """Forward and backward passes of each device without a wait for another
+    one in between."""
+    losses: List[Any] = [None] * len(replicas)
+
+    def head(i: int, output: Any) -> Any:
+        losses[i] = _loss_of(loss, output, y_shards[i])
+        return _scaled(losses[i], scale)
+    with record(), replicas.autocast():
+        replicas.forward_backward(X_shards, head)
+    return losses
+
+
+def _stage_by_stage(replicas: Replicas, X_shards: List[Any],
+                    y_shards: List[Any], loss: Loss, scale: float
+                    ) -> List[Any]:
+    """All forward passes, all losses, all backward passes."""
+    devices, stage = replicas.devices, profiling.stage
+    with record(), replicas.autocast():
+        outputs = replicas(X_shards)
+        active = [i for i, x in enumerate(outputs) if x is not None]
+        with stage("compute", "loss", devices, lambda: losses, active):
+            losses = parallel(partial(_loss_of, loss), outputs, y_shards)
+        scaled = [_scaled(x, scale) for x in losses]
+    with stage("compute", "backward", devices,
+               partial(profiling.gradients, replicas), active):
+        backward(scaled)
+    return losses
+
+
+def _scaled(losses: Any, scale: float) -> Any:
+    return losses if losses is None or scale == 1.0 else losses * scale
 
 
 def _loss_of(loss: Loss, output: Any, y: Any) -> Any:
@@ -276,7 +320,8 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
                  evaluate: Optional[Callable[[], float]] = None,
                  weights: Optional[Callable[[], Dict[str, Any]]] = None,
                  progress: bool = False, animator: Any = None,
-                 description: str = "") -> History:
+                 description: str = "", prefetch: int = 0,
+                 max_inflight: int = 2) -> History:
     """The loop around any step, from scratch or not.
 
     Parameters
@@ -297,19 +342,40 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
         Draw a bar (tqdm; without the package there is none).
     animator : mgpu.plotting.Animator, optional
         Gets (epoch, [train loss, test accuracy]).
+    prefetch : int
+        Batches that a thread draws ahead (`mgpu.prefetch`); 0: each batch
+        is drawn when the step before it has been queued. That is the
+        default because a thread that draws takes Python time, and on CPU
+        devices a core, from the steps: it pays where drawing is slow.
+    max_inflight : int
+        Steps that may be queued with their losses unread, 1 or more. Before
+        another one is, the losses of the oldest are read, which waits for
+        its forward pass (and all steps before it), and let go: that bounds
+        the memory. 1: all work of a step is waited for before the next is
+        queued, as by the ``waitall`` in the text's section "Training on
+        Multiple GPUs". What happens without it, and how two steps may
+        overlap, is an exercise of its section "Concise Implementation for
+        Multiple GPUs": 2 is the answer. The numbers do not depend on it.
+        Steps overlap on engines that queue work (MXNet, torch on GPUs).
 
     Raises
     ------
     NonFiniteLoss
-        A loss that is NaN or infinite, naming its step. A step's loss is
-        read when the next step has been queued, so that checking costs no
-        wait; that next step has run by then. Or a weight, after an epoch.
+        A loss that is NaN or infinite, naming its step; it is read when
+        ``max_inflight - 1`` more steps of the epoch have been queued, so
+        that checking costs no wait, and they have run by then. Or a weight,
+        after an epoch.
     ValueError
-        No batch in an epoch, or a number of epochs below 1.
+        No batch in an epoch, a number of epochs or of steps below 1, or of
+        batches below 0.
     """
     if not is_integer(num_epochs, 1):
         raise ValueError(f"num_epochs must be a whole number, 1 or more; "
                          f"received {num_epochs!r}.")
+    max_inflight = integer("max_inflight", max_inflight, 1)
+    ahead = integer("prefetch", prefetch, 0)
+    batches = background.prefetch(train_iter, ahead, devices=devices) \
+        if ahead else train_iter
     backend = get_backend()
     history = History([str(d) for d in devices])
     bar = _progress_bar(progress, num_epochs, train_iter, description)
@@ -333,18 +399,23 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
         error.history = history
         raise error
 
-    try:
+    # The scope is for Ctrl-C, which may come while one inside it ends.
+    with backend.scope(), contextlib.nullcontext() if bar is None \
+            else contextlib.closing(bar):
         for epoch in range(num_epochs):
             backend.synchronize(list(devices))
             first, images, begin = len(history.loss_per_step), 0, \
                 time.perf_counter()
             sizes = []
-            for X, y in train_iter:
+            for X, y in batches:
                 losses = step(X, y)
                 rows = sum(len(loss) for loss in losses if loss is not None)
                 waiting.append((epoch, rows, losses))
+                del losses      # or they would outlive their settlement
                 sizes.append(rows)
-                settle(down_to=1)
+                settle(down_to=max_inflight - 1)
+                if max_inflight == 1:
+                    backend.synchronize(list(devices))
                 if bar is not None:
                     bar.update()
             if not sizes:
@@ -374,9 +445,6 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
                     f"loss {history.train_loss[-1]:.3f}" + (
                         f", test acc {history.test_acc[-1]:.3f}"
                         if history.test_acc else ""))
-    finally:
-        if bar is not None:
-            bar.close()
     return history
 
 
@@ -400,7 +468,8 @@ def train(replicas: Replicas, train_iter: Iterable[Tuple[Any, Any]],
           test_iter: Optional[Iterable[Tuple[Any, Any]]], loss: Loss,
           trainer: Trainer, num_epochs: int, *,
           split_f: Callable = split_batch, device: Any = None,
-          progress: bool = True, animator: Any = None) -> History:
+          progress: bool = True, animator: Any = None, prefetch: int = 0,
+          max_inflight: int = 2) -> History:
     """Train and evaluate on all devices of `replicas`.
 
     Parameters
@@ -417,6 +486,8 @@ def train(replicas: Replicas, train_iter: Iterable[Tuple[Any, Any]],
     progress : bool
         Draw a progress bar, where tqdm is installed.
     animator : mgpu.plotting.Animator, optional
+    prefetch, max_inflight : int
+        Batches drawn ahead, and steps queued: see `train_epochs`.
 
     Returns
     -------
@@ -424,14 +495,15 @@ def train(replicas: Replicas, train_iter: Iterable[Tuple[Any, Any]],
 
     Raises
     ------
-    NonFiniteLoss
+    NonFiniteLoss, ValueError
         See `train_epochs`.
     """
     with using_backend(replicas.backend.name):
         return train_epochs(
             lambda X, y: train_batch(X, y, replicas, loss, trainer, split_f),
             train_iter, num_epochs, replicas.devices, progress=progress,
-            animator=animator, weights=lambda: {
+            animator=animator, prefetch=prefetch,
+            max_inflight=max_inflight, weights=lambda: {
                 p.name: p.data() for p in replicas.params()},
             evaluate=None if test_iter is None else
             lambda: evaluate_accuracy_gpus(replicas, test_iter, split_f,

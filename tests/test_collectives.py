@@ -1,5 +1,6 @@
 """Collectives: bit for bit where sums are exact, in the documented order
 where they are not."""
+import contextlib
 import functools
 import itertools
 
@@ -9,8 +10,8 @@ import pytest
 import mgpu
 from helpers import (ENGINES, assert_bit_equal, foreign_array,
                      refusal_of_foreign, using_engine)
-from mgpu import (allgather, allreduce, assign_roots, broadcast, cpu, reduce,
-                  reducescatter, shard_bounds)
+from mgpu import (allgather, allreduce, assign_roots, broadcast, collectives,
+                  cpu, reduce, reducescatter, shard_bounds)
 from mgpu.collectives import ALGORITHMS, OPS
 
 SHAPES = [(), (0,), (0, 3), (1,), (3,), (2, 3), (5, 7), (4, 1, 3), (33,)]
@@ -536,16 +537,38 @@ def test_impossible_numbers_of_devices(k):
 
 # -- many lists ---------------------------------------------------------------
 
-def test_many_lists_are_reduced_alike(backend, devices):
+@pytest.mark.parametrize("mode", [contextlib.nullcontext,
+                                  mgpu.strict_devices],
+                         ids=["plain", "strict"])
+def test_many_lists_are_reduced_alike(backend, devices, mode):
     k, shapes = len(devices), [(3,), (2, 2), (5, 1), (40,)]
-    lists = [[mgpu.put(np.full(s, 10.0 * j + i, "float32"), d)
-              for i, d in enumerate(devices)] for j, s in enumerate(shapes)]
-    mgpu.allreduce_many(lists)
+    with mode():    # strict: not in the host's memory, by copies
+        lists = [[mgpu.put(np.full(s, 10.0 * j + i, "float32"), d)
+                  for i, d in enumerate(devices)]
+                 for j, s in enumerate(shapes)]
+        mgpu.allreduce_many(lists)
     for j, (shape, arrays) in enumerate(zip(shapes, lists)):
         total = sum(10.0 * j + i for i in range(k))
         for x in arrays:
             assert_bit_equal(mgpu.to_numpy(x),
                              np.full(shape, total, "float32"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_arrays_are_cut_between_threads(backend, devices, op, monkeypatch):
+    """Blocks of a few bytes, and shares of threads that end inside arrays of
+    different dtypes."""
+    monkeypatch.setattr(collectives, "_BLOCK", 64)
+    monkeypatch.setattr(collectives, "_SHARE", 16)
+    monkeypatch.setattr(collectives, "cpu_cores", lambda: 3)
+    hosts = [integers(len(devices), shape, dtype)
+             for shape, dtype in (((7,), "float64"), ((33, 3), "float32"),
+                                  ((1,), "float32"), ((2, 5, 5), "float64"))]
+    lists = [put(backend, columns) for columns in hosts]
+    mgpu.allreduce_many(lists, op=op)
+    for columns, arrays in zip(hosts, lists):
+        for x in arrays:
+            assert_bit_equal(backend.to_numpy(x), reduced(columns, op))
 
 
 def test_many_lists_of_different_lengths_are_refused(backend):

@@ -2,6 +2,7 @@
 import contextlib
 import re
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -499,10 +500,11 @@ def test_an_animator_gets_each_epoch(engine):
         points.clear()
 
 
-@pytest.mark.parametrize("epoch, step", [(0, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize("epoch, step, window", [
+    (0, 0, 2), (0, 2, 2), (1, 1, 2), (0, 0, 1), (1, 1, 1), (0, 0, 4)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_names_its_step(
-        engine, devices, epoch, step, bad):
+        engine, devices, epoch, step, window, bad):
     replicas, loss, trainer = set_up(engine, devices)
 
     class Source:
@@ -516,7 +518,7 @@ def test_a_loss_that_is_not_finite_names_its_step(
                 yield X, y
     with pytest.raises(mgpu.NonFiniteLoss) as caught:
         mgpu.train(replicas, Source(), None, loss, trainer, 4,
-                   progress=False)
+                   progress=False, max_inflight=window)
     text = str(caught.value)
     assert re.match(
         fr"the loss must be finite; received (nan|inf) in step "
@@ -529,8 +531,59 @@ def test_a_loss_that_is_not_finite_names_its_step(
     assert not np.isfinite(history.loss_per_step[-1])
     assert len(history.train_loss) == epoch
     assert history.summary()
-    # It is read when the next step of the epoch has been queued, no later.
-    assert trainer.num_update == 3 * epoch + min(step + 2, 3)
+    # It is read when it leaves the window, or at the end of the epoch.
+    assert trainer.num_update == 3 * epoch + min(step + window, 3)
+
+
+def test_the_window_changes_no_number(engine, devices):
+    """And `max_inflight` 1 waits for the devices after each step."""
+    found, waits = [], []
+    wait = engine.synchronize
+    for window in (1, 2, 4):
+        replicas, loss, trainer = set_up(engine, devices)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "synchronize",
+                          lambda x: (waits.append(window), wait(x)))
+            history = mgpu.train(replicas, batches(8, 7, 1, 3, 5), None,
+                                 loss, trainer, 2, progress=False,
+                                 max_inflight=window)
+        found.append((history.loss_per_step, values(replicas)))
+    (losses, weights), *others = found
+    assert len(losses) == 10
+    for other, other_weights in others:
+        assert other == losses
+        assert_unchanged(other_weights, weights)
+    assert waits.count(1) == waits.count(2) + 10 == waits.count(4) + 10
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+def test_losses_outside_the_window_are_let_go(engine, window):
+    replicas, loss, trainer = set_up(engine, on(0, 1))
+
+    class Losses(list):     # which has weak references
+        pass
+    alive, counts = weakref.WeakValueDictionary(), []
+
+    def step(X, y):
+        counts.append(len(alive))
+        found = Losses(mgpu.train_batch(X, y, replicas, loss, trainer))
+        alive[len(counts)] = found
+        return found
+    history = mgpu.train_epochs(step, batches(*[4] * 6), 2, on(0, 1),
+                                max_inflight=window)
+    # Each step finds those of the steps before it that are in the window.
+    assert counts == [min(i, window - 1) for i in range(6)] * 2
+    assert not alive and len(history.loss_per_step) == 12
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, None, True])
+def test_a_wrong_window_is_refused(backend, wrong):
+    replicas, loss, trainer = set_up(backend, on(0))
+    refuse(lambda: mgpu.train(replicas, batches(2), None, loss, trainer, 1,
+                              max_inflight=wrong), ValueError,
+           "max_inflight must be an integer of 1 or more; received "
+           f"{wrong!r}.")
+    assert trainer.num_update == 0
 
 
 def test_wrong_loops_are_refused(engine):

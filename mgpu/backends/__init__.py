@@ -11,6 +11,7 @@ import threading
 from contextvars import ContextVar
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
+from mgpu.backends._host import HostOps
 from mgpu.backends.base import Backend
 
 
@@ -33,6 +34,8 @@ _BACKENDS: Dict[str, _Entry] = {
 ALIASES = {"gluon": "mxnet", "pytorch": "torch"}
 NAMES = tuple(_BACKENDS)
 _DEFAULT = "mxnet"
+
+HOST_OPS = HostOps()
 
 _instances: Dict[str, Backend] = {}
 _loading = threading.Lock()

@@ -16,6 +16,7 @@ that writes through), ``x[:] = v`` (`v` may live on another device),
 through `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
 from abc import ABC, abstractmethod
+from contextlib import ContextDecorator
 from typing import (TYPE_CHECKING, Any, Callable, ContextManager, Dict, List,
                     NamedTuple, Optional, Sequence, Tuple, Union)
 
@@ -43,6 +44,14 @@ class Spec(NamedTuple):
     init: Optional[Tuple[str, Dict[str, Any]]] = None   # the layer's own
     lr_mult: float = 1.0
     wd_mult: float = 1.0
+
+
+class Options(NamedTuple):
+    """How replicas compute: `mgpu.initialize` says what each means."""
+
+    hybridize: bool = False
+    channels_last: bool = False
+    autocast: Optional[str] = None      # "bfloat16", "float16"
 
 
 class BatchNormCall(NamedTuple):
@@ -251,6 +260,35 @@ class Network(ABC):
         """The network's own values, by name, or None if it has none yet."""
 
     @abstractmethod
+    def prepare(self, options: Options, devices: Sequence["Device"]) -> None:
+        """What `replicate` is to make, said before it: replicas on `devices`
+        with `options`.
+
+        ``hybridize``: passes of the replicas run as compiled code, with the
+        meaning of the network's layers: the same streams of dropout masks,
+        the same running statistics. Compiled are a replica's first training
+        and first prediction pass for each shape of inputs, one at a time.
+        Inside `watch`, `dropout` and `Backend.strict` the network runs layer
+        by layer. ``channels_last``: 4-d parameters and inputs keep their
+        values and lie in memory with the channels last, where the engine has
+        such an order. ``autocast``: passes run with that dtype where the
+        engine holds it to be safe; parameters, gradients and running
+        statistics keep theirs, and outputs are float32.
+
+        Raises
+        ------
+        ValueError
+            The engine cannot run this network so.
+        RuntimeError
+            It lacks a compiler.
+        """
+
+    @abstractmethod
+    def autocast(self, devices: Sequence["Device"]) -> ContextManager[None]:
+        """Inside the block this thread, and what `parallel` runs for it,
+        computes with the dtype of `Options.autocast`; nothing without."""
+
+    @abstractmethod
     def replicate(self, devices: Sequence["Device"]) -> List[Replica]:
         """One replica per device, each with storage of its own (also where
         two devices share memory) and gradients attached. Replica 0 is the
@@ -329,6 +367,13 @@ class Backend(ABC):
             silently.
         """
 
+    def stage(self, devices: Sequence["Device"]
+              ) -> Optional[Callable[[Any], Any]]:
+        """A function of one array that makes host data ready for a `put` on
+        `devices` that does not block, and leaves other things as they are;
+        it may be called in any thread. None: there is nothing to gain."""
+        return None
+
     @abstractmethod
     def to_numpy(self, x: Array) -> np.ndarray:
         """A fresh copy on the host; waits for pending work on `x` and raises
@@ -341,6 +386,24 @@ class Backend(ABC):
     @abstractmethod
     def synchronize(self, devices: Sequence["Device"]) -> None:
         """Return when all work queued on all of `devices` is done."""
+
+    # -- the host's own memory ------------------------------------------------
+
+    @abstractmethod
+    def host_views(self, arrays: Sequence[Array]
+                   ) -> Optional[List[np.ndarray]]:
+        """One-dimensional NumPy views, each in its array's order of memory;
+        to be read and written inside `on_host` alone. None unless every
+        array has one, in the same order: not on a GPU, not in a dtype that
+        NumPy lacks, not with gaps, and not inside `mgpu.strict_devices`,
+        which could not see what is done to them. Does not wait."""
+
+    @abstractmethod
+    def on_host(self, thunks: Sequence[Callable[[], Any]],
+                written: Sequence[Array]) -> None:
+        """`parallel`, once all work that is queued on arrays with
+        `host_views` is done. The thunks change none but the `written`
+        arrays."""
 
     # -- gradients ----------------------------------------------------------
 
@@ -368,7 +431,8 @@ class Backend(ABC):
               training: Optional[bool] = None) -> ContextManager[None]:
         """Record for `backward`, or not; run layers in training mode, or
         not. None leaves a flag as it is. The earlier state comes back at the
-        end of the block, also after an error. The scope belongs to the
+        end of the block, also after an error, and also where Ctrl-C kept a
+        scope inside it from putting its own back. The scope belongs to the
         calling thread and to what `parallel` runs for it."""
 
     @abstractmethod
@@ -382,6 +446,14 @@ class Backend(ABC):
         """Each loss is summed over its elements; gradients of all leaves
         that any loss depends on are written. Losses that share no leaf run
         at the same time. May return before the work is done (MXNet)."""
+
+    def forward_backward(self, thunks: Sequence[Callable[[], Optional[Array]]]
+                         ) -> None:
+        """`parallel` of thunks that each record a loss (None: without rows),
+        then `backward`; inside ``scope(recording=True)``. The thunks' losses
+        share no leaf, so no device has to wait for another in between."""
+        losses = self.parallel(thunks)
+        self.backward([loss for loss in losses if loss is not None])
 
     # -- running on several devices -----------------------------------------
 
@@ -397,6 +469,12 @@ class Backend(ABC):
         own per-thread modes are those of the caller. Inside a thunk,
         another `parallel` runs one thunk after the other.
         """
+
+    @abstractmethod
+    def carry(self) -> Callable[[], ContextManager[None]]:
+        """The calling thread's modes beside context variables (recording,
+        training, MXNet's NumPy mode, ...): a context manager that sets them
+        in another thread."""
 
     @abstractmethod
     def seed(self, seed: int) -> None:
@@ -441,6 +519,37 @@ class Backend(ABC):
     def doctor(self) -> List[Tuple[str, str]]:
         """What `mgpu doctor` should say about this engine's settings:
         (level, text), level "info", "warning" or "error"."""
+
+
+class Scope(ContextDecorator):
+    """`Backend.scope`: writes flags, and at its end what they were.
+
+    No generator: one whose end is cut short by Ctrl-C lives on in the
+    traceback, and would put its flags back whenever that is dropped.
+
+    Parameters
+    ----------
+    read : callable
+        The flags of this thread, a tuple.
+    write : callable
+        Sets as many; None leaves one as it is.
+    flags : tuple
+    """
+
+    def __init__(self, read: Callable[[], Tuple[Optional[bool], ...]],
+                 write: Callable[..., None],
+                 flags: Tuple[Optional[bool], ...]):
+        self._read, self._write, self._flags = read, write, flags
+
+    def _recreate_cm(self) -> "Scope":      # each call of a decorated function
+        return Scope(self._read, self._write, self._flags)
+
+    def __enter__(self) -> None:
+        self._before = self._read()
+        self._write(*self._flags)
+
+    def __exit__(self, *_: Any) -> None:
+        self._write(*self._before)
 
 
 # -- what both engines check or say in the same words ------------------------

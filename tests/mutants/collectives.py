@@ -4,6 +4,8 @@ from mutants.planting import Mutant, edit, together
 _TEST = "test_collectives.py::test_allreduce_is_exact_and_in_place[torch-"
 _COMBINE, _REDUCE = "mgpu.collectives:_combine", "mgpu.collectives:_reduce"
 _BROADCAST = "mgpu.collectives:_broadcast"
+_BLOCKS = "mgpu.collectives:_reduce_blocks"
+_CUT = "test_collectives.py::test_arrays_are_cut_between_threads[torch-"
 
 MUTANTS = [
     Mutant("reduce-rebinds", "the sum is a new array that nobody else holds",
@@ -78,7 +80,22 @@ MUTANTS = [
            "not reduced", edit("mgpu.collectives:allreduce_many", "at == root",
                                "at == root < k - 1"),
            ("test_collectives.py::test_many_lists_are_reduced_alike"
-            "[torch-2dev]",)),
+            "[torch-2dev-strict]",)),
+    Mutant("many-sums-a-mean", "the mean is not divided",
+           edit(_BLOCKS, 'op == "mean"', "False"), (_CUT + "2dev-mean]",)),
+    Mutant("block-not-written-back", "only device 0 holds the sum",
+           edit(_BLOCKS, "x[...] = first", "pass"), (_CUT + "2dev-sum]",)),
+    Mutant("blocks-overlap", "the last block of a share reaches into the next "
+           "one", edit(_BLOCKS, "min(at + step, high)", "at + step"),
+           (_CUT + "2dev-sum]",)),
+    Mutant("a-share-is-lost", "the last thread's share is not reduced",
+           edit("mgpu.collectives:_on_host", "for i in range(threads)]",
+                "for i in range(max(1, threads - 1))]"),
+           (_CUT + "3dev-sum]",)),
+    Mutant("block-drops-the-last", "the last device does not count",
+           edit(_BLOCKS, "for x in others:\n                    function",
+                "for x in others[:-1]:\n                    function"),
+           (_CUT + "2dev-sum]",)),
     Mutant("scatter-without-reduce", "device i keeps its own slice",
            edit("mgpu.collectives:reducescatter", "_reduce(slices, op, i)",
                 "pass"),

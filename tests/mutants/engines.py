@@ -44,7 +44,7 @@ MUTANTS = [
            edit(_TORCH + "seed", "self._generators.clear()", "pass"),
            ("test_contract.py::test_random_streams[torch-2dev]",)),
     Mutant("torch-results-in-no-order", "results of devices change places",
-           edit("mgpu.backends._workers:Workers.run",
+           edit("mgpu.backends._workers:_Call.outcome",
                 "first_error_or(results, errors)",
                 "first_error_or(results[::-1], errors)"),
            ("test_training.py::test_parallel[torch-2dev]",)),

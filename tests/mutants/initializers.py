@@ -37,7 +37,7 @@ MUTANTS = [
            edit(_INIT + "draw_parameter", 'elif kind != "weight":',
                 'elif kind not in ("weight", "bias"):'), (_OWN,)),
     Mutant("one-stream-for-all", "layers of one shape start alike",
-           edit(_INIT + "draw_parameter", '_count("index", index)])', "0])"),
+           edit(_INIT + "draw_parameter", 'integer("index", index, 0)])', "0])"),
            ("test_initializers.py::test_one_generator_per_parameter",)),
     Mutant("own-initialiser-ignored", "the network's one wins over the layer's"
            , edit(_INIT + "draw_parameter", "own is not None", "False"),

@@ -40,8 +40,9 @@ MUTANTS = [
            ("test_batch_norm.py::test_export_of_per_device_statistics_warns_"
             "and_averages[torch-2dev]",)),
     Mutant("recording-forgotten", "a device that ran counts as one without "
-           "rows", edit(_REPLICAS + "__call__",
-                        "[i in active for i in range(k)]", "[False] * k"),
+           "rows", edit(_REPLICAS + "_note",
+                        "[i in active for i in range(len(self.devices))]",
+                        "[False] * len(self.devices)"),
            ("test_trainer.py::test_a_step_without_a_backward_pass[torch-2dev-*"
             ,)),
 ]

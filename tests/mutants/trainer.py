@@ -3,6 +3,7 @@ from mutants.planting import Mutant, edit
 
 _REDUCE = "mgpu.trainer:Trainer.allreduce_grads"
 _UPDATE = "mgpu.trainer:Trainer.update"
+_APPLY, _BLOCKS = "mgpu.trainer:Trainer._apply", "mgpu.trainer:_apply_blocks"
 _ONE = ("test_trainer.py::test_k_devices_are_one_device[torch-sgd-2]",)
 _GLUON = ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
           "[torch-1dev-sgd]",)
@@ -34,8 +35,16 @@ MUTANTS = [
     Mutant("divided-twice", "the batch size counts twice",
            edit(_UPDATE, "1.0 / batch_size", "1.0 / batch_size ** 2"), _GLUON),
     Mutant("one-device-updated", "the others keep their weights",
-           edit(_UPDATE, "for i in range(len(replicas))", "for i in range(1)"
-                ), _ONE),
+           edit(_APPLY, "views[i::threads]", "views[i:1:threads]"),
+           _ONE),
+    Mutant("a-block-is-lost", "the last block of a weight stays",
+           edit(_BLOCKS, "len(weight), step", "len(weight) - step, step"),
+           ("test_trainer.py::test_blocks_of_a_weight_are_the_whole"
+            "[torch-gluon-sgd]",)),
+    Mutant("a-number-stands", "what a rule keeps as a number is not renewed",
+           edit(_BLOCKS, "state.update(", "dict().update("),
+           ("test_trainer.py::test_blocks_of_a_weight_are_the_whole"
+            "[torch-gluon-nadam]",)),
     Mutant("decay-multiplier-ignored", "wd_mult is not read",
            edit(_UPDATE, "self._wd_mult.get(name, p.wd_mult)", "1.0"),
            ("test_trainer.py::test_multipliers_by_name[torch-2dev]",)),

@@ -1,6 +1,7 @@
 """The MXNet engine."""
 import contextlib
 import ctypes
+import functools
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -38,19 +39,21 @@ def _carry() -> Callable[[], contextlib.AbstractContextManager]:
     return modes
 
 
-@contextlib.contextmanager
 def _flags(recording: Optional[bool], training: Optional[bool]
-           ) -> Iterator[None]:
-    before = autograd.is_recording(), autograd.is_training()
+           ) -> base.Scope:
+    return base.Scope(_read_flags, _write_flags, (recording, training))
+
+
+def _read_flags() -> Tuple[bool, bool]:
+    return autograd.is_recording(), autograd.is_training()
+
+
+def _write_flags(recording: Optional[bool], training: Optional[bool]
+                 ) -> None:
     if recording is not None:
         autograd.set_recording(recording)
     if training is not None:
         autograd.set_training(training)
-    try:
-        yield
-    finally:
-        autograd.set_recording(before[0])
-        autograd.set_training(before[1])
 
 
 def _address(array: Any) -> int:
@@ -58,6 +61,14 @@ def _address(array: Any) -> int:
     mx.base.check_call(mx.base._LIB.MXNDArrayGetData(
         array.handle, ctypes.byref(pointer)))
     return pointer.value or 0
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _host_view(address: int, size: int, dtype: Any) -> np.ndarray:
+    """Memory as an array; nothing keeps it alive."""
+    raw = (ctypes.c_char * (size * np.dtype(dtype).itemsize)
+           ).from_address(address)
+    return np.frombuffer(raw, dtype, size)
 
 
 def _fill(array: Any, x: np.ndarray) -> None:
@@ -151,6 +162,20 @@ class MXNetBackend(base.Backend):
             else:
                 base.refuse_foreign(x, self.name)
 
+    # -- the host's own memory ------------------------------------------------
+
+    def host_views(self, arrays: Sequence[Any]
+                   ) -> Optional[List[np.ndarray]]:
+        if strict.on() or any(x.ctx.device_type != "cpu"
+                              or x.stype != "default" for x in arrays):
+            return None
+        return [_host_view(_address(x), x.size, x.dtype) for x in arrays]
+
+    def on_host(self, thunks: Sequence[Callable[[], Any]],
+                written: Sequence[Any]) -> None:
+        mx.nd.waitall()
+        self.parallel(thunks, rendezvous=not inside_worker())
+
     # -- gradients ----------------------------------------------------------
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
@@ -208,6 +233,9 @@ class MXNetBackend(base.Backend):
         if inside_worker():
             raise base.nested_rendezvous()
         return self._workers.run(thunks)
+
+    def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
+        return _carry()
 
     def seed(self, seed: int) -> None:
         # One number for all: MXNet mixes the context into it.

@@ -60,6 +60,7 @@ class MXNetNetwork(base.Network):
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
         self._contexts: List[Any] = []      # of the replicas
+        self._options = base.Options()
         found, seen = [], set()
         for name, parameter in net._collect_params_with_prefix().items():
             if id(parameter) not in seen:
@@ -167,10 +168,26 @@ class MXNetNetwork(base.Network):
             found[name] = self.backend.to_numpy(arrays[0])
         return found
 
+    def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
+        if options.autocast is not None:
+            raise ValueError(
+                "autocast is torch's alone; received "
+                f"autocast={options.autocast!r} with the mxnet backend. Use "
+                "autocast=None, or dtype='float16' for the whole network.")
+        self._options = options     # channels_last: MXNet has no such switch
+
+    def autocast(self, devices: Sequence[Any]
+                 ) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
     def replicate(self, devices: Sequence[Any]) -> List[base.Replica]:
         self._contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self._contexts)
         self._mend_frozen()
+        if self._options.hybridize:
+            # Not static_shape: Gluon has it for one shape in all passes, and
+            # shards of two lengths and a last batch are the rule here.
+            self.net.hybridize(static_alloc=True)
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
 
     def layers(self) -> List[base.Layer]:

@@ -35,6 +35,10 @@ def _active() -> Tuple[Any, ...]:
     return (*_always, *_ledgers.get())
 
 
+def on() -> bool:
+    return bool(_active())
+
+
 # -- what is known of a handle ------------------------------------------------
 
 def _device(handle: Any) -> Any:

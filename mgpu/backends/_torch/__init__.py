@@ -3,12 +3,12 @@ import contextlib
 import os
 import weakref
 from contextvars import ContextVar
+from functools import partial
 from typing import (Any, Callable, Dict, Iterator, List, Optional, Sequence,
                     Tuple)
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mgpu.backends import base
 from mgpu.backends._torch import strict
@@ -21,10 +21,53 @@ _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
 _training: ContextVar[bool] = ContextVar("mgpu_training", default=False)
 
 
+def _read_flags() -> Tuple[bool, bool, bool]:
+    return _recording.get(), _training.get(), torch.is_grad_enabled()
+
+
+def _write_flags(recording: Optional[bool], training: Optional[bool],
+                 grad: Optional[bool]) -> None:
+    if recording is not None:
+        _recording.set(recording)
+    if training is not None:
+        _training.set(training)
+    if grad is not None:
+        torch.set_grad_enabled(grad)
+
+
 class _Leaf:
     """What is known of the gradient of one leaf."""
 
-    __slots__ = ("request", "fresh", "hook")
+    __slots__ = ("tensor", "request", "fresh", "hook")
+
+
+class Leaves:
+    """`_Leaf` by tensor, as a `WeakTensorKeyDictionary` would keep them; it
+    is asked for each parameter in each step, and that class takes ten times
+    as long."""
+
+    def __init__(self) -> None:
+        self._found: Dict[int, _Leaf] = {}
+        self._limit = 1000
+
+    def get(self, x: Any) -> Optional[_Leaf]:
+        leaf = self._found.get(id(x))
+        # After the end of a tensor another one may get its id.
+        return None if leaf is None or leaf.tensor.expired() else leaf
+
+    def pop(self, x: Any) -> Optional[_Leaf]:
+        leaf = self.get(x)
+        self._found.pop(id(x), None)
+        return leaf
+
+    def put(self, x: Any, leaf: _Leaf) -> None:
+        leaf.tensor = torch._C._WeakTensorRef(x)
+        self._found[id(x)] = leaf
+        if len(self._found) > self._limit:
+            for key, old in list(self._found.items()):
+                if old.tensor.expired():
+                    self._found.pop(key, None)
+            self._limit = 1000 + 2 * len(self._found)
 
 
 def _carry() -> Callable[[], contextlib.AbstractContextManager]:
@@ -65,12 +108,12 @@ class TorchBackend(base.Backend):
 
     def __init__(self) -> None:
         self.ops = TorchOps()
-        self._leaves = WeakTensorKeyDictionary()
+        self._leaves = Leaves()
         self._seed = 0
         self._generators: Dict[Any, torch.Generator] = {}
         # set_num_threads counts for the calling thread alone, so each device
         # gets its share and the user's own threads keep theirs.
-        threads = threads_per_device()
+        self.threads = threads = threads_per_device()
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads), _carry)
 
@@ -105,10 +148,17 @@ class TorchBackend(base.Backend):
                     non_blocking=x.is_pinned() if x.device.type == "cpu"
                     and target.type == "cuda" else False)
 
+    def stage(self, devices: Sequence[Any]
+              ) -> Optional[Callable[[Any], Any]]:
+        return _pinned if any(d.kind == "gpu" for d in devices) \
+            and torch.cuda.is_available() else None
+
     def to_numpy(self, x: Any) -> np.ndarray:
         if not isinstance(x, torch.Tensor):
             raise base.not_native(x, self.name)
         strict.fetched(x)
+        if x.dtype is torch.bfloat16:       # NumPy has none: exact in float32
+            x = x.float()
         return x.detach().cpu().numpy().copy()
 
     def is_native(self, x: Any) -> bool:
@@ -128,13 +178,39 @@ class TorchBackend(base.Backend):
             else:
                 base.refuse_foreign(x, self.name)
 
+    # -- the host's own memory ------------------------------------------------
+
+    def host_views(self, arrays: Sequence[Any]
+                   ) -> Optional[List[np.ndarray]]:
+        if strict.on():
+            return None
+        if any(x.is_cuda or x.layout is not torch.strided
+               or x.dtype is torch.bfloat16 for x in arrays):
+            return None
+        if all(x.is_contiguous() for x in arrays):
+            return [x.detach().view(-1).numpy() for x in arrays]
+        if any(x.stride() != arrays[0].stride() for x in arrays):
+            return None
+        views = [x.detach().numpy().ravel(order="K") for x in arrays]
+        # no base: a copy, as there were gaps
+        return views if all(x.base is not None for x in views) else None
+
+    def on_host(self, thunks: Sequence[Callable[[], Any]],
+                written: Sequence[Any]) -> None:
+        if len(thunks) == 1:
+            thunks[0]()
+        else:
+            self.parallel(thunks)
+        # A graph that still needs the old values is to say so.
+        torch.autograd.graph.increment_version(written)
+
     # -- gradients ----------------------------------------------------------
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
         base.check_grad_req(grad_req)
         if not x.dtype.is_floating_point:
             raise base.no_float(str(x.dtype).replace("torch.", ""))
-        known = self._leaves.pop(x, None)
+        known = self._leaves.pop(x)
         if known is not None and known.hook is not None:
             known.hook.remove()
         if not x.is_leaf:
@@ -145,7 +221,7 @@ class TorchBackend(base.Backend):
             return
         leaf = _Leaf()
         leaf.request, leaf.fresh, leaf.hook = grad_req, False, None
-        self._leaves[x] = leaf
+        self._leaves.put(x, leaf)
         target = weakref.ref(x)     # a hook must not keep its tensor alive
 
         def arrived(_: Any) -> None:
@@ -179,16 +255,11 @@ class TorchBackend(base.Backend):
         if leaf is not None:
             leaf.fresh = False
 
-    @contextlib.contextmanager
     def scope(self, recording: Optional[bool] = None,
-              training: Optional[bool] = None) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if recording is not None:
-                stack.callback(_recording.reset, _recording.set(recording))
-                stack.enter_context(torch.set_grad_enabled(recording))
-            if training is not None:
-                stack.callback(_training.reset, _training.set(training))
-            yield
+              training: Optional[bool] = None
+              ) -> contextlib.AbstractContextManager:
+        return base.Scope(_read_flags, _write_flags,
+                          (recording, training, recording))
 
     def is_recording(self) -> bool:
         return _recording.get()
@@ -209,6 +280,15 @@ class TorchBackend(base.Backend):
                 lambda i=i: torch.autograd.backward(losses[i], seeds[i])
                 for i in range(len(losses))])
 
+    def forward_backward(self, thunks: Sequence[Callable[[], Any]]) -> None:
+        def both(thunk: Callable[[], Any]) -> None:
+            loss = thunk()
+            if loss is not None:
+                if not loss.requires_grad:
+                    raise base.not_recorded()
+                torch.autograd.backward(loss, torch.ones_like(loss))
+        self.parallel([partial(both, thunk) for thunk in thunks])
+
     # -- running on several devices -----------------------------------------
 
     def _workers_or_turn(self, thunks: Sequence[Callable[[], Any]]
@@ -221,6 +301,9 @@ class TorchBackend(base.Backend):
         if rendezvous and inside_worker() and len(thunks) > 1:
             raise base.nested_rendezvous()
         return self._workers_or_turn(thunks)
+
+    def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
+        return _carry()
 
     def seed(self, seed: int) -> None:
         self._seed = seed
@@ -287,6 +370,20 @@ class TorchBackend(base.Backend):
             found.append(("warning", "MGPU_LOGICAL_GPUS is set, and there is "
                           "no physical GPU that logical ones could share."))
         return found
+
+
+def _pinned(x: Any) -> Any:
+    """A copy of host data in page-locked memory. A tensor, as torch keeps
+    that memory until copies from the tensor, or a part of it, are done."""
+    if isinstance(x, np.ndarray) and x.dtype.name in base.DTYPES:
+        pinned = torch.empty(x.shape, dtype=dtype_of(x.dtype),
+                             pin_memory=True)
+        np.copyto(pinned.numpy(), x)
+        return pinned
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided \
+            and x.device.type == "cpu":
+        return x.pin_memory()
+    return x
 
 
 def _disjoint(losses: Sequence[Any]) -> bool:

@@ -6,13 +6,19 @@ of a replica's call and put back.
 """
 import contextlib
 import copy
+import inspect
+import itertools
 import threading
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+import weakref
+from functools import lru_cache, partial
+from typing import (Any, Callable, Dict, Iterator, List, Optional, Sequence,
+                    Set, Tuple)
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base
 from mgpu.backends._torch import strict
@@ -69,16 +75,29 @@ def _batch_norm_forward(layer: nn.Module, path: str,
     return forward
 
 
-def _dropout_forward(layer: nn.Module, generator: torch.Generator
+def _mask_shape(x: Any, leading: int) -> Any:
+    return x.shape if not leading else \
+        x.shape[:leading] + (1,) * (x.dim() - leading)
+
+
+def _draw_mask(x: Any, leading: int, keep: float, replica: "TorchReplica"
+               ) -> Any:
+    mask = torch.empty(_mask_shape(x, leading), dtype=x.dtype,
+                       device=x.device)
+    return mask.bernoulli_(keep, generator=replica.generator())
+
+
+def _dropout_forward(layer: nn.Module, replica: "TorchReplica"
                      ) -> Callable[[Any], Any]:
-    leading = _DROPOUTS[type(layer)]
+    leading, ticket = _DROPOUTS[type(layer)], replica.ticket
 
     def forward(x: Any) -> Any:
-        shape = x.shape if not leading else \
-            x.shape[:leading] + (1,) * (x.dim() - leading)
         keep = 1 - layer.p
-        mask = torch.empty(shape, dtype=x.dtype, device=x.device)
-        mask.bernoulli_(keep, generator=generator)
+        if torch.compiler.is_dynamo_compiling():
+            mask = torch.ops.mgpu.dropout_mask(x.detach(), leading, keep,
+                                                ticket)
+        else:
+            mask = _draw_mask(x, leading, keep, replica)
         return x * mask.div_(keep) if keep else x * mask
     return forward
 
@@ -100,12 +119,16 @@ class TorchReplica(base.Replica):
     ----------
     module : torch.nn.Module
         An ordinary module: its parameters, hooks and attributes are its own.
+    ticket : torch.Tensor
+        Stands for this replica in compiled code: (its number, the masks
+        that compiled code has drawn).
     """
 
     def __init__(self, network: "TorchNetwork", module: nn.Module, device,
                  index: int):
         self.module, self.device, self.index = module, device, index
         self._network = network
+        self._handle = network.backend.handle(device)
         self._modules = list(module.modules())
         strict.place(_arrays_of(module), device)
         self._owners = [(getattr(m, which), name)
@@ -114,7 +137,22 @@ class TorchReplica(base.Replica):
         self._batch_norms = [
             (path, m) for path, m in module.named_modules()
             if isinstance(m, _BATCH_NORMS)]
-        self._dropouts = [m for m in self._modules if type(m) in _DROPOUTS]
+        number = next(_numbers)
+        _by_number[number] = self
+        self.ticket = torch.tensor([number, 0])
+        if any(type(m) in _DROPOUTS for m in self._modules):
+            _define_mask()      # the user may have compiled the network
+        # The same functions in every call: compiled code asks whether they
+        # are the ones that it was made from.
+        self._dropouts = [(m, _dropout_forward(m, self))
+                          for m in self._modules if type(m) in _DROPOUTS]
+        # One that keeps no statistics: torch's own will do.
+        self._own = self._dropouts + [
+            (m, _batch_norm_forward(m, path, gluon_batch_norm, index))
+            for path, m in self._batch_norms if m.running_mean is not None]
+        #: by training flag: the compiled network
+        self._compiled: Dict[bool, Callable[..., Any]] = {}
+        self._known: Set[Any] = set()       # calls that compile nothing
         #: draws from torch's default stream (functional dropout, attention
         #: or recurrent dropout); None: not known before it has trained once
         self._draws: Optional[bool] = None
@@ -124,56 +162,90 @@ class TorchReplica(base.Replica):
         owner, name = self._owners[number]
         return owner[name]
 
+    def generator(self) -> torch.Generator:
+        """The stream of the masks of dropout layers."""
+        return self._network.backend.generator(self.device)
+
     def __call__(self, *inputs: Any) -> Any:
-        backend = self._network.backend
+        network = self._network
+        backend, options = network.backend, network.options
         backend.check_inputs(inputs, self.device)
-        training = backend.is_training()
-        flags = [m.training for m in self._modules]
+        training, recording = backend.is_training(), backend.is_recording()
+        if options.channels_last:
+            inputs = tuple(map(_channels_last, inputs))
+        wrong = [(m, m.training) for m in self._modules
+                 if m.training is not training]
         patched: List[nn.Module] = []
         try:
-            for module in self._modules:
-                # not module.train(): a user may have overridden it
-                module.training = training
-            if training:
-                rule = self._network.rule or gluon_batch_norm
-                for path, layer in self._batch_norms:
-                    if self._network.rule is None and (
-                            self._network.native
-                            or layer.running_mean is None):
-                        continue        # nothing to keep: torch's own will do
-                    if "forward" not in layer.__dict__:
-                        patched.append(layer)
-                        layer.__dict__["forward"] = _batch_norm_forward(
-                            layer, path, rule, self.index)
-                for layer in self._dropouts:
+            for module, _ in wrong:
+                _set_training(module, training)
+            for layer, forward in self._forwards() if training else ():
+                if "forward" not in layer.__dict__:
                     patched.append(layer)
-                    mask = self._network.dropout_rule
-                    layer.__dict__["forward"] = _dropout_forward(
-                        layer, backend.generator(self.device)) \
-                        if mask is None else _masked_forward(
-                            layer, mask, self.index)
-            with self._default_stream(), \
-                    torch.set_grad_enabled(backend.is_recording()):
-                return self.module(*inputs)
+                    layer.__dict__["forward"] = forward
+            in_turn = training and self._draws is not False \
+                and network.rule is None    # those that meet cannot wait
+            if not in_turn and options.autocast is None \
+                    and recording is torch.is_grad_enabled():
+                return self._run(inputs, training)
+            with contextlib.ExitStack() as stack:
+                if in_turn:
+                    stack.enter_context(self._in_turn())
+                if options.autocast is not None:
+                    stack.enter_context(_autocast(self._handle, options))
+                stack.enter_context(torch.set_grad_enabled(recording))
+                result = self._run(inputs, training)
+                return result if options.autocast is None else tree_map(
+                    partial(_widened, dtype_of(options.autocast)), result)
         finally:
             for layer in patched:
                 del layer.__dict__["forward"]
-            for module, flag in zip(self._modules, flags):
-                module.training = flag
+            for module, flag in wrong:
+                _set_training(module, flag)
 
+    def _forwards(self) -> Sequence[Tuple[nn.Module, Callable[..., Any]]]:
+        """Layers that compute by our functions in training."""
+        network = self._network
+        rule, dropout = network.rule, network.dropout_rule
+        if rule is None and dropout is None:
+            return self._dropouts if network.native else self._own
+        found = list(self._dropouts) if dropout is None else [
+            (m, _masked_forward(m, dropout, self.index))
+            for m, _ in self._dropouts]
+        for path, m in self._batch_norms:
+            if rule is not None or not (network.native
+                                        or m.running_mean is None):
+                found.append((m, _batch_norm_forward(
+                    m, path, rule or gluon_batch_norm, self.index)))
+        return found
 
-    def _default_stream(self) -> contextlib.AbstractContextManager[None]:
-        # Replicas that meet inside the pass cannot take turns.
-        if self._draws is False or not self._network.backend.is_training() \
-                or self._network.rule is not None:
-            return contextlib.nullcontext()
-        return self._in_turn()
+    def _run(self, inputs: Tuple[Any, ...], training: bool) -> Any:
+        network = self._network
+        # Compiled code shows nobody its layers.
+        if not network.options.hybridize or network.by_layer or strict.on():
+            return self.module(*inputs)
+        call = training, torch.is_grad_enabled(), network.native, tuple(
+            (x.shape, x.stride(), x.dtype, x.requires_grad)
+            if isinstance(x, torch.Tensor) else repr(x)
+            for x in tree_leaves(inputs))
+        with _compiling(alone=call not in self._known), \
+                _threads(network.backend.threads):
+            if training not in self._compiled:
+                self._compiled[training] = _compile(
+                    self.module, network.backend.threads)
+            result = self._compiled[training](*inputs)
+        self._known.add(call)
+        return result
+
+    def forget(self) -> None:
+        """What has been compiled may have to be compiled again."""
+        self._known.clear()
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
         """One replica at a time, with this device's random stream in the
         place of torch's default one, which all threads share."""
-        handle = self._network.backend.handle(self.device)
+        handle = self._handle
         default = torch.default_generator if handle.type == "cpu" \
             else torch.cuda.default_generators[handle.index]
         own = self._network.backend.generator(self.device, "functional")
@@ -191,6 +263,139 @@ class TorchReplica(base.Replica):
 
 
 _turn = threading.Lock()
+_numbers = itertools.count()
+_by_number: "weakref.WeakValueDictionary[int, TorchReplica]" = \
+    weakref.WeakValueDictionary()
+
+
+def _set_training(module: nn.Module, training: bool) -> None:
+    # not module.train(), which a user may have overridden, nor setattr,
+    # which looks for parameters and buffers of that name first
+    if "training" in module.__dict__:
+        module.__dict__["training"] = training
+    else:       # a ScriptModule keeps it elsewhere
+        module.training = training
+
+
+def _channels_last(x: Any) -> Any:
+    return x.contiguous(memory_format=torch.channels_last) \
+        if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+
+
+def _autocast(handle: torch.device, options: base.Options
+              ) -> contextlib.AbstractContextManager[None]:
+    # A pass uses each weight once, as a rule; the cache of cast weights is
+    # one for all threads.
+    return torch.autocast(handle.type, dtype_of(options.autocast),
+                          cache_enabled=False)
+
+
+def _widened(narrow: torch.dtype, x: Any) -> Any:
+    # What a network gives may be added up, or read by NumPy.
+    return x.float() if isinstance(x, torch.Tensor) and x.dtype is narrow \
+        else x
+
+
+# -- compiled networks --------------------------------------------------------
+
+class _Compiling:
+    """Compiled networks run at the same time; one that may have to be
+    compiled runs alone. While torch traces, calls of compiled functions in
+    other threads are errors to it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running, self._alone = 0, False
+
+    @contextlib.contextmanager
+    def __call__(self, alone: bool) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone and not (
+                alone and self._running))
+            self._running += 1
+            self._alone = alone
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._alone = False
+                self._changed.notify_all()
+
+
+_compiling = _Compiling()
+
+
+@contextlib.contextmanager
+def _threads(wanted: int) -> Iterator[None]:
+    """Cores for this thread, which may be the user's own: compiled code is
+    made for a number of them."""
+    before = torch.get_num_threads()
+    if before != wanted:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        if before != wanted:
+            torch.set_num_threads(before)
+
+
+#: shapes of inputs (and other conditions) of one replica, training or
+#: predicting, that are compiled; after these torch runs layer by layer
+_SHAPES = 32
+
+
+def _compile(module: nn.Module, threads: int) -> Callable[..., Any]:
+    def run(*inputs: Any) -> Any:
+        return module(*inputs)
+    # Replicas share their source code, on which torch counts compilations.
+    return torch.compile(
+        run, dynamic=False, isolate_recompiles=True, recompile_limit=_SHAPES,
+        # torch's own random streams, which `_in_turn` looks after
+        options={"cpp.threads": threads, "fallback_random": True})
+
+
+@lru_cache(maxsize=None)
+def _define_mask() -> None:
+    """Make the drawing of a mask one operation to the compiler. That it
+    writes to the ticket keeps it from being left out, done twice, put in
+    another order or made one with another."""
+    @torch.library.custom_op("mgpu::dropout_mask", mutates_args={"ticket"})
+    def dropout_mask(x: torch.Tensor, leading: int, keep: float,
+                     ticket: torch.Tensor) -> torch.Tensor:
+        ticket[1] += 1
+        return _draw_mask(x, leading, keep, _by_number[int(ticket[0])])
+
+    @dropout_mask.register_fake
+    def _(x, leading, keep, ticket):
+        return torch.empty(_mask_shape(x, leading), dtype=x.dtype,
+                           device=x.device)
+
+
+def _check_compiler(devices: Sequence[Any]) -> None:
+    """RuntimeError where torch cannot compile."""
+    if "isolate_recompiles" not in inspect.signature(
+            torch.compile).parameters:
+        raise RuntimeError(
+            "hybridize=True needs a torch whose torch.compile has "
+            f"isolate_recompiles; received {torch.__version__}. Upgrade "
+            "torch, or use hybridize=False.")
+    if any(device.kind == "gpu" for device in devices):
+        from torch.utils._triton import has_triton
+        if not has_triton():
+            raise RuntimeError(
+                "hybridize=True on a GPU needs the compiler Triton; found "
+                "none that works. Install triton, or use hybridize=False.")
+    if any(device.kind == "cpu" for device in devices):
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        try:
+            get_cpp_compiler()
+        except Exception as error:
+            raise RuntimeError(
+                "hybridize=True on a CPU needs a C++ compiler; found none "
+                "that works. Install g++, set the environment variable CXX "
+                "to one before the program starts, or use "
+                "hybridize=False.") from error
 
 
 def _suffix(module: nn.Module, name: str) -> str:
@@ -227,6 +432,8 @@ class TorchNetwork(base.Network):
         self.backend, self.net = backend, net
         self.rule: Optional[base.BatchNormRule] = None
         self.dropout_rule: Optional[base.DropoutRule] = None
+        self.options = base.Options()
+        self._watchers = 0
         self._replicas: List[TorchReplica] = []
 
     def specs(self) -> List[base.Spec]:
@@ -257,6 +464,8 @@ class TorchNetwork(base.Network):
     def set_grad_req(self, number, grad_req, arrays) -> None:
         for x in arrays:
             self.backend.attach_grad(x, grad_req)
+        for replica in self._replicas:
+            replica.forget()
 
     def devices(self) -> List[Any]:
         arrays = _arrays_of(self.net)
@@ -291,6 +500,32 @@ class TorchNetwork(base.Network):
         return {spec.name: self.backend.to_numpy(array)
                 for spec, array in zip(specs, _arrays_of(self.net))}
 
+    def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
+        if options.hybridize:
+            cumulative = [path for path, m in self.net.named_modules()
+                          if isinstance(m, _BATCH_NORMS)
+                          and m.momentum is None and m.track_running_stats]
+            if cumulative:
+                raise ValueError(
+                    "hybridize=True needs batch-norm layers whose momentum "
+                    "is a number; received momentum=None, whose factor is "
+                    f"another one in every step, in {cumulative}. Give the "
+                    "layers a momentum, or use hybridize=False.")
+            _check_compiler(devices)
+        self.options = options
+
+    @property
+    def by_layer(self) -> bool:
+        """Somebody looks at single layers, or has rules for them."""
+        return bool(self._watchers) or self.rule is not None \
+            or self.dropout_rule is not None
+
+    def autocast(self, devices: Sequence[Any]
+                 ) -> contextlib.AbstractContextManager[None]:
+        if self.options.autocast is None:
+            return contextlib.nullcontext()
+        return _autocast(self.backend.handle(devices[0]), self.options)
+
     def replicate(self, devices: Sequence[Any]) -> List[base.Replica]:
         requests = [spec.grad_req for spec in self.specs()]
         # Copied before the first one moves: a copy of a copy on another
@@ -299,6 +534,9 @@ class TorchNetwork(base.Network):
         replicas: List[base.Replica] = []
         for i, (module, device) in enumerate(zip(copies, devices)):
             module.to(self.backend.handle(device))
+            if self.options.channels_last:
+                for array in _arrays_of(module):
+                    array.data = _channels_last(array.data)
             for array, request in zip(_arrays_of(module), requests):
                 if request != "null":
                     self.backend.attach_grad(array, request)
@@ -341,7 +579,11 @@ class TorchNetwork(base.Network):
                             watch(path, inputs, outputs, index)
                         handle = module.register_forward_hook(told)
                         stack.callback(handle.remove)
-            yield
+            self._watchers += 1
+            try:
+                yield
+            finally:
+                self._watchers -= 1
 
     @contextlib.contextmanager
     def dropout(self, rule: base.DropoutRule) -> Iterator[None]:

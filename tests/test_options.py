@@ -1,0 +1,666 @@
+"""Options of `initialize` and `Trainer` for speed and for narrow dtypes, each
+against the same training without it.
+
+Where two ways to compute one sum are compared, training is in float64 and
+the limit is `ROUNDING`: a few hundred additions in another order are off by
+1e-14 at most, another formula (an unbiased variance, another dropout mask)
+by 1e-3.
+"""
+import contextlib
+import json
+import os
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import (BACKENDS, assert_bit_equal, convnet, mlp, on,
+                     relative_difference, using_engine, worst)
+from mgpu import trainer as trainer_module
+
+TORCH = [name for name in BACKENDS if name == "torch"]
+MXNET = [name for name in BACKENDS if name == "mxnet"]
+ROUNDING = 1e-11
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_by_the_compiler():
+    """torch sets this one whenever it loads compiled code, for that code."""
+    yield
+    os.environ.pop("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", None)
+
+
+def images(n, seed=0, dtype="float64"):
+    return np.random.default_rng(seed).normal(
+        size=(n, 2, 6, 6)).astype(dtype)
+
+
+def labels(n):
+    return np.arange(n) % 3
+
+
+def small(backend, dropout=0.5):
+    """Convolution, batch norm, ReLU, dropout, dense: few operations, so that
+    compiling them is quick."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(3, 3, in_channels=2), nn.BatchNorm(in_channels=3),
+                nn.Activation("relu"))
+        if dropout:
+            net.add(nn.Dropout(dropout))
+        net.add(nn.Flatten(), nn.Dense(3, in_units=48))
+        return net
+    from torch import nn
+    middle = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(),
+                         *middle, nn.Flatten(), nn.Linear(48, 3))
+
+
+def lenet(backend):
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(6, 5, padding=2, in_channels=1),
+                nn.Activation("sigmoid"), nn.AvgPool2D(2, 2),
+                nn.Conv2D(16, 5, in_channels=6), nn.Activation("sigmoid"),
+                nn.AvgPool2D(2, 2), nn.Flatten(), nn.Dense(84, in_units=400),
+                nn.Activation("sigmoid"), nn.Dense(10, in_units=84))
+        return net
+    from torch import nn
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.Sigmoid(), nn.AvgPool2d(2, 2),
+        nn.Conv2d(6, 16, 5), nn.Sigmoid(), nn.AvgPool2d(2, 2), nn.Flatten(),
+        nn.Linear(400, 84), nn.Sigmoid(), nn.Linear(84, 10))
+
+
+def start(net, devices, dtype="float64", loss_scale=None, optimizer="sgd",
+          rate=0.125, **options):
+    mgpu.seed(5)
+    replicas = mgpu.initialize(net, devices, "xavier", seed=1, dtype=dtype,
+                               **options)
+    return replicas, mgpu.Trainer(replicas, optimizer,
+                                  {"learning_rate": rate},
+                                  loss_scale=loss_scale)
+
+
+def step(replicas, trainer, n, seed=0, dtype="float64", factor=1.0):
+    """The losses of a batch of `n` rows, on which it has trained."""
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    found = mgpu.train_batch(
+        images(n, seed, dtype), labels(n), replicas,
+        lambda out, y: loss(out, y) * factor, trainer)
+    return np.concatenate([mgpu.to_numpy(x) for x in found if x is not None])
+
+
+def predict(replicas, n, dtype="float64"):
+    shards = mgpu.split_and_load(images(n, 9, dtype), replicas.devices,
+                                 even_split=False)
+    return np.concatenate([mgpu.to_numpy(x) for x in replicas(shards)
+                           if x is not None])
+
+
+def everything(replicas):
+    return replicas.export_numpy(all_devices=True)
+
+
+def floats(values):
+    """Without torch's counters."""
+    return {name: x for name, x in values.items() if x.dtype.kind == "f"}
+
+
+def compilations():
+    from torch._dynamo.utils import counters
+    return counters["stats"]["unique_graphs"]
+
+
+# -- hybridize ----------------------------------------------------------------
+
+def test_hybridize_changes_no_number(backend, devices):
+    """Three steps on full batches, a short last batch, a batch of one row
+    that leaves devices without any, and predictions: dropout masks, running
+    statistics of every device, weights."""
+    k, found = len(devices), []
+    for hybridize in (False, True):
+        net = small(backend)
+        replicas, trainer = start(net, devices, hybridize=hybridize)
+        losses = []
+        for seed, n in enumerate((2 * k, 2 * k, 2 * k, k + 1, 1, 2 * k)):
+            before = compilations() if backend.name == "torch" else 0
+            losses.append(step(replicas, trainer, n, seed))
+            if seed in (1, 2, 5) and backend.name == "torch":
+                assert compilations() == before     # nothing new
+        found.append((np.concatenate(losses), everything(replicas),
+                      predict(replicas, 2 * k)))
+        assert replicas.net is net
+    if backend.name == "torch":     # the user's own module is an ordinary one
+        assert type(net).__name__ == "Sequential"
+        assert all("forward" not in m.__dict__ and m.training
+                   for m in net.modules())
+        assert list(net.state_dict())[:2] == ["0.weight", "0.bias"]
+    (wanted, weights, outputs), (losses, values, predictions) = found
+    assert relative_difference(losses, wanted) < ROUNDING
+    assert values.keys() == weights.keys()
+    assert worst(floats(values), floats(weights))[0] < ROUNDING
+    assert relative_difference(predictions, outputs) < ROUNDING
+    if backend.name == "mxnet":     # the same operators in the same order
+        for name, value in values.items():
+            assert_bit_equal(value, weights[name])
+
+
+@pytest.mark.crosses_devices("the mode runs a compiled network by layers")
+def test_hybridize_compiles(backend):
+    """What the test above would not see if the option did nothing."""
+    net = small(backend)
+    replicas, trainer = start(net, on(0), hybridize=True)
+    before = compilations() if backend.name == "torch" else None
+    step(replicas, trainer, 2)
+    if backend.name == "torch":
+        assert compilations() == before + 1     # one graph, no breaks
+    else:
+        assert net._active and net._cached_graph
+        assert dict(net._flags)["static_alloc"] is True
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_functional_dropout_keeps_its_stream(name):
+    """Masks that a network draws from torch's own stream: those of its
+    device, compiled or not, and the user's stream stays where it was."""
+    with using_engine(name):
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.dense = nn.Linear(6, 3)
+
+            def forward(self, x):
+                x = nn.functional.dropout(x, 0.5, self.training)
+                return self.dense(x)
+        found = []
+        for hybridize in (False, True):
+            replicas, trainer = start(Net(), on(0, 1), hybridize=hybridize)
+            loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+            users = torch.get_rng_state()
+            for _ in range(3):
+                mgpu.train_batch(np.ones((4, 6)), labels(4), replicas, loss,
+                                 trainer)
+            assert torch.equal(torch.get_rng_state(), users)
+            found.append(everything(replicas))
+        assert worst(found[1], found[0])[0] < ROUNDING
+
+
+@pytest.mark.crosses_devices("the mode runs a compiled network by layers")
+@pytest.mark.parametrize("name", TORCH)
+def test_compiled_code_takes_the_threads_of_a_device(name):
+    """Also where the user's own thread runs a replica: its setting comes
+    back, and does not make torch compile again."""
+    with using_engine(name) as backend:
+        import torch
+        replicas, _ = start(mlp(backend), on(0), hybridize=True)
+        x = mgpu.put(np.ones((2, 6)), mgpu.cpu(0))
+        replicas([x])                   # in the device's thread
+        before, own = compilations(), torch.get_num_threads()
+        try:
+            torch.set_num_threads(2)
+            replicas[0](x)              # in this one
+            assert torch.get_num_threads() == 2
+        finally:
+            torch.set_num_threads(own)
+        assert compilations() == before
+
+
+def test_a_hybridized_network_shows_its_layers_where_it_is_watched(backend):
+    net = small(backend, dropout=0)
+    replicas, trainer = start(net, on(0), hybridize=True)
+    seen = []
+    with replicas._network.watch(lambda path, *_: seen.append(path)):
+        step(replicas, trainer, 2)
+    assert seen == ["0", "1", "2", "3", "4"]
+
+
+def test_a_hybridized_run_goes_on_after_load(backend, tmp_path):
+    values, states = {}, tmp_path / "states"
+    ends = []
+    for resumed in (False, True):
+        replicas, trainer = start(small(backend, dropout=0), on(0, 1),
+                                  hybridize=True, optimizer="adam")
+        if resumed:
+            replicas.import_numpy(values)
+            trainer.load_states(states)
+        else:
+            step(replicas, trainer, 4)
+            values = everything(replicas)
+            trainer.save_states(states)
+        step(replicas, trainer, 4, seed=1)
+        ends.append(everything(replicas))
+    for name, value in ends[0].items():     # the same code on the same bits
+        assert_bit_equal(ends[1][name], value)
+
+
+if {"mxnet", "torch"} <= set(BACKENDS):
+    @pytest.mark.parametrize("make, shape, classes", [
+        (lenet, (1, 28, 28), 10),
+        (lambda backend: small(backend, dropout=0), (2, 6, 6), 3)],
+        ids=["lenet", "batch_norm"])
+    def test_hybridized_engines_agree(make, shape, classes):
+        """In lock-step: both start each step from MXNet's values, so that
+        the limit is on one step's rounding."""
+        rng = np.random.default_rng(3)
+        batches = [(rng.normal(size=(4, *shape)), rng.integers(0, classes, 4))
+                   for _ in range(3)]
+        runs = []
+        for name in ("mxnet", "torch"):
+            with using_engine(name) as backend:
+                replicas, trainer = start(make(backend), on(0, 1),
+                                          hybridize=True)
+            runs.append((name, replicas, trainer))
+        for X, y in batches:
+            after, before = [], None
+            for name, replicas, trainer in runs:
+                with using_engine(name):
+                    if before is not None:
+                        replicas.import_numpy(before)
+                    before = floats(everything(replicas))
+                    mgpu.train_batch(
+                        X, y, replicas,
+                        mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+                    after.append(floats(everything(replicas)))
+            assert worst(*after)[0] < ROUNDING
+            assert any((after[0][name] != x).any()
+                       for name, x in before.items())
+
+
+# -- channels_last ------------------------------------------------------------
+
+def test_channels_last_changes_no_number(backend, devices):
+    found = []
+    for channels_last in (False, True):
+        net = convnet(backend)
+        replicas, trainer = start(net, devices, channels_last=channels_last)
+        losses = [step(replicas, trainer, n, seed)
+                  for seed, n in enumerate((8, 7, 1))]
+        found.append((np.concatenate(losses), floats(everything(replicas)),
+                      predict(replicas, 5)))
+    assert relative_difference(found[1][0], found[0][0]) < ROUNDING
+    assert worst(found[1][1], found[0][1])[0] < ROUNDING
+    assert relative_difference(found[1][2], found[0][2]) < ROUNDING
+    exported = found[1][1]["0.weight"]      # an ordinary array of that shape
+    assert exported.shape == (4, 2, 3, 3) and exported.flags.c_contiguous
+    if backend.name == "torch":
+        import torch
+        for x in replicas.params()[0].list_data():
+            assert x.is_contiguous(memory_format=torch.channels_last)
+            assert not x.is_contiguous()
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_inputs_come_with_the_channels_last(name):
+    with using_engine(name):
+        import torch
+        from torch import nn
+
+        class Net(nn.Conv2d):
+            def forward(self, x):
+                seen.append(x.is_contiguous(
+                    memory_format=torch.channels_last))
+                return super().forward(x)
+        for wanted in (False, True):
+            seen = []
+            replicas, _ = start(Net(2, 3, 3), on(0, 1), channels_last=wanted)
+            replicas(mgpu.split_and_load(images(4), replicas.devices))
+            assert seen == [wanted, wanted]
+
+
+# -- autocast -----------------------------------------------------------------
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("k", [1, 3])
+def test_autocast_bfloat16(name, k):
+    """The forward pass rounds to 2**-8 relative, so do some gradients; five
+    layers and a batch norm that divides by a standard deviation: 8 times
+    that, and far more than float32 would give."""
+    with using_engine(name) as backend:
+        found = []
+        for autocast in (None, "bfloat16"):
+            replicas, trainer = start(convnet(backend), on(*range(k)),
+                                      "float32", autocast=autocast)
+            losses = step(replicas, trainer, 7, dtype="float32")
+            found.append((losses, floats(everything(replicas)),
+                          predict(replicas, 7, "float32")))
+            for p in (*replicas.params(), *replicas.statistics()):
+                assert {str(x.dtype) for x in p.list_data()} == {
+                    "torch.float32"}
+            for p in replicas.params():
+                assert str(p.list_grad()[0].dtype) == "torch.float32"
+        for got, wanted in zip(found[1], found[0]):
+            gap = worst(got, wanted)[0] if isinstance(got, dict) \
+                else relative_difference(got, wanted)
+            assert 1e-5 < gap < 8 * 2.0 ** -8
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_autocast_reaches_layers_and_loss_and_nothing_else(name):
+    with using_engine(name):
+        import torch
+        from torch import nn
+
+        class Net(nn.Linear):
+            def forward(self, x):
+                found = super().forward(x)
+                seen.append(found.dtype)
+                return found
+        seen, narrow = [], []
+        replicas, trainer = start(Net(6, 3), on(0, 1), "float32",
+                                  autocast="bfloat16")
+
+        def loss(out, y):
+            assert out.dtype is torch.float32   # of the network's output
+            narrow.append((out @ out.T).dtype)
+            return (out * out).sum(1)
+        X = np.ones((4, 6), "float32")
+        losses = mgpu.train_batch(X, labels(4), replicas, loss, trainer)
+        assert seen == narrow == [torch.bfloat16] * 2
+        assert all(x.dtype is torch.float32 for x in losses)
+        with replicas.autocast():
+            x = mgpu.put(X, mgpu.cpu(0))
+            assert (x @ x.T).dtype is torch.bfloat16
+        assert (x @ x.T).dtype is torch.float32
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_autocast_float16_with_a_dynamic_scale(name):
+    """float16 rounds to 2**-11 relative; the limit has the same room as that
+    of bfloat16."""
+    with using_engine(name) as backend:
+        found = []
+        for autocast, scale in ((None, None), ("float16", "dynamic")):
+            replicas, trainer = start(convnet(backend), on(0, 1), "float32",
+                                      scale, autocast=autocast)
+            while trainer.num_update < 1:
+                step(replicas, trainer, 4, dtype="float32")
+            found.append({p.name: mgpu.to_numpy(p.data())
+                          for p in replicas.params()})
+        assert 0 < worst(found[1], found[0])[0] < 8 * 2.0 ** -11
+
+
+# -- loss_scale ---------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype, strict", [
+    ("float32", False), ("float64", False), ("float64", True)])
+def test_a_power_of_two_changes_no_bit(backend, devices, dtype, strict):
+    """In strict mode the engine's own arrays are updated, as on GPUs, not
+    the host's memory behind them."""
+    with mgpu.strict_devices() if strict else contextlib.nullcontext():
+        power_of_two_changes_no_bit(backend, devices, dtype)
+
+
+def power_of_two_changes_no_bit(backend, devices, dtype):
+    wanted, norms = None, []
+    for scale in (None, 1024.0, 2.0 ** -5, "dynamic"):
+        replicas, trainer = start(convnet(backend), devices, dtype, scale,
+                                  "adam", 0.01)
+        losses = [step(replicas, trainer, n, n, dtype) for n in (8, 7, 1)]
+        assert trainer.skipped_steps == 0 and trainer.num_update == 3
+        found = {"losses": np.concatenate(losses), **everything(replicas)}
+        wanted = wanted or found
+        for name, value in found.items():
+            assert_bit_equal(value, wanted[name])
+        # What is left of the last step: scaled gradients, to be divided.
+        gradient, = {g.tobytes(): g for g in map(
+            mgpu.to_numpy, replicas.params()[0].list_grad())}.values()
+        norms.append(np.abs(gradient).max())
+    assert norms[1:] == [norms[0] * 1024, norms[0] / 32, norms[0] * 65536]
+
+
+def test_a_scale_that_is_no_power_of_two_is_divided_out(backend):
+    found = []
+    for scale in (None, 3.0):
+        replicas, trainer = start(convnet(backend), on(0, 1),
+                                  loss_scale=scale)
+        step(replicas, trainer, 4)
+        found.append(floats(everything(replicas)))
+    assert worst(*found)[0] < ROUNDING
+
+
+def test_a_dynamic_scale_is_halved_until_gradients_are_finite(backend,
+                                                              devices):
+    """Losses near 1e36 in float32, whose largest number is 3.4e38: 2**16
+    times the gradient overflows, on all devices or on one. What is done then
+    is a step with the scale that was found, to the last bit."""
+    rows, factor = 2 * len(devices), 1e36
+    replicas, trainer = start(mlp(backend), devices, "float32", "dynamic",
+                              rate=1e-38)
+    begin = everything(replicas)
+    X, y = np.random.default_rng(0).normal(size=(rows, 6)).astype(
+        "float32"), labels(rows)
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+
+    def train(replicas, trainer):
+        mgpu.train_batch(X, y, replicas,
+                         lambda out, y: loss(out, y) * factor, trainer)
+    skipped = 0
+    while True:
+        train(replicas, trainer)
+        if trainer.num_update:
+            break
+        skipped += 1
+        assert skipped < 30, "no scale is small enough"
+        assert trainer.skipped_steps == skipped
+        assert trainer.loss_scale == 2.0 ** (16 - skipped)
+        for name, value in everything(replicas).items():
+            assert_bit_equal(value, begin[name])
+    assert skipped > 0
+    other, with_static = start(mlp(backend), devices, "float32",
+                               trainer.loss_scale, rate=1e-38)
+    train(other, with_static)
+    end = everything(other)
+    for name, value in everything(replicas).items():
+        assert_bit_equal(value, end[name])
+        assert (value != begin[name]).any()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_one_bad_gradient_skips_the_update(backend, devices, bad):
+    replicas, trainer = start(convnet(backend), devices,
+                              loss_scale="dynamic", optimizer="adam")
+    step(replicas, trainer, 8)
+    Xs, ys = mgpu.split_batch(images(8), labels(8), devices)
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    with mgpu.record():
+        losses = [loss(out, y) * trainer.loss_scale
+                  for out, y in zip(replicas(Xs), ys)]
+    mgpu.backward(losses)
+    trainer.allreduce_grads()
+    for p in replicas.params():
+        if p.name == "5.gamma":     # the same bits everywhere, as summed
+            for g in p.list_grad():
+                g[1:2] = bad
+    assert not np.isfinite(trainer.clip_global_norm(1.0))
+    begin, states = everything(replicas), trainer.export_states()
+    trainer.update(8)
+    assert (trainer.loss_scale, trainer.skipped_steps) == (2.0 ** 15, 1)
+    for name, value in everything(replicas).items():
+        assert_bit_equal(value, begin[name])
+    after = trainer.export_states()
+    assert (after.num_update, after.counts) == (1, states.counts)
+    for key, value in states.slots.items():
+        assert_bit_equal(after.slots[key], value)
+    with pytest.raises(RuntimeError, match="allreduce_grads first"):
+        trainer.update(8)           # it was this step's gradient
+
+
+def test_a_dynamic_scale_doubles_after_good_steps(backend, monkeypatch):
+    """The interval is 2000; three here, to see it. A skipped step starts the
+    count again."""
+    assert trainer_module._GROWTH_INTERVAL == 2000
+    monkeypatch.setattr(trainer_module, "_GROWTH_INTERVAL", 3)
+    replicas, trainer = start(mlp(backend), on(0, 1), loss_scale="dynamic")
+    X, loss = np.ones((4, 6)), mgpu.losses.SoftmaxCrossEntropyLoss()
+    exponents = []
+    for good in (1, 1, 0, 1, 1, 1, 1, 1, 1, 0):
+        mgpu.train_batch(X if good else X * np.nan, labels(4), replicas, loss,
+                         trainer)
+        exponents.append(int(np.log2(trainer.loss_scale)))
+    assert exponents == [16, 16, 15, 15, 15, 16, 16, 16, 17, 16]
+    assert (trainer.num_update, trainer.skipped_steps) == (8, 2)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_the_rule_is_that_of_torchs_scaler(name, monkeypatch):
+    """Beside ``torch.amp.GradScaler`` itself, for 40 steps of which some are
+    not finite."""
+    with using_engine(name) as backend:
+        import torch
+        monkeypatch.setattr(trainer_module, "_GROWTH_INTERVAL", 4)
+        scaler = torch.amp.GradScaler("cpu", growth_interval=4)
+        assert scaler.get_scale() == 2.0 ** 16
+        weight = torch.nn.Parameter(torch.ones(1))
+        native = torch.optim.SGD([weight], 0.0)
+        replicas, trainer = start(mlp(backend), on(0), loss_scale="dynamic")
+        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+        goods = np.random.default_rng(0).random(40) < 0.8
+        assert 0 < goods.sum() < 40
+        for good in goods:
+            X = np.full((2, 6), 1.0 if good else np.inf)
+            mgpu.train_batch(X, labels(2), replicas, loss, trainer)
+            native.zero_grad()
+            scaler.scale(weight * float(X[0, 0])).sum().backward()
+            scaler.step(native)
+            scaler.update()
+            assert trainer.loss_scale == scaler.get_scale()
+        assert trainer.skipped_steps == 40 - goods.sum()
+
+
+def test_clipping_sees_unscaled_gradients(backend):
+    found = []
+    for scale in (None, 1024.0):
+        replicas, trainer = start(mlp(backend), on(0, 1), loss_scale=scale)
+        with mgpu.record():
+            out = replicas(mgpu.split_and_load(np.ones((4, 6)), on(0, 1)))
+            losses = [(x * x).sum(axis=1) * trainer.loss_scale for x in out]
+        mgpu.backward(losses)
+        trainer.allreduce_grads()
+        norm = trainer.clip_global_norm(0.5, 4)
+        trainer.update(4)
+        found.append((norm, everything(replicas)))
+    assert found[0][0] > 0.5        # it was clipped
+    assert abs(found[1][0] / found[0][0] - 1) < ROUNDING
+    assert worst(found[1][1], found[0][1])[0] < ROUNDING
+
+
+def test_a_dynamic_scale_is_saved(backend, tmp_path):
+    file = tmp_path / "states"
+    replicas, trainer = start(mlp(backend), on(0, 1), loss_scale="dynamic")
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    for value in (np.nan, 1.0, 1.0):
+        mgpu.train_batch(np.full((4, 6), value), labels(4), replicas, loss,
+                         trainer)
+    trainer.save_states(file)
+    _, other = start(mlp(backend), on(0), loss_scale="dynamic")
+    other.load_states(file)
+    assert (other.loss_scale, other.skipped_steps) == (2.0 ** 15, 1)
+    assert other.export_states()[-3:] == (2.0 ** 15, 2, 1)
+    _, static = start(mlp(backend), on(0), loss_scale=8.0)
+    static.load_states(file)        # it keeps its own options
+    assert (static.loss_scale, static.skipped_steps) == (8.0, 1)
+
+
+def _rewrite(file, **changes):
+    """`file` with other entries in its header; None: without them."""
+    with np.load(file) as found:
+        arrays = dict(found)
+    header = {**json.loads(str(arrays["header"])), **changes}
+    arrays["header"] = np.array(json.dumps(
+        {k: v for k, v in header.items() if v is not None}))
+    with open(file, "wb") as out:
+        np.savez(out, **arrays)
+
+
+def test_files_from_before_loss_scales_load(backend, tmp_path):
+    file = tmp_path / "states"
+    _, trainer = start(mlp(backend), on(0), optimizer="adam")
+    trainer.save_states(file)
+    _rewrite(file, loss_scale=None, good_steps=None, skipped_steps=None)
+    _, other = start(mlp(backend), on(0), loss_scale="dynamic",
+                     optimizer="adam")
+    other.load_states(file)
+    assert (other.loss_scale, other.skipped_steps) == (2.0 ** 16, 0)
+    _rewrite(file, loss_scale=-1.0)
+    with pytest.raises(ValueError, match="is damaged .loss_scale must be"):
+        other.load_states(file)
+
+
+# -- refusals -----------------------------------------------------------------
+
+@pytest.mark.parametrize("options, text", [
+    ({"hybridize": 1}, "hybridize must be True or False; received 1."),
+    ({"channels_last": "yes"},
+     "channels_last must be True or False; received 'yes'."),
+    ({"autocast": "float64"}, "unknown autocast; received 'float64'. Use "
+     "None, 'bfloat16' or 'float16'."),
+    ({"hybridize": True, "batch_norm": "sync"},
+     "synchronised batch normalisation needs the layers of the network one "
+     "by one; received batch_norm='sync' with hybridize=True. Use one of "
+     "them."),
+    ({"autocast": "bfloat16", "dtype": "float64"},
+     "autocast narrows the passes of a float32 network; received "
+     "autocast='bfloat16' with float64. Use dtype='float32', or "
+     "autocast=None."),
+], ids=["hybridize", "channels_last", "autocast", "sync", "float64"])
+def test_wrong_options_change_nothing(backend, options, text):
+    refused(convnet(backend), ValueError, text, **options)
+
+
+def refused(net, kind, text, **options):
+    with pytest.raises(kind) as caught:
+        mgpu.initialize(net, on(0, 1), **options)
+    assert str(caught.value) == text
+    replicas = mgpu.initialize(net, on(0))      # not initialised before
+    assert {p.dtype for p in replicas.params()} == {"float32"}
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_mxnet_has_no_autocast(name):
+    with using_engine(name) as backend:
+        refused(convnet(backend), ValueError,
+                "autocast is torch's alone; received autocast='float16' with "
+                "the mxnet backend. Use autocast=None, or dtype='float16' "
+                "for the whole network.", autocast="float16")
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_cumulative_average_cannot_be_compiled(name):
+    with using_engine(name):
+        from torch import nn
+        refused(nn.Sequential(nn.Conv2d(2, 3, 3),
+                              nn.BatchNorm2d(3, momentum=None)),
+                ValueError,
+                "hybridize=True needs batch-norm layers whose momentum is a "
+                "number; received momentum=None, whose factor is another one "
+                "in every step, in ['1']. Give the layers a momentum, or use "
+                "hybridize=False.", hybridize=True)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_missing_compiler_is_said_at_once(name, monkeypatch):
+    with using_engine(name) as backend:
+        import torch._inductor.config as inductor
+        monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
+        refused(mlp(backend), RuntimeError,
+                "hybridize=True on a CPU needs a C++ compiler; found none "
+                "that works. Install g++, set the environment variable CXX "
+                "to one before the program starts, or use hybridize=False.",
+                hybridize=True)
+
+
+@pytest.mark.parametrize("scale", [0, -2.0, float("inf"), float("nan"), True,
+                                   "static", [2.0]], ids=str)
+def test_wrong_loss_scales(backend, scale):
+    replicas = mgpu.initialize(mlp(backend), on(0))
+    with pytest.raises(ValueError) as caught:
+        mgpu.Trainer(replicas, "sgd", loss_scale=scale)
+    assert str(caught.value) == (
+        "loss_scale must be None, 'dynamic' or a finite number above 0; "
+        f"received {scale!r}. Use a power of two, such as 1024.0.")

@@ -1,0 +1,373 @@
+"""`mgpu.prefetch`: the same batches, and no thread is left behind."""
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import assert_bit_equal, mlp, on
+from mgpu import datasets
+from conftest import BACKENDS
+
+
+def drawing():
+    return [t for t in threading.enumerate() if t.name == "mgpu-prefetch"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    assert not drawing()
+    yield
+    assert not drawing()
+
+
+def eventually(condition):
+    """Wait for `condition`; a wait without end is a failure."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(1e-3)
+
+
+class Source:
+    """`n` batches, counted as they are drawn; by iter() the epochs."""
+
+    def __init__(self, n, fail_at=None):
+        self.n, self.fail_at, self.epochs, self.drawn = n, fail_at, 0, 0
+        self.alive = weakref.WeakSet()
+
+    def __iter__(self):
+        self.epochs += 1
+        return self.batches()
+
+    def batches(self):
+        for i in range(self.n):
+            if i == self.fail_at:
+                raise LookupError(i)
+            self.drawn += 1
+            X = Array.of(i)
+            self.alive.add(X)
+            yield X, np.array([i])
+            del X
+
+
+class Array(np.ndarray):    # a plain one has no weak references in a set
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    @classmethod
+    def of(cls, i):
+        return np.full(3, float(i)).view(cls)
+
+
+def numbers(batches):
+    return [int(y[0]) for _, y in batches]
+
+
+# -- the same batches ---------------------------------------------------------
+
+@pytest.mark.parametrize("depth", [1, 2, 9])
+def test_the_same_batches_in_the_same_order(backend, depth):
+    """Over epochs, with and without a length; and what each was."""
+    def loader():
+        return datasets.digits(400, seed=3)[0]
+    plain, ahead = loader(), mgpu.prefetch(loader(), depth)
+    assert len(ahead) == len(plain) == 4
+    for _ in range(2):
+        pairs = list(zip(plain, ahead, strict=True))
+        assert len(pairs) == 4
+        for (X, y), (found_X, found_y) in pairs:
+            assert_bit_equal(found_X, X)
+            assert_bit_equal(found_y, y)
+    without = mgpu.prefetch(Source(5), depth)
+    with pytest.raises(TypeError, match="has no len"):
+        len(without)
+    assert numbers(without) == numbers(without) == [0, 1, 2, 3, 4]
+    assert list(mgpu.prefetch([], depth)) == []
+    things = [object(), "text", None, (1, {"a": [2]})]
+    assert [a is b for a, b in zip(mgpu.prefetch(things, depth), things)] \
+        == [True] * 4
+    once = mgpu.prefetch(iter(range(3)), depth)
+    assert list(once) == [0, 1, 2] and list(once) == []
+
+
+def test_two_iterators_at_the_same_time(backend):
+    source = mgpu.prefetch(Source(4), 2)
+    assert [(a, b) for (_, a), (_, b) in zip(source, source)] \
+        == [(i, i) for i in range(4)]
+
+
+def test_an_epoch_begins_with_iter_and_a_thread_with_the_first_batch(backend):
+    source = Source(2)
+    batches = iter(mgpu.prefetch(source))
+    assert source.epochs == 1 and source.drawn == 0 and not drawing()
+    assert numbers(batches) == [0, 1] and source.epochs == 1
+
+
+# -- how far ahead ------------------------------------------------------------
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_at_most_depth_batches_wait(backend, depth):
+    """They are drawn while the consumer is busy, and no more than these;
+    nothing holds on to one that was handed out."""
+    source = Source(8)
+    for taken, (X, y) in enumerate(mgpu.prefetch(source, depth), 1):
+        wanted = min(8, taken + depth)
+        eventually(lambda: source.drawn == wanted)
+        time.sleep(5e-3)        # for one that goes further to do so
+        assert source.drawn == wanted
+        assert len(source.alive) == wanted - taken + 1  # the one in use
+    assert taken == 8
+    del X
+    assert not source.alive
+
+
+def test_it_draws_in_one_other_thread_with_the_callers_modes(engine):
+    def seen():
+        # MXNet's loaders make the arrays that the thread's mode asks for
+        return (engine.is_recording(), engine.is_training(),
+                mgpu.get_backend(),
+                type(mgpu.put(np.ones(1), mgpu.cpu(0))))
+
+    def source():
+        for _ in range(3):
+            yield seen(), threading.current_thread()
+    with mgpu.record(), mgpu.using_backend(engine.name):
+        found = list(mgpu.prefetch(source()))
+        here = seen()
+    assert [modes for modes, _ in found] == [here] * 3
+    thread, = {t for _, t in found}
+    assert thread is not threading.current_thread()
+    # and nothing of it stays in the caller
+    assert not engine.is_recording()
+
+
+# -- ends ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_an_exception_comes_at_its_place(backend, place):
+    found = []
+    with pytest.raises(LookupError, match=f"^{place}$"):
+        for _, y in mgpu.prefetch(Source(4, fail_at=place), 3):
+            found.append(int(y[0]))
+    assert found == list(range(place))
+    assert not drawing()
+    batches = iter(mgpu.prefetch(Source(1, fail_at=0)))
+    for error in (LookupError, StopIteration):
+        with pytest.raises(error):
+            next(batches)
+
+
+def test_an_exception_that_is_no_error_comes_too(backend):
+    class Odd(BaseException):
+        pass
+
+    def source():
+        yield 1
+        raise Odd
+    batches = iter(mgpu.prefetch(source()))
+    assert next(batches) == 1
+    with pytest.raises(Odd):
+        next(batches)
+
+
+def end_by_break(source):
+    for _ in source:
+        break
+
+
+def end_by_an_exception(source):
+    with pytest.raises(ZeroDivisionError):
+        for _ in source:
+            raise ZeroDivisionError
+
+
+def end_by_closing(source):
+    batches = iter(source)
+    next(batches)
+    batches.close()
+    assert not drawing()
+
+
+def end_by_dropping(source):
+    batches = iter(source)
+    next(batches)
+    assert drawing()
+    del batches
+
+
+def end_by_dropping_a_cycle(source):
+    batches = iter(source)
+    next(batches)
+    cycle = [batches]
+    cycle.append(cycle)
+    del batches, cycle
+    gc.collect()
+
+
+def end_before_the_start(source):
+    iter(source)
+
+
+@pytest.mark.parametrize("end", [
+    end_by_break, end_by_an_exception, end_by_closing, end_by_dropping,
+    end_by_dropping_a_cycle, end_before_the_start],
+    ids=lambda f: f.__name__)
+@pytest.mark.parametrize("depth", [1, 4])
+def test_no_thread_is_left(backend, end, depth):
+    source = Source(10 ** 9)
+    end(mgpu.prefetch(source, depth))
+    assert not drawing()
+    drawn = source.drawn
+    time.sleep(5e-3)
+    assert source.drawn == drawn <= depth + 1
+    assert not source.alive
+
+
+def test_ctrl_c_while_a_batch_is_waited_for(backend):
+    waits, go = threading.Event(), threading.Event()
+
+    def source():
+        yield 1
+        eventually(lambda: found)
+        waits.set()
+        go.wait(30)
+        yield 2
+
+    def press():
+        waits.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+        go.set()
+    presser = threading.Thread(target=press)
+    presser.start()
+    found = []
+    with pytest.raises(KeyboardInterrupt):
+        for x in mgpu.prefetch(source()):
+            found.append(x)
+            if x == 2:
+                time.sleep(30)
+    presser.join()
+    assert found == [1] and not drawing()
+
+
+def test_the_process_ends_with_an_iterator_in_use():
+    """Whose thread the interpreter has stopped: nobody may wait for it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c",
+         "import itertools, mgpu\n"
+         f"mgpu.set_backend({BACKENDS[0]!r})\n"
+         "batches = iter(mgpu.prefetch(itertools.count(), 2))\n"
+         "print(next(batches), flush=True)"],
+        capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, None, True, "1"])
+def test_wrong_arguments_are_refused(backend, wrong):
+    with pytest.raises(ValueError) as refused:
+        mgpu.prefetch([], wrong)
+    assert str(refused.value) == (
+        f"depth must be an integer of 1 or more; received {wrong!r}.")
+    with pytest.raises(TypeError, match="data must be an iterable of batches; "
+                       "received int. Pass for example a list"):
+        mgpu.prefetch(3)
+    with pytest.raises(ValueError, match=r"gpu\(99\) is not there"):
+        mgpu.prefetch([], devices="gpu:99")
+
+
+# -- training -----------------------------------------------------------------
+
+def batches(n=5):
+    rng = np.random.default_rng(0)
+    return [(rng.normal(size=(5 - i % 3, 6)), rng.integers(0, 3, 5 - i % 3))
+            for i in range(n)]
+
+
+def set_up(engine, devices):
+    replicas = mgpu.initialize(mlp(engine), devices, "xavier", seed=1,
+                               dtype="float64")
+    return (replicas, mgpu.losses.SoftmaxCrossEntropyLoss(),
+            mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.25,
+                                           "momentum": 0.5}))
+
+
+def test_the_same_training(engine, devices):
+    """To the bit, and with a list, an own iterator and a wrapped one."""
+    found = []
+    for n, source in ((0, batches()), (1, batches()), (3, Source(0)),
+                      (0, mgpu.prefetch(batches(), 2))):
+        if isinstance(source, Source):
+            source.batches = lambda: iter(batches())
+        replicas, loss, trainer = set_up(engine, devices)
+        history = mgpu.train(replicas, source, None, loss, trainer, 2,
+                             progress=False, prefetch=n)
+        assert not drawing()
+        found.append((history.loss_per_step,
+                      replicas.export_numpy(all_devices=True)))
+    losses, values = found[0]
+    assert len(losses) == 10 and losses[0] > losses[-1]
+    for other, others in found[1:]:
+        assert other == losses
+        for name, value in values.items():
+            assert_bit_equal(others[name], value)
+
+
+def test_a_training_that_fails_leaves_no_thread(engine):
+    replicas, loss, trainer = set_up(engine, on(0, 1))
+    data = batches(20)
+    data[2][0][0] = np.nan
+    with pytest.raises(mgpu.NonFiniteLoss, match=r"in step 3 \(epoch 1\)"):
+        mgpu.train(replicas, data, None, loss, trainer, 2, progress=False,
+                   prefetch=4)
+    assert not drawing()
+    data[1] = data[1][0], data[1][1][:1]
+    with contextlib.suppress(ValueError):
+        mgpu.train(replicas, data, None, loss, trainer, 2, progress=False,
+                   prefetch=4)
+    assert not drawing() and not engine.is_recording()
+
+
+@pytest.mark.parametrize("wrong", [-1, 0.5, None, True])
+def test_a_wrong_number_of_batches_is_refused(backend, wrong):
+    replicas, loss, trainer = set_up(backend, on(0))
+    source = Source(1)
+    with pytest.raises(ValueError, match="prefetch must be an integer of 0 "
+                       f"or more; received {wrong!r}"):
+        mgpu.train(replicas, source, None, loss, trainer, 1, prefetch=wrong)
+    assert source.epochs == 0
+
+
+# -- CUDA ---------------------------------------------------------------------
+
+@pytest.mark.gpu
+def test_batches_for_a_gpu_are_page_locked():
+    import torch
+    assert torch.cuda.is_available(), "pytest -m gpu needs a CUDA device"
+    with mgpu.using_backend("torch"):
+        X, y = batches(1)[0]
+        data = [((X, {"mask": X > 0}), y), ((torch.from_numpy(X), {}), "y")]
+        (a, b), on_cpu = mgpu.prefetch(data), mgpu.prefetch(data,
+                                                            devices="cpu:0")
+        for tensor, wanted in ((a[0][0], X), (a[0][1]["mask"], X > 0),
+                               (a[1], y), (b[0][0], X)):
+            assert tensor.is_pinned() and tensor[1:].is_pinned()
+            assert_bit_equal(tensor.numpy(), wanted)
+        assert b[1] == "y"
+        assert [x is y for x, y in zip(on_cpu, data)] == [True] * 2
+        results = []
+        for n in (0, 2):
+            replicas, loss, trainer = set_up(mgpu.get_backend(),
+                                             [mgpu.gpu(0)])
+            history = mgpu.train(replicas, batches(40), None, loss, trainer,
+                                 2, progress=False, prefetch=n)
+            results.append(history.loss_per_step)
+        assert results[0] == results[1]

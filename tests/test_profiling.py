@@ -1,0 +1,496 @@
+"""Where a step's time goes: what is recorded, and what is made of it."""
+import json
+import math
+import threading
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import assert_bit_equal, convnet, mlp
+from mgpu import profiling
+from mgpu.device import Device
+from mgpu.profiling import HOST, STAGES, Profile, Span, Step, _Mark, _Stage
+from mgpu.replicas import BATCH_NORM
+
+PIECES = {"split": "copy", "forward": "compute", "loss": "compute",
+          "backward": "compute", "all-reduce": "reduce", "update": "update"}
+LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+
+
+def batch(n=8, shape=(6,), seed=0):
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(n, *shape)).astype("float32"),
+            rng.integers(0, 3, n))
+
+
+def trained(backend, devices, net=None, **options):
+    replicas = mgpu.initialize(net or mlp(backend), devices, init="xavier",
+                               **options)
+    return replicas, mgpu.Trainer(replicas, "sgd", {
+        "learning_rate": 0.125, "momentum": 0.5})
+
+
+def is_off():
+    return profiling._profile.get() is None and profiling._open.get() is None
+
+
+# -- what is recorded ---------------------------------------------------------
+
+def test_every_stage_on_every_device(backend, devices):
+    replicas, trainer = trained(backend, devices)
+    X, y = batch()
+    with Profile(plain=False) as profile:
+        for _ in range(3):
+            mgpu.train_batch(X, y, replicas, LOSS, trainer)
+    assert [s.number for s in profile.steps] == [0, 1, 2]
+    assert all(s.staged and s.rows == 8 and s.seconds > 0
+               for s in profile.steps)
+    places = [str(d) for d in devices]
+    for step in profile.steps:
+        spans = [s for s in profile.spans if s.step == step.number]
+        for place in places:
+            own = {s.name: s.stage for s in spans
+                   if s.device == place and s.stage != "wait"}
+            assert own == PIECES
+        host = {(s.stage, s.name) for s in spans if s.device == HOST}
+        assert {(("copy" if name == "split" else "dispatch"), name)
+                for name in PIECES} <= host
+        assert {s.stage for s in spans} == set(STAGES)
+        for s in spans:
+            assert s.seconds > 0 and s.during == PIECES[s.name]
+            assert s.device in (HOST, *places)
+        for place in (HOST, *places):
+            ends = [(s.begin, s.begin + s.seconds)
+                    for s in sorted(spans, key=lambda s: s.begin)
+                    if s.device == place]
+            ends = [(step.begin, step.begin), *ends,
+                    (step.begin + step.seconds,) * 2]
+            for (_, end), (begin, _) in zip(ends, ends[1:]):
+                # A sum of two times, read off one clock, is rounded.
+                assert begin >= end - 1e-9, "spans of one place overlap"
+
+
+def test_every_second_step_is_left_alone(backend, monkeypatch):
+    replicas, trainer = trained(backend, [mgpu.cpu(0), mgpu.cpu(1)])
+    waits = []
+    wait = type(backend).synchronize
+    monkeypatch.setattr(type(backend), "synchronize", lambda self, devices: (
+        waits.append(list(devices)), wait(self, devices)))
+    with Profile() as profile:
+        counts = []
+        for _ in range(4):
+            mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+            counts.append(len(waits))
+    assert [s.staged for s in profile.steps] == [True, False, True, False]
+    assert {s.step for s in profile.spans} == {0, 2}
+    # Before and after a step; and at the end of each stage.
+    assert list(np.diff([0, *counts])) == [2 + len(PIECES), 2] * 2
+    assert all(devices == replicas.devices for devices in waits)
+    assert profile.cost() > 0
+
+
+@pytest.mark.parametrize("policy", BATCH_NORM)
+def test_numbers_do_not_change(backend, devices, policy):
+    """The last of three batches has a row for one device alone."""
+    values = []
+    for profiled in (False, True):
+        replicas, trainer = trained(
+            backend, devices, convnet(backend), batch_norm=policy,
+            sample=np.zeros((1, 2, 4, 4), "float32"))
+        losses = []
+
+        def train():
+            for i, n in enumerate((8, 7, 1)):
+                found = mgpu.train_batch(*batch(n, (2, 4, 4), i), replicas,
+                                         LOSS, trainer)
+                losses.extend(mgpu.to_numpy(x) for x in found
+                              if x is not None)
+        if profiled:
+            with Profile(plain=False):
+                train()
+        else:
+            train()
+        values.append([*losses, *replicas.export_numpy(
+            all_devices=len(devices) > 1).values()])
+    assert len(values[0]) == len(values[1])
+    for plain, with_profile in zip(*values):
+        assert_bit_equal(plain, with_profile)
+
+
+def test_a_device_without_rows_computes_nothing(backend):
+    replicas, trainer = trained(backend, [mgpu.cpu(i) for i in range(3)])
+    with Profile() as profile:
+        mgpu.train_batch(*batch(1), replicas, LOSS, trainer)
+    working = {(s.device, s.name) for s in profile.spans
+               if s.stage in ("compute", "update")}
+    assert working == {("cpu(0)", "forward"), ("cpu(0)", "loss"),
+                       ("cpu(0)", "backward"), ("cpu(0)", "update"),
+                       ("cpu(1)", "update"), ("cpu(2)", "update")}
+
+
+def test_a_loop_of_ones_own(backend, devices):
+    """The pieces are stages inside a step, and nothing outside of it."""
+    replicas, trainer = trained(backend, devices)
+    X, y = batch()
+    with Profile() as profile:
+        mgpu.evaluate_accuracy_gpus(replicas, [(X, y)])
+        with profiling.step(devices, len(X)):
+            Xs, ys = mgpu.split_batch(X, y, devices)
+            with mgpu.record():
+                outputs = replicas(Xs)
+                with profiling.stage("compute", "score"):
+                    losses = mgpu.parallel(LOSS, outputs, ys)
+            mgpu.backward(losses)
+            trainer.step(8)
+        mgpu.split_batch(X, y, devices)
+    step, = profile.steps
+    assert step.rows == 8 and {s.step for s in profile.spans} == {0}
+    assert {s.name for s in profile.spans} == {*PIECES, "score"} - {"loss"}
+
+
+def test_inside_train(backend, devices):
+    """`train` evaluates between its steps; that is in no step."""
+    replicas, trainer = trained(backend, devices)
+    data = [batch(8), batch(5)]
+    with Profile(plain=False) as profile:
+        mgpu.train(replicas, data, data, LOSS, trainer, 2, progress=False)
+    assert [s.rows for s in profile.steps] == [8, 5, 8, 5]
+    assert profile.parts()[2]["rows"] == 8
+
+
+def test_one_at_a_time(backend):
+    replicas, trainer = trained(backend, [mgpu.cpu(0)])
+    with Profile() as outer:
+        with pytest.raises(RuntimeError, match="one Profile can be on at a "
+                           "time"):
+            with Profile():
+                pass
+        mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+    assert len(outer.steps) == 1 and is_off()
+    with outer:                         # goes on counting
+        mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+    assert [s.number for s in outer.steps] == [0, 1]
+    assert outer.steps[1].begin > outer.steps[0].begin
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_error_leaves_nothing_on(backend, devices, count):
+    """Neither in a step that is not measured by stage nor in one that is:
+    number 1 and number 2."""
+    replicas, trainer = trained(backend, devices)
+
+    def broken(output, label):
+        raise ZeroDivisionError
+
+    profile = Profile()
+    with pytest.raises(ZeroDivisionError), profile:
+        with pytest.raises(ValueError):     # in the first stage of all
+            mgpu.train_batch([], [], replicas, LOSS, trainer)
+        for _ in range(count):
+            mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+        mgpu.train_batch(*batch(), replicas, broken, trainer)
+    assert is_off()
+    assert [s.number for s in profile.steps] == list(range(count))
+    assert {s.step for s in profile.spans} == {0}
+    mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+    assert len(profile.steps) == count
+    with profile:                       # and it can be used again
+        mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+    assert len(profile.steps) == count + 1
+
+
+def test_off_is_off(backend):
+    assert profiling.stage("reduce", "x") is profiling.step([mgpu.cpu(0)]) \
+        is profiling.mark(mgpu.cpu(0))
+    with Profile() as profile:
+        with profiling.stage("reduce", "outside of a step"):
+            mgpu.parallel(len, [[1], [2]])
+        assert profile.spans == [] and str(profile) == "no step was measured"
+        with pytest.raises(ValueError, match="needs a measured step"):
+            profile.verdict()
+        with pytest.raises(ValueError, match="unknown stage; received 'x'"):
+            profiling.stage("x", "y")
+    assert profile.table() == profile.parts() == []
+    assert profile.cost() is None
+
+
+def test_another_thread_is_not_seen(backend):
+    """Though `parallel` hands the context on to its threads."""
+    replicas, trainer = trained(backend, [mgpu.cpu(0)])
+    done = []
+
+    def train(_):
+        done.append(threading.get_ident())
+        mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+
+    with Profile() as profile:
+        backend.parallel([lambda: None, lambda: train(0)], rendezvous=True)
+    assert done != [threading.get_ident()]
+    assert profile.steps == [] and profile.spans == []
+
+
+# -- who gets the time --------------------------------------------------------
+
+def spans_of(devices, marks, returned, arrived, end, kind="compute",
+             numbers=None):
+    """What a stage that began at 0 makes of `marks`: (place, stage) and its
+    intervals. Whole numbers: sums are exact."""
+    profile = Profile()
+    profile._origin = 0.0
+    opened = _Stage(profile, kind, "x", devices, None, numbers)
+    opened._begin, opened._thread, opened.marks = 0.0, HERE, marks
+    opened._add_spans(returned, arrived, end)
+    found = {}
+    for s in profile.spans:
+        assert s.during == kind and s.step == 0
+        found.setdefault((s.device, s.stage), []).append(
+            (s.begin, s.begin + s.seconds))
+    return found
+
+
+HERE, THERE = 1, 2
+A, B = Device("cpu", 0), Device("cpu", 1)
+
+
+def test_work_that_the_host_only_queues():
+    """Device 1 is given its work after device 0; both are done later."""
+    assert spans_of([A, B], [_Mark(0, 0.0, 3.0, HERE, False),
+                             _Mark(1, 3.0, 6.0, HERE, False)],
+                    7.0, [9.0, 11.0], 12.0) == {
+        ("cpu(0)", "compute"): [(0, 9)], ("cpu(0)", "wait"): [(9, 12)],
+        ("cpu(1)", "compute"): [(3, 11)],
+        ("cpu(1)", "wait"): [(0, 3), (11, 12)],
+        (HOST, "dispatch"): [(0, 7)], (HOST, "wait"): [(7, 12)]}
+
+
+@pytest.mark.parametrize("thread, done", [(THERE, False), (HERE, True)])
+def test_work_that_is_done_when_its_call_returns(thread, done):
+    """In a CPU device's own thread; in the host's, where it says so."""
+    assert spans_of([A, B], [_Mark(0, 1.0, 5.0, thread, done),
+                             _Mark(1, 2.0, 8.0, thread, done)],
+                    9.0, [10.0, 11.0], 11.0) == {
+        ("cpu(0)", "compute"): [(1, 5)],
+        ("cpu(0)", "wait"): [(0, 1), (5, 11)],
+        ("cpu(1)", "compute"): [(2, 8)],
+        ("cpu(1)", "wait"): [(0, 2), (8, 11)],
+        (HOST, "dispatch"): [(0, 1), (8, 9)],
+        (HOST, "wait"): [(1, 8), (9, 11)]}
+
+
+def test_a_gpu_works_on_when_the_call_returns():
+    assert spans_of([Device("gpu", 0)], [_Mark(0, 1.0, 5.0, THERE, False)],
+                    6.0, [9.0], 10.0) == {
+        ("gpu(0)", "compute"): [(1, 9)],
+        ("gpu(0)", "wait"): [(0, 1), (9, 10)],
+        (HOST, "dispatch"): [(0, 6)], (HOST, "wait"): [(6, 10)]}
+
+
+def test_work_of_nobody_in_particular():
+    """All devices, each until its own results are there; not those that
+    have nothing to do. Joint calls count for all."""
+    assert spans_of([A, B], [], 4.0, [5.0, 7.0], 8.0, "copy", [1]) == {
+        ("cpu(0)", "wait"): [(0, 8)], ("cpu(1)", "copy"): [(0, 7)],
+        ("cpu(1)", "wait"): [(7, 8)],
+        (HOST, "copy"): [(0, 4)], (HOST, "wait"): [(4, 8)]}
+    found = spans_of([A, B], [_Mark(None, 1.0, 3.0, THERE, False)], 4.0,
+                     [5.0, 7.0], 8.0)
+    assert found["cpu(0)", "compute"] == found["cpu(1)", "compute"] == [(1, 3)]
+
+
+# -- what is made of it -------------------------------------------------------
+
+def made(*steps, devices=1, rows=8):
+    """A Profile by hand. Each step: milliseconds of dispatch, copy,
+    compute, reduce, update, other; the host waits for the last four but
+    other, all devices compute and update as long."""
+    profile, begin = Profile(), 0.0
+    for number, (parts, n, staged) in enumerate(
+            (s if isinstance(s[0], tuple) else (s, rows, True))
+            for s in steps):
+        dispatch, copy, compute, reduce, update, other = (
+            x / 1000 for x in parts)
+        at = begin
+        for stage, name, seconds in (
+                ("copy", "split", copy), ("compute", "forward", compute),
+                ("reduce", "all-reduce", reduce), ("update", "update",
+                                                   update)):
+            if not staged:
+                continue
+            if stage == "compute":
+                profile.spans.append(Span(number, "dispatch", name, stage,
+                                          HOST, at, dispatch))
+                at += dispatch
+            profile.spans.append(Span(
+                number, "copy" if stage == "copy" else "wait", name, stage,
+                HOST, at, seconds))
+            profile.spans += [Span(number, stage, name, stage, f"cpu({i})",
+                                   at, seconds) for i in range(devices)]
+            at += seconds
+        total = sum(x / 1000 for x in parts)
+        profile.steps.append(Step(number, n, begin, total, staged))
+        begin += total
+    return profile
+
+
+def test_table_and_parts():
+    profile = made((1, 2, 4, 0, 2, 1), (3, 2, 6, 2, 2, 1), devices=2)
+    host, first, second = profile.table()
+    assert (host["device"], first["device"], second["device"]) == (
+        HOST, "cpu(0)", "cpu(1)")
+    # Milliseconds: 10 and 16, so 13 a step; waits 6 and 10.
+    expected = {"dispatch": 2, "copy": 2, "compute": 0, "reduce": 0,
+                "update": 0, "wait": 8, "other": 1}
+    for name, ms in expected.items():
+        assert math.isclose(host[f"{name}_ms"], ms, abs_tol=1e-9)
+        assert math.isclose(host[f"{name}_share"], ms / 13, abs_tol=1e-9)
+    assert math.isclose(first["compute_ms"], 5)
+    assert math.isclose(first["step_ms"], 13)
+    assert {**first, "device": 0} == {**second, "device": 0}
+    one, two = profile.parts()
+    assert (one["step"], one["rows"]) == (0, 8)
+    for name, a, b in (("dispatch", 1, 3), ("copy", 2, 2), ("compute", 4, 6),
+                       ("reduce", 0, 2), ("update", 2, 2), ("other", 1, 1),
+                       ("seconds", 10, 16)):
+        assert math.isclose(one[name], a / 1000, abs_tol=1e-12)
+        assert math.isclose(two[name], b / 1000, abs_tol=1e-12)
+    lines = str(profile).splitlines()
+    assert lines[0].split() == ["ms", "per", "step", *STAGES, "other"]
+    assert lines[1].split()[:3] == [HOST, "2.00", "15%"]
+    assert len({len(line) for line in lines[:4]}) == 1
+    assert lines[4] == "2 steps of 13.00 ms, batch 8"
+
+
+def test_the_table_shows_the_devices_that_it_was_told():
+    profile = made((1, 2, 4, 0, 2, 1), devices=2)
+    profile.devices = [mgpu.cpu(1), mgpu.cpu(3)]
+    assert [row["device"] for row in profile.table()] == [
+        HOST, "cpu(1)", "cpu(3)"]
+    assert profile.table()[2]["compute_ms"] == 0
+    for wrong in ([], ["cpu:0", "cpu:0"], "tpu"):
+        with pytest.raises(ValueError):
+            Profile(wrong)
+
+
+def test_cost():
+    profile = made(((2, 2, 2, 2, 2, 2), 8, True), ((1, 1, 2, 2, 2, 0), 8,
+                                                   False),
+                   ((1, 1, 1, 1, 1, 1), 4, True), ((9, 9, 9, 9, 9, 9), 4,
+                                                   False))
+    assert math.isclose(profile.cost(), 1.5)
+    assert made((1, 1, 1, 1, 1, 1)).cost() is None
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    monkeypatch.delenv("MGPU_THREADS_PER_DEVICE", raising=False)
+
+    def are(count):
+        monkeypatch.setattr(profiling, "cpu_cores", lambda: count)
+    return are
+
+
+@pytest.mark.parametrize("parts, text", [
+    ((6, 1, 2, 0, 1, 0), "dispatch-bound: issuing work takes the host 60% of "
+     "a step of 10.0 ms on 1 device, batch 8. More devices will not help, "
+     "each adds its own; larger batches or a compiled (hybridized) network "
+     "will."),
+    ((1, 5, 2, 1, 1, 0), "copy-bound: copying the batch to the devices takes "
+     "50% of a step of 10.0 ms on 1 device, batch 8. More devices will not "
+     "help; a smaller dtype, or data that are on the device, will."),
+    ((1, 1, 2, 5, 1, 0), "reduce-bound: summing the gradients takes 50% of a "
+     "step of 10.0 ms on 1 device, batch 8. Fewer devices or larger batches "
+     "help: it is the same for any number of rows."),
+    ((1, 1, 2, 0, 6, 0), "update-bound: the optimiser's update takes 60% of "
+     "a step of 10.0 ms on 1 device, batch 8. More devices will not help; "
+     "larger batches need fewer updates for the same rows."),
+    # 10 / (10 + 1 - 8 / 2) = 1.43
+    ((1, 1, 8, 0, 0, 0), "compute-bound: forward and backward take 80% of a "
+     "step of 10.0 ms on 1 device, batch 8. 2 devices can give up to 1.4x."),
+    # 10 / (10 + 4 - 5 / 2) = 0.87
+    ((4, 1, 5, 0, 0, 0), "compute-bound: forward and backward take 50% of a "
+     "step of 10.0 ms on 1 device, batch 8. Even so 2 devices gain nothing "
+     "to speak of.")])
+def test_verdict(cores, parts, text):
+    cores(8)
+    assert made(parts).verdict() == text
+
+
+def test_verdict_counts_cores(cores, monkeypatch):
+    cores(3)
+    # 4 devices have room for 3: 10 / (10 + 0 - 9 (1 - 2/3)) = 1.43
+    assert made((0, 1, 9, 0, 0, 0), devices=2).verdict().endswith(
+        "4 devices can give up to 1.4x (room for 3 on the cores).")
+    monkeypatch.setenv("MGPU_THREADS_PER_DEVICE", "2")
+    assert made((0, 1, 9, 0, 0, 0)).verdict().endswith(
+        "More devices will not help: the cores have room for 1, which "
+        "compute already.")
+
+
+def test_verdict_of_several_batches(cores):
+    """6 ms and 0.5 ms a row: equal at 12 rows."""
+    cores(1)
+    steps = [((6, 0, n / 2, 0, 0, 0), n, True) for n in (8, 16, 32)]
+    assert made(*steps).verdict().endswith(
+        "Dispatch-bound below batch 12 (batches of 8, 16, 32: 6.00 ms + "
+        "500.0 us per row): there more devices will not help.")
+    # Steps without stages count, where there are some: 2 ms, so 4 rows.
+    plain = [((2, 0, n / 2, 0, 0, 0), n, False) for n in (8, 16, 32)]
+    assert "below batch 4 " in made(*steps, *plain).verdict()
+    assert "below batch 12 " in made(*steps, *plain[:2]).verdict()
+    same = [((6, 0, 1, 0, 0, 0), n, True) for n in (8, 16)]
+    assert "Dispatch-bound at all of these batches" in made(*same).verdict()
+    none = [((0, 0, n, 0, 0, 0), n, True) for n in (8, 16)]
+    assert "No cost per step is seen" in made(*none).verdict()
+
+
+def test_verdict_of_uneven_devices(cores):
+    cores(8)
+    profile = made((0, 1, 5, 0, 0, 0), devices=2)
+    assert "Uneven" not in profile.verdict()
+    profile.spans.append(Span(0, "compute", "backward", "compute", "cpu(1)",
+                              0.006, 0.002))
+    assert profile.verdict().endswith(
+        "Uneven: cpu(1) computes 7.0 ms a step, cpu(0) computes 5.0 ms; "
+        "split_batch takes weights for devices of unequal power.")
+
+
+@pytest.mark.parametrize("rows, seconds, line", [
+    ([1, 3], [5, 9], (3, 2)),
+    ([0, 1, 2], [0, 3, 3], (0.5, 1.5)),     # residuals -0.5, 1, -0.5
+    ([1, 2], [1, 4], (0, 9 / 5)),           # -2 + 3 n has no meaning
+    ([1, 2], [4, 1], (2.5, 0))])            # nor has 7 - 3 n
+def test_fit(rows, seconds, line):
+    assert np.allclose(profiling.fit(rows, seconds), line, rtol=1e-12,
+                       atol=1e-12)      # rounding of float64
+
+
+def test_a_line_needs_two_batch_sizes():
+    with pytest.raises(ValueError, match=r"two batch sizes; received \[4"):
+        profiling.fit([4, 4], [1, 2])
+
+
+# -- the trace ----------------------------------------------------------------
+
+def test_chrome_trace(backend, devices, tmp_path):
+    replicas, trainer = trained(backend, devices)
+    with Profile() as profile:
+        mgpu.train_batch(*batch(), replicas, LOSS, trainer)
+    file = tmp_path / "trace.json"
+    profile.chrome_trace(file)
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events
+             if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert sorted(names.values()) == sorted([HOST, *map(str, devices)])
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(profile.spans) > 0
+    assert {e["ph"] for e in events} == {"X", "M"}
+    for event, span in zip(spans, profile.spans):
+        assert names[event["tid"]] == span.device
+        assert event["cat"] == span.stage and event["args"] == {"step": 0}
+        assert event["ts"] == 1e6 * span.begin >= 0
+        assert event["dur"] == 1e6 * span.seconds > 0
+        assert event["name"] == span.name or event["name"] == (
+            f"{span.stage}: {span.name}")
+    with pytest.raises(FileNotFoundError, match="folder of the trace"):
+        profile.chrome_trace(tmp_path / "none" / "trace.json")
