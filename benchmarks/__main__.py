@@ -1,0 +1,366 @@
+"""How fast, against what people use now.
+
+    python -m benchmarks                     # every row, about half an hour
+    python -m benchmarks --rows lenet        # rows with that in their name
+    python -m benchmarks --rounds 3 --list
+
+A row is a ratio within one run: its contenders, each in a process of its own
+(`contenders.py`), take turns, a round each; the first round is not counted.
+Printed are the median of the ratios of each round, the smallest and the
+largest, and the bar. Nothing else should run on the machine.
+"""
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+#: seconds of a round, about
+ROUND = 1.5
+LENET, RESNET = ({"model": "lenet", "batch": 256},
+                 {"model": "resnet18", "batch": 64})
+
+
+def ours(engine, k, **more):
+    return {"loop": "mgpu", "engine": engine, "devices": k, **more}
+
+
+def _races():
+    """(row, contender, against, bar, stretch): the ratio is the rate of the
+    first over that of the second."""
+    for model, batch in (("LeNet", LENET), ("ResNet-18", RESNET)):
+        for engine, bar in (("torch", 1.95 if model == "LeNet" else 1.9),
+                            ("mxnet", 1.85 if model == "LeNet" else 1.9)):
+            yield (f"{model}, {engine}: 2 devices against 1",
+                   ours(engine, 2, **batch), ours(engine, 1, **batch), bar,
+                   None)
+        two = {"devices": 2, **batch}
+        yield (f"{model}, torch: 2 devices against DDP (gloo)",
+               ours("torch", 2, **batch), {"loop": "ddp", **two}, 1.05,
+               1.1 if model == "LeNet" else None)
+        yield (f"{model}, torch: 2 devices against plain PyTorch, 2 threads",
+               ours("torch", 2, **batch), {"loop": "torch", **two},
+               1.1 if model == "LeNet" else 1.03,
+               1.2 if model == "LeNet" else None)
+        yield (f"{model}, torch: 2 devices against the text's loop",
+               ours("torch", 2, **batch), {"loop": "text", **two}, None,
+               None)
+        yield (f"{model}, mxnet: 2 devices against Gluon's own loop",
+               ours("mxnet", 2, **batch), {"loop": "gluon", **two},
+               1.8 if model == "LeNet" else 1.45, None)
+        yield (f"{model}, mxnet: 2 devices, hybridized, against Gluon "
+               "hybridized, 1 context, 2 threads",
+               ours("mxnet", 2, hybridize=True, **batch),
+               {"loop": "gluon", "devices": 1, "threads": 2,
+                "hybridize": True, **batch}, 1.0, 1.03)
+        one = {"devices": 1, **batch}
+        yield (f"{model}, torch: 1 device against a loop by hand",
+               ours("torch", 1, **batch), {"loop": "torch", **one}, 0.98,
+               None)
+        yield (f"{model}, mxnet: 1 device against Gluon's loop, 1 thread",
+               ours("mxnet", 1, **batch),
+               {"loop": "gluon", "threads": 1, **one}, 0.98, None)
+
+
+class Contender:
+    """A process that trains when it is told to."""
+
+    def __init__(self, spec):
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.contenders",
+             json.dumps(spec)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        self.start = self._answer()
+
+    def _answer(self):
+        line = self.child.stdout.readline()
+        if not line:
+            raise RuntimeError("a contender ended")
+        return json.loads(line)
+
+    def run(self, steps):
+        self.child.stdin.write(f"{steps}\n")
+        self.child.stdin.flush()
+        return self._answer()["seconds"]
+
+    def close(self):
+        self.child.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(20)
+        self.child.kill()
+
+
+def race(first, second, rounds):
+    """Seconds per step of both, one of each round."""
+    laps = []
+    runners = []
+    try:
+        for spec in (first, second):
+            runners.append(Contender(spec))
+        steps = [max(1, round(ROUND / r.run(1))) for r in runners]
+        for number in range(rounds + 1):
+            # The second goes first in every other round.
+            order = (0, 1) if number % 2 else (1, 0)
+            lap = {i: runners[i].run(steps[i]) / steps[i] for i in order}
+            laps.append((lap[0], lap[1]))
+    finally:
+        for runner in runners:
+            runner.close()
+    return laps[1:]
+
+
+def ratio_row(name, laps, bar, stretch, commands, inverse=False):
+    ratios = sorted(b / a for a, b in laps)
+    return {"row": name, "ratio": statistics.median(ratios),
+            "low": ratios[0], "high": ratios[-1], "bar": bar,
+            "stretch": stretch, "at_most": inverse,
+            "seconds": [statistics.median(x) for x in zip(*laps)],
+            "rounds": len(laps), "commands": commands}
+
+
+def command(spec):
+    return f"python -m benchmarks.contenders '{json.dumps(spec)}'"
+
+
+def race_row(name, first, second, bar, stretch, rounds):
+    return ratio_row(name, race(first, second, rounds), bar, stretch,
+                     [command(first), command(second)])
+
+
+def race_rows(wanted, rounds):
+    for name, first, second, bar, stretch in _races():
+        if wanted(name):
+            yield name, partial(race_row, name, first, second, bar, stretch,
+                                rounds)
+
+
+def first_rows(wanted, rounds):
+    """Seconds of the first step, in fresh processes."""
+    for engine, other in (("torch", {"loop": "torch"}),
+                          ("mxnet", {"loop": "gluon", "threads": 1})):
+        name = f"LeNet, {engine}: first step against the plain loop's"
+        specs = (ours(engine, 1, **LENET), {**other, "devices": 1, **LENET})
+
+        def measure(name=name, specs=specs):
+            laps = []
+            for _ in range(rounds):
+                lap = []
+                for spec in specs:
+                    runner = Contender(spec)
+                    lap.append(runner.start["first"])
+                    runner.close()
+                laps.append(lap)
+            return ratio_row(name, laps, 1 / 1.1, None,
+                             [command(s) for s in specs])
+        if wanted(name):
+            yield name, measure
+
+
+_WHAT = {"buffer": "one 45 MB buffer", "list": "76 gradients"}
+_OTHER = {"copy": "the bound", "text": "the text's loop",
+          "gloo": "gloo, 2 processes"}
+
+
+def collective_rows(wanted, rounds):
+    """Against the bound (a copy of K buffers), the text's loop, gloo."""
+    for engine in ("torch", "mxnet"):
+        for k in (2, 4, 8):
+            name = f"all-reduce, {engine}, {k} devices"
+            bars = {"copy": 0.9, "text": {2: 1.0, 8: 1.3}.get(k),
+                    "gloo": 3.0}
+
+            def measure(name=name, engine=engine, k=k, bars=bars):
+                spec = json.dumps({"engine": engine, "k": k,
+                                   "rounds": rounds})
+                line = subprocess.run(
+                    [sys.executable, "-m", "benchmarks.collectives", spec],
+                    cwd=ROOT, text=True, check=True, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL).stdout
+                return [ratio_row(
+                    f"{name}, {_WHAT[what]}, against {_OTHER[other]}",
+                    list(zip(times["mgpu"], times[other])), bars[other],
+                    None, [f"python -m benchmarks.collectives '{spec}'"])
+                    for what, times in json.loads(line).items()
+                    for other in times if other != "mgpu"]
+            if wanted(name):
+                yield name, measure
+
+
+def tiny_rows(wanted, rounds):
+    """Host time per step and device, one core: flat in K."""
+    for engine in ("torch", "mxnet"):
+        name = f"tiny network, {engine}: time per step and device, K to 64"
+
+        def measure(name=name, engine=engine):
+            counts = (2, 4, 8, 16, 32, 64)
+            allowed = os.sched_getaffinity(0)
+            runners, laps = [], {k: [] for k in counts}
+            os.sched_setaffinity(0, {min(allowed)})     # children inherit it
+            try:
+                specs = [ours(engine, k, model="tiny", batch=2 * k)
+                         for k in counts]
+                runners = [Contender(spec) for spec in specs]
+                for _ in range(rounds + 1):
+                    for k, runner in zip(counts, runners):
+                        steps = max(2, 512 // k)
+                        laps[k].append(runner.run(steps) / steps / k)
+            finally:
+                os.sched_setaffinity(0, allowed)
+                for runner in runners:
+                    runner.close()
+            medians = {k: statistics.median(x[1:]) for k, x in laps.items()}
+            spread = sorted(max(lap) / min(lap) for lap in
+                            zip(*(x[1:] for x in laps.values())))
+            return [{"row": name + ": largest over smallest",
+                     "ratio": max(medians.values()) / min(medians.values()),
+                     "low": spread[0], "high": spread[-1], "bar": 1.2,
+                     "stretch": None, "at_most": True, "rounds": rounds,
+                     "commands": [command(s) for s in specs]},
+                    {"row": name + ": microseconds, the worst K",
+                     "ratio": 1e6 * max(medians.values()),
+                     "low": 1e6 * min(medians.values()),
+                     "high": 1e6 * max(max(x[1:]) for x in laps.values()),
+                     "bar": 150, "stretch": None, "at_most": True,
+                     "rounds": rounds, "by_k": medians,
+                     "commands": [command(s) for s in specs]}]
+        if wanted(name):
+            yield name, measure
+
+
+_IMPORT = ("import time, sys; b = time.perf_counter(); import {}; "
+           "print(time.perf_counter() - b, 'torch' in sys.modules "
+           "or 'mxnet' in sys.modules)")
+
+
+def import_rows(wanted, rounds):
+    name = "import mgpu, seconds"
+
+    def measure():
+        found = {"mgpu": [], "numpy": []}
+        for _ in range(rounds):
+            for module, times in found.items():
+                seconds, framework = subprocess.run(
+                    [sys.executable, "-c", _IMPORT.format(module)], cwd=ROOT,
+                    text=True, check=True,
+                    stdout=subprocess.PIPE).stdout.split()
+                assert framework == "False", "a framework was imported"
+                times.append(float(seconds))
+        times = sorted(found["mgpu"])
+        return {"row": name, "ratio": statistics.median(times),
+                "low": times[0], "high": times[-1], "bar": 0.2,
+                "stretch": None, "at_most": True, "rounds": rounds,
+                "numpy": statistics.median(found["numpy"]),
+                "commands": ["python -X importtime -c 'import mgpu'"]}
+    if wanted(name):
+        yield name, measure
+
+
+SECTIONS = (race_rows, first_rows, collective_rows, tiny_rows, import_rows)
+
+
+def verdict(row):
+    if row["bar"] is None:
+        return ""
+    met = row["ratio"] <= row["bar"] if row["at_most"] \
+        else row["ratio"] >= row["bar"]
+    if not met:
+        return "missed"
+    return "stretch" if row["stretch"] and row["ratio"] >= row["stretch"] \
+        else "met"
+
+
+def draw(rows, file):
+    """A line for each row: median and spread, as a multiple of its bar."""
+    from mgpu import plotting
+    rows = [r for r in rows if r["bar"]]
+    figure = plotting._new_figure((9, 0.34 * len(rows) + 1.2))
+    axes = plotting._plain(figure.subplots())
+    for y, row in enumerate(rows):
+        # above 1 is better, whichever way the bar points
+        points = [row[x] / row["bar"] for x in ("low", "ratio", "high")]
+        if row["at_most"]:
+            points = sorted(1 / p for p in points)
+        colour = plotting._BLUE if points[1] >= 1 else plotting._ORANGE
+        axes.plot([points[0], points[2]], [y, y], color=colour, linewidth=2)
+        axes.plot([points[1]], [y], "o", color=colour)
+    axes.axvline(1, color=plotting._INK, linewidth=1)
+    axes.set_yticks(range(len(rows)), [r["row"] for r in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("measured over bar: median and all rounds (right of the "
+                    "line: met)")
+    plotting._write(figure, Path(file))
+
+
+def main():
+    import click
+    from rich.console import Console
+    from rich.table import Table
+
+    @click.command(help=__doc__)
+    @click.option("--rows", "names", multiple=True, help="only rows with "
+                  "this text in their name; may be given several times")
+    @click.option("--rounds", type=click.IntRange(1), default=7,
+                  show_default=True)
+    @click.option("--json", "json_file", default="out/benchmarks.json",
+                  show_default=True)
+    @click.option("--plot", default="out/benchmarks.png", show_default=True)
+    @click.option("--list", "listing", is_flag=True, help="names alone")
+    def run(names, rounds, json_file, plot, listing):
+        from mgpu import doctor, files
+        console = Console()
+
+        def wanted(name):
+            return not names or any(n.lower() in name.lower() for n in names)
+        jobs = [job for section in SECTIONS for job in section(wanted, rounds)]
+        if listing:
+            return [console.print(name) for name, _ in jobs]
+        for file in (json_file, plot):
+            Path(file).resolve().parent.mkdir(parents=True, exist_ok=True)
+        done = []
+        for name, measure in jobs:
+            begin = time.perf_counter()
+            try:
+                found = measure()
+            except (RuntimeError, subprocess.CalledProcessError) as error:
+                console.print(f"{name}: failed ({error})", style="red")
+                continue
+            for row in found if isinstance(found, list) else [found]:
+                row["result"] = verdict(row)
+                done.append(row)
+                console.print(
+                    f"{row['row']}: {row['ratio']:.3g} ({row['low']:.3g} to "
+                    f"{row['high']:.3g}), bar {row['bar']} {row['result']} "
+                    f"[{time.perf_counter() - begin:.0f} s]",
+                    highlight=False, markup=False)
+            files.write_json(json_file, {
+                "machine": {"processor": platform.processor(),
+                            "cores": os.cpu_count(),
+                            "load": os.getloadavg()},
+                "versions": doctor.versions(), "rows": done})
+        table = Table(title="a ratio is the median of the rounds")
+        for column in ("row", "measured", "spread", "bar", "stretch", ""):
+            table.add_column(column)
+        for row in done:
+            table.add_row(
+                row["row"], f"{row['ratio']:.3g}",
+                f"{row['low']:.3g} to {row['high']:.3g}",
+                "" if row["bar"] is None else
+                f"{'at most ' if row['at_most'] else ''}{row['bar']:.3g}",
+                f"{row['stretch'] or ''}", row["result"])
+        console.print(table)
+        if done:
+            draw(done, plot)
+    run()
+
+
+if __name__ == "__main__":
+    main()
