@@ -189,6 +189,13 @@ def _auto(data: List[Array], op: str, root: int) -> None:
         _naive(data, op, root)
 
 
+def _native(data: List[Array], op: str, root: int) -> None:
+    """The framework's own: NCCL through torch, where each array is on a CUDA
+    card of its own; MXNet's kvstore, which takes sums. Their order of
+    additions is their own."""
+    get_backend().native_allreduce(data, "sum" if op == "mean" else op)
+
+
 #: bytes of one block of all arrays together: they stay in a core's own
 #: cache, and are large enough that calling NumPy costs little
 _BLOCK = 1 << 20
@@ -249,7 +256,7 @@ def _reduce_blocks(columns: Sequence[List[np.ndarray]], begin: int,
 
 ALGORITHMS: Dict[str, Callable[[List[Array], str, int], None]] = {
     "naive": _naive, "tree": _tree, "ring": _ring, "sharded": _sharded,
-    "auto": _auto}
+    "native": _native, "auto": _auto}
 
 
 def _reduce(data: List[Array], op: str, root: int) -> None:
@@ -304,7 +311,7 @@ def allreduce(data: List[Array], *, op: str = "sum", algorithm: str = "auto",
     data : list of native arrays
         One per device, of one shape and dtype.
     op : {"sum", "mean", "max", "min"}
-    algorithm : {"auto", "naive", "tree", "ring", "sharded"}
+    algorithm : {"auto", "naive", "tree", "ring", "sharded", "native"}
         The order of additions and who moves what; see their docstrings. All
         give the same bits where the sums are exact. "auto" reads and writes
         the memory of CPU devices directly, once all queued work is done; on
@@ -319,8 +326,8 @@ def allreduce(data: List[Array], *, op: str = "sum", algorithm: str = "auto",
         No list, different shapes or dtypes, an array of the other
         framework, one array for two devices, an unknown op or algorithm, an
         impossible root, a mean of integers, any reduction of booleans; with
-        "ring" and "sharded" a tensor that is not contiguous. Nothing has
-        changed then.
+        "ring" and "sharded" a tensor that is not contiguous; with "native"
+        what the framework has no collective for. Nothing has changed then.
     """
     arrays = _check(data, op)
     if algorithm not in ALGORITHMS:

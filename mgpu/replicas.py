@@ -573,7 +573,8 @@ class Replicas(abc.Sequence):
         self._note(active)
         self.backend.forward_backward([
             partial(self._one_pass, i, rows[i], head) if i in active
-            else _nothing for i in range(len(rows))])
+            else _nothing for i in range(len(rows))],
+            lambda i: self._views[i].arrays())
 
     def _one_pass(self, i: int, inputs: Tuple[Any, ...],
                   head: Callable[[int, Any], Any]) -> Any:

@@ -62,8 +62,20 @@ class _Views(NamedTuple):
 _BLOCK = 1 << 17
 
 
+def _unscaled(gradient: np.ndarray, loss_scale: float) -> np.ndarray:
+    # On its own, not with the division by the batch size: NumPy brings a
+    # number to the array's dtype first, and in float16 the two together are
+    # a few bits, or zero. The scale itself may be beyond float16.
+    if loss_scale == 1.0:
+        return gradient
+    wide = np.promote_types(gradient.dtype, np.float32)
+    return np.divide(gradient, loss_scale, dtype=wide).astype(
+        gradient.dtype, copy=False)
+
+
 def _apply_blocks(optimizer: optimizers.Optimizer, work: List[_Update],
-                  devices: List[List[_Views]], scale: float) -> None:
+                  devices: List[List[_Views]], scale: float,
+                  loss_scale: float) -> None:
     """Do `work` on some devices."""
     profiling.at_once()
     each = [pair for views in devices for pair in zip(work, views)]
@@ -74,8 +86,9 @@ def _apply_blocks(optimizer: optimizers.Optimizer, work: List[_Update],
                 part = slice(begin, begin + step)
                 block = {**state, **{s: x[part] for s, x in slots.items()}}
                 optimizer.update(
-                    weight[part], gradient[part] * scale, block, lr=update.lr,
-                    wd=update.wd, t=update.t, ops=HOST_OPS)
+                    weight[part],
+                    _unscaled(gradient[part], loss_scale) * scale, block,
+                    lr=update.lr, wd=update.wd, t=update.t, ops=HOST_OPS)
             # Numbers that the rule has replaced, the same for every block.
             state.update((s, x) for s, x in block.items() if s not in slots)
 
@@ -267,8 +280,10 @@ class Trainer:
 
         Legal at any number of devices; between it and `update` a gradient
         may be read, clipped or changed. The gradients are stale from now on:
-        what a backward pass wrote is summed once. Parameters are collected
-        on different devices, balanced by bytes. Raises as `step` does.
+        what a backward pass wrote is summed once. CPU devices share the work
+        evenly, and MXNet's wait for all queued work first; elsewhere
+        parameters are collected on different devices, balanced by bytes.
+        Raises as `step` does.
         """
         parameters, replicas = self._trained(), self.replicas
         backend, devices = replicas.backend, replicas.devices
@@ -319,7 +334,8 @@ class Trainer:
     def update(self, batch_size: int) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.
 
-        Does not touch the gradients. RuntimeError without an
+        Does not touch the gradients; waits on CPU devices, as
+        `allreduce_grads` does. RuntimeError without an
         `allreduce_grads` before it: an old gradient is never applied again.
         While the environment variable ``MGPU_DEBUG`` is 1 it ends with
         `Replicas.check_equal` (`ReplicaMismatchError`), which waits. With
@@ -386,7 +402,7 @@ class Trainer:
                                   k)
             backend.on_host(
                 [partial(_apply_blocks, optimizer, work, views[i::threads],
-                         scale / loss_scale) for i in range(threads)],
+                         scale, loss_scale) for i in range(threads)],
                 [x for update in work for x in update.weights])
             return
 
@@ -484,10 +500,15 @@ class Trainer:
                              "to move.")
         check_batch_size(batch_size)
         backend = self.replicas.backend
-        gradients = [p.list_grad()
-                     for p in self._summed("clip_global_norm")]
+        parameters = self._summed("clip_global_norm")
+        gradients = [p.list_grad() for p in parameters]
         with backend.scope(recording=False):
-            squares = [backend.ops.sum(g[0] * g[0]) for g in gradients]
+            squares = []
+            for p, (g, *_) in zip(parameters, gradients):
+                if p.dtype not in ("float32", "float64"):
+                    # A sum of squares in float16 ends at a norm of 256.
+                    g = backend.ops.astype(g, "float32")
+                squares.append(backend.ops.sum(g * g))
             norm = float(np.sqrt(sum(
                 float(backend.to_numpy(s).sum()) for s in squares)))
             norm /= batch_size * self.loss_scale

@@ -174,6 +174,10 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 ) -> List[Any]:
     """One step: split, all forwards, all backwards, all-reduce, update.
 
+    On torch no device waits for another between its forward and its backward
+    pass, but with ``batch_norm="sync"``, ``grad_req="add"``, a profile, or a
+    loss that depends on other arrays with gradients than the replica's own.
+
     Parameters
     ----------
     X, y : arrays of n rows (native or NumPy, or nested)
@@ -198,6 +202,9 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     ValueError
         `X` and `y` of different lengths, an empty batch, a loss that does
         not return one value per example, or a trainer of other replicas.
+    RuntimeError
+        On torch, where devices do not wait: a loss of one device that
+        depends on the parameters of another one's replica.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"a Trainer is wanted; received "
@@ -229,9 +236,10 @@ def _at_once(replicas: Replicas, X_shards: List[Any], y_shards: List[Any],
     losses: List[Any] = [None] * len(replicas)
 
     def head(i: int, output: Any) -> Any:
-        losses[i] = _loss_of(loss, output, y_shards[i])
-        return _scaled(losses[i], scale)
-    with record(), replicas.autocast():
+        with replicas.autocast():       # the backward pass is outside of it
+            losses[i] = _loss_of(loss, output, y_shards[i])
+            return _scaled(losses[i], scale)
+    with record():
         replicas.forward_backward(X_shards, head)
     return losses
 
@@ -356,7 +364,8 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
         Multiple GPUs". What happens without it, and how two steps may
         overlap, is an exercise of its section "Concise Implementation for
         Multiple GPUs": 2 is the answer. The numbers do not depend on it.
-        Steps overlap on engines that queue work (MXNet, torch on GPUs).
+        Steps overlap on devices with a queue, GPUs. On CPU devices a step
+        ends when its weights are there, also on MXNet.
 
     Raises
     ------

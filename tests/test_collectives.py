@@ -12,9 +12,11 @@ from helpers import (ENGINES, assert_bit_equal, foreign_array,
                      refusal_of_foreign, using_engine)
 from mgpu import (allgather, allreduce, assign_roots, broadcast, collectives,
                   cpu, reduce, reducescatter, shard_bounds)
-from mgpu.collectives import ALGORITHMS, OPS
+from mgpu.collectives import OPS
 
 SHAPES = [(), (0,), (0, 3), (1,), (3,), (2, 3), (5, 7), (4, 1, 3), (33,)]
+#: mgpu's own; "native" has tests of its own
+ALGORITHMS = [a for a in collectives.ALGORITHMS if a != "native"]
 COUNTS = (1, 2, 3, 4, 8)
 DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
 
@@ -193,6 +195,28 @@ def test_sums_are_taken_in_the_documented_order(backend, algorithm, k):
             made = backend.to_numpy(x)
             assert_bit_equal(made, expected_sum(algorithm, hosts, root))
             assert (np.abs(made - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_mxnets_kvstore(shape, op, devices):
+    for engine in (e for e in ENGINES if e.startswith("mxnet")):
+        with using_engine(engine) as backend:
+            hosts = integers(len(devices), shape)
+            data = put(backend, hosts)
+            allreduce(data, op=op, algorithm="native")
+            for x in data:
+                assert_bit_equal(backend.to_numpy(x), reduced(hosts, op))
+
+
+def test_native_collectives_refuse_what_they_cannot_do(backend):
+    """NCCL is for cards (`tests/test_gpu.py`), kvstore for sums."""
+    op, what = ("max", "kvstore takes sums; received op='max'") \
+        if backend.name == "mxnet" else ("sum", "arrays on cpu, cpu")
+    data = put(backend, [np.ones(2), np.ones(2)])
+    with pytest.raises(ValueError, match=what):
+        allreduce(data, op=op, algorithm="native")
+    assert backend.to_numpy(data[0]).tolist() == [1, 1]
 
 
 def test_another_order_gives_other_bits():
@@ -402,7 +426,7 @@ def test_unknown_algorithms_are_refused(backend, algorithm):
         allreduce(data, algorithm=algorithm)
     assert str(refused.value) == (
         f"unknown algorithm; received {algorithm!r}. Use one of 'naive', "
-        "'tree', 'ring', 'sharded', 'auto'.")
+        "'tree', 'ring', 'sharded', 'native', 'auto'.")
     assert backend.to_numpy(data[0]).tolist() == [1, 1]
 
 

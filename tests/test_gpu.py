@@ -31,6 +31,18 @@ def test_arrays(gpus):
     mgpu.synchronize(gpus)
 
 
+def test_nccl():
+    """On all cards there are; with one it is a copy of itself."""
+    import torch
+    with mgpu.using_backend("torch"):
+        gpus = [mgpu.gpu(i) for i in range(torch.cuda.device_count())]
+        xs = [mgpu.put(np.full((3, 2), i + 1.0), d)
+              for i, d in enumerate(gpus)]
+        mgpu.allreduce(xs, algorithm="native")
+        for x in xs:
+            assert (mgpu.to_numpy(x) == sum(range(1, len(gpus) + 1))).all()
+
+
 @pytest.mark.parametrize("policy", ("per_device", "average", "sync"))
 def test_training_equals_the_cpu(gpus, policy):
     rng = np.random.default_rng(0)

@@ -16,6 +16,7 @@ import pytest
 import mgpu
 from helpers import (BACKENDS, assert_bit_equal, convnet, mlp, on,
                      relative_difference, using_engine, worst)
+from mgpu import functional as F
 from mgpu import trainer as trainer_module
 
 TORCH = [name for name in BACKENDS if name == "torch"]
@@ -370,6 +371,30 @@ def test_autocast_reaches_layers_and_loss_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", TORCH)
+def test_autocast_ends_before_the_backward_pass(name):
+    """What a network keeps out of it is exact in both passes."""
+    with using_engine(name):
+        import torch
+
+        class Net(torch.nn.Linear):
+            def forward(self, x):
+                with torch.autocast("cpu", enabled=False):
+                    return torch.tanh(super().forward(x.float()))
+        found = []
+        for autocast in (None, "bfloat16"):
+            replicas, trainer = start(torch.nn.Sequential(
+                Net(6, 6), Net(6, 3)), on(0, 1), "float32",
+                autocast=autocast)
+            mgpu.train_batch(
+                np.random.default_rng(0).normal(size=(4, 6)).astype(
+                    "float32"), labels(4), replicas,
+                lambda out, y: (out * out).sum(1), trainer)
+            found.append(everything(replicas))
+        for key, value in found[0].items():
+            assert_bit_equal(found[1][key], value)
+
+
+@pytest.mark.parametrize("name", TORCH)
 def test_autocast_float16_with_a_dynamic_scale(name):
     """float16 rounds to 2**-11 relative; the limit has the same room as that
     of bfloat16."""
@@ -412,6 +437,53 @@ def power_of_two_changes_no_bit(backend, devices, dtype):
             mgpu.to_numpy, replicas.params()[0].list_grad())}.values()
         norms.append(np.abs(gradient).max())
     assert norms[1:] == [norms[0] * 1024, norms[0] / 32, norms[0] * 65536]
+
+
+def embedding(backend):
+    """A network of one layer that computes in float16 on MXNet's CPU too."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        return nn.Embedding(1, 2)
+    from torch import nn
+    return nn.Embedding(1, 2)
+
+
+def float16_pass(backend, slope, loss_scale=None):
+    """(replicas, trainer), with summed gradients of 4 * slope * scale."""
+    replicas, trainer = start(embedding(backend), on(0, 1), "float16",
+                              loss_scale, rate=1.0)
+    replicas.params()[0].set_data(np.zeros((1, 2)))
+    with mgpu.record():
+        losses = [F.sum(out, axis=1) * (slope * trainer.loss_scale)
+                  for out in replicas(mgpu.split_and_load(
+                      np.zeros(4, "int32"), replicas.devices))]
+    mgpu.backward(losses)
+    trainer.allreduce_grads()
+    return replicas, trainer
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
+def test_a_scale_and_a_batch_size_do_not_vanish_together(backend, strict):
+    """1 / (10000 * 1024) is 1.6 times the smallest float16."""
+    found = []
+    with mgpu.strict_devices() if strict else contextlib.nullcontext():
+        for scale in (None, 1024.0):
+            replicas, trainer = float16_pass(backend, 2000 / 1024, scale)
+            trainer.update(10000)
+            found.append(everything(replicas))
+    for name, value in found[0].items():
+        assert (value < 0).all()
+        assert_bit_equal(found[1][name], value)
+
+
+def test_the_norm_of_float16_gradients(backend):
+    """The squares are beyond float16."""
+    replicas, trainer = float16_pass(backend, 100.0)
+    # One of the sum, and one of the root, of float32.
+    assert abs(trainer.clip_global_norm(1.0) / (400 * 2 ** 0.5) - 1) < 1e-6
+    for g in replicas.params()[0].list_grad():
+        norm = np.linalg.norm(mgpu.to_numpy(g).astype("float64"))
+        assert abs(norm - 1) < 2.0 ** -10       # two roundings to float16
 
 
 def test_a_scale_that_is_no_power_of_two_is_divided_out(backend):

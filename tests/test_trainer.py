@@ -578,6 +578,45 @@ def test_allreduce_then_update_is_a_step(engine, devices):
     assert_unchanged(*results)
 
 
+def wide_convolutions(backend):
+    """MXNet's convolution libraries bring such weights into an order of
+    their own for predictions."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.Sequential()
+        net.add(nn.Conv2D(32, 3, padding=1, in_channels=16),
+                nn.Conv2D(32, 3, in_channels=32), nn.GlobalAvgPool2D())
+        return net
+    from torch import nn
+    return nn.Sequential(nn.Conv2d(16, 32, 3, padding=1),
+                         nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_prediction_that_nobody_has_read(backend, k):
+    """It may still be running when the weights are written."""
+    found = []
+    for waits in (True, False):
+        replicas = mgpu.initialize(wide_convolutions(backend), on(*range(k)),
+                                   "xavier", seed=1)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        rng = np.random.default_rng(0)
+        few, many = (mgpu.split_and_load(
+            rng.normal(size=(n * k, 16, 20, 20)).astype("float32"),
+            replicas.devices) for n in (2, 64))
+        for _ in range(2):
+            with mgpu.record():
+                losses = [(out * out).sum() for out in replicas(few)]
+            mgpu.backward(losses)
+            trainer.allreduce_grads()
+            replicas(many)
+            if waits:
+                mgpu.synchronize(replicas.devices)
+            trainer.update(2 * k)
+        found.append(values(replicas))
+    assert_unchanged(found[1], found[0])
+
+
 def test_changed_gradients_are_applied(engine, devices):
     replicas = initialize(mlp(engine), devices)
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})

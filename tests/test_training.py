@@ -9,8 +9,8 @@ import pytest
 
 import conftest
 import mgpu
-from helpers import (assert_bit_equal, convnet, foreign_array, mlp, on,
-                     refusal_of_foreign, relative_difference)
+from helpers import (BACKENDS, assert_bit_equal, convnet, foreign_array, mlp,
+                     on, refusal_of_foreign, relative_difference)
 from mgpu import functional as F
 from mgpu import models
 
@@ -92,6 +92,11 @@ def test_scopes_nest_and_come_back(engine):
     with pytest.raises(KeyError), mgpu.record():
         raise KeyError
     assert flags() == (False, False)
+    scope = mgpu.record()
+    for _ in range(2):
+        with scope, scope:      # one object, again and inside itself
+            assert flags() == (True, True)
+        assert flags() == (False, False)
 
 
 def leaf(value, device=None):
@@ -338,6 +343,40 @@ def test_an_own_loss(engine, devices):
         results.append(values(replicas))
     for found in results[1:]:
         assert_close(found, results[0])
+
+
+def test_a_leaf_that_all_losses_share(engine, devices):
+    """Its gradient is the sum over devices, and each step's own."""
+    replicas, _, trainer = set_up(engine, devices)
+    weight, labels = leaf(2.0), np.arange(1.0, 6.0)
+    for _ in range(2):
+        mgpu.train_batch(
+            batch(5)[0], labels, replicas, lambda out, y:
+            F.sum(out, axis=1) + y * mgpu.put(weight, y), trainer)
+        assert mgpu.to_numpy(mgpu.grad(weight)).tolist() == [15]
+        for copies in values(replicas).values():
+            for copy in copies:
+                assert_bit_equal(copy, copies[0])
+
+
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n == "torch"])
+def test_a_loss_of_another_replicas_parameters(name):
+    """MXNet queues all passes, and goes through them together."""
+    with mgpu.using_backend(name) as engine:
+        replicas, _, trainer = set_up(engine, on(0, 1))
+        first = replicas.params()[0]
+
+        def loss(out, y):
+            return F.sum(out, axis=1) + F.sum(mgpu.put(first.data(), y))
+        before = values(replicas)
+        refuse(lambda: mgpu.train_batch(*batch(4), replicas, loss, trainer),
+               RuntimeError,
+               "the loss of a device depends on the parameters of its own "
+               "replica; received one of device number 1 that reaches those "
+               "of number 0. Compute it from the replica's own parameters, "
+               "or call replicas(shards), mgpu.backward and Trainer.step "
+               "yourself.")
+        assert_unchanged(values(replicas), before)
 
 
 def refuse(call, error, text):

@@ -396,7 +396,9 @@ class Backend(ABC):
         to be read and written inside `on_host` alone. None unless every
         array has one, in the same order: not on a GPU, not in a dtype that
         NumPy lacks, not with gaps, and not inside `mgpu.strict_devices`,
-        which could not see what is done to them. Does not wait."""
+        which could not see what is done to them. May wait for all queued
+        work; what is queued between this and `on_host` may move an array
+        (MXNet)."""
 
     @abstractmethod
     def on_host(self, thunks: Sequence[Callable[[], Any]],
@@ -404,6 +406,12 @@ class Backend(ABC):
         """`parallel`, once all work that is queued on arrays with
         `host_views` is done. The thunks change none but the `written`
         arrays."""
+
+    @abstractmethod
+    def native_allreduce(self, arrays: Sequence[Array], op: str) -> None:
+        """Leave the sum, maximum or minimum of all in each, by the
+        framework's own collective. ValueError where it has none for these
+        devices or this `op`; nothing has changed then."""
 
     # -- gradients ----------------------------------------------------------
 
@@ -447,11 +455,19 @@ class Backend(ABC):
         that any loss depends on are written. Losses that share no leaf run
         at the same time. May return before the work is done (MXNet)."""
 
-    def forward_backward(self, thunks: Sequence[Callable[[], Optional[Array]]]
-                         ) -> None:
+    def forward_backward(self, thunks: Sequence[Callable[[], Optional[Array]]],
+                         leaves: Callable[[int], Sequence[Array]]) -> None:
         """`parallel` of thunks that each record a loss (None: without rows),
-        then `backward`; inside ``scope(recording=True)``. The thunks' losses
-        share no leaf, so no device has to wait for another in between."""
+        then `backward`; inside ``scope(recording=True)``. No device has to
+        wait for another in between, unless losses depend on other leaves
+        than ``leaves(i)``, those of thunk i alone.
+
+        Raises
+        ------
+        RuntimeError
+            A loss that was not recorded or, where devices do not wait, that
+            depends on the leaves of another thunk.
+        """
         losses = self.parallel(thunks)
         self.backward([loss for loss in losses if loss is not None])
 
@@ -540,16 +556,18 @@ class Scope(ContextDecorator):
                  write: Callable[..., None],
                  flags: Tuple[Optional[bool], ...]):
         self._read, self._write, self._flags = read, write, flags
+        # A list: a block may be entered again inside itself.
+        self._before: List[Tuple[Optional[bool], ...]] = []
 
     def _recreate_cm(self) -> "Scope":      # each call of a decorated function
         return Scope(self._read, self._write, self._flags)
 
     def __enter__(self) -> None:
-        self._before = self._read()
+        self._before.append(self._read())
         self._write(*self._flags)
 
     def __exit__(self, *_: Any) -> None:
-        self._write(*self._before)
+        self._write(*self._before.pop())
 
 
 # -- what both engines check or say in the same words ------------------------
@@ -624,6 +642,14 @@ def not_recorded() -> RuntimeError:
         "backward needs losses that were computed inside mgpu.record() from "
         "arrays with gradients attached; received one that was not. Put the "
         "forward pass inside `with mgpu.record():`.")
+
+
+def foreign_leaf(own: int, other: int) -> RuntimeError:
+    return RuntimeError(
+        "the loss of a device depends on the parameters of its own replica; "
+        f"received one of device number {own} that reaches those of number "
+        f"{other}. Compute it from the replica's own parameters, or call "
+        "replicas(shards), mgpu.backward and Trainer.step yourself.")
 
 
 def nested_rendezvous() -> RuntimeError:

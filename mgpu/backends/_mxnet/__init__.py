@@ -7,6 +7,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 
 from mgpu.backends import base
+from mgpu.backends._host import keep_freed_memory
 from mgpu.backends._mxnet import strict
 from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
@@ -87,6 +88,7 @@ class MXNetBackend(base.Backend):
     version = mx.__version__
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self.ops = MXNetOps()
         # Only thunks that wait for each other need threads: the engine runs
         # contexts side by side, whoever queued the work.
@@ -169,12 +171,27 @@ class MXNetBackend(base.Backend):
         if strict.on() or any(x.ctx.device_type != "cpu"
                               or x.stype != "default" for x in arrays):
             return None
+        # Before addresses are asked for: work that is queued may give a
+        # convolution's weight another order, in other memory.
+        mx.nd.waitall()
         return [_host_view(_address(x), x.size, x.dtype) for x in arrays]
 
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
         mx.nd.waitall()
         self.parallel(thunks, rendezvous=not inside_worker())
+
+    def native_allreduce(self, arrays: Sequence[Any], op: str) -> None:
+        if op != "sum":
+            raise ValueError(f"MXNet's kvstore takes sums; received "
+                             f"op={op!r}. Use another algorithm.")
+        store = mx.kvstore.create("device" if any(
+            x.ctx.device_type == "gpu" for x in arrays) else "local")
+        # It is of the legacy family; these are views.
+        legacy = [x.as_nd_ndarray() for x in arrays]
+        store.init(0, legacy[0])
+        store.push(0, legacy)
+        store.pull(0, out=legacy)
 
     # -- gradients ----------------------------------------------------------
 

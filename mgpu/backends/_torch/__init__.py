@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from mgpu.backends import base
+from mgpu.backends._host import keep_freed_memory
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.network import TorchNetwork
 from mgpu.backends._torch.ops import TorchOps, dtype_of
@@ -107,6 +108,7 @@ class TorchBackend(base.Backend):
     version = torch.__version__
 
     def __init__(self) -> None:
+        keep_freed_memory()
         self.ops = TorchOps()
         self._leaves = Leaves()
         self._seed = 0
@@ -197,12 +199,27 @@ class TorchBackend(base.Backend):
 
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
-        if len(thunks) == 1:
-            thunks[0]()
-        else:
-            self.parallel(thunks)
-        # A graph that still needs the old values is to say so.
-        torch.autograd.graph.increment_version(written)
+        try:
+            if len(thunks) == 1:
+                thunks[0]()
+            else:
+                self.parallel(thunks)
+        finally:
+            # A graph that still needs the old values is to say so.
+            torch.autograd.graph.increment_version(written)
+
+    def native_allreduce(self, arrays: Sequence[Any], op: str) -> None:
+        cards = [x.device for x in arrays]
+        if any(card.type != "cuda" for card in cards) \
+                or len(set(cards)) < len(cards) \
+                or not torch.cuda.nccl.is_available(arrays):
+            raise ValueError(
+                "NCCL reduces contiguous arrays on as many CUDA cards; "
+                f"received arrays on {', '.join(map(str, cards))}. Use "
+                "another algorithm, or 'auto'.")
+        # of nccl.h
+        torch.cuda.nccl.all_reduce(list(arrays),
+                                   op={"sum": 0, "max": 2, "min": 3}[op])
 
     # -- gradients ----------------------------------------------------------
 
@@ -280,14 +297,28 @@ class TorchBackend(base.Backend):
                 lambda i=i: torch.autograd.backward(losses[i], seeds[i])
                 for i in range(len(losses))])
 
-    def forward_backward(self, thunks: Sequence[Callable[[], Any]]) -> None:
-        def both(thunk: Callable[[], Any]) -> None:
-            loss = thunk()
-            if loss is not None:
-                if not loss.requires_grad:
-                    raise base.not_recorded()
-                torch.autograd.backward(loss, torch.ones_like(loss))
-        self.parallel([partial(both, thunk) for thunk in thunks])
+    def forward_backward(self, thunks: Sequence[Callable[[], Any]],
+                         leaves: Callable[[int], Sequence[Any]]) -> None:
+        owner = {id(x): i for i in range(len(thunks)) for x in leaves(i)}
+
+        def both(i: int) -> Any:
+            loss = thunks[i]()
+            if loss is None:
+                return None
+            if not loss.requires_grad:
+                raise base.not_recorded()
+            owners = {owner.get(id(x)) for x in _leaves_of(loss)}
+            if None in owners:
+                return loss     # of a leaf that all devices may share
+            for other in owners - {i}:
+                raise base.foreign_leaf(i, other)
+            torch.autograd.backward(loss, torch.ones_like(loss))
+            return None
+        waiting = [loss for loss in self.parallel(
+            [partial(both, i) for i in range(len(thunks))])
+            if loss is not None]
+        if waiting:
+            self.backward(waiting)
 
     # -- running on several devices -----------------------------------------
 
@@ -384,6 +415,20 @@ def _pinned(x: Any) -> Any:
             and x.device.type == "cpu":
         return x.pin_memory()
     return x
+
+
+def _leaves_of(loss: Any) -> Iterator[Any]:
+    """The tensors whose gradients a backward pass of `loss` writes."""
+    if loss.is_leaf:
+        yield loss
+    waiting, seen = [loss.grad_fn], {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+            if type(node).__name__ == "AccumulateGrad":
+                yield node.variable
 
 
 def _disjoint(losses: Sequence[Any]) -> bool:
