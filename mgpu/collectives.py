@@ -372,8 +372,23 @@ def allreduce_many(lists: Sequence[List[Array]], *, op: str = "sum") -> None:
     def collect(root: int) -> None:
         for column, at in zip(columns, roots):
             if at == root:
-                allreduce(column, op=op, root=root)
+                _collect(column, op, root)
     get_backend().parallel([partial(collect, i) for i in range(k)])
+
+
+def _collect(data: List[Array], op: str, root: int) -> None:
+    """`allreduce` on device `root`, in the order ``x[0] + x[1] + ...`` all
+    the same."""
+    backend = get_backend()
+    with backend.scope(recording=False):
+        x = [x if x.shape else backend.ops.flat_view(x) for x in data]
+        total = backend.put(x[0], x[root])
+        for other in x[1:]:
+            _combine(op, total, other)
+        if op == "mean":
+            total /= len(x)
+        for one in x:
+            one[:] = total
 
 
 def broadcast(data: List[Array], *, root: int = 0) -> None:

@@ -89,9 +89,10 @@ def strict_devices() -> Iterator[Ledger]:
     An operation on arrays of two devices, a replica that shares another
     one's memory, an array that was handed to a device without being copied
     there: on logical CPU devices these go unnoticed, and inside this block
-    they are errors. Results stay what they are, bit for bit; operations get
-    slower, and it is meant for tests. The environment variable
-    ``MGPU_STRICT_DEVICES=1`` turns it on for the whole of a process.
+    they are errors. Results stay what they are, to the last bit but for
+    optimisers that take roots (NumPy rounds them otherwise than torch);
+    operations get slower, and it is meant for tests. The environment
+    variable ``MGPU_STRICT_DEVICES=1`` turns it on for the whole of a process.
 
     Legal are: `mgpu.put` and what is built on it (`split_and_load`, the
     collectives, `initialize`), and ``x[:] = v``, ``x.copy_(v)`` (torch),

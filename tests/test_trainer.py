@@ -7,6 +7,7 @@ so that K devices differ from one by rounding alone, about 1e-16 a step, and
 import json
 import os
 import pickle
+import signal
 import zipfile
 
 import numpy as np
@@ -576,6 +577,32 @@ def test_allreduce_then_update_is_a_step(engine, devices):
             assert_unchanged(gradients(replicas), summed)
         results.append(values(replicas))
     assert_unchanged(*results)
+
+
+class Interrupted(mgpu.optimizers.SGD):
+    """Ctrl-C comes while the second weight is updated."""
+    elementwise, calls = True, 0
+
+    def update(self, *arguments, **options):
+        self.calls += 1
+        if self.calls == 2:
+            signal.raise_signal(signal.SIGINT)
+        super().update(*arguments, **options)
+
+
+@pytest.mark.crosses_devices("of updates in the host's memory")
+def test_ctrl_c_leaves_no_half_update(backend, devices):
+    replicas = initialize(mlp(backend), devices)
+    trainer = mgpu.Trainer(replicas, Interrupted(learning_rate=0.125))
+    before = values(replicas)
+    backward(replicas, *batch(6))
+    trainer.allreduce_grads()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.update(6)
+    for name, copies in values(replicas).items():
+        assert (copies[0] != before[name][0]).any()
+        for copy in copies:
+            assert_bit_equal(copy, copies[0])
 
 
 def wide_convolutions(backend):

@@ -405,7 +405,7 @@ class Backend(ABC):
                 written: Sequence[Array]) -> None:
         """`parallel`, once all work that is queued on arrays with
         `host_views` is done. The thunks change none but the `written`
-        arrays."""
+        arrays. After Ctrl-C all have run, or none."""
 
     @abstractmethod
     def native_allreduce(self, arrays: Sequence[Array], op: str) -> None:

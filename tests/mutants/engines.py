@@ -27,8 +27,7 @@ MUTANTS = [
            edit(_TORCH + "attach_grad", "leaf.fresh = True", "pass"),
            ("test_contract.py::test_fresh_until_used[torch]",)),
     Mutant("torch-losses-averaged", "a loss is averaged over its rows",
-           edit(_TORCH + "backward", "torch.ones_like(loss)",
-                "torch.ones_like(loss) / loss.numel()"),
+           edit("mgpu.backends._torch:_total", "loss.sum()", "loss.mean()"),
            ("test_contract.py::test_each_loss_is_summed[torch-1dev-*",)),
     Mutant("torch-dropout-unscaled", "what is kept is not divided by its "
            "probability", edit(_DROPOUT, "x * mask.div_(keep) if keep else "

@@ -179,7 +179,9 @@ class MXNetBackend(base.Backend):
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
         mx.nd.waitall()
-        self.parallel(thunks, rendezvous=not inside_worker())
+        # A single one too: in a worker, Ctrl-C does not cut it short.
+        run = run_in_turn if inside_worker() else self._workers.run
+        run(thunks)
 
     def native_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":

@@ -200,10 +200,8 @@ class TorchBackend(base.Backend):
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
         try:
-            if len(thunks) == 1:
-                thunks[0]()
-            else:
-                self.parallel(thunks)
+            # A single one too: in a worker, Ctrl-C does not cut it short.
+            self.parallel(thunks)
         finally:
             # A graph that still needs the old values is to say so.
             torch.autograd.graph.increment_version(written)
@@ -287,15 +285,13 @@ class TorchBackend(base.Backend):
     def backward(self, losses: Sequence[Any]) -> None:
         if not all(loss.requires_grad for loss in losses):
             raise base.not_recorded()
-        seeds = [torch.ones_like(loss) for loss in losses]
+        totals = [_total(loss) for loss in losses]
         if len(losses) == 1 or not _disjoint(losses):
             # A single pass: threads must not write to the same leaves.
-            self._workers_or_turn([lambda: torch.autograd.backward(
-                list(losses), seeds)])
+            self._workers_or_turn([lambda: torch.autograd.backward(totals)])
         else:
             self._workers_or_turn([
-                lambda i=i: torch.autograd.backward(losses[i], seeds[i])
-                for i in range(len(losses))])
+                partial(torch.autograd.backward, total) for total in totals])
 
     def forward_backward(self, thunks: Sequence[Callable[[], Any]],
                          leaves: Callable[[int], Sequence[Any]]) -> None:
@@ -312,7 +308,7 @@ class TorchBackend(base.Backend):
                 return loss     # of a leaf that all devices may share
             for other in owners - {i}:
                 raise base.foreign_leaf(i, other)
-            torch.autograd.backward(loss, torch.ones_like(loss))
+            torch.autograd.backward(_total(loss))
             return None
         waiting = [loss for loss in self.parallel(
             [partial(both, i) for i in range(len(thunks))])
@@ -429,6 +425,13 @@ def _leaves_of(loss: Any) -> Iterator[Any]:
             waiting.extend(following for following, _ in node.next_functions)
             if type(node).__name__ == "AccumulateGrad":
                 yield node.variable
+
+
+def _total(loss: Any) -> Any:
+    # Not backward(loss, ones): torch imports SymPy to look at the ones, and
+    # the first step takes three times as long.
+    with torch.enable_grad():
+        return loss.sum()
 
 
 def _disjoint(losses: Sequence[Any]) -> bool:
