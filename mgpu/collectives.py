@@ -200,7 +200,7 @@ def _native(data: List[Array], op: str, root: int) -> None:
 #: cache, and are large enough that calling NumPy costs little
 _BLOCK = 1 << 20
 #: a share smaller than this (bytes of one array) is not worth a thread
-_SHARE = 1 << 16
+_SHARE = 1 << 20
 
 
 def threads_for(size: int, k: int) -> int:

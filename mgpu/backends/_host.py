@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 # of malloc.h
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 @functools.lru_cache(maxsize=None)
@@ -16,8 +16,10 @@ def keep_freed_memory() -> bool:
     """Let the process keep memory that it has freed, for its next use.
 
     By default glibc gives each large array back to the system at once, and
-    gets it anew, page by page, in every step. Resident memory stays at its
-    highest. ``MGPU_KEEP_MEMORY=0`` leaves the allocator alone; so does
+    gets it anew, page by page, in every step; a thread other than the first
+    does so whatever the threshold, as its own heap is cut into pieces of 64
+    MB. So new threads share the first one's heap. Resident memory stays at
+    its highest. ``MGPU_KEEP_MEMORY=0`` leaves the allocator alone; so does
     another C library.
 
     Returns
@@ -33,7 +35,8 @@ def keep_freed_memory() -> bool:
         # half of a thread's heap.
         return bool((mallopt(_MMAP_THRESHOLD, 1 << 30)
                      or mallopt(_MMAP_THRESHOLD, 1 << 25))
-                    and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
+                    and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+                    and mallopt(_ARENA_MAX, 1))
     except (AttributeError, OSError, TypeError):    # no glibc
         return False
 
