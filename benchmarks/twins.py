@@ -466,6 +466,14 @@ def _softmax_of_columns(net):
     return len(found)
 
 
+def _bilinear(net):
+    found = [m for m in net.modules()
+             if getattr(m, "mode", "") == "nearest"]
+    for block in found:
+        block.mode, block.align_corners = "bilinear", True
+    return len(found)
+
+
 def _drop_values(net):
     from torch import nn
     found = [m for m in net.modules() if type(m) is nn.Dropout2d]
@@ -513,6 +521,10 @@ CORRECTIONS = {
               "softmax over the channels in pytorchcv/models/sinet.py:795, "
               "over the columns of the picture in gluoncv2/models/sinet.py:"
               "850 (MXNet's default is the last axis)": _softmax_of_columns},
+    "scnet": {
+        "pytorchcv/models/scnet.py:77 takes the nearest value, gluoncv2/"
+        "models/common.py:1439 (InterpolationBlock) interpolates as soon as "
+        "it is told a size": _bilinear},
     "fractalnet_cifar": {
         "pytorchcv/models/fractalnet_cifar.py:58 drops whole channels "
         "(nn.Dropout2d), gluoncv2/models/fractalnet_cifar.py:65 single "

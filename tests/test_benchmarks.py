@@ -1,0 +1,51 @@
+"""The arithmetic of `python -m benchmarks`, and that its contenders train."""
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import __main__ as benchmarks   # noqa: E402
+from conftest import BACKENDS                   # noqa: E402
+
+
+def test_a_ratio_is_the_median_of_the_rounds():
+    row = benchmarks.ratio_row("a", [(1, 2), (2, 2), (1, 4)], 1.5, 1.9, [])
+    assert (row["ratio"], row["low"], row["high"]) == (2, 1, 4)
+    assert row["seconds"] == [1, 2] and row["rounds"] == 3
+
+
+@pytest.mark.parametrize("ratio, at_most, expected", [
+    (1.4, False, "missed"), (1.5, False, "met"), (1.9, False, "stretch"),
+    (1.4, True, "met"), (1.6, True, "missed")])
+def test_verdicts(ratio, at_most, expected):
+    row = {"ratio": ratio, "bar": 1.5, "at_most": at_most,
+           "stretch": None if at_most else 1.9}
+    assert benchmarks.verdict(row) == expected
+
+
+def test_every_row_has_a_name_of_its_own():
+    names = [name for section in benchmarks.SECTIONS
+             for name, _ in section(lambda name: True, 1)]
+    assert len(set(names)) == len(names) > 25
+
+
+LOOPS = [{"loop": "mgpu", "engine": name} for name in BACKENDS] \
+    + [{"loop": loop} for name, loops in (
+        ("torch", ("torch", "text", "ddp")), ("mxnet", ("gluon",)))
+       if name in BACKENDS for loop in loops]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda x: "-".join(x.values()))
+def test_contenders_train_when_they_are_told_to(loop):
+    spec = {**loop, "model": "tiny", "batch": 8, "devices": 2}
+    out = subprocess.run(
+        [sys.executable, "-m", "benchmarks.contenders", json.dumps(spec)],
+        cwd=ROOT, input="2\n1\n", text=True, timeout=100, check=True,
+        stdout=subprocess.PIPE).stdout.splitlines()
+    assert [sorted(json.loads(line)) for line in out] == [
+        ["first", "prepared"], ["seconds"], ["seconds"]]
