@@ -23,9 +23,12 @@ def arrays(k, shape, dtype="float64", seed=0):
 
 # -- collectives --------------------------------------------------------------
 
-@covers("allreduce", *(f"collectives.{a}" for a in collectives.ALGORITHMS))
+OURS = [a for a in collectives.ALGORITHMS if a != "native"]
+
+
+@covers("allreduce", *(f"collectives.{a}" for a in OURS))
 @pytest.mark.parametrize("op", collectives.OPS)
-@pytest.mark.parametrize("algorithm", collectives.ALGORITHMS)
+@pytest.mark.parametrize("algorithm", OURS)
 def test_allreduce(op, algorithm, devices):
     """The bits of a sum in the algorithm's own order of additions."""
     k = len(devices)
@@ -61,7 +64,6 @@ def test_the_other_collectives(op, devices):
     for shape in SHAPES:
         parts, root = arrays(k, shape), k // 2
         uneven = [np.repeat(x, i + 1, 0) for i, x in enumerate(parts)]
-        sizes = [int(np.prod(s)) for s in SHAPES]
         lists = [arrays(k, s) for s in SHAPES]
 
         def run(backend):
@@ -80,8 +82,7 @@ def test_the_other_collectives(op, devices):
                   [oracle.chain(oracle.first([oracle.pieces(x, k)[i]
                                               for x in parts], i), op)
                    for i in range(k)],
-                  [[oracle.reduced(x, op, root=r)] * k for x, r in
-                   zip(lists, oracle.roots(sizes, k))]]
+                  [[oracle.reduced(x, op)] * k for x in lists]]
         agree(run, wanted, EXACT)
 
 
