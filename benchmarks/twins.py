@@ -894,6 +894,10 @@ def main():
 
 #: what no run can say of a family
 CAUSES = {
+    "inceptionresnetv1":
+        "dropout of 0.6 before the last layers by default in pytorchcv/"
+        "models/inceptionresnetv1.py:394, none in gluoncv2/models/"
+        "inceptionresnetv1.py:454",
     "simpleposemobile_coco":
         "the Gluon network cannot be built: gluoncv2/models/"
         "simpleposemobile_coco.py:80 calls DucBlock without in_size and "
