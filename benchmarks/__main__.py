@@ -281,7 +281,8 @@ def draw(rows, file):
     """A line for each row: median and spread, as a multiple of its bar."""
     from mgpu import plotting
     rows = [r for r in rows if r["bar"]]
-    figure = plotting._new_figure((9, 0.34 * len(rows) + 1.2))
+    figure = plotting._new_figure((11, 0.26 * len(rows) + 1.2))
+    figure.set_layout_engine("constrained")
     axes = plotting._plain(figure.subplots())
     for y, row in enumerate(rows):
         # above 1 is better, whichever way the bar points
@@ -293,8 +294,10 @@ def draw(rows, file):
         axes.plot([points[1]], [y], "o", color=colour)
     axes.axvline(1, color=plotting._INK, linewidth=1)
     axes.set_yticks(range(len(rows)), [r["row"] for r in rows], fontsize=8)
-    axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
+    axes.minorticks_off()
+    axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.set_xlabel("measured over bar: median and all rounds (right of the "
                     "line: met)")
     plotting._write(figure, Path(file))
