@@ -35,7 +35,7 @@ def keep_freed_memory() -> bool:
         # half of a thread's heap.
         return bool((mallopt(_MMAP_THRESHOLD, 1 << 30)
                      or mallopt(_MMAP_THRESHOLD, 1 << 25))
-                    and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+                    and mallopt(_TRIM_THRESHOLD, -1)      # never
                     and mallopt(_ARENA_MAX, 1))
     except (AttributeError, OSError, TypeError):    # no glibc
         return False

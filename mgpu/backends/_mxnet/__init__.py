@@ -7,7 +7,6 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 import numpy as np
 
 from mgpu.backends import base
-from mgpu.backends._host import keep_freed_memory
 from mgpu.backends._mxnet import strict
 from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
@@ -88,7 +87,6 @@ class MXNetBackend(base.Backend):
     version = mx.__version__
 
     def __init__(self) -> None:
-        keep_freed_memory()
         self.ops = MXNetOps()
         # Only thunks that wait for each other need threads: the engine runs
         # contexts side by side, whoever queued the work.

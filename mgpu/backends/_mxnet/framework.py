@@ -18,6 +18,8 @@ from typing import Iterator, List, Tuple
 
 import numpy as np
 
+from mgpu.backends._host import keep_freed_memory
+
 #: MXNet was imported before mgpu could choose its number of OpenMP threads.
 IMPORTED_EARLIER = "mxnet" in sys.modules
 
@@ -62,6 +64,8 @@ class _EarlierNumPy(types.ModuleType):
 def _load() -> types.ModuleType:
     if int(np.__version__.split(".")[0]) >= 2 and not IMPORTED_EARLIER:
         raise ImportError(f"MXNet 1.9.1 needs numpy<2; found {np.__version__}")
+    # Before the engine starts its threads, which have heaps of their own.
+    keep_freed_memory()
     with _import_settings():
         try:
             import mxnet
