@@ -159,7 +159,9 @@ def test_ctrl_c_ends_a_training(name, options):
     finally:
         process.kill()
     assert process.returncode == -signal.SIGINT, err
-    assert err.endswith("KeyboardInterrupt\n") and "train_epochs" in err
+    # not as its last line: an MXNet array that Ctrl-C met in its __init__
+    # complains when it is finalized
+    assert "\nKeyboardInterrupt\n" in err and "train_epochs" in err
 
 
 @pytest.mark.parametrize("name", BACKENDS)

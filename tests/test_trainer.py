@@ -18,7 +18,6 @@ import mgpu.trainer
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp, on,
                      relative_difference, using_engine)
-from mgpu.strict import flag
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 #: rows of successive batches: even, uneven, fewer than four devices, one
@@ -124,6 +123,8 @@ RULES = [(semantics, name)
          for name in names]
 
 
+@pytest.mark.crosses_devices("of work in the host's memory, which the mode "
+                             "leaves out")
 @pytest.mark.parametrize("semantics, name", RULES,
                          ids=["-".join(rule) for rule in RULES])
 def test_blocks_of_a_weight_are_the_whole(backend, semantics, name,
@@ -144,8 +145,7 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, name,
             replicas, name, {"momentum": 0.5} if name == "nag" else {},
             semantics=semantics))
         results.append(values(replicas))
-        assert len(calls) == (0 if flag("MGPU_STRICT_DEVICES")
-                              else 2 * len(ROWS))
+        assert len(calls) == 2 * len(ROWS)
     # To rounding: torch's square root is a unit in the last place off now
     # and then, and MXNet's compiled expressions round in another order.
     assert_close(*results)
