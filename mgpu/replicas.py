@@ -557,9 +557,8 @@ class Replicas(abc.Sequence):
             if self._syncs():
                 results = self._run_synchronised(rows, active)
             else:
-                results = self.backend.parallel([
-                    partial(self._replicas[i], *rows[i]) if i in active
-                    else _nothing for i in range(len(rows))])
+                results = self._network.forward(
+                    self._replicas, _of(active, rows))
         self._note(active)
         return results
 
@@ -571,14 +570,9 @@ class Replicas(abc.Sequence):
         with ``batch_norm="sync"``."""
         rows, active = self._prepared((shards,))
         self._note(active)
-        self.backend.forward_backward([
-            partial(self._one_pass, i, rows[i], head) if i in active
-            else _nothing for i in range(len(rows))],
+        self._network.forward_backward(
+            self._replicas, _of(active, rows), head,
             lambda i: self._views[i].arrays())
-
-    def _one_pass(self, i: int, inputs: Tuple[Any, ...],
-                  head: Callable[[int, Any], Any]) -> Any:
-        return head(i, self._replicas[i](*inputs))
 
     def _note(self, active: List[int]) -> None:
         if self.backend.is_recording():
@@ -687,8 +681,8 @@ def _different(p: Parameter, a: Device, b: Device, x: np.ndarray,
         "Replicas.import_numpy, which reach all, and step with Trainer.")
 
 
-def _nothing() -> None:
-    return None
+def _of(active: List[int], rows: Sequence[Any]) -> List[Any]:
+    return [row if i in active else None for i, row in enumerate(rows)]
 
 
 def as_inputs(shard: Any) -> Tuple[Any, ...]:

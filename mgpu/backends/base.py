@@ -17,6 +17,7 @@ through `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
 from abc import ABC, abstractmethod
 from contextlib import ContextDecorator
+from functools import partial
 from typing import (TYPE_CHECKING, Any, Callable, ContextManager, Dict, List,
                     NamedTuple, Optional, Sequence, Tuple, Union)
 
@@ -216,6 +217,7 @@ class Replica(ABC):
 class Network(ABC):
     """The user's own network, made ready to live on several devices."""
 
+    backend: "Backend"
     net: Any
     #: layers compute as they do without mgpu: on torch, batch norm keeps the
     #: unbiased variance (see `Backend.gluonize`). To be set before a call.
@@ -294,6 +296,40 @@ class Network(ABC):
         two devices share memory) and gradients attached. Replica 0 is the
         user's own object. Values are undefined until they are written
         through `Replica.array`; shapes must be known."""
+
+    def forward(self, replicas: Sequence["Replica"],
+                inputs: Sequence[Optional[Sequence[Array]]]
+                ) -> List[Optional[Array]]:
+        """``replicas[i](*inputs[i])`` for each device, at the same time; None
+        for a device whose entry is None."""
+        return self.backend.parallel(self._thunks(replicas, inputs))
+
+    def forward_backward(self, replicas: Sequence["Replica"],
+                         inputs: Sequence[Optional[Sequence[Array]]],
+                         head: Callable[[int, Array], Array],
+                         leaves: Callable[[int], Sequence[Array]]) -> None:
+        """`forward`, ``head(i, output)``, the loss of device i, and
+        `Backend.backward`, inside ``scope(recording=True)``. No device has to
+        wait for another in between, unless losses depend on other leaves
+        than ``leaves(i)``, those of replica i.
+
+        Raises
+        ------
+        RuntimeError
+            A loss that was not recorded or, where devices do not wait, that
+            depends on the leaves of another replica.
+        """
+        outputs = self.forward(replicas, inputs)
+        self.backend.backward(self.backend.parallel([
+            partial(head, i, outputs[i]) for i in range(len(outputs))
+            if inputs[i] is not None]))
+
+    @staticmethod
+    def _thunks(replicas: Sequence["Replica"],
+                inputs: Sequence[Optional[Sequence[Array]]]
+                ) -> List[Callable[[], Optional[Array]]]:
+        return [_nothing if x is None else partial(replica, *x)
+                for replica, x in zip(replicas, inputs)]
 
     @abstractmethod
     def layers(self) -> List[Layer]:
@@ -455,22 +491,6 @@ class Backend(ABC):
         that any loss depends on are written. Losses that share no leaf run
         at the same time. May return before the work is done (MXNet)."""
 
-    def forward_backward(self, thunks: Sequence[Callable[[], Optional[Array]]],
-                         leaves: Callable[[int], Sequence[Array]]) -> None:
-        """`parallel` of thunks that each record a loss (None: without rows),
-        then `backward`; inside ``scope(recording=True)``. No device has to
-        wait for another in between, unless losses depend on other leaves
-        than ``leaves(i)``, those of thunk i alone.
-
-        Raises
-        ------
-        RuntimeError
-            A loss that was not recorded or, where devices do not wait, that
-            depends on the leaves of another thunk.
-        """
-        losses = self.parallel(thunks)
-        self.backward([loss for loss in losses if loss is not None])
-
     # -- running on several devices -----------------------------------------
 
     @abstractmethod
@@ -568,6 +588,10 @@ class Scope(ContextDecorator):
 
     def __exit__(self, *_: Any) -> None:
         self._write(*self._before.pop())
+
+
+def _nothing() -> None:
+    return None
 
 
 # -- what both engines check or say in the same words ------------------------

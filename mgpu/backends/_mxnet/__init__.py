@@ -8,10 +8,14 @@ import numpy as np
 
 from mgpu.backends import base
 from mgpu.backends._mxnet import strict
+from mgpu.backends._mxnet.dispatch import disjoint
 from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
-from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
+                                    run_in_turn)
+from mgpu.device import cpu_cores
+from mgpu.profiling import watched
 from mgpu.strict import Ledger, flag
 
 autograd, npx = mx.autograd, mx.npx
@@ -31,10 +35,13 @@ def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
 def _carry() -> Callable[[], contextlib.AbstractContextManager]:
     numpy_mode = npx.is_np_array(), npx.is_np_shape()
     recording, training = autograd.is_recording(), autograd.is_training()
+    context = mx.context.current_context()
 
     @contextlib.contextmanager
     def modes() -> Iterator[None]:
-        with _numpy_mode(*numpy_mode), _flags(recording, training):
+        # A context of its own: it remembers the thread's earlier one.
+        with mx.Context(context), _numpy_mode(*numpy_mode), \
+                _flags(recording, training):
             yield
     return modes
 
@@ -88,8 +95,8 @@ class MXNetBackend(base.Backend):
 
     def __init__(self) -> None:
         self.ops = MXNetOps()
-        # Only thunks that wait for each other need threads: the engine runs
-        # contexts side by side, whoever queued the work.
+        # The engine runs contexts side by side, whoever queued the work; for
+        # what threads are all the same, see `dispatch`.
         self._workers = Workers("mgpu-mxnet", lambda: None, _carry)
 
     # -- devices and arrays -------------------------------------------------
@@ -235,9 +242,16 @@ class MXNetBackend(base.Backend):
         else:
             seeds = None
         try:
-            autograd.backward(heads, seeds)
+            if seeds is None and self.side_by_side([x.ctx for x in heads]) \
+                    and disjoint(heads):
+                self.in_threads([functools.partial(autograd.backward, [x])
+                                 for x in heads])
+            else:
+                autograd.backward(heads, seeds)
         except mx.MXNetError as error:
-            if "Cannot differentiate node" not in str(error):
+            if not any(words in str(error) for words in (
+                    "Cannot differentiate node",
+                    "not part of a computation graph")):
                 raise
             raise base.not_recorded() from None
 
@@ -250,6 +264,31 @@ class MXNetBackend(base.Backend):
         if inside_worker():
             raise base.nested_rendezvous()
         return self._workers.run(thunks)
+
+    def side_by_side(self, contexts: Sequence[Any]) -> bool:
+        """Whether the work of these contexts may gain by being queued from
+        several threads."""
+        return len(contexts) > 1 and cpu_cores() > 1 and not strict.on() \
+            and not inside_worker() \
+            and all(c.device_type == "cpu" for c in contexts)
+
+    def in_threads(self, thunks: Sequence[Callable[[], Any]]) -> List[Any]:
+        """`parallel`, in as many threads as there are cores: thunks that
+        queue work, which need no time of their own."""
+        thunks = watched(thunks)
+        results: List[Any] = [None] * len(thunks)
+        errors: List[Any] = [None] * len(thunks)
+        count = min(len(thunks), cpu_cores())
+
+        def queue(first: int) -> None:
+            for i in range(first, len(thunks), count):
+                try:
+                    results[i] = thunks[i]()
+                except Exception as error:
+                    errors[i] = error
+        self._workers.run([functools.partial(queue, i)
+                           for i in range(count)])
+        return first_error_or(results, errors)
 
     def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
         return _carry()

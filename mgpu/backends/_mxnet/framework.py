@@ -26,8 +26,12 @@ IMPORTED_EARLIER = "mxnet" in sys.modules
 _ALIASES = {"bool": np.bool_, "int": int, "float": float, "object": object,
             "str": str, "complex": complex}
 
+#: buffers for the temporary space of operations, which all CPU contexts share;
+#: each grows to the largest need, so they are not more than that
+BUFFERS = 32
+
 # Read by the engine at its first operation, so also in time after an import.
-_SETTINGS = {"MXNET_CPU_TEMP_COPY": "64", "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
+_SETTINGS = {"MXNET_CPU_TEMP_COPY": str(BUFFERS), "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 import numpy as np
 
 from mgpu.backends import base
+from mgpu.backends._mxnet.dispatch import Passes, blocks
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import describe, is_layer
 
@@ -61,6 +62,7 @@ class MXNetNetwork(base.Network):
         self.backend, self.net = backend, net
         self._contexts: List[Any] = []      # of the replicas
         self._options = base.Options()
+        self._passes = Passes(net)
         found, seen = [], set()
         for name, parameter in net._collect_params_with_prefix().items():
             if id(parameter) not in seen:
@@ -104,7 +106,7 @@ class MXNetNetwork(base.Network):
         # MXNet's float32 kernel of a Dense layer computes the gradient of
         # the bias together with that of the weight: where the weight is
         # frozen the bias would not learn. Gluon does not see this gradient.
-        for block in _blocks(self.net):
+        for block in blocks(self.net):
             if isinstance(block, mx.gluon.nn.Dense) and block.bias is not None:
                 weight, bias = block.weight, block.bias
                 if weight.grad_req == "null" != bias.grad_req and \
@@ -190,6 +192,24 @@ class MXNetNetwork(base.Network):
             self.net.hybridize(static_alloc=True)
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
 
+    def forward(self, replicas: Sequence[base.Replica],
+                inputs: Sequence[Optional[Sequence[Any]]]) -> List[Any]:
+        thunks = self._thunks(replicas, inputs)
+        recording, passes = self.backend.is_recording(), self._passes
+        if not self.backend.side_by_side(self._contexts):
+            return self.backend.parallel(thunks)
+        if passes.apart(recording):
+            return self.backend.in_threads(thunks)
+        judged = passes.undecided(recording)
+        before = passes.state() if judged else []
+        outputs = self.backend.parallel(thunks)
+        if judged:
+            active = [x for x in inputs if x is not None]
+            frozen = sum(p.grad_req == "null" for _, p, _ in self.entries)
+            passes.judge(recording, before, len(active[0]) + frozen,
+                         [x for x in outputs if x is not None])
+        return outputs
+
     def layers(self) -> List[base.Layer]:
         names = {id(p): name for name, p, _ in self.entries}
         return [base.Layer(path, *describe(block), tuple(
@@ -221,7 +241,7 @@ class MXNetNetwork(base.Network):
 
     @contextlib.contextmanager
     def _layer_by_layer(self) -> Iterator[None]:
-        compiled = [block for block in _blocks(self.net)
+        compiled = [block for block in blocks(self.net)
                     if getattr(block, "_active", False)]
         for block in compiled:
             block._active = False
@@ -278,7 +298,7 @@ class MXNetNetwork(base.Network):
             yield
             return
         layers = list(self._batch_norm_layers())
-        if any(getattr(block, "_active", False) for block in _blocks(self.net)
+        if any(getattr(block, "_active", False) for block in blocks(self.net)
                if not isinstance(block, mx.gluon.nn.BatchNorm)):
             raise ValueError(
                 "synchronised batch normalisation needs the layers of the "
@@ -321,8 +341,3 @@ def _keep(parameter: Any) -> Callable[[], None]:
              if hasattr(parameter, name)}
     return lambda: parameter.__dict__.update(state)
 
-
-def _blocks(net: Any) -> Iterator[Any]:
-    yield net
-    for child in net._children.values():
-        yield from _blocks(child)

@@ -295,6 +295,8 @@ class TorchBackend(base.Backend):
 
     def forward_backward(self, thunks: Sequence[Callable[[], Any]],
                          leaves: Callable[[int], Sequence[Any]]) -> None:
+        """`TorchNetwork.forward_backward`, of thunks that record a loss (None
+        where a device has no rows)."""
         owner = {id(x): i for i in range(len(thunks)) for x in leaves(i)}
 
         def both(i: int) -> Any:

@@ -544,6 +544,13 @@ class TorchNetwork(base.Network):
         self._replicas = replicas
         return list(replicas)
 
+    def forward_backward(self, replicas, inputs, head, leaves) -> None:
+        def loss(i: int) -> Any:
+            return None if inputs[i] is None \
+                else head(i, replicas[i](*inputs[i]))
+        self.backend.forward_backward(
+            [partial(loss, i) for i in range(len(inputs))], leaves)
+
     def layers(self) -> List[base.Layer]:
         names = {}
         for which in ("_parameters", "_buffers"):

@@ -1,0 +1,251 @@
+"""MXNet queues long passes of several CPU devices from several threads, and
+nothing else changes by that: values, random numbers, or what blocks keep."""
+import threading
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS, ENGINES
+from helpers import using_engine
+
+pytestmark = pytest.mark.crosses_devices(
+    "inside strict_devices all passes are queued in turn")
+
+if "mxnet" in BACKENDS:
+    with mgpu.using_backend("mxnet"):
+        import mgpu.backends._mxnet as package
+        from mgpu.backends._mxnet.dispatch import _state
+        from mgpu.backends._mxnet.framework import mx
+    from mxnet.gluon import nn
+
+    class Plain(nn.HybridBlock):
+        """A layer that a `Deep` network has in its midst."""
+
+        def hybrid_forward(self, F, x):
+            return x
+
+    class Remembers(nn.Block):
+        def forward(self, x):
+            self.last = x       # two threads would share it
+            return self.last * 1
+
+    class Collects(nn.Block):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def forward(self, x):
+            self.seen.append(x.shape)
+            return x
+
+    class Noise(nn.Block):
+        def forward(self, x):
+            make = mx.np.random.normal if mx.npx.is_np_array() \
+                else mx.nd.random.normal
+            # Of one context: the engine's stream is for all of them.
+            with x.ctx:
+                if mx.npx.is_np_array():
+                    return x + make(size=x.shape)
+                return x + make(shape=x.shape)
+
+    def dropout():
+        return nn.Dropout(0.5)
+
+
+def deep(middle=None, depth=18):
+    net = nn.HybridSequential() if middle is None or isinstance(
+        middle, nn.HybridBlock) else nn.Sequential()
+    for i in range(depth):
+        net.add(nn.Dense(8, in_units=8))
+        net.add(nn.LayerNorm(in_channels=8))
+        if middle is not None and i == depth // 2:
+            net.add(middle)
+    return net
+
+
+@pytest.fixture(params=[e for e in ENGINES if e != "torch"])
+def family(request, monkeypatch):
+    monkeypatch.setattr(package, "cpu_cores", lambda: 2)
+    with using_engine(request.param) as backend:
+        yield backend
+
+
+@pytest.fixture
+def threaded(monkeypatch):
+    """Names of the threads that thunks ran in."""
+    found = []
+    run = package.MXNetBackend.in_threads
+
+    def in_threads(self, thunks):
+        def told(thunk):
+            def call():
+                found.append(threading.current_thread().name)
+                return thunk()
+            return call
+        return run(self, [told(thunk) for thunk in thunks])
+    monkeypatch.setattr(package.MXNetBackend, "in_threads", in_threads)
+    return found
+
+
+def trained(net, k, steps=3, rows=12, **options):
+    devices = [mgpu.cpu(i) for i in range(k)]
+    rng = np.random.default_rng(0)
+    X = rng.random((rows, 8)).astype("float32")
+    y = rng.random((rows, 8)).astype("float32")
+    mgpu.seed(1)
+    replicas = mgpu.initialize(net, devices, "xavier", seed=3, **options)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    losses = [[mgpu.to_numpy(x) for x in mgpu.train_batch(
+        X, y, replicas, mgpu.losses.L2Loss(), trainer)] for _ in range(steps)]
+    return replicas, losses, [mgpu.to_numpy(p.list_data()[0])
+                              for p in replicas.params()]
+
+
+def same(a, b):
+    (_, losses, weights), (_, others, values) = a, b
+    for x, y in zip([z for step in losses for z in step] + weights,
+                    [z for step in others for z in step] + values):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("hybridize", (False, True))
+@pytest.mark.parametrize("k", (2, 3, 4))
+def test_numbers_are_those_of_one_thread(family, threaded, monkeypatch, k,
+                                         hybridize):
+    fast = trained(deep(), k, hybridize=hybridize)
+    # The first forward pass is in turn; three steps of k devices.
+    assert len(threaded) == 3 * k + 2 * k
+    assert len(set(threaded)) == 2
+    threaded.clear()
+    monkeypatch.setattr(package, "cpu_cores", lambda: 1)
+    slow = trained(deep(), k, hybridize=hybridize)
+    assert not threaded
+    same(fast, slow)
+
+
+def test_prediction_too(family, threaded):
+    replicas, _, _ = trained(deep(), 2)
+    shards = mgpu.split_and_load(np.ones((4, 8), "float32"), replicas.devices)
+    first = [mgpu.to_numpy(x) for x in replicas(shards)]
+    threaded.clear()
+    again = [mgpu.to_numpy(x) for x in replicas(shards)]
+    assert len(threaded) == 2
+    np.testing.assert_array_equal(first, again)
+
+
+@pytest.mark.parametrize("kind", ("Remembers", "Collects", "Noise",
+                                  "dropout"))
+@pytest.mark.parametrize("hybridize", (False, True))
+def test_in_turn_where_passes_could_meet(family, threaded, kind, hybridize):
+    """Forward passes stay in one thread, and so draw the same numbers in
+    each run; backward passes are the engine's own."""
+    if hybridize and kind != "dropout":
+        kind, hybridize = kind, False   # no blocks that can be compiled
+    first = trained(deep(globals()[kind]()), 2, hybridize=hybridize)
+    assert len(threaded) == 3 * 2       # backward
+    same(first, trained(deep(globals()[kind]()), 2, hybridize=hybridize))
+
+
+def test_a_plain_layer_in_the_midst_changes_nothing(family, threaded):
+    trained(deep(Plain()), 2)
+    assert len(threaded) == 3 * 2 + 2 * 2
+
+
+def test_short_passes_stay_in_one_thread(family, threaded):
+    trained(deep(depth=2), 2)
+    assert not threaded
+
+
+def test_a_hook_is_the_users_code(family, threaded):
+    seen = []
+    net = deep()
+    replicas, _, _ = trained(net, 2)
+    handle = net[3].register_forward_hook(
+        lambda *_: seen.append(threading.current_thread()))
+    threaded.clear()
+    shards = mgpu.split_and_load(np.ones((4, 8), "float32"), replicas.devices)
+    for _ in range(3):
+        with mgpu.record():
+            replicas(shards)
+    assert not threaded
+    assert set(seen) == {threading.current_thread()} and len(seen) == 6
+    handle.detach()
+    for _ in range(2):      # judged anew, then in threads
+        with mgpu.record():
+            replicas(shards)
+    assert len(threaded) == 2
+
+
+def test_hybridize_later_is_compiled_in_one_thread(family, threaded):
+    net = deep()
+    replicas, _, _ = trained(net, 2)
+    net.hybridize()
+    threaded.clear()
+    shards = mgpu.split_and_load(np.ones((4, 8), "float32"), replicas.devices)
+    for expected in (0, 2):
+        with mgpu.record():
+            replicas(shards)
+        assert len(threaded) == expected
+
+
+def test_losses_that_share_a_leaf_are_summed(family, threaded):
+    """A leaf that the losses of both devices reach gets the sum, not what
+    the last thread wrote."""
+    def total(share):
+        x = mgpu.put(np.full((2, 8), 2.0, "float32"), mgpu.cpu(0))
+        mgpu.attach_grad(x)
+        leaves = [mgpu.put(np.ones((8,), "float32"), mgpu.cpu(i))
+                  for i in (0, 1) for _ in range(40)]
+        for leaf in leaves:
+            mgpu.attach_grad(leaf)
+        with mgpu.record():
+            losses = []
+            for i in (0, 1):
+                y = mgpu.put(x, mgpu.cpu(i)) if share else mgpu.put(
+                    np.ones((2, 8), "float32"), mgpu.cpu(i))
+                for leaf in leaves[40 * i:40 * i + 40]:
+                    y = y * leaf
+                losses.append(y)
+        mgpu.backward(losses)
+        return mgpu.to_numpy(mgpu.grad(x)), \
+            [mgpu.to_numpy(mgpu.grad(leaf)) for leaf in leaves]
+    gradient, others = total(share=True)
+    assert not threaded
+    np.testing.assert_array_equal(gradient, np.full((2, 8), 2.0))
+    np.testing.assert_array_equal(others, np.full((80, 8), 4.0))
+    _, others = total(share=False)
+    assert len(threaded) == 2
+    np.testing.assert_array_equal(others, np.full((80, 8), 2.0))
+
+
+def test_a_loss_that_was_not_recorded(family):
+    replicas, _, _ = trained(deep(), 2)
+    shards = mgpu.split_and_load(np.ones((4, 8), "float32"), replicas.devices)
+    with mgpu.record():
+        good, _ = replicas(shards)
+    before = [mgpu.to_numpy(p.list_grad()[0]) for p in replicas.params()]
+    with pytest.raises(RuntimeError, match="inside mgpu.record"):
+        mgpu.backward([good, replicas(shards)[1]])
+    after = [mgpu.to_numpy(p.list_grad()[0]) for p in replicas.params()]
+    for x, y in zip(before, after):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_the_first_error_by_number(family):
+    def fails(i):
+        def thunk():
+            raise ValueError(str(i))
+        return thunk
+    ran = []
+    with pytest.raises(ValueError, match="^1$"):
+        family.in_threads([lambda: ran.append(0), fails(1), fails(2),
+                           lambda: ran.append(3)])
+    assert sorted(ran) == [0, 3]
+
+
+def test_state_is_what_can_be_seen_to_change(family):
+    net = deep(Collects())
+    before = list(_state(net))
+    next(b for b in net if isinstance(b, Collects)).seen.append(1)
+    assert list(map(str, before)) != list(map(str, _state(net)))
