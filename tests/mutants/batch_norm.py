@@ -9,13 +9,14 @@ _OWN = ("test_batch_norm.py::test_per_device_keeps_a_set_per_device"
 
 MUTANTS = [
     Mutant("running-variance-unbiased", "torch's n / (n - 1) stays",
-           edit(_TORCH, "var * ((count - 1) / count)", "var"), _OWN),
+           edit(_TORCH, "count / (count - 1) if count > 1 else 1.0", "1.0"),
+           _OWN),
     Mutant("momentum-swapped", "m and 1 - m change places",
-           edit(_TORCH, "mul_(call.momentum)", "mul_(1 - call.momentum)",
-                "alpha=1 - call.momentum", "alpha=call.momentum"), _OWN),
+           edit(_TORCH, "1 - call.momentum, call.eps",
+                "call.momentum, call.eps"), _OWN),
     Mutant("predicting-moves-statistics", "a pass that is not recorded "
-           "updates them", edit(_TORCH, "if torch.is_grad_enabled()",
-                                "if True"),
+           "updates them", edit(_TORCH, "keep = torch.is_grad_enabled()",
+                                "keep = True"),
            ("test_batch_norm.py::test_a_forward_pass_without_recording_moves_"
             "nothing[torch-1dev]",)),
     Mutant("sync-momentum-swapped", "m and 1 - m change places",

@@ -36,20 +36,25 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     """A training pass as Gluon on CPU computes it: normalised with the
     batch's biased variance, and that same variance kept (torch keeps the
     unbiased one). framework-independent source: MXNet's batch_norm.cc."""
-    x = call.x
-    count = x.numel() // x.shape[1]
-    # With momentum 1 torch hands out the statistics of this very batch.
-    mean, var = (torch.zeros_like(call.running_mean) for _ in range(2))
-    y = torch.batch_norm(x, call.gamma, call.beta, mean, var, True, 1.0,
-                         call.epsilon, torch.backends.cudnn.enabled)
-    if torch.is_grad_enabled():     # Gluon: no backward pass, no update
+    x, count = call.x, call.x.numel() // call.x.shape[1]
+    running_mean, running_var = call.running_mean, call.running_var
+    # Gluon: no backward pass, no update.
+    keep = torch.is_grad_enabled()
+    # torch adds (1 - momentum) times the unbiased variance, which is `factor`
+    # times the biased one: to a variance that has the same factor. Few
+    # operations, as each of them is host time of every layer.
+    factor = count / (count - 1) if count > 1 else 1.0
+    scaled = running_var * factor if keep else None
+    y = torch.batch_norm(x, call.gamma, call.beta,
+                         running_mean if keep else None, scaled, True,
+                         1 - call.momentum, call.epsilon,
+                         torch.backends.cudnn.enabled)
+    if keep:
         with torch.no_grad():
-            biased = var * ((count - 1) / count) if count > 1 \
-                else torch.zeros_like(var)
-            for running, value in ((call.running_mean, mean),
-                                   (call.running_var, biased)):
-                running.mul_(call.momentum).add_(value,
-                                                 alpha=1 - call.momentum)
+            if count > 1:
+                torch.mul(scaled, 1 / factor, out=running_var)
+            else:   # a variance of 0, which torch divides by 0
+                running_var.mul_(call.momentum)
     return y
 
 
