@@ -10,6 +10,7 @@ Printed are the median of the ratios of each round, the smallest and the
 largest, and the bar. Nothing else should run on the machine.
 """
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -46,6 +47,10 @@ def _races():
         yield (f"{model}, torch: 2 devices against DDP (gloo)",
                ours("torch", 2, **batch), {"loop": "ddp", **two}, 1.05,
                1.1 if model == "LeNet" else None)
+        if importlib.util.find_spec("lightning_fabric"):
+            yield (f"{model}, torch: 2 devices against Lightning Fabric (DDP)",
+                   ours("torch", 2, **batch),
+                   {"loop": "ddp", "fabric": True, **two}, None, None)
         yield (f"{model}, torch: 2 devices against plain PyTorch, 2 threads",
                ours("torch", 2, **batch), {"loop": "torch", **two},
                1.1 if model == "LeNet" else 1.03,
@@ -235,6 +240,31 @@ def tiny_rows(wanted, rounds):
             yield name, measure
 
 
+def memory_rows(wanted, rounds):
+    """Counted bytes over the bound; the same in every round."""
+    for engine in ("torch", "mxnet"):
+        name = f"memory, {engine}, 268 MB of parameters"
+
+        def measure(name=name, engine=engine):
+            spec = json.dumps({"engine": engine, "units": [4096, 8192, 4096]})
+            found = json.loads(subprocess.run(
+                [sys.executable, "-m", "benchmarks.memory", spec], cwd=ROOT,
+                text=True, check=True, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL).stdout)
+            rows = []
+            for k in (2, 4):
+                ratio = found[str(k)]["bytes"] / found[str(k)]["bound"]
+                rows.append({
+                    "row": f"{name}: {k} devices, bytes over the bound",
+                    "ratio": ratio, "low": ratio, "high": ratio, "bar": 1.1,
+                    "stretch": None, "at_most": True, "rounds": 1,
+                    "bytes": found[str(k)]["bytes"],
+                    "commands": [f"python -m benchmarks.memory '{spec}'"]})
+            return rows
+        if wanted(name):
+            yield name, measure
+
+
 _IMPORT = ("import time, sys; b = time.perf_counter(); import {}; "
            "print(time.perf_counter() - b, 'torch' in sys.modules "
            "or 'mxnet' in sys.modules)")
@@ -263,7 +293,8 @@ def import_rows(wanted, rounds):
         yield name, measure
 
 
-SECTIONS = (race_rows, first_rows, collective_rows, tiny_rows, import_rows)
+SECTIONS = (race_rows, first_rows, collective_rows, tiny_rows,
+            memory_rows, import_rows)
 
 
 def verdict(row):

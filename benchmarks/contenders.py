@@ -144,7 +144,8 @@ def text_torch_loop(spec):
 
 def ddp_loop(spec):
     """`DistributedDataParallel` over gloo, a process with one thread each;
-    this one is rank 0 and starts the others."""
+    this one is rank 0 and starts the others. With `fabric` by Lightning
+    Fabric, default settings."""
     import torch
     from torch import distributed, nn
     rank, size = spec.get("rank", 0), spec["devices"]
@@ -162,8 +163,22 @@ def ddp_loop(spec):
     distributed.init_process_group("gloo", store=store, rank=rank,
                                    world_size=size)
     torch.manual_seed(0)
-    net = nn.parallel.DistributedDataParallel(torch_net(spec["model"]))
+    net = torch_net(spec["model"])
     optimizer = torch.optim.SGD(net.parameters(), RATE)
+    if spec.get("fabric"):
+        # As under torchrun, so that Fabric starts no processes itself.
+        os.environ.update({
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0",
+            "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+            "TORCHELASTIC_RUN_ID": "benchmark"})
+        from lightning_fabric import Fabric
+        fabric = Fabric(accelerator="cpu", devices=size, strategy="ddp")
+        fabric.launch()
+        net, optimizer = fabric.setup(net, optimizer)
+        backward = fabric.backward
+    else:
+        net = nn.parallel.DistributedDataParallel(net)
+        backward = torch.Tensor.backward
     loss = nn.CrossEntropyLoss()
     X, y = map(torch.from_numpy, batch_of(spec["model"], spec["batch"]))
     X, y = X.chunk(size)[rank], y.long().chunk(size)[rank]
@@ -171,7 +186,7 @@ def ddp_loop(spec):
     def take(steps):
         for _ in range(steps):
             optimizer.zero_grad()
-            loss(net(X), y).backward()
+            backward(loss(net(X), y))
             optimizer.step()
 
     def run(steps):

@@ -54,7 +54,8 @@ def _forms(arrays: List[Array]) -> str:
 def check_list(data: Any) -> List[Array]:
     """`data` as a list of native arrays of one shape and dtype."""
     arrays = _native_list(data)
-    if len({_forms([x]) for x in arrays}) > 1:
+    shape, dtype = arrays[0].shape, arrays[0].dtype
+    if any(x.shape != shape or x.dtype != dtype for x in arrays[1:]):
         raise ValueError("data must hold arrays of one shape and dtype; "
                          f"received {_forms(arrays)}. Bring them to one.")
     return arrays

@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as benchmarks   # noqa: E402
+from benchmarks import memory                   # noqa: E402
 from conftest import BACKENDS                   # noqa: E402
 
 
@@ -49,3 +50,15 @@ def test_contenders_train_when_they_are_told_to(loop):
         stdout=subprocess.PIPE).stdout.splitlines()
     assert [sorted(json.loads(line)) for line in out] == [
         ["first", "prepared"], ["seconds"], ["seconds"]]
+
+
+def test_memory_grows_by_parameters_and_gradients(backend):
+    """K devices take what one takes, and K - 1 times parameters, gradients
+    and a shard with its outputs; 10 % more is an error."""
+    found = memory.counted(backend, (1024, 2048, 1024), (1, 2, 4))
+    parameters = found["parameters"]
+    assert 16e6 < parameters < 17e6
+    assert found[1]["bytes"] >= 2 * parameters      # it does see them
+    for k in (2, 4):
+        assert found[k]["bytes"] <= 1.1 * found[k]["bound"], found
+        assert found[k]["bytes"] >= 2 * k * parameters

@@ -19,7 +19,6 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from helpers import mlp, on
 from mgpu.backends._workers import Workers
 
 BEGIN = """
@@ -338,79 +337,3 @@ def test_a_call_keeps_nothing_alive(workers):
             assert Thing.count == 0
     finally:
         gc.enable()
-
-
-# -- counted memory -----------------------------------------------------------
-
-def held(backend, parameters):
-    """Bytes of all native arrays that Python can reach and that are not
-    frozen (`gc.freeze`), and of `parameters` and their gradients, which an
-    engine may hold itself: the union of what they span in memory, so that a
-    view counts once."""
-    gc.collect()
-    arrays = [x for x in gc.get_objects() if backend.is_native(x)]
-    for p in parameters:
-        arrays += [*p.list_data(), *p.list_grad()]
-    spans = sorted(backend.memory(x)[1:] for x in arrays)
-    total = end = 0
-    for first, last in spans:
-        total += max(0, last - max(first, end))
-        end = max(end, last)
-    return total
-
-
-UNITS = 1024, 2048, 1024        # 16.8 MB in float32
-ROWS = 64
-
-
-def most_held(backend, k):
-    """The most bytes at the stations of a second step on `k` devices,
-    without what was there before. Activations that only an engine's graph
-    holds, out of Python's reach, are not seen, on one device as on many."""
-    devices = on(*range(k))
-    replicas = mgpu.initialize(mlp(backend, UNITS), devices, "xavier")
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 1e-3})
-    ce = mgpu.losses.SoftmaxCrossEntropyLoss()
-    rng = np.random.default_rng(0)
-    X = rng.random((ROWS, UNITS[0]), dtype="float32")
-    y = rng.integers(0, UNITS[-1], ROWS)
-    counts = []
-
-    def count():
-        if trainer.num_update:
-            counts.append(held(backend, replicas.params()))
-    for _ in range(2):
-        X_shards, y_shards = mgpu.split_batch(X, y, devices)
-        with mgpu.record():
-            outputs = replicas(X_shards)
-            losses = mgpu.parallel(ce, outputs, y_shards)
-        count()
-        mgpu.backward(losses)
-        count()
-        trainer.allreduce_grads()
-        count()
-        trainer.update(ROWS)
-        count()
-    assert len(counts) == 5
-    return max(counts)
-
-
-def test_memory_grows_by_parameters_and_gradients(backend):
-    """K devices take what one takes, and K - 1 times parameters, gradients
-    and a shard with its outputs; 10 % more is an error."""
-    a, b, c = UNITS
-    parameters = 4 * (a * b + b + b * c + c)
-    assert 16e6 < parameters < 17e6
-    gc.collect()
-    gc.freeze()
-    try:
-        one = most_held(backend, 1)
-        assert one >= 2 * parameters        # it does see them
-        for k in (2, 4):
-            shard = 4 * (ROWS // k) * (a + b + c)
-            found = most_held(backend, k)
-            wanted = one + (k - 1) * (2 * parameters + shard)
-            assert found <= 1.1 * wanted, (found / 1e6, wanted / 1e6)
-            assert found >= 2 * k * parameters
-    finally:
-        gc.unfreeze()
