@@ -25,6 +25,17 @@ if "mxnet" in BACKENDS:
         def hybrid_forward(self, F, x):
             return x
 
+    class Two(nn.HybridBlock):
+        """A network with two results."""
+
+        def __init__(self, last=None):
+            super().__init__()
+            self.body, self.head = deep(last), nn.Dense(3, in_units=8)
+
+        def hybrid_forward(self, F, x):
+            x = self.body(x)
+            return x, [self.head(x)]
+
     class Remembers(nn.Block):
         def forward(self, x):
             self.last = x       # two threads would share it
@@ -150,6 +161,18 @@ def test_in_turn_where_passes_could_meet(family, threaded, kind, hybridize):
 def test_a_plain_layer_in_the_midst_changes_nothing(family, threaded):
     trained(deep(Plain()), 2)
     assert len(threaded) == 3 * 2 + 2 * 2
+
+
+@pytest.mark.parametrize("last, expected", ((None, 2), ("dropout", 0)))
+def test_several_results(family, threaded, last, expected):
+    net = Two(last and globals()[last]())
+    devices = [mgpu.cpu(0), mgpu.cpu(1)]
+    replicas = mgpu.initialize(net, devices, "xavier")
+    shards = mgpu.split_and_load(np.ones((4, 8), "float32"), devices)
+    for _ in range(2):
+        with mgpu.record():
+            replicas(shards)
+    assert len(threaded) == expected
 
 
 def test_short_passes_stay_in_one_thread(family, threaded):

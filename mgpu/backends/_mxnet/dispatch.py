@@ -68,6 +68,7 @@ class Passes:
         """After passes in turn: `state` before them, and what they returned;
         `constants`: so many inputs have no gradient."""
         hooks = any(block._forward_hooks or block._forward_pre_hooks
+                    or getattr(block, "_callback", None)
                     for block in blocks(self._net))
         apart = not hooks and _same(before, self.state()) and (
             _long_and_fixed(self._net, constants, outputs) if recording
@@ -124,8 +125,11 @@ def _same(before: _State, after: _State) -> bool:
 def _long_and_fixed(net: Any, constants: int, outputs: Sequence[Any]) -> bool:
     """Whether a recorded pass has more operations than there are buffers,
     draws no random numbers, and runs no code but MXNet's own."""
+    arrays = list(_flat(outputs))
+    if not all(isinstance(x, mx.nd.NDArray) for x in arrays):
+        return False
     try:
-        recorded = [mx.autograd.get_symbol(x) for x in outputs]
+        recorded = [mx.autograd.get_symbol(x) for x in arrays]
         compiled = [block._cached_graph[1] for block in blocks(net)
                     if getattr(block, "_active", False)
                     and block._cached_graph]
@@ -133,10 +137,19 @@ def _long_and_fixed(net: Any, constants: int, outputs: Sequence[Any]) -> bool:
         # a constant of the graph, as inputs and frozen parameters are.
         made = [sum(name.startswith("null") for name in graph.list_inputs())
                 > constants for graph in recorded]
-        words = [word for graph in [recorded[0], *compiled] for word in
-                 re.findall(r'"op": "(?!null)[^"]*"|"act_type": "[^"]*"',
-                            graph.tojson())]
-    except (mx.MXNetError, AttributeError):     # no arrays, or no graph
+        words = [re.findall(r'"op": "(?!null)[^"]*"|"act_type": "[^"]*"',
+                            graph.tojson()) for graph in recorded + compiled]
+    except mx.MXNetError:       # not recorded, or not to be written out
         return False
-    return len(words) > BUFFERS and not any(made) \
-        and not any(map(_DRAWS.search, words))
+    longest = max(map(len, words[:len(recorded)])) \
+        + sum(map(len, words[len(recorded):]))
+    return longest > BUFFERS and not any(made) \
+        and not any(map(_DRAWS.search, sum(words, [])))
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, (list, tuple)):
+        for item in x:
+            yield from _flat(item)
+    else:
+        yield x
