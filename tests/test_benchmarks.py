@@ -35,7 +35,8 @@ def test_every_row_has_a_name_of_its_own():
     assert len(set(names)) == len(names) > 25
 
 
-LOOPS = [{"loop": "mgpu", "engine": name} for name in BACKENDS] \
+LOOPS = [{"loop": loop, "engine": name} for name in BACKENDS
+         for loop in ("mgpu", "halves")] \
     + [{"loop": loop} for name, loops in (
         ("torch", ("torch", "text", "ddp")), ("mxnet", ("gluon",)))
        if name in BACKENDS for loop in loops]
@@ -49,7 +50,7 @@ def test_contenders_train_when_they_are_told_to(loop):
         cwd=ROOT, input="2\n1\n", text=True, timeout=100, check=True,
         stdout=subprocess.PIPE).stdout.splitlines()
     assert [sorted(json.loads(line)) for line in out] == [
-        ["first", "prepared"], ["seconds"], ["seconds"]]
+        ["first", "prepared"], *[["host", "seconds"]] * 2]
 
 
 def test_memory_grows_by_parameters_and_gradients(backend):

@@ -52,6 +52,12 @@ MUTANTS = [
                 "False"),
            ("test_contract.py::test_the_first_exception_is_raised_after_all_"
             "have_run",)),
+    Mutant("ctrl-c-is-forgotten", "Ctrl-C during an update has no effect",
+           edit("mgpu.backends._workers:_uninterrupted",
+                "before(*came[-1])", "pass"),
+           ("test_trainer.py::test_ctrl_c_leaves_no_half_update[torch-2dev]",
+            "test_contract.py::test_ctrl_c_comes_after_work_in_the_hosts_"
+            "memory[torch]")),
     Mutant("mxnet-put-aliases", "an array that is there already is not copied",
            edit(_MXNET + "put", "x.copyto(context)",
                 "x.as_in_context(context)"),

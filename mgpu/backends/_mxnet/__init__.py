@@ -13,7 +13,7 @@ from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
-                                    run_in_turn)
+                                    run_in_turn, run_on_host)
 from mgpu.device import cpu_cores
 from mgpu.profiling import watched
 from mgpu.strict import Ledger, flag
@@ -68,6 +68,10 @@ def _address(array: Any) -> int:
     mx.base.check_call(mx.base._LIB.MXNDArrayGetData(
         array.handle, ctypes.byref(pointer)))
     return pointer.value or 0
+
+
+#: of any array; that of mx.np's takes four times as long
+_dtype = mx.nd.NDArray.dtype.fget
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -173,20 +177,20 @@ class MXNetBackend(base.Backend):
 
     def host_views(self, arrays: Sequence[Any]
                    ) -> Optional[List[np.ndarray]]:
-        if strict.on() or any(x.ctx.device_type != "cpu"
-                              or x.stype != "default" for x in arrays):
+        if strict.on():
             return None
+        for x in arrays:
+            if x.ctx.device_type != "cpu" or x.stype != "default":
+                return None
         # Before addresses are asked for: work that is queued may give a
         # convolution's weight another order, in other memory.
         mx.nd.waitall()
-        return [_host_view(_address(x), x.size, x.dtype) for x in arrays]
+        return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
         mx.nd.waitall()
-        # A single one too: in a worker, Ctrl-C does not cut it short.
-        run = run_in_turn if inside_worker() else self._workers.run
-        run(thunks)
+        run_on_host(self._workers, thunks)
 
     def native_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":

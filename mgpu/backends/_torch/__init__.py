@@ -15,7 +15,8 @@ from mgpu.backends._host import keep_freed_memory
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.network import TorchNetwork
 from mgpu.backends._torch.ops import TorchOps, dtype_of
-from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+from mgpu.backends._workers import (
+    Workers, inside_worker, run_in_turn, run_on_host)
 from mgpu.strict import Ledger, flag
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
@@ -186,11 +187,15 @@ class TorchBackend(base.Backend):
                    ) -> Optional[List[np.ndarray]]:
         if strict.on():
             return None
-        if any(x.is_cuda or x.layout is not torch.strided
-               or x.dtype is torch.bfloat16 for x in arrays):
-            return None
-        if all(x.is_contiguous() for x in arrays):
-            return [x.detach().view(-1).numpy() for x in arrays]
+        views = []
+        for x in arrays:
+            if x.is_cuda or x.layout is not torch.strided \
+                    or x.dtype is torch.bfloat16:
+                return None
+            if x.is_contiguous():       # so that reshape does not copy
+                views.append(x.detach().numpy().reshape(-1))
+        if len(views) == len(arrays):
+            return views
         if any(x.stride() != arrays[0].stride() for x in arrays):
             return None
         views = [x.detach().numpy().ravel(order="K") for x in arrays]
@@ -200,8 +205,7 @@ class TorchBackend(base.Backend):
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
         try:
-            # A single one too: in a worker, Ctrl-C does not cut it short.
-            self.parallel(thunks)
+            run_on_host(self._workers, thunks)
         finally:
             # A graph that still needs the old values is to say so.
             torch.autograd.graph.increment_version(written)
