@@ -109,7 +109,8 @@ def halves_loop(spec):
             print(steps, file=other.stdin, flush=True)
         own(steps)
         for other in others:
-            other.stdout.readline()
+            if not other.stdout.readline():
+                raise RuntimeError("a half ended")
 
     def stop():
         for other in others:
@@ -288,8 +289,8 @@ def plain_gluon_net(model):
     return runpy.run_path(str(file))["resnet18"](10, 1)
 
 
-LOOPS = {"mgpu": mgpu_loop, "halves": halves_loop, "torch": torch_loop, "text": text_torch_loop,
-         "ddp": ddp_loop, "gluon": gluon_loop}
+LOOPS = {"mgpu": mgpu_loop, "halves": halves_loop, "torch": torch_loop,
+         "text": text_torch_loop, "ddp": ddp_loop, "gluon": gluon_loop}
 
 
 def main():

@@ -31,7 +31,6 @@ def held(backend, parameters):
     frozen (`gc.freeze`), and of `parameters` and their gradients, which an
     engine may hold itself: the union of what they span in memory, so that a
     view counts once."""
-    gc.collect()
     arrays = [x for x in gc.get_objects() if backend.is_native(x)]
     for p in parameters:
         arrays += [*p.list_data(), *p.list_grad()]
@@ -45,8 +44,9 @@ def held(backend, parameters):
 
 def most_held(backend, units, k):
     """The most bytes at the stations of a second step on `k` devices,
-    without what was there before. Activations that only an engine's graph
-    holds, out of Python's reach, are not seen, on one device as on many."""
+    without what was there before. Not seen, on one device as on many, are
+    activations that only an engine's graph holds, out of Python's reach,
+    NumPy arrays, and what is gone again when a call returns."""
     import mgpu
     devices = [mgpu.cpu(i) for i in range(k)]
     replicas = mgpu.initialize(mlp(backend.name, units), devices, "xavier")
@@ -81,12 +81,16 @@ def counted(backend, units, ks):
     times parameters, gradients and a shard with its outputs."""
     a, b, c = units
     parameters = 4 * (a * b + b + b * c + c)
-    gc.collect()
-    gc.freeze()
-    try:
-        found = {k: most_held(backend, units, k) for k in ks}
-    finally:
-        gc.unfreeze()
+    found = {}
+    for k in ks:
+        gc.collect()
+        gc.freeze()
+        gc.disable()    # what only a collection would free counts too
+        try:
+            found[k] = most_held(backend, units, k)
+        finally:
+            gc.enable()
+            gc.unfreeze()
     return {"parameters": parameters, **{k: {
         "bytes": found[k], "bound": found[1] + (k - 1) * (
             2 * parameters + 4 * (ROWS // k) * (a + b + c))} for k in ks}}

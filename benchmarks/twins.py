@@ -1040,7 +1040,7 @@ def page(records, total=(0, 0)):
         f"1e-10 let pass is {worst:.1e}; {rounding} tensors are above it by "
         "no more than what a change of the last bits does to MXNet's network "
         "alone (at most 16 times, [parity.md](parity.md)). "
-        + (f"Compared in float32, with a tolerance of 1e-5, as they do not "
+        + ("Compared in float32, with a tolerance of 1e-5, as they do not "
            "run or do not fit in float64: " + ", ".join(single) + "."
            if single else ""), "",
         "## Method", "",

@@ -180,6 +180,17 @@ def _columns(replicas: Any, read: Callable[[Any], List[Any]]
     return [[row[i] for row in rows] for i in range(len(replicas))]
 
 
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """No stage is open in this block: thunks that queue work for devices say
+    nothing of when it is done, which the end of the stage then waits for."""
+    token = _open.set(None)
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
 def watched(thunks: Sequence[Callable[[], Any]]
             ) -> Sequence[Callable[[], Any]]:
     """What an engine calls instead of `thunks`, of which number i is for

@@ -140,6 +140,19 @@ def test_a_single_value_has_variance_zero(engine):
     assert_bit_equal(found["0.running_var"][0], np.full(2, KEEP))
 
 
+def test_a_momentum_of_one_keeps_the_statistics(engine):
+    """Gluon's 1, torch's 0; in float32 too, whatever the number of passes."""
+    options = {"momentum": 1.0 if engine.name == "mxnet" else 0.0}
+    replicas = mgpu.initialize(batch_norm(engine, **options), on(1),
+                               dtype="float32")
+    variances, = (p for p in replicas.statistics() if "var" in p.name)
+    start = np.array([0.7, 3.1], "float32")
+    variances.list_data()[0][:] = mgpu.put(start, mgpu.cpu(0))
+    for _ in range(50):
+        pass_through(replicas, images(3).astype("float32"))
+    assert_bit_equal(statistics(replicas)[variances.name][0], start)
+
+
 def test_the_layers_own_momentum(engine):
     """Gluon's 0.875 and torch's 0.125 are the same rule, and exact."""
     options = {"momentum": 0.875} if engine.name == "mxnet" \

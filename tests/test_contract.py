@@ -1113,64 +1113,27 @@ def test_ctrl_c_lets_the_threads_finish(backend):
     assert backend.parallel([int, int], rendezvous=True) == [0, 0]
 
 
-@pytest.fixture
-def pressed():
-    """Calls of the program's own handler of Ctrl-C, which is there at the
-    end as it was."""
-    calls = []
-
-    def handler(number, frame):
-        calls.append(number)
-    before = signal.signal(signal.SIGINT, handler)
-    yield calls
-    assert signal.signal(signal.SIGINT, before) is handler
+class Preempted(Exception):
+    """What a signal handler of the program raises."""
 
 
-def press_twice(done):
-    signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)
-    done.append(1)
-
-
-def test_ctrl_c_comes_after_work_in_the_hosts_memory(backend, pressed):
-    done = []
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_signal_cuts_work_in_the_hosts_memory_short(backend, count,
+                                                       number):
+    def handler(*_):
+        raise Preempted
 
     def thunk():
-        press_twice(done)
-        done.append(list(pressed))
-    backend.on_host([thunk], [])
-    assert done == [1, []] and pressed == [signal.SIGINT]
-
-
-def test_an_error_in_the_hosts_memory_does_not_swallow_ctrl_c(backend,
-                                                              pressed):
-    def fail():
-        press_twice([])
-        raise OverflowError("of the thunk")
-    with pytest.raises(OverflowError, match="of the thunk"):
-        backend.on_host([fail], [])
-    assert pressed == [signal.SIGINT]
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_another_thread_may_work_in_the_hosts_memory(backend, count, pressed):
-    done = []
-    thread = threading.Thread(target=backend.on_host, args=(
-        [lambda: done.append(1)] * count, []))
-    thread.start()
-    thread.join()
-    assert done == [1] * count and not pressed
-
-
-def test_ctrl_c_that_is_ignored_stays_so(backend):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.kill(os.getpid(), number)
+        done.append(1)
+    done, before = [], signal.signal(number, handler)
     try:
-        done = []
-        backend.on_host([lambda: press_twice(done)], [])
-        assert done == [1]
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        with pytest.raises(Preempted):
+            backend.on_host([thunk] * count, [])
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+    assert done == [1] * count
 
 
 @pytest.mark.parametrize("value", ["0", "many"]

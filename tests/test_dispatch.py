@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import mgpu
+from mgpu import profiling
 from conftest import BACKENDS, ENGINES
 from helpers import using_engine
 
@@ -15,15 +16,27 @@ pytestmark = pytest.mark.crosses_devices(
 if "mxnet" in BACKENDS:
     with mgpu.using_backend("mxnet"):
         import mgpu.backends._mxnet as package
-        from mgpu.backends._mxnet.dispatch import _state
         from mgpu.backends._mxnet.framework import mx
     from mxnet.gluon import nn
 
-    class Plain(nn.HybridBlock):
-        """A layer that a `Deep` network has in its midst."""
+    class Compilable(nn.HybridBlock):
+        """A user's layer that can be compiled."""
 
         def hybrid_forward(self, F, x):
-            return x
+            return x * 2
+
+    class Overrides(nn.HybridBlock):
+        """`hybridize` says that it is compiled, and its Python code runs in
+        each pass."""
+
+        def forward(self, x):
+            self.last = x       # two threads would share it
+            for _ in range(100):
+                self.last = self.last * 1
+            return super().forward(self.last)
+
+        def hybrid_forward(self, F, x):
+            return x + 1
 
     class Two(nn.HybridBlock):
         """A network with two results."""
@@ -36,19 +49,16 @@ if "mxnet" in BACKENDS:
             x = self.body(x)
             return x, [self.head(x)]
 
-    class Remembers(nn.Block):
-        def forward(self, x):
-            self.last = x       # two threads would share it
-            return self.last * 1
+    class Skips(nn.Block):
+        """State that is gone again when a pass ends."""
 
-    class Collects(nn.Block):
         def __init__(self):
             super().__init__()
-            self.seen = []
+            self.skips = []
 
         def forward(self, x):
-            self.seen.append(x.shape)
-            return x
+            self.skips.append(x)
+            return self.skips.pop() + x
 
     class Noise(nn.Block):
         def forward(self, x):
@@ -63,10 +73,14 @@ if "mxnet" in BACKENDS:
     def dropout():
         return nn.Dropout(0.5)
 
+    def function():
+        return nn.HybridLambda(lambda F, x: x * 2)
+
 
 def deep(middle=None, depth=18):
     net = nn.HybridSequential() if middle is None or isinstance(
-        middle, nn.HybridBlock) else nn.Sequential()
+        middle, nn.HybridBlock) and not isinstance(middle, Overrides) \
+        else nn.Sequential()
     for i in range(depth):
         net.add(nn.Dense(8, in_units=8))
         net.add(nn.LayerNorm(in_channels=8))
@@ -145,27 +159,69 @@ def test_prediction_too(family, threaded):
     np.testing.assert_array_equal(first, again)
 
 
-@pytest.mark.parametrize("kind", ("Remembers", "Collects", "Noise",
-                                  "dropout"))
-@pytest.mark.parametrize("hybridize", (False, True))
-def test_in_turn_where_passes_could_meet(family, threaded, kind, hybridize):
-    """Forward passes stay in one thread, and so draw the same numbers in
+@pytest.mark.parametrize("kind, hybridize, forward", (
+    *((kind, hybridize, 0) for hybridize in (False, True)
+      for kind in ("Skips", "Overrides", "Noise", "dropout")),
+    ("Compilable", False, 0), ("Compilable", True, 2 * 2),
+    ("function", False, 0), ("function", True, 2 * 2)))
+def test_code_that_is_not_known_stays_in_one_thread(
+        family, threaded, monkeypatch, kind, hybridize, forward):
+    """Threads would share what a block keeps, and draw in another order in
     each run; backward passes are the engine's own."""
-    if hybridize and kind != "dropout":
-        kind, hybridize = kind, False   # no blocks that can be compiled
-    first = trained(deep(globals()[kind]()), 2, hybridize=hybridize)
+    def net():
+        made = deep(globals()[kind]())
+        if hybridize:
+            # In a container that cannot be, each layer is compiled by itself.
+            made.hybridize()
+        return made
+    first = trained(net(), 2)
+    assert len(threaded) == 3 * 2 + forward
+    monkeypatch.setattr(package, "cpu_cores", lambda: 1)
+    same(first, trained(net(), 2))
+
+
+def test_dropout_stays_in_one_thread_whatever_its_rate(family, threaded):
+    """It may be given another one later."""
+    trained(deep(nn.Dropout(0)), 2)
     assert len(threaded) == 3 * 2       # backward
-    same(first, trained(deep(globals()[kind]()), 2, hybridize=hybridize))
 
 
-def test_a_plain_layer_in_the_midst_changes_nothing(family, threaded):
-    trained(deep(Plain()), 2)
-    assert len(threaded) == 3 * 2 + 2 * 2
+@pytest.mark.parametrize("k", (2, 3))
+def test_operations_that_the_caller_holds_back(family, threaded, monkeypatch,
+                                               k):
+    """Those that `mx.engine.bulk` collects come before what the threads
+    queue."""
+    def run():
+        with mx.engine.bulk(16):
+            return trained(deep(), k, steps=6)
+    fast = run()
+    assert threaded
+    monkeypatch.setattr(package, "cpu_cores", lambda: 1)
+    same(fast, run())
+
+
+def test_profiles_wait_for_what_threads_queue(family, threaded):
+    """A device's time does not end when its work is queued."""
+    replicas, _, _ = trained(deep(), 2)
+    seen = []
+    with mgpu.Profile(plain=False) as profile:
+        with profiling.step(replicas.devices, []), profiling.stage(
+                "compute", "forward", replicas.devices, lambda: []):
+            family.in_threads([lambda: seen.append(profiling._open.get())] * 2)
+            assert profiling._open.get() is not None
+        trainer = mgpu.Trainer(replicas, "sgd")
+        mgpu.train_batch(np.ones((4, 8), "float32"), np.ones((4, 8)),
+                         replicas, mgpu.losses.L2Loss(), trainer)
+    assert seen == [None, None]
+    found = {(span.name, str(span.device)) for span in profile.spans}
+    assert {(name, f"cpu({i})") for i in (0, 1)
+            for name in ("forward", "backward")} <= found
 
 
 @pytest.mark.parametrize("last, expected", ((None, 2), ("dropout", 0)))
 def test_several_results(family, threaded, last, expected):
     net = Two(last and globals()[last]())
+    net.hybridize()
     devices = [mgpu.cpu(0), mgpu.cpu(1)]
     replicas = mgpu.initialize(net, devices, "xavier")
     shards = mgpu.split_and_load(np.ones((4, 8), "float32"), devices)
@@ -265,10 +321,3 @@ def test_the_first_error_by_number(family):
         family.in_threads([lambda: ran.append(0), fails(1), fails(2),
                            lambda: ran.append(3)])
     assert sorted(ran) == [0, 3]
-
-
-def test_state_is_what_can_be_seen_to_change(family):
-    net = deep(Collects())
-    before = list(_state(net))
-    next(b for b in net if isinstance(b, Collects)).seen.append(1)
-    assert list(map(str, before)) != list(map(str, _state(net)))

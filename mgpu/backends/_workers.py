@@ -8,7 +8,6 @@ import contextvars
 import itertools
 import os
 import queue
-import signal
 import threading
 from contextlib import AbstractContextManager
 from functools import partial
@@ -200,35 +199,6 @@ def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> List[Any]:
             results.append(None)
             errors.append(error)
     return first_error_or(results, errors)
-
-
-def run_on_host(workers: Workers, thunks: Sequence[Callable[[], Any]]
-                ) -> None:
-    """`Workers.run` of work in the host's memory. A single thunk needs no
-    thread: here Ctrl-C waits until it has ended."""
-    if inside_worker():
-        run_in_turn(thunks)
-    elif len(thunks) > 1:
-        workers.run(thunks)
-    else:
-        _uninterrupted(partial(run_in_turn, thunks))
-
-
-def _uninterrupted(function: Callable[[], Any]) -> None:
-    """Call `function`; what Ctrl-C does comes after it. (Python calls its
-    handler in the main thread alone. A handler that is not Python's own or
-    a function cannot be put back, and none of them raises.)"""
-    if threading.current_thread() is not threading.main_thread() \
-            or not callable(signal.getsignal(signal.SIGINT)):
-        return function()
-    came: List[Any] = []
-    before = signal.signal(signal.SIGINT, lambda *caught: came.append(caught))
-    try:
-        function()
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            before(*came[-1])
 
 
 def first_error_or(results: List[Any], errors: List[Any]) -> List[Any]:

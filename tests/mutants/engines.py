@@ -6,6 +6,9 @@ _MXNET = "mgpu.backends._mxnet:MXNetBackend."
 _COPIES = "test_contract.py::test_put_always_copies["
 _DROPOUT = "mgpu.backends._torch.network:_dropout_forward"
 
+_DISPATCH = "mgpu.backends._mxnet.dispatch:"
+_KNOWN = "test_dispatch.py::test_code_that_is_not_known_stays_in_one_thread["
+
 MUTANTS = [
     Mutant("torch-put-aliases", "a tensor that is there already is not copied",
            edit(_TORCH + "_put", "copy=True", "copy=False"),
@@ -52,12 +55,30 @@ MUTANTS = [
                 "False"),
            ("test_contract.py::test_the_first_exception_is_raised_after_all_"
             "have_run",)),
-    Mutant("ctrl-c-is-forgotten", "Ctrl-C during an update has no effect",
-           edit("mgpu.backends._workers:_uninterrupted",
-                "before(*came[-1])", "pass"),
-           ("test_trainer.py::test_ctrl_c_leaves_no_half_update[torch-2dev]",
-            "test_contract.py::test_ctrl_c_comes_after_work_in_the_hosts_"
-            "memory[torch]")),
+    Mutant("mxnet-threads-share-blocks", "forward passes of blocks with code "
+           "of the user's run side by side",
+           edit(_DISPATCH + "_operations", "kind.forward is Hybrid.forward",
+                "True"),
+           (_KNOWN + "mxnet-nd-Overrides-True-0]",)),
+    Mutant("mxnet-threads-draw", "dropout draws in the order of threads",
+           edit(_DISPATCH + "_operations", "_NOT_FIXED", "()",
+                "any(map(_DRAWS.search, words))", "False"),
+           (_KNOWN + "mxnet-nd-dropout-False-0]",
+            _KNOWN + "mxnet-nd-dropout-True-0]")),
+    Mutant("mxnet-threads-run-hooks", "hooks are called in several threads",
+           edit(_DISPATCH + "_touched", "block._forward_hooks or", ""),
+           ("test_dispatch.py::test_a_hook_is_the_users_code[mxnet-nd]",)),
+    Mutant("mxnet-bulk-held-back", "threads go before what the caller has "
+           "queued", edit("mgpu.backends._mxnet:_carry",
+                          "mx.engine.set_bulk_size(mx.engine."
+                          "set_bulk_size(0))", "pass"),
+           ("test_dispatch.py::test_operations_that_the_caller_holds_back["
+            "mxnet-nd-2]",)),
+    Mutant("mxnet-common-leaf", "the last thread's gradient stays alone",
+           edit(_DISPATCH + "disjoint",
+                "len(set(leaves)) == len(leaves)", "True"),
+           ("test_dispatch.py::test_losses_that_share_a_leaf_are_summed["
+            "mxnet-nd]",)),
     Mutant("mxnet-put-aliases", "an array that is there already is not copied",
            edit(_MXNET + "put", "x.copyto(context)",
                 "x.as_in_context(context)"),

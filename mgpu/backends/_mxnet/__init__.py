@@ -13,9 +13,9 @@ from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
-                                    run_in_turn, run_on_host)
+                                    run_in_turn)
 from mgpu.device import cpu_cores
-from mgpu.profiling import watched
+from mgpu.profiling import unwatched
 from mgpu.strict import Ledger, flag
 
 autograd, npx = mx.autograd, mx.npx
@@ -33,6 +33,9 @@ def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
 
 
 def _carry() -> Callable[[], contextlib.AbstractContextManager]:
+    # Inside mx.engine.bulk the thread holds operations back, which others are
+    # about to use: setting its size sends them off.
+    mx.engine.set_bulk_size(mx.engine.set_bulk_size(0))
     numpy_mode = npx.is_np_array(), npx.is_np_shape()
     recording, training = autograd.is_recording(), autograd.is_training()
     context = mx.context.current_context()
@@ -190,7 +193,9 @@ class MXNetBackend(base.Backend):
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
         mx.nd.waitall()
-        run_on_host(self._workers, thunks)
+        # A single one too: in a worker, no signal cuts it short.
+        run = run_in_turn if inside_worker() else self._workers.run
+        run(thunks)
 
     def native_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":
@@ -279,7 +284,6 @@ class MXNetBackend(base.Backend):
     def in_threads(self, thunks: Sequence[Callable[[], Any]]) -> List[Any]:
         """`parallel`, in as many threads as there are cores: thunks that
         queue work, which need no time of their own."""
-        thunks = watched(thunks)
         results: List[Any] = [None] * len(thunks)
         errors: List[Any] = [None] * len(thunks)
         count = min(len(thunks), cpu_cores())
@@ -290,8 +294,9 @@ class MXNetBackend(base.Backend):
                     results[i] = thunks[i]()
                 except Exception as error:
                     errors[i] = error
-        self._workers.run([functools.partial(queue, i)
-                           for i in range(count)])
+        with unwatched():   # a thread has parts of several devices
+            self._workers.run([functools.partial(queue, i)
+                               for i in range(count)])
         return first_error_or(results, errors)
 
     def carry(self) -> Callable[[], contextlib.AbstractContextManager]:

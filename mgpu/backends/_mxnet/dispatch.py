@@ -9,16 +9,22 @@ fast as one. Queued side by side they advance together, with few buffers
 (docs/performance.md).
 
 The Python code of a block is one object for all contexts, though, and random
-numbers are drawn in the order of the queue. So long passes go side by side
-after one in turn has shown that neither is touched.
+numbers are drawn in the order of the queue. So forward passes go side by side
+where that code is known: MXNet's and mgpu's own layers, and what `hybridize`
+has compiled. Never a first pass, which compiles and completes shapes.
 """
 import re
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Iterator, List, Sequence, Tuple
 
 from mgpu.backends._mxnet.framework import BUFFERS, mx
 
-_State = List[Tuple[Any, str, Tuple[Any, ...]]]
+nn = mx.gluon.nn
 
+# Packages whose blocks keep nothing from one call to the next. (Not
+# gluon.rnn and gluon.contrib.)
+_OWN = ("mxnet.gluon.nn.", "mxnet.gluon.model_zoo.", "mgpu.")
+# Of those: the user's functions, and what draws random numbers.
+_NOT_FIXED = (nn.Lambda, nn.HybridLambda, nn.Dropout)
 # Operators that may draw random numbers, and those whose code is the user's.
 _DRAWS = re.compile(
     "dropout|random|sample|shuffle|multinomial|bernoulli|gumbel|uniform|"
@@ -33,8 +39,8 @@ def blocks(net: Any) -> Iterator[Any]:
 
 
 class Passes:
-    """What is known of the forward passes of a network: whether they may be
-    queued side by side, and are long enough to gain by it.
+    """Whether the forward passes of a network may be queued side by side, and
+    are long enough to gain by it.
 
     Parameters
     ----------
@@ -43,39 +49,20 @@ class Passes:
 
     def __init__(self, net: Any):
         self._net = net
-        self._form: Tuple[Any, ...] = ()
-        self._apart: Dict[bool, bool] = {}      # recorded: may be in threads
+        self._form: List[Tuple[Any, ...]] = []
+        self._apart = False
 
-    def apart(self, recording: bool) -> bool:
-        """Whether passes are known to be so; forgotten when blocks, hooks
-        or `hybridize` have changed."""
-        form = tuple(_form(block) for block in blocks(self._net))
+    def apart(self) -> bool:
+        """Of the next ones. Not if the network has changed since `ended`:
+        its blocks, their hooks, what is compiled."""
+        return self._apart and _form(self._net) == self._form
+
+    def ended(self) -> None:
+        """Passes in turn have; they may have compiled the network."""
+        form = _form(self._net)
         if form != self._form:
-            self._form, self._apart = form, {}
-        return self._apart.get(recording, False)
-
-    def undecided(self, recording: bool) -> bool:
-        # Draws are seen in a recorded pass alone.
-        return recording not in self._apart and \
-            (recording or True in self._apart)
-
-    def state(self) -> _State:
-        """What Python code could have changed in a pass."""
-        return list(_state(self._net))
-
-    def judge(self, recording: bool, before: _State, constants: int,
-              outputs: Sequence[Any]) -> None:
-        """After passes in turn: `state` before them, and what they returned;
-        `constants`: so many inputs have no gradient."""
-        hooks = any(block._forward_hooks or block._forward_pre_hooks
-                    or getattr(block, "_callback", None)
-                    for block in blocks(self._net))
-        apart = not hooks and _same(before, self.state()) and (
-            _long_and_fixed(self._net, constants, outputs) if recording
-            else self._apart[True])
-        # A first pass may have compiled the network.
-        self.apart(recording)
-        self._apart[recording] = apart
+            self._form = form
+            self._apart = _operations(self._net) > BUFFERS
 
 
 def disjoint(losses: Sequence[Any]) -> bool:
@@ -94,62 +81,52 @@ def disjoint(losses: Sequence[Any]) -> bool:
     return len(set(leaves)) == len(leaves)
 
 
-def _form(block: Any) -> Tuple[Any, ...]:
-    return (id(block), getattr(block, "_active", False),
-            id(getattr(block, "_cached_op", None)),
-            len(block._forward_hooks), len(block._forward_pre_hooks),
-            "forward" in vars(block))
+def _compiled(block: Any) -> bool:
+    """Whether a call of `block` runs no Python code of the network."""
+    return getattr(block, "_active", False) \
+        and getattr(block, "_cached_op", None) is not None
 
 
-def _state(block: Any) -> Iterator[Tuple[Any, str, Tuple[Any, ...]]]:
-    if getattr(block, "_active", False):
-        return      # its Python code runs once, to compile it
-    for name, value in vars(block).items():
-        items = [value]     # kept: an address may be used again
-        if isinstance(value, dict):
-            items += [x for item in value.items() for x in item]
-        elif isinstance(value, (list, tuple, set)):
-            items += value
-        yield block, name, tuple(items)
-    for child in block._children.values():
-        yield from _state(child)
+def _called(block: Any) -> Iterator[Any]:
+    """`block`, and those in it that its Python code calls."""
+    yield block
+    if not _compiled(block):
+        for child in block._children.values():
+            yield from _called(child)
 
 
-def _same(before: _State, after: _State) -> bool:
-    return len(before) == len(after) and all(
-        b is d and m == n and len(v) == len(w)
-        and all(x is y for x, y in zip(v, w))
-        for (b, m, v), (d, n, w) in zip(before, after))
+def _form(net: Any) -> List[Tuple[Any, ...]]:
+    # The objects, not their addresses, which may be used again.
+    return [(block, getattr(block, "_active", False),
+             getattr(block, "_cached_op", None), _touched(block))
+            for block in _called(net)]
 
 
-def _long_and_fixed(net: Any, constants: int, outputs: Sequence[Any]) -> bool:
-    """Whether a recorded pass has more operations than there are buffers,
-    draws no random numbers, and runs no code but MXNet's own."""
-    arrays = list(_flat(outputs))
-    if not all(isinstance(x, mx.nd.NDArray) for x in arrays):
-        return False
-    try:
-        recorded = [mx.autograd.get_symbol(x) for x in arrays]
-        compiled = [block._cached_graph[1] for block in blocks(net)
-                    if getattr(block, "_active", False)
-                    and block._cached_graph]
-        # What a layer makes without the help of its inputs (noise, a mask) is
-        # a constant of the graph, as inputs and frozen parameters are.
-        made = [sum(name.startswith("null") for name in graph.list_inputs())
-                > constants for graph in recorded]
-        words = [re.findall(r'"op": "(?!null)[^"]*"|"act_type": "[^"]*"',
-                            graph.tojson()) for graph in recorded + compiled]
-    except mx.MXNetError:       # not recorded, or not to be written out
-        return False
-    longest = max(map(len, words[:len(recorded)])) \
-        + sum(map(len, words[len(recorded):]))
-    return longest > BUFFERS and not any(made) \
-        and not any(map(_DRAWS.search, sum(words, [])))
+def _touched(block: Any) -> bool:
+    """Whether calls of this very block run something of the user's."""
+    return bool(block._forward_hooks or block._forward_pre_hooks
+                or getattr(block, "_callback", None)
+                or not {"forward", "hybrid_forward"}.isdisjoint(vars(block)))
 
 
-def _flat(x: Any) -> Iterator[Any]:
-    if isinstance(x, (list, tuple)):
-        for item in x:
-            yield from _flat(item)
-    else:
-        yield x
+def _operations(net: Any) -> int:
+    """How many operations a pass has, about; 0 if it may draw random numbers
+    or run code that is not known."""
+    count, Hybrid = 0, mx.gluon.HybridBlock
+    for block in _called(net):
+        kind = type(block)
+        own = kind.__module__.startswith(_OWN)
+        if _touched(block):
+            return 0
+        if _compiled(block) and (own or kind.forward is Hybrid.forward
+                                 and kind.__call__ is Hybrid.__call__):
+            words = re.findall(r'"op": "(?!null)[^"]*"|"act_type": "[^"]*"',
+                               block._cached_graph[1].tojson())
+            if any(map(_DRAWS.search, words)):
+                return 0
+            count += len(words)
+        elif not own or isinstance(block, _NOT_FIXED):
+            return 0
+        else:
+            count += not block._children
+    return count

@@ -195,19 +195,12 @@ class MXNetNetwork(base.Network):
     def forward(self, replicas: Sequence[base.Replica],
                 inputs: Sequence[Optional[Sequence[Any]]]) -> List[Any]:
         thunks = self._thunks(replicas, inputs)
-        recording, passes = self.backend.is_recording(), self._passes
         if not self.backend.side_by_side(self._contexts):
             return self.backend.parallel(thunks)
-        if passes.apart(recording):
+        if self._passes.apart():
             return self.backend.in_threads(thunks)
-        judged = passes.undecided(recording)
-        before = passes.state() if judged else []
         outputs = self.backend.parallel(thunks)
-        if judged:
-            active = [x for x in inputs if x is not None]
-            frozen = sum(p.grad_req == "null" for _, p, _ in self.entries)
-            passes.judge(recording, before, len(active[0]) + frozen,
-                         [x for x in outputs if x is not None])
+        self._passes.ended()
         return outputs
 
     def layers(self) -> List[base.Layer]:

@@ -15,8 +15,7 @@ from mgpu.backends._host import keep_freed_memory
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.network import TorchNetwork
 from mgpu.backends._torch.ops import TorchOps, dtype_of
-from mgpu.backends._workers import (
-    Workers, inside_worker, run_in_turn, run_on_host)
+from mgpu.backends._workers import Workers, inside_worker, run_in_turn
 from mgpu.strict import Ledger, flag
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
@@ -205,7 +204,8 @@ class TorchBackend(base.Backend):
     def on_host(self, thunks: Sequence[Callable[[], Any]],
                 written: Sequence[Any]) -> None:
         try:
-            run_on_host(self._workers, thunks)
+            # A single one too: in a worker, no signal cuts it short.
+            self.parallel(thunks)
         finally:
             # A graph that still needs the old values is to say so.
             torch.autograd.graph.increment_version(written)

@@ -38,22 +38,27 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     unbiased one). framework-independent source: MXNet's batch_norm.cc."""
     x, count = call.x, call.x.numel() // call.x.shape[1]
     running_mean, running_var = call.running_mean, call.running_var
-    # Gluon: no backward pass, no update.
-    keep = torch.is_grad_enabled()
+    # Gluon: no backward pass, no update. With a momentum of 1 statistics stay;
+    # rounding must not wear them away.
+    keep = torch.is_grad_enabled() and call.momentum != 1
     # torch adds (1 - momentum) times the unbiased variance, which is `factor`
     # times the biased one: to a variance that has the same factor. Few
     # operations, as each of them is host time of every layer.
     factor = count / (count - 1) if count > 1 else 1.0
-    scaled = running_var * factor if keep else None
+    by_torch = keep and count > 1   # else it divides by 0
+    scaled = running_var * factor if by_torch else None
     y = torch.batch_norm(x, call.gamma, call.beta,
-                         running_mean if keep else None, scaled, True,
+                         running_mean if by_torch else None, scaled, True,
                          1 - call.momentum, call.epsilon,
                          torch.backends.cudnn.enabled)
     if keep:
         with torch.no_grad():
-            if count > 1:
+            if by_torch:
                 torch.mul(scaled, 1 / factor, out=running_var)
-            else:   # a variance of 0, which torch divides by 0
+            else:       # one value of each channel: its mean; variance 0
+                running_mean.mul_(call.momentum).add_(
+                    x.reshape(-1).to(running_mean.dtype),
+                    alpha=1 - call.momentum)
                 running_var.mul_(call.momentum)
     return y
 
