@@ -1,13 +1,16 @@
 """How fast, against what people use now.
 
-    python -m benchmarks                     # every row, about half an hour
+    python -m benchmarks                     # every row, about 40 minutes
     python -m benchmarks --rows lenet        # rows with that in their name
     python -m benchmarks --rounds 3 --list
 
 A row is a ratio within one run: its contenders, each in a process of its own
 (`contenders.py`), take turns, a round each; the first round is not counted.
-Printed are the median of the ratios of each round, the smallest and the
-largest, and the bar. Nothing else should run on the machine.
+Each round starts new processes: whether plain PyTorch gives its memory back
+to the system in every step (12,000 page faults, a fifth of its time) is
+decided by chance when a process starts, and stays. Printed are the median of
+the ratios of each round, the smallest and the largest, and the bar. Nothing
+else should run on the machine.
 """
 import contextlib
 import importlib.util
@@ -87,7 +90,12 @@ class Contender:
             [sys.executable, "-m", "benchmarks.contenders",
              json.dumps(spec)], cwd=ROOT, text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        self.start = self._answer()
+        self._start = None
+
+    def ready(self):
+        """Wait until it is; what it says of its preparations."""
+        self._start = self._start or self._answer()
+        return self._start
 
     def _answer(self):
         line = self.child.stdout.readline()
@@ -96,6 +104,7 @@ class Contender:
         return json.loads(line)
 
     def run(self, steps):
+        self.ready()
         self.child.stdin.write(f"{steps}\n")
         self.child.stdin.flush()
         self.answer = self._answer()
@@ -110,20 +119,20 @@ class Contender:
 
 def race(first, second, rounds):
     """Seconds per step of both, one of each round."""
-    laps = []
-    runners = []
-    try:
-        for spec in (first, second):
-            runners.append(Contender(spec))
-        steps = [max(1, round(ROUND / r.run(1))) for r in runners]
-        for number in range(rounds + 1):
+    laps, steps = [], [None, None]
+    for number in range(rounds + 1):
+        with contextlib.ExitStack() as stack:
+            runners = [stack.enter_context(contextlib.closing(
+                Contender(spec))) for spec in (first, second)]
+            for runner in runners:      # which start side by side
+                runner.ready()
             # The second goes first in every other round.
-            order = (0, 1) if number % 2 else (1, 0)
-            lap = {i: runners[i].run(steps[i]) / steps[i] for i in order}
-            laps.append((lap[0], lap[1]))
-    finally:
-        for runner in runners:
-            runner.close()
+            lap = [None, None]
+            for i in (0, 1) if number % 2 else (1, 0):
+                warm = runners[i].run(2) / 2
+                steps[i] = steps[i] or max(1, round(ROUND / warm))
+                lap[i] = runners[i].run(steps[i]) / steps[i]
+            laps.append(lap)
     return laps[1:]
 
 
@@ -165,7 +174,7 @@ def first_rows(wanted, rounds):
                 lap = []
                 for spec in specs:
                     runner = Contender(spec)
-                    lap.append(runner.start["first"])
+                    lap.append(runner.ready()["first"])
                     runner.close()
                 laps.append(lap)
             return ratio_row(name, laps, 1 / 1.1, None,

@@ -5,7 +5,7 @@ neither framework's own collectives do. The other functions are those of the
 engine's `Ops` (`mgpu.backends.base.Ops` says what each takes): `relu`,
 `conv2d`, `avg_pool2d`, `max_pool2d`, `dot`, `log_softmax`, `sum`, `mean`,
 `exp`, `log`, `sqrt`, `abs`, `sign`, `maximum`, `minimum`, `sigmoid`,
-`softplus`, `concat`, `pick`, `stop_gradient`, `zeros_like`, `astype`.
+`softplus`, `concat`, `pick`, `nll`, `stop_gradient`, `zeros_like`, `astype`.
 """
 from typing import Any, List
 

@@ -888,6 +888,11 @@ CASES = [
     ("pick", [X, np.float32([[0, 2, 1, 0], [1, 1, 0, 2]])], {"axis": 1},
      pick),
     ("pick", [X[0], np.uint8([2, 0, 1, 1])], {"axis": 0}, pick),
+    *(("nll", inputs, options, lambda *a, **o: -pick(*a, **o))
+      for inputs, options in (
+          ([X, np.array([[0, 3, 1], [2, 2, 0]])], {}),
+          ([X, np.float32([[0, 2, 1, 0], [1, 1, 0, 2]])], {"axis": 1}),
+          ([X[0], np.uint8([3, 0, 1])], {}))),
     *[(name, [X], options, getattr(np, name)) for name in ("sum", "mean")
       for options in ({}, {"axis": 0}, {"axis": -1}, {"axis": (0, 2)},
                       {"axis": 1, "keepdims": True},

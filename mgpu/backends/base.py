@@ -140,6 +140,11 @@ class Ops(ABC):
         has the shape of `x` without `axis`, of any number dtype."""
 
     @abstractmethod
+    def nll(self, x: Array, index: Array, axis: int = -1) -> Array:
+        """``-pick(x, index, axis)``: the negative log-likelihood of class
+        numbers within range, for log-probabilities `x`."""
+
+    @abstractmethod
     def sum(self, x: Array, axis: Union[None, int, Tuple[int, ...]] = None,
             keepdims: bool = False) -> Array: ...
 

@@ -68,6 +68,9 @@ class MXNetOps(base.Ops):
     def pick(self, x, index, axis=-1):
         return (mx.npx if is_np(x) else mx.nd).pick(x, index, axis=axis)
 
+    def nll(self, x, index, axis=-1):
+        return -self.pick(x, index, axis)
+
     def sum(self, x, axis=None, keepdims=False):
         return x.sum(axis=axis, keepdims=keepdims)
 

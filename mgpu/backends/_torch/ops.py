@@ -40,6 +40,12 @@ class TorchOps(base.Ops):
         index = index.to(torch.int64).unsqueeze(axis)
         return torch.gather(x, axis, index).squeeze(axis)
 
+    def nll(self, x, index, axis=-1):
+        if axis % x.dim() != 1:
+            return -self.pick(x, index, axis)
+        # One operation each way instead of four.
+        return F.nll_loss(x, index.to(torch.int64), reduction="none")
+
     def sum(self, x, axis=None, keepdims=False):
         axis = tuple(range(x.dim())) if axis is None else axis
         return torch.sum(x, axis, keepdim=keepdims)
