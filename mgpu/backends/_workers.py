@@ -64,9 +64,12 @@ class Workers:
 
     def run(self, thunks: Sequence[Callable[[], Any]]) -> List[Any]:
         """The results, when all thunks have returned; or the first exception
-        by number. After Ctrl-C either no thunk has begun or all have run,
+        by number. In turn inside a thunk: its own thread may be wanted.
+        After Ctrl-C either no thunk has begun or all have run,
         once: none waits for one that was never started, and no thread works
         on behind the caller's back (a second Ctrl-C does not wait)."""
+        if inside_worker():
+            return run_in_turn(thunks)
         call = _Call(watched(thunks), self._carry())
         if thunks:
             with self._one_call:

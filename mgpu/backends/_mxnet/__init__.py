@@ -194,8 +194,7 @@ class MXNetBackend(base.Backend):
                 written: Sequence[Any]) -> None:
         mx.nd.waitall()
         # A single one too: in a worker, no signal cuts it short.
-        run = run_in_turn if inside_worker() else self._workers.run
-        run(thunks)
+        self._workers.run(thunks)
 
     def native_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":

@@ -15,7 +15,7 @@ from mgpu.backends._host import keep_freed_memory
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.network import TorchNetwork
 from mgpu.backends._torch.ops import TorchOps, dtype_of
-from mgpu.backends._workers import Workers, inside_worker, run_in_turn
+from mgpu.backends._workers import Workers, inside_worker
 from mgpu.strict import Ledger, flag
 
 _recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
@@ -205,7 +205,7 @@ class TorchBackend(base.Backend):
                 written: Sequence[Any]) -> None:
         try:
             # A single one too: in a worker, no signal cuts it short.
-            self.parallel(thunks)
+            self._workers.run(thunks)
         finally:
             # A graph that still needs the old values is to say so.
             torch.autograd.graph.increment_version(written)
@@ -292,9 +292,9 @@ class TorchBackend(base.Backend):
         totals = [_total(loss) for loss in losses]
         if len(losses) == 1 or not _disjoint(losses):
             # A single pass: threads must not write to the same leaves.
-            self._workers_or_turn([lambda: torch.autograd.backward(totals)])
+            self._workers.run([lambda: torch.autograd.backward(totals)])
         else:
-            self._workers_or_turn([
+            self._workers.run([
                 partial(torch.autograd.backward, total) for total in totals])
 
     def forward_backward(self, thunks: Sequence[Callable[[], Any]],
@@ -324,16 +324,11 @@ class TorchBackend(base.Backend):
 
     # -- running on several devices -----------------------------------------
 
-    def _workers_or_turn(self, thunks: Sequence[Callable[[], Any]]
-                         ) -> List[Any]:
-        return run_in_turn(thunks) if inside_worker() \
-            else self._workers.run(thunks)
-
     def parallel(self, thunks: Sequence[Callable[[], Any]], *,
                  rendezvous: bool = False) -> List[Any]:
         if rendezvous and inside_worker() and len(thunks) > 1:
             raise base.nested_rendezvous()
-        return self._workers_or_turn(thunks)
+        return self._workers.run(thunks)
 
     def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
         return _carry()
