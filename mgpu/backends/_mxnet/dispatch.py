@@ -32,12 +32,6 @@ _DRAWS = re.compile(
     "_npi_logistic|laplace|rrelu|rnn|custom", re.IGNORECASE)
 
 
-def blocks(net: Any) -> Iterator[Any]:
-    yield net
-    for child in net._children.values():
-        yield from blocks(child)
-
-
 class Passes:
     """Whether the forward passes of a network may be queued side by side, and
     are long enough to gain by it.

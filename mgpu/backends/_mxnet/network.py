@@ -2,12 +2,13 @@
 import contextlib
 import copy
 import json
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import (Any, Callable, Dict, Iterator, List, Optional, Sequence,
+                    Tuple)
 
 import numpy as np
 
 from mgpu.backends import base
-from mgpu.backends._mxnet.dispatch import Passes, blocks
+from mgpu.backends._mxnet.dispatch import Passes
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import describe, is_layer
 
@@ -37,6 +38,13 @@ def _own_init(parameter: Any) -> Optional[Any]:
     except (TypeError, ValueError):     # a user's own class
         return type(init).__name__.lower(), {}
     return name, options
+
+
+def _blocks(block: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
+    """(path, block) of `block` and of all in it."""
+    yield path, block
+    for name, child in block._children.items():
+        yield from _blocks(child, f"{path}.{name}" if path else name)
 
 
 class MXNetReplica(base.Replica):
@@ -73,15 +81,11 @@ class MXNetNetwork(base.Network):
         self.entries = [e for e in found if e[2] not in late] + \
                        [e for e in found if e[2] in late]
 
-    def _batch_norm_layers(self) -> Iterator[Any]:
-        def walk(block: Any, path: str) -> Iterator[Any]:
-            # One with use_global_stats predicts in training too.
-            if isinstance(block, mx.gluon.nn.BatchNorm) and \
-                    not block._kwargs["use_global_stats"]:
-                yield path, block
-            for name, child in block._children.items():
-                yield from walk(child, f"{path}.{name}" if path else name)
-        return walk(self.net, "")
+    def _batch_norm_layers(self) -> Iterator[Tuple[str, Any]]:
+        # One with use_global_stats predicts in training too.
+        return ((path, block) for path, block in _blocks(self.net)
+                if isinstance(block, mx.gluon.nn.BatchNorm)
+                and not block._kwargs["use_global_stats"])
 
     def specs(self) -> List[base.Spec]:
         found = []
@@ -106,7 +110,7 @@ class MXNetNetwork(base.Network):
         # MXNet's float32 kernel of a Dense layer computes the gradient of
         # the bias together with that of the weight: where the weight is
         # frozen the bias would not learn. Gluon does not see this gradient.
-        for block in blocks(self.net):
+        for _, block in _blocks(self.net):
             if isinstance(block, mx.gluon.nn.Dense) and block.bias is not None:
                 weight, bias = block.weight, block.bias
                 if weight.grad_req == "null" != bias.grad_req and \
@@ -234,7 +238,7 @@ class MXNetNetwork(base.Network):
 
     @contextlib.contextmanager
     def _layer_by_layer(self) -> Iterator[None]:
-        compiled = [block for block in blocks(self.net)
+        compiled = [block for _, block in _blocks(self.net)
                     if getattr(block, "_active", False)]
         for block in compiled:
             block._active = False
@@ -291,7 +295,8 @@ class MXNetNetwork(base.Network):
             yield
             return
         layers = list(self._batch_norm_layers())
-        if any(getattr(block, "_active", False) for block in blocks(self.net)
+        if any(getattr(block, "_active", False)
+               for _, block in _blocks(self.net)
                if not isinstance(block, mx.gluon.nn.BatchNorm)):
             raise ValueError(
                 "synchronised batch normalisation needs the layers of the "
