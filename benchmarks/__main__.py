@@ -9,8 +9,8 @@ A row is a ratio within one run: its contenders, each in a process of its own
 Each round starts new processes: whether plain PyTorch gives its memory back
 to the system in every step (12,000 page faults, a fifth of its time) is
 decided by chance when a process starts, and stays. Printed are the median of
-the ratios of each round, the smallest and the largest, and the bar. Nothing
-else should run on the machine.
+the ratios of each round, the smallest and the largest, the bar, and the
+command of each contender. Nothing else should run on the machine.
 """
 import contextlib
 import importlib.util
@@ -242,7 +242,8 @@ def tiny_rows(wanted, rounds):
                 for runner in runners:
                     runner.close()
             common = {"stretch": None, "at_most": True, "rounds": rounds,
-                      "commands": [command(s) for s in specs]}
+                      "commands": [f"taskset -c {min(allowed)} {command(s)}"
+                                   for s in specs]}
             totals, hosts = ({k: [lap[i] for lap in x[1:]]
                               for k, x in laps.items()} for i in (0, 1))
 
@@ -313,7 +314,7 @@ def import_rows(wanted, rounds):
                 "low": times[0], "high": times[-1], "bar": 0.2,
                 "stretch": None, "at_most": True, "rounds": rounds,
                 "numpy": statistics.median(found["numpy"]),
-                "commands": ["python -X importtime -c 'import mgpu'"]}
+                "commands": [f'python -c "{_IMPORT.format("mgpu")}"']}
     if wanted(name):
         yield name, measure
 
@@ -375,6 +376,7 @@ def main():
     @click.option("--list", "listing", is_flag=True, help="names alone")
     def run(names, rounds, json_file, plot, listing):
         from mgpu import doctor, files
+        from mgpu.backends import NAMES
         console = Console()
 
         def wanted(name):
@@ -398,13 +400,17 @@ def main():
                 console.print(
                     f"{row['row']}: {row['ratio']:.3g} ({row['low']:.3g} to "
                     f"{row['high']:.3g}), bar {row['bar']} {row['result']} "
-                    f"[{time.perf_counter() - begin:.0f} s]",
-                    highlight=False, markup=False)
+                    f"[{time.perf_counter() - begin:.0f} s]", *(
+                        f"    {one}" for one in row["commands"]), sep="\n",
+                    highlight=False, markup=False, soft_wrap=True)
             files.write_json(json_file, {
                 "machine": {"processor": platform.processor(),
                             "cores": os.cpu_count(),
                             "load": os.getloadavg()},
-                "versions": doctor.versions(), "rows": done})
+                # this process loads neither engine
+                "versions": {**doctor.versions(), **{
+                    name: doctor._installed(name) for name in NAMES}},
+                "rows": done})
         table = Table(title="a ratio is the median of the rounds")
         for column in ("row", "measured", "spread", "bar", "stretch", ""):
             table.add_column(column)
