@@ -285,7 +285,7 @@ def plain_gluon_net(model):
     for name in names:
         sys.modules[name] = types.ModuleType(name)
     sys.modules[names[-1]].mx = mxnet
-    file = ROOT / "mgpu" / "backends" / "_mxnet" / "resnet.py"
+    file = ROOT / "mgpu" / "backends" / "_mxnet" / "models.py"
     return runpy.run_path(str(file))["resnet18"](10, 1)
 
 

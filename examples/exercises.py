@@ -83,7 +83,7 @@ loss = mgpu.losses.SoftmaxCrossEntropyLoss()
 
 def forward(X, y, params):
     if len(X):
-        return loss(mgpu.models.lenet(X, params), y)
+        return loss(mgpu.models.lenet_forward(X, params), y)
 
 
 def lenet_on(devices, lr, weights=None, dtype="float32"):
@@ -111,7 +111,7 @@ def train_lenet(devices, batch_size, lr):
     train_iter, test_iter = mgpu.datasets.load(args.data, batch_size,
                                                args.limit)
     device_params, step = lenet_on(devices, lr)
-    predict = [lambda X: mgpu.models.lenet(X, device_params[0])]
+    predict = [lambda X: mgpu.models.lenet_forward(X, device_params[0])]
     try:
         history = mgpu.train_epochs(step, train_iter, args.epochs or 5,
                                     devices)
@@ -448,7 +448,7 @@ def multi_device_accuracy():
     train_iter, test_iter = mgpu.datasets.load(args.data, 128, args.limit)
     device_params, step = lenet_on(devices, 0.2)
     mgpu.train_epochs(step, train_iter, 1, devices)
-    nets = [lambda X, p=p: mgpu.models.lenet(X, p) for p in device_params]
+    nets = [lambda X, p=p: mgpu.models.lenet_forward(X, p) for p in device_params]
     one = mgpu.evaluate_accuracy_gpu(nets[:1], test_iter, devices[0])
     many = mgpu.evaluate_accuracy_gpus(nets, test_iter, devices=devices)
     laps = [seconds(devices, lambda: mgpu.evaluate_accuracy_gpu(
@@ -557,7 +557,7 @@ def unequal_devices():
 
     def work(X, params, times):
         for _ in range(times * max(1, args.repeat // 4)):
-            mgpu.models.lenet(X, params)
+            mgpu.models.lenet_forward(X, params)
 
     params = [mgpu.get_params(mgpu.models.lenet_params(), device)
               for device in devices]

@@ -7,13 +7,12 @@ of devices, steps a trainer and evaluates on all devices. Importing `mgpu`
 imports neither framework.
 """
 import importlib as _importlib
-from typing import Any as _Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
                   models, optimizers)
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, set_backend, using_backend)
-from mgpu.background import prefetch
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
@@ -21,18 +20,23 @@ from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
 from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
                              evaluate_accuracy_gpus)
 from mgpu.plotting import Animator
+from mgpu.prefetching import prefetch
 from mgpu.profiling import Profile
-from mgpu.replicas import (Parameter, ReplicaMismatchError, Replicas,
-                           get_params, initialize)
+from mgpu.parameters import Parameter, get_params
+from mgpu.replica_checks import ReplicaMismatchError
+from mgpu.replicas import Replicas, initialize
 from mgpu.split import shard_bounds, split_and_load, split_batch
 from mgpu.strict import CrossDeviceError, strict_devices
 from mgpu.timing import Accumulator, Benchmark, Timer, synchronize
 from mgpu.trainer import StaleGradientError, Trainer
-from mgpu.training import (History, NonFiniteLoss, attach_grad, backward,
-                           grad, no_grad, parallel, put, record, seed, sgd,
-                           to_numpy, train, train_batch, train_epochs)
+from mgpu.training import (History, NonFiniteLoss, attach_grad, backward, grad,
+                           no_grad, parallel, put, record, seed, sgd, to_numpy,
+                           train, train_batch, train_epochs)
 
-__version__ = "0.1.0"
+if _TYPE_CHECKING:
+    from mgpu import bench, parity, testing  # noqa: F401
+
+__version__ = "0.2.0"
 
 __all__ = [
     "Accumulator", "Animator", "BackendNotAvailable", "Benchmark",
@@ -50,10 +54,13 @@ __all__ = [
     "train_epochs", "try_all_gpus", "try_gpu", "using_backend",
 ]
 
-_ON_DEMAND = ("bench", "parity", "testing")     # for those who ask for them
+
+if not _TYPE_CHECKING:
+    def __getattr__(name: str) -> object:
+        if name in ("bench", "parity", "testing"):  # for those who ask
+            return _importlib.import_module(f"mgpu.{name}")
+        raise AttributeError(f"module 'mgpu' has no attribute {name!r}")
 
 
-def __getattr__(name: str) -> _Any:
-    if name in _ON_DEMAND:
-        return _importlib.import_module(f"mgpu.{name}")
-    raise AttributeError(f"module 'mgpu' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", "bench", "parity", "testing"]

@@ -1,9 +1,8 @@
 """``python -m mgpu``, and the command ``mgpu``."""
 import sys
-from typing import Optional
 
 
-def main() -> Optional[int]:
+def main() -> int | None:
     """Run the command line; the exit status."""
     try:
         from mgpu.cli import cli

@@ -5,8 +5,9 @@ each batch-norm layer. What they exchange there is differentiable, so the
 gradient of the joint statistics is exact.
 """
 import threading
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 from mgpu.backends import base
 
@@ -23,12 +24,12 @@ class Meeting:
     def __init__(self, active: Sequence[int]):
         self._active = list(active)
         self._changed = threading.Condition()
-        self._rounds: List[Dict[int, Tuple[str, Any]]] = []
+        self._rounds: list[dict[int, tuple[str, Any]]] = []
         self._at = {i: 0 for i in self._active}
-        self._stopped: List[int] = []
-        self._errors: Dict[int, BaseException] = {}
+        self._stopped: list[int] = []
+        self._errors: dict[int, BaseException] = {}
 
-    def exchange(self, index: int, place: str, value: Any) -> List[Any]:
+    def exchange(self, index: int, place: str, value: Any) -> list[Any]:
         """Give `value`, return all active devices' values in order."""
         with self._changed:
             number = self._at[index]
@@ -52,7 +53,7 @@ class Meeting:
         return [here[i][1] for i in self._active]
 
     def run(self, backend: base.Backend,
-            thunks: Sequence[Optional[Callable[[], Any]]]) -> List[Any]:
+            thunks: Sequence[Callable[[], Any] | None]) -> list[Any]:
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
                 return thunk()

@@ -3,15 +3,15 @@ would give: `mgpu bench`.
 """
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
-from typing import (Any, Callable, Dict, List, Mapping, Optional, Sequence,
-                    Tuple, Union)
+from typing import Any
 
 import numpy as np
 
-from mgpu import models, plotting, profiling
+from mgpu import models, plotting, probes, profiling
 from mgpu.arguments import integer
 from mgpu.backends import get_backend, using_backend
 from mgpu.collectives import allreduce_many
@@ -20,8 +20,10 @@ from mgpu.doctor import versions
 from mgpu.initializers import Xavier
 from mgpu.losses import SoftmaxCrossEntropyLoss
 from mgpu.profiling import Profile, fit
-from mgpu.replicas import get_params, initialize
-from mgpu.split import rows_of, split_batch
+from mgpu.parameters import get_params
+from mgpu.replicas import initialize
+from mgpu.nested import rows_of
+from mgpu.split import split_batch
 from mgpu.trainer import Trainer
 from mgpu.training import (backward, grad, parallel, put, record, sgd,
                            train_batch)
@@ -31,7 +33,7 @@ MODELS = ("lenet", "resnet18")
 _RATE = 0.001
 _PARTS = ("dispatch", "copy", "compute", "reduce", "update", "other")
 
-Report = Dict[str, Any]
+Report = dict[str, Any]
 
 
 @dataclass
@@ -39,9 +41,9 @@ class _Contender:
     """A network in training, on one engine and one list of devices."""
 
     backend: str
-    devices: List[Device]
+    devices: list[Device]
     step: Callable[[int], Any]      # trains on the first n rows
-    sizes: List[int]                # elements of each trained array
+    sizes: list[int]                # elements of each trained array
     batch_size: int
 
     def steps(self, count: int, rows: int) -> float:
@@ -57,8 +59,8 @@ class _Contender:
 
 # -- networks -----------------------------------------------------------------
 
-def _prepare(model: Union[str, Callable[[], Any]], devices: List[Device],
-             batch_size: int, shape: Tuple[int, ...], classes: int,
+def _prepare(model: str | Callable[[], Any], devices: list[Device],
+             batch_size: int, shape: tuple[int, ...], classes: int,
              dtype: str, seed: int) -> _Contender:
     """On the engine in use."""
     rng = np.random.default_rng(seed)
@@ -83,14 +85,14 @@ def _prepare(model: Union[str, Callable[[], Any]], devices: List[Device],
     return _Contender(get_backend().name, devices, step, sizes, batch_size)
 
 
-def _lenet_step(X: np.ndarray, y: np.ndarray, params: List[List[Any]],
-                devices: List[Device], n: int) -> Any:
+def _lenet_step(X: np.ndarray, y: np.ndarray, params: list[list[Any]],
+                devices: list[Device], n: int) -> Any:
     """The text's step from scratch, with the stages of `Profile`."""
-    def gradients() -> List[List[Any]]:
+    def gradients() -> list[list[Any]]:
         return [[grad(p) for p in own] for own in params]
 
-    stage = profiling.stage
-    with profiling.step(devices, n):
+    stage = probes.stage
+    with probes.step(devices, n):
         with stage("copy", "split"):
             X_shards, y_shards = split_batch(X[:n], y[:n], devices)
         with record(), stage("compute", "forward and loss",
@@ -106,17 +108,17 @@ def _lenet_step(X: np.ndarray, y: np.ndarray, params: List[List[Any]],
     return losses
 
 
-def _lenet_losses(X: Any, y: Any, params: List[Any]) -> Any:
+def _lenet_losses(X: Any, y: Any, params: list[Any]) -> Any:
     if not rows_of(X):      # fewer rows than devices
         return None
-    return SoftmaxCrossEntropyLoss()(models.lenet(X, params), y)
+    return SoftmaxCrossEntropyLoss()(models.lenet_forward(X, params), y)
 
 
 # -- the benchmark ------------------------------------------------------------
 
-def run(model: Union[str, Callable[[], Any]] = "lenet",
+def run(model: str | Callable[[], Any] = "lenet",
         devices: Sequence[Any] = (1, 2), *,
-        backends: Optional[Sequence[str]] = None, batch_size: int = 256,
+        backends: Sequence[str] | None = None, batch_size: int = 256,
         steps: int = 5, rounds: int = 7, dtype: str = "float32",
         shape: Sequence[int] = (1, 28, 28), classes: int = 10,
         predict_for: Sequence[int] = (), seed: int = 0, name: str = "",
@@ -220,7 +222,7 @@ def run(model: Union[str, Callable[[], Any]] = "lenet",
             contenders.append(make(devices=places))
 
     seconds = _alternate(contenders, steps, rounds, progress)
-    profiles: Dict[str, Profile] = {}
+    profiles: dict[str, Profile] = {}
     rows = []
     for contender, own in zip(contenders, seconds):
         profile = _profile(contender, steps)
@@ -234,8 +236,8 @@ def run(model: Union[str, Callable[[], Any]] = "lenet",
             "table": profile.table(), "parts": _parts(profile, batch_size),
             "verdict": profile.verdict(), "profiling_cost": profile.cost(),
             "predicted": None, "error": None})
-    measurements: Dict[str, Any] = {}
-    predictions: Dict[str, Any] = {}
+    measurements: dict[str, Any] = {}
+    predictions: dict[str, Any] = {}
     if wanted or any(len(c.devices) > 1 for c in contenders):
         for engine in dict.fromkeys(engines):
             measurements[engine] = found = _measure(
@@ -247,7 +249,7 @@ def run(model: Union[str, Callable[[], Any]] = "lenet",
             row["error"] = row["predicted"]["seconds"] \
                 / statistics.median(row["seconds"]) - 1
     if trace is not None:
-        profiling.write_trace(trace, profiles)
+        profiling.write_chrome_trace(trace, profiles)
     return {
         "model": model if isinstance(model, str) else name or getattr(
             model, "__name__", repr(model)),
@@ -267,10 +269,10 @@ def _named(contender: _Contender) -> str:
     return ", ".join(map(str, contender.devices))
 
 
-def _alternate(contenders: List[_Contender], steps: int, rounds: int,
-               progress: bool) -> List[List[float]]:
+def _alternate(contenders: list[_Contender], steps: int, rounds: int,
+               progress: bool) -> list[list[float]]:
     """Seconds of a step of each contender, by counted round."""
-    seconds: List[List[float]] = [[] for _ in contenders]
+    seconds: list[list[float]] = [[] for _ in contenders]
     order = list(range(len(contenders)))
     turns = [(number, i) for number in range(rounds)
              for i in (order[::-1] if number % 2 else order)]
@@ -289,12 +291,12 @@ def _with_bar(turns: Sequence[Any]) -> Any:
     return tqdm(turns, desc="bench", unit="turn", leave=False)
 
 
-def _spread(values: Sequence[float]) -> Dict[str, float]:
+def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values),
             "max": max(values)}
 
 
-def _batches(contender: _Contender) -> List[int]:
+def _batches(contender: _Contender) -> list[int]:
     """The whole batch, a half and a quarter, with a row for each device."""
     whole = contender.batch_size
     least = min(whole, len(contender.devices))
@@ -313,7 +315,7 @@ def _profile(contender: _Contender, steps: int) -> Profile:
     return profile
 
 
-def _parts(profile: Profile, rows: int) -> Dict[str, float]:
+def _parts(profile: Profile, rows: int) -> dict[str, float]:
     """Medians, which one slow step does not move."""
     found = [p for p in profile.parts() if p["rows"] == rows]
     return {name: statistics.median(p[name] for p in found)
@@ -322,7 +324,7 @@ def _parts(profile: Profile, rows: int) -> Dict[str, float]:
 
 # -- prediction ---------------------------------------------------------------
 
-def predict(measurements: Mapping[str, Any], k: int) -> Dict[str, Any]:
+def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
     """What a step would take on `k` devices, from measurements on one.
 
     ``copy + dispatch k + (fixed + per_row rows/k) s + update s + reduce +
@@ -379,9 +381,9 @@ def predict(measurements: Mapping[str, Any], k: int) -> Dict[str, Any]:
             "note": note}
 
 
-def _measure(engine: str, contenders: List[_Contender],
-             profiles: Dict[str, Profile], make: Callable[..., _Contender],
-             steps: int, dtype: str) -> Dict[str, Any]:
+def _measure(engine: str, contenders: list[_Contender],
+             profiles: dict[str, Profile], make: Callable[..., _Contender],
+             steps: int, dtype: str) -> dict[str, Any]:
     """What `predict` takes: from the contender on one device, or a new one
     where there is none."""
     with using_backend(engine):
@@ -418,7 +420,7 @@ def _measure(engine: str, contenders: List[_Contender],
 
 def measure_reduce(lists: Sequence[Sequence[Device]], arrays: int,
                    dtype: str = "float32", *, repeat: int = 5,
-                   large: int = 1 << 22) -> Tuple[float, float]:
+                   large: int = 1 << 22) -> tuple[float, float]:
     """Seconds a message and bytes a second of an all-reduce between two
     devices, on the engine in use: the best of `repeat` short ones.
 

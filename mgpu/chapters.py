@@ -13,8 +13,9 @@ dict, fit for JSON, and each is written with mgpu's public pieces alone.
 """
 import os
 import queue
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,20 +27,22 @@ from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices, cpu_cores
 from mgpu.evaluation import DataIter, evaluate_accuracy_gpu
 from mgpu.losses import SoftmaxCrossEntropyLoss
-from mgpu.replicas import get_params, initialize
-from mgpu.split import rows_of, split_batch
+from mgpu.parameters import get_params
+from mgpu.replicas import initialize
+from mgpu.nested import rows_of
+from mgpu.split import split_batch
 from mgpu.timing import Benchmark, synchronize
 from mgpu.trainer import Trainer
-from mgpu.training import (History, backward, grad, parallel, put, record,
-                           sgd, to_numpy, train, train_epochs)
+from mgpu.training import (History, backward, grad, parallel, put, record, sgd,
+                           to_numpy, train, train_epochs)
 
-Run = Dict[str, Any]
+Run = dict[str, Any]
 
 
 # -- A. automatic parallelism -------------------------------------------------
 
-def auto_parallelism(devices: Any, *, size: Optional[int] = None,
-                     repeat: Optional[int] = None, dtype: str = "float32",
+def auto_parallelism(devices: Any, *, size: int | None = None,
+                     repeat: int | None = None, dtype: str = "float32",
                      seed: int = 0) -> Run:
     """Time work on two devices, and work and a copy, alone and together.
 
@@ -85,7 +88,7 @@ def auto_parallelism(devices: Any, *, size: Optional[int] = None,
     print(f"GPU1 is {devices[0]}, GPU2 is {devices[1]}: {repeat} products "
           f"of {size} x {size}, {dtype}, on {backend.name}", flush=True)
     products = partial(_products, repeat=repeat)
-    timings: List[Dict[str, Any]] = []
+    timings: list[dict[str, Any]] = []
 
     def timed(name: str, where: Any, work: Callable[[], Any]) -> Any:
         with Benchmark(name, where) as clock:
@@ -124,7 +127,7 @@ def auto_parallelism(devices: Any, *, size: Optional[int] = None,
             "timings": timings, "verdict": verdict}
 
 
-def _count(name: str, value: Optional[int], default: int) -> int:
+def _count(name: str, value: int | None, default: int) -> int:
     if value is None:
         return default
     if not is_integer(value, 1):
@@ -132,14 +135,14 @@ def _count(name: str, value: Optional[int], default: int) -> int:
     return int(value)
 
 
-def _products(x: Any, repeat: int) -> List[Any]:
+def _products(x: Any, repeat: int) -> list[Any]:
     return [F.dot(x, x) for _ in range(repeat)]
 
 
-def _products_and_copies(x: Any, repeat: int) -> List[np.ndarray]:
+def _products_and_copies(x: Any, repeat: int) -> list[np.ndarray]:
     """Result i - 1 goes to the host while product i is computed: one thread
     starts products, another waits for one after the other and copies it."""
-    ready: "queue.SimpleQueue[Any]" = queue.SimpleQueue()
+    ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def compute() -> None:
         try:
@@ -148,7 +151,7 @@ def _products_and_copies(x: Any, repeat: int) -> List[np.ndarray]:
         finally:
             ready.put(None)     # also after an error: the other must end
 
-    def fetch() -> List[np.ndarray]:
+    def fetch() -> list[np.ndarray]:
         copies = []
         while (y := ready.get()) is not None:
             copies.append(to_numpy(y))
@@ -239,7 +242,7 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
                    lr=lr)
 
     def predict(X: Any) -> Any:
-        return models.lenet(X, device_params[0])
+        return models.lenet_forward(X, device_params[0])
 
     history = train_epochs(
         step, _Cast(train_iter, dtype), epochs, devices, progress=progress,
@@ -251,8 +254,8 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     return _run(history, train_iter, lr, seed, dtype, init_scale)
 
 
-def lenet_step(X: Any, y: Any, device_params: Sequence[List[Any]],
-               devices: Sequence[Device], lr: float) -> List[Any]:
+def lenet_step(X: Any, y: Any, device_params: Sequence[list[Any]],
+               devices: Sequence[Device], lr: float) -> list[Any]:
     """One step of `lenet`: all forwards, all backwards, all-reduce, `sgd`.
 
     Parameters
@@ -278,10 +281,10 @@ def lenet_step(X: Any, y: Any, device_params: Sequence[List[Any]],
     return losses
 
 
-def _lenet_losses(X: Any, y: Any, params: List[Any]) -> Any:
+def _lenet_losses(X: Any, y: Any, params: list[Any]) -> Any:
     if not rows_of(X):      # fewer rows than devices
         return None
-    return SoftmaxCrossEntropyLoss()(models.lenet(X, params), y)
+    return SoftmaxCrossEntropyLoss()(models.lenet_forward(X, params), y)
 
 
 # -- C. concise ---------------------------------------------------------------

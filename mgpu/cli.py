@@ -7,7 +7,8 @@ import functools
 import importlib
 import json
 import sys
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from collections.abc import Callable
+from typing import Any
 
 import click
 import numpy as np
@@ -18,7 +19,7 @@ import mgpu
 from mgpu import backends, chapters, datasets, doctor, files, plotting
 from mgpu.device import Device, as_devices, list_devices
 
-_CHAPTERS: Dict[str, Callable[..., chapters.Run]] = {
+_CHAPTERS: dict[str, Callable[..., chapters.Run]] = {
     "auto-parallelism": chapters.auto_parallelism,
     "lenet": chapters.lenet,
     "resnet18": chapters.resnet18}
@@ -50,16 +51,15 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 
 #: commands that are loaded when somebody asks for them
-_ELSEWHERE = dict.fromkeys(("lint", "parity", "trace"),
-                           "mgpu.parity.commands")
+_ELSEWHERE = dict.fromkeys(("lint", "parity", "trace"), "mgpu.parity.commands")
 
 
 class _Group(click.Group):
-    def list_commands(self, ctx: click.Context) -> List[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *_ELSEWHERE})
 
     def get_command(self, ctx: click.Context, name: str
-                    ) -> Optional[click.Command]:
+                    ) -> click.Command | None:
         if name in _ELSEWHERE:
             return getattr(importlib.import_module(_ELSEWHERE[name]), name)
         return super().get_command(ctx, name)
@@ -76,7 +76,7 @@ def cli() -> None:
 
 # -- mgpu reproduce -----------------------------------------------------------
 
-def parse_devices(text: str) -> Union[List[int], List[str]]:
+def parse_devices(text: str) -> list[int] | list[str]:
     """What ``--devices`` says.
 
     Parameters
@@ -108,12 +108,11 @@ def parse_devices(text: str) -> Union[List[int], List[str]]:
         raise ValueError("--devices takes numbers or devices, not both"
                          + usage)
     if 0 in numbers or len(set(numbers)) < len(numbers):
-        raise ValueError("--devices takes each number once, from 1 on"
-                         + usage)
+        raise ValueError("--devices takes each number once, from 1 on" + usage)
     return numbers
 
 
-def _plan(engines: List[str], text: str) -> List[Tuple[str, List[Device]]]:
+def _plan(engines: list[str], text: str) -> list[tuple[str, list[Device]]]:
     """A (backend, devices) for every run; all are checked before the first
     one starts."""
     wanted, plan = parse_devices(text), []
@@ -159,8 +158,8 @@ def _plan(engines: List[str], text: str) -> List[Tuple[str, List[Device]]]:
 @click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False),
               help="Draw the results, .png or .svg.")
 @_one_line_errors
-def reproduce(chapter: str, backend: Optional[str], devices: Optional[str],
-              json_file: Optional[str], plot: Optional[str],
+def reproduce(chapter: str, backend: str | None, devices: str | None,
+              json_file: str | None, plot: str | None,
               **options: Any) -> None:
     """Run a chapter of the text, on one engine or on both.
 
@@ -168,8 +167,7 @@ def reproduce(chapter: str, backend: Optional[str], devices: Optional[str],
     engines the largest difference between them, are printed.
     """
     options = {k: v for k, v in options.items() if v is not None}
-    wrong = [k for k in options
-             if k not in ("seed", "dtype", *_OWN[chapter])]
+    wrong = [k for k in options if k not in ("seed", "dtype", *_OWN[chapter])]
     if wrong:
         raise ValueError(f"--{wrong[0].replace('_', '-')} is no option of "
                          f"{chapter}; leave it out.")
@@ -181,7 +179,7 @@ def reproduce(chapter: str, backend: Optional[str], devices: Optional[str],
         files.check_folder(json_file, "--json")
     if plot is not None:
         plotting.Animator(file=plot)
-    runs: List[chapters.Run] = []
+    runs: list[chapters.Run] = []
     for name, places in plan:
         with mgpu.using_backend(name):
             run = _timings if chapter == "auto-parallelism" else _training
@@ -213,7 +211,7 @@ def reproduce(chapter: str, backend: Optional[str], devices: Optional[str],
             click.echo(f"written: {file}")
 
 
-def _name_of(backend: Optional[str]) -> str:
+def _name_of(backend: str | None) -> str:
     if backend is None:
         return mgpu.get_backend().name
     return _backend(backend).name
@@ -224,13 +222,13 @@ def _backend(name: str) -> Any:
         return engine
 
 
-def _timings(chapter: str, devices: List[Device], **options: Any
+def _timings(chapter: str, devices: list[Device], **options: Any
              ) -> chapters.Run:
     return chapters.auto_parallelism(devices, **options)
 
 
-def _training(chapter: str, devices: List[Device], *, batch_size: int = 256,
-              data: str = "digits", limit: Optional[int] = None,
+def _training(chapter: str, devices: list[Device], *, batch_size: int = 256,
+              data: str = "digits", limit: int | None = None,
               **options: Any) -> chapters.Run:
     # Loaded for each run: all begin with the same order of batches.
     load = functools.partial(
@@ -258,7 +256,7 @@ def _rate(run: chapters.Run) -> float:
     return len(rates) / sum(1 / rate for rate in rates)
 
 
-def _print_runs(runs: List[chapters.Run]) -> None:
+def _print_runs(runs: list[chapters.Run]) -> None:
     single = {run["backend"]: _rate(run) for run in runs
               if len(run["devices"]) == 1}
     table = Table()
@@ -278,7 +276,7 @@ def _print_runs(runs: List[chapters.Run]) -> None:
         click.echo(line)
 
 
-def differences(runs: List[chapters.Run]) -> List[str]:
+def differences(runs: list[chapters.Run]) -> list[str]:
     """A line for every two runs on the same devices and different engines:
     how far apart their losses and accuracies are."""
     lines = []
@@ -299,7 +297,7 @@ def differences(runs: List[chapters.Run]) -> List[str]:
     return lines
 
 
-def _print_timings(runs: List[chapters.Run]) -> None:
+def _print_timings(runs: list[chapters.Run]) -> None:
     table = Table("seconds")
     for run in runs:
         table.add_column(run["backend"], justify="right")
@@ -345,12 +343,12 @@ def _print_timings(runs: List[chapters.Run]) -> None:
               help="Write the spans, for chrome://tracing or "
               "ui.perfetto.dev.")
 @_one_line_errors
-def bench_command(model: str, devices: str, backend: Optional[str],
-                  shape: str, predict_for: Optional[str],
-                  json_file: Optional[str], plot: Optional[str],
-                  trace: Optional[str], **options: Any) -> None:
+def bench_command(model: str, devices: str, backend: str | None,
+                  shape: str, predict_for: str | None,
+                  json_file: str | None, plot: str | None,
+                  trace: str | None, **options: Any) -> None:
     """Train on random data: how fast, where the time goes, and what more
-    devices would give. See docs/profiling.md.
+    devices would give. See docs/guide/profiling.md.
 
     Numbers of devices and engines take turns, round by round.
     """
@@ -379,7 +377,7 @@ def bench_command(model: str, devices: str, backend: Optional[str],
             click.echo(f"written: {written}")
 
 
-def _counts(text: Optional[str]) -> List[int]:
+def _counts(text: str | None) -> list[int]:
     entries = [] if text is None else [e.strip() for e in text.split(",")]
     if not all(e.isdecimal() and int(e) for e in entries):
         raise ValueError("--predict takes numbers of devices, from 1 on; "
@@ -396,7 +394,7 @@ def _error(error: float) -> str:
     return f"{1 / (1 + error) - 1:+5.0%}"
 
 
-def _print_bench(report: Dict[str, Any]) -> None:
+def _print_bench(report: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
     console.print(
         f"{report['model']}, batch {report['batch_size']}, "
@@ -461,7 +459,7 @@ def doctor_command(as_json: bool) -> None:
         sys.exit(1)
 
 
-def _print_report(report: Dict[str, Any]) -> None:
+def _print_report(report: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False)
     console.print(", ".join(f"{name} {version or 'not installed'}" for
                             name, version in report["versions"].items()))

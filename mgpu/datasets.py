@@ -20,12 +20,13 @@ import math
 import os
 import sys
 import zlib
-from typing import (Any, Callable, Dict, Iterator, Optional, Sequence, Tuple,
-                    Union)
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from mgpu.arguments import integer
+from mgpu.files import FilePath
 
 _NAMES = ("digits", "fashion-mnist", "synthetic")
 _DTYPES = ("float32", "float64")
@@ -51,7 +52,7 @@ _TIMEOUT = 30       # seconds without an answer
 # of dimensions; then each dimension, as four bytes, big end first.
 _IMAGES, _LABELS = 0x00000803, 0x00000801
 
-Size = Union[None, int, Tuple[int, int]]
+Size = int | tuple[int, int] | None
 
 
 class BatchIterator:
@@ -111,9 +112,8 @@ class BatchIterator:
 
     def __init__(self, X: Any, y: Any, batch_size: int, seed: int = 0,
                  shuffle: bool = True, drop_last: bool = False, *,
-                 transform: Optional[Callable[[np.ndarray],
-                                              np.ndarray]] = None,
-                 info: Optional[Dict[str, Any]] = None) -> None:
+                 transform: Callable[[np.ndarray], np.ndarray] | None = None,
+                 info: dict[str, Any] | None = None) -> None:
         self.batch_size = integer("batch_size", batch_size, 1)
         self.seed = integer("seed", seed, 0)
         self._X, self.y = np.asarray(X), np.asarray(y)
@@ -161,7 +161,7 @@ class BatchIterator:
         whole, rest = divmod(self.num_examples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         # Not a generator itself: the epoch is taken here, by iter(), not
         # when the first batch is asked for.
         epoch, self.epoch = self.epoch, self.epoch + 1
@@ -173,7 +173,7 @@ class BatchIterator:
         return self._batches(order)
 
     def _batches(self, order: np.ndarray
-                 ) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
+                 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for i in range(len(self)):
             rows = order[i * self.batch_size:(i + 1) * self.batch_size]
             X = self._X[rows]       # an index array: a copy, not a view
@@ -187,11 +187,11 @@ class BatchIterator:
 
 
 def fashion_mnist(batch_size: int, resize: Size = None,
-                  root: Union[None, str, "os.PathLike[str]"] = None,
-                  limit: Optional[int] = None, seed: int = 0, *,
+                  root: FilePath | None = None,
+                  limit: int | None = None, seed: int = 0, *,
                   dtype: str = "float32", shuffle: bool = True,
                   download: bool = True
-                  ) -> Tuple[BatchIterator, BatchIterator]:
+                  ) -> tuple[BatchIterator, BatchIterator]:
     """Fashion-MNIST: 60,000 + 10,000 grey pictures of 28 x 28, 10 classes.
 
     Reads ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
@@ -249,9 +249,9 @@ def fashion_mnist(batch_size: int, resize: Size = None,
                 dtype, shuffle, download)
 
 
-def digits(batch_size: int, resize: Size = 28, limit: Optional[int] = None,
+def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
            seed: int = 0, *, dtype: str = "float32", test_size: int = 360,
-           shuffle: bool = True) -> Tuple[BatchIterator, BatchIterator]:
+           shuffle: bool = True) -> tuple[BatchIterator, BatchIterator]:
     """The 1,797 handwritten digits that scikit-learn ships, in the package.
 
     The test part of "Optical Recognition of Handwritten Digits" (Alpaydin
@@ -311,9 +311,9 @@ def digits(batch_size: int, resize: Size = 28, limit: Optional[int] = None,
 def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
               num_classes: int = 10,
               shape: Sequence[int] = (1, 28, 28), seed: int = 0, *,
-              noise: float = 0.2, limit: Optional[int] = None,
+              noise: float = 0.2, limit: int | None = None,
               dtype: str = "float32", shuffle: bool = True
-              ) -> Tuple[BatchIterator, BatchIterator]:
+              ) -> tuple[BatchIterator, BatchIterator]:
     """Random examples that can be learnt: one pattern per class, plus noise.
 
     The pattern of a class is uniform in [0, 1); an example is the pattern
@@ -359,7 +359,7 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     rng = np.random.default_rng([seed, 0, 1])
     patterns = rng.uniform(size=(num_classes, *shape))
 
-    def draw(n: int) -> Tuple[np.ndarray, np.ndarray]:
+    def draw(n: int) -> tuple[np.ndarray, np.ndarray]:
         y = rng.permutation(np.arange(n) % num_classes)
         X = patterns[y] + noise * rng.standard_normal((n, *shape))
         return X.astype(dtype), y.astype("int32")
@@ -368,10 +368,10 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
                  draw(num_test), batch_size, limit, seed, shuffle)
 
 
-def load(name_or_path: Union[str, "os.PathLike[str]"], batch_size: int,
-         limit: Optional[int] = None, seed: int = 0, *, resize: Size = None,
+def load(name_or_path: FilePath, batch_size: int,
+         limit: int | None = None, seed: int = 0, *, resize: Size = None,
          dtype: str = "float32", shuffle: bool = True, download: bool = True
-         ) -> Tuple[BatchIterator, BatchIterator]:
+         ) -> tuple[BatchIterator, BatchIterator]:
     """A data set by its name, or the IDX files in a folder.
 
     Parameters
@@ -412,8 +412,7 @@ def load(name_or_path: Union[str, "os.PathLike[str]"], batch_size: int,
                 shuffle, False)
 
 
-def bilinear(images: np.ndarray, size: Union[int, Tuple[int, int]]
-             ) -> np.ndarray:
+def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
     """Resize pictures by bilinear interpolation with half-pixel centres.
 
     Pixel i of n has its centre at (i + 0.5) / n of the picture's side; new
@@ -463,7 +462,7 @@ def bilinear(images: np.ndarray, size: Union[int, Tuple[int, int]]
 
 # -- arguments --------------------------------------------------------------
 
-def _size(name: str, size: Any) -> Tuple[int, int]:
+def _size(name: str, size: Any) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
     if len(pair) != 2:
         raise ValueError(f"{name} must be an integer or (height, width); "
@@ -472,7 +471,7 @@ def _size(name: str, size: Any) -> Tuple[int, int]:
 
 
 def _check(batch_size: Any, resize: Any, limit: Any, seed: Any, dtype: Any
-           ) -> Optional[Tuple[int, int]]:
+           ) -> tuple[int, int] | None:
     """Refuse wrong arguments before a file is read; the size, parsed."""
     integer("batch_size", batch_size, 1)
     integer("seed", seed, 0)
@@ -484,11 +483,11 @@ def _check(batch_size: Any, resize: Any, limit: Any, seed: Any, dtype: Any
     return None if resize is None else _size("resize", resize)
 
 
-def _pair(name: str, source: str, train: Tuple[np.ndarray, np.ndarray],
-          test: Tuple[np.ndarray, np.ndarray], batch_size: int,
-          limit: Optional[int], seed: int, shuffle: bool,
-          transform: Optional[Callable[[np.ndarray], np.ndarray]] = None
-          ) -> Tuple[BatchIterator, BatchIterator]:
+def _pair(name: str, source: str, train: tuple[np.ndarray, np.ndarray],
+          test: tuple[np.ndarray, np.ndarray], batch_size: int,
+          limit: int | None, seed: int, shuffle: bool,
+          transform: Callable[[np.ndarray], np.ndarray] | None = None
+          ) -> tuple[BatchIterator, BatchIterator]:
     train, test = ([a[:limit] for a in arrays] for arrays in (train, test))
     example = train[0][:1]
     if transform is not None:
@@ -504,8 +503,8 @@ def _pair(name: str, source: str, train: Tuple[np.ndarray, np.ndarray],
 # -- IDX files --------------------------------------------------------------
 
 def _idx(name: str, batch_size: int, resize: Size, root: Any,
-         limit: Optional[int], seed: int, dtype: str, shuffle: bool,
-         download: bool) -> Tuple[BatchIterator, BatchIterator]:
+         limit: int | None, seed: int, dtype: str, shuffle: bool,
+         download: bool) -> tuple[BatchIterator, BatchIterator]:
     size = _check(batch_size, resize, limit, seed, dtype)
     folder = _folder(root, download)
     train, test = (_read_part(folder, part) for part in ("train", "t10k"))
@@ -515,8 +514,8 @@ def _idx(name: str, batch_size: int, resize: Size, root: Any,
             f"{train[0].shape[1:]} and {test[0].shape[1:]} in {folder}. "
             "Put files of one data set there.")
 
-    def convert(part: Tuple[np.ndarray, np.ndarray]
-                ) -> Tuple[np.ndarray, np.ndarray]:
+    def convert(part: tuple[np.ndarray, np.ndarray]
+                ) -> tuple[np.ndarray, np.ndarray]:
         images, labels = (a[:limit] for a in part)
         return images[:, None].astype(dtype) / 255, labels.astype("int32")
 
@@ -526,7 +525,7 @@ def _idx(name: str, batch_size: int, resize: Size, root: Any,
                  limit, seed, shuffle, transform)
 
 
-def _path(folder: str, name: str) -> Optional[str]:
+def _path(folder: str, name: str) -> str | None:
     """The file `name`, packed or not; packed first, for its checksum."""
     for path in (os.path.join(folder, name + ".gz"),
                  os.path.join(folder, name)):
@@ -574,7 +573,7 @@ def _cures(folder: str) -> str:
             "datasets.digits needs neither files nor a network.")
 
 
-def _read_part(folder: str, part: str) -> Tuple[np.ndarray, np.ndarray]:
+def _read_part(folder: str, part: str) -> tuple[np.ndarray, np.ndarray]:
     """Images (n, h, w) and labels (n,), uint8, of "train" or "t10k"."""
     files = [_path(folder, f"{part}-images-idx3-ubyte"),
              _path(folder, f"{part}-labels-idx1-ubyte")]
@@ -612,8 +611,7 @@ def _read_idx(path: str, magic: int) -> np.ndarray:
             f"{path} must be an IDX file with the magic number {magic} and a "
             f"header of {header} bytes; received {len(data)} bytes, magic "
             f"number {found}. {_AGAIN}")
-    shape = [int.from_bytes(data[i:i + 4], "big")
-             for i in range(4, header, 4)]
+    shape = [int.from_bytes(data[i:i + 4], "big") for i in range(4, header, 4)]
     if len(data) != header + math.prod(shape):
         raise ValueError(
             f"{path} must be as long as its header says; received "

@@ -1,35 +1,25 @@
-"""Devices: where an array lives, said the same way on both engines.
+"""Devices: where an array lives, named the same way on both engines.
 
 A `Device` is a kind (``"cpu"`` or ``"gpu"``) and an index. CPU devices are
-*logical*: there are as many as you ask for, each with arrays of its own, on
-a machine with one CPU. That is what lets code for several GPUs run, and be
-tested, on none. GPU devices are those that the engine of the current
-backend sees.
+*logical*: `cpu(0)`, `cpu(1)`, ... share one processor and its memory, and
+each holds arrays of its own, copied to it as to a GPU. So code for several
+GPUs runs, and can be tested, on a machine without one. GPU devices are those
+that the engine of the current backend sees.
 """
-import os
 import re
-from typing import Any, List, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
+from mgpu.backends.base import Device
+from mgpu.environment import cpu_cores
+
+__all__ = ["Device", "as_device", "as_devices", "check_device", "cpu",
+           "cpu_cores", "gpu", "list_devices", "num_gpus", "try_all_gpus",
+           "try_gpu"]
 
 _TEXT = re.compile(r"(cpu|gpu|cuda)(?::(\d+)|\((\d+)\))?\Z")
-
-
-class Device(NamedTuple):
-    """One device: ``Device("gpu", 1)`` is the second GPU.
-
-    Prints as Gluon prints a context, ``gpu(1)``; equal devices compare and
-    hash equal, so a device can be a dictionary's key.
-    """
-
-    kind: str
-    index: int = 0
-
-    def __repr__(self) -> str:
-        return f"{self.kind}({self.index})"
-
-    __str__ = __repr__
 
 
 def cpu(i: int = 0) -> Device:
@@ -54,9 +44,9 @@ def as_device(device: Any) -> Device:
     Raises
     ------
     ValueError
-        A name that is no device, or a negative index.
+        An unknown name, or a negative index.
     TypeError
-        Something that is no device at all.
+        Something that names no device.
     """
     if isinstance(device, Device):
         kind, index = device
@@ -73,7 +63,7 @@ def as_device(device: Any) -> Device:
         kind, index = device.type, device.index or 0          # torch.device
     else:
         raise TypeError(
-            f"a device is wanted; received {device!r} of type "
+            f"expected a device; received {device!r} of type "
             f"{type(device).__name__}. Use cpu(i), gpu(i), or a string such "
             "as 'cpu:1', 'gpu:0', 'cuda:0'.")
     kind = "gpu" if kind == "cuda" else kind
@@ -84,7 +74,7 @@ def as_device(device: Any) -> Device:
     return Device(kind, int(index))
 
 
-def as_devices(devices: Any) -> List[Device]:
+def as_devices(devices: Any) -> list[Device]:
     """The list of distinct, existing devices that `devices` names.
 
     Parameters
@@ -143,12 +133,12 @@ def try_gpu(i: int = 0) -> Device:
     return gpu(i) if num_gpus() > i else cpu(i)
 
 
-def try_all_gpus() -> List[Device]:
+def try_all_gpus() -> list[Device]:
     """All GPUs, or ``[cpu(0)]`` if there is none."""
     return [gpu(i) for i in range(num_gpus())] or [cpu(0)]
 
 
-def list_devices(k: int) -> List[Device]:
+def list_devices(k: int) -> list[Device]:
     """`k` devices: GPUs when there are `k` of them, else logical CPUs."""
     if not is_integer(k, 1):
         raise ValueError("the number of devices must be a whole number, 1 or "
@@ -156,10 +146,3 @@ def list_devices(k: int) -> List[Device]:
                          "list_devices(2).")
     kind = gpu if num_gpus() >= k else cpu
     return [kind(i) for i in range(k)]
-
-
-def cpu_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -1,16 +1,18 @@
 """Accuracy by integer counts, on one or on all devices."""
 import types
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Callable, Iterable, List, Tuple
+from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, get_backend, using_backend
+from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
-from mgpu.replicas import Replicas, as_inputs
-from mgpu.split import rows_of, split_batch
+from mgpu.nested import as_inputs, rows_of
+from mgpu.replicas import Replicas
+from mgpu.split import split_batch
 
-DataIter = Iterable[Tuple[Any, Any]]
+DataIter = Iterable[tuple[Any, Any]]
 
 #: what cannot be a network: it runs where its caller says
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
@@ -20,7 +22,7 @@ def _host(x: Any) -> np.ndarray:
     backend = get_backend()
     if backend.is_native(x):
         return backend.to_numpy(x)
-    base.refuse_foreign(x, backend.name)
+    messages.refuse_foreign(x, backend.name)
     return np.asarray(x)
 
 
@@ -141,7 +143,7 @@ def _run(run: Callable[[Any], Any], shard: Any) -> Any:
     return run(*as_inputs(shard)) if rows_of(shard) else None
 
 
-def _devices_of(net: Any, wanted: Any) -> List[Device]:
+def _devices_of(net: Any, wanted: Any) -> list[Device]:
     if wanted is not None:
         return as_devices(wanted)
     if isinstance(net, Replicas):
@@ -164,7 +166,7 @@ def _runner(entry: Any, place: Device) -> Callable[[Any], Any]:
     return network.predictors([place])[0]
 
 
-def _runners(net: Any, places: List[Device]) -> List[Callable[[Any], Any]]:
+def _runners(net: Any, places: list[Device]) -> list[Callable[[Any], Any]]:
     if isinstance(net, Replicas):
         absent = [d for d in places if d not in net.devices]
         if absent:
@@ -173,7 +175,7 @@ def _runners(net: Any, places: List[Device]) -> List[Callable[[Any], Any]]:
         return [net[net.devices.index(d)] for d in places]
     if isinstance(net, (list, tuple)):
         if len(net) != len(places):
-            raise ValueError(f"one callable per device is wanted; received "
+            raise ValueError(f"expected one callable per device; received "
                              f"{len(net)} for {places}. Pass as many devices "
                              "as callables.")
         return [_runner(entry, place) for entry, place in zip(net, places)]

@@ -3,7 +3,11 @@ import contextlib
 import json
 import os
 import tempfile
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
+
+#: what names a file
+FilePath = str | os.PathLike[str]
 
 
 def check_folder(file: str, option: str) -> None:

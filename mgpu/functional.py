@@ -7,14 +7,21 @@ engine's `Ops` (`mgpu.backends.base.Ops` says what each takes): `relu`,
 `exp`, `log`, `sqrt`, `abs`, `sign`, `maximum`, `minimum`, `sigmoid`,
 `softplus`, `concat`, `pick`, `nll`, `stop_gradient`, `zeros_like`, `astype`.
 """
-from typing import Any, List
+from collections.abc import Callable
+from typing import Any
 
-from mgpu.backends import base, get_backend
-from mgpu.collectives import (check_joinable, check_list, check_op,
-                              gathered)
+from mgpu.backends import get_backend, messages
+from mgpu.backends.base import Ops
+from mgpu.collectives import check_joinable, check_list, check_op, gathered
+
+__all__ = ["abs", "allgather", "allreduce", "astype", "avg_pool2d", "concat",
+           "conv2d", "dot", "exp", "flat_view", "log", "log_softmax",
+           "max_pool2d", "maximum", "mean", "minimum", "nll", "pick", "relu",
+           "sigmoid", "sign", "slice_axis", "softplus", "sqrt",
+           "stop_gradient", "sum", "zeros_like"]
 
 
-def allreduce(data: List[Any], *, op: str = "sum") -> List[Any]:
+def allreduce(data: list[Any], *, op: str = "sum") -> list[Any]:
     """The sum (or mean) over devices, as new arrays, with gradients.
 
     Parameters
@@ -46,7 +53,7 @@ def allreduce(data: List[Any], *, op: str = "sum") -> List[Any]:
     return [backend.put(total, x) for x in arrays]
 
 
-def allgather(data: List[Any], *, axis: int = 0) -> List[Any]:
+def allgather(data: list[Any], *, axis: int = 0) -> list[Any]:
     """All elements joined along `axis`, on every device, with gradients.
 
     Parameters and errors are those of `mgpu.allgather`. Backward: the
@@ -56,23 +63,43 @@ def allgather(data: List[Any], *, axis: int = 0) -> List[Any]:
     return gathered(check_joinable(data, axis), axis)
 
 
-def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name not in vars(base.Ops):
-        raise AttributeError(f"module 'mgpu.functional' has no {name!r}")
-
+def _function(name: str) -> Callable[..., Any]:
+    """``Ops.name`` of the engine in use at the time of the call."""
     def function(*args: Any, **kwargs: Any) -> Any:
         backend = get_backend()
         try:
             return getattr(backend.ops, name)(*args, **kwargs)
         except (AssertionError, AttributeError, TypeError):
             for x in args:      # the likely cause, in our words
-                base.refuse_foreign(x, backend.name)
+                messages.refuse_foreign(x, backend.name)
             raise
-    function.__name__ = name
-    function.__doc__ = getattr(base.Ops, name).__doc__
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = getattr(Ops, name).__doc__
     return function
 
 
-def __dir__() -> List[str]:
-    return sorted(["allreduce", "allgather"] + [
-        n for n in vars(base.Ops) if not n.startswith("_")])
+abs = _function("abs")
+sign = _function("sign")
+sqrt = _function("sqrt")
+exp = _function("exp")
+log = _function("log")
+maximum = _function("maximum")
+minimum = _function("minimum")
+relu = _function("relu")
+sigmoid = _function("sigmoid")
+softplus = _function("softplus")
+log_softmax = _function("log_softmax")
+pick = _function("pick")
+nll = _function("nll")
+sum = _function("sum")
+mean = _function("mean")
+dot = _function("dot")
+conv2d = _function("conv2d")
+avg_pool2d = _function("avg_pool2d")
+max_pool2d = _function("max_pool2d")
+concat = _function("concat")
+slice_axis = _function("slice_axis")
+flat_view = _function("flat_view")
+zeros_like = _function("zeros_like")
+astype = _function("astype")
+stop_gradient = _function("stop_gradient")

@@ -19,7 +19,8 @@ import math
 import numbers
 import operator
 from abc import ABC, abstractmethod
-from typing import Any, Dict, Optional, Sequence, Tuple, Type, Union
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
 _FACTOR_TYPES = ("avg", "in", "out")
 
 
-def _known_shape(shape: Any) -> Tuple[int, ...]:
+def _known_shape(shape: Any) -> tuple[int, ...]:
     """`shape` as a tuple of positive ints; ValueError for anything else."""
     try:
         known = tuple(operator.index(n) for n in shape)
@@ -46,7 +47,7 @@ def _known_shape(shape: Any) -> Tuple[int, ...]:
     return known
 
 
-def fans(shape: Sequence[int]) -> Tuple[int, int]:
+def fans(shape: Sequence[int]) -> tuple[int, int]:
     """Numbers of inputs and of outputs of one unit: ``(fan_in, fan_out)``.
 
     Gluon's rule: the axes after the second are the size of the kernel;
@@ -77,7 +78,7 @@ class Initializer(ABC):
     """
 
     @abstractmethod
-    def sample(self, shape: Tuple[int, ...],
+    def sample(self, shape: tuple[int, ...],
                rng: np.random.Generator) -> np.ndarray:
         """Values of the shape `shape`, by means of `rng` alone. Called by
         `draw`, which checks what goes in and what comes out."""
@@ -372,7 +373,7 @@ class LSTMBias(Initializer):
 
 
 #: Gluon's registered names, lower case.
-_NAMES: Dict[str, Type[Initializer]] = {
+_NAMES: dict[str, type[Initializer]] = {
     "zero": Zero, "zeros": Zero, "one": One, "ones": One,
     "constant": Constant, "uniform": Uniform, "normal": Normal,
     "orthogonal": Orthogonal, "xavier": Xavier, "msraprelu": MSRAPrelu,
@@ -407,7 +408,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
         name = copy.deepcopy(init).dumps()
     if not isinstance(name, (Initializer, str)):
         raise TypeError(
-            f"an initialiser is wanted; received {init!r} of type "
+            f"expected an initialiser; received {init!r} of type "
             f"{type(init).__name__}. Use for example Normal(0.01) or one of "
             f"the names {', '.join(map(repr, _NAMES))}.")
     is_json = isinstance(name, str) and name.startswith("[")
@@ -445,17 +446,17 @@ def create(init: Any, /, **options: Any) -> Initializer:
 
 #: What the kinds other than weights start from (Gluon gives the layers'
 #: biases, gammas and so on these initialisers).
-_BY_KIND: Dict[str, Initializer] = {
+_BY_KIND: dict[str, Initializer] = {
     "bias": Zero(), "gamma": One(), "beta": Zero(),
     "running_mean": Zero(), "running_var": One(),
 }
 
 
-def draw_parameter(kind: str, shape: Optional[Sequence[int]],
-                   dtype: Union[str, np.dtype],
-                   init: Union[Initializer, str, None], *, seed: int,
+def draw_parameter(kind: str, shape: Sequence[int] | None,
+                   dtype: str | np.dtype,
+                   init: Initializer | str | None, *, seed: int,
                    index: int,
-                   own: Optional[Tuple[str, Dict[str, Any]]] = None
+                   own: tuple[str, dict[str, Any]] | None = None
                    ) -> np.ndarray:
     """The initial value of one parameter or buffer.
 

@@ -12,16 +12,17 @@ to the dtype of `pred`.
 """
 import copy
 import math
-from typing import Any, Callable, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, get_backend
+from mgpu.backends import base, get_backend, messages
 
 Array = Any
 
 
-def _check(pred: Array, label: Array, sample_weight: Optional[Array]
+def _check(pred: Array, label: Array, sample_weight: Array | None
            ) -> base.Backend:
     backend = get_backend()
     arrays = [pred, label]
@@ -29,7 +30,7 @@ def _check(pred: Array, label: Array, sample_weight: Optional[Array]
         arrays.append(sample_weight)
     for x in arrays:
         if not backend.is_native(x):
-            base.refuse_foreign(x, backend.name)
+            messages.refuse_foreign(x, backend.name)
             raise TypeError(f"a loss takes arrays of the {backend.name} "
                             f"backend; received {type(x).__name__}. Use "
                             "mgpu.put(x, device).")
@@ -45,11 +46,11 @@ def _check(pred: Array, label: Array, sample_weight: Optional[Array]
 class Loss:
     """Base of the losses; `weight` is a global factor."""
 
-    def __init__(self, weight: Optional[float] = None):
+    def __init__(self, weight: float | None = None):
         self.weight = weight
 
     def __call__(self, pred: Array, label: Array,
-                 sample_weight: Optional[Array] = None) -> Array:
+                 sample_weight: Array | None = None) -> Array:
         backend = _check(pred, label, sample_weight)
         loss = self._values(backend, pred, label)
         if sample_weight is not None:
@@ -83,7 +84,7 @@ class Loss:
         return f"{type(self).__name__}({options})"
 
 
-def _broadcasts(shape: Tuple[int, ...], to: Tuple[int, ...]) -> bool:
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(
         n in (1, m) for n, m in zip(shape[::-1], to[::-1]))
 
@@ -126,7 +127,7 @@ class SoftmaxCrossEntropyLoss(Loss):
     """
 
     def __init__(self, axis: int = -1, sparse_label: bool = True,
-                 from_logits: bool = False, weight: Optional[float] = None):
+                 from_logits: bool = False, weight: float | None = None):
         super().__init__(weight)
         self.axis, self.sparse_label = axis, sparse_label
         self.from_logits = from_logits
@@ -146,7 +147,7 @@ class SoftmaxCrossEntropyLoss(Loss):
                 label = label.reshape(wanted)
             if tuple(label.shape) != wanted:
                 raise ValueError(
-                    f"class numbers of shape {wanted} are wanted for pred of "
+                    f"expected class numbers of shape {wanted} for pred of "
                     f"shape {tuple(pred.shape)}; received "
                     f"{tuple(label.shape)}. Use sparse_label=False for "
                     "probabilities.")
@@ -217,8 +218,8 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
     """
 
     def __init__(self, from_sigmoid: bool = False,
-                 weight: Optional[float] = None,
-                 pos_weight: Optional[float] = None):
+                 weight: float | None = None,
+                 pos_weight: float | None = None):
         super().__init__(weight)
         self.from_sigmoid, self.pos_weight = from_sigmoid, pos_weight
 
@@ -244,7 +245,7 @@ class HuberLoss(Loss):
     """``|d| - rho/2`` where ``|d| > rho``, else ``d^2 / (2 rho)``; torch's
     `smooth_l1_loss` with ``beta=rho``."""
 
-    def __init__(self, rho: float = 1.0, weight: Optional[float] = None):
+    def __init__(self, rho: float = 1.0, weight: float | None = None):
         super().__init__(weight)
         self.rho = rho
 
@@ -268,7 +269,7 @@ class KLDivLoss(Loss):
     """
 
     def __init__(self, from_logits: bool = True, axis: int = -1,
-                 weight: Optional[float] = None):
+                 weight: float | None = None):
         super().__init__(weight)
         self.from_logits, self.axis = from_logits, axis
 

@@ -12,7 +12,8 @@ are only the usual ones. `num_update` counts from 1 at the first step.
 import math
 import numbers
 from bisect import bisect_left
-from typing import Any, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 from mgpu.arguments import integer
 
@@ -143,7 +144,7 @@ class FactorScheduler(LRScheduler):
         self.stop_factor_lr = _number("stop_factor_lr", stop_factor_lr)
         # The last answer, from which the next one is reached without going
         # through all changes again: (options, number of changes, rate).
-        self._last: Tuple[Any, int, float] = (None, 0, 0.0)
+        self._last: tuple[Any, int, float] = (None, 0, 0.0)
 
     def after_warmup(self, num_update: int) -> float:
         changes = max(0, (num_update - 1) // self.step)

@@ -1,15 +1,22 @@
-"""The text's two networks, for both engines."""
-from typing import Any, List, Sequence, Tuple
+"""The two networks of the book, for both engines.
+
+`lenet` and `resnet18` make native networks without values, for
+`mgpu.initialize`. `lenet_params` and `lenet_forward` are LeNet from scratch,
+as a list of arrays and a function.
+"""
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from mgpu import functional as F
 from mgpu import initializers
+from mgpu.arguments import integer
 from mgpu.backends import get_backend
 
-#: names and shapes of LeNet's parameters, in the order in which they are
-#: drawn; dense weights are (in, out)
-LENET: Tuple[Tuple[str, Tuple[int, ...]], ...] = (
+#: names and shapes of the parameters of LeNet from scratch, in the order in
+#: which they are drawn; dense weights are (in, out)
+LENET: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("W1", (20, 1, 3, 3)), ("b1", (20,)),
     ("W2", (50, 20, 5, 5)), ("b2", (50,)),
     ("W3", (800, 128)), ("b3", (128,)),
@@ -17,18 +24,18 @@ LENET: Tuple[Tuple[str, Tuple[int, ...]], ...] = (
 
 
 def lenet_params(scale: float = 0.01, seed: int = 0, dtype: str = "float32"
-                 ) -> List[np.ndarray]:
-    """Initial values of `lenet` on the host: weights Normal(0, `scale`),
-    biases 0; 129,068 values in 8 arrays. `mgpu.get_params` brings them to a
-    device."""
+                 ) -> list[np.ndarray]:
+    """Initial values for `lenet_forward` on the host: weights Normal(0,
+    `scale`), biases 0; 129,068 values in 8 arrays. `mgpu.get_params` copies
+    them to a device."""
     rule = initializers.Normal(scale)
     return [initializers.draw_parameter(
         "bias" if name[0] == "b" else "weight", shape, dtype, rule,
         seed=seed, index=i) for i, (name, shape) in enumerate(LENET)]
 
 
-def lenet(X: Any, params: Sequence[Any]) -> Any:
-    """The text's LeNet variant ("Training on Multiple GPUs").
+def lenet_forward(X: Any, params: Sequence[Any]) -> Any:
+    """The book's LeNet variant from scratch ("Training on Multiple GPUs").
 
     Parameters
     ----------
@@ -48,21 +55,46 @@ def lenet(X: Any, params: Sequence[Any]) -> Any:
     return F.dot(h, W4) + b4
 
 
+def lenet(X: Any = None, params: Any = None, *, num_classes: int = 10,
+          in_channels: int = 1) -> Any:
+    """The book's LeNet variant as a native network of the current backend,
+    without values yet (`mgpu.initialize`).
+
+    For 28 x 28 images: two convolutions, each with ReLU and average pooling,
+    then two dense layers. ``lenet(X, params)`` is the older spelling of
+    `lenet_forward`.
+
+    Raises
+    ------
+    ValueError
+        A number of classes or channels that is no whole number, 1 or more.
+    """
+    if X is not None:
+        return lenet_forward(X, params)
+    return _native("lenet", num_classes, in_channels)
+
+
 def resnet18(num_classes: int = 10, in_channels: int = 1) -> Any:
-    """The text's ResNet-18 variant ("Concise Implementation"), as a native
-    network of the current backend, without values yet (`mgpu.initialize`).
+    """The book's ResNet-18 variant ("Concise Implementation for Multiple
+    GPUs") as a native network of the current backend, without values yet
+    (`mgpu.initialize`).
 
     For 28 x 28 images: conv 3x3 to 64 channels, batch norm, ReLU, no
-    max-pooling; four stages of two residual blocks with 64, 128, 256, 512
+    max-pooling; four groups of two residual blocks with 64, 128, 256, 512
     channels; global average pooling; dense. Convolutions have biases. Both
     engines have the same order, names and shapes of parameters (76 arrays,
-    11,175,818 values for one channel and ten classes), and torch's twin has
-    Gluon's batch-norm arithmetic.
+    11,175,818 values for one channel and ten classes), and torch's network
+    has Gluon's batch-norm arithmetic.
+
+    Raises
+    ------
+    ValueError
+        A number of classes or channels that is no whole number, 1 or more.
     """
-    for name, n in (("num_classes", num_classes),
-                    ("in_channels", in_channels)):
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) \
-                or n < 1:
-            raise ValueError(f"{name} must be a whole number, 1 or more; "
-                             f"received {n!r}.")
-    return get_backend().resnet18(int(num_classes), int(in_channels))
+    return _native("resnet18", num_classes, in_channels)
+
+
+def _native(name: str, num_classes: int, in_channels: int) -> Any:
+    return get_backend().model(
+        name, num_classes=integer("num_classes", num_classes, 1),
+        in_channels=integer("in_channels", in_channels, 1))

@@ -19,16 +19,16 @@ their scalars as float32: Gluon trains a float64 network with a rate of
 0.1000000015. Here scalars keep double precision.
 """
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import (Any, Callable, Dict, Optional, Sequence, Set, Tuple, Type,
-                    Union)
+from typing import Any
 
 import numpy as np
 
 from mgpu.backends.base import Array, Ops
 
-State = Dict[str, Union[Array, float]]
+State = dict[str, Array | float]
 
 
 # -- options ----------------------------------------------------------------
@@ -49,7 +49,7 @@ def _above_0(value: float) -> bool:
     return 0 < value < math.inf
 
 
-_TEXT: Dict[Callable[[float], bool], str] = {
+_TEXT: dict[Callable[[float], bool], str] = {
     _at_least_0: "a finite number, 0 or more",
     _below_1: "a number from 0 to below 1",
     _up_to_1: "a number from 0 to 1",
@@ -95,7 +95,7 @@ def _number(name: str, value: Any) -> float:
 
 # -- the interface ----------------------------------------------------------
 
-_OURS: Set[type] = set()
+_OURS: set[type] = set()
 
 
 def _rule(cls: type) -> type:
@@ -128,7 +128,7 @@ class Optimizer:
 
     learning_rate: float = 0.01
     wd: float = 0.0
-    clip_gradient: Optional[float] = None
+    clip_gradient: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -155,7 +155,7 @@ class Optimizer:
         return {name: ops.zeros_like(weight) for name in self._slots()}
 
     def begin_step(self, states: Sequence[State],
-                   counts: Sequence[Optional[int]]) -> None:
+                   counts: Sequence[int | None]) -> None:
         """Called for each device before its updates of one step.
 
         Only `nadam` needs it, with Gluon's semantics: see there. The others
@@ -192,7 +192,7 @@ class Optimizer:
         """
         raise NotImplementedError
 
-    def _slots(self) -> Tuple[str, ...]:
+    def _slots(self) -> tuple[str, ...]:
         return ()
 
     def _clip(self, x: Array, ops: Ops) -> Array:
@@ -450,7 +450,7 @@ class RMSProp(Optimizer):
     gamma2: float = 0.9
     epsilon: float = 1e-8
     centered: bool = False
-    clip_weights: Optional[float] = None
+    clip_weights: float | None = None
 
     def _slots(self):
         return ("variance", "mean", "delta") if self.centered \
@@ -668,7 +668,7 @@ class TorchAdam(Optimizer):
     """
 
     learning_rate: float = 0.001
-    betas: Tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     amsgrad: bool = False
 
@@ -712,7 +712,7 @@ class TorchAdamax(Optimizer):
     ``w <- w - lr / (1 - beta1^t) m / u``."""
 
     learning_rate: float = 0.002
-    betas: Tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
     def _slots(self):
@@ -738,7 +738,7 @@ class TorchNAdam(Optimizer):
     """
 
     learning_rate: float = 0.002
-    betas: Tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum_decay: float = 0.004
     decoupled_weight_decay: bool = False
@@ -835,7 +835,7 @@ class TorchAdadelta(Optimizer):
 
 # -- by name ----------------------------------------------------------------
 
-_RULES: Dict[str, Dict[str, Type[Optimizer]]] = {
+_RULES: dict[str, dict[str, type[Optimizer]]] = {
     "gluon": {"sgd": SGD, "nag": NAG, "adam": Adam, "adamw": AdamW,
               "adamax": Adamax, "nadam": Nadam, "rmsprop": RMSProp,
               "adagrad": AdaGrad, "adadelta": AdaDelta, "ftrl": Ftrl,

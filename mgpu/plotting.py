@@ -9,14 +9,15 @@ import io
 import os
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import numpy as np
 
+from mgpu.files import FilePath
 from mgpu.timing import number
 
-FilePath = Union[str, "os.PathLike[str]"]
 
 # Okabe and Ito's palette, which people with any colour vision can tell
 # apart. The engines have fixed colours, so that figures can be compared.
@@ -30,7 +31,7 @@ _DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)))
 
 # -- what all figures share -------------------------------------------------
 
-def _new_figure(figsize: Tuple[float, float], dpi: int = 100) -> Any:
+def _new_figure(figsize: tuple[float, float], dpi: int = 100) -> Any:
     """An empty figure on a canvas of its own, outside pyplot."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -100,7 +101,7 @@ def _plain(axes: Any) -> Any:
 
 # -- the live curve ---------------------------------------------------------
 
-def _items(x: Any) -> List[Any]:
+def _items(x: Any) -> list[Any]:
     """The entries of a sequence, or one number as a list. An array without
     dimensions has a length on some engines, and means one number."""
     if isinstance(x, (str, bytes)) or getattr(x, "shape", None) == ():
@@ -111,7 +112,7 @@ def _items(x: Any) -> List[Any]:
         return [x]
 
 
-def _point(x: Any) -> Optional[float]:
+def _point(x: Any) -> float | None:
     try:
         return None if x is None else number(x)
     except (TypeError, ValueError) as error:
@@ -169,20 +170,20 @@ class Animator:
     ...     animator.add(2, 0.9)
     """
 
-    def __init__(self, xlabel: Optional[str] = None,
-                 ylabel: Optional[str] = None,
-                 legend: Union[None, str, Sequence[str]] = None,
-                 xlim: Optional[Tuple[float, float]] = None,
-                 ylim: Optional[Tuple[float, float]] = None,
+    def __init__(self, xlabel: str | None = None,
+                 ylabel: str | None = None,
+                 legend: None | str | Sequence[str] = None,
+                 xlim: tuple[float, float] | None = None,
+                 ylim: tuple[float, float] | None = None,
                  xscale: str = "linear", yscale: str = "linear",
-                 fmts: Optional[Sequence[str]] = None,
-                 figsize: Tuple[float, float] = (4.5, 3.0),
-                 file: Optional[FilePath] = None) -> None:
+                 fmts: Sequence[str] | None = None,
+                 figsize: tuple[float, float] = (4.5, 3.0),
+                 file: FilePath | None = None) -> None:
         self.file = None if file is None else _checked_file(file)
         self.legend = None if legend is None else _items(legend)
         self.fmts = None if fmts is None else _items(fmts)
-        self.X: List[List[float]] = []
-        self.Y: List[List[float]] = []
+        self.X: list[list[float]] = []
+        self.Y: list[list[float]] = []
         self.figure = _new_figure(figsize)
         self.figure.set_layout_engine("constrained")
         self.axes = _plain(self.figure.add_subplot())
@@ -195,7 +196,7 @@ class Animator:
         for fmt in self.fmts or ():         # a wrong one is refused here
             self.axes.plot([], [], fmt)[0].remove()
         self.axes.set_prop_cycle(color=_PALETTE)
-        self._lines: List[Any] = []
+        self._lines: list[Any] = []
         self._handle: Any = None
         self._written = -float("inf")
 
@@ -265,7 +266,7 @@ class Animator:
         if self.file is not None and time.monotonic() - self._written >= 1:
             self.save()
 
-    def save(self, file: Optional[FilePath] = None) -> None:
+    def save(self, file: FilePath | None = None) -> None:
         """Write the figure.
 
         Parameters
@@ -299,21 +300,21 @@ class Animator:
 
 # -- runs of a chapter ------------------------------------------------------
 
-def _field(row: Dict[str, Any], name: str, what: str) -> Any:
+def _field(row: dict[str, Any], name: str, what: str) -> Any:
     if name not in row:
         raise ValueError(f"{what} needs the field {name!r}; received one "
                          f"with {sorted(row)}.")
     return row[name]
 
 
-def _engine_colours(engines: Sequence[str]) -> Dict[str, str]:
+def _engine_colours(engines: Sequence[str]) -> dict[str, str]:
     spare = [c for c in _PALETTE if c not in _ENGINE_COLOURS.values()]
     others = [e for e in engines if e not in _ENGINE_COLOURS]
     found = {e: spare[i % len(spare)] for i, e in enumerate(others)}
     return {e: _ENGINE_COLOURS.get(e) or found[e] for e in engines}
 
 
-def _tint(colour: str, white: float) -> Tuple[float, ...]:
+def _tint(colour: str, white: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
     return tuple(c + (1 - c) * white for c in to_rgb(colour))
 
@@ -322,11 +323,11 @@ def _devices_label(count: int) -> str:
     return f"{count} device{'s' * (count != 1)}"
 
 
-def _grouped(runs: Iterable[Dict[str, Any]]
-             ) -> Dict[Tuple[str, int], List[Dict[str, Any]]]:
+def _grouped(runs: Iterable[dict[str, Any]]
+             ) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """The runs by (backend, number of devices), which differ in the seed
     alone: anything else must not be averaged."""
-    groups: Dict[Tuple[str, int], List[Dict[str, Any]]] = {}
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for run in runs:
         for name in ("train_loss", "test_acc", "images_per_second"):
             _field(run, name, "a run")
@@ -346,15 +347,15 @@ def _grouped(runs: Iterable[Dict[str, Any]]
     return groups
 
 
-def _rate(runs: Sequence[Dict[str, Any]]) -> Optional[float]:
+def _rate(runs: Sequence[dict[str, Any]]) -> float | None:
     """All images over all seconds. Epochs hold equally many images, so that
     is the harmonic mean of the rates of the epochs."""
     rates = [r for run in runs for r in run["images_per_second"]]
     return len(rates) / sum(1 / r for r in rates) if rates else None
 
 
-def plot_runs(runs: Sequence[Dict[str, Any]], file: FilePath,
-              title: Optional[str] = None) -> Any:
+def plot_runs(runs: Sequence[dict[str, Any]], file: FilePath,
+              title: str | None = None) -> Any:
     """Draw trainings: test accuracy and training loss by epoch, and speed.
 
     One line per backend (colour) and number of devices (shade and dashes).
@@ -394,7 +395,7 @@ def plot_runs(runs: Sequence[Dict[str, Any]], file: FilePath,
     counts = sorted({count for _, count in groups})
     colours = _engine_colours(engines)
 
-    def shade(engine: str, count: int) -> Tuple[float, ...]:
+    def shade(engine: str, count: int) -> tuple[float, ...]:
         # The fewer devices, the lighter: where runs agree to the last
         # digit, a dark dashed line still shows on a light full one.
         rank = counts.index(count) / max(1, len(counts) - 1)
@@ -435,8 +436,8 @@ def plot_runs(runs: Sequence[Dict[str, Any]], file: FilePath,
     return figure
 
 
-def _curves(axes: Any, seeds: Sequence[Sequence[Optional[float]]],
-            width: float, style: Dict[str, Any]) -> Any:
+def _curves(axes: Any, seeds: Sequence[Sequence[float | None]],
+            width: float, style: dict[str, Any]) -> Any:
     """One thin line per seed and their mean, up to the shortest; returns
     the line for the legend."""
     values = [np.array(s, dtype=float) for s in seeds]      # None is nan
@@ -457,8 +458,7 @@ def _curves(axes: Any, seeds: Sequence[Sequence[Optional[float]]],
 
 def _epoch_axes(axes: Any, ylabel: str) -> None:
     from matplotlib.ticker import MaxNLocator
-    last = max((x for line in axes.lines for x in line.get_xdata()),
-               default=1)
+    last = max((x for line in axes.lines for x in line.get_xdata()), default=1)
     margin = min(max(0.03 * (last - 1), 0.3), 0.9)      # never down to 0
     axes.set(xlabel="epoch", ylabel=ylabel, xlim=(1 - margin, last + margin))
     axes.xaxis.set_major_locator(
@@ -491,11 +491,11 @@ def _speed_bars(axes: Any, groups: Any, engines: Sequence[str],
 
 # -- timings of the chapter on automatic parallelism ------------------------
 
-def _parts(names: Sequence[str]) -> List[List[int]]:
+def _parts(names: Sequence[str]) -> list[list[int]]:
     """For each name the earlier ones that it does together: the chapter
     prints a joint block, "A & B" or "A and B", after its separate ones."""
-    parts: List[List[int]] = []
-    waiting: List[int] = []
+    parts: list[list[int]] = []
+    waiting: list[int] = []
     for i, name in enumerate(names):
         joint = " & " in name or " and " in name
         parts.append(waiting if joint else [])
@@ -503,8 +503,8 @@ def _parts(names: Sequence[str]) -> List[List[int]]:
     return parts
 
 
-def plot_timings(rows: Sequence[Dict[str, Any]], file: FilePath,
-                 title: Optional[str] = None) -> Any:
+def plot_timings(rows: Sequence[dict[str, Any]], file: FilePath,
+                 title: str | None = None) -> Any:
     """Draw named timings as horizontal bars, in the order given.
 
     A joint timing, one whose name has " & " or " and " in it, gets a mark
@@ -535,7 +535,7 @@ def plot_timings(rows: Sequence[Dict[str, Any]], file: FilePath,
         Matplotlib is not installed.
     """
     path = _checked_file(file)
-    engines: Dict[str, List[Tuple[str, float]]] = {}
+    engines: dict[str, list[tuple[str, float]]] = {}
     for row in rows:
         engines.setdefault(_field(row, "backend", "a timing"), []).append(
             (_field(row, "name", "a timing"),
@@ -632,7 +632,7 @@ _COLUMN_WIDTH = (1.6, 1.25, 0.9, 1.6)
 _ROW, _BOX = 0.78, 0.44                     # inches: a row, a box in it
 
 
-def plot_graph(file: Optional[FilePath] = None) -> Any:
+def plot_graph(file: FilePath | None = None) -> Any:
     """Draw one training step of a two-layer perceptron on a CPU and two
     GPUs as the graph of its operations.
 
@@ -673,7 +673,7 @@ def plot_graph(file: Optional[FilePath] = None) -> Any:
             facecolor="#f5f6f8", boxstyle="round,pad=0,rounding_size=0.12"))
         axes.text((left + right) / 2, 0.6, label, ha="center", va="center",
                   fontsize=14, fontweight="bold", color=_INK)
-    boxes: Dict[str, _Box] = {}
+    boxes: dict[str, _Box] = {}
     for k, side, nodes in ((1, -1, {**_HOST_NODES, **_GPU_NODES}),
                            (2, 1, _GPU_NODES)):
         for name, (text, kind, *place) in nodes.items():
@@ -706,7 +706,7 @@ def plot_graph(file: Optional[FilePath] = None) -> Any:
     return figure
 
 
-_Box = Tuple[float, float, float, float]    # centre x and y, width, height
+_Box = tuple[float, float, float, float]    # centre x and y, width, height
 
 
 def _box(column: int, first: int, last: int, side: int) -> _Box:
@@ -715,7 +715,7 @@ def _box(column: int, first: int, last: int, side: int) -> _Box:
 
 
 def _ends(start: _Box, end: _Box
-          ) -> Tuple[Tuple[float, float], Tuple[float, float]]:
+          ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Where the arrow between two boxes begins and ends: level, at the
     height of the lower one, or straight down inside a column."""
     (x0, y0, w0, h0), (x1, y1, w1, h1) = start, end

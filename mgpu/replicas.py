@@ -1,200 +1,37 @@
-"""A network, or a list of parameters, on several devices."""
+"""A network on a list of devices."""
 import threading
 import warnings
 import weakref
 from collections import abc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import (Any, Callable, ContextManager, Dict, List, Mapping,
-                    NamedTuple, Optional, Sequence, Tuple)
+from typing import Any
 
 import numpy as np
 
-from mgpu import initializers, profiling
-from mgpu.backends import base, get_backend, recording_elsewhere
+from mgpu import initializers, notebook, probes
+from mgpu.backends import base, get_backend, messages, recording_elsewhere
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
-from mgpu.device import Device, as_device, as_devices
-from mgpu.split import map_leaves, rows_of
+from mgpu.device import Device, as_devices
+from mgpu.nested import as_inputs, map_leaves, rows_of
+from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
+from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
+                                 mismatch)
+
+__all__ = ["BATCH_NORM", "Parameter", "ReplicaMismatchError", "ReplicaView",
+           "Replicas", "as_inputs", "get_params", "initialize"]
 
 BATCH_NORM = ("per_device", "average", "sync")
-_STATISTICS = ("running_mean", "running_var")
-_BUFFERS = (*_STATISTICS, "other")
 _DTYPES = ("float16", "float32", "float64")
 # A counter of torch's batch norm; Gluon has none.
 _COUNTER = "num_batches_tracked"
 
 # "Initialised" means: has been through `initialize`. A torch module has
 # values from the start, so the engine cannot tell.
-_initialized: "weakref.WeakKeyDictionary[Any, List[Device]]" = \
+_initialized: "weakref.WeakKeyDictionary[Any, list[Device]]" = \
     weakref.WeakKeyDictionary()
-
-
-class ReplicaMismatchError(RuntimeError):
-    """Replicas that should hold the same values, each in memory of its own,
-    do not."""
-
-
-def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
-    """Copy parameters to a device, each with a zero gradient attached.
-
-    The text's function ("Training on Multiple GPUs"), for networks written
-    by hand.
-
-    Parameters
-    ----------
-    params : sequence of arrays, or dict of them
-        Native or NumPy; dtypes are kept. Not changed, not shared.
-    device : device
-    grad_req : {"write", "add", "null"}
-
-    Returns
-    -------
-    list (or dict with the same keys) of native arrays
-
-    Raises
-    ------
-    TypeError
-        `params` is one array, or an array of the other framework.
-    ValueError
-        A device that is not there, or another `grad_req`.
-    """
-    backend, (device,) = get_backend(), as_devices([device])
-    base.check_grad_req(grad_req)
-    if hasattr(params, "shape"):
-        raise TypeError("params must be a list, or a dict, of arrays; "
-                        f"received one {type(params).__name__}. Put it in a "
-                        "list.")
-    with backend.scope(recording=False):
-        if isinstance(params, dict):
-            copies = {name: backend.put(p, device)
-                      for name, p in params.items()}
-            every = list(copies.values())
-        else:
-            copies = every = [backend.put(p, device) for p in params]
-        for p in every:
-            backend.attach_grad(p, grad_req)
-    return copies
-
-
-class Parameter:
-    """One parameter or buffer of a `Replicas`, on all its devices.
-
-    The methods are those of Gluon's `Parameter`.
-
-    Attributes
-    ----------
-    name : str
-        Its path in the network with Gluon's suffix: ``"3.0.bn1.gamma"``.
-    kind : str
-        weight, bias, gamma, beta, running_mean, running_var or other.
-    grad_req : str
-        ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set, once the
-        parameter has values: on all devices, from the next forward pass on.
-        ValueError for another word, or for a buffer.
-    """
-
-    def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
-        self._replicas, self._number = replicas, number
-        self.name, self.kind = spec.name, spec.kind
-        self.lr_mult, self.wd_mult = spec.lr_mult, spec.wd_mult
-        self._spec = spec
-
-    def __repr__(self) -> str:
-        return (f"Parameter {self.name} (shape={self.shape}, "
-                f"dtype={self.dtype})")
-
-    @property
-    def shape(self) -> Optional[Tuple[int, ...]]:
-        """None until it is known (deferred or lazy layers)."""
-        return self._spec.shape
-
-    @property
-    def dtype(self) -> str:
-        return self._spec.dtype
-
-    @property
-    def grad_req(self) -> str:
-        return self._replicas._network.grad_req(self._number)
-
-    @grad_req.setter
-    def grad_req(self, grad_req: str) -> None:
-        base.check_grad_req(grad_req)
-        if self.kind in _BUFFERS and grad_req != "null":
-            raise ValueError(
-                f"a buffer has no gradient; received grad_req={grad_req!r} "
-                f"for {self.name!r} ({self.kind}). Set it for parameters: "
-                "see Replicas.params().")
-        self._replicas._network.set_grad_req(
-            self._number, grad_req, self.list_data())
-
-    def list_devices(self) -> List[Device]:
-        return list(self._replicas.devices)
-
-    def list_data(self) -> List[Any]:
-        """The native arrays themselves, one per device, not copies."""
-        return [replica.array(self._number)
-                for replica in self._replicas._filled()]
-
-    def list_grad(self) -> List[Any]:
-        """The gradients themselves, one per device. ValueError for a frozen
-        parameter or a buffer: they have none."""
-        if self.grad_req == "null":
-            raise ValueError(
-                f"parameter {self.name!r} has no gradient; its grad_req is "
-                "'null' (a frozen parameter or a buffer). Set grad_req = "
-                "'write' on a parameter before the forward pass.")
-        backend = self._replicas.backend
-        return [backend.grad(x) for x in self.list_data()]
-
-    def data(self, device: Any = None) -> Any:
-        """The array on `device` (default: the first one), not a copy.
-
-        Raises
-        ------
-        RuntimeError
-            The parameter is not on that device, or has no values yet.
-        """
-        place = self._place(device)
-        return self.list_data()[place]
-
-    def grad(self, device: Any = None) -> Any:
-        """The gradient on `device`; raises as `data` and `list_grad` do."""
-        place = self._place(device)
-        return self.list_grad()[place]
-
-    def _place(self, device: Any) -> int:
-        if device is None:
-            return 0
-        device, holders = as_device(device), self._replicas.devices
-        if device not in holders:
-            raise RuntimeError(
-                f"parameter {self.name!r} is not initialized on {device}; it "
-                f"lives on {holders}. Read it there, or initialize the "
-                f"network on a list with {device}.")
-        return holders.index(device)
-
-    def set_data(self, value: Any) -> None:
-        """Write `value` (NumPy or native, of this shape) on all devices,
-        rounded to the parameter's dtype; the next `Trainer.step` goes on
-        from it. ValueError for another shape; nothing has changed then."""
-        arrays = self.list_data()
-        shape = tuple(np.shape(value) if not hasattr(value, "shape")
-                      else value.shape)
-        if shape != self.shape:
-            raise ValueError(f"parameter {self.name!r} has shape "
-                             f"{self.shape}; received {shape}. Reshape the "
-                             "value.")
-        backend = self._replicas.backend
-        with backend.scope(recording=False):
-            for x in arrays:
-                x[...] = backend.put(value, x)
-
-    def zero_grad(self) -> None:
-        """Set the gradient to zero on all devices."""
-        if self.grad_req != "null":
-            with self._replicas.backend.scope(recording=False):
-                for g in self.list_grad():
-                    g[...] = 0
 
 
 class ReplicaView:
@@ -205,20 +42,22 @@ class ReplicaView:
     device : Device
     """
 
-    def __init__(self, replicas: "Replicas", index: int):
-        self._replicas, self._index = replicas, index
+    def __init__(self, replicas: "Replicas", index: int,
+                 run: Callable[[int, tuple[Any, ...]], Any]):
+        self._replicas, self._index, self._run = replicas, index, run
         self.device = replicas.devices[index]
 
     def __call__(self, *inputs: Any) -> Any:
-        return self._replicas._run_one(self._index, inputs)
+        return self._run(self._index, inputs)
 
     def __repr__(self) -> str:
         return f"replica {self._index} on {self.device}"
 
-    def arrays(self) -> List[Any]:
+    def arrays(self) -> list[Any]:
         """The native parameters, then buffers, of this device."""
-        replica = self._replicas._filled()[self._index]
-        return [replica.array(p._number) for p in self._replicas._all()]
+        replica = self._replicas.of_engine()[self._index]
+        return [replica.array(p.number)
+                for p in self._replicas.all_parameters()]
 
 
 class Replicas(abc.Sequence):
@@ -244,25 +83,33 @@ class Replicas(abc.Sequence):
     backend : Backend
         The engine that was in use when the network was initialised.
     batch_norm : str
+    network : mgpu.backends.base.Network
+        What the engine knows of `net`: its layers, for example.
+    recorded : list of bool
+        Which replicas had rows when they were last called in `record`.
+        `Trainer` clears it with every step.
     """
 
     def __init__(self, network: base.Network, backend: base.Backend,
-                 devices: List[Device], batch_norm: str,
+                 devices: list[Device], batch_norm: str,
                  draw: Any) -> None:
-        self._network, self.backend = network, backend
+        self.network, self.backend = network, backend
         self.devices, self.batch_norm = devices, batch_norm
         self._draw = draw           # specs -> values; None once complete
         self._completing = threading.Lock()
-        self._replicas: List[base.Replica] = []
-        self._views = [ReplicaView(self, i) for i in range(len(devices))]
-        #: which replicas had rows when they were last called in `record`;
-        #: `Trainer` clears it with every step
+        self._replicas: list[base.Replica] = []
+        self._views = [ReplicaView(self, i, self._run_one) for i in range(len(devices))]
         self.recorded = [False] * len(devices)
-        self._parameters: Optional[List[Parameter]] = None
+        self._parameters: list[Parameter] | None = None
 
     @property
     def net(self) -> Any:
-        return self._network.net
+        return self.network.net
+
+    @property
+    def complete(self) -> bool:
+        """Whether all shapes are known and all parameters have values."""
+        return self._draw is None
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -274,33 +121,39 @@ class Replicas(abc.Sequence):
         return (f"Replicas of {type(self.net).__name__} on {self.devices} "
                 f"({self.backend.name}, batch_norm={self.batch_norm!r})")
 
+    def _repr_html_(self) -> str:
+        return notebook.table(repr(self), ("parameter", "shape", "dtype"), [
+            (p.name, p.shape or "not known yet", p.dtype)
+            for p in self.all_parameters()])
+
     # -- values -------------------------------------------------------------
 
-    def _complete(self, inputs: Optional[Tuple[Any, ...]] = None,
-                  device: Optional[Device] = None) -> None:
+    def _complete(self, inputs: tuple[Any, ...] | None = None,
+                  device: Device | None = None) -> None:
         """Draw the values, once shapes are known."""
         with self._completing:      # replicas may run in threads
             if self._draw is None:
                 return
-            if any(spec.shape is None for spec in self._network.specs()):
+            if any(spec.shape is None for spec in self.network.specs()):
                 if inputs is None:
                     return
-                self._network.infer_shapes(inputs, device)
-            specs = self._network.specs()
+                self.network.infer_shapes(inputs, device)
+            specs = self.network.specs()
             values = self._draw(specs)
             with self.backend.scope(recording=False):
-                replicas = self._network.replicate(self.devices)
+                replicas = self.network.replicate(self.devices)
                 for replica in replicas:
                     for number, spec in enumerate(specs):
                         if spec.name in values:
                             x = replica.array(number)
                             x[...] = self.backend.put(values[spec.name], x)
-            for p, spec in zip(self._parameters or (), specs):
-                p._spec = spec
+            for p, spec in zip(self._parameters or (), specs, strict=False):
+                p.spec = spec
             self._replicas, self._draw = replicas, None
 
-    def _filled(self) -> List[base.Replica]:
-        """The engine's replicas, once they have values."""
+    def of_engine(self) -> list[base.Replica]:
+        """The engine's own replicas. RuntimeError before they have
+        values."""
         if self._draw is not None:
             raise RuntimeError(
                 "the parameters have no values yet: a shape is unknown until "
@@ -308,29 +161,29 @@ class Replicas(abc.Sequence):
                 "mgpu.initialize.")
         return self._replicas
 
-    def _all(self) -> List[Parameter]:
+    def all_parameters(self) -> list[Parameter]:
+        """`params`, then `buffers`, as the engine counts them."""
         if self._parameters is None:
             self._parameters = [
                 Parameter(self, i, spec)
-                for i, spec in enumerate(self._network.specs())]
+                for i, spec in enumerate(self.network.specs())]
         return self._parameters
 
-    def params(self) -> List[Parameter]:
+    def params(self) -> list[Parameter]:
         """All parameters, frozen ones too, in the order of the layers."""
-        return [p for p in self._all()
-                if p.kind not in _BUFFERS]
+        return [p for p in self.all_parameters() if p.kind not in BUFFERS]
 
-    def buffers(self) -> List[Parameter]:
+    def buffers(self) -> list[Parameter]:
         """Running statistics and other state without a gradient."""
-        return [p for p in self._all() if p.kind in _BUFFERS]
+        return [p for p in self.all_parameters() if p.kind in BUFFERS]
 
-    def statistics(self) -> List[Parameter]:
+    def statistics(self) -> list[Parameter]:
         """The running means and variances among `buffers`."""
-        return [p for p in self._all() if p.kind in _STATISTICS]
+        return [p for p in self.all_parameters() if p.kind in STATISTICS]
 
-    def grad_reqs(self) -> Dict[str, str]:
+    def grad_reqs(self) -> dict[str, str]:
         """`Parameter.grad_req` by name, as it is now."""
-        return {p.name: p.grad_req for p in self._all()}
+        return {p.name: p.grad_req for p in self.all_parameters()}
 
     def zero_grad(self) -> None:
         """Set every gradient to zero on all devices (``grad_req="add"``)."""
@@ -338,7 +191,7 @@ class Replicas(abc.Sequence):
             p.zero_grad()
 
     def export_numpy(self, *, device: Any = None, all_devices: bool = False
-                     ) -> Dict[str, np.ndarray]:
+                     ) -> dict[str, np.ndarray]:
         """All values by name, as NumPy copies; waits for pending work.
 
         Parameters
@@ -368,10 +221,10 @@ class Replicas(abc.Sequence):
                              f"exported; received device={device!r} and "
                              "all_devices=True. Give one of them.")
         values, differ = {}, []
-        for p in self._all():
+        for p in self.all_parameters():
             arrays = p.list_data()
-            place = p._place(device)
-            if p.kind not in _STATISTICS or len(self.devices) == 1 \
+            place = p.place(device)
+            if p.kind not in STATISTICS or len(self.devices) == 1 \
                     or device is not None:
                 values[p.name] = self.backend.to_numpy(arrays[place])
                 continue
@@ -402,8 +255,8 @@ class Replicas(abc.Sequence):
             Missing or unknown names, other shapes, or what is no number,
             all of them listed. Nothing has changed then.
         """
-        self._filled()
-        own = {p.name: p for p in self._all()}
+        self.of_engine()
+        own = {p.name: p for p in self.all_parameters()}
         k = len(self.devices)
         wrong = [f"missing {name}" for name, p in own.items()
                  if name not in values and p.kind != "other"]
@@ -413,7 +266,7 @@ class Replicas(abc.Sequence):
                   if name not in own and not name.endswith(_COUNTER)]
         for name in known:
             value, p = np.asarray(values[name]), own[name]
-            each = p.kind in _STATISTICS and value.shape == (k, *p.shape)
+            each = p.kind in STATISTICS and value.shape == (k, *p.shape)
             if value.shape != p.shape and not each:
                 wrong.append(f"{name}: shape {value.shape} instead of "
                              f"{p.shape}")
@@ -428,8 +281,7 @@ class Replicas(abc.Sequence):
             for name in known:
                 value = np.asarray(values[name])
                 for i, x in enumerate(own[name].list_data()):
-                    one = value if value.shape == own[name].shape \
-                        else value[i]
+                    one = value if value.shape == own[name].shape else value[i]
                     x[...] = self.backend.put(one, x)
 
     # -- checking -----------------------------------------------------------
@@ -451,54 +303,47 @@ class Replicas(abc.Sequence):
             The parameters have no values yet.
         """
         self._check_memory()
-        promised = _STATISTICS if self.batch_norm != "per_device" else ()
-        for p in self._all():
-            if p.kind in _BUFFERS and p.kind not in promised:
+        promised = STATISTICS if self.batch_norm != "per_device" else ()
+        for p in self.all_parameters():
+            if p.kind in BUFFERS and p.kind not in promised:
                 continue
             first, *others = map(self.backend.to_numpy, p.list_data())
             for device, other in zip(self.devices[1:], others):
                 if first.tobytes() != other.tobytes():
-                    raise _different(p, self.devices[0], device, first,
-                                     other)
+                    raise mismatch(p, self.devices[0], device, first, other)
 
     def _check_memory(self) -> None:
-        found: List[_Extent] = []
-
-        def look(name: str, arrays: List[Any]) -> None:
-            for device, x in zip(self.devices, arrays):
-                space, begin, end = self.backend.memory(x)
-                if begin < end:
-                    found.append(_Extent(str(space), begin, end, device,
-                                         name))
-        for p in self._all():
-            look(p.name, p.list_data())
-        _check_apart(found)
+        def places(name: str, arrays: list[Any]) -> list[Any]:
+            return extents(self.backend, self.devices, name, arrays)
+        found = []
+        for p in self.all_parameters():
+            found += places(p.name, p.list_data())
+        check_apart(found)
         # An array in another one's place may have no gradient: first those.
-        for p in self._all():
+        for p in self.all_parameters():
             if p.grad_req != "null":
-                look(f"the gradient of {p.name}", p.list_grad())
-        _check_apart(found)
+                found += places(f"the gradient of {p.name}", p.list_grad())
+        check_apart(found)
 
     # -- running ------------------------------------------------------------
 
-    def autocast(self) -> ContextManager[None]:
+    def autocast(self) -> AbstractContextManager[None]:
         """Inside the block, arithmetic of this thread and of `mgpu.parallel`
         follows the `autocast` of `initialize`: for a loss that is not
         computed by `train_batch`. Without that option, nothing."""
-        return self._network.autocast(self.devices)
+        return self.network.autocast(self.devices)
 
-    def _check_inputs(self, i: int, inputs: Tuple[Any, ...]) -> None:
+    def _check_inputs(self, i: int, inputs: tuple[Any, ...]) -> None:
         """Refuse what is not for replica `i`."""
-        found: List[Any] = []
+        found: list[Any] = []
 
-        def check(x: Any) -> List[Any]:
+        def check(x: Any) -> None:
             found.append(x)
             if not self.backend.is_native(x):
-                base.refuse_foreign(x, self.backend.name)
+                messages.refuse_foreign(x, self.backend.name)
                 raise self._no_array(i, x)
-            return [None]
         for x in inputs:
-            map_leaves(check, x, 1)
+            map_leaves(check, x)
         if not found:
             raise self._no_array(i, *inputs[:1])
 
@@ -517,7 +362,7 @@ class Replicas(abc.Sequence):
                 f"record() of theirs; received one of {elsewhere!r}. Choose "
                 "the backend with mgpu.using_backend before record().")
 
-    def _run_one(self, i: int, inputs: Tuple[Any, ...]) -> Any:
+    def _run_one(self, i: int, inputs: tuple[Any, ...]) -> Any:
         self._check_recording()
         if len(inputs) == 1:
             inputs = as_inputs(inputs[0])
@@ -550,36 +395,36 @@ class Replicas(abc.Sequence):
         return self.batch_norm == "sync" and len(self.devices) > 1 \
             and self.backend.is_training()
 
-    def __call__(self, *inputs: Sequence[Any]) -> List[Any]:
+    def __call__(self, *inputs: Sequence[Any]) -> list[Any]:
         rows, active = self._prepared(inputs)
-        with profiling.stage("compute", "forward", self.devices,
+        with probes.stage("compute", "forward", self.devices,
                              lambda: results, active):
             if self._syncs():
                 results = self._run_synchronised(rows, active)
             else:
-                results = self._network.forward(
+                results = self.network.forward(
                     self._replicas, _of(active, rows))
         self._note(active)
         return results
 
-    def forward_backward(self, shards: Sequence[Any],
-                         head: Callable[[int, Any], Any]) -> None:
+    def compute_gradients(self, shards: Sequence[Any],
+                          head: Callable[[int, Any], Any]) -> None:
         """``replicas(shards)``, then ``head(i, output)`` for each device with
         rows, a native array, and its backward pass; inside `record`. No
         device waits for another in between, if the engine can do that. Not
         with ``batch_norm="sync"``."""
         rows, active = self._prepared((shards,))
         self._note(active)
-        self._network.forward_backward(
+        self.network.forward_backward(
             self._replicas, _of(active, rows), head,
             lambda i: self._views[i].arrays())
 
-    def _note(self, active: List[int]) -> None:
+    def _note(self, active: list[int]) -> None:
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
 
-    def _prepared(self, inputs: Tuple[Sequence[Any], ...]
-                  ) -> Tuple[List[Tuple[Any, ...]], List[int]]:
+    def _prepared(self, inputs: tuple[Sequence[Any], ...]
+                  ) -> tuple[list[tuple[Any, ...]], list[int]]:
         """Each device's inputs, checked, and the numbers of the devices that
         have rows; the parameters have values then."""
         self._check_recording()
@@ -587,7 +432,7 @@ class Replicas(abc.Sequence):
         for column in inputs:
             if not isinstance(column, (list, tuple)):
                 if not self.backend.is_native(column):
-                    base.refuse_foreign(column, self.backend.name)
+                    messages.refuse_foreign(column, self.backend.name)
                 raise TypeError(
                     "replicas take a list with one shard per device; "
                     f"received {type(column).__name__}. Use "
@@ -610,11 +455,11 @@ class Replicas(abc.Sequence):
         self._complete(rows[active[0]], self.devices[active[0]])
         return rows, active
 
-    def _run_synchronised(self, rows: List[Tuple[Any, ...]],
-                          active: List[int]) -> List[Any]:
+    def _run_synchronised(self, rows: list[tuple[Any, ...]],
+                          active: list[int]) -> list[Any]:
         meeting = Meeting(active)
         rule = SyncBatchNorm(self.backend, meeting)
-        with self._network.batch_norm(rule):
+        with self.network.use_batch_norm(rule):
             results = meeting.run(self.backend, [
                 partial(self._replicas[i], *rows[i]) if i in active
                 else None for i in range(len(rows))])
@@ -634,68 +479,15 @@ class Replicas(abc.Sequence):
                            op="mean")
 
 
-class _Extent(NamedTuple):
-    """What an array occupies."""
-
-    space: str
-    begin: int
-    end: int
-    device: Device
-    name: str
-
-
-def _check_apart(extents: List[_Extent]) -> None:
-    last: Optional[_Extent] = None      # the one that reaches furthest so far
-    for here in sorted(extents):
-        if last is None or here.space != last.space \
-                or here.begin >= last.end:
-            last = here
-        elif here.device != last.device:
-            raise ReplicaMismatchError(
-                f"each replica must have memory of its own; {last.name!r} on "
-                f"{last.device} and {here.name!r} on {here.device} share "
-                "theirs, so what one device writes changes the other. Copy "
-                "arrays with mgpu.put or x[:] = v; do not put one device's "
-                "array in another one's place.")
-        elif here.end > last.end:
-            last = here
-
-
-def _different(p: Parameter, a: Device, b: Device, x: np.ndarray,
-               y: np.ndarray) -> ReplicaMismatchError:
-    if x.shape != y.shape or x.dtype != y.dtype:
-        how = f"they are {x.shape} {x.dtype} and {y.shape} {y.dtype}"
-    else:
-        with np.errstate(invalid="ignore"):     # infinity minus infinity
-            gaps = np.abs(x.astype(np.float64) - y.astype(np.float64))
-        # A NaN on one side alone is as far away as can be.
-        gaps[np.isnan(gaps)] = np.inf
-        gaps[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
-        how = (f"{np.count_nonzero(gaps)} of {gaps.size} elements differ, "
-               f"by {gaps.max():.6g} at most") if gaps.any() else \
-            "they are equal numbers with other bits (signs of zeros, NaNs)"
-    return ReplicaMismatchError(
-        f"all replicas must hold the same values; {p.name!r} on {a} and on "
-        f"{b} does not: {how}. Something wrote to one replica alone, or "
-        "gradients were not all-reduced: write with Parameter.set_data or "
-        "Replicas.import_numpy, which reach all, and step with Trainer.")
-
-
-def _of(active: List[int], rows: Sequence[Any]) -> List[Any]:
+def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:
     return [row if i in active else None for i, row in enumerate(rows)]
-
-
-def as_inputs(shard: Any) -> Tuple[Any, ...]:
-    """What a network is called with: a tuple or list of arrays (a batch of a
-    torch or Gluon DataLoader is a list) stands for several inputs."""
-    return tuple(shard) if type(shard) in (tuple, list) else (shard,)
 
 
 def _is_empty(x: Any) -> bool:
     return x is None or rows_of(x) == 0
 
 
-def _options(network: base.Network, batch_norm: str, dtype: Optional[str],
+def _options(network: base.Network, batch_norm: str, dtype: str | None,
              hybridize: Any, channels_last: Any, autocast: Any
              ) -> base.Options:
     for name, value in (("hybridize", hybridize),
@@ -724,9 +516,9 @@ def _options(network: base.Network, batch_norm: str, dtype: Optional[str],
 
 def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
                sample: Any = None, force_reinit: bool = False,
-               dtype: Optional[str] = None, *,
+               dtype: str | None = None, *,
                batch_norm: str = "per_device", hybridize: bool = False,
-               channels_last: bool = False, autocast: Optional[str] = None
+               channels_last: bool = False, autocast: str | None = None
                ) -> Replicas:
     """Put a network on a list of devices, all with the same values.
 
@@ -772,7 +564,7 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         2**-8 relative, float16 to 2**-11, and may need the `loss_scale` of
         `Trainer`.
 
-    See docs/options.md for the last three.
+    See docs/guide/options.md for the last three.
 
     Raises
     ------
@@ -809,13 +601,13 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
             "pass force_reinit=True to draw it again.")
     if keep and network.values() is None:
         raise RuntimeError(
-            "init='keep' wants a network that has values; received one whose "
+            "init='keep' needs a network that has values; received one whose "
             "parameters are not initialized yet. Load or initialize it "
             "first, or choose an initialiser.")
 
-    values: Dict[str, np.ndarray] = {}
+    values: dict[str, np.ndarray] = {}
 
-    def draw(specs: List[base.Spec]) -> Dict[str, np.ndarray]:
+    def draw(specs: list[base.Spec]) -> dict[str, np.ndarray]:
         if keep:
             return network.values() or {}
         # Parameters come first, so their numbers are those of the layers.
@@ -841,11 +633,11 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         if sample is not None:
             floats = dtype or min(before, default=None)
 
-            def place(x: Any) -> List[Any]:
+            def place(x: Any) -> Any:
                 cast = isinstance(x, np.ndarray) and x.dtype.kind == "f"
-                return [backend.put(x, devices[0],
-                                    dtype=floats if cast else None)]
-            sample, = map_leaves(place, sample, 1)
+                return backend.put(x, devices[0],
+                                   dtype=floats if cast else None)
+            sample = map_leaves(place, sample)
             replicas._complete(as_inputs(sample), devices[0])
         else:
             replicas._complete()

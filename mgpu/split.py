@@ -1,20 +1,25 @@
 """Cutting a batch into shards, one per device."""
-import copy
+from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Number
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any
 
 import numpy as np
 
+from mgpu import probes
 from mgpu.arguments import is_integer
-from mgpu.backends import base, get_backend
+from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
-from mgpu.profiling import mark, stage
+from mgpu.nested import row_counts, rows_of, split_leaves
+
+__all__ = ["map_leaves", "rows_of", "shard_bounds", "split_and_load",
+           "split_batch"]
+
+map_leaves = split_leaves       # its name until version 0.1
 
 
-def shard_bounds(n: int, k: int, weights: Optional[Sequence[float]] = None
-                 ) -> List[Tuple[int, int]]:
-    """Where `k` shards of `n` rows begin and end: pure integers.
+def shard_bounds(n: int, k: int, weights: Sequence[float] | None = None
+                 ) -> list[tuple[int, int]]:
+    """Where `k` shards of `n` rows begin and end, in integers.
 
     Without weights the first ``n % k`` shards get one row more (Gluon 1.9.1,
     ``gluon/utils.py``, ``split_data``). With `weights`, shard i gets its
@@ -44,7 +49,7 @@ def shard_bounds(n: int, k: int, weights: Optional[Sequence[float]] = None
     return [(end - size, end) for end, size in zip(ends, sizes)]
 
 
-def _shares(weights: Sequence[float], k: int) -> List[Fraction]:
+def _shares(weights: Sequence[float], k: int) -> list[Fraction]:
     try:    # infinity and NaN are no fractions
         exact = [Fraction(float(w)) for w in weights]
     except (TypeError, ValueError, OverflowError):
@@ -55,40 +60,9 @@ def _shares(weights: Sequence[float], k: int) -> List[Fraction]:
     return [w / sum(exact) for w in exact]
 
 
-def map_leaves(function: Callable[[Any], List[Any]], data: Any, k: int
-               ) -> List[Any]:
-    """Apply `function`, array -> list of `k`, to each array in `data`; the
-    result is a list of `k` structures like `data` (tuples, lists, dicts and
-    named tuples; what is no array goes to each of them as it is). Lists of
-    numbers are arrays, as `Backend.put` makes them."""
-    if hasattr(data, "shape") and not isinstance(data, np.generic):
-        return function(data)
-    if isinstance(data, dict):
-        copies = [copy.copy(data) for _ in range(k)]
-        for key, value in data.items():
-            for one, part in zip(copies, map_leaves(function, value, k)):
-                one[key] = part
-        return copies
-    if isinstance(data, (list, tuple)):
-        if _is_numbers(data):
-            return function(base.host_array(data))
-        columns = [map_leaves(function, v, k) for v in data]
-        rows = [[column[i] for column in columns] for i in range(k)]
-        if hasattr(data, "_fields"):
-            return [type(data)(*row) for row in rows]
-        return [type(data)(row) for row in rows]
-    return [data] * k
-
-
-def _is_numbers(data: Any) -> bool:
-    """Whether `data` is a list of numbers, or a list of such lists."""
-    return isinstance(data, list) and bool(data) and all(
-        isinstance(v, (Number, np.bool_)) or _is_numbers(v) for v in data)
-
-
 def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                    even_split: bool = True,
-                   weights: Optional[Sequence[float]] = None) -> List[Any]:
+                   weights: Sequence[float] | None = None) -> list[Any]:
     """Cut `data` along `batch_axis` and copy shard i to ``devices[i]``.
 
     Gluon 1.9.1's function, on both backends.
@@ -99,7 +73,7 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
         dict or named tuple of them
         Nested data are split leaf by leaf; what is no array goes to every
         device as it is. NumPy data are sliced on the host, so that a device
-        receives its own slice alone.
+        receives only its own slice.
     devices : sequence of devices
     batch_axis : int
     even_split : bool
@@ -126,14 +100,14 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
     """
     devices = as_devices(devices)
     k, backend = len(devices), get_backend()
-    if not _row_counts(data):
+    if not row_counts(data):
         raise TypeError("data must hold an array to split; received "
                         f"{type(data).__name__}. Pass a native or NumPy "
                         "array, or a list of numbers.")
 
-    def split(x: Any) -> List[Any]:
+    def split(x: Any) -> list[Any]:
         if not backend.is_native(x):
-            base.refuse_foreign(x, backend.name)
+            messages.refuse_foreign(x, backend.name)
             x = np.asarray(x)
         shape = tuple(x.shape)
         if not -len(shape) <= batch_axis < len(shape):
@@ -150,12 +124,13 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
         cut = backend.ops.slice_axis if backend.is_native(x) else _slice
 
         def place(begin: int, end: int, device: Device) -> Any:
-            with mark(device):
+            with probes.mark(device):
                 return backend.put(cut(x, batch_axis, begin, end), device)
         return [place(begin, end, device) for (begin, end), device
-                in zip(shard_bounds(size, k, weights), devices)]
-    with stage("copy", "split", devices, lambda: shards):
-        shards = map_leaves(split, data, k)
+                in zip(shard_bounds(size, k, weights), devices,
+                       strict=True)]
+    with probes.stage("copy", "split", devices, lambda: shards):
+        shards = split_leaves(split, data, k)
     return shards
 
 
@@ -163,23 +138,10 @@ def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
     return x[(slice(None),) * (axis % x.ndim) + (slice(begin, end),)]
 
 
-def _row_counts(data: Any) -> List[int]:
-    """The number of rows of each array in `data`."""
-    found: List[int] = []
-    map_leaves(lambda x: found.append(x.shape[0] if x.shape else 1) or [None],
-               data, 1)
-    return found
-
-
-def rows_of(data: Any) -> Optional[int]:
-    """The number of rows of the first array in `data`."""
-    return next(iter(_row_counts(data)), None)
-
-
 def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
-                weights: Optional[Sequence[float]] = None
-                ) -> Tuple[List[Any], List[Any]]:
-    """Split features and labels (the text's function, uneven by default).
+                weights: Sequence[float] | None = None
+                ) -> tuple[list[Any], list[Any]]:
+    """Split features and labels; uneven by default. The book's function.
 
     Returns
     -------
@@ -193,7 +155,7 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
         `X` and `y` (or arrays in them) of different lengths, or an empty
         batch; and what `split_and_load` refuses.
     """
-    n, m = (sorted(set(_row_counts(data))) for data in (X, y))
+    n, m = (sorted(set(row_counts(data))) for data in (X, y))
     if n != m or len(n) > 1:
         raise ValueError(
             "X and y must have equally many rows; received "

@@ -1,85 +1,18 @@
-"""Debug modes: devices that are as strict as GPUs are, and their switches.
+"""Logical CPU devices that are as strict as GPUs.
 
 Logical CPU devices share one memory, so an engine lets through what would
 stop a program on GPUs: torch has one CPU device only, and MXNet's CPU
 contexts may be mixed. `strict_devices` refuses it on any machine.
 """
 import contextlib
-import os
-import threading
-from collections import Counter
-from typing import Any, Iterator, Sequence, Tuple, Union
+from collections.abc import Iterator
 
 from mgpu import backends as registry
-from mgpu.device import Device, as_device
+from mgpu.backends.ledger import HOST, CrossDeviceError, Ledger, Place
+from mgpu.environment import flag
 
-HOST = "host"
-Place = Union[Device, str]      # or `HOST`
-
-
-class CrossDeviceError(RuntimeError):
-    """An operation was given arrays of several devices."""
-
-
-def flag(name: str) -> bool:
-    """Whether the environment variable `name` is ``1`` now (not set, empty
-    or ``0``: no). ValueError for anything else."""
-    text = os.environ.get(name, "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"{name} must be 0 or 1; received {text!r}. Unset "
-                         "it, or set it to one of them.")
-    return text == "1"
-
-
-class Ledger:
-    """What was copied between devices inside a `strict_devices` block.
-
-    Attributes
-    ----------
-    copied : collections.Counter
-        Bytes by ``(source, destination)``, each a `Device` or ``"host"``; as
-        many as arrived. Copies inside one device are not counted.
-    """
-
-    def __init__(self) -> None:
-        self.copied: "Counter[Tuple[Place, Place]]" = Counter()
-        self._lock = threading.Lock()       # devices work in threads
-
-    def __repr__(self) -> str:
-        return "; ".join(f"{source} -> {target}: {n} bytes" for
-                         (source, target), n in self.copied.items()) \
-            or "nothing copied"
-
-    def copy(self, source: Any, target: Any, nbytes: int) -> None:
-        """Called by an engine for each copy; None stands for the host."""
-        pair = _place(source), _place(target)
-        if pair[0] != pair[1] and nbytes:
-            with self._lock:
-                self.copied[pair] += nbytes
-
-    def refuse(self, operation: str,
-               received: Sequence[Tuple[Any, Tuple[int, ...]]]) -> None:
-        """Called by an engine: an operation was given arrays of several
-        devices. `received`: the device and shape of each.
-
-        Raises
-        ------
-        CrossDeviceError
-        """
-        arrays = [(_place(device), tuple(shape))
-                  for device, shape in received]
-        first = arrays[0][0]
-        other = next(place for place, _ in arrays if place != first)
-        raise CrossDeviceError(
-            f"an operation takes arrays of one device, as on GPUs; "
-            f"{operation} received arrays of {first} and {other} ("
-            + ", ".join(f"{shape} on {place}" for place, shape in arrays)
-            + f"). Copy one first: mgpu.put(x, {first}), or x[:] = v into an "
-            "array that is there.")
-
-
-def _place(device: Any) -> Place:
-    return HOST if device is None else as_device(device)
+__all__ = ["HOST", "CrossDeviceError", "Ledger", "Place", "flag",
+           "strict_devices"]
 
 
 @contextlib.contextmanager
@@ -141,6 +74,6 @@ def strict_devices() -> Iterator[Ledger]:
     registry.get_backend()      # loads it
     ledger = Ledger()
     with contextlib.ExitStack() as stack:
-        for backend in list(registry._instances.values()):
+        for backend in registry.loaded_backends():
             stack.enter_context(backend.strict(ledger))
         yield ledger

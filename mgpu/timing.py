@@ -7,7 +7,7 @@ before they read it.
 """
 import time
 from itertools import accumulate
-from typing import Any, List, Optional
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +61,7 @@ def number(x: Any) -> float:
     """
     shape = tuple(getattr(x, "shape", ()))
     if any(n != 1 for n in shape):
-        raise ValueError(f"one number is wanted; received an array of shape "
+        raise ValueError(f"expected one number; received an array of shape "
                          f"{shape}. Sum it, or take one element.")
     if isinstance(x, np.ndarray):
         return float(x.reshape(()))
@@ -95,7 +95,7 @@ class Timer:
 
     def __init__(self, devices: Any = None) -> None:
         self.devices = None if devices is None else as_devices(devices)
-        self.times: List[float] = []
+        self.times: list[float] = []
         self.start()
 
     def _now(self) -> float:
@@ -124,7 +124,7 @@ class Timer:
         """Seconds of all laps together; 0.0 before the first."""
         return float(sum(self.times))
 
-    def cumsum(self) -> List[float]:
+    def cumsum(self) -> list[float]:
         """After each lap the seconds so far; empty before the first."""
         return list(accumulate(self.times))
 
@@ -155,7 +155,7 @@ class Benchmark:
     def __init__(self, description: str = "Done", devices: Any = None) -> None:
         self.description = description
         self.devices = None if devices is None else as_devices(devices)
-        self.seconds: Optional[float] = None
+        self.seconds: float | None = None
 
     def __enter__(self) -> "Benchmark":
         self.seconds = None

@@ -2,21 +2,23 @@
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import (Any, Callable, ContextManager, Deque, Dict, Iterable, List,
-                    Optional, Sequence, Tuple, Union)
+from typing import Any
 
 import numpy as np
 
-from mgpu import background, profiling
+from mgpu import notebook, prefetching, probes
 from mgpu.arguments import integer, is_integer
-from mgpu.backends import base, get_backend, using_backend
+from mgpu.backends import Backend, get_backend, messages, using_backend
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
 from mgpu.losses import check_per_example
 from mgpu.replicas import Replicas
-from mgpu.split import rows_of, split_batch
+from mgpu.nested import rows_of
+from mgpu.split import split_batch
 from mgpu.trainer import Trainer, check_batch_size
 
 Loss = Callable[[Any, Any], Any]
@@ -24,7 +26,7 @@ Loss = Callable[[Any, Any], Any]
 
 # -- pieces -------------------------------------------------------------------
 
-def put(x: Any, device: Any, *, dtype: Optional[str] = None) -> Any:
+def put(x: Any, device: Any, *, dtype: str | None = None) -> Any:
     """A fresh copy of `x` on `device`, as a native array.
 
     Parameters
@@ -65,9 +67,9 @@ def grad(x: Any) -> Any:
     return backend.grad(_native(x, backend))
 
 
-def _native(x: Any, backend: base.Backend) -> Any:
+def _native(x: Any, backend: Backend) -> Any:
     if not backend.is_native(x):
-        raise base.not_native(x, backend.name)
+        raise messages.not_native(x, backend.name)
     return x
 
 
@@ -81,20 +83,20 @@ def seed(s: int) -> None:
     get_backend().seed(int(s))
 
 
-def record(train_mode: bool = True) -> ContextManager[None]:
+def record(train_mode: bool = True) -> AbstractContextManager[None]:
     """Inside the block operations are recorded for `backward` and layers run
     in training mode (Gluon's ``autograd.record``). Earlier flags come back
     at its end, also after an error."""
     return get_backend().scope(recording=True, training=train_mode)
 
 
-def no_grad() -> ContextManager[None]:
+def no_grad() -> AbstractContextManager[None]:
     """Inside the block nothing is recorded and layers predict (Gluon's
     ``autograd.pause``)."""
     return get_backend().scope(recording=False, training=False)
 
 
-def backward(losses: Union[Any, Sequence[Any]]) -> None:
+def backward(losses: Any | Sequence[Any]) -> None:
     """Write the gradients of all leaves that the losses depend on.
 
     Parameters
@@ -121,18 +123,18 @@ def backward(losses: Union[Any, Sequence[Any]]) -> None:
     losses = [losses[i] for i in numbers]
     for loss in losses:
         if not backend.is_native(loss):
-            base.refuse_foreign(loss, backend.name)
+            messages.refuse_foreign(loss, backend.name)
             raise TypeError(f"backward takes arrays of the {backend.name} "
                             f"backend; received {type(loss).__name__}. Pass "
                             "what the loss returned.")
     if not losses:
         raise ValueError("backward needs at least one loss; received none. "
                          "Give some device rows.")
-    with profiling.stage("compute", "backward", numbers=numbers):
+    with probes.stage("compute", "backward", numbers=numbers):
         backend.backward(losses)
 
 
-def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> List[Any]:
+def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
     """``[fn(a[0], b[0], ...), fn(a[1], b[1], ...), ...]``, at the same time.
 
     Number i runs for device i: in a thread of its own on torch, queued on
@@ -171,7 +173,7 @@ def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:
 
 def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 trainer: Trainer, split_f: Callable = split_batch
-                ) -> List[Any]:
+                ) -> list[Any]:
     """One step: split, all forwards, all backwards, all-reduce, update.
 
     On torch no device waits for another between its forward and its backward
@@ -206,8 +208,27 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         On torch, where devices do not wait: a loss of one device that
         depends on the parameters of another one's replica.
     """
+    _check_pair(replicas, trainer)
+    devices, stage = replicas.devices, probes.stage
+    with using_backend(replicas.backend.name) as backend, \
+            backend.scope(), probes.step(devices, X):
+        with stage("copy", "split", devices,
+                   lambda: list(zip(X_shards, y_shards, strict=True))):
+            X_shards, y_shards = split_f(X, y, devices)
+        passes = _at_once if replicas.independent() else _stage_by_stage
+        losses = passes(replicas, X_shards, y_shards, loss, trainer.loss_scale)
+        trainer.step(sum(rows_of(shard) or 0 for shard in y_shards))
+    return losses
+
+
+def _check_pair(replicas: Any, trainer: Any) -> None:
+    if not isinstance(replicas, Replicas):
+        raise TypeError(
+            "expected the Replicas that mgpu.initialize returns; received "
+            f"{type(replicas).__name__}. Call replicas = "
+            "mgpu.initialize(net, devices), and train these.")
     if not isinstance(trainer, Trainer):
-        raise TypeError(f"a Trainer is wanted; received "
+        raise TypeError(f"expected a Trainer; received "
                         f"{type(trainer).__name__}. Make one with "
                         "mgpu.Trainer(replicas, 'sgd', ...).")
     if trainer.replicas is not replicas:
@@ -215,40 +236,31 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
             "a trainer steps the replicas that it was made with; received "
             f"one of {trainer.replicas!r} for {replicas!r}. Make a new "
             "Trainer after each initialize.")
-    devices, stage = replicas.devices, profiling.stage
-    with using_backend(replicas.backend.name) as backend, \
-            backend.scope(), profiling.step(devices, X):
-        with stage("copy", "split", devices,
-                   lambda: list(zip(X_shards, y_shards))):
-            X_shards, y_shards = split_f(X, y, devices)
-        passes = _at_once if replicas.independent() and not profiling.on() \
-            else _stage_by_stage
-        losses = passes(replicas, X_shards, y_shards, loss,
-                        trainer.loss_scale)
-        trainer.step(sum(rows_of(shard) or 0 for shard in y_shards))
-    return losses
 
 
-def _at_once(replicas: Replicas, X_shards: List[Any], y_shards: List[Any],
-             loss: Loss, scale: float) -> List[Any]:
+def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
+             loss: Loss, scale: float) -> list[Any]:
     """Forward and backward passes of each device without a wait for another
     one in between."""
-    losses: List[Any] = [None] * len(replicas)
+    losses: list[Any] = [None] * len(replicas)
+    active = [i for i, shard in enumerate(X_shards) if rows_of(shard)]
 
     def head(i: int, output: Any) -> Any:
         with replicas.autocast():       # the backward pass is outside of it
             losses[i] = _loss_of(loss, output, y_shards[i])
             return _scaled(losses[i], scale)
-    with record():
-        replicas.forward_backward(X_shards, head)
+    with record(), probes.stage(
+            "compute", "forward and backward", replicas.devices,
+            partial(probes.gradients, replicas), active):
+        replicas.compute_gradients(X_shards, head)
     return losses
 
 
-def _stage_by_stage(replicas: Replicas, X_shards: List[Any],
-                    y_shards: List[Any], loss: Loss, scale: float
-                    ) -> List[Any]:
+def _stage_by_stage(replicas: Replicas, X_shards: list[Any],
+                    y_shards: list[Any], loss: Loss, scale: float
+                    ) -> list[Any]:
     """All forward passes, all losses, all backward passes."""
-    devices, stage = replicas.devices, profiling.stage
+    devices, stage = replicas.devices, probes.stage
     with record(), replicas.autocast():
         outputs = replicas(X_shards)
         active = [i for i, x in enumerate(outputs) if x is not None]
@@ -256,7 +268,7 @@ def _stage_by_stage(replicas: Replicas, X_shards: List[Any],
             losses = parallel(partial(_loss_of, loss), outputs, y_shards)
         scaled = [_scaled(x, scale) for x in losses]
     with stage("compute", "backward", devices,
-               partial(profiling.gradients, replicas), active):
+               partial(probes.gradients, replicas), active):
         backward(scaled)
     return losses
 
@@ -305,15 +317,29 @@ class History:
         Mean loss per example of each batch.
     """
 
-    devices: List[str] = field(default_factory=list)
-    train_loss: List[float] = field(default_factory=list)
-    test_acc: List[float] = field(default_factory=list)
-    seconds: List[float] = field(default_factory=list)
-    images_per_second: List[float] = field(default_factory=list)
-    loss_per_step: List[float] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    train_loss: list[float] = field(default_factory=list)
+    test_acc: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    images_per_second: list[float] = field(default_factory=list)
+    loss_per_step: list[float] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"History of {len(self.seconds)} epochs: {self.summary()}"
+
+    def _repr_html_(self) -> str:
+        blank = [""] * len(self.seconds)
+        return notebook.table(
+            self.summary(), ("epoch", "train loss", "test accuracy",
+                             "seconds", "images/s"), [
+                (i + 1, f"{loss:.4f}", acc and f"{acc:.4f}", f"{s:.2f}",
+                 f"{rate:.0f}") for i, (loss, acc, s, rate) in enumerate(zip(
+                     self.train_loss, self.test_acc or blank, self.seconds,
+                     self.images_per_second, strict=False))])
 
     def summary(self) -> str:
-        """The text's last line."""
+        """One line, as the book prints it: the last test accuracy (without
+        test data, the last training loss), seconds per epoch, devices."""
         if not self.seconds:
             return f"no finished epoch on [{', '.join(self.devices)}]"
         acc = f"test acc: {self.test_acc[-1]:.2f}, " if self.test_acc else \
@@ -322,11 +348,11 @@ class History:
                 f"[{', '.join(self.devices)}]")
 
 
-def train_epochs(step: Callable[[Any, Any], List[Any]],
-                 train_iter: Iterable[Tuple[Any, Any]],
+def train_epochs(step: Callable[[Any, Any], list[Any]],
+                 train_iter: Iterable[tuple[Any, Any]],
                  num_epochs: int, devices: Sequence[Device], *,
-                 evaluate: Optional[Callable[[], float]] = None,
-                 weights: Optional[Callable[[], Dict[str, Any]]] = None,
+                 evaluate: Callable[[], float] | None = None,
+                 weights: Callable[[], dict[str, Any]] | None = None,
                  progress: bool = False, animator: Any = None,
                  description: str = "", prefetch: int = 0,
                  max_inflight: int = 2) -> History:
@@ -383,12 +409,12 @@ def train_epochs(step: Callable[[Any, Any], List[Any]],
                          f"received {num_epochs!r}.")
     max_inflight = integer("max_inflight", max_inflight, 1)
     ahead = integer("prefetch", prefetch, 0)
-    batches = background.prefetch(train_iter, ahead, devices=devices) \
+    batches = prefetching.prefetch(train_iter, ahead, devices=devices) \
         if ahead else train_iter
     backend = get_backend()
     history = History([str(d) for d in devices])
     bar = _progress_bar(progress, num_epochs, train_iter, description)
-    waiting: Deque[Tuple[int, int, List[Any]]] = deque()
+    waiting: deque[tuple[int, int, list[Any]]] = deque()
 
     def settle(down_to: int) -> None:
         while len(waiting) > down_to:
@@ -473,8 +499,8 @@ def _progress_bar(wanted: bool, num_epochs: int, train_iter: Any,
                 leave=False)
 
 
-def train(replicas: Replicas, train_iter: Iterable[Tuple[Any, Any]],
-          test_iter: Optional[Iterable[Tuple[Any, Any]]], loss: Loss,
+def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
+          test_iter: Iterable[tuple[Any, Any]] | None, loss: Loss,
           trainer: Trainer, num_epochs: int, *,
           split_f: Callable = split_batch, device: Any = None,
           progress: bool = True, animator: Any = None, prefetch: int = 0,
@@ -507,6 +533,7 @@ def train(replicas: Replicas, train_iter: Iterable[Tuple[Any, Any]],
     NonFiniteLoss, ValueError
         See `train_epochs`.
     """
+    _check_pair(replicas, trainer)
     with using_backend(replicas.backend.name):
         return train_epochs(
             lambda X, y: train_batch(X, y, replicas, loss, trainer, split_f),

@@ -25,10 +25,10 @@ DEVICE_COUNTS = (1, 2, 3, 4)
 ENGINES = [engine for name in BACKENDS for engine in
            (("mxnet-nd", "mxnet-np") if name == "mxnet" else (name,))]
 
-#: these compare the engines with each other alone; the rest of tests/parity
+#: these compare the engines with each other alone; the rest of tests/oracle
 #: compares with an oracle too, and does so for the engines that there are
 collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
-    else ["parity/test_networks.py"]
+    else ["oracle/test_networks.py"]
 
 # The fixture below turns the mode on, so that a marked test can do without.
 _STRICT = os.environ.pop("MGPU_STRICT_DEVICES", "0")
@@ -108,6 +108,6 @@ def pytest_report_header(config):
         lines.append("inside mgpu.strict_devices")
     if collect_ignore:
         lines.append(f"NOT RUN, for want of the other engine: "
-                     f"{', '.join(collect_ignore)}; tests/parity compares "
+                     f"{', '.join(collect_ignore)}; tests/oracle compares "
                      f"{', '.join(BACKENDS)} with the oracle alone")
     return lines

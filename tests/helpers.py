@@ -43,8 +43,8 @@ def foreign_array(backend):
 
 def refusal_of_foreign(backend, name):
     """What is said about it, whatever was asked."""
-    return (f"an array of the {backend.name} backend is wanted; received "
-            f"{name}. Nothing is converted between frameworks silently: use "
+    return (f"expected an array of the {backend.name} backend; received "
+            f"{name}. mgpu converts nothing between frameworks silently: use "
             "mgpu.to_numpy under the other backend, then mgpu.put.")
 
 
@@ -100,7 +100,7 @@ def assert_bit_equal(a, b):
 
 def worst(ours, reference):
     """The largest relative difference of two dicts of arrays, and where:
-    the measure of `mgpu.parity` (docs/parity.md, 2)."""
+    the measure of `mgpu.parity` (docs/guide/parity.md, 2)."""
     assert ours and ours.keys() == reference.keys(), (
         ours.keys() ^ reference.keys())
     gaps = {name: relative_difference(ours[name], reference[name], scale)

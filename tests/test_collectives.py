@@ -12,7 +12,9 @@ from helpers import (ENGINES, assert_bit_equal, foreign_array,
                      refusal_of_foreign, using_engine)
 from mgpu import (allgather, allreduce, assign_roots, broadcast, collectives,
                   cpu, reduce, reducescatter, shard_bounds)
-from mgpu.collectives import OPS
+from mgpu import host_memory
+from mgpu.collectives import OPS, AllReduce
+from mgpu.collectives.strategies import Balanced, Buckets
 
 SHAPES = [(), (0,), (0, 3), (1,), (3,), (2, 3), (5, 7), (4, 1, 3), (33,)]
 #: mgpu's own; "native" has tests of its own
@@ -426,7 +428,8 @@ def test_unknown_algorithms_are_refused(backend, algorithm):
         allreduce(data, algorithm=algorithm)
     assert str(refused.value) == (
         f"unknown algorithm; received {algorithm!r}. Use one of 'naive', "
-        "'tree', 'ring', 'sharded', 'native', 'auto'.")
+        "'tree', 'ring', 'sharded', 'native', 'auto', or an AllReduce "
+        "object.")
     assert backend.to_numpy(data[0]).tolist() == [1, 1]
 
 
@@ -500,8 +503,8 @@ def test_allgather_of_what_does_not_fit(backend, other, axis):
     with pytest.raises(ValueError) as refused:
         allgather(data, axis=axis)
     assert str(refused.value) == (
-        "data must hold arrays of one dtype that differ in axis "
-        f"{axis} alone; received (2, 2) float32, {other.shape} "
+        "data must hold arrays of one dtype that differ only in axis "
+        f"{axis}; received (2, 2) float32, {other.shape} "
         f"{other.dtype}. Bring them to one.")
 
 
@@ -582,9 +585,9 @@ def test_many_lists_are_reduced_alike(backend, devices, mode):
 def test_arrays_are_cut_between_threads(backend, devices, op, monkeypatch):
     """Blocks of a few bytes, and shares of threads that end inside arrays of
     different dtypes."""
-    monkeypatch.setattr(collectives, "_BLOCK", 64)
-    monkeypatch.setattr(collectives, "_SHARE", 16)
-    monkeypatch.setattr(collectives, "cpu_cores", lambda: 3)
+    monkeypatch.setattr(host_memory, "REDUCE_BLOCK", 64)
+    monkeypatch.setattr(host_memory, "SHARE", 16)
+    monkeypatch.setattr(host_memory, "cpu_cores", lambda: 3)
     hosts = [integers(len(devices), shape, dtype)
              for shape, dtype in (((7,), "float64"), ((33, 3), "float32"),
                                   ((1,), "float32"), ((2, 5, 5), "float64"))]
@@ -609,3 +612,56 @@ def test_many_lists_are_checked_before_one_changes(backend):
     with pytest.raises(ValueError, match="one array more than once"):
         mgpu.allreduce_many([[x, y], [z, z]])
     assert (mgpu.to_numpy(x) == 1).all()
+
+
+# -- the seam that training uses ----------------------------------------------
+
+def test_buckets_join_arrays_of_one_dtype(backend):
+    """A bucket is full before the next array would not fit; an array larger
+    than a bucket has one of its own."""
+    lists = put(backend, [np.ones(n, dtype) for n, dtype in (
+        (2, "float32"), (3, "float64"), (2, "float32"), (1, "float32"),
+        (9, "float64"))])
+    buckets = Buckets(bucket_bytes=16).pack([[x] for x in lists])
+    assert [[tuple(data[0].shape) for data in bucket]
+            for bucket in buckets] == [[(2,), (2,)], [(3,)], [(1,)], [(9,)]]
+
+
+@pytest.mark.parametrize("strategy", [Balanced(), *(
+    Buckets(size) for size in (8, 100, 1 << 20))], ids=str)
+def test_strategies_that_have_no_name(engine, devices, strategy):
+    """`Buckets` needs the engine's own collective, which torch has on CUDA
+    cards only."""
+    hosts = [integers(len(devices), shape, dtype) for shape, dtype in (
+        ((7,), "float64"), ((3, 3), "float32"), ((), "float32"),
+        ((2, 5), "float64"))]
+    lists = [put(engine, columns) for columns in hosts]
+    if isinstance(strategy, Buckets) and engine.name == "torch" \
+            and len(devices) > 1:
+        with pytest.raises(ValueError, match="NCCL reduces"):
+            mgpu.allreduce_many(lists, algorithm=strategy)
+        return
+    mgpu.allreduce_many(lists, algorithm=strategy)
+    for columns, arrays in zip(hosts, lists):
+        for x in arrays:
+            assert_bit_equal(engine.to_numpy(x), reduced(columns, "sum"))
+
+
+class Noting(AllReduce):
+    """Notes what it is given; does nothing."""
+
+    def __init__(self):
+        self.seen = []
+
+    def allreduce(self, lists, op, roots):
+        self.seen.append(([tuple(data[0].shape) for data in lists], op,
+                          list(roots)))
+
+
+def test_a_strategy_of_the_users_gets_what_it_is_promised(backend):
+    """An axis for each array, no empty arrays, a sum for a mean."""
+    own, lists = Noting(), [put(backend, [np.ones(shape, "float32")] * 2)
+                            for shape in ((), (0, 3), (4,), (2, 2))]
+    mgpu.allreduce_many(lists, op="mean", algorithm=own)
+    assert own.seen == [([(1,), (4,), (2, 2)], "sum", [0, 0, 1])]
+    assert backend.to_numpy(lists[2][1]).tolist() == [0.5] * 4

@@ -109,10 +109,10 @@ def test_replicas_that_share_memory(backend, debug, what):
               else replicas.params())[0]
     first, _ = shared.list_data()
     if backend.name == "mxnet":
-        parameter = replicas._network.entries[shared._number][1]
+        parameter = replicas.network.entries[shared.number][1]
         parameter._data[1] = first[0:] if what == "view" else first
     else:
-        owner, name = replicas._replicas[1]._owners[shared._number]
+        owner, name = replicas.of_engine()[1]._owners[shared.number]
         if what == "view":      # another tensor, the same memory
             owner[name].data = first.data
         else:
@@ -147,15 +147,15 @@ def test_gradients_that_share_memory(backend):
     ([(0, 3, 0), (2, 9, 0), (4, 5, 1)], True),      # inside the second
     ([(0, 9, 0), (1, 2, 0), (2, 9, 0)], False)])
 def test_overlaps(extents, shared):
-    from mgpu.replicas import _check_apart, _Extent
-    found = [_Extent("cpu", begin, end, mgpu.cpu(i), str(n))
+    from mgpu.replica_checks import Extent, check_apart
+    found = [Extent("cpu", begin, end, mgpu.cpu(i), str(n))
              for n, (begin, end, i) in enumerate(extents)]
-    _check_apart([e._replace(space=str(e.device)) for e in found])
+    check_apart([e._replace(space=str(e.device)) for e in found])
     if shared:
         with pytest.raises(mgpu.ReplicaMismatchError, match="memory of its "):
-            _check_apart(found[::-1])
+            check_apart(found[::-1])
     else:
-        _check_apart(found[::-1])
+        check_apart(found[::-1])
 
 
 def test_shared_layers_are_no_aliases(backend):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mgpu
-from mgpu import profiling
+from mgpu import probes
 from conftest import BACKENDS, ENGINES
 from helpers import using_engine
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.crosses_devices(
 
 if "mxnet" in BACKENDS:
     with mgpu.using_backend("mxnet"):
-        import mgpu.backends._mxnet as package
+        import mgpu.backends._mxnet.backend as package
         from mgpu.backends._mxnet.framework import mx
     from mxnet.gluon import nn
 
@@ -205,17 +205,17 @@ def test_profiles_wait_for_what_threads_queue(family, threaded):
     replicas, _, _ = trained(deep(), 2)
     seen = []
     with mgpu.Profile(plain=False) as profile:
-        with profiling.step(replicas.devices, []), profiling.stage(
+        with probes.step(replicas.devices, []), probes.stage(
                 "compute", "forward", replicas.devices, lambda: []):
-            family.in_threads([lambda: seen.append(profiling._open.get())] * 2)
-            assert profiling._open.get() is not None
+            family.in_threads([lambda: seen.append(probes.open_stage.get())] * 2)
+            assert probes.open_stage.get() is not None
         trainer = mgpu.Trainer(replicas, "sgd")
         mgpu.train_batch(np.ones((4, 8), "float32"), np.ones((4, 8)),
                          replicas, mgpu.losses.L2Loss(), trainer)
     assert seen == [None, None]
     found = {(span.name, str(span.device)) for span in profile.spans}
     assert {(name, f"cpu({i})") for i in (0, 1)
-            for name in ("forward", "backward")} <= found
+            for name in ("forward", "forward and backward")} <= found
 
 
 @pytest.mark.parametrize("last, expected", ((None, 2), ("dropout", 0)))

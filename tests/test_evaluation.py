@@ -316,7 +316,7 @@ def test_wrong_arguments_are_refused(engine):
             "one alone.", [f, f], data())
     with pytest.raises(ValueError, match="a list of callables runs where"):
         mgpu.evaluate_accuracy_gpu(lambda x: x, data())
-    refused(ValueError, "one callable per device is wanted; received 1 for "
+    refused(ValueError, "expected one callable per device; received 1 for "
             "[cpu(1), cpu(2)]. Pass as many devices as callables.", [f],
             data(), devices=on(1, 2))
     for source in ([], iter([])):

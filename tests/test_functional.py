@@ -194,7 +194,7 @@ def test_an_axis_that_is_not_there(backend):
 
 # -- the engine's functions ---------------------------------------------------
 
-PUBLIC = sorted(base.Ops.__abstractmethods__)
+PUBLIC = sorted(name for name in vars(base.Ops) if name[0] != "_")
 
 
 def test_the_functions_of_the_engine(backend):
@@ -237,6 +237,6 @@ def test_there_are_no_other_names(name):
 
 
 def test_dir_and_signatures():
-    assert set(PUBLIC) | {"allreduce", "allgather"} == set(dir(F))
+    assert set(PUBLIC) | {"allreduce", "allgather"} == set(F.__all__)
     assert str(inspect.signature(F.allreduce)).startswith(
-        "(data: List[Any], *, op: str = 'sum')")
+        "(data: list[typing.Any], *, op: str = 'sum')")

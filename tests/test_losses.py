@@ -506,7 +506,7 @@ def test_class_numbers_of_another_shape_are_refused(backend, pred, label,
             backend.put(np.zeros(pred), cpu(0)),
             backend.put(np.zeros(label), cpu(0)))
     assert str(refused.value) == (
-        f"class numbers of shape {wanted} are wanted for pred of shape "
+        f"expected class numbers of shape {wanted} for pred of shape "
         f"{pred}; received {label}. Use sparse_label=False for "
         "probabilities.")
 

@@ -172,7 +172,7 @@ def test_wrong_sizes_are_refused(engine, wrong):
     for name in ("num_classes", "in_channels"):
         with pytest.raises(ValueError) as caught:
             models.resnet18(**{"num_classes": 10, name: wrong})
-        assert str(caught.value) == (f"{name} must be a whole number, 1 or "
+        assert str(caught.value) == (f"{name} must be an integer of 1 or "
                                      f"more; received {wrong!r}.")
 
 

@@ -83,7 +83,7 @@ def test_watch_is_told_of_every_call(backend, build, k):
     replicas = mgpu.initialize(build["plain"](), places, sample=x)
     shards, _ = mgpu.split_batch(x, np.zeros(5, "int32"), places)
     seen = []
-    with replicas._network.watch(
+    with replicas.network.watch_layers(
             lambda path, inputs, output, index: seen.append(
                 (index, path, tuple(inputs[0].shape), tuple(output.shape)))):
         outputs = replicas(shards)
@@ -108,7 +108,7 @@ def test_dropout_takes_the_rules_masks(backend, build):
         return backend.put(np.full((1, 1, 1, 1), 3.0 + index, "float32"),
                            array)
     shards = mgpu.split_and_load(x, places)
-    with replicas._network.dropout(rule):
+    with replicas.network.use_masks(rule):
         with mgpu.record():
             training = replicas(shards)
         predicted = replicas(shards)
@@ -132,11 +132,11 @@ def test_a_compiled_network_runs_layer_by_layer_for_that_time():
         x = mgpu.put(np.ones((2, 4), "float32"), mgpu.cpu(0))
         before = mgpu.to_numpy(replicas[0](x))
         seen = []
-        with replicas._network.watch(lambda path, *_: seen.append(path)):
+        with replicas.network.watch_layers(lambda path, *_: seen.append(path)):
             during = mgpu.to_numpy(replicas[0](x))
         # the activation belongs to its dense layer
         assert seen == ["0", "1"] and net._active and (before == during).all()
-        with replicas._network.dropout(
+        with replicas.network.use_masks(
                 lambda x, *_: backend.ops.zeros_like(x)), mgpu.record():
             assert not mgpu.to_numpy(replicas[0](x)).any()
         assert net._active
@@ -151,7 +151,7 @@ def test_native_arithmetic_is_the_frameworks_own():
         for native in (False, True):
             replicas = mgpu.initialize(nn.BatchNorm1d(3), [mgpu.cpu(0)],
                                        dtype="float64")
-            replicas._network.native = native
+            replicas.network.own_arithmetic = native
             with mgpu.record():
                 y = replicas[0](mgpu.put(x, mgpu.cpu(0)))
             mgpu.backward(y)

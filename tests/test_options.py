@@ -17,7 +17,7 @@ import mgpu
 from helpers import (BACKENDS, assert_bit_equal, convnet, mlp, on,
                      relative_difference, using_engine, worst)
 from mgpu import functional as F
-from mgpu import trainer as trainer_module
+from mgpu.loss_scale import LossScale
 
 TORCH = [name for name in BACKENDS if name == "torch"]
 MXNET = [name for name in BACKENDS if name == "mxnet"]
@@ -216,7 +216,7 @@ def test_a_hybridized_network_shows_its_layers_where_it_is_watched(backend):
     net = small(backend, dropout=0)
     replicas, trainer = start(net, on(0), hybridize=True)
     seen = []
-    with replicas._network.watch(lambda path, *_: seen.append(path)):
+    with replicas.network.watch_layers(lambda path, *_: seen.append(path)):
         step(replicas, trainer, 2)
     assert seen == ["0", "1", "2", "3", "4"]
 
@@ -566,8 +566,8 @@ def test_one_bad_gradient_skips_the_update(backend, devices, bad):
 def test_a_dynamic_scale_doubles_after_good_steps(backend, monkeypatch):
     """The interval is 2000; three here, to see it. A skipped step starts the
     count again."""
-    assert trainer_module._GROWTH_INTERVAL == 2000
-    monkeypatch.setattr(trainer_module, "_GROWTH_INTERVAL", 3)
+    assert LossScale.GROWTH_INTERVAL == 2000
+    monkeypatch.setattr(LossScale, "GROWTH_INTERVAL", 3)
     replicas, trainer = start(mlp(backend), on(0, 1), loss_scale="dynamic")
     X, loss = np.ones((4, 6)), mgpu.losses.SoftmaxCrossEntropyLoss()
     exponents = []
@@ -585,7 +585,7 @@ def test_the_rule_is_that_of_torchs_scaler(name, monkeypatch):
     not finite."""
     with using_engine(name) as backend:
         import torch
-        monkeypatch.setattr(trainer_module, "_GROWTH_INTERVAL", 4)
+        monkeypatch.setattr(LossScale, "GROWTH_INTERVAL", 4)
         scaler = torch.amp.GradScaler("cpu", growth_interval=4)
         assert scaler.get_scale() == 2.0 ** 16
         weight = torch.nn.Parameter(torch.ones(1))
@@ -697,7 +697,7 @@ def refused(net, kind, text, **options):
 def test_mxnet_has_no_autocast(name):
     with using_engine(name) as backend:
         refused(convnet(backend), ValueError,
-                "autocast is torch's alone; received autocast='float16' with "
+                "autocast works on torch only; received autocast='float16' with "
                 "the mxnet backend. Use autocast=None, or dtype='float16' "
                 "for the whole network.", autocast="float16")
 

@@ -227,7 +227,7 @@ def test_keep_goes_on_from_a_trained_network(engine):
 
 
 def test_keep_wants_values(engine):
-    with pytest.raises(RuntimeError, match="init='keep' wants a network that "
+    with pytest.raises(RuntimeError, match="init='keep' needs a network that "
                        "has values; received one whose parameters are not "
                        "initialized yet. Load or initialize it first"):
         mgpu.initialize(mlp(engine, deferred=True), on(0), "keep")
@@ -1156,7 +1156,7 @@ def test_get_params(engine, devices):
      "params must be a list, or a dict, of arrays; received one ndarray"),
     (([np.ones(2)], "cpu:0", "no"), ValueError, "unknown grad_req; received"),
     (([np.ones(2)], "gpu:99"), ValueError, "gpu(99) is not there"),
-    (([np.ones(2)], ["cpu:0", "cpu:1"]), TypeError, "a device is wanted"),
+    (([np.ones(2)], ["cpu:0", "cpu:1"]), TypeError, "expected a device"),
 ], ids=["bare", "grad_req", "gpu", "devices"])
 def test_wrong_get_params(engine, arguments, error, text):
     with pytest.raises(error) as caught:
@@ -1169,7 +1169,7 @@ def test_a_sample_that_does_not_fit_changes_nothing(engine):
     with pytest.raises(Exception):      # the framework's own words
         mgpu.initialize(net, on(0, 1), dtype="float64",
                         sample=np.ones((2, 5), "float32"))
-    with pytest.raises(RuntimeError, match="wants a network that has values"):
+    with pytest.raises(RuntimeError, match="needs a network that has values"):
         mgpu.initialize(net, on(0, 1), "keep")
     replicas = mgpu.initialize(net, on(0, 1), sample=images(2))
     assert {p.dtype for p in replicas.params()} == {"float32"}

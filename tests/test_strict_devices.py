@@ -109,7 +109,7 @@ def _alias(replicas, number=0):
         parameter = list(replicas.net.collect_params().values())[number]
         parameter._data[1] = parameter._data[0]
     else:
-        first, second = (r.module[0] for r in replicas._replicas)
+        first, second = (r.module[0] for r in replicas.of_engine())
         second.weight = first.weight
 
 
@@ -177,12 +177,12 @@ def test_an_allreduce_that_rebinds(backend):
 
 
 def test_a_collective_that_forgets_to_copy(backend, monkeypatch):
-    from mgpu import collectives
+    from mgpu.collectives import strategies
 
     def combine(op, into, other):
         into += other
     with mgpu.strict_devices():
-        monkeypatch.setattr(collectives, "_combine", combine)
+        monkeypatch.setattr(strategies, "combine", combine)
         with refused():
             mgpu.allreduce(two())
 

@@ -59,7 +59,7 @@ def test_work_is_done_after_synchronize(backend, devices):
     (["cpu:0", cpu(0)], ValueError, "may be named once"),
     ("tpu:0", ValueError, "unknown device"),
     ("gpu:99", ValueError, "is not there"),
-    (3.5, TypeError, "a device is wanted"),
+    (3.5, TypeError, "expected a device"),
 ])
 def test_bad_devices_are_refused(backend, make, devices, error, text):
     with pytest.raises(error, match=text):
@@ -204,7 +204,7 @@ def test_number_reads_numbers_and_arrays(backend):
 def test_number_refuses_the_rest(backend):
     for many in (np.ones(2), np.ones((1, 0)),
                  backend.put(np.ones(2), cpu(0))):
-        with pytest.raises(ValueError, match="one number is wanted"):
+        with pytest.raises(ValueError, match="expected one number"):
             number(many)
     for other in (None, [1.0], 1j):
         with pytest.raises(TypeError):

@@ -18,6 +18,7 @@ import mgpu.trainer
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp, on,
                      relative_difference, using_engine)
+from mgpu.collectives.strategies import Balanced
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 #: rows of successive batches: even, uneven, fewer than four devices, one
@@ -118,6 +119,29 @@ def test_k_devices_are_one_device(backend, k, name, options):
         assert move > 1e-3, label
 
 
+@pytest.mark.parametrize("allreduce", [
+    "naive", "tree", "ring", "sharded", "native"])
+def test_every_strategy_trains_as_one_device(backend, devices, allreduce):
+    """The order of additions is another one, and nothing else. NCCL, torch's
+    "native", refuses CPU devices: tests/test_gpu.py has it."""
+    if backend.name == "torch" and allreduce == "native":
+        allreduce = Balanced()
+    results = []
+    for places, how in ((on(0), "auto"), (devices, allreduce)):
+        replicas = initialize(mlp(backend), places)
+        train(replicas, mgpu.Trainer(replicas, "sgd", {"momentum": 0.5},
+                                     allreduce=how))
+        results.append(values(replicas))
+        assert_replicas_equal(results[-1])
+    assert_close(results[1], results[0])
+
+
+def test_an_unknown_strategy_is_refused(backend):
+    with pytest.raises(ValueError, match="unknown allreduce; received 'nccl'"):
+        mgpu.Trainer(initialize(mlp(backend), on(0)), "sgd",
+                     allreduce="nccl")
+
+
 RULES = [(semantics, name)
          for semantics, names in mgpu.optimizers._RULES.items()
          for name in names]
@@ -131,12 +155,12 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, name,
                                           monkeypatch):
     """In the host's memory a rule gets a few numbers of a weight at a time,
     in NumPy; by itself it gets whole arrays of the engine."""
-    monkeypatch.setattr(mgpu.trainer, "_BLOCK", 64)
-    monkeypatch.setattr(mgpu.collectives, "_SHARE", 16)
-    monkeypatch.setattr(mgpu.collectives, "cpu_cores", lambda: 3)
-    blocks = mgpu.trainer._apply_blocks
+    monkeypatch.setattr(mgpu.host_memory, "UPDATE_BLOCK", 64)
+    monkeypatch.setattr(mgpu.host_memory, "SHARE", 16)
+    monkeypatch.setattr(mgpu.host_memory, "cpu_cores", lambda: 3)
+    blocks = mgpu.host_memory.update_blocks
     results, calls = [], []
-    monkeypatch.setattr(mgpu.trainer, "_apply_blocks", lambda *arguments: (
+    monkeypatch.setattr(mgpu.host_memory, "update_blocks", lambda *arguments: (
         calls.append(arguments), blocks(*arguments)))
     for ours in (mgpu.optimizers._OURS, set()):
         monkeypatch.setattr(mgpu.optimizers, "_OURS", ours)
@@ -940,7 +964,7 @@ def test_a_damaged_file_is_refused_and_nothing_changes(
     with pytest.raises(ValueError) as caught:
         trainer.load_states(path)
     text = str(caught.value)
-    assert text.startswith("a file of Trainer.save_states is wanted; "
+    assert text.startswith("expected a file of Trainer.save_states; "
                            f"{str(path)!r} is not one, or is damaged (")
     assert text.endswith("). Use a whole file.")
     assert not Attack.marks
@@ -1048,7 +1072,7 @@ def test_a_wrong_batch_size_is_refused(engine, size):
     (("sgd", {"learning_rate": -1}), ValueError, "learning_rate must be"),
     (("sgd", None, "jax"), ValueError, "unknown semantics; received 'jax'"),
     (("sgd", {"lr_scheduler": float}, "gluon", float), ValueError,
-     "one lr_scheduler is wanted; received one as an argument and one in "
+     "expected one lr_scheduler; received one as an argument and one in "
      "optimizer_params."),
     (("sgd", None, "gluon", None, {"weight": 2.0}), ValueError,
      "lr_mult names parameters of the network; received ['weight']. It has "

@@ -9,11 +9,12 @@ import itertools
 import os
 import queue
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any
 
-from mgpu.profiling import watched
+from mgpu import probes
 
 #: seconds without work after which a thread ends
 IDLE = 30.0
@@ -56,13 +57,13 @@ class Workers:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        self._places: List[Optional[Tuple[Jobs, threading.Thread]]] = []
+        self._places: list[tuple[Jobs, threading.Thread] | None] = []
         # One call at a time: thunks that wait for each other must not be
         # interleaved with those of another caller. Who holds it may also
         # change `_places`.
         self._one_call = threading.Lock()
 
-    def run(self, thunks: Sequence[Callable[[], Any]]) -> List[Any]:
+    def run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
         """The results, when all thunks have returned; or the first exception
         by number. In turn inside a thunk: its own thread may be wanted.
         After Ctrl-C either no thunk has begun or all have run,
@@ -70,7 +71,7 @@ class Workers:
         on behind the caller's back (a second Ctrl-C does not wait)."""
         if inside_worker():
             return run_in_turn(thunks)
-        call = _Call(watched(thunks), self._carry())
+        call = _Call(probes.timed(thunks), self._carry())
         if thunks:
             with self._one_call:
                 queues = self._queues(len(thunks))
@@ -98,7 +99,7 @@ class Workers:
             for _, thread in threads:
                 thread.join()
 
-    def _queues(self, count: int) -> List[Jobs]:
+    def _queues(self, count: int) -> list[Jobs]:
         """Of the threads 0 to `count` - 1, which run."""
         places = self._places
         places.extend([None] * (count - len(places)))
@@ -152,8 +153,8 @@ class _Call:
         self._thunks, self._modes = list(thunks), modes
         self._contexts = [contextvars.copy_context() for _ in thunks]
         self._once = [iter((None,)) for _ in thunks]
-        self._results: List[Any] = [None] * len(thunks)
-        self._errors: List[Any] = [None] * len(thunks)
+        self._results: list[Any] = [None] * len(thunks)
+        self._errors: list[Any] = [None] * len(thunks)
         self._number = itertools.count(1)
         self._all_ended = False
         self._ending = threading.Lock()     # cheaper than an Event
@@ -183,18 +184,18 @@ class _Call:
         if not self._all_ended:
             self._ending.acquire()
 
-    def outcome(self) -> List[Any]:
+    def outcome(self) -> list[Any]:
         """Results, or the first exception; to be asked for once."""
         results, errors = self._results, self._errors
         del self._results, self._errors
         return first_error_or(results, errors)
 
 
-def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> List[Any]:
+def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call all thunks in this thread, one after the other."""
-    results: List[Any] = []
-    errors: List[Any] = []
-    for thunk in watched(thunks):
+    results: list[Any] = []
+    errors: list[Any] = []
+    for thunk in probes.timed(thunks):
         try:
             results.append(thunk())
             errors.append(None)
@@ -204,7 +205,7 @@ def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> List[Any]:
     return first_error_or(results, errors)
 
 
-def first_error_or(results: List[Any], errors: List[Any]) -> List[Any]:
+def first_error_or(results: list[Any], errors: list[Any]) -> list[Any]:
     first = next((error for error in errors if error is not None), None)
     if first is None:
         return results

@@ -1,6 +1,7 @@
 """Do two networks reach the same accuracy? ``compare(mode="accuracy")``."""
 import warnings
-from typing import (Any, Callable, Dict, List, Optional, Sequence, Tuple)
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from mgpu.parity.comparison import Batches, Result, endless
 from mgpu.parity.invariance import factory, fresh
 from mgpu.parity.matching import Plan
 from mgpu.parity.sides import Masks, Runner, Side
-from mgpu.split import rows_of
+from mgpu.nested import rows_of
 
 #: below it a difference of means is no chance
 ALPHA = 0.05
@@ -28,9 +29,9 @@ def _stats() -> Any:
 
 
 def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
-                     test: Optional[Batches], seeds: Sequence[int],
-                     steps: Optional[int], dtype: str,
-                     progress: Optional[Callable[[int, int], None]] = None
+                     test: Batches | None, seeds: Sequence[int],
+                     steps: int | None, dtype: str,
+                     progress: Callable[[int, int], None] | None = None
                      ) -> Result:
     """Train both sides from several seeds and compare their accuracies.
 
@@ -88,9 +89,9 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     ahead, steps = endless(batches, steps)
     taken, test = list(ahead), list(test)
     done, total = 0, 2 * len(seeds) * steps
-    accuracies: Dict[str, List[float]] = {"a": [], "b": []}
-    losses: Dict[str, List[np.ndarray]] = {"a": [], "b": []}
-    options: Dict[str, Dict[str, Any]] = {}
+    accuracies: dict[str, list[float]] = {"a": [], "b": []}
+    losses: dict[str, list[np.ndarray]] = {"a": [], "b": []}
+    options: dict[str, dict[str, Any]] = {}
     for seed in seeds:
         for which, name in enumerate(sides):
             own = 2 * int(seed) + which
@@ -109,7 +110,7 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     rows = sum(rows_of(y) or 0 for _, y in test)
     found = two_samples(accuracies["a"], accuracies["b"])
     found["rows"] = rows
-    curves: Dict[str, Any] = {**accuracies, "test": found}
+    curves: dict[str, Any] = {**accuracies, "test": found}
     result = Result(
         "accuracy", "same" if found["p"] >= ALPHA else "different", [],
         Plan("nothing: each side draws its own values", [],
@@ -127,13 +128,13 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     return result
 
 
-def _accuracy(runner: Runner, test: Sequence[Tuple[Any, Any]]) -> float:
+def _accuracy(runner: Runner, test: Sequence[tuple[Any, Any]]) -> float:
     with using_backend(runner.name):
         return evaluate_accuracy_gpus(
             runner.replicas, test, lambda X, y, _: runner._shards(X, y))
 
 
-def two_samples(a: Sequence[float], b: Sequence[float]) -> Dict[str, Any]:
+def two_samples(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
     """Welch's test of two means, Mann and Whitney's of two distributions,
     and what they could have shown.
 
@@ -161,7 +162,7 @@ def two_samples(a: Sequence[float], b: Sequence[float]) -> Dict[str, Any]:
     # Equal numbers may have a mean that is a last bit off.
     constant = [bool((v == v[0]).all()) for v in (x, z)]
     deviations = [0.0 if c else d for c, d in zip(constant, deviations)]
-    found: Dict[str, Any] = {"means": means, "deviations": deviations,
+    found: dict[str, Any] = {"means": means, "deviations": deviations,
                              "alpha": ALPHA, "power": POWER}
     if all(constant):
         same = bool(x[0] == z[0])
@@ -182,8 +183,7 @@ def two_samples(a: Sequence[float], b: Sequence[float]) -> Dict[str, Any]:
             "detectable": detectable(deviations, (len(x), len(z)))}
 
 
-def _welch(variances: Sequence[Any], counts: Sequence[int]
-           ) -> Tuple[Any, Any]:
+def _welch(variances: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any]:
     """The standard error of a difference of means, and the degrees of
     freedom (Welch, 1947)."""
     shares = [v / n for v, n in zip(variances, counts)]
@@ -212,7 +212,7 @@ def detectable(deviations: Sequence[float], counts: Sequence[int],
     return float(np.quantile(limit - apart, POWER))
 
 
-def _text(found: Dict[str, Any], seeds: int) -> List[str]:
+def _text(found: dict[str, Any], seeds: int) -> list[str]:
     notes = ["accuracy " + ", ".join(
         f"{name}: {mean:.4f} +- {deviation:.4f}" for name, mean, deviation
         in zip("ab", found["means"], found["deviations"]))

@@ -12,9 +12,9 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import (Any, Callable, Dict, Iterable, Iterator, List, NamedTuple,
-                    Optional, Tuple, Union)
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -59,7 +59,7 @@ class _Command(click.Command):
     """Every error ends with status 2, as 1 means "different"; and the
     context knows the arguments as they were typed, for the report."""
 
-    def parse_args(self, ctx: click.Context, args: List[str]) -> List[str]:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["mgpu.command"] = f"{ctx.command_path} {shlex.join(args)}"
         return super().parse_args(ctx, args)
 
@@ -82,7 +82,7 @@ class _Command(click.Command):
 
 # -- what the user names ------------------------------------------------------
 
-def _load_engines() -> Dict[str, str]:
+def _load_engines() -> dict[str, str]:
     """Load every engine that is there, before a module of the user's imports
     it: MXNet needs NumPy's old names for that. The others, and why not."""
     missing = {}
@@ -157,7 +157,7 @@ def _module_of(file: Path) -> Any:
     return module
 
 
-def factory(text: str, arguments: Optional[str], option: str) -> Callable:
+def factory(text: str, arguments: str | None, option: str) -> Callable:
     """The function that makes a network, with its keyword arguments."""
     function, keywords = find(text), _json(arguments, option)
     if not callable(function) or not isinstance(keywords, dict):
@@ -169,7 +169,7 @@ def factory(text: str, arguments: Optional[str], option: str) -> Callable:
     return functools.partial(function, **keywords)
 
 
-def _json(text: Optional[str], option: str) -> Any:
+def _json(text: str | None, option: str) -> Any:
     if text is None:
         return {}
     try:
@@ -180,8 +180,8 @@ def _json(text: Optional[str], option: str) -> Any:
                          ) from error
 
 
-def parse_params(text: Optional[str], option: str = "--optimizer-params"
-                 ) -> Optional[Dict[str, Any]]:
+def parse_params(text: str | None, option: str = "--optimizer-params"
+                 ) -> dict[str, Any] | None:
     """``"learning_rate=0.1,momentum=0.9"`` or a JSON object, as a dict.
     Values are JSON, and text where they are none."""
     if text is None:
@@ -202,7 +202,7 @@ def parse_params(text: Optional[str], option: str = "--optimizer-params"
     return found
 
 
-def parse_devices(text: str) -> Union[int, List[str]]:
+def parse_devices(text: str) -> int | list[str]:
     """``"2"``: two devices; ``"cpu:0,cpu:1"``: these."""
     entries = [entry.strip() for entry in text.split(",")]
     if len(entries) == 1 and entries[0].isdecimal() and int(entries[0]):
@@ -213,7 +213,7 @@ def parse_devices(text: str) -> Union[int, List[str]]:
                      f"{text!r}. Write for example 2 or cpu:0,cpu:1.")
 
 
-def parse_shape(text: str) -> Tuple[int, ...]:
+def parse_shape(text: str) -> tuple[int, ...]:
     """``"3x224x224"`` as (3, 224, 224)."""
     parts = text.lower().split("x")
     if not all(p.isdecimal() and int(p) for p in parts):
@@ -222,7 +222,7 @@ def parse_shape(text: str) -> Tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def read_map(file: Optional[str]) -> Dict[str, Any]:
+def read_map(file: str | None) -> dict[str, Any]:
     """Options `map` and `rules` of `compare` from a JSON file."""
     if file is None:
         return {}
@@ -259,7 +259,7 @@ class RandomBatches:
     loss accepts: 0 or 1, shares that add up to 1, or normal ones.
     """
 
-    def __init__(self, shape: Tuple[int, ...], classes: int, batch_size: int,
+    def __init__(self, shape: tuple[int, ...], classes: int, batch_size: int,
                  count: int, loss: Any, seed: int):
         self.shape, self.classes, self.rows = shape, classes, batch_size
         self.count, self.loss, self.seed = count, loss, seed
@@ -267,7 +267,7 @@ class RandomBatches:
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for number in range(self.count):
             rng = np.random.default_rng([self.seed, number])
             X = rng.standard_normal((self.rows, *self.shape))
@@ -289,9 +289,9 @@ class Data(NamedTuple):
     test: Any
 
 
-def find_data(name: str, shape: Optional[Tuple[int, ...]],
-              classes: Optional[int], batch_size: int, steps: int, loss: Any,
-              seed: int, dtype: str, limit: Optional[int]) -> Data:
+def find_data(name: str, shape: tuple[int, ...] | None,
+              classes: int | None, batch_size: int, steps: int, loss: Any,
+              seed: int, dtype: str, limit: int | None) -> Data:
     """The batches that ``--data`` stands for, and those to test on."""
     if name == "random":
         if shape is None or classes is None:
@@ -407,8 +407,8 @@ _TRAINING = _options(
 @click.option("--plan", is_flag=True,
               help="Print which parameter was matched with which.")
 @click.pass_context
-def parity(ctx: click.Context, a: str, b: Optional[str], *,
-           report_file: Optional[str], json_file: Optional[str], plan: bool,
+def parity(ctx: click.Context, a: str, b: str | None, *,
+           report_file: str | None, json_file: str | None, plan: bool,
            invariance: bool, traceback: bool, **options: Any) -> None:
     """Compare how two networks train, of MXNet/Gluon, of PyTorch, or one of
     each.
@@ -445,8 +445,7 @@ def parity(ctx: click.Context, a: str, b: Optional[str], *,
         report.print_result(found, Console(), plan=plan)
         same = found.same
     if report_file is not None:
-        report.write_html(found, report_file,
-                          command=ctx.meta["mgpu.command"])
+        report.write_html(found, report_file, command=ctx.meta["mgpu.command"])
         click.echo(f"written: {report_file}")
     if json_file is not None:
         report.write_json(found, json_file)
@@ -458,14 +457,14 @@ _COMMON = ("optimizer", "semantics", "batch_norm", "native", "dtype",
            "dropout", "seed", "tolerance", "weights", "mode")
 
 
-def _common(options: Dict[str, Any]) -> Dict[str, Any]:
+def _common(options: dict[str, Any]) -> dict[str, Any]:
     """What every kind of comparison takes, parsed."""
     return {**{name: options[name] for name in _COMMON if name in options},
             "optimizer_params": parse_params(options["optimizer_params"]),
             "loss": find_loss(options["loss"])}
 
 
-def _data(options: Dict[str, Any], loss: Any) -> Data:
+def _data(options: dict[str, Any], loss: Any) -> Data:
     accuracy = options.get("mode") == "accuracy"
     shape = options["shape"] and parse_shape(options["shape"])
     name = options["data"] or ("digits" if accuracy else "random")
@@ -480,13 +479,13 @@ def _data(options: Dict[str, Any], loss: Any) -> Data:
     return found
 
 
-def _steps(options: Dict[str, Any]) -> Optional[int]:
+def _steps(options: dict[str, Any]) -> int | None:
     return options["steps"] or (
         None if options.get("mode") == "accuracy" else _STEPS)
 
 
-def _compare(a: str, b: str, options: Dict[str, Any]) -> comparison.Result:
-    other: Dict[str, Any] = {
+def _compare(a: str, b: str, options: dict[str, Any]) -> comparison.Result:
+    other: dict[str, Any] = {
         "semantics": options["b_semantics"],
         "optimizer": options["b_optimizer"],
         "optimizer_params": parse_params(options["b_optimizer_params"],
@@ -518,7 +517,7 @@ def _refuse(given: Iterable[str], known: Iterable[str], why: str) -> None:
 
 
 def _compare_trace(file: str, b: str, given: Iterable[str],
-                   options: Dict[str, Any]) -> comparison.Result:
+                   options: dict[str, Any]) -> comparison.Result:
     from mgpu.parity import trace
     ours = {"loss", "optimizer", "optimizer_params", "semantics", "devices",
             "batch_norm", "native", "tolerance"}
@@ -534,7 +533,7 @@ def _compare_trace(file: str, b: str, given: Iterable[str],
                 **{name: wanted[name] for name in ours & set(given)})
 
 
-def _invariance(a: str, given: Iterable[str], options: Dict[str, Any]) -> Any:
+def _invariance(a: str, given: Iterable[str], options: dict[str, Any]) -> Any:
     from mgpu.parity.invariance import invariance
     _refuse({name for name in given if name.startswith("b_")}
             | set(given) & {"kwargs_b", "map_file", "mode", "weights",
@@ -573,7 +572,7 @@ def _engines() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Optional[Callable[[int, int], None]]]:
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
     """A bar on standard error, if somebody looks at it."""
     if not sys.stderr.isatty():
         yield None
@@ -605,7 +604,7 @@ def trace() -> None:
               "rate changes.")
 @_NETWORKS
 @_TRAINING
-def record(net: str, file: str, kwargs: Optional[str], keep: Optional[str],
+def record(net: str, file: str, kwargs: str | None, keep: str | None,
            traceback: bool, **options: Any) -> None:
     """Train a network and keep what its steps show."""
     from mgpu.parity import trace as traces
@@ -638,10 +637,10 @@ def record(net: str, file: str, kwargs: Optional[str], keep: Optional[str],
 @click.option("--examples", type=click.IntRange(1), metavar="N",
               help="Size of the training set.")
 @click.pass_context
-def lint(ctx: click.Context, net: str, kwargs: Optional[str],
-         shape: Optional[str], classes: Optional[int], batch_size: int,
-         loss: str, optimizer: str, optimizer_params: Optional[str],
-         examples: Optional[int], traceback: bool) -> None:
+def lint(ctx: click.Context, net: str, kwargs: str | None,
+         shape: str | None, classes: int | None, batch_size: int,
+         loss: str, optimizer: str, optimizer_params: str | None,
+         examples: int | None, traceback: bool) -> None:
     """Tell what differs between Gluon and PyTorch for one Gluon network and
     its training: with --input also what depends on shapes."""
     given = ctx.get_parameter_source("batch_size") \
@@ -667,7 +666,6 @@ def print_findings(findings: Iterable[Any], console: Console) -> None:
     for finding in findings:
         console.print(Text(f"{finding.rule}: {finding.where}", "bold"))
         console.print(Padding(Text(finding.text), (0, 0, 0, 2)))
-        console.print(Padding(Text(f"torch: {finding.torch}"),
-                              (0, 0, 0, 2)))
+        console.print(Padding(Text(f"torch: {finding.torch}"), (0, 0, 0, 2)))
     click.echo(f"{len(findings)} difference"
                f"{'s' * (len(findings) != 1)} to PyTorch")

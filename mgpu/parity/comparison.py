@@ -2,9 +2,9 @@
 import difflib
 import itertools
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import (Any, Callable, Dict, Iterable, Iterator, List, Mapping,
-                    NamedTuple, Optional, Sequence, Tuple)
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,11 +14,11 @@ from mgpu.parity.matching import Plan
 from mgpu.parity.measure import STAGES, Gap
 from mgpu.parity.sides import (Call, Masks, Record, Runner, Side, State,
                                translate)
-from mgpu.split import map_leaves
+from mgpu.nested import map_leaves
 
 MODES = ("lockstep", "free", "accuracy")
 #: largest relative difference of a lock-step that counts as rounding;
-#: docs/parity.md, "Tolerances", has the measurements
+#: docs/guide/parity.md, "Tolerances", has the measurements
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 #: a difference of up to this many times what a change of the last bits does
 #: to one side alone is rounding
@@ -26,7 +26,7 @@ CHAOS = 16.0
 #: changes of the last bits that are tried, in units in the last place
 NUDGES = (4, 8, 16, 32)
 
-Batches = Iterable[Tuple[Any, Any]]
+Batches = Iterable[tuple[Any, Any]]
 
 
 class Location(NamedTuple):
@@ -61,15 +61,15 @@ class Evidence:
     a: Record
     b: Record
     #: the records of the steps before, both in the names of `a`
-    earlier: List[Tuple[Record, Record]]
-    location: Optional[Location]
+    earlier: list[tuple[Record, Record]]
+    location: Location | None
     runner_a: Any
     runner_b: Any
     plan: Plan
     #: values of both at the start where each side had its own
-    initial: Optional[Tuple[Dict[str, Any], Dict[str, Any]]] = None
+    initial: tuple[dict[str, Any], dict[str, Any]] | None = None
     #: of later steps in which a stage differed for the first time
-    later: List["Evidence"] = field(default_factory=list)
+    later: list["Evidence"] = field(default_factory=list)
 
 
 @dataclass
@@ -112,25 +112,25 @@ class Result:
 
     mode: str
     verdict: str
-    gaps: List[Gap]
+    gaps: list[Gap]
     plan: Plan
-    sides: Dict[str, Dict[str, Any]]
-    losses: Dict[str, List[float]]
-    settings: Dict[str, Any]
-    first: Optional[Gap] = None
-    location: Optional[Dict[str, Any]] = None
-    causes: List[Any] = field(default_factory=list)
-    notes: List[str] = field(default_factory=list)
-    curves: Dict[str, Any] = field(default_factory=dict)
-    evidence: Optional[Evidence] = None
+    sides: dict[str, dict[str, Any]]
+    losses: dict[str, list[float]]
+    settings: dict[str, Any]
+    first: Gap | None = None
+    location: dict[str, Any] | None = None
+    causes: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    curves: dict[str, Any] = field(default_factory=dict)
+    evidence: Evidence | None = None
 
     @property
     def same(self) -> bool:
         return self.verdict == "same"
 
     @property
-    def worst(self) -> Dict[str, Gap]:
-        found: Dict[str, Gap] = {}
+    def worst(self) -> dict[str, Gap]:
+        found: dict[str, Gap] = {}
         for gap in self.gaps:
             if gap.stage not in found \
                     or gap.relative > found[gap.stage].relative:
@@ -148,7 +148,7 @@ class Result:
                   for stage, gap in self.worst.items()]
         return "\n".join(lines + self.notes)
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Everything but `evidence`, as lists, dicts, text and numbers."""
         return {
             "format": "mgpu parity 1", "mode": self.mode,
@@ -168,17 +168,17 @@ class Result:
 
 
 def compare(a: Any, b: Any, *, batches: Batches,
-            loss: Optional[Callable] = None, optimizer: Any = "sgd",
-            optimizer_params: Optional[Mapping[str, Any]] = None,
+            loss: Callable | None = None, optimizer: Any = "sgd",
+            optimizer_params: Mapping[str, Any] | None = None,
             semantics: str = "gluon", devices: Any = 1,
             batch_norm: str = "per_device", native: bool = False,
-            steps: Optional[int] = None, dtype: str = "float64",
+            steps: int | None = None, dtype: str = "float64",
             mode: str = "lockstep", weights: str = "a",
-            map: Optional[Mapping[str, matching.Target]] = None,
+            map: Mapping[str, matching.Target] | None = None,
             rules: matching.Rules = (), dropout: str = "masks",
-            tolerance: Optional[float] = None, seed: int = 0,
-            test: Optional[Batches] = None, seeds: Sequence[int] = range(5),
-            progress: Optional[Callable[[int, int], None]] = None) -> Result:
+            tolerance: float | None = None, seed: int = 0,
+            test: Batches | None = None, seeds: Sequence[int] = range(5),
+            progress: Callable[[int, int], None] | None = None) -> Result:
     """Compare how two networks train.
 
     ``mode="lockstep"``, the proof: before every step both sides get the same
@@ -262,15 +262,15 @@ def compare(a: Any, b: Any, *, batches: Batches,
         work.restore()
 
 
-def _check(**options: Tuple[str, Sequence[str]]) -> None:
+def _check(**options: tuple[str, Sequence[str]]) -> None:
     for name, (value, known) in options.items():
         if value not in known:
             raise ValueError(f"unknown {name}; received {value!r}. Use one "
                              f"of {', '.join(map(repr, known))}.")
 
 
-def endless(batches: Batches, steps: Optional[int]
-            ) -> Tuple[Iterator[Tuple[Any, Any]], int]:
+def endless(batches: Batches, steps: int | None
+            ) -> tuple[Iterator[tuple[Any, Any]], int]:
     """`batches` again and again, and the number of steps to take."""
     if not steps:
         batches = list(batches)
@@ -279,7 +279,7 @@ def endless(batches: Batches, steps: Optional[int]
         raise ValueError("a comparison needs a batch; received none. Pass "
                          "batches=[(X, y), ...].")
 
-    def run() -> Iterator[Tuple[Any, Any]]:
+    def run() -> Iterator[tuple[Any, Any]]:
         seen, some = [], False
         for batch in batches:
             if iter(batches) is batches:
@@ -310,7 +310,7 @@ class Comparison:
     """Two runners, the plan between them, and what has been seen."""
 
     def __init__(self, a: Side, b: Side, *, batches: Batches,
-                 steps: Optional[int], dtype: str, weights: str,
+                 steps: int | None, dtype: str, weights: str,
                  given: Any, rules: matching.Rules, masks: Masks,
                  tolerance: float, seed: int,
                  progress: Callable[[int, int], None]):
@@ -320,7 +320,7 @@ class Comparison:
         self.tolerance, self.dtype, self.masks = tolerance, dtype, masks
         self.progress = progress
         self.epsilon = float(np.finfo(dtype).eps)
-        self.notes: List[str] = []
+        self.notes: list[str] = []
         X, y = self.first_batch
         self.a = self._runner(a)
         self.b = self._runner(b)
@@ -379,14 +379,14 @@ class Comparison:
     # -- lock-step ----------------------------------------------------------
 
     def lockstep(self) -> Result:
-        gaps: List[Gap] = []
+        gaps: list[Gap] = []
         if self.settings["weights"] == "own":
             gaps += self._tensors(0, "initial", self.initial[0].values,
                                   self.plan.to_a(self.initial[1].values))
-        losses: Dict[str, List[float]] = {"a": [], "b": []}
-        evidence: Optional[Evidence] = None
+        losses: dict[str, list[float]] = {"a": [], "b": []}
+        evidence: Evidence | None = None
         known: set = set()      # stages that differed in a step before
-        earlier: List[Tuple[Record, Record]] = []
+        earlier: list[tuple[Record, Record]] = []
         for number, X, y, before in self._walk():
             self.b.load(translate(before, self.plan, self.a, self.b),
                         self._memory)
@@ -434,11 +434,11 @@ class Comparison:
         self._check_moved(result, self._last)
         return result
 
-    def _diagnose(self, result: Result) -> List[Any]:
+    def _diagnose(self, result: Result) -> list[Any]:
         from mgpu.parity.diagnosis import diagnose
         return diagnose(result)
 
-    def _walk(self) -> Iterator[Tuple[int, Any, Any, State]]:
+    def _walk(self) -> Iterator[tuple[int, Any, Any, State]]:
         """For each step: its number, the batch, and what `a` starts from."""
         self._last = self.a.state()
         for number, (X, y) in enumerate(self.batches, 1):
@@ -464,7 +464,7 @@ class Comparison:
         return record
 
     def compare_records(self, step: int, one: Record, two: Record
-                        ) -> List[Gap]:
+                        ) -> list[Gap]:
         """All stages of one step."""
         gaps = []
         for i, (x, z) in enumerate(itertools.zip_longest(
@@ -494,7 +494,7 @@ class Comparison:
         return sorted(gaps, key=lambda g: STAGES.index(g.stage))
 
     def _tensors(self, step: int, stage: str, x: Mapping[str, np.ndarray],
-                 z: Mapping[str, np.ndarray]) -> List[Gap]:
+                 z: Mapping[str, np.ndarray]) -> list[Gap]:
         both = [name for name in x if name in z]
         layer = measure.layer_of if stage != "memory" \
             else lambda name: measure.layer_of(measure.layer_of(name))
@@ -514,9 +514,9 @@ class Comparison:
         scale = max(measure.size_of(x), measure.size_of(z))
         return measure.gap(step, stage, name, x, z, scale, self.tolerance)
 
-    def _against_rounding(self, found: List[Gap], before: State, X: Any,
+    def _against_rounding(self, found: list[Gap], before: State, X: Any,
                           y: Any, one: Record, two: Record, number: int
-                          ) -> List[Gap]:
+                          ) -> list[Gap]:
         """Tell rounding from a difference: what do a few units in the last
         place do to `a` alone? `NUDGES` are tried until all is explained: a
         value beside a kink (ReLU) needs luck, or more than one unit."""
@@ -526,7 +526,7 @@ class Comparison:
         fixed = {(g.stage, g.name)
                  for g in self._again(before, X, y, one, two, number)
                  if g.status == "different"}
-        own: Dict[Tuple[str, str], float] = {}
+        own: dict[tuple[str, str], float] = {}
         for size in NUDGES:
             def nudge(x: Any) -> np.ndarray:
                 x = np.asarray(x)
@@ -535,7 +535,7 @@ class Comparison:
                 factor = 1 + size * self.epsilon * signs.choice(
                     (-1.0, 1.0), x.shape)
                 return (x * factor).astype(self.dtype)
-            near, = map_leaves(lambda x: [nudge(x)], X, 1)
+            near = map_leaves(nudge, X)
             values = {name: nudge(value)
                       for name, value in before.values.items()}
             for g in self._again(before._replace(values=values), near, y,
@@ -553,13 +553,13 @@ class Comparison:
         return found
 
     def _again(self, start: State, X: Any, y: Any, one: Record, two: Record,
-               number: int) -> List[Gap]:
+               number: int) -> list[Gap]:
         """How far `a` gets from `one` if it starts elsewhere."""
         self.a.load(start)
         return self.compare_records(number, one, self.a.step(X, y, number))
 
     def _calls(self, X: Any, y: Any, number: int
-               ) -> Tuple[List[Call], List[Call]]:
+               ) -> tuple[list[Call], list[Call]]:
         if len(self.a.devices) == len(self.b.devices):
             return self.a.trace(X, y, number), self.b.trace(X, y, number)
         # other shards: only the rows of all devices can be compared
@@ -568,11 +568,10 @@ class Comparison:
 
     def _evidence(self, number: int, X: Any, y: Any, before: State,
                   one: Record, two: Record,
-                  earlier: List[Tuple[Record, Record]], found: List[Gap]
-                  ) -> Tuple[Evidence, List[Gap]]:
+                  earlier: list[tuple[Record, Record]], found: list[Gap]
+                  ) -> tuple[Evidence, list[Gap]]:
         location, gaps = None, []
-        if any(g.stage == "output" and g.status == "different"
-               for g in found):
+        if any(g.stage == "output" and g.status == "different" for g in found):
             after = translate(two.after, self.plan, self.a, self.b)
             self.a.load(before)
             self.b.load(translate(before, self.plan, self.a, self.b),
@@ -589,8 +588,8 @@ class Comparison:
         return Evidence(number, X, y, before, one, two, earlier, location,
                         self.a, self.b, self.plan), gaps
 
-    def _result(self, mode: str, gaps: List[Gap],
-                losses: Dict[str, List[float]]) -> Result:
+    def _result(self, mode: str, gaps: list[Gap],
+                losses: dict[str, list[float]]) -> Result:
         wrong = [g for g in gaps if g.status == "different"]
         order = {e.name: i for i, e in enumerate(self.a.entries)}
 
@@ -609,15 +608,14 @@ class Comparison:
     def free(self) -> Result:
         batches = list(self.batches)
         start = self.a.state()
-        self.b.load(translate(start, self.plan, self.a, self.b),
-                    self._memory)
+        self.b.load(translate(start, self.plan, self.a, self.b), self._memory)
         signs = np.random.default_rng(0)
         nudged = start._replace(values={
             name: value * (1 + self.epsilon * signs.choice(
                 (-1.0, 1.0), value.shape)) for name, value
             in start.values.items()})
 
-        def run(runner: Runner) -> List[Record]:
+        def run(runner: Runner) -> list[Record]:
             records = []
             for number, (X, y) in enumerate(batches, 1):
                 record = runner.step(X, y, number)
@@ -631,10 +629,10 @@ class Comparison:
         self.a.load(nudged)
         near = run(self.a)
         two = [self._in_terms_of_a(record) for record in run(self.b)]
-        curves: Dict[str, Any] = {"distance": [], "floor": []}
+        curves: dict[str, Any] = {"distance": [], "floor": []}
         gaps, floor = [], self.epsilon
         for number, (x, n, z) in enumerate(zip(one, near, two), 1):
-            def distance(other: Record) -> List[Gap]:
+            def distance(other: Record) -> list[Gap]:
                 return [g for g in self.compare_records(number, x, other)
                         if g.stage in ("loss", "weight", "statistic")]
             apart, own = distance(z), distance(n)
@@ -647,8 +645,8 @@ class Comparison:
                                 and g is worst else "same") for g in apart]
         return self._finish_free(gaps, curves, one, two)
 
-    def _finish_free(self, gaps: List[Gap], curves: Dict[str, Any],
-                     one: List[Record], two: List[Record]) -> Result:
+    def _finish_free(self, gaps: list[Gap], curves: dict[str, Any],
+                     one: list[Record], two: list[Record]) -> Result:
         result = self._result("free", gaps, {
             side: [float(np.mean(r.losses)) for r in records]
             for side, records in (("a", one), ("b", two))})
@@ -661,7 +659,7 @@ class Comparison:
 
 
 def _as_many(x: Mapping[str, np.ndarray], z: Mapping[str, np.ndarray],
-             kinds: Mapping[str, str]) -> List[Dict[str, np.ndarray]]:
+             kinds: Mapping[str, str]) -> list[dict[str, np.ndarray]]:
     """Statistics of one device stand for those of all; of other numbers of
     devices, each is compared with all that hold the same part of them."""
     both = dict(x), dict(z)
@@ -674,13 +672,12 @@ def _as_many(x: Mapping[str, np.ndarray], z: Mapping[str, np.ndarray],
 
 
 def _rows_of(data: Any, n: int) -> Any:
-    part, = map_leaves(lambda x: [np.asarray(x)[:n]], data, 1)
-    return part
+    return map_leaves(lambda x: np.asarray(x)[:n], data)
 
 
-def joined(traces: Sequence[Sequence[Call]]) -> List[Call]:
+def joined(traces: Sequence[Sequence[Call]]) -> list[Call]:
     """The calls of all devices as if one had had all rows."""
-    def join(columns: Sequence[Sequence[np.ndarray]]) -> List[np.ndarray]:
+    def join(columns: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
         return [np.concatenate([np.atleast_1d(x) for x in xs])
                 for xs in zip(*columns)]
     return [Call(calls[0].path, join([c.inputs for c in calls]),
@@ -689,7 +686,7 @@ def joined(traces: Sequence[Sequence[Call]]) -> List[Call]:
 
 def locate(calls_a: Sequence[Call], calls_b: Sequence[Call],
            layers_a: Sequence[Any], layers_b: Sequence[Any], plan: Plan,
-           tolerance: float) -> Optional[Location]:
+           tolerance: float) -> Location | None:
     """The first layer whose output differs, or None: a layer with parameters
     is paired with that of its partner's parameters, others by kind, in the
     order of the calls between those."""
@@ -709,7 +706,7 @@ def locate(calls_a: Sequence[Call], calls_b: Sequence[Call],
     blocks = difflib.SequenceMatcher(None, keys_a, keys_b,
                                      autojunk=False).get_matching_blocks()
 
-    def agree(x: List[np.ndarray], z: List[np.ndarray]) -> bool:
+    def agree(x: list[np.ndarray], z: list[np.ndarray]) -> bool:
         return len(x) == len(z) and all(
             p.size == q.size and matching.close(
                 p.reshape(-1), q.reshape(-1), tolerance)
@@ -717,7 +714,7 @@ def locate(calls_a: Sequence[Call], calls_b: Sequence[Call],
 
     def activated(call: Call, other: Call, own: Mapping[str, Any],
                   others: Mapping[str, Any], calls: Sequence[Call], i: int
-                  ) -> List[np.ndarray]:
+                  ) -> list[np.ndarray]:
         """The output, behind the activation layer that follows it where the
         other side's layer has that activation inside."""
         inside = others[other.path].options.get("activation") \

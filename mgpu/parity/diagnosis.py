@@ -9,7 +9,7 @@ cause whose residual is not small is not named: a difference that nothing
 here predicts has no cause.
 """
 import contextlib
-from typing import Any, Dict, List
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from mgpu.parity.sides import CannotRun
 __all__ = ["CAUSES", "LIMIT", "ROWS", "Cause", "diagnose"]
 
 
-def diagnose(result: Any) -> List[Cause]:
+def diagnose(result: Any) -> list[Cause]:
     """The likely causes of the first difference of a lock-step.
 
     Stages that cannot be consequences of one another (the update, and the
@@ -42,7 +42,7 @@ def diagnose(result: Any) -> List[Cause]:
     """
     if result.evidence is None:
         return []
-    best: Dict[str, Cause] = {}
+    best: dict[str, Cause] = {}
     with np.errstate(all="ignore"):
         for evidence in (result.evidence, *result.evidence.later):
             try:

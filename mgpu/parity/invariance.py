@@ -1,9 +1,9 @@
 """Does a network train the same on any number of devices? See `invariance`.
 """
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import (Any, Callable, Dict, List, Mapping, Optional, Sequence,
-                    Tuple)
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from mgpu.parity.comparison import (TOLERANCE, Batches, Comparison, Result,
                                     _check)
 from mgpu.parity.measure import Gap
 from mgpu.parity.sides import Call, Masks, Side, State
-from mgpu.split import rows_of
+from mgpu.nested import rows_of
 
 #: from good to bad; "not compared" is said of a layer whose outputs on the
 #: devices do not join to the output on one
@@ -43,10 +43,10 @@ class LayerReport:
 
     path: str
     kind: str
-    parameters: List[str]
-    status: Dict[int, str] = field(default_factory=dict)
-    worst: Dict[int, float] = field(default_factory=dict)
-    origin: List[int] = field(default_factory=list)
+    parameters: list[str]
+    status: dict[int, str] = field(default_factory=dict)
+    worst: dict[int, float] = field(default_factory=dict)
+    origin: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -73,12 +73,12 @@ class InvarianceReport:
     """
 
     verdict: str
-    devices: List[int]
-    layers: List[LayerReport]
-    results: Dict[int, Result]
-    synced: Dict[int, Result]
-    side: Dict[str, Any]
-    settings: Dict[str, Any]
+    devices: list[int]
+    layers: list[LayerReport]
+    results: dict[int, Result]
+    synced: dict[int, Result]
+    side: dict[str, Any]
+    settings: dict[str, Any]
 
     @property
     def exact(self) -> bool:
@@ -119,9 +119,9 @@ class InvarianceReport:
                 lines.append(f"{k} devices: {wrong.first}")
         return "\n".join(lines)
 
-    def to_dict(self) -> Dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As lists, dicts, text and numbers; numbers of devices are text."""
-        def keyed(values: Mapping[int, Any]) -> Dict[str, Any]:
+        def keyed(values: Mapping[int, Any]) -> dict[str, Any]:
             return {str(k): v for k, v in values.items()}
         return {
             "format": "mgpu invariance 1", "verdict": self.verdict,
@@ -139,13 +139,13 @@ class InvarianceReport:
 
 def invariance(net_factory: Callable[[], Any], *, batches: Batches,
                devices: Sequence[int] = (1, 2, 4, 8),
-               loss: Optional[Callable] = None, optimizer: Any = "sgd",
-               optimizer_params: Optional[Mapping[str, Any]] = None,
+               loss: Callable | None = None, optimizer: Any = "sgd",
+               optimizer_params: Mapping[str, Any] | None = None,
                semantics: str = "gluon", batch_norm: str = "per_device",
-               native: bool = False, steps: Optional[int] = None,
+               native: bool = False, steps: int | None = None,
                dtype: str = "float64", dropout: str = "masks",
-               tolerance: Optional[float] = None, seed: int = 0,
-               progress: Optional[Callable[[int, int], None]] = None
+               tolerance: float | None = None, seed: int = 0,
+               progress: Callable[[int, int], None] | None = None
                ) -> InvarianceReport:
     """Compare the steps that a network takes on several numbers of devices.
 
@@ -200,8 +200,7 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
                          "(1, 2, 4).")
     _check(dropout=(dropout, ("masks", "off")),
            dtype=(dtype, tuple(TOLERANCE)))
-    side = net_factory if isinstance(net_factory, Side) \
-        else Side(net_factory)
+    side = net_factory if isinstance(net_factory, Side) else Side(net_factory)
     make = factory(side.net)
     side = side.over(Side(
         None, None, loss or SoftmaxCrossEntropyLoss(), optimizer,
@@ -227,17 +226,16 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
         done += 1
         if progress is not None:
             progress(done, total)
-    results: Dict[int, Result] = {}
-    synced: Dict[int, Result] = {}
-    layers: Dict[str, LayerReport] = {}
-    start: Optional[State] = None
+    results: dict[int, Result] = {}
+    synced: dict[int, Result] = {}
+    layers: dict[str, LayerReport] = {}
+    start: State | None = None
     for k in numbers[1:]:
         work = pair(k, side.batch_norm, tell)
         start = start or work.a.state()     # the same for every pair
         results[k], own = work.judged(start)
         again: Mapping[str, _Seen] = own
-        if side.batch_norm != "sync" and any(x.differs
-                                             for x in own.values()):
+        if side.batch_norm != "sync" and any(x.differs for x in own.values()):
             work = pair(k, "sync", lambda number, all_: None)
             synced[k], again = work.judged(start)
         for layer in work.layers():
@@ -268,7 +266,7 @@ def factory(net: Any) -> Callable[[], Any]:
     except TypeError:
         if callable(net):
             return net
-    raise TypeError("a function that makes the network is wanted, so that "
+    raise TypeError("expected a function that makes the network, so that "
                     f"each run gets a new one; received {type(net).__name__}"
                     ". Pass for example lambda: Net().")
 
@@ -300,11 +298,11 @@ class _Seen:
 class _Pair(Comparison):
     """One number of devices against another."""
 
-    def layers(self) -> List[LayerReport]:
+    def layers(self) -> list[LayerReport]:
         return [*(LayerReport(x.path, x.kind, list(x.parameters))
                   for x in self.a.layers), LayerReport(NETWORK, "", [])]
 
-    def judged(self, start: State) -> Tuple[Result, Dict[str, _Seen]]:
+    def judged(self, start: State) -> tuple[Result, dict[str, _Seen]]:
         try:
             self.a.load(start)
             self.initial = start, start
@@ -324,12 +322,12 @@ class _Pair(Comparison):
         return result, seen
 
     def _calls(self, X: Any, y: Any, number: int
-               ) -> Tuple[List[Call], List[Call]]:
+               ) -> tuple[list[Call], list[Call]]:
         """The rows of all devices joined, as far as they can be."""
         columns = [list(zip(*runner.traces(X, y, number)))
                    for runner in (self.a, self.b)]
         rows = rows_of(X) or 1
-        calls: Tuple[List[Call], List[Call]] = [], []
+        calls: tuple[list[Call], list[Call]] = [], []
         for one, two in zip(*columns):
             joined = [[_joined(x, z, rows) for x, z in zip(
                 zip(*(c[which] for c in one)), zip(*(c[which] for c in two)))]
@@ -340,7 +338,7 @@ class _Pair(Comparison):
                     for pairs in joined)))
         return calls
 
-    def _outputs(self, seen: Dict[str, _Seen]) -> None:
+    def _outputs(self, seen: dict[str, _Seen]) -> None:
         """The outputs of all layers in the first step."""
         X, y = self.first_batch
         start = self.a.state()
@@ -366,7 +364,7 @@ class _Pair(Comparison):
 
 
 def _joined(x: Sequence[np.ndarray], z: Sequence[np.ndarray], rows: int
-            ) -> Optional[Tuple[np.ndarray, np.ndarray]]:
+            ) -> tuple[np.ndarray, np.ndarray] | None:
     """What a layer gave on the devices of either side, joined along the axis
     along which the rows lie; None where there is no such axis."""
     if x[0].ndim == 0 or x[0].ndim != z[0].ndim:

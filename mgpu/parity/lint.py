@@ -1,13 +1,13 @@
 """What will bite in the move of one Gluon network to PyTorch. See `lint`."""
 import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, prod, sqrt
-from typing import (Any, Callable, Dict, Iterator, List, Mapping, NamedTuple,
-                    Optional, Sequence, Tuple)
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import mgpu
-from mgpu import losses
+from mgpu import losses, nested
 from mgpu.backends import backend_of, base, using_backend
 from mgpu.device import list_devices
 from mgpu.optimizers import Optimizer, create
@@ -39,19 +39,19 @@ class Finding(NamedTuple):
 
 
 class _Subject(NamedTuple):
-    layers: List[base.Layer]
-    specs: List[base.Spec]
-    aliases: Dict[str, List[str]]
-    shapes: Dict[str, Tuple[int, ...]]      # first input of each layer
-    rule: Optional[Optimizer]
+    layers: list[base.Layer]
+    specs: list[base.Spec]
+    aliases: dict[str, list[str]]
+    shapes: dict[str, tuple[int, ...]]      # first input of each layer
+    rule: Optimizer | None
     schedule: bool
     loss: Any
-    rows: Optional[int]
-    examples: Optional[int]
+    rows: int | None
+    examples: int | None
 
 
-_Check = Callable[[_Subject], Iterator[Tuple[str, str, str]]]
-_CHECKS: Dict[str, _Check] = {}
+_Check = Callable[[_Subject], Iterator[tuple[str, str, str]]]
+_CHECKS: dict[str, _Check] = {}
 
 
 def _rule(name: str) -> Callable[[_Check], _Check]:
@@ -62,10 +62,10 @@ def _rule(name: str) -> Callable[[_Check], _Check]:
 
 
 def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
-         optimizer_params: Optional[Mapping[str, Any]] = None,
+         optimizer_params: Mapping[str, Any] | None = None,
          lr_scheduler: Any = None, loss: Any = None,
-         batch_size: Optional[int] = None, examples: Optional[int] = None
-         ) -> List[Finding]:
+         batch_size: int | None = None, examples: int | None = None
+         ) -> list[Finding]:
     """The differences between Gluon and PyTorch that bite here, and no
     others.
 
@@ -86,7 +86,7 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
     Returns
     -------
     list of Finding
-        In the order of `RULES`; docs/parity.md has the source of each.
+        In the order of `RULES`; docs/guide/parity.md has the source of each.
     """
     options = dict(optimizer_params or {})
     schedule = options.pop("lr_scheduler", None) or lr_scheduler
@@ -100,13 +100,13 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
         net = net()
         name = backend_of(net)
     with using_backend(name) as backend:
-        shapes: Dict[str, Tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         network = backend.network(net)
         if sample is not None:
             keep = "keep" if network.values() is not None else None
             replicas = mgpu.initialize(net, list_devices(1), init=keep,
                                        sample=sample, force_reinit=True)
-            network = replicas._network
+            network = replicas.network
 
             def watch(path: str, inputs: Any, outputs: Any, index: int
                       ) -> None:
@@ -114,8 +114,8 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
                     shapes.setdefault(path, tuple(inputs[0].shape))
             shards, _ = mgpu.split_batch(
                 _floats(sample, network.specs()),
-                np.zeros(mgpu.split.rows_of(sample)), replicas.devices)
-            with network.watch(watch):
+                np.zeros(nested.rows_of(sample)), replicas.devices)
+            with network.watch_layers(watch):
                 replicas(shards)
         subject = _Subject(
             network.layers(), network.specs(), network.aliases(), shapes,
@@ -127,14 +127,10 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
 def _floats(sample: Any, specs: Sequence[base.Spec]) -> Any:
     dtype = next((s.dtype for s in specs if "float" in s.dtype), "float32")
 
-    def one(x: Any) -> List[Any]:
-        x = np.asarray(x)
-        return [x.astype(dtype) if x.dtype.kind == "f" else x]
-    cast, = mgpu.split.map_leaves(one, sample, 1)
-    return cast
+    return nested.cast_floats(sample, dtype)
 
 
-def _of(subject: _Subject, *kinds: str) -> List[base.Layer]:
+def _of(subject: _Subject, *kinds: str) -> list[base.Layer]:
     return [layer for layer in subject.layers if layer.kind in kinds]
 
 

@@ -1,15 +1,15 @@
 """Which parameter of one network is which of the other."""
 import re
 import zlib
-from typing import (Any, Callable, Dict, Iterable, List, Mapping, NamedTuple,
-                    Optional, Sequence, Tuple, Union)
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 #: what an explicit map may say of a parameter of `a`: its name in `b`, or
 #: ``{"to": name, "transpose": axes}``
-Target = Union[str, Mapping[str, Any]]
-Rules = Sequence[Tuple[str, str]]
+Target = str | Mapping[str, Any]
+Rules = Sequence[tuple[str, str]]
 
 
 class MatchError(ValueError):
@@ -22,7 +22,7 @@ class MatchError(ValueError):
         could be; under ``""`` those of `b` that are left.
     """
 
-    def __init__(self, message: str, candidates: Dict[str, List[str]]):
+    def __init__(self, message: str, candidates: dict[str, list[str]]):
         super().__init__(message)
         self.candidates = candidates
 
@@ -32,9 +32,9 @@ class Entry(NamedTuple):
 
     name: str
     kind: str
-    shape: Tuple[int, ...]
+    shape: tuple[int, ...]
     trained: bool
-    aliases: Tuple[str, ...] = ()       # other names of the same tensor
+    aliases: tuple[str, ...] = ()       # other names of the same tensor
 
     def __str__(self) -> str:
         return f"{self.name} {self.shape}"
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
     a: str
     b: str
-    axes: Optional[Tuple[int, ...]] = None
+    axes: tuple[int, ...] | None = None
 
 
 class Plan(NamedTuple):
@@ -67,13 +67,12 @@ class Plan(NamedTuple):
     """
 
     how: str
-    pairs: List[Pair]
-    left: Dict[str, List[str]] = {}
-    confirmed: Optional[bool] = None
-    notes: List[str] = []
+    pairs: list[Pair]
+    left: dict[str, list[str]] = {}
+    confirmed: bool | None = None
+    notes: list[str] = []
 
-    def to_b(self, values: Mapping[str, np.ndarray]
-             ) -> Dict[str, np.ndarray]:
+    def to_b(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Values of `a`, by the names and in the layout of `b`."""
         return {pair.b: _turn(values[pair.a], pair.axes)
                 for pair in self.pairs if pair.a in values}
@@ -85,12 +84,11 @@ class Plan(NamedTuple):
                                             np.argsort(p.axes)))
             for p in self.pairs])
 
-    def to_a(self, values: Mapping[str, np.ndarray]
-             ) -> Dict[str, np.ndarray]:
+    def to_a(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Values of `b`, by the names and in the layout of `a`."""
         return self.inverse().to_b(values)
 
-    def lines(self) -> List[str]:
+    def lines(self) -> list[str]:
         """The plan for a reader, a line for each pair."""
         lines = [f"matched by {self.how}: {len(self.pairs)} tensors" + {
             True: ", confirmed by a forward pass",
@@ -104,7 +102,7 @@ class Plan(NamedTuple):
         return lines + [f"  {note}" for note in self.notes]
 
 
-def _turn(value: Any, axes: Optional[Tuple[int, ...]]) -> np.ndarray:
+def _turn(value: Any, axes: tuple[int, ...] | None) -> np.ndarray:
     value = np.asarray(value)
     if axes is None:
         return value
@@ -113,7 +111,7 @@ def _turn(value: Any, axes: Optional[Tuple[int, ...]]) -> np.ndarray:
 
 
 def match(a: Sequence[Entry], b: Sequence[Entry], *,
-          given: Optional[Mapping[str, Target]] = None, rules: Rules = (),
+          given: Mapping[str, Target] | None = None, rules: Rules = (),
           probe: Optional["Probe"] = None) -> Plan:
     """Match the parameters and running statistics of two networks.
 
@@ -144,13 +142,13 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
     used_b = {pair.b for pair in settled}
     rest_a = [e for e in a if e.name not in used_a]
     rest_b = [e for e in b if e.name not in used_b]
-    ways: List[Tuple[str, Callable[[], Optional[List[Pair]]]]] = [
+    ways: list[tuple[str, Callable[[], list[Pair] | None]]] = [
         ("equal names", lambda: _by_name(rest_a, rest_b, rules)),
         ("order and shape", lambda: _by_order(rest_a, rest_b)),
         ("position in the graph",
          lambda: probe and _by_position(rest_a, rest_b, probe, settled))]
     notes = _shared(a, b)
-    found: List[Plan] = []
+    found: list[Plan] = []
     if not _needed(rest_a) and not _needed(rest_b) and settled:
         ways = [("", lambda: [])]
     for how, way in ways:
@@ -158,8 +156,7 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
         if pairs is None:
             continue
         pairs = settled + pairs
-        how = " and ".join(filter(None, ("given map" if settled else "",
-                                         how)))
+        how = " and ".join(filter(None, ("given map" if settled else "", how)))
         done_a = {p.a for p in pairs}
         done_b = {p.b for p in pairs}
         left = {"a": [e.name for e in a if e.name not in done_a],
@@ -177,9 +174,9 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
     return found[0]
 
 
-def _refuse_disagreement(plans: List[Plan]) -> None:
+def _refuse_disagreement(plans: list[Plan]) -> None:
     """Several complete plans, none of them confirmed."""
-    candidates: Dict[str, List[str]] = {}
+    candidates: dict[str, list[str]] = {}
     for plan in plans:
         for pair in plan.pairs:
             names = candidates.setdefault(pair.a, [])
@@ -197,12 +194,12 @@ def _refuse_disagreement(plans: List[Plan]) -> None:
             + ". Name these pairs in map=.", candidates)
 
 
-def _needed(entries: Iterable[Entry]) -> List[Entry]:
+def _needed(entries: Iterable[Entry]) -> list[Entry]:
     return [e for e in entries if e.kind != "other"]
 
 
 def _given(a: Sequence[Entry], b: Sequence[Entry],
-           given: Mapping[str, Target]) -> List[Pair]:
+           given: Mapping[str, Target]) -> list[Pair]:
     of_a = {name: e for e in a for name in (e.name, *e.aliases)}
     of_b = {name: e for e in b for name in (e.name, *e.aliases)}
     pairs, wrong = [], []
@@ -239,12 +236,12 @@ def _given(a: Sequence[Entry], b: Sequence[Entry],
 
 
 def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
-             ) -> Optional[List[Pair]]:
+             ) -> list[Pair] | None:
     def renamed(name: str) -> str:
         for pattern, replacement in rules:
             name = re.sub(pattern, replacement, name)
         return name
-    of_b: Dict[str, Entry] = {}
+    of_b: dict[str, Entry] = {}
     for e in b:
         for name in (e.name, *e.aliases):
             of_b.setdefault(renamed(name), e)
@@ -259,14 +256,13 @@ def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
     return pairs if _complete(pairs, b) else None
 
 
-def _complete(pairs: List[Pair], b: Sequence[Entry]) -> bool:
+def _complete(pairs: list[Pair], b: Sequence[Entry]) -> bool:
     taken = [pair.b for pair in pairs]
     return len(set(taken)) == len(taken) and all(
         e.name in taken for e in _needed(b))
 
 
-def _by_order(a: Sequence[Entry], b: Sequence[Entry]
-              ) -> Optional[List[Pair]]:
+def _by_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Pair] | None:
     pairs = []
     kinds = dict.fromkeys(e.kind for e in (*a, *b))
     for kind in kinds:      # one kind after the other: Gluon and torch
@@ -304,7 +300,7 @@ class Probe:
                  values_a: Mapping[str, np.ndarray]):
         self._run_a, self._run_b = run_a, run_b
         self._values = values_a
-        self._seen: Optional[Tuple[Any, Any]] = None
+        self._seen: tuple[Any, Any] | None = None
 
     def confirms(self, plan: Plan) -> bool:
         """Whether equal values give equal outputs under `plan`."""
@@ -316,9 +312,8 @@ class Probe:
             for x, y in zip(self._seen[0], outputs))
 
     def calls(self, values_a: Mapping[str, np.ndarray],
-              values_b: Mapping[str, np.ndarray]) -> Tuple[Any, Any]:
-        return (self._run_a(values_a, True)[1],
-                self._run_b(values_b, True)[1])
+              values_b: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
+        return (self._run_a(values_a, True)[1], self._run_b(values_b, True)[1])
 
 
 def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
@@ -327,7 +322,7 @@ def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
     return bool(np.abs(x - y).max(initial=0.0) <= tolerance * size)
 
 
-def drawn(entries: Sequence[Entry]) -> Dict[str, np.ndarray]:
+def drawn(entries: Sequence[Entry]) -> dict[str, np.ndarray]:
     """Values that depend on kind and shape alone."""
     def draw(entry: Entry) -> np.ndarray:
         key = repr((entry.kind, entry.shape)).encode()
@@ -340,7 +335,7 @@ def drawn(entries: Sequence[Entry]) -> Dict[str, np.ndarray]:
 
 
 def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
-                 settled: List[Pair]) -> Optional[List[Pair]]:
+                 settled: list[Pair]) -> list[Pair] | None:
     """By what arrives at a layer.
 
     Both networks get values that depend on kind and shape alone, so that
@@ -359,7 +354,7 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     except ValueError:
         return None
 
-    def useful(calls: Any, known: Mapping[str, Entry]) -> List[Any]:
+    def useful(calls: Any, known: Mapping[str, Entry]) -> list[Any]:
         found, seen = [], set()
         for names, x in calls:
             entries = tuple(known[n] for n in names if n in known)
@@ -387,17 +382,17 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     return None if more is None else pairs + more
 
 
-def _shared(a: Sequence[Entry], b: Sequence[Entry]) -> List[str]:
+def _shared(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
     return [f"shared in {side}: {' = '.join((e.name, *e.aliases))}"
             for side, entries in (("a", a), ("b", b))
             for e in entries if e.aliases]
 
 
-def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: List[str]
+def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str]
               ) -> MatchError:
     a, b = _needed(a), _needed(b)
     shapes_b = [e.shape for e in b]
-    candidates: Dict[str, List[str]] = {}
+    candidates: dict[str, list[str]] = {}
     for e in a:
         same = [o.name for o in b if (o.shape, o.kind) == (e.shape, e.kind)]
         if len(same) != 1 or sum(
@@ -407,7 +402,7 @@ def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: List[str]
     left = [e for e in b if shapes_b.count(e.shape) > wanted.count(e.shape)]
     candidates[""] = [e.name for e in left]
 
-    def some(items: List[str]) -> str:
+    def some(items: list[str]) -> str:
         return ", ".join(items[:6]) + (
             f" and {len(items) - 6} more" if len(items) > 6 else "") \
             or "none"
@@ -418,5 +413,6 @@ def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: List[str]
         f"received {len(a)} and {len(b)} that fit neither by name, by order "
         f"and shape, nor by position in the graph. In a: {some(lines)}. "
         f"Too many in b: {some([str(e) for e in left])}. " + "".join(
-            note[0].upper() + note[1:] + ". " for note in notes) + "Name the pairs in "
+            note[0].upper() + note[1:] + ". " for note in notes)
+        + "Name the pairs in "
         "map=, or turn names of b into names of a by rules=.", candidates)

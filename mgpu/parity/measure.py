@@ -1,6 +1,6 @@
 """How far apart two tensors are, and whether that is a difference."""
-from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
-                    Tuple)
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,10 +51,10 @@ class Gap(NamedTuple):
     relative: float
     scale: float
     status: str
-    index: Tuple[int, ...]
+    index: tuple[int, ...]
     a: float
     b: float
-    own: Optional[float] = None
+    own: float | None = None
 
     def __str__(self) -> str:
         where = f" {self.name}" if self.name else ""
@@ -71,11 +71,11 @@ def layer_of(name: str) -> str:
 
 def scales(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray],
            layer: Callable[[str], str] = layer_of
-           ) -> Dict[str, Tuple[float, bool]]:
+           ) -> dict[str, tuple[float, bool]]:
     """What each tensor is measured against, and whether it is its own size
-    (True) or its layer's (docs/parity.md, "The measure")."""
+    (True) or its layer's (docs/guide/parity.md, "The measure")."""
     own = {name: max(size_of(a[name]), size_of(b[name])) for name in a}
-    largest: Dict[str, float] = {}
+    largest: dict[str, float] = {}
     for name, size in own.items():
         key = layer(name)
         largest[key] = max(largest.get(key, 0.0), size)
@@ -93,7 +93,7 @@ def size_of(x: np.ndarray) -> float:
 def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],
                     b: Mapping[str, np.ndarray], tolerance: float,
                     epsilon: float,
-                    layer: Callable[[str], str] = layer_of) -> List[Gap]:
+                    layer: Callable[[str], str] = layer_of) -> list[Gap]:
     """A `Gap` for each name of `a`; `b` has the same names.
 
     Parameters
@@ -127,10 +127,10 @@ def gap(step: int, stage: str, name: str, a: Any, b: Any, scale: float,
         return Gap(step, stage, name, 0.0, 0.0, scale, "same", (), 0.0, 0.0)
     index = np.unravel_index(int(apart.argmax()), apart.shape)
     absolute = float(apart[index])
-    relative = absolute / scale if scale else (0.0 if not absolute
-                                               else np.inf)
+    relative = absolute / scale if scale else (0.0 if not absolute else np.inf)
     status = "different" if relative > tolerance else "same"
-    if status == "same" and zero and max(size_of(a), size_of(b)) <= zero * scale \
+    if status == "same" and zero \
+            and max(size_of(a), size_of(b)) <= zero * scale \
             and scale:
         status = "zero"
     return Gap(step, stage, name, absolute, relative, scale, status,

@@ -3,10 +3,10 @@ import html
 import importlib.util
 import io
 import math
-import os
 import platform
 import re
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from mgpu import doctor, files, plotting
 from mgpu.parity.comparison import Result
 from mgpu.parity.measure import STAGES, Gap, layer_of
 
-FilePath = Union[str, "os.PathLike[str]"]
-Table = Tuple[List[str], List[List[str]]]
+Table = tuple[list[str], list[list[str]]]
 
 _STAGE_WORDS = {
     "initial": "initial values", "layer": "output of a layer",
@@ -83,7 +82,7 @@ def sentence(result: Result) -> str:
                             if larger else "."))
 
 
-def first_rows(gap: Gap) -> List[Tuple[str, str]]:
+def first_rows(gap: Gap) -> list[tuple[str, str]]:
     """The first difference, as (name, value)."""
     rows = [("step", str(gap.step)), ("stage", _STAGE_WORDS[gap.stage])]
     if gap.stage not in ("output", "loss"):
@@ -101,7 +100,7 @@ def first_rows(gap: Gap) -> List[Tuple[str, str]]:
     return rows
 
 
-def location_rows(location: Mapping[str, Any]) -> List[Tuple[str, str]]:
+def location_rows(location: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The first layer whose output differs, as (name, value)."""
     rows, layers = [], [location.get("a"), location.get("b")]
     for side, layer in zip("ab", layers):
@@ -160,7 +159,7 @@ def side_table(result: Result) -> Table:
         for name in {**a, **b}]
 
 
-def accuracy_rows(result: Result) -> List[Tuple[str, str]]:
+def accuracy_rows(result: Result) -> list[tuple[str, str]]:
     """The test of the accuracies, as (name, value)."""
     test = result.curves.get("test") or {}
     test = test._asdict() if hasattr(test, "_asdict") else test
@@ -172,7 +171,7 @@ def accuracy_rows(result: Result) -> List[Tuple[str, str]]:
         for name, value in dict(test).items()]
 
 
-def versions(result: Result) -> List[Tuple[str, str]]:
+def versions(result: Result) -> list[tuple[str, str]]:
     """The software that made the result, as far as it is running now."""
     engines = dict.fromkeys(side["engine"] for side in result.sides.values()
                             if "engine" in side)
@@ -201,8 +200,8 @@ def _text(value: Any) -> str:
 
 
 def _by_layer(result: Result
-              ) -> Tuple[List[str], Dict[Tuple[str, str], float], List[str]]:
-    worst: Dict[Tuple[str, str], float] = {}
+              ) -> tuple[list[str], dict[tuple[str, str], float], list[str]]:
+    worst: dict[tuple[str, str], float] = {}
     for gap in result.gaps:
         if gap.name and gap.stage not in ("output", "layer"):
             key = _layer(gap), gap.stage
@@ -256,7 +255,7 @@ def print_result(result: Result, console: Any = None, *,
             drawn.add_row(*map(Text, row))      # names have square brackets
         show(drawn)
 
-    def pairs(title: str, rows: Sequence[Tuple[str, str]]) -> None:
+    def pairs(title: str, rows: Sequence[tuple[str, str]]) -> None:
         show(title, style="bold")
         drawn = Grid.grid(padding=(0, 2))
         drawn.add_column(no_wrap=True)
@@ -298,7 +297,7 @@ def print_result(result: Result, console: Any = None, *,
 
 # -- JSON ---------------------------------------------------------------------
 
-def write_json(result: Any, file: FilePath) -> None:
+def write_json(result: Any, file: files.FilePath) -> None:
     """Write ``result.to_dict()``, of a `Result` or another report, whole or
     not at all.
 
@@ -318,15 +317,14 @@ def _plain(x: Any) -> Any:
     if isinstance(x, (np.ndarray, np.generic)):
         return _plain(x.tolist())
     if isinstance(x, float) and not math.isfinite(x):
-        return "NaN" if math.isnan(x) else \
-            "Infinity" if x > 0 else "-Infinity"
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
     return x if isinstance(x, (str, int, float, type(None))) else str(x)
 
 
 # -- HTML ---------------------------------------------------------------------
 
-def write_html(result: Result, file: FilePath, *,
-               command: Optional[str] = None) -> None:
+def write_html(result: Result, file: files.FilePath, *,
+               command: str | None = None) -> None:
     """Write a page that needs nothing else: no network, no other file.
 
     Parameters
@@ -356,7 +354,7 @@ def check_packages() -> None:
                           "Run pip install 'mgpu[report]'.")
 
 
-def to_html(result: Result, *, command: Optional[str] = None) -> str:
+def to_html(result: Result, *, command: str | None = None) -> str:
     """The page of `write_html`."""
     check_packages()
     from importlib.resources import files as resources
@@ -381,18 +379,15 @@ def to_html(result: Result, *, command: Optional[str] = None) -> str:
         versions=versions(result), command=command)
 
 
-def _charts(result: Result) -> List[Dict[str, str]]:
+def _charts(result: Result) -> list[dict[str, str]]:
     """The charts of the mode: title, SVG."""
     charts = []
     if result.mode == "accuracy":
-        charts.append(("Test accuracy of each seed",
-                       _draw_accuracies(result)))
+        charts.append(("Test accuracy of each seed", _draw_accuracies(result)))
     if result.mode == "free" and result.curves:
-        charts.append(("Distance, and the chaos floor",
-                       _draw_free(result)))
+        charts.append(("Distance, and the chaos floor", _draw_free(result)))
     if result.gaps and result.mode != "accuracy":
-        charts.append(("Largest difference in each step",
-                       _draw_steps(result)))
+        charts.append(("Largest difference in each step", _draw_steps(result)))
         if _by_layer(result)[0]:
             charts.append(("Largest difference in each layer",
                            _draw_layers(result)))
@@ -414,7 +409,7 @@ class _LogAxis:
         self.low, self.high = low - self.zero, max(high, low + 1) \
             + self.infinite
 
-    def place(self, values: Sequence[float]) -> List[float]:
+    def place(self, values: Sequence[float]) -> list[float]:
         return [10.0 ** self.low if v == 0 else v if math.isfinite(v)
                 else 10.0 ** self.high for v in values]
 
@@ -434,7 +429,7 @@ class _LogAxis:
         axes.set_ylim(10.0 ** (self.low - 0.5), 10.0 ** (self.high + 0.5))
 
 
-def _figure(xlabel: str, ylabel: str) -> Tuple[Any, Any]:
+def _figure(xlabel: str, ylabel: str) -> tuple[Any, Any]:
     """An empty chart that fills a phone's width at its own size."""
     figure = plotting._new_figure((4.4, 3.2))
     figure.set_layout_engine("constrained")
@@ -449,7 +444,7 @@ def _steps_on(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def _tolerance_line(axes: Any, result: Result) -> List[float]:
+def _tolerance_line(axes: Any, result: Result) -> list[float]:
     tolerance = result.settings.get("tolerance")
     if not tolerance:
         return []
@@ -458,7 +453,7 @@ def _tolerance_line(axes: Any, result: Result) -> List[float]:
     return [tolerance]
 
 
-def _stage_style(stage: str, count: int) -> Dict[str, Any]:
+def _stage_style(stage: str, count: int) -> dict[str, Any]:
     i = STAGES.index(stage)
     return dict(color=_COLOURS[i], marker=_MARKERS[i], markersize=4.5,
                 markeredgewidth=0, label=stage,
@@ -466,7 +461,7 @@ def _stage_style(stage: str, count: int) -> Dict[str, Any]:
 
 
 def _draw_steps(result: Result) -> str:
-    worst: Dict[str, Dict[int, float]] = {}
+    worst: dict[str, dict[int, float]] = {}
     for gap in result.gaps:
         line = worst.setdefault(gap.stage, {})
         line[gap.step] = max(line.get(gap.step, 0.0), gap.relative)

@@ -1,9 +1,9 @@
 """One side of a comparison: a network, its trainer, and a step at a time."""
 import contextlib
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import (Any, Callable, Dict, Iterator, List, Mapping, NamedTuple,
-                    Optional, Sequence, Tuple)
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,9 +11,8 @@ import mgpu
 from mgpu.backends import backend_of, base, get_backend, using_backend
 from mgpu.device import Device, list_devices
 from mgpu.parity.matching import Entry, Plan
-from mgpu.replicas import as_inputs
-from mgpu.split import map_leaves, rows_of
-from mgpu.trainer import TrainerStates
+from mgpu.nested import as_inputs, cast_floats, leaves, rows_of
+from mgpu.trainer_states import TrainerStates
 
 _STATISTICS = ("running_mean", "running_var")
 _COUNTER = "num_batches_tracked"
@@ -55,19 +54,19 @@ class Side:
 
     net: Any
     devices: Any = None
-    loss: Optional[Callable] = None
+    loss: Callable | None = None
     optimizer: Any = None
-    optimizer_params: Optional[Mapping[str, Any]] = None
-    semantics: Optional[str] = None
-    lr_scheduler: Optional[Callable[[int], float]] = None
-    lr_mult: Optional[Mapping[str, float]] = None
-    wd_mult: Optional[Mapping[str, float]] = None
-    batch_norm: Optional[str] = None
-    native: Optional[bool] = None
-    divisor: Optional[int] = None
-    prepare: Optional[Callable] = None
+    optimizer_params: Mapping[str, Any] | None = None
+    semantics: str | None = None
+    lr_scheduler: Callable[[int], float] | None = None
+    lr_mult: Mapping[str, float] | None = None
+    wd_mult: Mapping[str, float] | None = None
+    batch_norm: str | None = None
+    native: bool | None = None
+    divisor: int | None = None
+    prepare: Callable | None = None
     init: Any = None
-    seed: Optional[int] = None
+    seed: int | None = None
 
     def over(self, defaults: "Side") -> "Side":
         """This side, with the values of `defaults` where it has none."""
@@ -80,7 +79,7 @@ class State(NamedTuple):
     """What a step starts from: values by name (a running statistic has a
     leading axis of one entry per device) and the optimiser's memory."""
 
-    values: Dict[str, np.ndarray]
+    values: dict[str, np.ndarray]
     optimizer: TrainerStates
 
 
@@ -107,13 +106,13 @@ class Record:
     divisor : int
     """
 
-    outputs: List[np.ndarray]
+    outputs: list[np.ndarray]
     losses: np.ndarray
-    gradients: Dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
     after: State
-    apart: Dict[str, float] = field(default_factory=dict)
+    apart: dict[str, float] = field(default_factory=dict)
     rate: float = 0.0
-    rows: List[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     divisor: int = 1
 
 
@@ -121,8 +120,8 @@ class Call(NamedTuple):
     """A call of an innermost layer on the first device that had rows."""
 
     path: str
-    inputs: List[np.ndarray]
-    outputs: List[np.ndarray]
+    inputs: list[np.ndarray]
+    outputs: list[np.ndarray]
 
 
 class Masks:
@@ -143,7 +142,7 @@ class Masks:
         self._step, self._rows = step, list(rows)
         self._calls = [0] * len(rows)
 
-    def __call__(self, x: Any, rate: float, axes: Tuple[int, ...], index: int
+    def __call__(self, x: Any, rate: float, axes: tuple[int, ...], index: int
                  ) -> Any:
         backend = get_backend()
         with self._lock:
@@ -158,7 +157,7 @@ class Masks:
         with backend.scope(recording=False):
             return backend.ops.astype(backend.put(mask, x), x.dtype)
 
-    def _draw(self, shape: Tuple[int, ...], rate: float, number: int,
+    def _draw(self, shape: tuple[int, ...], rate: float, number: int,
               index: int) -> np.ndarray:
         rows, total = self._rows[index], sum(self._rows)
         entropy = [self._seed, self._step, number]
@@ -209,15 +208,15 @@ class Runner:
             self.replicas = mgpu.initialize(
                 net, devices, init=init, seed=side.seed or 0, dtype=dtype,
                 batch_norm=side.batch_norm, force_reinit=True,
-                sample=_cast(sample, dtype))
-            self.replicas._network.native = bool(side.native)
+                sample=cast_floats(sample, dtype))
+            self.replicas.network.own_arithmetic = bool(side.native)
             self.trainer = mgpu.Trainer(
                 self.replicas, side.optimizer, dict(side.optimizer_params
                                                     or {}),
                 semantics=side.semantics, lr_scheduler=side.lr_scheduler,
                 lr_mult=side.lr_mult, wd_mult=side.wd_mult)
-        network = self.replicas._network
-        self.layers: List[base.Layer] = network.layers()
+        network = self.replicas.network
+        self.layers: list[base.Layer] = network.layers()
         aliases = network.aliases()
         self.entries = [
             Entry(p.name, _kind(p), tuple(p.shape), p.grad_req != "null",
@@ -228,7 +227,7 @@ class Runner:
         self._names = {e.name for e in self.entries}
 
     @property
-    def devices(self) -> List[Device]:
+    def devices(self) -> list[Device]:
         return self.replicas.devices
 
     @property
@@ -236,7 +235,7 @@ class Runner:
         """The class of the optimiser."""
         return type(self.trainer.optimizer).__name__
 
-    def options(self) -> Dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """How this side trains, for a report."""
         return {"engine": f"{self.name} {self.backend.version}",
                 "network": type(self.net).__name__,
@@ -255,10 +254,10 @@ class Runner:
         if values is None:
             return
         with using_backend(self.name):
-            for parameter in self.replicas._all():
+            for parameter in self.replicas.all_parameters():
                 parameter.set_data(values[parameter.name])
             if len(dtypes) == 1:
-                self.replicas._network.cast(*dtypes)
+                self.replicas.network.cast(*dtypes)
 
     # -- states -------------------------------------------------------------
 
@@ -296,14 +295,10 @@ class Runner:
 
     def last_rate(self, name: str, num_update: int) -> float:
         """The rate that update `num_update` moved a parameter with."""
-        trainer = self.trainer
-        rate = trainer.optimizer.learning_rate \
-            if trainer._scheduler is None \
-            else float(trainer._scheduler(max(1, num_update)))
-        own, = (p.lr_mult for p in self.replicas.params() if p.name == name)
-        return rate * trainer._lr_mult.get(name, own)
+        own, = (p for p in self.replicas.params() if p.name == name)
+        return self.trainer.rate(num_update) * self.trainer.multipliers(own)[0]
 
-    def slots(self) -> List[str]:
+    def slots(self) -> list[str]:
         """What the optimiser remembers of a weight."""
         with using_backend(self.name):
             weight = self.replicas.params()[0].data()
@@ -312,20 +307,20 @@ class Runner:
 
     # -- steps --------------------------------------------------------------
 
-    def _shards(self, X: Any, y: Any) -> Tuple[List[Any], List[Any]]:
+    def _shards(self, X: Any, y: Any) -> tuple[list[Any], list[Any]]:
         if self.side.prepare is not None:
             X, y = self.side.prepare(X, y)
-        return mgpu.split_batch(_cast(X, self.dtype), _cast(y, self.dtype),
+        return mgpu.split_batch(cast_floats(X, self.dtype), cast_floats(y, self.dtype),
                                 self.devices)
 
     @contextlib.contextmanager
     def _running(self, rows: Sequence[int], step: int) -> Iterator[None]:
         self.masks.begin(step, rows)
         with using_backend(self.name), \
-                self.replicas._network.dropout(self.masks):
+                self.replicas.network.use_masks(self.masks):
             yield
 
-    def forward(self, X: Any, y: Any, step: int = 0) -> List[np.ndarray]:
+    def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
         """The outputs of a training pass, which is then forgotten; running
         statistics may move."""
         with using_backend(self.name):
@@ -335,38 +330,38 @@ class Runner:
             self.replicas.recorded = [False] * len(self.devices)
             return self._joined(outputs)
 
-    def predict(self, X: Any, y: Any) -> List[np.ndarray]:
+    def predict(self, X: Any, y: Any) -> list[np.ndarray]:
         """The outputs in prediction mode."""
         with using_backend(self.name):
             return self._joined(self.replicas(self._shards(X, y)[0]))
 
-    def _joined(self, outputs: Sequence[Any]) -> List[np.ndarray]:
+    def _joined(self, outputs: Sequence[Any]) -> list[np.ndarray]:
         """All devices' outputs, one array for each leaf."""
         parts = []
         for output in outputs:
             if output is not None:
                 parts.append([self.backend.to_numpy(x)
-                              for x in _leaves(output)])
+                              for x in leaves(output)])
         return [np.concatenate([np.atleast_1d(x) for x in column])
                 for column in zip(*parts)]
 
     def trace(self, X: Any, y: Any, step: int, predict: bool = False
-              ) -> List[Call]:
+              ) -> list[Call]:
         """The calls of all innermost layers in a training pass (or in a
         prediction), on the first device with rows."""
         return self.traces(X, y, step, predict, first=True)[0]
 
     def traces(self, X: Any, y: Any, step: int, predict: bool = False,
-               first: bool = False) -> List[List[Call]]:
+               first: bool = False) -> list[list[Call]]:
         """`trace` of each device with rows (`first`: of that one alone)."""
 
-        def copies(tree: Any) -> List[np.ndarray]:
-            return [self.backend.to_numpy(x) for x in _leaves(tree)
+        def copies(tree: Any) -> list[np.ndarray]:
+            return [self.backend.to_numpy(x) for x in leaves(tree)
                     if self.backend.is_native(x)]
         with using_backend(self.name):
             Xs, _ = self._shards(X, y)
             busy = [i for i, n in enumerate(_rows(Xs)) if n]
-            calls: Dict[int, List[Call]] = {
+            calls: dict[int, list[Call]] = {
                 i: [] for i in (busy[:1] if first else busy)}
 
             def watch(path: str, inputs: Any, outputs: Any, index: int
@@ -375,7 +370,7 @@ class Runner:
                     calls[index].append(
                         Call(path, copies(inputs), copies(outputs)))
             with self._running(_rows(Xs), step), \
-                    self.replicas._network.watch(watch):
+                    self.replicas.network.watch_layers(watch):
                 if predict:
                     self.replicas(Xs)
                 else:
@@ -385,7 +380,7 @@ class Runner:
         return list(calls.values())
 
     def _backward(self, X: Any, y: Any, step: int
-                  ) -> Tuple[List[Any], List[Any], List[int]]:
+                  ) -> tuple[list[Any], list[Any], list[int]]:
         """Forward, backward and the sum of gradients; outputs and losses by
         device, and its rows."""
         Xs, ys = self._shards(X, y)
@@ -419,7 +414,7 @@ class Runner:
         """
         with using_backend(self.name):
             outputs, losses, rows = self._backward(X, y, step)
-            collected = self.trainer._collected or []
+            collected = self.trainer.summed()
             gradients, apart = {}, {}
             for p in collected:
                 if p.name not in self._names:
@@ -457,12 +452,12 @@ class Runner:
         parameters = {layer.path: layer.parameters for layer in self.layers}
 
         def run(values: Mapping[str, np.ndarray], traced: bool
-                ) -> Tuple[Any, Any]:
+                ) -> tuple[Any, Any]:
             now = self.replicas.export_numpy(all_devices=True)
             self.replicas.import_numpy({**now, **values})
             if not traced:
                 return self.predict(X, y), []
-            outputs: List[np.ndarray] = []
+            outputs: list[np.ndarray] = []
             calls = [(parameters[call.path], call.inputs[0])
                      for call in self.trace(X, y, 0, predict=True)
                      if parameters.get(call.path) and call.inputs]
@@ -478,31 +473,8 @@ def _kind(p: Any) -> str:
     return "other" if constant else p.kind
 
 
-def _leaves(tree: Any) -> List[Any]:
-    found: List[Any] = []
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            found += _leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            found += _leaves(value)
-    elif tree is not None:
-        found.append(tree)
-    return found
-
-
-def _rows(shards: Sequence[Any]) -> List[int]:
-    return [0 if s is None else rows_of(as_inputs(s)[0]) or 0
-            for s in shards]
-
-
-def _cast(data: Any, dtype: str) -> Any:
-    """Floats in the dtype of the comparison; integers as they are."""
-    def one(x: Any) -> List[Any]:
-        x = np.asarray(x)
-        return [x.astype(dtype) if x.dtype.kind == "f" else x]
-    cast, = map_leaves(one, data, 1)
-    return cast
+def _rows(shards: Sequence[Any]) -> list[int]:
+    return [0 if s is None else rows_of(as_inputs(s)[0]) or 0 for s in shards]
 
 
 def _spread(copies: Sequence[np.ndarray]) -> float:

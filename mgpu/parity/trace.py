@@ -8,15 +8,15 @@ safetensors: arrays and JSON text, nothing that runs when it is read.
 import hashlib
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
-                    Sequence, Tuple)
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu import files, losses, optimizers
-from mgpu.backends import base
+from mgpu import files, losses, optimizers, trainer_states
+from mgpu.backends import base, messages
 from mgpu.losses import SoftmaxCrossEntropyLoss
 from mgpu.parity import matching
 from mgpu.parity.comparison import (TOLERANCE, Batches, Comparison, Evidence,
@@ -25,9 +25,9 @@ from mgpu.parity.comparison import (TOLERANCE, Batches, Comparison, Evidence,
 from mgpu.parity.diagnosis import ROWS, diagnose
 from mgpu.parity.matching import Entry
 from mgpu.parity.measure import Gap
-from mgpu.parity.sides import (Call, CannotRun, Masks, Record, Runner,
-                               Side, State, translate)
-from mgpu.trainer import Trainer, TrainerStates
+from mgpu.parity.sides import (Call, CannotRun, Masks, Record, Runner, Side,
+                               State, translate)
+from mgpu.trainer_states import TrainerStates
 
 FORMAT = "mgpu trace 1"
 #: steps that are kept at most where the rate or the rows change all the time
@@ -42,7 +42,7 @@ class Recording(NamedTuple):
 
     file: str
     steps: int
-    kept: List[int]
+    kept: list[int]
     size: int
     sha256: str
 
@@ -62,15 +62,15 @@ class _Writer:
     """Arrays under numbers, and JSON that names them."""
 
     def __init__(self) -> None:
-        self.arrays: Dict[str, np.ndarray] = {}
-        self._known: Dict[bytes, str] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        self._known: dict[bytes, str] = {}
 
-    def put(self, x: Any) -> Dict[str, Any]:
+    def put(self, x: Any) -> dict[str, Any]:
         """Nothing is lost: an array of one value is kept as that value, and
         float64 as float32 where all its values are of float32."""
         x = np.asarray(x)
-        if x.dtype.name not in base.DTYPES:
-            raise TypeError(f"a trace holds {', '.join(base.DTYPES)}; "
+        if x.dtype.name not in messages.DTYPES:
+            raise TypeError(f"a trace holds {', '.join(messages.DTYPES)}; "
                             f"received an array of {x.dtype}. Give numbers.")
         node = {"shape": list(x.shape), "dtype": x.dtype.name}
         flat = np.ascontiguousarray(x).reshape(-1)
@@ -80,17 +80,15 @@ class _Writer:
         elif flat.dtype == np.float64:
             with np.errstate(over="ignore", invalid="ignore"):
                 small = flat.astype(np.float32)
-            if np.array_equal(small.astype(np.float64), flat,
-                              equal_nan=True):
+            if np.array_equal(small.astype(np.float64), flat, equal_nan=True):
                 flat = small
-        key = hashlib.sha256(flat.dtype.str.encode() + flat.tobytes()
-                             ).digest()
+        key = hashlib.sha256(flat.dtype.str.encode() + flat.tobytes()).digest()
         if key not in self._known:
             self._known[key] = str(len(self.arrays))
             self.arrays[self._known[key]] = flat
         return {**node, "array": self._known[key]}
 
-    def put_all(self, values: Mapping[Any, Any]) -> Dict[str, Any]:
+    def put_all(self, values: Mapping[Any, Any]) -> dict[str, Any]:
         return {name: self.put(x) for name, x in values.items()}
 
     def tree(self, data: Any) -> Any:
@@ -101,21 +99,21 @@ class _Writer:
                 hasattr(v, "shape") for v in data):
             kind = "list" if isinstance(data, list) else "tuple"
             return {kind: [self.tree(v) for v in data]}
-        return self.put(base.host_array(data) if isinstance(data, list)
+        return self.put(messages.host_array(data) if isinstance(data, list)
                         else data)
 
-    def state(self, state: State) -> Dict[str, Any]:
+    def state(self, state: State) -> dict[str, Any]:
         memory = state.optimizer
         return {"values": self.put_all(state.values), "optimizer": {
             **memory._asdict(), "slots": [
                 [name, slot, self.put(x)]
                 for (name, slot), x in memory.slots.items()]}}
 
-    def calls(self, calls: Sequence[Call]) -> List[Any]:
+    def calls(self, calls: Sequence[Call]) -> list[Any]:
         return [[call.path, *([self.put(x) for x in xs] for xs in call[1:])]
                 for call in calls]
 
-    def write(self, file: str, header: Dict[str, Any]) -> str:
+    def write(self, file: str, header: dict[str, Any]) -> str:
         """Whole or not at all; the digest."""
         text = json.dumps(header, default=repr)
         digest = _digest(text, sorted(self.arrays), self.arrays.__getitem__)
@@ -159,7 +157,7 @@ class _Reader:
         found = about.get("format")
         if found != FORMAT:
             raise ValueError(
-                f"a trace of the format {FORMAT!r} is wanted; {file!r} has "
+                f"expected a trace of the format {FORMAT!r}; {file!r} has "
                 f"{found!r}. Record it again with this version of mgpu, or "
                 "read it with the one that wrote it.")
         text, self.sha256 = about.get("trace", ""), about.get("sha256")
@@ -171,8 +169,8 @@ class _Reader:
 
     @staticmethod
     def _refused(file: str, why: Any) -> ValueError:
-        return ValueError(f"a whole file of mgpu.parity.record is wanted; "
-                          f"{file!r} is none, or is damaged ({why}). Copy "
+        return ValueError(f"expected a whole file of mgpu.parity.record; "
+                          f"{file!r} is not one, or is damaged ({why}). Copy "
                           "or record it again.")
 
     def get(self, node: Mapping[str, Any]) -> np.ndarray:
@@ -182,7 +180,7 @@ class _Reader:
             return np.full(shape, flat[0])
         return flat.reshape(shape)
 
-    def get_all(self, nodes: Mapping[str, Any]) -> Dict[str, np.ndarray]:
+    def get_all(self, nodes: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return {name: self.get(node) for name, node in nodes.items()}
 
     def tree(self, node: Mapping[str, Any]) -> Any:
@@ -199,7 +197,7 @@ class _Reader:
             **memory, "slots": {(name, slot): self.get(x)
                                 for name, slot, x in memory["slots"]}}))
 
-    def calls(self, nodes: Sequence[Any]) -> List[Call]:
+    def calls(self, nodes: Sequence[Any]) -> list[Call]:
         return [Call(path, *([self.get(x) for x in xs] for xs in rest))
                 for path, *rest in nodes]
 
@@ -218,18 +216,17 @@ def _summary(x: np.ndarray) -> np.ndarray:
                                        for i in range(PARTS)]])
 
 
-def _summaries(arrays: Sequence[np.ndarray]) -> List[np.ndarray]:
+def _summaries(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """And their sizes, so that others are other arrays."""
-    return [*map(_summary, arrays), np.array([float(x.size)
-                                              for x in arrays])]
+    return [*map(_summary, arrays), np.array([float(x.size) for x in arrays])]
 
 
-def _summarised(calls: Sequence[Call]) -> List[Call]:
+def _summarised(calls: Sequence[Call]) -> list[Call]:
     return [Call(c.path, _summaries(c.inputs), _summaries(c.outputs))
             for c in calls]
 
 
-def _draws(seed: int) -> List[float]:
+def _draws(seed: int) -> list[float]:
     """What NumPy draws for dropout masks: its streams may change between
     versions (NEP 19), and a trace would then compare other masks."""
     return np.random.default_rng([seed, 1, 0]).random(4).tolist()
@@ -245,13 +242,13 @@ def _text_of(loss: Any) -> Any:
 
 
 def record(a: Any, *, batches: Batches, file: Any,
-           steps: Optional[int] = None, keep: Optional[Sequence[int]] = None,
-           loss: Optional[Callable] = None, optimizer: Any = "sgd",
-           optimizer_params: Optional[Mapping[str, Any]] = None,
+           steps: int | None = None, keep: Sequence[int] | None = None,
+           loss: Callable | None = None, optimizer: Any = "sgd",
+           optimizer_params: Mapping[str, Any] | None = None,
            semantics: str = "gluon", devices: Any = 1,
            batch_norm: str = "per_device", native: bool = False,
            dtype: str = "float64", dropout: str = "masks", seed: int = 0,
-           progress: Optional[Callable[[int, int], None]] = None
+           progress: Callable[[int, int], None] | None = None
            ) -> Recording:
     """Train one side of a comparison and keep its steps in a file.
 
@@ -303,12 +300,11 @@ batch_norm, native, dtype, dropout, seed, progress
         optimizer_params, semantics, batch_norm=batch_norm, native=native,
         seed=seed))
     writer, kept, rates = _Writer(), [], []
-    runner: Optional[Runner] = None
+    runner: Runner | None = None
     try:
         for number, (X, y) in enumerate(batches, 1):
             if runner is None:
-                runner = Runner(side, X, dtype, Masks(seed,
-                                                      dropout == "off"))
+                runner = Runner(side, X, dtype, Masks(seed, dropout == "off"))
                 check_deterministic(runner, X, y)
                 before, last = runner.state(), None
                 moved = _rates(runner)
@@ -345,7 +341,7 @@ batch_norm, native, dtype, dropout, seed, progress
                      os.path.getsize(file), digest)
 
 
-def _rates(runner: Runner) -> Dict[str, float]:
+def _rates(runner: Runner) -> dict[str, float]:
     """What the last update moved each parameter with. Read at once: a
     schedule may not go back."""
     return {e.name: float(runner.last_rate(e.name,
@@ -354,7 +350,7 @@ def _rates(runner: Runner) -> Dict[str, float]:
 
 
 def _step_node(writer: _Writer, number: int, X: Any, y: Any, before: State,
-               one: Record, calls: List[Call], full: bool) -> Dict[str, Any]:
+               one: Record, calls: list[Call], full: bool) -> dict[str, Any]:
     node = {
         "step": number, "X": writer.tree(X), "y": writer.tree(y),
         "before": writer.state(before), "after": writer.state(one.after),
@@ -369,7 +365,7 @@ def _step_node(writer: _Writer, number: int, X: Any, y: Any, before: State,
     return node
 
 
-def _side_node(runner: Runner) -> Dict[str, Any]:
+def _side_node(runner: Runner) -> dict[str, Any]:
     trainer, side = runner.trainer, runner.side
     return {
         "name": runner.name, "options": runner.options(),
@@ -378,17 +374,17 @@ def _side_node(runner: Runner) -> Dict[str, Any]:
         "slots": runner.slots(), "loss": _text_of(side.loss),
         "optimizer": {"name": runner.rule,
                       "options": asdict(trainer.optimizer)},
-        "scheduled": trainer._scheduler is not None,
+        "scheduled": trainer.lr_scheduler is not None,
         "semantics": side.semantics, "batch_norm": side.batch_norm,
         "native": bool(side.native), "prepare": side.prepare is not None,
         "devices": len(runner.devices),
-        "lr_mult": trainer._lr_mult, "wd_mult": trainer._wd_mult,
+        "lr_mult": trainer.lr_mult, "wd_mult": trainer.wd_mult,
         "params": [[p.name, p.kind, p.lr_mult, p.wd_mult, p.grad_req]
                    for p in runner.replicas.params()]}
 
 
 def _probe_node(writer: _Writer, runner: Runner, before: State, X: Any
-                ) -> Dict[str, Any]:
+                ) -> dict[str, Any]:
     run = runner.probe(_rows_of(X, 2))
     outputs, _ = run(_of_one_device(before, runner.entries), False)
     _, calls = run(matching.drawn(runner.entries), True)
@@ -398,7 +394,7 @@ def _probe_node(writer: _Writer, runner: Runner, before: State, X: Any
 
 
 def _of_one_device(state: State, entries: Sequence[Entry]
-                   ) -> Dict[str, np.ndarray]:
+                   ) -> dict[str, np.ndarray]:
     return {e.name: state.values[e.name][0] if e.kind.startswith("running")
             else state.values[e.name] for e in entries}
 
@@ -434,10 +430,13 @@ class Recorded:
                   for n, k, lr, wd, request in side["params"]]
         self.replicas = SimpleNamespace(params=lambda: params)
         self.trainer = SimpleNamespace(
-            optimizer=self.optimizer, _lr_mult=side["lr_mult"],
-            _wd_mult=side["wd_mult"], replicas=self.replicas,
-            _gluons_order=lambda: Trainer._gluons_order(self.trainer))
-        self._rates: Dict[int, Dict[str, float]] = {}
+            optimizer=self.optimizer,
+            multipliers=lambda p: (
+                side["lr_mult"].get(p.name, p.lr_mult),
+                side["wd_mult"].get(p.name, p.wd_mult)),
+            gluon_order=lambda: trainer_states.by_layer(
+                [p.name for p in params]))
+        self._rates: dict[int, dict[str, float]] = {}
         for node in header["kept"]:
             for at in (node["before"], node["after"]):
                 self._rates[at["optimizer"]["num_update"]] = at["rates"]
@@ -446,21 +445,21 @@ class Recorded:
     def __getattr__(self, name: str) -> Any:
         raise CannotRun(f"side a is a trace, which has no {name!r}")
 
-    def options(self) -> Dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         return {**self._reader.header["side"]["options"],
                 "trace": os.path.basename(self.file), "sha256": self.sha256}
 
-    def kept(self) -> List[int]:
+    def kept(self) -> list[int]:
         return sorted(self._steps)
 
-    def batch(self, step: int) -> Tuple[Any, Any]:
+    def batch(self, step: int) -> tuple[Any, Any]:
         node = self._steps[step]
         return self._reader.tree(node["X"]), self._reader.tree(node["y"])
 
     def before(self, step: int) -> State:
         return self._state(self._steps[step]["before"])
 
-    def _state(self, node: Dict[str, Any]) -> State:
+    def _state(self, node: dict[str, Any]) -> State:
         return self._reader.state(node)
 
     def state(self) -> State:
@@ -472,7 +471,7 @@ class Recorded:
     def restore(self) -> None:
         """Nothing was changed."""
 
-    def slots(self) -> List[str]:
+    def slots(self) -> list[str]:
         return self._reader.header["side"]["slots"]
 
     def last_rate(self, name: str, num_update: int) -> float:
@@ -485,10 +484,10 @@ class Recorded:
             get.get_all(node["gradients"]), self._state(node["after"]),
             node["apart"], node["rate"], node["rows"], node["divisor"])
 
-    def summaries(self, step: int) -> List[Call]:
+    def summaries(self, step: int) -> list[Call]:
         return self._reader.calls(self._steps[step]["calls"])
 
-    def rows_of_calls(self, step: int) -> List[Call]:
+    def rows_of_calls(self, step: int) -> list[Call]:
         """Outputs of the first rows; none but in the first step kept."""
         return self._reader.calls(self._steps[step].get("rows_of_calls", ()))
 
@@ -499,7 +498,7 @@ class Recorded:
         own = _of_one_device(self._now, self.entries)
 
         def run(values: Mapping[str, np.ndarray], traced: bool
-                ) -> Tuple[Any, Any]:
+                ) -> tuple[Any, Any]:
             expected = matching.drawn(self.entries) if traced else own
             if any(not np.array_equal(x, values[n], equal_nan=True)
                    for n, x in expected.items()):
@@ -522,7 +521,7 @@ def _tuples(x: Any) -> Any:
     return tuple(map(_tuples, x)) if isinstance(x, list) else x
 
 
-def _optimizer(node: Mapping[str, Any]) -> Optional[optimizers.Optimizer]:
+def _optimizer(node: Mapping[str, Any]) -> optimizers.Optimizer | None:
     """A file may name the optimisers that mgpu has, and nothing else."""
     known = {c.__name__: c for c in vars(optimizers).values()
              if isinstance(c, type) and issubclass(c, optimizers.Optimizer)}
@@ -530,7 +529,7 @@ def _optimizer(node: Mapping[str, Any]) -> Optional[optimizers.Optimizer]:
     return None if cls is None else cls(**node["options"])
 
 
-def _loss(node: Mapping[str, Any]) -> Optional[losses.Loss]:
+def _loss(node: Mapping[str, Any]) -> losses.Loss | None:
     cls = getattr(losses, node["name"], None)
     if "options" not in node or not isinstance(cls, type) \
             or not issubclass(cls, losses.Loss):
@@ -546,7 +545,7 @@ class _Replay(Comparison):
 
     def __init__(self, a: Recorded, b: Side, **options: Any):
         #: states before steps in which equal things arrived at the layers
-        self._equal: Dict[int, State] = {}
+        self._equal: dict[int, State] = {}
         super().__init__(a, b, **options)
 
     def _runner(self, side: Any) -> Any:
@@ -556,7 +555,7 @@ class _Replay(Comparison):
         run_b = self.b.probe(X)
 
         def summarised(values: Mapping[str, np.ndarray], traced: bool
-                       ) -> Tuple[Any, Any]:
+                       ) -> tuple[Any, Any]:
             outputs, calls = run_b(values, traced)
             return outputs, [(names, _summary(x)) for names, x in calls]
         return self.a.probe(X), summarised
@@ -572,20 +571,18 @@ class _Replay(Comparison):
             yield (number, *self.a.batch(number), self.a.before(number))
 
     def _again(self, start: State, X: Any, y: Any, one: Record, two: Record,
-               number: int) -> List[Gap]:
-        self.b.load(translate(start, self.plan, self.a, self.b),
-                    self._memory)
+               number: int) -> list[Gap]:
+        self.b.load(translate(start, self.plan, self.a, self.b), self._memory)
         return self.compare_records(number, two, self._in_terms_of_a(
             self.b.step(X, y, number)))
 
     def _calls(self, X: Any, y: Any, number: int
-               ) -> Tuple[List[Call], List[Call]]:
+               ) -> tuple[list[Call], list[Call]]:
         self._live = self.b.trace(X, y, number)
         self._seen = self.a.summaries(number), _summarised(self._live)
         return self._seen
 
-    def _evidence(self, number: int, *rest: Any
-                  ) -> Tuple[Evidence, List[Gap]]:
+    def _evidence(self, number: int, *rest: Any) -> tuple[Evidence, list[Gap]]:
         evidence, gaps = super()._evidence(number, *rest)
         place = evidence.location
         if place is not None:
@@ -598,7 +595,7 @@ class _Replay(Comparison):
         self.a.traces = self._calls_of_b
         return evidence, gaps
 
-    def _calls_of_b(self, X: Any, y: Any, step: int) -> List[List[Call]]:
+    def _calls_of_b(self, X: Any, y: Any, step: int) -> list[list[Call]]:
         """By the paths of `a`, where parameters tell which layer is which."""
         if step not in self._equal:
             raise CannotRun("side a is a trace, which has no 'traces'")
@@ -612,14 +609,14 @@ class _Replay(Comparison):
         return [[call._replace(path=paths.get(call.path, call.path))
                  for call in calls] for calls in self.b.traces(X, y, step)]
 
-    def _diagnose(self, result: Result) -> List[Any]:
+    def _diagnose(self, result: Result) -> list[Any]:
         try:
             return diagnose(result)
         except CannotRun as error:
             result.notes.append(f"no cause is named: {error}")
             return []
 
-    def _whole(self, place: Any, number: int) -> Dict[str, Call]:
+    def _whole(self, place: Any, number: int) -> dict[str, Call]:
         """The calls for the diagnosis. Where the inputs agree those of `b`
         stand for both; of outputs the trace has the first rows."""
         rows = self.a.rows_of_calls(number)
@@ -629,23 +626,22 @@ class _Replay(Comparison):
                                                          place.call_b)))
         live = self._live[other]
         if not rows or not place.inputs_agree:
-            return {"call_a": Call(place.call_a.path, [], []),
-                    "call_b": live}
+            return {"call_a": Call(place.call_a.path, [], []), "call_b": live}
         return {"call_a": Call(place.call_a.path, live.inputs,
                                rows[at].outputs),
                 "call_b": live._replace(outputs=[
                     x[:ROWS] for x in live.outputs])}
 
 
-def compare_trace(file: Any, b: Any, *, loss: Optional[Callable] = None,
+def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
                   optimizer: Any = None,
-                  optimizer_params: Optional[Mapping[str, Any]] = None,
-                  semantics: Optional[str] = None, devices: Any = None,
-                  batch_norm: Optional[str] = None, native: bool = False,
-                  map: Optional[Mapping[str, matching.Target]] = None,
+                  optimizer_params: Mapping[str, Any] | None = None,
+                  semantics: str | None = None, devices: Any = None,
+                  batch_norm: str | None = None, native: bool = False,
+                  map: Mapping[str, matching.Target] | None = None,
                   rules: matching.Rules = (),
-                  tolerance: Optional[float] = None,
-                  progress: Optional[Callable[[int, int], None]] = None
+                  tolerance: float | None = None,
+                  progress: Callable[[int, int], None] | None = None
                   ) -> Result:
     """Compare how a network trains with a run that `record` kept.
 

@@ -3,7 +3,7 @@ from mutants.planting import Mutant, edit
 
 _CALL = "mgpu.batch_norm:SyncBatchNorm.__call__"
 _SYNC = "test_batch_norm.py::test_sync_equals_one_device_on_the_whole_batch"
-_TORCH = "mgpu.backends._torch.network:gluon_batch_norm"
+_TORCH = "mgpu.backends._torch.arithmetic:gluon_batch_norm"
 _OWN = ("test_batch_norm.py::test_per_device_keeps_a_set_per_device"
         "[torch-2dev-8]",)
 

@@ -2,9 +2,10 @@
 from mutants.planting import Mutant, edit, together
 
 _TEST = "test_collectives.py::test_allreduce_is_exact_and_in_place[torch-"
-_COMBINE, _REDUCE = "mgpu.collectives:_combine", "mgpu.collectives:_reduce"
-_BROADCAST = "mgpu.collectives:_broadcast"
-_BLOCKS = "mgpu.collectives:_reduce_blocks"
+_STRATEGIES = "mgpu.collectives.strategies:"
+_COMBINE, _REDUCE = _STRATEGIES + "combine", _STRATEGIES + "reduce_to"
+_BROADCAST = _STRATEGIES + "broadcast_from"
+_BLOCKS = "mgpu.host_memory:reduce_blocks"
 _CUT = "test_collectives.py::test_arrays_are_cut_between_threads[torch-"
 
 MUTANTS = [
@@ -18,8 +19,8 @@ MUTANTS = [
     Mutant("broadcast-adds", "the sum is added to what the others held",
            edit(_BROADCAST, "x[:] =", "x +="), (_TEST + "naive-sum-2]",)),
     Mutant("reduce-adds-twice", "each device counts twice",
-           edit(_REDUCE, "_combine(op, data[root], x)",
-                "_combine(op, data[root], x), _combine(op, data[root], x)"),
+           edit(_REDUCE, "combine(op, data[root], x)",
+                "combine(op, data[root], x), combine(op, data[root], x)"),
            (_TEST + "naive-sum-2]",)),
     Mutant("reduce-skips-a-device", "the one after the root does not count",
            edit(_REDUCE, "i != root", "i not in (root, root + 1)"),
@@ -28,21 +29,21 @@ MUTANTS = [
            edit(_REDUCE, "enumerate(data)", "enumerate(data[:-1])"),
            (_TEST + "naive-sum-2]",)),
     Mutant("nothing-broadcast", "only the root holds the sum",
-           edit("mgpu.collectives:_naive", "_broadcast(data, op, root)",
-                "pass"), (_TEST + "naive-sum-2]",)),
+           edit(_STRATEGIES + "Naive.allreduce_list",
+                "broadcast_from(data, root)", "pass"), (_TEST + "naive-sum-2]",)),
     Mutant("broadcast-misses-the-last", "the last device keeps its own",
            edit(_BROADCAST, "enumerate(data)", "enumerate(data[:-1])"),
            ("test_collectives.py::test_broadcast[torch-2dev]",)),
     Mutant("root-ignored", "everything is collected on device 0",
-           edit("mgpu.collectives:_in_place", "algorithm(data, op, root)",
-                "algorithm(data, op, 0)"),
+           edit("mgpu.collectives:reduce", "reduce_to(lists[0], op, root)",
+                "reduce_to(lists[0], op, 0)"),
            ("test_collectives.py::test_reduce_leaves_the_others[torch-*",)),
     Mutant("mean-is-a-sum", "the mean is not divided",
            edit("mgpu.collectives:_in_place", 'op == "mean"', "False"),
            (_TEST + "naive-mean-2]",)),
     Mutant("mean-divides-at-the-root", "the others keep the sum",
-           edit("mgpu.collectives:_in_place", "data if everywhere else",
-                "[data[root]] if everywhere else"),
+           edit("mgpu.collectives:_in_place", "data if root is None else",
+                "data[:1] if root is None else"),
            (_TEST + "naive-mean-2]",)),
     Mutant("average-of-averages", "each addition halves: later devices weigh "
            "more", together(
@@ -59,37 +60,36 @@ MUTANTS = [
            ("test_collectives.py::test_sums_are_taken_in_the_documented_order"
             "[torch-naive-*",)),
     Mutant("ring-loses-the-remainder", "what does not divide by K stays",
-           edit("mgpu.collectives:_chunks",
+           edit(_STRATEGIES + "chunks_of",
                 "bounds = shard_bounds(len(flat[0]), len(data))",
                 "n = len(flat[0]) // len(data)\n"
                 "    bounds = [(c * n, c * n + n) for c in range(len(data))]"),
            (_TEST + "ring-sum-*",)),
     Mutant("ring-one-step-short", "the last step of passing on is left out",
-           edit("mgpu.collectives:_ring", "for step in range(k - 1):\n"
+           edit(_STRATEGIES + "Ring.allreduce_list", "for step in range(k - 1):\n"
                 "        for i in range(k):\n            c = (i + 1 - step)",
                 "for step in range(k - 2):\n"
                 "        for i in range(k):\n            c = (i + 1 - step)"),
            (_TEST + "ring-sum-3]",)),
     Mutant("tree-needs-a-power-of-two", "a device without a partner is left "
-           "out", edit("mgpu.collectives:_tree", "while gap < k",
+           "out", edit(_STRATEGIES + "Tree.allreduce_list", "while gap < k",
                        "while 2 * gap <= k"), (_TEST + "tree-sum-3]",)),
     Mutant("sharded-without-gather", "each slice is complete on its owner "
-           "alone", edit("mgpu.collectives:_sharded", "_naive(", "_reduce("),
+           "alone", edit(_STRATEGIES + "Sharded.allreduce_list",
+                         "broadcast_from(column, c)", "pass"),
            (_TEST + "sharded-sum-2]",)),
     Mutant("many-forgets-a-root", "arrays collected on the last device are "
-           "not reduced", edit("mgpu.collectives:allreduce_many", "at == root",
-                               "at == root < k - 1"),
+           "not reduced", edit(_STRATEGIES + "Balanced.allreduce",
+                               "root == device", "root == device == 0"),
            ("test_collectives.py::test_many_lists_are_reduced_alike"
             "[torch-2dev-strict]",)),
-    Mutant("many-sums-a-mean", "the mean is not divided",
-           edit(_BLOCKS, 'op == "mean"', "False"), (_CUT + "2dev-mean]",)),
     Mutant("block-not-written-back", "only device 0 holds the sum",
            edit(_BLOCKS, "x[...] = first", "pass"), (_CUT + "2dev-sum]",)),
     Mutant("blocks-overlap", "the last block of a share reaches into the next "
            "one", edit(_BLOCKS, "min(at + step, high)", "at + step"),
            (_CUT + "2dev-sum]",)),
     Mutant("a-share-is-lost", "the last thread's share is not reduced",
-           edit("mgpu.collectives:_on_host", "for i in range(threads)]",
+           edit("mgpu.host_memory:allreduce", "for i in range(threads)]",
                 "for i in range(max(1, threads - 1))]"),
            (_CUT + "3dev-sum]",)),
     Mutant("block-drops-the-last", "the last device does not count",
@@ -97,7 +97,7 @@ MUTANTS = [
                 "for x in others[:-1]:\n                    function"),
            (_CUT + "2dev-sum]",)),
     Mutant("scatter-without-reduce", "device i keeps its own slice",
-           edit("mgpu.collectives:reducescatter", "_reduce(slices, op, i)",
+           edit("mgpu.collectives:reducescatter", "reduce_to(slices, op, i)",
                 "pass"),
            ("test_collectives.py::test_reducescatter[torch-2dev-sum]",)),
     Mutant("gather-reversed", "the last device's rows come first",

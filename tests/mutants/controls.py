@@ -5,7 +5,7 @@ from mutants.planting import Mutant, edit
 
 EXACT = ("test_collectives.py::"
          "test_allreduce_is_exact_and_in_place[torch-naive-sum-2]",)
-WHERE, OLD = "mgpu.collectives:_combine", "into += other"
+WHERE, OLD = "mgpu.collectives.strategies:combine", "into += other"
 
 #: by the verdict that they must get
 CONTROLS = {
@@ -22,7 +22,7 @@ CONTROLS = {
         Mutant("subtracts", "the sum is a difference",
                edit(WHERE, OLD, "into -= other"), EXACT),
         Mutant("refuses", "an error of mgpu's own where there is none",
-               edit("mgpu.collectives:_check_distinct",
+               edit("mgpu.collectives.checks:check_distinct",
                     "len({id(x) for x in data}) < len(data)", "True"), EXACT),
     ],
     "not planted": [

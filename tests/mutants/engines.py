@@ -1,10 +1,10 @@
 """Engines that do not keep the contract."""
 from mutants.planting import Mutant, edit
 
-_TORCH = "mgpu.backends._torch:TorchBackend."
-_MXNET = "mgpu.backends._mxnet:MXNetBackend."
+_TORCH = "mgpu.backends._torch.backend:TorchBackend."
+_MXNET = "mgpu.backends._mxnet.backend:MXNetBackend."
 _COPIES = "test_contract.py::test_put_always_copies["
-_DROPOUT = "mgpu.backends._torch.network:_dropout_forward"
+_DROPOUT = "mgpu.backends._torch.arithmetic:dropout_forward"
 
 _DISPATCH = "mgpu.backends._mxnet.dispatch:"
 _KNOWN = "test_dispatch.py::test_code_that_is_not_known_stays_in_one_thread["
@@ -14,7 +14,7 @@ MUTANTS = [
            edit(_TORCH + "_put", "copy=True", "copy=False"),
            (_COPIES + "torch-native-target0-None]",)),
     Mutant("torch-put-shares-numpy", "a NumPy array and its tensor are one",
-           edit(_TORCH + "_put", "base.host_array(x)", "np.asarray(x)"),
+           edit(_TORCH + "_put", "messages.host_array(x)", "np.asarray(x)"),
            (_COPIES + "torch-numpy-target0-None]",)),
     Mutant("torch-to-numpy-aliases", "the host sees later changes",
            edit(_TORCH + "to_numpy", ".numpy().copy()", ".numpy()"),
@@ -30,7 +30,7 @@ MUTANTS = [
            edit(_TORCH + "attach_grad", "leaf.fresh = True", "pass"),
            ("test_contract.py::test_fresh_until_used[torch]",)),
     Mutant("torch-losses-averaged", "a loss is averaged over its rows",
-           edit("mgpu.backends._torch:_total", "loss.sum()", "loss.mean()"),
+           edit("mgpu.backends._torch.graph:total", "loss.sum()", "loss.mean()"),
            ("test_contract.py::test_each_loss_is_summed[torch-1dev-*",)),
     Mutant("torch-dropout-unscaled", "what is kept is not divided by its "
            "probability", edit(_DROPOUT, "x * mask.div_(keep) if keep else "
@@ -69,7 +69,7 @@ MUTANTS = [
            edit(_DISPATCH + "_touched", "block._forward_hooks or", ""),
            ("test_dispatch.py::test_a_hook_is_the_users_code[mxnet-nd]",)),
     Mutant("mxnet-bulk-held-back", "threads go before what the caller has "
-           "queued", edit("mgpu.backends._mxnet:_carry",
+           "queued", edit("mgpu.backends._mxnet.backend:_carry",
                           "mx.engine.set_bulk_size(mx.engine."
                           "set_bulk_size(0))", "pass"),
            ("test_dispatch.py::test_operations_that_the_caller_holds_back["

@@ -3,13 +3,13 @@ from mutants.planting import Mutant, edit
 
 _LOCKSTEP = "mgpu.parity.comparison:Comparison.lockstep"
 _RECORDS = "mgpu.parity.comparison:Comparison.compare_records"
-_SAME = ("test_compare.py::test_a_faithful_port_is_the_same[1dev-8-"
+_SAME = ("parity/test_compare.py::test_a_faithful_port_is_the_same[1dev-8-"
          "per_device]",)
 
 MUTANTS = [
     Mutant("statistics-are-not-compared", "running statistics may differ",
            edit(_RECORDS, '("statistic", True)', '("statistic", None)'),
-           ("test_compare.py::test_native_batch_norm_is_seen_in_the_"
+           ("parity/test_compare.py::test_native_batch_norm_is_seen_in_the_"
             "statistics",)),
     Mutant("states-are-not-made-equal", "the port trains on from its own "
            "state", edit(_LOCKSTEP, """            self.b.load(translate(before, self.plan, self.a, self.b),
@@ -19,52 +19,52 @@ MUTANTS = [
     Mutant("nothing-is-rounding", "the chaos of one side alone is ignored",
            edit("mgpu.parity.comparison:Comparison._against_rounding",
                 "g.relative <= CHAOS", "g.relative < 0 * CHAOS"),
-           ("test_compare.py::test_rounding_is_told_from_a_difference",)),
+           ("parity/test_compare.py::test_rounding_is_told_from_a_difference",)),
     Mutant("everything-is-rounding", "any difference counts as rounding",
            edit("mgpu.parity.comparison:Comparison._against_rounding",
                 '"rounding" if g.relative <=',
                 '"rounding" if 0 * g.relative <='),
-           ("test_compare.py::test_the_first_difference_is_the_layer",)),
+           ("parity/test_compare.py::test_the_first_difference_is_the_layer",)),
     Mutant("gradients-in-forward-order", "the first wrong gradient is that "
            "of the first layer",
            edit("mgpu.parity.comparison:Comparison._result",
                 '-layer if g.stage == "gradient" else layer', "layer"),
-           ("test_compare.py::test_the_gradient_pass_runs_backwards",)),
+           ("parity/test_compare.py::test_the_gradient_pass_runs_backwards",)),
     Mutant("elementwise-floor-of-the-layer", "every tensor has the scale of "
            "its layer", edit("mgpu.parity.measure:scales",
                              "size >= FLOOR * largest[layer(name)]",
                              "size > 2 * largest[layer(name)]"),
-           ("test_compare.py::test_a_small_tensor_above_the_floor_keeps_its_"
+           ("parity/test_compare.py::test_a_small_tensor_above_the_floor_keeps_its_"
             "own_scale",)),
     Mutant("nan-is-equal", "a NaN on one side passes",
            edit("mgpu.parity.measure:gap", "np.where(finite, np.abs(",
                 "np.where(finite | True, np.abs(",
                 "relative > tolerance else", "relative >= tolerance + 0 else"
                 ),
-           ("test_compare.py::test_what_is_not_finite_differs[nan-*",)),
+           ("parity/test_compare.py::test_what_is_not_finite_differs[nan-*",)),
     Mutant("masks-per-device", "each device draws masks of its own",
            edit("mgpu.parity.sides:Masks._draw",
                 "begin = sum(self._rows[:index]) * per_row",
                 "begin = 0 * per_row"),
-           ("test_compare.py::test_a_side_of_other_devices[torch-2dev]",)),
+           ("parity/test_compare.py::test_a_side_of_other_devices[torch-2dev]",)),
     Mutant("axes-forward-both-ways", "a transposed map is not undone",
            edit("mgpu.parity.matching:Plan.inverse",
                 "np.argsort(p.axes)", "p.axes"),
-           ("test_compare.py::test_match_by_a_map_with_axes",)),
+           ("parity/test_compare.py::test_match_by_a_map_with_axes",)),
     Mutant("first-plan-wins", "a match that no forward pass confirms is "
            "taken before one that it does",
            edit("mgpu.parity.matching:match",
                 "plan.confirmed is not False", "True"),
-           ("test_compare.py::test_match_by_position_in_the_graph",)),
+           ("parity/test_compare.py::test_match_by_position_in_the_graph",)),
     Mutant("users-weights-trained", "the compared networks keep what the "
            "comparison made of them",
            edit("mgpu.parity.sides:Runner.restore",
                 "if values is None:", "if True:"),
-           ("test_compare.py::test_the_networks_are_given_back[torch]",)),
+           ("parity/test_compare.py::test_the_networks_are_given_back[torch]",)),
     Mutant("gluonize-keeps-the-unbiased", "gluonized layers keep torch's "
            "variance",
            edit("mgpu.backends._torch.gluonize:_GluonArithmetic.forward",
                 "not self.training or", "True or"),
-           ("test_gluonize.py::test_plain_training_keeps_gluons_statistics"
+           ("parity/test_gluonize.py::test_plain_training_keeps_gluons_statistics"
             "[2]",)),
 ]

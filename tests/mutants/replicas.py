@@ -21,15 +21,15 @@ MUTANTS = [
            ("test_replicas.py::test_values_cross_engines_and_device_counts"
             "[torch-torch]",)),
     Mutant("set-data-on-one-device", "the other devices keep their values",
-           edit("mgpu.replicas:Parameter.set_data", "for x in arrays:",
+           edit("mgpu.parameters:Parameter.set_data", "for x in arrays:",
                 "for x in arrays[:1]:"),
            ("test_replicas.py::test_writing_a_parameter[torch-2dev]",)),
     Mutant("zero-grad-on-one-device", "the other devices keep theirs",
-           edit("mgpu.replicas:Parameter.zero_grad",
+           edit("mgpu.parameters:Parameter.zero_grad",
                 "for g in self.list_grad():", "for g in self.list_grad()[:1]:"
                 ), ("test_replicas.py::test_zero_grad[torch-2dev]",)),
     Mutant("get-params-aliases", "the device trains the caller's arrays",
-           edit("mgpu.replicas:get_params", "copies = every = "
+           edit("mgpu.parameters:get_params", "copies = every = "
                 "[backend.put(p, device) for p in params]", "copies = every = "
                 "[p if backend.is_native(p) else backend.put(p, device) "
                 "for p in params]"),

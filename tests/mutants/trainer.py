@@ -3,7 +3,9 @@ from mutants.planting import Mutant, edit
 
 _REDUCE = "mgpu.trainer:Trainer.allreduce_grads"
 _UPDATE = "mgpu.trainer:Trainer.update"
-_APPLY, _BLOCKS = "mgpu.trainer:Trainer._apply", "mgpu.trainer:_apply_blocks"
+_WORK, _FACTORS = "mgpu.trainer:Trainer._work", "mgpu.trainer:" \
+    "Trainer.multipliers"
+_APPLY, _BLOCKS = "mgpu.host_memory:update", "mgpu.host_memory:update_blocks"
 _ONE = ("test_trainer.py::test_k_devices_are_one_device[torch-sgd-2]",)
 _GLUON = ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
           "[torch-1dev-sgd]",)
@@ -23,10 +25,11 @@ MUTANTS = [
            ("test_trainer.py::test_a_device_without_rows_contributes_zero"
             "[torch-2dev]",)),
     Mutant("gradients-averaged", "the mean over devices instead of the sum",
-           edit(_REDUCE, "allreduce_many(gradients)",
-                'allreduce_many(gradients, op="mean")'), _ONE),
+           edit(_REDUCE, "algorithm=self._strategy",
+                'op="mean"'), _ONE),
     Mutant("no-allreduce", "each device follows its own gradient",
-           edit(_REDUCE, "allreduce_many(gradients)", "pass"), _ONE),
+           edit(_REDUCE, "allreduce_many(gradients, algorithm=self._strategy)",
+                "pass"), _ONE),
     Mutant("divided-by-a-shard", "the divisor is the rows of one device",
            edit(_UPDATE, "1.0 / batch_size", "len(replicas) / batch_size"),
            _ONE),
@@ -46,17 +49,16 @@ MUTANTS = [
            ("test_trainer.py::test_blocks_of_a_weight_are_the_whole"
             "[torch-gluon-nadam]",)),
     Mutant("decay-multiplier-ignored", "wd_mult is not read",
-           edit(_UPDATE, "self._wd_mult.get(name, p.wd_mult)", "1.0"),
+           edit(_FACTORS, "self.wd_mult.get(p.name, p.wd_mult)", "1.0"),
            ("test_trainer.py::test_multipliers_by_name[torch-2dev]",)),
     Mutant("rate-multiplier-ignored", "lr_mult is not read",
-           edit(_UPDATE, "self._lr_mult.get(name, p.lr_mult)", "1.0"),
+           edit(_FACTORS, "self.lr_mult.get(p.name, p.lr_mult)", "1.0"),
            ("test_trainer.py::test_multipliers_by_name[torch-2dev]",)),
     Mutant("schedule-one-step-behind", "update n gets the rate of n - 1",
-           edit(_UPDATE, "self._scheduler(number)",
-                "self._scheduler(number - 1)"),
+           edit(_UPDATE, "self.rate(number)", "self.rate(number - 1)"),
            ("test_trainer.py::test_a_schedule[torch]",)),
     Mutant("update-count-stands", "every update is the first",
-           edit(_UPDATE, "self._counts.get(name, 0) + 1", "1"),
+           edit(_WORK, "self._counts.get(name, 0) + 1", "1"),
            ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
             "[torch-1dev-adam]",)),
     Mutant("norm-counts-devices", "each parameter counts once per device",
@@ -68,14 +70,15 @@ MUTANTS = [
                 "for g in copies:", "for g in copies[:1]:"),
            ("test_trainer.py::test_clip_global_norm[torch-2dev-0.25]",)),
     Mutant("slot-not-saved", "the last slot of each state is lost",
-           edit("mgpu.trainer:Trainer.export_states", "in slots.items()}",
+           edit("mgpu.trainer_states:export_slots", "in slots.items()}",
                 "in list(slots.items())[:-1]}"),
            (_RESUMED + "[torch-2dev-adam]",)),
     Mutant("counts-not-loaded", "Adam corrects its bias from the start again",
-           edit("mgpu.trainer:Trainer._import", "dict(saved.counts)", "{}"),
+           edit("mgpu.trainer:Trainer._load", "dict(saved.counts)", "{}"),
            (_RESUMED + "[torch-2dev-adam]",)),
     Mutant("loaded-on-one-device", "the other devices forget their state",
-           edit("mgpu.trainer:Trainer._import", "zip(states,",
-                "zip(states[:1],"),
+           edit("mgpu.trainer_states:fit",
+                "zip(states, arrays[name], strict=True)",
+                "zip(states[:1], arrays[name])"),
            (_RESUMED + "[torch-2dev-momentum]",)),
 ]

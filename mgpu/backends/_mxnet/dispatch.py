@@ -6,7 +6,7 @@ Queued by one thread, the pass of a second device comes behind the whole one of
 the first, and where that has more operations than there are buffers, waits for
 some that the first device frees late: two contexts ran ResNet-18 1.6 times as
 fast as one. Queued side by side they advance together, with few buffers
-(docs/performance.md).
+(docs/internals/performance.md).
 
 The Python code of a block is one object for all contexts, though, and random
 numbers are drawn in the order of the queue. So forward passes go side by side
@@ -14,7 +14,8 @@ where that code is known: MXNet's and mgpu's own layers, and what `hybridize`
 has compiled. Never a first pass, which compiles and completes shapes.
 """
 import re
-from typing import Any, Iterator, List, Sequence, Tuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from mgpu.backends._mxnet.framework import BUFFERS, mx
 
@@ -43,7 +44,7 @@ class Passes:
 
     def __init__(self, net: Any):
         self._net = net
-        self._form: List[Tuple[Any, ...]] = []
+        self._form: list[tuple[Any, ...]] = []
         self._apart = False
 
     def apart(self) -> bool:
@@ -65,7 +66,7 @@ def disjoint(losses: Sequence[Any]) -> bool:
     recorded."""
     if len({x.ctx for x in losses}) < len(losses):
         return False
-    leaves: List[str] = []
+    leaves: list[str] = []
     for x in losses:
         names = set(mx.autograd.get_symbol(x).list_arguments())
         if len(names) < BUFFERS:    # hardly more operations than that
@@ -89,7 +90,7 @@ def _called(block: Any) -> Iterator[Any]:
             yield from _called(child)
 
 
-def _form(net: Any) -> List[Tuple[Any, ...]]:
+def _form(net: Any) -> list[tuple[Any, ...]]:
     # The objects, not their addresses, which may be used again.
     return [(block, getattr(block, "_active", False),
              getattr(block, "_cached_op", None), _touched(block))

@@ -14,11 +14,11 @@ import os
 import sys
 import types
 import warnings
-from typing import Iterator, List, Tuple
+from collections.abc import Iterator
 
 import numpy as np
 
-from mgpu.backends._host import keep_freed_memory
+from mgpu.backends._allocator import keep_freed_memory
 
 #: MXNet was imported before mgpu could choose its number of OpenMP threads.
 IMPORTED_EARLIER = "mxnet" in sys.modules
@@ -31,7 +31,8 @@ _ALIASES = {"bool": np.bool_, "int": int, "float": float, "object": object,
 BUFFERS = 32
 
 # Read by the engine at its first operation, so also in time after an import.
-_SETTINGS = {"MXNET_CPU_TEMP_COPY": str(BUFFERS), "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
+_SETTINGS = {"MXNET_CPU_TEMP_COPY": str(BUFFERS),
+             "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
 
 
 @contextlib.contextmanager
@@ -97,12 +98,12 @@ def _set_one_thread(_run: int, _argument: int) -> None:
     _openmp().omp_set_num_threads(1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _openmp() -> ctypes.CDLL:
     return ctypes.CDLL("libgomp.so.1")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def one_thread(index: int) -> None:
     """Let the worker of ``mx.cpu(index)`` compute on one core, from now on:
     queues a function on that context, which its own thread runs first."""
@@ -121,7 +122,7 @@ os.register_at_fork(after_in_parent=one_thread.cache_clear,
                     after_in_child=one_thread.cache_clear)
 
 
-def findings() -> List[Tuple[str, str]]:
+def findings() -> list[tuple[str, str]]:
     """See `mgpu.backends.base.Backend.doctor`."""
     found = []
     omp = os.environ.get("OMP_NUM_THREADS")

@@ -1,5 +1,5 @@
 """Gluon's layers in the words of `mgpu.backends.base.Layer`."""
-from typing import Any, Dict, Tuple
+from typing import Any
 
 from mgpu.backends._mxnet.framework import mx
 
@@ -18,7 +18,7 @@ _Pooling = nn.MaxPool2D.__mro__[1]
 _BatchNorm = nn.BatchNorm.__mro__[1]
 
 
-def describe(block: Any) -> Tuple[str, Dict[str, Any]]:
+def describe(block: Any) -> tuple[str, dict[str, Any]]:
     """(kind, options) of an innermost block."""
     kind = type(block).__name__.lower()
     if isinstance(block, nn.Dense):

@@ -2,12 +2,12 @@
 import contextlib
 import copy
 import json
-from typing import (Any, Callable, Dict, Iterator, List, Optional, Sequence,
-                    Tuple)
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base
+from mgpu.backends import base, messages
 from mgpu.backends._mxnet.dispatch import Passes
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import describe, is_layer
@@ -27,7 +27,7 @@ def _kind(name: str, parameter: Any) -> str:
     return "weight" if parameter.grad_req != "null" else "other"
 
 
-def _own_init(parameter: Any) -> Optional[Any]:
+def _own_init(parameter: Any) -> Any | None:
     """The layer's own initialiser as (name, options)."""
     init = parameter.init
     if init is None or isinstance(init, str):
@@ -40,7 +40,7 @@ def _own_init(parameter: Any) -> Optional[Any]:
     return name, options
 
 
-def _blocks(block: Any, path: str = "") -> Iterator[Tuple[str, Any]]:
+def _blocks(block: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """(path, block) of `block` and of all in it."""
     yield path, block
     for name, child in block._children.items():
@@ -68,7 +68,7 @@ class MXNetReplica(base.Replica):
 class MXNetNetwork(base.Network):
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
-        self._contexts: List[Any] = []      # of the replicas
+        self._contexts: list[Any] = []      # of the replicas
         self._options = base.Options()
         self._passes = Passes(net)
         found, seen = [], set()
@@ -81,13 +81,13 @@ class MXNetNetwork(base.Network):
         self.entries = [e for e in found if e[2] not in late] + \
                        [e for e in found if e[2] in late]
 
-    def _batch_norm_layers(self) -> Iterator[Tuple[str, Any]]:
+    def _batch_norm_layers(self) -> Iterator[tuple[str, Any]]:
         # One with use_global_stats predicts in training too.
         return ((path, block) for path, block in _blocks(self.net)
                 if isinstance(block, mx.gluon.nn.BatchNorm)
                 and not block._kwargs["use_global_stats"])
 
-    def specs(self) -> List[base.Spec]:
+    def specs(self) -> list[base.Spec]:
         found = []
         for name, p, kind in self.entries:
             # 0 (legacy shapes) and -1 (NumPy shapes) stand for unknown.
@@ -102,7 +102,7 @@ class MXNetNetwork(base.Network):
         return self.entries[number][1].grad_req
 
     def set_grad_req(self, number, grad_req, arrays) -> None:
-        base.check_grad_req(grad_req)
+        messages.check_grad_req(grad_req)
         self.entries[number][1].grad_req = grad_req
         self._mend_frozen()
 
@@ -118,7 +118,7 @@ class MXNetNetwork(base.Network):
                     for x in weight.list_data():
                         x.attach_grad()
 
-    def devices(self) -> List[Any]:
+    def devices(self) -> list[Any]:
         if not self.entries:
             raise ValueError("the network has no parameters, so nothing "
                              "says where it is; pass devices=.")
@@ -129,7 +129,7 @@ class MXNetNetwork(base.Network):
                 "the network must have values; received one that is not "
                 "initialized. Call mgpu.initialize first.") from error
 
-    def predictors(self, devices) -> List[Any]:
+    def predictors(self, devices) -> list[Any]:
         holders = self.devices()
         contexts = [self.backend.handle(d) for d in devices]
         if any(c not in holders for c in contexts):
@@ -164,7 +164,7 @@ class MXNetNetwork(base.Network):
                 put_back()
             raise
 
-    def values(self) -> Optional[Dict[str, np.ndarray]]:
+    def values(self) -> dict[str, np.ndarray] | None:
         found = {}
         for name, parameter, kind in self.entries:
             try:
@@ -177,7 +177,7 @@ class MXNetNetwork(base.Network):
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.autocast is not None:
             raise ValueError(
-                "autocast is torch's alone; received "
+                "autocast works on torch only; received "
                 f"autocast={options.autocast!r} with the mxnet backend. Use "
                 "autocast=None, or dtype='float16' for the whole network.")
         self._options = options     # channels_last: MXNet has no such switch
@@ -186,7 +186,7 @@ class MXNetNetwork(base.Network):
                  ) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
 
-    def replicate(self, devices: Sequence[Any]) -> List[base.Replica]:
+    def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
         self._contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self._contexts)
         self._mend_frozen()
@@ -197,8 +197,8 @@ class MXNetNetwork(base.Network):
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
 
     def forward(self, replicas: Sequence[base.Replica],
-                inputs: Sequence[Optional[Sequence[Any]]]) -> List[Any]:
-        thunks = self._thunks(replicas, inputs)
+                inputs: Sequence[Sequence[Any] | None]) -> list[Any]:
+        thunks = base.forward_calls(replicas, inputs)
         if not self.backend.side_by_side(self._contexts):
             return self.backend.parallel(thunks)
         if self._passes.apart():
@@ -207,13 +207,13 @@ class MXNetNetwork(base.Network):
         self._passes.ended()
         return outputs
 
-    def layers(self) -> List[base.Layer]:
+    def layers(self) -> list[base.Layer]:
         names = {id(p): name for name, p, _ in self.entries}
         return [base.Layer(path, *describe(block), tuple(
                     names[id(p)] for p in block._reg_params.values()))
                 for path, block in self._leaves()]
 
-    def _leaves(self) -> List[Any]:
+    def _leaves(self) -> list[Any]:
         """(path, block) of the innermost blocks, each once."""
         found, seen = [], set()
 
@@ -229,12 +229,11 @@ class MXNetNetwork(base.Network):
         walk(self.net, "")
         return found
 
-    def aliases(self) -> Dict[str, List[str]]:
-        found: Dict[int, List[str]] = {}
+    def aliases(self) -> dict[str, list[str]]:
+        found: dict[int, list[str]] = {}
         for name, p in self.net._collect_params_with_prefix().items():
             found.setdefault(id(p), []).append(name)
-        return {names[0]: names for names in found.values()
-                if len(names) > 1}
+        return {names[0]: names for names in found.values() if len(names) > 1}
 
     @contextlib.contextmanager
     def _layer_by_layer(self) -> Iterator[None]:
@@ -253,7 +252,7 @@ class MXNetNetwork(base.Network):
         return self._contexts.index(x.ctx)
 
     @contextlib.contextmanager
-    def watch(self, watch: base.Watch) -> Iterator[None]:
+    def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._layer_by_layer())
             for path, block in self._leaves():
@@ -261,14 +260,13 @@ class MXNetNetwork(base.Network):
                     first = next((x for x in inputs
                                   if isinstance(x, mx.nd.NDArray)), None)
                     if first is not None:
-                        watch(path, tuple(inputs), outputs,
-                              self._index(first))
+                        seen(path, tuple(inputs), outputs, self._index(first))
                 handle = block.register_forward_hook(told)
                 stack.callback(handle.detach)
             yield
 
     @contextlib.contextmanager
-    def dropout(self, rule: base.DropoutRule) -> Iterator[None]:
+    def use_masks(self, draw: base.DrawMask) -> Iterator[None]:
         layers = [block for _, block in self._leaves()
                   if type(block) is mx.gluon.nn.Dropout]
 
@@ -276,7 +274,7 @@ class MXNetNetwork(base.Network):
             def forward(x: Any) -> Any:
                 if not self.backend.is_training():
                     return x
-                return x * rule(x, layer._rate, tuple(layer._axes),
+                return x * draw(x, layer._rate, tuple(layer._axes),
                                 self._index(x))
             return forward
         with self._layer_by_layer():
@@ -289,9 +287,9 @@ class MXNetNetwork(base.Network):
                     layer.__dict__.pop("forward", None)
 
     @contextlib.contextmanager
-    def batch_norm(self, rule: Optional[base.BatchNormRule]
-                   ) -> Iterator[None]:
-        if rule is None:
+    def use_batch_norm(self, normalise: base.Normalise | None
+                       ) -> Iterator[None]:
+        if normalise is None:
             yield
             return
         layers = list(self._batch_norm_layers())
@@ -315,7 +313,7 @@ class MXNetNetwork(base.Network):
                 own = {name: getattr(layer, name).data(context)
                        for name in ("gamma", "beta", "running_mean",
                                     "running_var")}
-                return rule(base.BatchNormCall(
+                return normalise(base.BatchNormCall(
                     x, None if kwargs["fix_gamma"] else own["gamma"],
                     own["beta"], own["running_mean"], own["running_var"],
                     kwargs["eps"], float(np.float32(kwargs["momentum"])),

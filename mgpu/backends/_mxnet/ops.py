@@ -5,7 +5,7 @@ by the array at hand, so that either works whatever mode the process is in.
 """
 import numpy as np
 
-from mgpu.backends import base
+from mgpu.backends import base, messages
 from mgpu.backends._mxnet.framework import mx
 
 
@@ -19,8 +19,8 @@ def dtype_of(dtype):
         found = np.dtype(dtype)
     except TypeError:
         found = None
-    if found is None or found.name not in base.DTYPES:
-        raise base.unknown_dtype(dtype)
+    if found is None or found.name not in messages.DTYPES:
+        raise messages.unknown_dtype(dtype)
     return found
 
 

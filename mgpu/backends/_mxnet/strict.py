@@ -10,20 +10,22 @@ import contextlib
 import ctypes
 import functools
 import threading
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from math import prod
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any
 
 import numpy as np
 
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends.base import Device
 
 _LIB, _check_call = mx.base._LIB, mx.base.check_call
 
-_ledgers: ContextVar[Tuple[Any, ...]] = ContextVar(
+_ledgers: ContextVar[tuple[Any, ...]] = ContextVar(
     "mgpu_mxnet_ledgers", default=())
 
-_always: List[Any] = []     # ledgers of the process
+_always: list[Any] = []     # ledgers of the process
 
 #: they bring an array from one context to another
 _COPIES = {"_copyto", "_npi_copyto"}
@@ -31,7 +33,7 @@ _ARRAY = 14     # an array among the arguments of the function interface
 _CONTEXTS = {1: "cpu", 2: "gpu"}    # pinned and shared memory is the host's
 
 
-def _active() -> Tuple[Any, ...]:
+def _active() -> tuple[Any, ...]:
     return (*_always, *_ledgers.get())
 
 
@@ -46,10 +48,10 @@ def _device(handle: Any) -> Any:
     _check_call(_LIB.MXNDArrayGetContext(
         ctypes.c_void_p(handle), ctypes.byref(kind), ctypes.byref(index)))
     return None if kind.value not in _CONTEXTS else \
-        mx.Context(_CONTEXTS[kind.value], index.value)
+        Device(_CONTEXTS[kind.value], index.value)
 
 
-def _shape(handle: Any) -> Tuple[int, ...]:
+def _shape(handle: Any) -> tuple[int, ...]:
     dimensions, sizes = ctypes.c_int(), ctypes.POINTER(ctypes.c_int)()
     _check_call(_LIB.MXNDArrayGetShapeEx(
         ctypes.c_void_p(handle), ctypes.byref(dimensions),
@@ -64,12 +66,11 @@ def _itemsize(handle: Any) -> int:
     return np.dtype(mx.ndarray.ndarray._DTYPE_MX_TO_NP[dtype.value]).itemsize
 
 
-@functools.lru_cache(maxsize=None)
-def _names() -> Dict[int, str]:
+@functools.cache
+def _names() -> dict[int, str]:
     """The library's operators by handle."""
     size, plist = ctypes.c_uint(), ctypes.POINTER(ctypes.c_char_p)()
-    _check_call(_LIB.MXListAllOpNames(ctypes.byref(size),
-                                      ctypes.byref(plist)))
+    _check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(plist)))
     found = {}
     for text in plist[:size.value]:
         handle = ctypes.c_void_p()
@@ -82,8 +83,8 @@ def _names() -> Dict[int, str]:
 
 # -- checks -------------------------------------------------------------------
 
-def _one_device(ledgers: Tuple[Any, ...], operation: str,
-                handles: List[Any]) -> None:
+def _one_device(ledgers: tuple[Any, ...], operation: str,
+                handles: list[Any]) -> None:
     devices = [_device(handle) for handle in handles]
     if any(device != devices[0] for device in devices):
         ledgers[-1].refuse(operation, [
@@ -91,13 +92,13 @@ def _one_device(ledgers: Tuple[Any, ...], operation: str,
             for device, handle in zip(devices, handles)])
 
 
-def _outputs(count: Any, arrays: Any) -> List[Any]:
+def _outputs(count: Any, arrays: Any) -> list[Any]:
     """The handles that a caller gave to be written to; by reference."""
     return list(_plain(arrays._obj, count._obj.value)) \
         if count._obj.value else []
 
 
-def _plain(handles: Any, count: int) -> List[Any]:
+def _plain(handles: Any, count: int) -> list[Any]:
     return [getattr(handles[i], "value", handles[i]) for i in range(count)]
 
 
@@ -140,7 +141,7 @@ def _to_host(ledgers, array, data, size):
 def filled(array: Any) -> None:
     """The new `array` has been written from the host, past the library."""
     for ledger in _active():
-        ledger.copy(None, array.ctx,
+        ledger.copy(None, Device(array.ctx.device_type, array.ctx.device_id),
                     array.size * np.dtype(array.dtype).itemsize)
 
 
@@ -163,7 +164,7 @@ def _watched(call: Callable[..., int], check: Callable[..., None]
 
 _changing = threading.Lock()
 _blocks = 0
-_before: Dict[str, Any] = {}
+_before: dict[str, Any] = {}
 
 
 def _watch(step: int) -> None:

@@ -1,9 +1,9 @@
 """Torch's batch-norm layers with Gluon's arithmetic, by a change of class."""
-from typing import Any, Dict, Type
+from typing import Any
 
 from torch import nn
 
-from mgpu.backends._torch.network import batch_norm_call, gluon_batch_norm
+from mgpu.backends._torch.arithmetic import (batch_norm_call, gluon_batch_norm)
 
 
 class _GluonArithmetic:
@@ -28,7 +28,7 @@ class GluonBatchNorm3d(_GluonArithmetic, nn.BatchNorm3d):
     """See `mgpu.parity.gluonize`."""
 
 
-_CLASSES: Dict[Type[nn.Module], Type[nn.Module]] = {
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: GluonBatchNorm1d, nn.BatchNorm2d: GluonBatchNorm2d,
     nn.BatchNorm3d: GluonBatchNorm3d}
 _BACK = {ours: theirs for theirs, ours in _CLASSES.items()}

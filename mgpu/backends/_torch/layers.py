@@ -1,5 +1,5 @@
 """Torch's layers in the words of `mgpu.backends.base.Layer`."""
-from typing import Any, Dict, Tuple
+from typing import Any
 
 from torch import nn
 
@@ -15,11 +15,11 @@ _POOLS = {nn.MaxPool1d: ("max", 1), nn.MaxPool2d: ("max", 2),
 _DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 
 
-def _each(value: Any, n: int) -> Tuple[int, ...]:
+def _each(value: Any, n: int) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,) * n
 
 
-def describe(module: nn.Module) -> Tuple[str, Dict[str, Any]]:
+def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
     """(kind, options) of an innermost module."""
     if isinstance(module, nn.Linear):
         return "dense", {"units": module.out_features, "flatten": False,

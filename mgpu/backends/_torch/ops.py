@@ -2,7 +2,7 @@
 import torch
 from torch.nn import functional as F
 
-from mgpu.backends import base
+from mgpu.backends import base, messages
 
 
 class TorchOps(base.Ops):
@@ -92,5 +92,5 @@ def dtype_of(dtype) -> torch.dtype:
     name = getattr(dtype, "__name__", None) or str(dtype)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise base.unknown_dtype(dtype)
+        raise messages.unknown_dtype(dtype)
     return found

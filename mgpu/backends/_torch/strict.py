@@ -7,24 +7,25 @@ the same way.
 """
 import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mgpu.backends import base
+from mgpu.backends import messages
 
-_ledgers: ContextVar[Tuple[Any, ...]] = ContextVar(
+_ledgers: ContextVar[tuple[Any, ...]] = ContextVar(
     "mgpu_torch_ledgers", default=())
 
-_always: List[Any] = []     # ledgers of the process
+_always: list[Any] = []     # ledgers of the process
 
 # By the address of the storage, which is not used again while a weak
 # reference to it is held.
-_labels: Dict[int, Tuple[StorageWeakRef, Any]] = {}
+_labels: dict[int, tuple[StorageWeakRef, Any]] = {}
 _writing = threading.Lock()
 _limit = 1000
 
@@ -73,7 +74,7 @@ def on() -> bool:
     return bool(_active())
 
 
-def _active() -> Tuple[Any, ...]:
+def _active() -> tuple[Any, ...]:
     return (*_always, *_ledgers.get())
 
 
@@ -92,12 +93,12 @@ def check(x: torch.Tensor, device: Any) -> None:
             if x.dim():
                 _label(x, device)
         elif actual != device:
-            raise base.wrong_device(device, actual)
+            raise messages.wrong_device(device, actual)
 
 
 # -- copies -------------------------------------------------------------------
 
-def _count(ledgers: Tuple[Any, ...], source: Any, target: Any,
+def _count(ledgers: tuple[Any, ...], source: Any, target: Any,
            x: torch.Tensor) -> None:
     for ledger in ledgers:
         ledger.copy(source, target, x.numel() * x.element_size())
@@ -216,8 +217,7 @@ class Mode(TorchDispatchMode):
             if source is not None and into.dim():
                 _label(into, source)
         elif source is not None or x.dim():
-            self._ledger.copy(source, target,
-                              x.numel() * into.element_size())
+            self._ledger.copy(source, target, x.numel() * into.element_size())
 
 
 def always(ledger: Any) -> None:
@@ -237,6 +237,6 @@ def strict(ledger: Any) -> Iterator[None]:
         _ledgers.reset(token)
 
 
-def carried() -> List[Mode]:
+def carried() -> list[Mode]:
     """New modes for a worker that works for the calling thread."""
     return [Mode(ledger) for ledger in _active()]

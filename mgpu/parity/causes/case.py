@@ -1,12 +1,13 @@
 """What all causes are made of: see `mgpu.parity.diagnosis`."""
 import math
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Tuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import mgpu
 from mgpu.backends import using_backend
-from mgpu.split import map_leaves
+from mgpu.nested import map_leaves
 
 #: every name that a `Cause` can have; those above come first where several
 #: explain a difference equally well
@@ -57,7 +58,7 @@ class Cause(NamedTuple):
         return f"{self.name}: {self.text} (unexplained: {self.residual:.1e})"
 
 
-Found = List[Cause]
+Found = list[Cause]
 
 
 class Case:
@@ -70,7 +71,7 @@ class Case:
         self.limit = LIMIT if result.settings["dtype"] == "float64" else 0.02
         self.runners = {"a": ev.runner_a, "b": ev.runner_b}
         self.records = {"a": ev.a, "b": ev.b}
-        self.gaps: Dict[str, List[Any]] = {}
+        self.gaps: dict[str, list[Any]] = {}
         for gap in result.gaps:
             if gap.step == ev.step or (gap.stage == "initial"
                                        and ev is result.evidence):
@@ -79,11 +80,10 @@ class Case:
         self.names = {"a": {e.name: e.name for e in ev.runner_a.entries},
                       "b": {p.a: p.b for p in ev.plan.pairs}}
         self.rows = sum(ev.a.rows)
-        self._calls: Dict[str, List[Tuple[int, Any]]] = {}
+        self._calls: dict[str, list[tuple[int, Any]]] = {}
 
-    def wrong(self, stage: str) -> List[Any]:
-        return [g for g in self.gaps.get(stage, ())
-                if g.status == "different"]
+    def wrong(self, stage: str) -> list[Any]:
+        return [g for g in self.gaps.get(stage, ()) if g.status == "different"]
 
     def devices(self, side: str) -> int:
         return len(self.runners[side].devices)
@@ -91,7 +91,7 @@ class Case:
     def engine(self, side: str) -> str:
         return f"{side} ({self.runners[side].name})"
 
-    def scales(self, stage: str) -> Dict[str, float]:
+    def scales(self, stage: str) -> dict[str, float]:
         """By name, what a tensor is measured against; without those whose
         difference is rounding."""
         return {g.name: g.scale for g in self.gaps.get(stage, ())
@@ -133,8 +133,7 @@ class Case:
         return ev.before if side == "a" else translate(
             ev.before, ev.plan, ev.runner_a, ev.runner_b)
 
-    def prepared(self, side: str) -> Tuple[List[np.ndarray],
-                                           List[np.ndarray]]:
+    def prepared(self, side: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The leaves of X and y as a side's own data path gives them."""
         prepare = self.runners[side].side.prepare
         X, y = self.evidence.X, self.evidence.y
@@ -142,7 +141,7 @@ class Case:
             X, y = prepare(X, y)
         return _flat(X), _flat(y)
 
-    def calls(self, side: str) -> List[Tuple[int, Any]]:
+    def calls(self, side: str) -> list[tuple[int, Any]]:
         """All calls of innermost layers in the step: (device, call)."""
         if side not in self._calls:
             ev, runner = self.evidence, self.runners[side]
@@ -152,7 +151,7 @@ class Case:
                 busy, runner.traces(ev.X, ev.y, ev.step)) for call in calls]
         return self._calls[side]
 
-    def local_gradients(self, side: str) -> List[Dict[str, np.ndarray]]:
+    def local_gradients(self, side: str) -> list[dict[str, np.ndarray]]:
         """Each device's own gradients, by the names and in the layout of
         `a`, before they are summed."""
         from mgpu.parity import sides
@@ -179,13 +178,9 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.where(same, 0.0, np.abs(x - y)).max(initial=0.0))
 
 
-def _flat(tree: Any) -> List[np.ndarray]:
-    found: List[np.ndarray] = []
-
-    def one(x: Any) -> List[Any]:
-        found.append(np.asarray(x))
-        return [x]
-    map_leaves(one, tree, 1)
+def _flat(tree: Any) -> list[np.ndarray]:
+    found: list[np.ndarray] = []
+    map_leaves(lambda x: found.append(np.asarray(x)), tree)
     return found
 
 
@@ -199,6 +194,6 @@ def unexplained(a: np.ndarray, b: np.ndarray, predicted: np.ndarray) -> float:
     return left / apart if apart else (0.0 if not left else math.inf)
 
 
-def both_sides() -> Iterator[Tuple[str, str]]:
+def both_sides() -> Iterator[tuple[str, str]]:
     """(the side taken for right, the side with the fault), both ways."""
     return iter((("a", "b"), ("b", "a")))

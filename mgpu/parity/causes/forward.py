@@ -1,13 +1,13 @@
 """Causes of another output: the data, or the first layer that differs."""
 import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import (Any, Callable, Dict, List, Mapping, NamedTuple, Optional,
-                    Sequence, Tuple)
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.parity.causes.case import (Case, Cause, Found, PART, ROWS, distance,
+from mgpu.parity.causes.case import (PART, ROWS, Case, Cause, Found, distance,
                                      unexplained)
 
 
@@ -115,7 +115,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-_ACTIVATIONS: Dict[str, Callable[[np.ndarray], np.ndarray]] = {
+_ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "no activation": lambda x: x,
     "relu": lambda x: np.maximum(x, 0),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
@@ -136,9 +136,9 @@ _ACTIVATIONS: Dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def _ahead(case: Case, place: Any) -> List[np.ndarray]:
+def _ahead(case: Case, place: Any) -> list[np.ndarray]:
     """Outputs of a's last layers before the place, newest first."""
-    outputs: List[np.ndarray] = []
+    outputs: list[np.ndarray] = []
     for index, call in case.calls("a"):
         if index == 0:
             if call.path == place.call_a.path:
@@ -262,7 +262,7 @@ def _dropout(case: Case, place: Any) -> Found:
         " must be equal"), residual)] if residual < case.limit else []
 
 
-def _parameter(case: Case, layer: Any, kind: str) -> Optional[np.ndarray]:
+def _parameter(case: Case, layer: Any, kind: str) -> np.ndarray | None:
     """A parameter of a's layer before the step."""
     for name in layer.parameters:
         if case.kinds.get(name) == kind:
@@ -283,11 +283,10 @@ def _batch_norm(case: Case, place: Any) -> Found:
     first = next(i for i, n in enumerate(case.evidence.a.rows) if n)
     running = [_parameter(case, place.a, kind)
                for kind in ("running_mean", "running_var")]
-    shared: Dict[str, Tuple[Any, Any]] = {}
+    shared: dict[str, tuple[Any, Any]] = {}
     if running[0] is not None and running[1] is not None:
         at = min(first, len(running[0]) - 1)
-        shared["of the running statistics"] = (running[0][at],
-                                               running[1][at])
+        shared["of the running statistics"] = (running[0][at], running[1][at])
     whole = np.concatenate([
         call.inputs[0].astype(float) for _, call in case.calls("a")
         if call.path == place.call_a.path])
@@ -301,7 +300,7 @@ def _batch_norm(case: Case, place: Any) -> Found:
             own = x[:rows] if len(x) == case.rows else x
             statistics[side]["of each device's own rows"] = (
                 own.mean(axes), own.var(axes))
-    gammas: Dict[str, Any] = {"gamma": _parameter(case, place.a, "gamma")}
+    gammas: dict[str, Any] = {"gamma": _parameter(case, place.a, "gamma")}
     if gammas["gamma"] is None:     # fixed ones are no weights of the net
         gammas["gamma"] = next(
             (case.evidence.before.values[n] for n in place.a.parameters
@@ -313,14 +312,13 @@ def _batch_norm(case: Case, place: Any) -> Found:
     beta = _parameter(case, place.a, "beta")
     epsilons = dict.fromkeys([one["epsilon"], two["epsilon"], 1e-5, 1e-3])
 
-    def output(mean: Any, var: Any, gamma: Any, epsilon: float
-               ) -> np.ndarray:
+    def output(mean: Any, var: Any, gamma: Any, epsilon: float) -> np.ndarray:
         y = (x[:shown] - _axis_shape(mean, x.ndim, axis)) / np.sqrt(
             _axis_shape(var, x.ndim, axis) + epsilon)
         if gamma is not None:
             y = y * _axis_shape(gamma, x.ndim, axis)
         return y if beta is None else y + _axis_shape(beta, x.ndim, axis)
-    fits: Dict[str, List[Any]] = {"a": [], "b": []}
+    fits: dict[str, list[Any]] = {"a": [], "b": []}
     for side, seen, layer in (("a", u, place.a), ("b", v, place.b)):
         for (s, (mean, var)), (g, gamma), e in itertools.product(
                 statistics[side].items(), gammas.items(), epsilons):
@@ -408,17 +406,16 @@ def _norm(case: Case, place: Any) -> Found:
         e, f = (min((distance(output(view, e), y) / apart, e)
                     for e in epsilons) for y in (u, v))
         if max(e[0], f[0]) < case.limit and e[1] != f[1]:
-            return [_epsilon_cause(case, place, e[1], f[1],
-                                   max(e[0], f[0]))]
+            return [_epsilon_cause(case, place, e[1], f[1], max(e[0], f[0]))]
     return []
 
 
 class _Pooling(NamedTuple):
     """What decides a pooling layer's output."""
 
-    kernel: Tuple[int, ...]
-    stride: Tuple[int, ...]
-    padding: Tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
     ceil: bool
     count_include_pad: bool
     keep: bool      # a last window that lies wholly in the padding
@@ -426,9 +423,8 @@ class _Pooling(NamedTuple):
 
 def _pool(x: np.ndarray, average: bool, rule: _Pooling) -> np.ndarray:
     """Sources: pool.h of MXNet 1.9.1 and torch's pooling_output_shape."""
-    axes: List[List[Tuple[int, int, int]]] = []
-    for n, k, s, p in zip(x.shape[2:], rule.kernel, rule.stride,
-                          rule.padding):
+    axes: list[list[tuple[int, int, int]]] = []
+    for n, k, s, p in zip(x.shape[2:], rule.kernel, rule.stride, rule.padding):
         count = (n + 2 * p - k) // s + 1
         if rule.ceil:
             count = -(-(n + 2 * p - k) // s) + 1
@@ -484,8 +480,7 @@ def _pooling(case: Case, place: Any) -> Found:
              if p != q}
 
     def cost(pair: Any) -> Any:
-        changed = {f for f, p, q in zip(_Pooling._fields, *pair[:2])
-                   if p != q}
+        changed = {f for f, p, q in zip(_Pooling._fields, *pair[:2]) if p != q}
         return (len(changed - shown), len(changed), pair[0] not in own,
                 pair[1] not in theirs, pair[2])
     r, s, residual = min(pairs, key=cost)
@@ -514,7 +509,7 @@ def _pooling(case: Case, place: Any) -> Found:
     return found
 
 
-def _convolve(x: np.ndarray, weight: np.ndarray, bias: Optional[np.ndarray],
+def _convolve(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None,
               options: Mapping[str, Any]) -> np.ndarray:
     """A convolution of any number of dimensions, (rows, channels, ...)."""
     pads, dilation = options["padding"], options["dilation"]
@@ -593,7 +588,7 @@ def _options(case: Case, place: Any) -> Found:
         + "; the effect was not computed"), 1.0)] if differ else []
 
 
-_LAYERS: Dict[str, Callable[[Case, Any], Found]] = {
+_LAYERS: dict[str, Callable[[Case, Any], Found]] = {
     "batch_norm": _batch_norm, "dropout": _dropout, "layer_norm": _norm,
     "group_norm": _norm, "instance_norm": _norm, "max_pool": _pooling,
     "avg_pool": _pooling, "conv": _conv, "leaky_relu": _leaky}

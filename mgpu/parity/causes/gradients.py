@@ -1,6 +1,7 @@
 """Causes of other gradients from equal losses, and of copies apart."""
 import itertools
-from typing import Any, Iterator, Mapping, Sequence, Tuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from mgpu.backends import using_backend
 from mgpu.parity.causes.case import Case, Cause, Found, both_sides, distance
 
 
-def known_factors(case: Case) -> Iterator[Tuple[float, str, str]]:
+def known_factors(case: Case) -> Iterator[tuple[float, str, str]]:
     """What a whole gradient may be multiplied by on b: (factor, name,
     text)."""
     mine, yours = case.devices("a"), case.devices("b")
@@ -64,8 +65,7 @@ def causes(case: Case) -> Found:
             continue
         tell(name, text, {n: factor * g for n, g in one.items()})
     for right, side in both_sides():
-        own, bad = case.records[right].gradients, \
-            case.records[side].gradients
+        own, bad = case.records[right].gradients, case.records[side].gradients
         past = [pair[side == "b"].gradients for pair in ev.earlier[::-1]]
         sums = [(f"that of step {ev.step - 1 - i}", g)
                 for i, g in enumerate(past)]

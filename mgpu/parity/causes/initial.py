@@ -1,6 +1,6 @@
 """Causes of other initial values."""
 import math
-from typing import Callable, Dict, List, Sequence, Tuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def _average_fan(shape: Sequence[int]) -> float:
 
 
 #: formula -> (uniform?, half width or standard deviation of a shape)
-_FORMULAS: Dict[str, Tuple[bool, Callable[[Sequence[int]], float]]] = {
+_FORMULAS: dict[str, tuple[bool, Callable[[Sequence[int]], float]]] = {
     "Uniform(0.07), Gluon's default": (True, lambda s: 0.07),
     "U(+-1/sqrt(fan_in)), torch's default": (
         True, lambda s: _fan_in(s) ** -0.5),
@@ -51,7 +51,7 @@ def _fits(value: np.ndarray, uniform: bool, size: float) -> bool:
 def causes(case: Case) -> Found:
     one, two = case.evidence.initial
     found: Found = []
-    texts: Dict[str, List[str]] = {}
+    texts: dict[str, list[str]] = {}
     weights = [g.name for g in case.wrong("initial")
                if case.kinds[g.name] == "weight" and g.a == g.a
                and one[g.name].ndim > 1]

@@ -1,6 +1,6 @@
 """Causes of other losses from equal outputs."""
 import math
-from typing import Any, Dict, List
+from typing import Any
 
 import numpy as np
 
@@ -95,8 +95,7 @@ def _labels(case: Case) -> Found:
     (_, ya), (_, yb) = case.prepared("a"), case.prepared("b")
     found: Found = []
     if len(ya) == 1 and len(yb) == 1 and not same_lists(ya, yb):
-        residual = reordered(*(y.reshape(len(y), -1)
-                                for y in (ya[0], yb[0])))
+        residual = reordered(*(y.reshape(len(y), -1) for y in (ya[0], yb[0])))
         if residual < case.limit:
             return [Cause("data order", (
                 "the labels come in another order on "
@@ -122,7 +121,7 @@ def _labels(case: Case) -> Found:
         "counts from the last class": entropy(np.trunc(y) % classes),
         "leaves such examples out": np.where(odd, 0, entropy(np.trunc(y))),
         "rounds to the next class": entropy(np.round(y))}
-    fits: Dict[str, List[Any]] = {}
+    fits: dict[str, list[Any]] = {}
     for side in ("a", "b"):
         values = case.records[side].losses
         fits[side] = [(distance(p, values) / (distance(

@@ -1,6 +1,7 @@
 """Causes of other running statistics."""
 import itertools
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +9,7 @@ from mgpu.parity.causes.case import Case, Cause, Found, both_sides
 from mgpu.parity.causes.update import as_single, near_as_single
 
 
-def _counts(case: Case, name: str) -> List[float]:
+def _counts(case: Case, name: str) -> list[float]:
     """Values per channel that a's statistics `name` were taken over, for
     each device."""
     layer = case.layer("a", name)
@@ -75,7 +76,7 @@ def _statistic(case: Case, which: str, names: Mapping[str, float]) -> Found:
                for s in ("a", "b")}
     counts = {n: np.asarray(_counts(case, n))[:, None] for n in names}
 
-    def shares(side: str) -> Dict[str, Dict[str, float]]:
+    def shares(side: str) -> dict[str, dict[str, float]]:
         """Ways to read the option: the share of the old statistic."""
         known = {n: m for n, m in options[side].items() if m is not None}
         return {
@@ -84,12 +85,12 @@ def _statistic(case: Case, which: str, names: Mapping[str, float]) -> Found:
             "exchanged": {n: 1 - m for n, m in known.items()},
             "exchanged, single": {n: as_single(1 - m)
                                   for n, m in known.items()}}
-    factors: Dict[str, Any] = {"": lambda n: 1.0}
+    factors: dict[str, Any] = {"": lambda n: 1.0}
     if variance:
         factors["unbiased"] = lambda n: np.where(
             counts[n] > 1, counts[n] / np.maximum(counts[n] - 1, 1), 1.0)
         factors["biased"] = lambda n: 1 / factors["unbiased"](n)
-    best: Optional[Tuple[Any, float, Any]] = None
+    best: tuple[Any, float, Any] | None = None
     tried = {**{("b",) + (k,): v for k, v in shares("b").items()},
              **{("a",) + (k,): v for k, v in shares("a").items()},
              ("mean",): dict.fromkeys(names, 1 - 1 / ev.step)}
@@ -112,8 +113,7 @@ def _statistic(case: Case, which: str, names: Mapping[str, float]) -> Found:
                     new = kept[n] * new + (1 - kept[n]) * factor(n) * batch
                 predicted[n] = new
             residual = case.residual(own, bad, predicted, names)
-            if not residual < case.limit or times == 0 and (
-                    key[-1] or how):
+            if not residual < case.limit or times == 0 and (key[-1] or how):
                 continue
             # float32 here and there is no change of its own
             rounding = any(kept[n] != given[n] and near_as_single(

@@ -1,17 +1,16 @@
 """Causes of another update from equal gradients."""
 import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import SimpleNamespace
-from typing import (Any, Callable, Dict, Iterable, List, Mapping, NamedTuple,
-                    Optional, Sequence, Tuple)
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu import optimizers
-from mgpu.parity.causes.case import (Case, Cause, Found, PART, both_sides,
+from mgpu.parity.causes.case import (PART, Case, Cause, Found, both_sides,
                                      distance)
 from mgpu.parity.causes.gradients import known_factors
-
 
 _OPS = SimpleNamespace(
     abs=np.abs, sign=np.sign, sqrt=np.sqrt, exp=np.exp, log=np.log,
@@ -24,13 +23,13 @@ class _Rule(NamedTuple):
     side: str
     optimizer: Any
     rate: float
-    lr_mult: Dict[str, float]
-    wd_mult: Dict[str, float]
-    gradients: Dict[str, np.ndarray]
+    lr_mult: dict[str, float]
+    wd_mult: dict[str, float]
+    gradients: dict[str, np.ndarray]
     divisor: float
-    slots: Dict[Tuple[str, str], Any]
-    counts: Dict[str, int]
-    last_rate: Dict[str, float]     # of the update before
+    slots: dict[tuple[str, str], Any]
+    counts: dict[str, int]
+    last_rate: dict[str, float]     # of the update before
     decay: str = "own"              # or "outside", "inside" the rule
     repeats: int = 1
 
@@ -42,7 +41,7 @@ def _rule_of(case: Case, side: str) -> _Rule:
     own = {p.name: p for p in runner.replicas.params()}
     names = {n: o for n, o in names.items() if o in own}
     before = ev.before.optimizer
-    slots: Dict[Tuple[str, str], Any] = dict(before.slots)
+    slots: dict[tuple[str, str], Any] = dict(before.slots)
     if side == "b":
         from mgpu.parity.sides import _momentum_factor
         slots = {}
@@ -55,16 +54,14 @@ def _rule_of(case: Case, side: str) -> _Rule:
             slots = dict(ev.earlier[-1][1].after.optimizer.slots)
     return _Rule(
         side, trainer.optimizer, record.rate,
-        {n: trainer._lr_mult.get(o, own[o].lr_mult)
-         for n, o in names.items()},
-        {n: trainer._wd_mult.get(o, own[o].wd_mult)
-         for n, o in names.items()},
+        {n: trainer.multipliers(own[o])[0] for n, o in names.items()},
+        {n: trainer.multipliers(own[o])[1] for n, o in names.items()},
         record.gradients, record.divisor, slots, before.counts,
         {n: runner.last_rate(o, before.num_update)
          for n, o in names.items()} if before.num_update else {})
 
 
-def _parts(case: Case, names: Iterable[str]) -> Dict[str, np.ndarray]:
+def _parts(case: Case, names: Iterable[str]) -> dict[str, np.ndarray]:
     """By name, which elements the rules are tried on: all of a small
     tensor, and that with the largest difference."""
     parts = {}
@@ -79,7 +76,7 @@ def _parts(case: Case, names: Iterable[str]) -> Dict[str, np.ndarray]:
 
 
 def _move(case: Case, rule: _Rule, parts: Mapping[str, np.ndarray]
-          ) -> Tuple[Dict[str, np.ndarray], Dict[str, np.ndarray]]:
+          ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The weights after an update by `rule`, and the memory, flat."""
     weights, states = {}, {}
     for name, part in parts.items():
@@ -92,7 +89,7 @@ def _move(case: Case, rule: _Rule, parts: Mapping[str, np.ndarray]
                     if np.ndim(value) else float(old)
         weights[name], states[name] = w, state
     counts = {n: rule.counts.get(n, 0) + 1 for n in parts}
-    order = sorted(states, key=case.runners["a"].trainer._gluons_order())
+    order = sorted(states, key=case.runners["a"].trainer.gluon_order())
     rule.optimizer.begin_step([states[n] for n in order],
                               [counts[n] if n in rule.gradients else None
                                for n in order])
@@ -119,7 +116,7 @@ _SAME = {"eps": "epsilon", "alpha": "gamma1", "momentum_decay":
          "schedule_decay"}
 
 
-def _options_of(optimizer: Any) -> Dict[str, Any]:
+def _options_of(optimizer: Any) -> dict[str, Any]:
     options = {}
     for field in fields(optimizer):
         value = getattr(optimizer, field.name)
@@ -131,7 +128,7 @@ def _options_of(optimizer: Any) -> Dict[str, Any]:
 
 
 def _with(optimizer: Any, options: Mapping[str, Any],
-          kind: Optional[type] = None) -> Any:
+          kind: type | None = None) -> Any:
     """An optimiser of class `kind` with those of `options` that it has."""
     kind, given = kind or type(optimizer), {}
     for field in fields(kind):
@@ -147,8 +144,7 @@ def _with(optimizer: Any, options: Mapping[str, Any],
         return optimizer
 
 
-def _counterpart(optimizer: Any, name: Optional[str] = None
-                 ) -> Optional[type]:
+def _counterpart(optimizer: Any, name: str | None = None) -> type | None:
     """The class of the other semantics, or of the rule `name` in the same
     semantics."""
     for semantics, rules in optimizers._RULES.items():
@@ -161,7 +157,7 @@ def _counterpart(optimizer: Any, name: Optional[str] = None
     return None
 
 
-Change = Tuple[str, str, Callable[[_Rule], _Rule]]
+Change = tuple[str, str, Callable[[_Rule], _Rule]]
 
 
 def _other_semantics(rule: _Rule) -> _Rule:
@@ -185,12 +181,12 @@ def as_single(x: Any) -> Any:
     return float(np.float32(x)) if isinstance(x, float) else x
 
 
-def _changes(case: Case, rule: _Rule, other: _Rule) -> List[Change]:
+def _changes(case: Case, rule: _Rule, other: _Rule) -> list[Change]:
     """What a side (that of `other`) may do in another way than `rule`."""
     side, right = case.engine(other.side), case.engine(rule.side)
     mine, yours = map(_options_of, (rule.optimizer, other.optimizer))
     kind = type(rule.optimizer).__name__
-    changes: List[Change] = []
+    changes: list[Change] = []
 
     def add(name: str, text: str, change: Callable[[_Rule], _Rule]) -> None:
         changes.append((name, text, change))
@@ -298,8 +294,7 @@ def _changes(case: Case, rule: _Rule, other: _Rule) -> List[Change]:
     differ = [n for n in mine if n in yours and mine[n] != yours[n]
               and n != "learning_rate"]
     for names in ([[n] for n in differ] + [differ] * (len(differ) > 1)):
-        shown = ", ".join(f"{n} {yours[n]!r} (not {mine[n]!r})"
-                          for n in names)
+        shown = ", ".join(f"{n} {yours[n]!r} (not {mine[n]!r})" for n in names)
         single = all(isinstance(mine[n], float)
                      and near_as_single(mine[n], yours[n]) for n in names)
         add("float32 hyper-parameters" if single else "optimizer options",
@@ -356,7 +351,7 @@ def causes(case: Case) -> Found:
         scales = {n: s for n, s in scales.items() if n in names}
     parts = _parts(case, names)
 
-    def seen(side: str) -> Dict[str, np.ndarray]:
+    def seen(side: str) -> dict[str, np.ndarray]:
         after = case.records[side].after
         if stage == "weight":
             return {n: after.values[n].reshape(-1)[parts[n]] for n in names}
@@ -364,7 +359,7 @@ def causes(case: Case) -> Found:
                 for (n, s), v in after.optimizer.slots.items()
                 if n in parts and np.ndim(v)}
 
-    def predicted(rule: _Rule) -> Dict[str, np.ndarray]:
+    def predicted(rule: _Rule) -> dict[str, np.ndarray]:
         moved = _move(case, rule, parts)[stage == "memory"]
         if stage == "memory":   # in the terms of a, as b's record is
             inside = [type(o).__name__ in ("SGD", "NAG") for o in (
@@ -373,8 +368,7 @@ def causes(case: Case) -> Found:
                 rate = -rule.rate * rule.lr_mult.get(
                     key.rpartition(".")[0], 1.0)
                 if key.endswith(".momentum") and inside[0] != inside[1]:
-                    moved[key] = moved[key] * (
-                        rate if inside[0] else 1 / rate)
+                    moved[key] = moved[key] * (rate if inside[0] else 1 / rate)
         return moved
 
     def near(x: Mapping[str, np.ndarray], z: Mapping[str, np.ndarray],
@@ -427,8 +421,7 @@ def causes(case: Case) -> Found:
                 residual = case.residual(base, target, predicted(
                     c2(c1(rule))), scales)
                 if residual < case.limit:
-                    shown += [Cause(n1, t1, residual),
-                              Cause(n2, t2, residual)]
+                    shown += [Cause(n1, t1, residual), Cause(n2, t2, residual)]
                     break
         found += shown
     return found

@@ -1,0 +1,38 @@
+"""The C library's allocator, told to keep memory that the process frees."""
+import ctypes
+import functools
+
+from mgpu import environment
+
+# of malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Let the process keep memory that it has freed, for its next use.
+
+    By default glibc gives each large array back to the system at once, and
+    gets it anew, page by page, in every step. A thread other than the first
+    one does so whatever the threshold, because its own heap is cut into
+    pieces of 64 MB; so new threads share the first one's heap. Resident
+    memory stays at its highest value. ``MGPU_KEEP_MEMORY=0`` leaves the
+    allocator alone; another C library is left alone too.
+
+    Returns
+    -------
+    bool
+        Whether it was done.
+    """
+    if not environment.keep_memory():
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+        # The larger one is refused by versions that map whatever exceeds
+        # half of a thread's heap.
+        return bool((mallopt(_MMAP_THRESHOLD, 1 << 30)
+                     or mallopt(_MMAP_THRESHOLD, 1 << 25))
+                    and mallopt(_TRIM_THRESHOLD, -1)      # never
+                    and mallopt(_ARENA_MAX, 1))
+    except (AttributeError, OSError, TypeError):    # no glibc
+        return False

@@ -1,0 +1,342 @@
+"""The MXNet engine."""
+import contextlib
+import ctypes
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from mgpu import environment, probes
+from mgpu.backends import base, messages
+from mgpu.backends._mxnet import strict
+from mgpu.backends._mxnet.dispatch import disjoint
+from mgpu.backends._mxnet.framework import findings, mx, one_thread
+from mgpu.backends._mxnet.network import MXNetNetwork
+from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
+from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
+                                    run_in_turn)
+from mgpu.backends.ledger import Ledger
+from mgpu.backends.scope import Scope
+from mgpu.environment import cpu_cores
+
+autograd, npx = mx.autograd, mx.npx
+
+
+@contextlib.contextmanager
+def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
+    """MXNet's NumPy array and shape flags of this thread, put back."""
+    modes = [mx.util.np_shape(shape), mx.util.np_array(array)]
+    # The array flag may only be on while the shape flag is.
+    with contextlib.ExitStack() as stack:
+        for mode in modes if array else reversed(modes):
+            stack.enter_context(mode)
+        yield
+
+
+def _carry() -> Callable[[], contextlib.AbstractContextManager]:
+    # Inside mx.engine.bulk the thread holds operations back, which others are
+    # about to use: setting its size sends them off.
+    mx.engine.set_bulk_size(mx.engine.set_bulk_size(0))
+    numpy_mode = npx.is_np_array(), npx.is_np_shape()
+    recording, training = autograd.is_recording(), autograd.is_training()
+    context = mx.context.current_context()
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        # A context of its own: it remembers the thread's earlier one.
+        with mx.Context(context), _numpy_mode(*numpy_mode), \
+                _flags(recording, training):
+            yield
+    return modes
+
+
+def _flags(recording: bool | None, training: bool | None) -> Scope:
+    return Scope(_read_flags, _write_flags, (recording, training))
+
+
+def _read_flags() -> tuple[bool, bool]:
+    return autograd.is_recording(), autograd.is_training()
+
+
+def _write_flags(recording: bool | None, training: bool | None) -> None:
+    if recording is not None:
+        autograd.set_recording(recording)
+    if training is not None:
+        autograd.set_training(training)
+
+
+def _address(array: Any) -> int:
+    pointer = ctypes.c_void_p()
+    mx.base.check_call(mx.base._LIB.MXNDArrayGetData(
+        array.handle, ctypes.byref(pointer)))
+    return pointer.value or 0
+
+
+#: of any array; that of mx.np's takes four times as long
+_dtype = mx.nd.NDArray.dtype.fget
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _host_view(address: int, size: int, dtype: Any) -> np.ndarray:
+    """Memory as an array; nothing keeps it alive."""
+    raw = (ctypes.c_char * (size * np.dtype(dtype).itemsize)
+           ).from_address(address)
+    return np.frombuffer(raw, dtype, size)
+
+
+def _fill(array: Any, x: np.ndarray) -> None:
+    """Copy host data into a new array on a CPU context, at once.
+
+    MXNet's own way queues the copy on the context and waits for it, and so
+    for all the work that is queued there already. An array that no operation
+    knows yet needs no queue.
+    """
+    if x.nbytes:
+        ctypes.memmove(_address(array), x.ctypes.data, x.nbytes)
+
+
+class MXNetBackend(base.Backend):
+    name = "mxnet"
+    version = mx.__version__
+
+    def __init__(self) -> None:
+        self.ops = MXNetOps()
+        # The engine runs contexts side by side, whoever queued the work; for
+        # what threads are all the same, see `dispatch`.
+        self._workers = Workers("mgpu-mxnet", lambda: None, _carry)
+
+    # -- devices and arrays -------------------------------------------------
+
+    def num_gpus(self) -> int:
+        try:
+            return mx.context.num_gpus()
+        except mx.MXNetError:   # a CUDA build without a driver
+            return 0
+
+    def handle(self, device: Any) -> Any:
+        """The MXNet context that a `Device` stands for."""
+        if device.kind == "cpu":
+            one_thread(device.index)
+        return mx.Context(device.kind, device.index)
+
+    def family_of(self, x: Any) -> contextlib.AbstractContextManager:
+        """A network's layers follow the thread's NumPy mode: for the time of
+        a call that is the family of the input."""
+        if not isinstance(x, mx.nd.NDArray) or is_np(x) == npx.is_np_array():
+            return contextlib.nullcontext()
+        return _numpy_mode(is_np(x), is_np(x))
+
+    def put(self, x: Any, where: Any, *, dtype: str | None = None) -> Any:
+        context = where.ctx if isinstance(where, mx.nd.NDArray) \
+            else self.handle(where)
+        want = None if dtype is None else dtype_of(dtype)
+        if isinstance(x, mx.nd.NDArray):
+            if 0 in x.shape:        # legacy operators refuse such arrays
+                copy = mx.nd.empty(x.shape, ctx=context, dtype=x.dtype)
+                copy = copy.as_np_ndarray() if is_np(x) else copy
+            else:
+                if autograd.is_recording():
+                    # The gradient of a copy overwrites, also in a leaf with
+                    # grad_req="add"; that of a view is added.
+                    x = x.reshape(x.shape)
+                copy = x.copyto(context)
+            return copy if want is None else copy.astype(want)
+        messages.refuse_foreign(x, self.name)
+        x = messages.host_array(x)
+        x = x.astype(dtype_of(want or x.dtype), copy=False)
+        array = mx.nd.empty(x.shape, ctx=context, dtype=x.dtype)
+        if context.device_type == "cpu":
+            _fill(array, x)
+            strict.filled(array)
+        else:
+            array[:] = x
+        new = is_np(where) if isinstance(where, mx.nd.NDArray) \
+            else npx.is_np_array()
+        return array.as_np_ndarray() if new else array
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        if not isinstance(x, mx.nd.NDArray):
+            raise messages.not_native(x, self.name)
+        return x.asnumpy()
+
+    def is_native(self, x: Any) -> bool:
+        return isinstance(x, mx.nd.NDArray)
+
+    def synchronize(self, devices: Sequence[Any]) -> None:
+        # The engine can wait for an array or for everything.
+        mx.nd.waitall()
+
+    def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
+        context = self.handle(device)
+        for x in inputs:
+            if isinstance(x, mx.nd.NDArray):
+                if x.ctx != context:
+                    raise messages.wrong_device(device, x.ctx)
+            else:
+                messages.refuse_foreign(x, self.name)
+
+    # -- the host's own memory ------------------------------------------------
+
+    def host_views(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
+        if strict.on():
+            return None
+        for x in arrays:
+            if x.ctx.device_type != "cpu" or x.stype != "default":
+                return None
+        # Before addresses are asked for: work that is queued may give a
+        # convolution's weight another order, in other memory.
+        mx.nd.waitall()
+        return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
+
+    def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
+                          written: Sequence[Any]) -> None:
+        mx.nd.waitall()
+        # A single one too: in a worker, no signal cuts it short.
+        self._workers.run(thunks)
+
+    def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
+        if op != "sum":
+            raise ValueError(f"MXNet's kvstore takes sums; received "
+                             f"op={op!r}. Use another algorithm.")
+        store = mx.kvstore.create("device" if any(
+            x.ctx.device_type == "gpu" for x in arrays) else "local")
+        # It is of the legacy family; these are views.
+        legacy = [x.as_nd_ndarray() for x in arrays]
+        store.init(0, legacy[0])
+        store.push(0, legacy)
+        store.pull(0, out=legacy)
+
+    # -- gradients ----------------------------------------------------------
+
+    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
+        messages.check_grad_req(grad_req)
+        dtype = np.dtype(x.dtype)
+        if dtype.kind != "f":
+            raise messages.no_float(dtype)
+        if grad_req != "null" or x.grad is not None:
+            x.attach_grad(grad_req)
+
+    def grad(self, x: Any) -> Any:
+        gradient = x.grad
+        if gradient is None:
+            raise messages.no_gradient()
+        return gradient
+
+    def is_fresh(self, x: Any) -> bool:
+        return bool(x._fresh_grad)
+
+    def mark_used(self, x: Any) -> None:
+        x._fresh_grad = False
+
+    def scope(self, recording: bool | None = None,
+              training: bool | None = None
+              ) -> contextlib.AbstractContextManager:
+        return _flags(recording, training)
+
+    def is_recording(self) -> bool:
+        return autograd.is_recording()
+
+    def is_training(self) -> bool:
+        return autograd.is_training()
+
+    def backward(self, losses: Sequence[Any]) -> None:
+        heads = list({id(x): x for x in losses}.values())
+        if len(heads) < len(losses):
+            # MXNet would count a loss that is there twice only once.
+            seeds = [self.ops.zeros_like(x) + sum(y is x for y in losses)
+                     for x in heads]
+        else:
+            seeds = None
+        try:
+            if seeds is None and self.side_by_side([x.ctx for x in heads]) \
+                    and disjoint(heads):
+                self.in_threads([functools.partial(autograd.backward, [x])
+                                 for x in heads])
+            else:
+                autograd.backward(heads, seeds)
+        except mx.MXNetError as error:
+            if not any(words in str(error) for words in (
+                    "Cannot differentiate node",
+                    "not part of a computation graph")):
+                raise
+            raise messages.not_recorded() from None
+
+    # -- running on several devices -----------------------------------------
+
+    def parallel(self, thunks: Sequence[Callable[[], Any]], *,
+                 rendezvous: bool = False) -> list[Any]:
+        if not rendezvous or len(thunks) < 2:
+            return run_in_turn(thunks)
+        if inside_worker():
+            raise messages.nested_rendezvous()
+        return self._workers.run(thunks)
+
+    def side_by_side(self, contexts: Sequence[Any]) -> bool:
+        """Whether the work of these contexts may gain by being queued from
+        several threads."""
+        return len(contexts) > 1 and cpu_cores() > 1 and not strict.on() \
+            and not inside_worker() \
+            and all(c.device_type == "cpu" for c in contexts)
+
+    def in_threads(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """`parallel`, in as many threads as there are cores: thunks that
+        queue work, which need no time of their own."""
+        results: list[Any] = [None] * len(thunks)
+        errors: list[Any] = [None] * len(thunks)
+        count = min(len(thunks), cpu_cores())
+
+        def queue(first: int) -> None:
+            for i in range(first, len(thunks), count):
+                try:
+                    results[i] = thunks[i]()
+                except Exception as error:
+                    errors[i] = error
+        with probes.only_queueing():   # a thread has parts of several devices
+            self._workers.run([functools.partial(queue, i)
+                               for i in range(count)])
+        return first_error_or(results, errors)
+
+    def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
+        return _carry()
+
+    def seed(self, seed: int) -> None:
+        # One number for all: MXNet mixes the context into it.
+        mx.random.seed(seed & 0x7FFFFFFF)
+
+    # -- debugging ----------------------------------------------------------
+
+    def strict(self, ledger: Any) -> contextlib.AbstractContextManager[None]:
+        return strict.strict(ledger)
+
+    def wait_for(self, x: Any) -> None:
+        x.wait_to_read()
+
+    def memory(self, x: Any) -> tuple[Any, int, int]:
+        x.wait_to_read()
+        context, begin = x.ctx, _address(x)
+        return "cpu" if context.device_type.startswith("cpu") \
+            else str(context), begin, \
+            begin + x.size * np.dtype(x.dtype).itemsize
+
+    # -- networks -----------------------------------------------------------
+
+    def network(self, net: Any) -> MXNetNetwork:
+        if not isinstance(net, mx.gluon.Block):
+            raise messages.not_a_network(net, self.name, "gluon.Block")
+        return MXNetNetwork(self, net)
+
+    def model(self, name: str, **options: int) -> Any:
+        from mgpu.backends._mxnet.models import MODELS
+        return MODELS[name](**options)
+
+    # -- advice -------------------------------------------------------------
+
+    def doctor(self) -> list[tuple[str, str]]:
+        return findings()
+
+
+if environment.strict_devices():
+    strict.always(Ledger())
+
+BACKEND = MXNetBackend

@@ -1,0 +1,109 @@
+"""How batch-norm and dropout layers compute in training.
+
+While a replica trains, functions of this file stand in the place of the
+``forward`` of the user's layers (`TorchReplica`).
+"""
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mgpu.backends import base
+
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+#: leading axes of a dropout layer's mask; 0: all of them
+DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
+
+Forward = Callable[[Any], Any]
+
+
+def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
+    """A training pass as Gluon on CPU computes it: normalised with the
+    batch's biased variance, and that same variance kept (torch keeps the
+    unbiased one). Source: MXNet 1.9.1, src/operator/nn/batch_norm.cc."""
+    x, count = call.x, call.x.numel() // call.x.shape[1]
+    running_mean, running_var = call.running_mean, call.running_var
+    # Gluon: no backward pass, no update. With a momentum of 1 statistics stay;
+    # rounding must not wear them away.
+    keep = torch.is_grad_enabled() and call.momentum != 1
+    # torch adds (1 - momentum) times the unbiased variance, which is `factor`
+    # times the biased one: to a variance that has the same factor. Few
+    # operations, as each of them is host time of every layer.
+    factor = count / (count - 1) if count > 1 else 1.0
+    by_torch = keep and count > 1   # else it divides by 0
+    scaled = running_var * factor if by_torch else None
+    y = torch.batch_norm(x, call.gamma, call.beta,
+                         running_mean if by_torch else None, scaled, True,
+                         1 - call.momentum, call.epsilon,
+                         torch.backends.cudnn.enabled)
+    if keep:
+        with torch.no_grad():
+            if by_torch:
+                torch.mul(scaled, 1 / factor, out=running_var)
+            else:       # one value of each channel: its mean; variance 0
+                running_mean.mul_(call.momentum).add_(
+                    x.reshape(-1).to(running_mean.dtype),
+                    alpha=1 - call.momentum)
+                running_var.mul_(call.momentum)
+    return y
+
+
+def batch_norm_call(layer: nn.Module, x: Any, path: str) -> base.BatchNormCall:
+    """A training call of `layer` in Gluon's terms; the call is counted."""
+    # dtype float32, as MXNet stores the momentum of a layer
+    momentum = float(np.float32(1 - layer.momentum)) \
+        if layer.momentum is not None \
+        else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
+    if torch.is_grad_enabled() and layer.running_mean is not None:
+        layer.num_batches_tracked.add_(1)
+    return base.BatchNormCall(
+        x, layer.weight, layer.bias, layer.running_mean, layer.running_var,
+        layer.eps, momentum, 1, path)
+
+
+def batch_norm_forward(layer: nn.Module, path: str,
+                        normalise: base.Normalise, index: int
+                        ) -> Forward:
+    def forward(x: Any) -> Any:
+        return normalise(batch_norm_call(layer, x, path), index)
+    return forward
+
+
+def mask_shape(x: Any, leading: int) -> Any:
+    return x.shape if not leading else \
+        x.shape[:leading] + (1,) * (x.dim() - leading)
+
+
+def draw_mask(x: Any, leading: int, keep: float, generator: torch.Generator
+              ) -> Any:
+    """Ones with probability `keep`, else zeros, not scaled."""
+    mask = torch.empty(mask_shape(x, leading), dtype=x.dtype, device=x.device)
+    return mask.bernoulli_(keep, generator=generator)
+
+
+def dropout_forward(layer: nn.Module, generator: Callable[[], torch.Generator],
+                    ticket: torch.Tensor) -> Forward:
+    """Masks from `generator`; in compiled code from that of `ticket`."""
+    leading = DROPOUTS[type(layer)]
+
+    def forward(x: Any) -> Any:
+        keep = 1 - layer.p
+        if torch.compiler.is_dynamo_compiling():
+            mask = torch.ops.mgpu.dropout_mask(x.detach(), leading, keep,
+                                               ticket)
+        else:
+            mask = draw_mask(x, leading, keep, generator())
+        return x * mask.div_(keep) if keep else x * mask
+    return forward
+
+
+def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int
+                    ) -> Forward:
+    leading = DROPOUTS[type(layer)]
+
+    def forward(x: Any) -> Any:
+        axes = tuple(range(leading, x.dim())) if leading else ()
+        return x * draw(x, layer.p, axes, index)
+    return forward

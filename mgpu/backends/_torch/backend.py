@@ -1,0 +1,387 @@
+"""The PyTorch engine."""
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from mgpu import environment
+from mgpu.backends import base, messages
+from mgpu.backends._allocator import keep_freed_memory
+from mgpu.backends._torch import strict
+from mgpu.backends._torch.graph import disjoint, total
+from mgpu.backends._torch.network import TorchNetwork
+from mgpu.backends._torch.ops import TorchOps, dtype_of
+from mgpu.backends._workers import Workers, inside_worker
+from mgpu.backends.ledger import Ledger
+from mgpu.backends.scope import Scope
+
+_recording: ContextVar[bool] = ContextVar("mgpu_recording", default=False)
+_training: ContextVar[bool] = ContextVar("mgpu_training", default=False)
+
+
+def _read_flags() -> tuple[bool, bool, bool]:
+    return _recording.get(), _training.get(), torch.is_grad_enabled()
+
+
+def _write_flags(recording: bool | None, training: bool | None,
+                 grad: bool | None) -> None:
+    if recording is not None:
+        _recording.set(recording)
+    if training is not None:
+        _training.set(training)
+    if grad is not None:
+        torch.set_grad_enabled(grad)
+
+
+class _Leaf:
+    """What is known of the gradient of one leaf."""
+
+    __slots__ = ("tensor", "request", "fresh", "hook")
+
+
+class Leaves:
+    """`_Leaf` by tensor, as a `WeakTensorKeyDictionary` would keep them; it
+    is asked for each parameter in each step, and that class takes ten times
+    as long."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, _Leaf] = {}
+        self._limit = 1000
+
+    def get(self, x: Any) -> _Leaf | None:
+        leaf = self._found.get(id(x))
+        # After the end of a tensor another one may get its id.
+        return None if leaf is None or leaf.tensor.expired() else leaf
+
+    def pop(self, x: Any) -> _Leaf | None:
+        leaf = self.get(x)
+        self._found.pop(id(x), None)
+        return leaf
+
+    def put(self, x: Any, leaf: _Leaf) -> None:
+        leaf.tensor = torch._C._WeakTensorRef(x)
+        self._found[id(x)] = leaf
+        if len(self._found) > self._limit:
+            for key, old in list(self._found.items()):
+                if old.tensor.expired():
+                    self._found.pop(key, None)
+            self._limit = 1000 + 2 * len(self._found)
+
+
+def _carry() -> Callable[[], contextlib.AbstractContextManager]:
+    """The caller's per-thread modes, to be set in a worker."""
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
+    autocast = [(kind, torch.get_autocast_dtype(kind))
+                for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    checks = strict.carried()
+
+    @contextlib.contextmanager
+    def modes() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if inference:
+                stack.enter_context(torch.inference_mode())
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for check in checks:
+                stack.enter_context(check)
+            yield
+    return modes
+
+
+class TorchBackend(base.Backend):
+    name = "torch"
+    version = torch.__version__
+
+    def __init__(self) -> None:
+        keep_freed_memory()
+        self.ops = TorchOps()
+        self._leaves = Leaves()
+        self._seed = 0
+        self._generators: dict[Any, torch.Generator] = {}
+        # set_num_threads counts only for the calling thread, so each device
+        # gets its share and the user's own threads keep theirs.
+        self.threads = threads = environment.threads_per_device()
+        self._workers = Workers(
+            "mgpu-torch", lambda: torch.set_num_threads(threads), _carry)
+
+    # -- devices and arrays -------------------------------------------------
+
+    def num_gpus(self) -> int:
+        physical = torch.cuda.device_count()
+        return (environment.logical_gpus() or physical) if physical else 0
+
+    def handle(self, device: Any) -> torch.device:
+        """The torch device that a `Device` stands for."""
+        if device.kind == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", device.index % torch.cuda.device_count())
+
+    def put(self, x: Any, where: Any, *, dtype: str | None = None) -> Any:
+        if strict.on():
+            return strict.put(lambda x: self._put(x, where, dtype), x, where)
+        return self._put(x, where, dtype)
+
+    def _put(self, x: Any, where: Any, dtype: str | None) -> Any:
+        target = where.device if isinstance(where, torch.Tensor) \
+            else self.handle(where)
+        want = None if dtype is None else dtype_of(dtype)
+        if not isinstance(x, torch.Tensor):
+            messages.refuse_foreign(x, self.name)
+            x = torch.from_numpy(messages.host_array(x))
+            if target.type == "cpu":    # host_array is a copy already
+                return x if want is None else x.to(want)
+        return x.to(device=target, dtype=want or x.dtype, copy=True,
+                    non_blocking=x.is_pinned() if x.device.type == "cpu"
+                    and target.type == "cuda" else False)
+
+    def pinner(self, devices: Sequence[Any]) -> Callable[[Any], Any] | None:
+        return _pinned if any(d.kind == "gpu" for d in devices) \
+            and torch.cuda.is_available() else None
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        if not isinstance(x, torch.Tensor):
+            raise messages.not_native(x, self.name)
+        strict.fetched(x)
+        if x.dtype is torch.bfloat16:       # NumPy has none: exact in float32
+            x = x.float()
+        return x.detach().cpu().numpy().copy()
+
+    def is_native(self, x: Any) -> bool:
+        return isinstance(x, torch.Tensor)
+
+    def synchronize(self, devices: Sequence[Any]) -> None:
+        for handle in {self.handle(d) for d in devices if d.kind == "gpu"}:
+            torch.cuda.synchronize(handle)
+
+    def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
+        handle = self.handle(device)
+        for x in inputs:
+            if isinstance(x, torch.Tensor):
+                if x.device != handle:
+                    raise messages.wrong_device(device, x.device)
+                strict.check(x, device)
+            else:
+                messages.refuse_foreign(x, self.name)
+
+    # -- the host's own memory ------------------------------------------------
+
+    def host_views(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
+        if strict.on():
+            return None
+        views = []
+        for x in arrays:
+            if x.is_cuda or x.layout is not torch.strided \
+                    or x.dtype is torch.bfloat16:
+                return None
+            if x.is_contiguous():       # so that reshape does not copy
+                views.append(x.detach().numpy().reshape(-1))
+        if len(views) == len(arrays):
+            return views
+        if any(x.stride() != arrays[0].stride() for x in arrays):
+            return None
+        views = [x.detach().numpy().ravel(order="K") for x in arrays]
+        # no base: a copy, as there were gaps
+        return views if all(x.base is not None for x in views) else None
+
+    def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
+                          written: Sequence[Any]) -> None:
+        try:
+            # A single one too: in a worker, no signal cuts it short.
+            self._workers.run(thunks)
+        finally:
+            # A graph that still needs the old values is to say so.
+            torch.autograd.graph.increment_version(written)
+
+    def library_reduces(self, arrays: Sequence[Any]) -> bool:
+        # is_available asks that they be contiguous, each on a card of its own
+        return all(x.is_cuda for x in arrays) \
+            and torch.cuda.nccl.is_available(arrays)
+
+    def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
+        if not self.library_reduces(arrays):
+            raise ValueError(
+                "NCCL reduces contiguous arrays on as many CUDA cards; "
+                "received arrays on "
+                f"{', '.join(str(x.device) for x in arrays)}. Use "
+                "another algorithm, or 'auto'.")
+        # of nccl.h
+        torch.cuda.nccl.all_reduce(list(arrays),
+                                   op={"sum": 0, "max": 2, "min": 3}[op])
+
+    # -- gradients ----------------------------------------------------------
+
+    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
+        messages.check_grad_req(grad_req)
+        if not x.dtype.is_floating_point:
+            raise messages.no_float(str(x.dtype).replace("torch.", ""))
+        known = self._leaves.pop(x)
+        if known is not None and known.hook is not None:
+            known.hook.remove()
+        if not x.is_leaf:
+            x.detach_()     # a result becomes a leaf, as on MXNet
+        x.grad = None
+        x.requires_grad_(grad_req != "null")
+        if grad_req == "null":
+            return
+        leaf = _Leaf()
+        leaf.request, leaf.fresh, leaf.hook = grad_req, False, None
+        self._leaves.put(x, leaf)
+        target = weakref.ref(x)     # a hook must not keep its tensor alive
+
+        def arrived(_: Any) -> None:
+            # Runs once per backward pass, before torch adds the gradient to
+            # the old one: Gluon's "write" forgets the old one here.
+            leaf.fresh = True
+            if leaf.request == "write" and target().grad is not None:
+                target().grad.zero_()   # in place: the caller may hold it
+        leaf.hook = x.register_hook(arrived)
+
+    def grad_req(self, x: Any) -> str:
+        """What `backward` does to the gradient of `x`."""
+        leaf = self._leaves.get(x)
+        if not x.requires_grad:
+            return "null"
+        return leaf.request if leaf is not None else "write"
+
+    def grad(self, x: Any) -> Any:
+        if not x.requires_grad or not x.is_leaf:
+            raise messages.no_gradient()
+        if x.grad is None:
+            x.grad = torch.zeros_like(x, requires_grad=False)
+        return x.grad
+
+    def is_fresh(self, x: Any) -> bool:
+        leaf = self._leaves.get(x)
+        return leaf is not None and leaf.fresh
+
+    def mark_used(self, x: Any) -> None:
+        leaf = self._leaves.get(x)
+        if leaf is not None:
+            leaf.fresh = False
+
+    def scope(self, recording: bool | None = None,
+              training: bool | None = None
+              ) -> contextlib.AbstractContextManager:
+        return Scope(_read_flags, _write_flags,
+                          (recording, training, recording))
+
+    def is_recording(self) -> bool:
+        return _recording.get()
+
+    def is_training(self) -> bool:
+        return _training.get()
+
+    def backward(self, losses: Sequence[Any]) -> None:
+        if not all(loss.requires_grad for loss in losses):
+            raise messages.not_recorded()
+        totals = [total(loss) for loss in losses]
+        if len(losses) == 1 or not disjoint(losses):
+            # A single pass: threads must not write to the same leaves.
+            self._workers.run([lambda: torch.autograd.backward(totals)])
+        else:
+            self._workers.run([
+                partial(torch.autograd.backward, x) for x in totals])
+
+    # -- running on several devices -----------------------------------------
+
+    def parallel(self, thunks: Sequence[Callable[[], Any]], *,
+                 rendezvous: bool = False) -> list[Any]:
+        if rendezvous and inside_worker() and len(thunks) > 1:
+            raise messages.nested_rendezvous()
+        return self._workers.run(thunks)
+
+    def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
+        return _carry()
+
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        self._generators.clear()
+
+    def generator(self, device: Any, use: str = "layers") -> torch.Generator:
+        """The random stream of `device`: two threads that shared torch's
+        own would draw different numbers in each run."""
+        if (device, use) not in self._generators:
+            entropy = [self._seed, ("cpu", "gpu").index(device.kind),
+                       device.index, ("layers", "functional").index(use)]
+            seed, = np.random.SeedSequence(entropy).generate_state(1)
+            self._generators[device, use] = torch.Generator(
+                self.handle(device)).manual_seed(int(seed))
+        return self._generators[device, use]
+
+    # -- debugging ----------------------------------------------------------
+
+    def strict(self, ledger: Any) -> contextlib.AbstractContextManager[None]:
+        return strict.strict(ledger)
+
+    def wait_for(self, x: Any) -> None:
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+
+    def memory(self, x: Any) -> tuple[Any, int, int]:
+        self.wait_for(x)
+        storage = x.untyped_storage()
+        begin = storage.data_ptr()
+        return x.device, begin, begin + storage.nbytes()
+
+    # -- networks -----------------------------------------------------------
+
+    def network(self, net: Any) -> TorchNetwork:
+        if not isinstance(net, torch.nn.Module):
+            raise messages.not_a_network(net, self.name, "torch.nn.Module")
+        return TorchNetwork(self, net)
+
+    def gluonize(self, net: Any, on: bool = True) -> Any:
+        from mgpu.backends._torch.gluonize import gluonize
+        if not isinstance(net, torch.nn.Module):
+            raise messages.not_a_network(net, self.name, "torch.nn.Module")
+        return gluonize(net, on)
+
+    def model(self, name: str, **options: int) -> Any:
+        from mgpu.backends._torch.models import MODELS
+        return MODELS[name](**options)
+
+    # -- advice -------------------------------------------------------------
+
+    def doctor(self) -> list[tuple[str, str]]:
+        found = []
+        cuda = torch.version.cuda
+        if cuda is None:
+            found.append(("info", "this build of torch is for CPUs only; one "
+                          "for CUDA: pytorch.org, Get Started."))
+        elif not torch.cuda.is_available():
+            found.append(("warning", f"torch is built for CUDA {cuda} and "
+                          "finds no GPU; nvidia-smi tells whether the driver "
+                          "does."))
+        for i in range(torch.cuda.device_count()):
+            found.append(("info", f"GPU {i}: "
+                          f"{torch.cuda.get_device_name(i)}"))
+        if environment.logical_gpus() and not self.num_gpus():
+            found.append(("warning", "MGPU_LOGICAL_GPUS is set, and there is "
+                          "no physical GPU that logical ones could share."))
+        return found
+
+
+def _pinned(x: Any) -> Any:
+    """A copy of host data in page-locked memory. A tensor, as torch keeps
+    that memory until copies from the tensor, or a part of it, are done."""
+    if isinstance(x, np.ndarray) and x.dtype.name in messages.DTYPES:
+        pinned = torch.empty(x.shape, dtype=dtype_of(x.dtype), pin_memory=True)
+        np.copyto(pinned.numpy(), x)
+        return pinned
+    if isinstance(x, torch.Tensor) and x.layout is torch.strided \
+            and x.device.type == "cpu":
+        return x.pin_memory()
+    return x
+
+
+if environment.strict_devices():
+    strict.always(Ledger())
+
+BACKEND = TorchBackend

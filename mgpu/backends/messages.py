@@ -1,0 +1,128 @@
+"""What both engines refuse, in the same words.
+
+A check returns nothing and raises; the other functions make an exception for
+their caller to raise.
+"""
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mgpu.backends.base import Device
+
+#: what host data may hold: the dtypes that both engines have
+DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64",
+          "bool")
+
+
+def host_array(x: Any) -> np.ndarray:
+    """A fresh, contiguous NumPy copy of `x`. Python floats become float32,
+    the default of both engines; arrays keep their dtype.
+
+    Raises
+    ------
+    TypeError
+        NumPy cannot make an array of numbers from `x`.
+    ValueError
+        A dtype that is not one of `DTYPES`.
+    """
+    try:
+        array = np.array(x, order="C")
+    except ValueError:      # rows of different lengths
+        array = np.array(None)
+    if array.dtype.kind not in "biufc":
+        raise TypeError(
+            f"expected an array of numbers; received {type(x).__name__} "
+            "that NumPy cannot make one of. Pass numbers, or rows of one "
+            "length.")
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.name not in DTYPES:
+        raise unknown_dtype(array.dtype.name)
+    if array.dtype == np.float64 and not isinstance(x, (np.ndarray,
+                                                        np.generic)):
+        array = array.astype(np.float32)
+    return array
+
+
+def refuse_foreign(x: Any, backend: str) -> None:
+    """TypeError if `x` is an array of the other framework."""
+    root = type(x).__module__.split(".")[0]
+    if root in ("mxnet", "torch"):
+        raise TypeError(
+            f"expected an array of the {backend} backend; received "
+            f"{type(x).__module__}.{type(x).__name__}. mgpu converts nothing "
+            "between frameworks silently: use mgpu.to_numpy under the other "
+            "backend, then mgpu.put.")
+
+
+def wrong_device(device: "Device", actual: Any) -> ValueError:
+    return ValueError(
+        f"the replica on {device} takes arrays on {device}; received one on "
+        f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
+
+
+def not_native(x: Any, backend: str) -> TypeError:
+    refuse_foreign(x, backend)
+    return TypeError(f"expected an array of the {backend} backend; received "
+                     f"{type(x).__name__}. Use mgpu.put(x, device).")
+
+
+def unknown_dtype(dtype: Any) -> ValueError:
+    return ValueError(f"unknown dtype; received {dtype!r}. Use a name such "
+                      "as 'float32' or 'float64'.")
+
+
+def no_float(dtype: Any) -> ValueError:
+    return ValueError(f"only arrays of floats have gradients; received "
+                      f"{dtype}. Use mgpu.functional.astype(x, 'float32').")
+
+
+def check_grad_req(grad_req: str) -> None:
+    """ValueError for anything but "write", "add" and "null"."""
+    if grad_req not in ("write", "add", "null"):
+        raise ValueError(f"unknown grad_req; received {grad_req!r}. Use "
+                         "'write', 'add' or 'null'.")
+
+
+def no_gradient() -> ValueError:
+    return ValueError("the array has no gradient attached; use "
+                      "mgpu.attach_grad(x) before the forward pass.")
+
+
+def not_recorded() -> RuntimeError:
+    return RuntimeError(
+        "backward needs losses that were computed inside mgpu.record() from "
+        "arrays with gradients attached; received one that was not. Put the "
+        "forward pass inside `with mgpu.record():`.")
+
+
+def foreign_leaf(own: int, other: int) -> RuntimeError:
+    return RuntimeError(
+        "the loss of a device depends on the parameters of its own replica; "
+        f"received one of device number {own} that reaches those of number "
+        f"{other}. Compute it from the replica's own parameters, or call "
+        "replicas(shards), mgpu.backward and Trainer.step yourself.")
+
+
+def nested_rendezvous() -> RuntimeError:
+    return RuntimeError(
+        "functions that wait for each other cannot start inside a function "
+        "that mgpu.parallel runs; call the replicas together, outside of it.")
+
+
+def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
+    if isinstance(net, type):
+        return TypeError(
+            f"the {backend} backend takes a {expected}; received the class "
+            f"{net.__module__}.{net.__name__}. Make an object of it: "
+            f"{net.__name__}(...).")
+    return TypeError(
+        f"the {backend} backend takes a {expected}; received "
+        f"{type(net).__module__}.{type(net).__name__}. Choose the engine "
+        "with mgpu.set_backend before the network is made.")
+
+
+def no_such_power(backend: str, what: str) -> NotImplementedError:
+    """The engine lacks an optional part of the contract."""
+    return NotImplementedError(
+        f"the {backend} backend has no {what}; use another backend for it.")

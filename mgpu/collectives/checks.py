@@ -1,0 +1,112 @@
+"""What collectives refuse, before anything changes."""
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu.arguments import is_integer
+from mgpu.backends import get_backend, messages
+from mgpu.backends.base import Array
+
+OPS = ("sum", "mean", "max", "min")
+#: bytes of one element, by `dtype_name`
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
+            "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
+            "bool": 1}
+
+
+def _native_list(data: Any) -> list[Array]:
+    backend = get_backend()
+    if backend.is_native(data) or not isinstance(data, (list, tuple)):
+        raise TypeError(
+            "data must be a list with one array per device; received "
+            f"{type(data).__name__}. Make one with mgpu.split_and_load, or "
+            "with mgpu.put(x, device) for each device.")
+    if not data:
+        raise ValueError("data must hold at least one array; received an "
+                         "empty list. Pass one array per device.")
+    for x in data:
+        if not backend.is_native(x):
+            messages.refuse_foreign(x, backend.name)
+            raise TypeError(f"data must hold arrays of the {backend.name} "
+                            f"backend; received {type(x).__name__}. Use "
+                            "mgpu.put(x, device).")
+    return list(data)
+
+
+def dtype_name(x: Array) -> str:
+    """``"float32"``, however the array spells its dtype."""
+    name = getattr(x.dtype, "__name__", None) or str(x.dtype)
+    return name.split(".")[-1].rstrip("_")
+
+
+def forms(arrays: list[Array]) -> str:
+    """Shapes and dtypes, for a message."""
+    return ", ".join(f"{tuple(x.shape)} {dtype_name(x)}" for x in arrays)
+
+
+def check_list(data: Any) -> list[Array]:
+    """`data` as a list of native arrays of one shape and dtype (TypeError,
+    ValueError)."""
+    arrays = _native_list(data)
+    shape, dtype = arrays[0].shape, arrays[0].dtype
+    if any(x.shape != shape or x.dtype != dtype for x in arrays[1:]):
+        raise ValueError("data must hold arrays of one shape and dtype; "
+                         f"received {forms(arrays)}. Bring them to one.")
+    return arrays
+
+
+def check_op(arrays: list[Array], op: str, ops: Sequence[str] = OPS) -> None:
+    """ValueError for an unknown `op`, or one that `arrays` cannot have."""
+    if op not in ops:
+        raise ValueError(f"unknown op; received {op!r}. Use one of "
+                         f"{', '.join(map(repr, ops))}.")
+    dtype = dtype_name(arrays[0])
+    if dtype == "bool" or (op == "mean" and "int" in dtype):
+        raise ValueError(
+            f"the {op} of {dtype} arrays is not of that dtype; received "
+            f"{forms(arrays)}. Convert them first, for example with "
+            "mgpu.functional.astype(x, 'float32').")
+
+
+def check_reducible(data: Any, op: str) -> list[Array]:
+    """`data` as a list of native arrays that `op` can reduce."""
+    arrays = check_list(data)
+    check_op(arrays, op)
+    return arrays
+
+
+def check_root(root: int, k: int) -> None:
+    """ValueError unless `root` is the number of one of `k` devices."""
+    if not is_integer(root, 0) or root >= k:
+        raise ValueError(f"root must be the number of a device, 0 to "
+                         f"{k - 1}; received {root!r}.")
+
+
+def check_distinct(data: list[Array]) -> None:
+    """ValueError for one array that stands for two devices."""
+    if len({id(x) for x in data}) < len(data):
+        raise ValueError(
+            "data must hold an array of its own for each device; received "
+            "one array more than once. Copy it with mgpu.put(x, device).")
+
+
+def check_joinable(data: Any, axis: int) -> list[Array]:
+    """`data` as a list of native arrays that differ only in `axis`."""
+    arrays = _native_list(data)
+    for x in arrays:
+        if not -len(x.shape) <= axis < len(x.shape):
+            raise ValueError(
+                f"an array of shape {tuple(x.shape)} has no axis {axis} to "
+                f"join along; received {forms(arrays)}. Use an axis that "
+                "all have.")
+    if len({(axis % len(x.shape), dtype_name(x), *_without(x.shape, axis))
+            for x in arrays}) > 1:
+        raise ValueError(
+            f"data must hold arrays of one dtype that differ only in axis "
+            f"{axis}; received {forms(arrays)}. Bring them to one.")
+    return arrays
+
+
+def _without(shape: Sequence[int], axis: int) -> list[int]:
+    rest = list(shape)
+    del rest[axis]
+    return rest

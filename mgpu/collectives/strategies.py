@@ -1,0 +1,274 @@
+"""How a reduction is done: the strategies of `mgpu.allreduce` and `Trainer`.
+
+=============  ============================================================
+strategy       who adds what
+=============  ============================================================
+`Auto`         the fastest of those below for the arrays at hand
+`HostMemory`   CPU devices: cores share the work in the host's memory
+`Balanced`     each array on one device; the devices share the arrays
+`Buckets`      CUDA cards: the framework's own collective (NCCL), over
+               flat buckets
+`Native`       the framework's own collective: NCCL, or MXNet's kvstore
+`Naive`        the book's: all to one device, then back
+`Tree`         pairs, then pairs of pairs
+`Ring`         each device adds one chunk at a time and passes it on
+`Sharded`      device i adds slice i of all, then every device fetches it
+=============  ============================================================
+
+A strategy of your own is a class with one method, `allreduce_list` or, if it
+treats many arrays together, `allreduce`. Pass an object of it as
+``algorithm=`` of `mgpu.allreduce` or as ``allreduce=`` of `Trainer`.
+"""
+from abc import ABC
+from collections.abc import Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+from mgpu import host_memory
+from mgpu.backends import get_backend
+from mgpu.backends.base import Array
+from mgpu.collectives.checks import ITEMSIZE, dtype_name
+from mgpu.split import shard_bounds
+
+
+class AllReduce(ABC):
+    """A way to reduce arrays over devices and leave the result on each.
+
+    What the methods receive has been checked: each list holds one native
+    array per device, of one shape and dtype, with one element or more, and
+    at least one axis. Nothing is recorded. `op` is "sum", "max" or "min";
+    the caller divides for a mean.
+    """
+
+    def allreduce(self, lists: Sequence[list[Array]], op: str,
+                  roots: Sequence[int]) -> None:
+        """Reduce each of `lists`, in place. ``roots[j]`` is the device that
+        list j is best collected on, if the strategy collects at all."""
+        for data, root in zip(lists, roots, strict=True):
+            self.allreduce_list(data, op, root)
+
+    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
+        """Reduce one list, in place."""
+        self.allreduce([data], op, [root])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+def combine(op: str, into: Array, other: Array) -> None:
+    """``into <- into op other``; `other` is copied to the device first."""
+    backend = get_backend()
+    other = backend.put(other, into)
+    if op == "max":
+        into[:] = backend.ops.maximum(into, other)
+    elif op == "min":
+        into[:] = backend.ops.minimum(into, other)
+    else:
+        into += other
+
+
+def reduce_to(data: list[Array], op: str, root: int) -> None:
+    """Leave the reduction in element `root`: ``x[root] + x[0] + x[1] ...``"""
+    for i, x in enumerate(data):
+        if i != root:
+            combine(op, data[root], x)
+
+
+def broadcast_from(data: list[Array], root: int) -> None:
+    """Copy element `root` into every other element."""
+    for i, x in enumerate(data):
+        if i != root:
+            x[:] = data[root]
+
+
+class Naive(AllReduce):
+    """All to `root`, then back. The sum is ``x[root] + x[0] + x[1] ...``.
+    This is how the book does it."""
+
+    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
+        reduce_to(data, op, root)
+        broadcast_from(data, root)
+
+
+class Tree(AllReduce):
+    """Pairs, then pairs of pairs: log2(K) rounds up and as many down. The
+    sum is ``(x[0] + x[1]) + (x[2] + x[3])``, counted from `root`."""
+
+    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
+        k = len(data)
+        order = data[root:] + data[:root]
+        gap = 1
+        while gap < k:
+            for i in range(0, k - gap, 2 * gap):
+                combine(op, order[i], order[i + gap])
+            gap *= 2
+        while gap > 1:
+            gap //= 2
+            for i in range(0, k - gap, 2 * gap):
+                order[i + gap][:] = order[i]
+
+
+def chunks_of(data: list[Array]) -> list[list[Array]]:
+    """``chunks[i][c]``: chunk c of element i, a view; K chunks of each."""
+    flat = [get_backend().ops.flat_view(x) for x in data]
+    bounds = shard_bounds(len(flat[0]), len(data))
+    return [[x[begin:end] for begin, end in bounds] for x in flat]
+
+
+class Ring(AllReduce):
+    """K - 1 steps reduce chunk c around the ring, ending on device
+    ``c - 1``, and K - 1 steps pass the results on (Patarasu and Yuan, 2009).
+    The sum of chunk c is ``x[c] + x[c+1] + ... + x[c-1]``."""
+
+    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
+        k = len(data)
+        chunks = chunks_of(data)
+        for step in range(k - 1):
+            for i in range(k):
+                c = (i - step) % k
+                if len(chunks[i][c]):
+                    combine(op, chunks[(i + 1) % k][c], chunks[i][c])
+        for step in range(k - 1):
+            for i in range(k):
+                c = (i + 1 - step) % k
+                if len(chunks[i][c]):
+                    chunks[(i + 1) % k][c][:] = chunks[i][c]
+
+
+class Sharded(AllReduce):
+    """Device c reduces slice c of all, ``x[c] + x[0] + x[1] ...``, and every
+    device fetches it: reduce-scatter, then all-gather."""
+
+    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
+        chunks = chunks_of(data)
+        for c in range(len(data)):
+            column = [row[c] for row in chunks]
+            if len(column[c]):
+                reduce_to(column, op, c)
+                broadcast_from(column, c)
+
+
+class Native(AllReduce):
+    """The framework's own collective, list by list: NCCL through torch,
+    where each array is on a CUDA card of its own; MXNet's kvstore, which
+    takes sums only. Their order of additions is their own."""
+
+    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
+        get_backend().library_allreduce(data, op)
+
+
+class Buckets(AllReduce):
+    """The framework's own collective over flat buckets: arrays of one dtype
+    are copied into one array per device, of up to `bucket_bytes`, reduced
+    together and copied back, so that many small arrays cost few calls."""
+
+    def __init__(self, bucket_bytes: int = 25 << 20):
+        self.bucket_bytes = bucket_bytes
+
+    def allreduce(self, lists: Sequence[list[Array]], op: str,
+                  roots: Sequence[int]) -> None:
+        backend = get_backend()
+        for bucket in self.pack(lists):
+            if len(bucket) == 1:
+                backend.library_allreduce(bucket[0], op)
+                continue
+            flat = [[backend.ops.flat_view(x) for x in data]
+                    for data in bucket]
+            joined = [backend.ops.concat(list(own))
+                      for own in zip(*flat, strict=True)]
+            backend.library_allreduce(joined, op)
+            for i, whole in enumerate(joined):
+                begin = 0
+                for data in flat:
+                    end = begin + len(data[i])
+                    data[i][:] = whole[begin:end]
+                    begin = end
+
+    def pack(self, lists: Sequence[list[Array]]) -> list[list[list[Array]]]:
+        """Lists of one dtype, in their order, cut where a bucket is full."""
+        buckets: list[list[list[Array]]] = []
+        open_: dict[str, tuple[list[list[Array]], int]] = {}
+        for data in lists:
+            dtype = dtype_name(data[0])
+            size = prod(data[0].shape) * ITEMSIZE[dtype]
+            bucket, room = open_.get(dtype, ([], 0))
+            if size > room:
+                bucket, room = [], self.bucket_bytes
+                buckets.append(bucket)
+            bucket.append(data)
+            open_[dtype] = bucket, room - size
+        return buckets
+
+
+class HostMemory(AllReduce):
+    """A thread per core reduces its share of all arrays, block by block, in
+    the memory that CPU devices have in common. The sum is
+    ``x[0] + x[1] + ...``. Elsewhere: `Balanced`, with the same order."""
+
+    def allreduce(self, lists: Sequence[list[Array]], op: str,
+                  roots: Sequence[int]) -> None:
+        if not host_memory.allreduce(get_backend(), lists, op):
+            Balanced().allreduce(lists, op, roots)
+
+
+class Balanced(AllReduce):
+    """Each list is collected on its root, and the devices work at the same
+    time, so that no device's link carries all of it. The sum is
+    ``x[0] + x[1] + ...``, whatever the root."""
+
+    def allreduce(self, lists: Sequence[list[Array]], op: str,
+                  roots: Sequence[int]) -> None:
+        def collect(device: int) -> None:
+            for data, root in zip(lists, roots, strict=True):
+                if root == device:
+                    self.allreduce_list(data, op, root)
+        get_backend().parallel([partial(collect, i)
+                                for i in range(len(lists[0]))])
+
+    def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
+        backend = get_backend()
+        with backend.scope(recording=False):    # a thread of its own
+            total = backend.put(data[0], data[root])
+            for other in data[1:]:
+                combine(op, total, other)
+            for x in data:
+                x[:] = total
+
+
+class Auto(AllReduce):
+    """`Buckets` for arrays on CUDA cards that the framework's collective
+    connects, `HostMemory` for all others."""
+
+    def allreduce(self, lists: Sequence[list[Array]], op: str,
+                  roots: Sequence[int]) -> None:
+        backend = get_backend()
+        fast = [backend.library_reduces(data) for data in lists]
+        for strategy, chosen in ((Buckets(), True), (HostMemory(), False)):
+            own = [i for i, is_fast in enumerate(fast) if is_fast is chosen]
+            if own:
+                strategy.allreduce([lists[i] for i in own], op,
+                                   [roots[i] for i in own])
+
+
+#: by the name that ``algorithm=`` and ``allreduce=`` take
+STRATEGIES: dict[str, type[AllReduce]] = {
+    "naive": Naive, "tree": Tree, "ring": Ring, "sharded": Sharded,
+    "native": Native, "auto": Auto}
+
+
+def strategy_of(algorithm: Any, argument: str = "algorithm") -> AllReduce:
+    """The strategy that a name or an object stands for.
+
+    Raises
+    ------
+    ValueError
+        An unknown name, or another object.
+    """
+    if isinstance(algorithm, AllReduce):
+        return algorithm
+    if not isinstance(algorithm, str) or algorithm not in STRATEGIES:
+        raise ValueError(f"unknown {argument}; received {algorithm!r}. Use "
+                         f"one of {', '.join(map(repr, STRATEGIES))}, or an "
+                         "AllReduce object.")
+    return STRATEGIES[algorithm]()

@@ -1,0 +1,125 @@
+"""What mgpu reads from the environment of its process.
+
+Each variable stands here once, with its meaning and its reader. `mgpu doctor`,
+README's table and the guide are made from `VARIABLES`.
+"""
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Variable(NamedTuple):
+    """One environment variable.
+
+    Attributes
+    ----------
+    name : str
+    meaning : str
+        What it sets, and what holds without it.
+    read : callable
+        ``read()`` returns its value now, checked; ValueError for a value
+        that it cannot have.
+    """
+
+    name: str
+    meaning: str
+    read: Callable[[], Any]
+
+
+def _text(name: str) -> str | None:
+    return os.environ.get(name) or None
+
+
+def flag(name: str) -> bool:
+    """Whether the variable `name` is ``1`` now. Unset, empty and ``0`` mean
+    no; ValueError for any other value."""
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name} must be 0 or 1; received {text!r}. Unset "
+                         "it, or set it to one of them.")
+    return text == "1"
+
+
+def _count(name: str, default: int | None) -> int | None:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more; received "
+                         f"{text!r}. Unset it, or set it to such a number.")
+    return int(text)
+
+
+def backend() -> str | None:
+    """``MGPU_BACKEND``, or None."""
+    return _text("MGPU_BACKEND")
+
+
+def data_folder() -> str | None:
+    """``MGPU_DATA``, or None."""
+    return _text("MGPU_DATA")
+
+
+def debug() -> bool:
+    """``MGPU_DEBUG``."""
+    return flag("MGPU_DEBUG")
+
+
+def keep_memory() -> bool:
+    """``MGPU_KEEP_MEMORY``: only ``0`` says no."""
+    return os.environ.get("MGPU_KEEP_MEMORY") != "0"
+
+
+def logical_gpus() -> int | None:
+    """``MGPU_LOGICAL_GPUS``, or None. ValueError for another value than a
+    whole number, 1 or more."""
+    return _count("MGPU_LOGICAL_GPUS", None)
+
+
+def strict_devices() -> bool:
+    """``MGPU_STRICT_DEVICES``."""
+    return flag("MGPU_STRICT_DEVICES")
+
+
+def threads_per_device() -> int:
+    """``MGPU_THREADS_PER_DEVICE``: cores that one logical CPU device computes
+    on. ValueError for another value than a whole number, 1 or more."""
+    return _count("MGPU_THREADS_PER_DEVICE", 1) or 1
+
+
+VARIABLES = (
+    Variable("MGPU_BACKEND", "The engine of a script that chooses none: "
+             "`mxnet` or `torch`. Without it: the one that is installed, "
+             "MXNet where both are.", backend),
+    Variable("MGPU_DATA", "The folder with the IDX files of Fashion-MNIST. "
+             "Without it: a folder in the user's cache.", data_folder),
+    Variable("MGPU_THREADS_PER_DEVICE", "CPU cores of one logical CPU device "
+             "on torch. Without it: 1, as on MXNet.", threads_per_device),
+    Variable("MGPU_LOGICAL_GPUS", "On torch: this many logical GPUs share the "
+             "physical GPUs. Without it: the physical GPUs only.",
+             logical_gpus),
+    Variable("MGPU_STRICT_DEVICES", "`1`: the whole process runs inside "
+             "`mgpu.strict_devices`.", strict_devices),
+    Variable("MGPU_DEBUG", "`1`: after each step, check that all replicas "
+             "are equal.", debug),
+    Variable("MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it "
+             "is. Without it: a process that has loaded an engine keeps the "
+             "memory that it frees.", keep_memory),
+    Variable("MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
+             "with commas between them. Without it: both.",
+             lambda: _text("MGPU_TEST_BACKENDS")),
+)
+
+
+def table() -> str:
+    """`VARIABLES` as a Markdown table."""
+    rows = ["| variable | meaning |", "|---|---|"]
+    rows += [f"| `{v.name}` | {v.meaning} |" for v in VARIABLES]
+    return "\n".join(rows) + "\n"
+
+
+def cpu_cores() -> int:
+    """The number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,197 @@
+"""Reductions and updates in the host's memory, block by block.
+
+CPU devices are parts of one host and have its memory in common. There a
+thread per core goes through all arrays of its share in blocks that stay in
+the core's cache: each array is read from memory once and written once. The
+formulas are those of the engines, in NumPy, once for both engines.
+
+A function here returns False, and does nothing, where the engine gives no
+views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
+`mgpu.strict_devices`, which is to see every copy.
+"""
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mgpu import probes
+from mgpu.backends.base import Array, Backend
+from mgpu.environment import cpu_cores
+
+#: a share smaller than this (bytes of one array) is not worth a thread
+SHARE = 1 << 20
+#: bytes of one block of all arrays of a reduction together: they stay in a
+#: core's own cache, and are large enough that calling NumPy costs little
+REDUCE_BLOCK = 1 << 20
+#: bytes of a block of each array of an update
+UPDATE_BLOCK = 1 << 17
+
+
+def threads_for(size: int, k: int) -> int:
+    """How many of `k` devices' threads should share work on `size` bytes."""
+    return max(1, min(k, cpu_cores(), size // SHARE))
+
+
+# -- reductions ---------------------------------------------------------------
+
+def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
+              ) -> bool:
+    """Reduce each list of arrays and leave the result in all of its
+    elements. The order of additions is ``x[0] + x[1] + ...``."""
+    views = []
+    for column in columns:
+        found = backend.host_views(column)
+        if found is None:
+            return False
+        views.append(found)
+    total = sum(column[0].nbytes for column in views)
+    threads = threads_for(total, len(columns[0]))
+    backend.run_on_host_views(
+        [partial(reduce_blocks, views, total * i // threads,
+                 total * (i + 1) // threads, op) for i in range(threads)],
+        [x for column in columns for x in column])
+    return True
+
+
+_IN_PLACE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def reduce_blocks(columns: Sequence[list[np.ndarray]], begin: int,
+                  end: int, op: str) -> None:
+    """Reduce the bytes from `begin` to `end` of all columns on end."""
+    probes.at_once()
+    function, offset = _IN_PLACE[op], 0
+    with np.errstate(all="ignore"):     # as the engines: NaN says enough
+        for column in columns:
+            size, n = column[0].itemsize, len(column[0])
+            low, high = (min(max(x - offset, 0) // size, n)
+                         for x in (begin, end))
+            offset += n * size
+            step = max(1, REDUCE_BLOCK // (len(column) * size))
+            for at in range(low, high, step):
+                first, *others = [x[at:min(at + step, high)] for x in column]
+                for x in others:
+                    function(first, x, first)
+                for x in others:
+                    x[...] = first
+
+
+# -- updates ------------------------------------------------------------------
+
+class Update(NamedTuple):
+    """What an optimiser is to do to one parameter."""
+
+    name: str
+    weights: list[Array]        # one per device
+    gradients: list[Array]
+    lr: float
+    wd: float
+    t: int                      # this parameter's updates, with this one
+
+
+class _Views(NamedTuple):
+    """The memory of one parameter on one device."""
+
+    weight: np.ndarray
+    gradient: np.ndarray
+    slots: dict[str, np.ndarray]
+    state: dict[str, Any]       # the state itself, which also holds numbers
+
+
+class HostOps:
+    """What elementwise update rules need of `Ops`, on NumPy arrays."""
+
+    abs = staticmethod(np.abs)
+    sign = staticmethod(np.sign)
+    sqrt = staticmethod(np.sqrt)
+    exp = staticmethod(np.exp)
+    log = staticmethod(np.log)
+    maximum = staticmethod(np.maximum)
+    minimum = staticmethod(np.minimum)
+    zeros_like = staticmethod(np.zeros_like)
+
+    @staticmethod
+    def astype(x: Any, dtype: Any) -> np.ndarray:
+        return x.astype(dtype)
+
+
+HOST_OPS: Any = HostOps()
+
+
+def update(backend: Backend, optimizer: Any, work: Sequence[Update],
+           states: Sequence[dict[str, dict[str, Any]]], scale: float,
+           loss_scale: float) -> bool:
+    """Do `work` on all devices by the rule of an elementwise `optimizer`,
+    for gradients times `scale` and divided by `loss_scale`.
+
+    Parameters
+    ----------
+    states : sequence of dict
+        For each device, the optimiser's state by the name of the parameter;
+        updated.
+    """
+    views = _views(backend, work, states)
+    if views is None:
+        return False
+    k = len(states)
+    threads = threads_for(k * sum(v.weight.nbytes for v in views[0]), k)
+    backend.run_on_host_views(
+        [partial(update_blocks, optimizer, work, views[i::threads], scale,
+                 loss_scale) for i in range(threads)],
+        [x for one in work for x in one.weights])
+    return True
+
+
+def _views(backend: Backend, work: Sequence[Update],
+           states: Sequence[dict[str, dict[str, Any]]]
+           ) -> list[list[_Views]] | None:
+    """For each device and update; None where an array has no view."""
+    found: list[list[_Views]] = []
+    for i, by_name in enumerate(states):
+        found.append([])
+        for one in work:
+            state = by_name[one.name]
+            slots = [s for s, x in state.items() if backend.is_native(x)]
+            views = backend.host_views(
+                [one.weights[i], one.gradients[i],
+                 *(state[s] for s in slots)])
+            if views is None:
+                return None
+            weight, gradient, *rest = views
+            found[i].append(_Views(weight, gradient,
+                                   dict(zip(slots, rest, strict=True)),
+                                   state))
+    return found
+
+
+def update_blocks(optimizer: Any, work: Sequence[Update],
+                  devices: Sequence[list[_Views]], scale: float,
+                  loss_scale: float) -> None:
+    """Do `work` on some devices."""
+    probes.at_once()
+    each = [pair for views in devices for pair in zip(work, views,
+                                                      strict=True)]
+    with np.errstate(all="ignore"):     # as the engines
+        for one, (weight, gradient, slots, state) in each:
+            step, block = max(1, UPDATE_BLOCK // weight.itemsize), state
+            for begin in range(0, len(weight), step):
+                part = slice(begin, begin + step)
+                block = {**state, **{s: x[part] for s, x in slots.items()}}
+                optimizer.update(
+                    weight[part],
+                    _unscaled(gradient[part], loss_scale) * scale, block,
+                    lr=one.lr, wd=one.wd, t=one.t, ops=HOST_OPS)
+            # Numbers that the rule has replaced, the same for every block.
+            state.update((s, x) for s, x in block.items() if s not in slots)
+
+
+def _unscaled(gradient: np.ndarray, loss_scale: float) -> np.ndarray:
+    # A division of its own, not joined with that by the batch size: NumPy
+    # brings a number to the array's dtype first, and in float16 the two
+    # together are a few bits, or zero. The scale may be beyond float16.
+    if loss_scale == 1.0:
+        return gradient
+    wide = np.promote_types(gradient.dtype, np.float32)
+    return np.divide(gradient, loss_scale, dtype=wide).astype(
+        gradient.dtype, copy=False)

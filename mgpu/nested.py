@@ -1,0 +1,91 @@
+"""Nested data: arrays in tuples, lists, dicts and named tuples.
+
+An array is whatever has a ``shape`` (but for NumPy's scalars), and a list of
+numbers, or of such lists, which becomes one as `Backend.put` makes it.
+"""
+import copy
+from collections.abc import Callable, Mapping
+from numbers import Number
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends import messages
+
+
+def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int
+                 ) -> list[Any]:
+    """Apply `function`, array -> list of `k`, to each array in `data`.
+
+    Returns
+    -------
+    list
+        `k` structures like `data`; number i holds entry i of each result.
+        What is no array goes to each of them as it is.
+    """
+    if hasattr(data, "shape") and not isinstance(data, np.generic):
+        return function(data)
+    if isinstance(data, dict):
+        copies = [copy.copy(data) for _ in range(k)]
+        for key, value in data.items():
+            for one, part in zip(copies, split_leaves(function, value, k),
+                                 strict=True):
+                one[key] = part
+        return copies
+    if isinstance(data, (list, tuple)):
+        if _is_numbers(data):
+            return function(messages.host_array(data))
+        columns = [split_leaves(function, v, k) for v in data]
+        rows = [[column[i] for column in columns] for i in range(k)]
+        if hasattr(data, "_fields"):
+            return [type(data)(*row) for row in rows]
+        return [type(data)(row) for row in rows]
+    return [data] * k
+
+
+def _is_numbers(data: Any) -> bool:
+    return isinstance(data, list) and bool(data) and all(
+        isinstance(v, (Number, np.bool_)) or _is_numbers(v) for v in data)
+
+
+def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:
+    """`data` with ``function(array)`` in the place of each array."""
+    mapped, = split_leaves(lambda x: [function(x)], data, 1)
+    return mapped
+
+
+def leaves(data: Any) -> list[Any]:
+    """Everything in `data` that holds no other data, in order; without
+    None."""
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, (list, tuple)) and not _is_numbers(data):
+        return [leaf for entry in data for leaf in leaves(entry)]
+    return [] if data is None else [data]
+
+
+def row_counts(data: Any) -> list[int]:
+    """The number of rows of each array in `data`."""
+    found: list[int] = []
+    split_leaves(lambda x: found.append(x.shape[0] if x.shape else 1)
+                 or [None], data, 1)
+    return found
+
+
+def rows_of(data: Any) -> int | None:
+    """The number of rows of the first array in `data`."""
+    return next(iter(row_counts(data)), None)
+
+
+def as_inputs(shard: Any) -> tuple[Any, ...]:
+    """What a network is called with. A tuple or list of arrays (a batch of a
+    torch or Gluon DataLoader is a list) stands for several inputs."""
+    return tuple(shard) if type(shard) in (tuple, list) else (shard,)
+
+
+def cast_floats(data: Any, dtype: str) -> Any:
+    """NumPy copies of all arrays, floats in `dtype`; others as they are."""
+    def cast(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        return x.astype(dtype) if x.dtype.kind == "f" else x
+    return map_leaves(cast, data)

@@ -1,0 +1,22 @@
+"""How results look in a Jupyter notebook."""
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+#: rows of a table that are shown
+MOST = 60
+
+
+def table(title: str, header: Sequence[str],
+          rows: Iterable[Sequence[Any]]) -> str:
+    """An HTML table under a title. Of more than `MOST` rows only the first
+    are shown; a last line says how many are left out."""
+    rows = list(rows)
+    lines = ["".join(f"<td>{escape(str(cell))}</td>" for cell in row)
+             for row in rows[:MOST]]
+    head = "".join(f"<th>{escape(name)}</th>" for name in header)
+    more = f"<p>and {len(rows) - MOST} more rows</p>" \
+        if len(rows) > MOST else ""
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return (f"<p>{escape(title)}</p><table><thead><tr>{head}</tr></thead>"
+            f"<tbody>{body}</tbody></table>{more}")

@@ -1,0 +1,186 @@
+"""Parameters: of a network on several devices, and lists of arrays."""
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mgpu.backends import base, get_backend, messages
+from mgpu.device import Device, as_device, as_devices
+
+if TYPE_CHECKING:
+    from mgpu.replicas import Replicas
+
+STATISTICS = ("running_mean", "running_var")
+#: kinds of values without a gradient
+BUFFERS = (*STATISTICS, "other")
+
+
+def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
+    """Copy parameters to a device, each with a zero gradient attached.
+
+    The book's function ("Training on Multiple GPUs"), for networks written
+    by hand.
+
+    Parameters
+    ----------
+    params : sequence of arrays, or dict of them
+        Native or NumPy; dtypes are kept. Not changed, not shared.
+    device : device
+    grad_req : {"write", "add", "null"}
+
+    Returns
+    -------
+    list (or dict with the same keys) of native arrays
+
+    Raises
+    ------
+    TypeError
+        `params` is one array, or an array of the other framework.
+    ValueError
+        A device that is not there, or another `grad_req`.
+    """
+    backend, (device,) = get_backend(), as_devices([device])
+    messages.check_grad_req(grad_req)
+    if hasattr(params, "shape"):
+        raise TypeError("params must be a list, or a dict, of arrays; "
+                        f"received one {type(params).__name__}. Put it in a "
+                        "list.")
+    with backend.scope(recording=False):
+        if isinstance(params, dict):
+            copies = {name: backend.put(p, device)
+                      for name, p in params.items()}
+            every = list(copies.values())
+        else:
+            copies = every = [backend.put(p, device) for p in params]
+        for p in every:
+            backend.attach_grad(p, grad_req)
+    return copies
+
+
+class Parameter:
+    """One parameter or buffer of a `Replicas`, on all its devices.
+
+    The methods are those of Gluon's `Parameter`.
+
+    Attributes
+    ----------
+    name : str
+        Its path in the network with Gluon's suffix: ``"3.0.bn1.gamma"``.
+    kind : str
+        weight, bias, gamma, beta, running_mean, running_var or other.
+    grad_req : str
+        ``"write"``, ``"add"`` or ``"null"`` (frozen). May be set, once the
+        parameter has values: on all devices, from the next forward pass on.
+        ValueError for another word, or for a buffer.
+    number : int
+        Its place among the network's parameters and buffers.
+    spec : mgpu.backends.base.Spec
+        What the engine knows of it.
+    lr_mult, wd_mult : float
+        What its learning rate and weight decay are multiplied by.
+    """
+
+    def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
+        self._replicas, self.number, self.spec = replicas, number, spec
+        self.name, self.kind = spec.name, spec.kind
+        self.lr_mult, self.wd_mult = spec.lr_mult, spec.wd_mult
+
+    def __repr__(self) -> str:
+        return (f"Parameter {self.name} (shape={self.shape}, "
+                f"dtype={self.dtype})")
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """None until it is known (deferred or lazy layers)."""
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> str:
+        return self.spec.dtype
+
+    @property
+    def grad_req(self) -> str:
+        return self._replicas.network.grad_req(self.number)
+
+    @grad_req.setter
+    def grad_req(self, grad_req: str) -> None:
+        messages.check_grad_req(grad_req)
+        if self.kind in BUFFERS and grad_req != "null":
+            raise ValueError(
+                f"a buffer has no gradient; received grad_req={grad_req!r} "
+                f"for {self.name!r} ({self.kind}). Set it for parameters: "
+                "see Replicas.params().")
+        self._replicas.network.set_grad_req(
+            self.number, grad_req, self.list_data())
+
+    def list_devices(self) -> list[Device]:
+        return list(self._replicas.devices)
+
+    def list_data(self) -> list[Any]:
+        """The native arrays themselves, one per device, not copies."""
+        return [replica.array(self.number)
+                for replica in self._replicas.of_engine()]
+
+    def list_grad(self) -> list[Any]:
+        """The gradients themselves, one per device. ValueError for a frozen
+        parameter or a buffer: they have none."""
+        if self.grad_req == "null":
+            raise ValueError(
+                f"parameter {self.name!r} has no gradient; its grad_req is "
+                "'null' (a frozen parameter or a buffer). Set grad_req = "
+                "'write' on a parameter before the forward pass.")
+        backend = self._replicas.backend
+        return [backend.grad(x) for x in self.list_data()]
+
+    def data(self, device: Any = None) -> Any:
+        """The array on `device` (default: the first one), not a copy.
+
+        Raises
+        ------
+        RuntimeError
+            The parameter is not on that device, or has no values yet.
+        """
+        place = self.place(device)
+        return self.list_data()[place]
+
+    def grad(self, device: Any = None) -> Any:
+        """The gradient on `device`; raises as `data` and `list_grad` do."""
+        place = self.place(device)
+        return self.list_grad()[place]
+
+    def place(self, device: Any) -> int:
+        """The number of `device` among this parameter's devices (None: the
+        first); RuntimeError for another device."""
+        if device is None:
+            return 0
+        device, holders = as_device(device), self._replicas.devices
+        if device not in holders:
+            raise RuntimeError(
+                f"parameter {self.name!r} is not initialized on {device}; it "
+                f"lives on {holders}. Read it there, or initialize the "
+                f"network on a list with {device}.")
+        return holders.index(device)
+
+    def set_data(self, value: Any) -> None:
+        """Write `value` (NumPy or native, of this shape) on all devices,
+        rounded to the parameter's dtype; the next `Trainer.step` goes on
+        from it. ValueError for another shape; nothing has changed then."""
+        arrays = self.list_data()
+        shape = tuple(np.shape(value) if not hasattr(value, "shape")
+                      else value.shape)
+        if shape != self.shape:
+            raise ValueError(f"parameter {self.name!r} has shape "
+                             f"{self.shape}; received {shape}. Reshape the "
+                             "value.")
+        backend = self._replicas.backend
+        with backend.scope(recording=False):
+            for x in arrays:
+                x[...] = backend.put(value, x)
+
+    def zero_grad(self) -> None:
+        """Set the gradient to zero on all devices."""
+        if self.grad_req != "null":
+            with self._replicas.backend.scope(recording=False):
+                for g in self.list_grad():
+                    g[...] = 0
+
+

@@ -1,0 +1,145 @@
+"""The next batches, drawn in the background while the devices compute."""
+import contextvars
+import itertools
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from mgpu.arguments import integer
+from mgpu.backends import get_backend
+from mgpu.device import Device, as_devices, try_all_gpus
+from mgpu.nested import map_leaves
+
+
+def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
+             ) -> "Prefetched":
+    """The batches of `data`, in its order, drawn ahead by one thread.
+
+    Each ``iter()``, so each ``for`` loop, goes through `data` once, in a
+    thread of its own that draws a batch as soon as fewer than `depth` wait
+    to be taken. ``iter(data)`` itself is called by ``iter()``, in the
+    caller's thread; the thread has the caller's context variables and the
+    modes of the current backend (MXNet's NumPy mode, recording, autocast).
+
+    Parameters
+    ----------
+    data : iterable
+        Of anything; what can be gone through once per epoch stays so.
+    depth : int
+        Batches that are drawn and not taken, 1 or more; the memory of
+        `depth` batches beside the one in use.
+    devices : devices, optional
+        Where the batches go (default: all GPUs). For CUDA devices of torch
+        the arrays of a batch, also inside tuples, lists and dicts, are
+        copied to page-locked memory and become CPU tensors, so that `put`
+        and `split_batch` need not wait for their copies. Otherwise batches
+        are handed on as they are.
+
+    Returns
+    -------
+    iterable
+        It has the ``len()`` of `data`, where that has one. Its iterator
+        blocks while no batch is ready. An exception of `data` is raised
+        after the batches before it, and ends the iteration.
+
+        The thread ends with the iteration: after the last batch, an
+        exception, ``break`` or Ctrl-C, or when the iterator is dropped or
+        closed; that waits for the batch that is being drawn. Of an iterator
+        that is not started again by ``iter()``, batches that were drawn and
+        not taken are lost then.
+
+    Raises
+    ------
+    ValueError
+        A `depth` that is no whole number, 1 or more; devices that are none.
+    TypeError
+        `data` is not iterable.
+    """
+    depth = integer("depth", depth, 1)
+    if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
+        raise TypeError("data must be an iterable of batches; received "
+                        f"{type(data).__name__}. Pass for example a list of "
+                        "(X, y), or a data loader.")
+    return Prefetched(data, depth, None if devices is None
+                      else as_devices(devices))
+
+
+class Prefetched:
+    """What `prefetch` returns."""
+
+    def __init__(self, data: Iterable[Any], depth: int,
+                 devices: list[Device] | None) -> None:
+        self._data, self._depth, self._devices = data, depth, devices
+
+    def __len__(self) -> int:
+        return len(self._data)      # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not a generator itself: `data` may count its epochs by iter().
+        backend = get_backend()
+        pin = backend.pinner(self._devices or try_all_gpus())
+        return _batches(iter(self._data), self._depth, pin,
+                        backend.carry(), contextvars.copy_context())
+
+    def __repr__(self) -> str:
+        return f"prefetch({self._data!r}, depth={self._depth})"
+
+
+def _batches(source: Iterator[Any], depth: int,
+             pin: Callable[[Any], Any] | None,
+             modes: Callable[[], AbstractContextManager[None]],
+             context: contextvars.Context) -> Iterator[Any]:
+    # What the thread knows does not lead to this generator: dropping that
+    # is what ends the thread. No semaphore and no event: Ctrl-C inside one
+    # can leave its lock taken, for ever. These queues are written in C.
+    drawn: queue.SimpleQueue = queue.SimpleQueue()
+    wanted: queue.SimpleQueue = queue.SimpleQueue()     # an entry: draw one
+    stop: list[bool] = []       # not empty: draw no more
+    failure: list[BaseException] = []
+    for _ in range(depth):
+        wanted.put(True)
+    thread = threading.Thread(
+        target=context.run, name="mgpu-prefetch", daemon=True,
+        args=(_draw, source, pin, modes, drawn, wanted, stop, failure))
+    del source, pin
+    try:
+        thread.start()
+        while True:
+            box = drawn.get()
+            wanted.put(True)
+            if not box:
+                break
+            yield box.pop()     # no reference to it stays here
+        if failure:
+            raise failure.pop()
+    finally:
+        stop.append(True)
+        wanted.put(True)
+        # The last reference may go while the thread itself runs, or when
+        # the interpreter ends, which stops daemon threads where they are.
+        if thread.is_alive() and thread is not threading.current_thread() \
+                and not sys.is_finalizing():
+            thread.join()
+
+
+def _draw(source: Iterator[Any], pin: Callable[[Any], Any] | None,
+          modes: Callable[[], AbstractContextManager[None]],
+          drawn: queue.SimpleQueue, wanted: queue.SimpleQueue,
+          stop: list[bool], failure: list[BaseException]) -> None:
+    """Boxes with a batch each, then an empty one."""
+    try:
+        with modes():
+            while wanted.get() and not stop:
+                box = list(itertools.islice(source, 1))
+                if not box:
+                    break
+                if pin is not None:
+                    box = map_leaves(pin, box)
+                drawn.put(box)
+                del box
+    except BaseException as error:      # raised where it is waited for
+        failure.append(error)
+    drawn.put([])

@@ -1,0 +1,172 @@
+"""Nothing public is left out: each name of `mgpu` is covered by a test of
+this folder, or stands below with the reason why it has no numbers to compare.
+"""
+import ast
+import glob
+import importlib
+import inspect
+import os
+
+import pytest
+
+import mgpu
+from mgpu import collectives, functional, initializers, losses, lr_scheduler
+from mgpu import models, optimizers, replicas
+from mgpu.backends import base
+from threeway import COVERED
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+_WALKED = "a module; its own names are walked below"
+_CHOICE = "chooses or names an engine"
+_PLACE = "names devices"
+_ERROR = "an error; the tests of its module raise it"
+_CLOCK = "seconds, which no two runs share"
+_READS = "says what was given, computes nothing"
+#: public name -> why no test of this folder compares numbers of it
+NO_NUMBERS = {
+    **dict.fromkeys(("functional", "initializers", "losses", "lr_scheduler",
+                     "models", "optimizers"), _WALKED),
+    **dict.fromkeys(("Parameter", "Replicas"),
+                    "a class; its members are walked below"),
+    "datasets": "reads files in NumPy alone, before there is an engine",
+    **dict.fromkeys(("available_backends", "get_backend", "set_backend",
+                     "using_backend"), _CHOICE),
+    **dict.fromkeys(("Device", "cpu", "gpu", "list_devices", "num_gpus",
+                     "try_all_gpus", "try_gpu"), _PLACE),
+    **dict.fromkeys(("BackendNotAvailable", "CrossDeviceError",
+                     "NonFiniteLoss", "ReplicaMismatchError",
+                     "StaleGradientError"), _ERROR),
+    **dict.fromkeys(("Benchmark", "Timer"), _CLOCK),
+    "Animator": "draws what it is given",
+    "Profile": "seconds; tests/test_profiling.py: the same bits with it",
+    "prefetch": "the batches of its source; tests/test_prefetch.py",
+    "collectives.native": "the frameworks' own, which only one engine has on "
+                          "CPUs; tests/test_collectives.py: exact sums",
+    "Replicas.autocast": "torch alone; tests/test_options.py",
+    **dict.fromkeys(("Replicas.compute_gradients", "Trainer.multipliers",
+                     "Trainer.rate", "Trainer.gluon_order"),
+                    "a piece of `train_batch`, which is covered"),
+    "synchronize": "waits",
+    "strict_devices": "refuses what crosses devices, and changes no number",
+    "losses.check_classes": "refuses labels",
+    "losses.check_per_example": "refuses shapes",
+    "initializers.Initializer": "the base class: each rule is covered",
+    "losses.Loss": "the base class: each loss is covered",
+    "lr_scheduler.LRScheduler": "the base class: each schedule is covered",
+    "optimizers.Optimizer": "the base class: each rule is covered",
+    **dict.fromkeys(("Parameter.place", "Replicas.all_parameters",
+                     "Replicas.complete", "Replicas.of_engine",
+                     "Trainer.loss_scale", "Trainer.skipped_steps",
+                     "Trainer.summed",
+                     "Replicas.buffers", "Replicas.grad_reqs", "Replicas.net",
+                     "Replicas.independent",
+                     "Replicas.statistics", "Parameter.dtype",
+                     "Parameter.grad_req", "Parameter.list_devices",
+                     "Parameter.shape"), _READS),
+    **dict.fromkeys(("Replicas.count", "Replicas.index"), _READS),
+    "Replicas.check_equal": "compares bits and changes none",
+    "Replicas.after_step": "called by `Trainer.update`: batch_norm.average",
+}
+
+
+def _own(module):
+    """The public functions and classes that a module itself defines."""
+    return [name for name, value in vars(module).items()
+            if not name.startswith("_") and callable(value)
+            and getattr(value, "__module__", None) == module.__name__]
+
+
+def _members(cls):
+    return [name for name in dir(cls) if not name.startswith("_")]
+
+
+def public_names():
+    rules = {rule for table in optimizers._RULES.values()
+             for rule in table.values()}
+    yield from mgpu.__all__
+    for semantics, table in optimizers._RULES.items():
+        for name in table:
+            yield f"optimizers.{semantics}.{name}"
+    for name in _own(optimizers):
+        if getattr(optimizers, name) not in rules:
+            yield f"optimizers.{name}"
+    # also names that stand for another, as SoftmaxCELoss does
+    for name, value in vars(losses).items():
+        if name in _own(losses) or inspect.isclass(value) \
+                and issubclass(value, losses.Loss):
+            yield f"losses.{name}"
+    for module in (initializers, lr_scheduler):
+        yield from (f"{module.__name__.split('.')[1]}.{name}"
+                    for name in {*module.__all__, *_own(module)})
+    yield from (f"models.{name}" for name in _own(models))
+    yield from (f"batch_norm.{policy}" for policy in replicas.BATCH_NORM)
+    yield from (f"collectives.{name}" for name in collectives.ALGORITHMS)
+    operations = _members(base.Ops)
+    yield from (f"Ops.{name}" for name in operations)
+    yield from (f"functional.{name}" for name in functional.__all__
+                if name not in operations)
+    for cls in (mgpu.Trainer, mgpu.Replicas, mgpu.Parameter):
+        yield from (f"{cls.__name__}.{name}" for name in _members(cls))
+
+
+PUBLIC = sorted(set(public_names()))
+#: read whole, whichever of them pytest was asked to run
+MODULES = {name: importlib.import_module(name) for name in sorted(
+    os.path.splitext(os.path.basename(path))[0]
+    for path in glob.glob(os.path.join(HERE, "test_*.py")))
+    if name != __name__.rpartition(".")[2]}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_covered(name):
+    assert (name in COVERED) != (name in NO_NUMBERS), (
+        f"{name} is public and needs a test in tests/parity that says "
+        f"covers({name!r}), or a reason in NO_NUMBERS; not both")
+
+
+def test_nothing_else_is_claimed():
+    """A name that is gone, or misspelt, covers nothing."""
+    assert not COVERED.keys() - set(PUBLIC)
+    assert not NO_NUMBERS.keys() - set(PUBLIC)
+    assert all(NO_NUMBERS.values())
+
+
+def used(module):
+    """The names that a module says outside of its claims."""
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.decorator_list = [
+                d for d in node.decorator_list if not (
+                    isinstance(d, ast.Call)
+                    and getattr(d.func, "id", "") == "covers")]
+    found = set()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "value", "arg"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                found.add(value)
+    return found
+
+
+def test_a_claim_is_a_test_that_says_the_name():
+    """Where `mgpu.allreduce` is covered, `allreduce` is written, outside of
+    the claim (or comes from a table of the package)."""
+    words = {module.__name__: used(module) for module in MODULES.values()}
+    idle = [(name, test.__module__, test.__name__)
+            for name, tests in COVERED.items() for test in tests
+            if name.rpartition(".")[2] not in words[test.__module__]
+            and not name.startswith("collectives.")
+            or not test.__name__.startswith("test_")]
+    assert not idle
+
+
+def test_the_walk_sees_what_there_is():
+    """Had it found nothing, everything would be covered."""
+    assert len(PUBLIC) > 150
+    assert {"allreduce", "optimizers.torch.nadam", "losses.SigmoidBCELoss",
+            "losses.per_example", "initializers.LSTMBias", "Ops.conv2d",
+            "lr_scheduler.PolyScheduler", "batch_norm.sync",
+            "functional.allgather", "models.lenet_forward", "collectives.ring",
+            "Trainer.clip_global_norm", "Parameter.set_data"} <= set(PUBLIC)

@@ -1,0 +1,143 @@
+"""MXNet against PyTorch, in lock-step, in float64: networks that are too
+large, or steps that are too many, to be written out beside them."""
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import assert_bit_equal, convnet, on
+from mgpu import parity
+from threeway import ROUNDING, compare, covers, host, joined
+
+#: docs/design.md: lock-step holds to 1e-12 for LeNet-like networks; ResNet-18
+#: sums over 10^4 terms a layer, and its convolution biases are noise at the
+#: floor.
+CONV, RESNET = 1e-12, 1e-10
+
+
+def batch(n, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.random((n, 1, 28, 28)), rng.integers(0, 10, n).astype("int32")
+
+
+def side(engine, make):
+    """`make` on one engine; weights are drawn alike on both."""
+    def network():
+        with mgpu.using_backend(engine):
+            return make()
+    return parity.Side(network, init=mgpu.initializers.Xavier())
+
+
+def lockstep(make, batches, tolerance, **options):
+    """The result of a comparison in which nothing may differ."""
+    result = parity.compare(
+        side("mxnet", make), side("torch", make), batches=batches,
+        weights="own", tolerance=tolerance, **options)
+    assert result.same, str(result)
+    assert not any(g.absolute for g in result.gaps if g.stage == "initial")
+    assert "no weight moved" not in " ".join(result.notes)
+    assert {"output", "loss", "gradient", "weight"} <= set(result.worst)
+    return result
+
+
+@covers("models.lenet")
+def test_lenet(devices):
+    """LeNet from scratch and LeNet as a network are one network."""
+    result = lockstep(mgpu.models.lenet, [batch(8)] * 3, CONV,
+                      devices=devices, optimizer_params={"learning_rate":
+                                                         0.125})
+    assert len(result.plan.pairs) == len(mgpu.models.LENET)
+    with mgpu.using_backend("torch") as backend:
+        replicas = mgpu.initialize(mgpu.models.lenet(), [mgpu.cpu(0)],
+                                   dtype="float64")
+        X = backend.put(batch(3)[0], mgpu.cpu(0))
+        own = [backend.put(x.T if x.ndim == 2 else x, mgpu.cpu(0))
+               for x in replicas.export_numpy().values()]
+        compare(host([replicas[0](X)]),
+                host([mgpu.models.lenet_forward(X, own)]),
+                ROUNDING, "the network against its function")
+
+
+@covers("models.resnet18")
+@pytest.mark.parametrize("k, steps", ((1, 1), (2, 3)))
+def test_resnet18(k, steps):
+    result = lockstep(mgpu.models.resnet18,
+                      [batch(16, seed) for seed in range(steps)], RESNET,
+                      devices=k, optimizer_params={"learning_rate":
+                                                   2.0 ** -5})
+    assert len([g for g in result.gaps if g.stage == "gradient"]) \
+        == 76 * steps
+
+
+@pytest.mark.parametrize("policy", ("per_device", "average", "sync"))
+@pytest.mark.parametrize("rows", (5, 8))
+def test_convnet(policy, rows, devices):
+    """Batch norm under every policy, short and uneven batches included."""
+    # one batch again and again: the loss must fall
+    result = lockstep(
+        lambda: convnet(mgpu.get_backend(), 1, 10), [batch(rows)] * 6, CONV,
+        devices=devices, batch_norm=policy,
+        optimizer_params={"learning_rate": 0.125, "momentum": 0.5,
+                          "wd": 2.0 ** -10})
+    assert result.losses["a"][-1] < result.losses["a"][0]
+
+
+class LeNet:
+    """The text's network from scratch on one engine."""
+
+    def __init__(self, backend, k, params):
+        self.backend, self.devices = backend, on(*range(k))
+        self.loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+        with mgpu.using_backend(backend):
+            self.copies = [mgpu.get_params(params, d) for d in self.devices]
+
+    def write(self, values):
+        with mgpu.using_backend(self.backend), mgpu.no_grad():
+            for own in self.copies:
+                for p, value in zip(own, values):
+                    p[:] = mgpu.put(value, p)
+
+    def step(self, X, y, lr):
+        """Losses, gradients and new values, the same on every device."""
+        with mgpu.using_backend(self.backend):
+            Xs, ys = mgpu.split_batch(X, y, self.devices)
+            with mgpu.record():
+                losses = mgpu.parallel(lambda x, label, own: self.loss(
+                    mgpu.models.lenet_forward(x, own), label), Xs, ys, self.copies)
+            mgpu.backward(losses)
+            mgpu.allreduce_many([[mgpu.grad(p) for p in column]
+                                 for column in zip(*self.copies)])
+            gradients = [host(mgpu.grad(p)) for p in self.copies[0]]
+            for own in self.copies:
+                mgpu.sgd(own, lr, len(X))
+            values = host(self.copies[0])
+            for own in self.copies[1:]:
+                for p, value in zip(host(own), values):
+                    assert_bit_equal(p, value)
+            return joined(losses), gradients, values
+
+
+def pictures(n, rng):
+    """Ten classes that can be told apart: a bright square each."""
+    y = rng.integers(0, 10, n)
+    X = rng.random((n, 1, 28, 28)) * 0.5
+    for x, label in zip(X[:, 0], y):
+        row, column = divmod(int(label), 4)
+        x[row * 9:row * 9 + 7, column * 7:column * 7 + 6] += 0.5
+    return X, y
+
+
+@pytest.mark.parametrize("k", (1, 2))
+def test_lenet_for_75_steps(k):
+    """Each step from the same state on both engines; the loss halves, so it
+    is not two dead networks that agree."""
+    params = mgpu.models.lenet_params(scale=0.1, dtype="float64")
+    a, b = (LeNet(name, k, params) for name in ("mxnet", "torch"))
+    rng, means, values = np.random.default_rng(8), [], params
+    for step in range(75):
+        X, y = pictures(31 if step % 10 == 9 else 32, rng)
+        b.write(values)
+        losses, gradients, values = a.step(X, y, 0.25)
+        compare(b.step(X, y, 0.25), (losses, gradients, values), CONV,
+                f"step {step}")
+        means.append(losses.mean())
+    assert np.mean(means[-5:]) < means[0] / 2

@@ -1,0 +1,341 @@
+"""`mgpu parity`, `mgpu trace` and `mgpu lint`."""
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import mgpu
+from conftest import BACKENDS
+from mgpu import cli, losses
+from mgpu import backends as registry
+from mgpu.parity import commands
+
+NETS = {
+    "mxnet": '''
+from mxnet.gluon import nn
+
+def make(epsilon=1e-5, units=16):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(units, in_units=12),
+            nn.BatchNorm(in_channels=units, epsilon=epsilon),
+            nn.Activation("relu"), nn.Dropout(0.25),
+            nn.Dense(3, in_units=units))
+    return net
+''',
+    "torch": '''
+from torch import nn
+
+def make(epsilon=1e-5, units=16):
+    return nn.Sequential(
+        nn.Linear(12, units), nn.BatchNorm1d(units, eps=epsilon), nn.ReLU(),
+        nn.Dropout(0.25), nn.Linear(units, 3))
+'''}
+A, B = (f"nets_{name}.py:make" for name in (BACKENDS[0], BACKENDS[-1]))
+SMALL = ["--input", "12", "--classes", "3", "--steps", "2",
+         "--batch-size", "6"]
+SLIP = ["--kwargs-b", '{"epsilon": 0.001}']
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path):
+    """The current folder, with a module for each engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(sys, "path", list(sys.path))
+        for name in set(registry.ENTRIES) - set(BACKENDS):
+            patch.delitem(registry.ENTRIES, name)     # asked for torch alone
+        for name in BACKENDS:
+            (tmp_path / f"nets_{name}.py").write_text(NETS[name])
+        yield tmp_path
+
+
+def mgpu_command(*arguments):
+    return CliRunner().invoke(cli.cli, arguments, prog_name="mgpu")
+
+
+def refused(*arguments):
+    """The only line on standard error of a command that ends with 2."""
+    result = mgpu_command(*arguments)
+    assert result.exit_code == 2, result.output
+    line, = result.stderr.splitlines()
+    assert line.startswith("Error: ")
+    return line
+
+
+# -- status 0 and 1 -----------------------------------------------------------
+
+def test_the_same_is_status_0(folder):
+    result = mgpu_command("parity", A, B, *SMALL, "--devices", "2",
+                          "--optimizer-params", "momentum=0.9", "--plan",
+                          "--report", "x.html", "--json", "x.json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("SAME (lock-step)")
+    assert "momentum=0.9" in "".join(result.stdout.split())
+    assert "0.weight" in result.stdout      # the plan
+    found = json.loads((folder / "x.json").read_text())
+    assert found["verdict"] == "same"
+    assert found["sides"]["b"]["devices"] == ["cpu(0)", "cpu(1)"]
+    page = (folder / "x.html").read_text()
+    assert "mgpu parity nets_" in page      # the command, to repeat it
+    assert result.stdout.splitlines()[-2:] == ["written: x.html",
+                                               "written: x.json"]
+
+
+def test_a_difference_is_status_1():
+    result = mgpu_command("parity", A, B, *SMALL, *SLIP)
+    assert result.exit_code == 1, result.output
+    assert result.stdout.startswith("DIFFERENT")
+    words = " ".join(result.stdout.split())
+    assert "First difference" in words
+    assert "its epsilon 1e-05 in a, 0.001 in b" in words
+    assert "Traceback" not in result.output
+
+
+def test_free_running():
+    result = mgpu_command("parity", A, B, *SMALL, "--mode", "free")
+    assert result.exit_code == 0, result.output
+    assert "SAME (free run)" in result.stdout
+
+
+def test_accuracies(folder):
+    (folder / "own.py").write_text('''
+import numpy as np
+
+def data():
+    rng = np.random.default_rng(0)
+    batch = rng.random((6, 12)), rng.integers(0, 3, 6).astype("int32")
+    return [batch], [batch]
+''')
+    result = mgpu_command(
+        "parity", A, B, "--mode", "accuracy", "--seeds", "3", "--steps", "2",
+        "--data", "own.py:data", "--report", "x.html", "--json", "x.json")
+    assert result.exit_code in (0, 1), result.output    # chance decides
+    assert result.stdout.startswith(("SAME", "DIFFERENT")[result.exit_code]
+                                    + " (accuracies)")
+    found = json.loads((folder / "x.json").read_text())
+    assert len(found["curves"]["a"]) == len(found["curves"]["b"]) == 3
+    assert "p-value (Welch)" in result.stdout
+    assert "p-value (Welch)" in (folder / "x.html").read_text()
+
+
+def test_a_module_of_the_current_folder(folder):
+    (folder / "nets_by_name.py").write_text(NETS[BACKENDS[0]])
+    try:
+        result = mgpu_command("parity", "nets_by_name:make", B, *SMALL)
+    finally:
+        del sys.modules["nets_by_name"]
+    assert result.exit_code == 0, result.output
+
+
+def test_files_of_one_name_in_two_folders(folder):
+    name = f"nets_{BACKENDS[0]}.py"
+    (folder / "other").mkdir()
+    (folder / "other" / name).write_text(
+        NETS[BACKENDS[0]].replace("=1e-5", "=1e-3"))
+    result = mgpu_command("parity", f"{name}:make", f"other/{name}:make",
+                          *SMALL)
+    assert result.exit_code == 1, result.output
+
+
+@pytest.mark.parametrize("options", [
+    ["--optimizer", "adam", "--semantics", "torch"],
+    ["--b-devices", "cpu:1,cpu:2", "--devices", "2"],
+    ["--batch-norm", "sync", "--devices", "2", "--dropout", "off"],
+    # a float32 loss of MXNet is right to 2e-6, and so is its gradient
+    ["--dtype", "float32", "--tolerance", "1e-4"], ["--weights", "b"],
+    ["--loss", "l2"],
+    ["--loss", "kl-div"], ["--loss", "sigmoid-bce"]],
+    ids=lambda options: options[1])
+def test_options_reach_the_comparison(options):
+    result = mgpu_command("parity", A, B, *SMALL, *options)
+    assert result.exit_code == 0, result.output
+
+
+def test_other_rules_for_the_second_side():
+    result = mgpu_command(
+        "parity", A, B, *SMALL, "--b-optimizer-params",
+        '{"learning_rate": 0.5}')
+    assert result.exit_code == 1, result.output
+    assert "updated weight" in result.stdout
+
+
+def test_a_map_and_rules(folder):
+    (folder / "map.json").write_text(json.dumps(
+        {"0.weight": {"to": "0.weight"}, "rules": [["^x", "y"]]}))
+    result = mgpu_command("parity", A, B, *SMALL, "--map", "map.json")
+    assert result.exit_code == 0, result.output
+    assert "matched by given map" in result.stdout
+
+
+def test_batches_and_a_loss_of_the_user(folder):
+    (folder / "own.py").write_text('''
+import numpy as np
+from mgpu.losses import L2Loss
+
+class Halved(L2Loss):
+    def __init__(self):
+        super().__init__(weight=0.5)
+
+def batches():
+    return [(np.ones((4, 12)), np.zeros((4, 3)))]
+''')
+    result = mgpu_command("parity", A, B, "--steps", "1", "--data",
+                          "own.py:batches", "--loss", "own.py:Halved")
+    assert result.exit_code == 0, result.output
+
+
+def test_invariance(folder):
+    result = mgpu_command("parity", A, "--invariance", *SMALL, "--devices",
+                          "1,2", "--batch-norm", "sync", "--json", "i.json")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("exact")
+    assert json.loads((folder / "i.json").read_text())["devices"] == [1, 2]
+    # each device's own statistics: another training
+    assert mgpu_command("parity", A, "--invariance", *SMALL, "--devices",
+                        "1,2").exit_code == 1
+
+
+def test_a_trace(folder):
+    result = mgpu_command("trace", "record", A, "-o", "run.trace", *SMALL,
+                          "--keep", "2")
+    assert result.exit_code == 0, result.output
+    assert "2 steps, kept: 2" in result.stdout
+    result = mgpu_command("parity", "run.trace", B, "--report", "t.html")
+    assert result.exit_code == 0, result.output
+    assert mgpu_command("parity", "run.trace", B, *SLIP).exit_code == 1
+    assert "says itself what was done; received --input, --steps" in refused(
+        "parity", "run.trace", B, "--input", "12", "--steps", "2")
+
+
+if "mxnet" in BACKENDS:
+    def test_lint():
+        result = mgpu_command("lint", "nets_mxnet.py:make", "--input", "12",
+                              "--batch-size", "5")
+        assert result.exit_code == 0, result.output
+        assert "mgpu.parity.gluonize(net)" in result.stdout
+        assert result.stdout.splitlines()[-1].endswith(
+            "differences to PyTorch")
+
+
+# -- status 2 -----------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments, words", [
+    ([A, "nets"], "given as MODULE:FACTORY or FILE.py:FACTORY"),
+    ([A, "no_such_module:make"], "no_such_module cannot be imported"),
+    ([A, "no_such_file.py:make"], "no such file"),
+    ([A, A.replace("make", "mkae")], "Use one of make"),
+    ([A, B, "--kwargs-a", "{units: 3}"], "--kwargs-a takes JSON"),
+    ([A, B, "--kwargs-a", "[3]"], "a JSON object"),
+    ([A, B, "--kwargs-a", '{"width": 3}'], "TypeError: "),
+    ([A, B, "--input", "3x"], "received '3x'"),
+    ([A, B, "--input", "13"], "--traceback shows where"),
+    ([A, B, "--devices", "1,2"], "--devices takes a number or devices"),
+    ([A, B, "--optimizer", "sdg"], "sdg"),
+    ([A, B, "--optimizer-params", "momentum"], "NAME=VALUE"),
+    ([A, B, "--loss", "l3"], "unknown loss"),
+    ([A, B, "--data", "nowhere"], "unknown data set"),
+    ([A, B, "--mode", "accuracy", "--data", "random"], "examples to test on"),
+    ([A, B, "--report", "no/folder/x.html"], "the folder of --report"),
+    ([A], "two networks are compared"),
+    ([A, B, "--invariance"], "two networks are compared"),
+    ([A, "--invariance", "--devices", "cpu:0"], "takes numbers of devices"),
+    ([A, "--invariance", "--weights", "b"], "received --weights"),
+])
+def test_what_cannot_be_compared_is_status_2(arguments, words, folder):
+    before = sorted(os.listdir(folder))
+    assert words in refused("parity", *SMALL, *arguments)
+    assert sorted(p for p in os.listdir(folder) if p != "__pycache__") \
+        == before, "nothing is written"
+
+
+def test_random_data_needs_a_shape():
+    assert "needs --input and --classes" in refused("parity", A, B)
+
+
+def test_parameters_that_do_not_match_are_listed():
+    result = mgpu_command("parity", A, B, *SMALL, "--kwargs-b",
+                          '{"units": 8}')
+    assert result.exit_code == 2, result.output
+    first, *rest = result.stderr.splitlines()
+    assert first.startswith("Error: every parameter")
+    assert "  0.weight: none" in rest
+    assert any(line.startswith("  left in b: 0.weight") for line in rest)
+
+
+def test_a_map_with_a_slip(folder):
+    (folder / "map.json").write_text('["0.weight"]')
+    assert "--map takes a JSON file" in refused(
+        "parity", A, B, *SMALL, "--map", "map.json")
+
+
+def test_an_engine_that_is_missing_matters_where_it_is_needed(folder):
+    (folder / "needs.py").write_text("import absent_framework")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.ENTRIES, "absent", registry.Entry(
+            "mgpu.backends._absent", "json",    # a package that is there
+            "pip install 'mgpu[absent]'"))
+        assert mgpu_command("parity", A, B, *SMALL).exit_code == 0
+        line = refused("parity", A, "needs.py:make", *SMALL)
+    assert "absent_framework" in line and "mgpu[absent]" in line
+
+
+def test_traceback_on_request():
+    result = mgpu_command("parity", A, B, *SMALL, "--kwargs-a",
+                          '{"width": 3}', "--traceback")
+    assert result.exit_code == 2
+    assert "Traceback (most recent call last)" in result.stderr
+
+
+# -- parts --------------------------------------------------------------------
+
+@pytest.mark.parametrize("text, value", [
+    (None, None), ("lr=0.1,momentum=0.9", {"lr": 0.1, "momentum": 0.9}),
+    ("a=true, b=x", {"a": True, "b": "x"}),
+    ('{"betas": [0.9, 0.99]}', {"betas": [0.9, 0.99]})])
+def test_parse_params(text, value):
+    assert commands.parse_params(text) == value
+
+
+@pytest.mark.parametrize("loss, check", [
+    (losses.SoftmaxCrossEntropyLoss(), lambda y: y.dtype == "int32"
+     and y.shape == (5,) and 0 <= y.min() and y.max() < 4),
+    (losses.L2Loss(), lambda y: y.shape == (5, 4)),
+    (losses.SigmoidBinaryCrossEntropyLoss(), lambda y: y.shape == (5, 4)
+     and set(np.unique(y)) <= {0.0, 1.0}),
+    (losses.KLDivLoss(), lambda y: np.allclose(y.sum(1), 1)),
+    (lambda pred, label: pred, lambda y: y.shape == (5,))])
+def test_random_batches_are_the_same_again(loss, check):
+    batches = commands.RandomBatches((2, 3), 4, 5, 3, loss, seed=1)
+    first, second = list(batches), list(batches)
+    assert len(first) == len(batches) == 3
+    for (X, y), (X2, y2) in zip(first, second):
+        assert X.shape == (5, 2, 3) and check(y)
+        assert (X == X2).all() and (y == y2).all()
+    assert (first[0][0] != first[1][0]).any()
+
+
+def test_digits_in_the_shape_asked_for():
+    data = commands.find_data("digits", (1, 14, 14), None, 4, 1, None, 0,
+                              "float64", 8)
+    X, y = next(iter(data.batches))
+    assert X.shape == (4, 1, 14, 14) and X.dtype == "float64"
+    assert data.test is not None
+    with pytest.raises(ValueError, match="grey pictures"):
+        commands.find_data("digits", (3, 14, 14), None, 4, 1, None, 0,
+                           "float64", 8)
+
+
+def test_reproduce_loads_nothing_of_parity():
+    import subprocess
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from mgpu import cli; cli.cli("
+         "['reproduce', '--help'], standalone_mode=False); "
+         "print([m for m in sys.modules if m.startswith('mgpu.parity')])"],
+        capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(
+            os.path.dirname(mgpu.__file__))})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

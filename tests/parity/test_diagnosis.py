@@ -1,0 +1,745 @@
+"""Faults planted in real networks are named, and nothing else is."""
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import losses, parity
+from mgpu.parity import diagnosis
+from mgpu.parity.sides import Side
+
+RNG = np.random.default_rng(0)
+#: rows that 2, 3 and 4 devices share unevenly or not, and whose factors
+#: (rows, devices, powers of two) cannot be confused
+N = 7
+IMAGES = [(RNG.random((N, 2, 8, 8)), RNG.integers(0, 3, N).astype("int32"))
+          for _ in range(3)]
+ROWS = [(RNG.normal(size=(N, 6)), RNG.integers(0, 3, N).astype("int32"))
+        for _ in range(3)]
+TARGETS = [(X, RNG.normal(size=(N, 3))) for X, _ in ROWS]
+FULL_THEN_SHORT = [ROWS[0], tuple(x[:5] for x in ROWS[1])]
+SLOW = {"learning_rate": 0.125}
+
+
+def gluon(make):
+    """A Gluon network from ``make(nn) -> layers``."""
+    def net():
+        from mxnet.gluon import nn
+        stack = nn.HybridSequential()
+        stack.add(*make(nn))
+        return stack
+    return net
+
+
+def torch_(make):
+    """A torch network from ``make(nn) -> layers``, not Gluon's numbers."""
+    def net():
+        import torch
+        return torch.nn.Sequential(*make(torch.nn))
+    return net
+
+
+def conv_g(**bn):
+    return gluon(lambda nn: [
+        nn.Conv2D(4, 3, in_channels=2), nn.BatchNorm(in_channels=4, **bn),
+        nn.Activation("relu"), nn.GlobalAvgPool2D(), nn.Flatten(),
+        nn.Dense(3, in_units=4)])
+
+
+def conv_t(**bn):
+    return torch_(lambda nn: [
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, **bn), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)])
+
+
+def dense_g(*middle, activation="relu"):
+    def make(nn):
+        return [nn.Dense(5, in_units=6, activation=activation),
+                *(m(nn) for m in middle), nn.Dense(3, in_units=5)]
+    return gluon(make)
+
+
+def dense_t(*middle, activation="ReLU"):
+    def make(nn):
+        return [nn.Linear(6, 5),
+                *([getattr(nn, activation)()] if activation else []),
+                *(m(nn) for m in middle), nn.Linear(5, 3)]
+    return torch_(make)
+
+
+def image_net(layers_g, layers_t, units):
+    """Two networks around a layer under test."""
+    return (gluon(lambda nn: [*layers_g(nn), nn.Flatten(),
+                              nn.Dense(3, in_units=units)]),
+            torch_(lambda nn: [*layers_t(nn), nn.Flatten(),
+                               nn.Linear(units, 3)]))
+
+
+def rate(n):
+    """A schedule with a jump at the third update."""
+    return 0.125 if n < 3 else 0.0625
+
+
+def cross_entropy(**options):
+    """torch's own, which has 64-bit labels."""
+    def loss(output, y):
+        from torch.nn import functional
+        return functional.cross_entropy(output, y.long(), **options)
+    return loss
+
+
+def mean_square(output, y):
+    return ((output - y) ** 2).mean(1)
+
+
+def gluon_cross_entropy(output, y):
+    import mxnet as mx
+    return mx.gluon.loss.SoftmaxCrossEntropyLoss()(output, y)
+
+
+def patch_sum(patch, engine, wrong):
+    """On one engine gradients are reduced by ``wrong(columns, right)``."""
+    right = mgpu.trainer.allreduce_many
+
+    def reduce(columns, algorithm):
+        if mgpu.get_backend().name == engine:
+            wrong(columns, right)
+        else:
+            right(columns)
+    patch.setattr("mgpu.trainer.allreduce_many", reduce)
+
+
+def average(columns, right):
+    right(columns, op="mean")
+
+
+def aliased(columns, right):
+    """The sum of the text's first listing, over a list that holds one array
+    k times because nothing was copied."""
+    right(columns)
+    for column in columns:
+        data = [column[0]] * len(column)
+        for i in range(1, len(data)):
+            data[0] += data[i]
+        for copy in column[1:]:
+            copy[:] = mgpu.backends.get_backend().put(data[0], copy)
+
+
+def no_broadcast(columns, right):
+    for column in columns:
+        mgpu.reduce(column)
+
+
+def left_out(columns, right):
+    for column in columns:
+        column[-1] *= 0.0
+    right(columns)
+
+
+def stale_once():
+    """The second step applies the gradients of the first."""
+    kept = []
+
+    def wrong(columns, right):
+        right(columns)
+        backend = mgpu.get_backend()
+        if not kept:
+            kept.extend(backend.to_numpy(c[0]) for c in columns)
+        elif len(kept) == len(columns):
+            for column, old in zip(columns, kept):
+                for copy in column:
+                    copy[:] = backend.put(old, copy)
+    return wrong
+
+
+def accumulated():
+    """No step sets the gradient to zero."""
+    kept = {}
+
+    def wrong(columns, right):
+        right(columns)
+        backend = mgpu.get_backend()
+        for i, column in enumerate(columns):
+            for copy in column:
+                if i in kept:
+                    copy += backend.put(kept[i], copy)
+            kept[i] = backend.to_numpy(column[0])
+    return wrong
+
+
+def accumulating():
+    net = dense_g()()
+    net.initialize()
+    net.collect_params().setattr("grad_req", "add")
+    return net
+
+
+def halved(columns, right):
+    right(columns)
+    for column in columns:
+        for copy in column:
+            copy *= 0.375
+
+
+def other_masks(patch):
+    """torch's dropout layers get the masks of other elements."""
+    from mgpu.backends._torch.network import TorchNetwork as Network
+    right = Network.use_masks
+
+    def dropout(self, rule):
+        return right(self, lambda x, rate, axes, index: rule(
+            x, rate, axes, index).flip(-1))
+    patch.setattr(Network, "use_masks", dropout)
+
+
+def still(patch):
+    """torch's batch norm leaves the running statistics alone."""
+    from mgpu.backends._torch import replica
+    right = replica.gluon_batch_norm
+
+    def wrong(call, index=0):
+        return right(call._replace(
+            running_mean=call.running_mean.clone(),
+            running_var=call.running_var.clone()), index)
+    patch.setattr(replica, "gluon_batch_norm", wrong)
+
+
+def fixed_gamma(patch, scale):
+    """A torch network whose stored gamma is not 1."""
+    def net():
+        made = conv_t()()
+        made[1].weight.data.fill_(2.0)
+        return made
+    return conv_g(scale=scale), net
+
+
+def shuffled(X, y):
+    order = np.random.default_rng(1).permutation(len(X))
+    return X[order], y[order]
+
+
+def labels_shuffled(X, y):
+    return X, np.roll(y, 1)
+
+
+class Channels:
+    """Flattens (rows, channels, height, width) with channels last."""
+
+    def __new__(cls, nn):
+        class Flat(nn.Module):
+            def forward(self, x):
+                return x.permute(0, 2, 3, 1).flatten(1)
+        return Flat()
+
+
+def frozen():
+    net = dense_t()()
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+def out_of_range():
+    X, y = ROWS[0]
+    y = y.copy()
+    y[[1, 4]] = -1
+    return [(X, y)]
+
+
+SGD_WD = {"learning_rate": 0.125, "wd": 0.125}
+BARE = {"1.gamma": 0.0, "1.beta": 0.0, "0.bias": 0.0, "5.bias": 0.0}
+
+#: name: (cause, plant); ``plant(patch)`` -> a, b, options of compare
+FAULTS = {
+    # batch norm
+    "unbiased variance": ("unbiased variance", lambda patch: (
+        conv_g(momentum=0.875), conv_t(momentum=0.125), IMAGES,
+        {"native": True})),
+    "unbiased and float32": ("unbiased variance", lambda patch: (
+        conv_g(), conv_t(), IMAGES, {"native": True, "devices": 2})),
+    "unbiased in a": ("unbiased variance", lambda patch: (
+        Side(conv_t(), native=True), Side(conv_t(), native=False), IMAGES,
+        {})),
+    "momentum": ("statistics momentum", lambda patch: (
+        conv_g(momentum=0.9), conv_t(momentum=0.9), IMAGES, {})),
+    "momentum, native": ("statistics momentum", lambda patch: (
+        conv_g(momentum=0.75), conv_t(momentum=0.75), IMAGES,
+        {"native": True, "devices": 2})),
+    "statistics frozen": ("statistics updates", lambda patch: (
+        still(patch) or conv_g(), conv_t(), IMAGES, {})),
+    "epsilon": ("normalisation epsilon", lambda patch: (
+        conv_g(), conv_t(eps=1e-3), IMAGES, {})),
+    "epsilon in a, 3 devices": ("normalisation epsilon", lambda patch: (
+        conv_g(epsilon=1e-3), conv_t(), IMAGES, {"devices": 3})),
+    "layer norm epsilon": ("normalisation epsilon", lambda patch: (
+        dense_g(lambda nn: nn.LayerNorm(in_channels=5)),
+        dense_t(lambda nn: nn.LayerNorm(5, eps=1e-3)), ROWS, {})),
+    "fix_gamma": ("fix_gamma", lambda patch: (
+        *fixed_gamma(patch, False), IMAGES, {"weights": "b"})),
+    "fix_gamma, gamma still 1": ("fix_gamma", lambda patch: (
+        conv_g(scale=False), conv_t(), IMAGES, {})),
+    "policy": ("batch-norm policy", lambda patch: (
+        conv_g(), Side(conv_t(), batch_norm="average"), IMAGES,
+        {"devices": 2})),
+    "sync": ("batch-norm policy", lambda patch: (
+        conv_g(), Side(conv_t(), batch_norm="sync"), IMAGES,
+        {"devices": 2})),
+    "1 and 2 devices": ("batch-norm policy", lambda patch: (
+        Side(conv_g(), devices=1), Side(conv_t(), devices=2), IMAGES, {})),
+    "global statistics": ("batch-norm mode", lambda patch: (
+        conv_g(use_global_stats=True), conv_t(), IMAGES, {})),
+    # other layers
+    "window in the padding": ("windows in the padding", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 2, in_channels=2), nn.AvgPool2D(
+                2, 2, 1, ceil_mode=True), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 2), nn.AvgPool2d(
+                2, 2, 1, ceil_mode=True), nn.AdaptiveAvgPool2d(1)], 4),
+        IMAGES, {})),
+    "ceil_mode": ("pooling ceil_mode", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 2, in_channels=2), nn.MaxPool2D(
+                2, 2, ceil_mode=True), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 2), nn.MaxPool2d(2, 2),
+                        nn.AdaptiveAvgPool2d(1)], 4), IMAGES, {})),
+    "count_include_pad": ("count_include_pad", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 3, in_channels=2),
+            nn.AvgPool2D(2, 2, 1, count_include_pad=False)],
+            lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2, 2, 1)], 64),
+        IMAGES, {})),
+    "padding of a convolution": ("layer options", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 3, padding=1, in_channels=2), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1)], 4),
+        IMAGES, {})),
+    "flatten order": ("dense flatten", lambda patch: (
+        gluon(lambda nn: [nn.Conv2D(4, 7, in_channels=2), nn.Flatten(),
+                          nn.Dense(3, in_units=16)]),
+        torch_(lambda nn: [nn.Conv2d(2, 4, 7), Channels(nn),
+                           nn.Linear(16, 3)]), IMAGES, {})),
+    "flatten": ("dense flatten", lambda patch: (
+        gluon(lambda nn: [nn.Dense(5, in_units=6), nn.Dense(1, in_units=5)]),
+        torch_(lambda nn: [nn.Unflatten(1, (1, 6)), nn.Linear(6, 5),
+                           nn.Linear(5, 1)]),
+        [(X, y[:, :1]) for X, y in TARGETS], {"loss": losses.L2Loss()})),
+    "missing activation": ("activation", lambda patch: (
+        dense_g(), dense_t(activation=None), ROWS, {})),
+    "slope": ("activation", lambda patch: (
+        dense_g(lambda nn: nn.LeakyReLU(0.25), activation=None),
+        dense_t(lambda nn: nn.LeakyReLU(0.125), activation=None),
+        ROWS, {})),
+    "gelu": ("activation", lambda patch: (
+        dense_g(lambda nn: nn.GELU(), activation=None),
+        dense_t(lambda nn: nn.GELU(approximate="tanh"), activation=None),
+        # where the two part by more than MXNet's erf is off, about 1e-7
+        [(20 * X, y) for X, y in ROWS], {})),
+    "dropout masks": ("dropout masks", lambda patch: (
+        other_masks(patch) or dense_g(lambda nn: nn.Dropout(0.5),
+                                      activation=None),
+        dense_t(lambda nn: nn.Dropout(0.5), activation=None), ROWS, {})),
+    "dropout rate": ("dropout rate", lambda patch: (
+        dense_g(lambda nn: nn.Dropout(0.5)),
+        dense_t(lambda nn: nn.Dropout(0.25)), ROWS, {})),
+    # data
+    "data order": ("data order", lambda patch: (
+        conv_g(), Side(conv_t(), prepare=shuffled), IMAGES, {})),
+    "data order in a": ("data order", lambda patch: (
+        Side(dense_g(), prepare=shuffled), dense_t(), ROWS,
+        {"devices": 3})),
+    "labels shuffled": ("data order", lambda patch: (
+        dense_g(), Side(dense_t(), prepare=labels_shuffled), ROWS, {})),
+    "preparation": ("input preparation", lambda patch: (
+        conv_g(), Side(conv_t(), prepare=lambda X, y: (255 * X, y)), IMAGES,
+        {})),
+    "label clipping": ("labels out of range", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy),
+        Side(dense_t(), loss=cross_entropy(
+            reduction="none", ignore_index=-1)), out_of_range(), {})),
+    # losses
+    "L2 loss": ("L2 loss", lambda patch: (
+        dense_g(), Side(dense_t(), loss=mean_square), TARGETS,
+        {"loss": losses.L2Loss()})),
+    "L2 loss in a": ("L2 loss", lambda patch: (
+        Side(dense_t(), loss=mean_square), dense_t(), TARGETS,
+        {"loss": losses.L2Loss(), "devices": 2})),
+    "mean": ("loss reduction", lambda patch: (
+        dense_g(), Side(dense_t(), loss=cross_entropy()), ROWS, {})),
+    "mean in a, 2 devices": ("loss reduction", lambda patch: (
+        Side(dense_t(), loss=cross_entropy()), dense_g(), ROWS,
+        {"devices": 2})),
+    "mean, spread": ("loss reduction", lambda patch: (
+        dense_g(), Side(dense_t(), loss=losses.per_example(
+            lambda o, y: cross_entropy()(o, y))), ROWS, {})),
+    "mean square, one number": ("loss reduction", lambda patch: (
+        dense_g(), Side(dense_t(), loss=lambda o, y: ((o - y) ** 2).mean()),
+        TARGETS, {"loss": losses.L2Loss()})),
+    "weight": ("loss weight", lambda patch: (
+        dense_g(), Side(dense_t(), loss=losses.SoftmaxCELoss(weight=0.75)),
+        ROWS, {})),
+    # devices
+    "mean over devices": ("sum or mean over devices", lambda patch: (
+        patch_sum(patch, "torch", average) or dense_g(), dense_t(), ROWS,
+        {"devices": 3})),
+    "mean over devices in a": ("sum or mean over devices", lambda patch: (
+        patch_sum(patch, "mxnet", average) or dense_g(), dense_t(), ROWS,
+        {"devices": 2})),
+    "aliased": ("aliased replicas", lambda patch: (
+        patch_sum(patch, "torch", aliased) or dense_g(), dense_t(), ROWS,
+        {"devices": 3})),
+    # 2 devices: 2^(k-1) is k, and nothing can tell the two apart
+    "aliased, 2 devices": ("aliased replicas", lambda patch: (
+        patch_sum(patch, "torch", aliased) or dense_g(), dense_t(), ROWS,
+        {"devices": 2})),
+    "no broadcast": ("missing broadcast", lambda patch: (
+        patch_sum(patch, "torch", no_broadcast) or dense_g(), dense_t(),
+        ROWS, {"devices": 3})),
+    "no broadcast in a": ("missing broadcast", lambda patch: (
+        patch_sum(patch, "mxnet", no_broadcast) or dense_g(), dense_t(),
+        ROWS, {"devices": 2})),
+    "device left out": ("device left out", lambda patch: (
+        patch_sum(patch, "torch", left_out) or dense_g(), dense_t(), ROWS,
+        {"devices": 4})),
+    # gradients
+    "stale": ("stale gradient", lambda patch: (
+        patch_sum(patch, "torch", stale_once()) or dense_g(), dense_t(),
+        ROWS, {"devices": 2})),
+    "accumulated": ("stale gradient", lambda patch: (
+        patch_sum(patch, "torch", accumulated()) or dense_g(), dense_t(),
+        ROWS, {})),
+    "accumulated in a": ("stale gradient", lambda patch: (
+        accumulating, dense_t(), ROWS, {})),
+    "frozen": ("frozen parameter", lambda patch: (
+        dense_g(), frozen, ROWS, {})),
+    "scaled": ("gradient scale", lambda patch: (
+        patch_sum(patch, "torch", halved) or dense_g(), dense_t(), ROWS,
+        {})),
+    "mean over devices, against 1": (
+        "sum or mean over devices", lambda patch: (
+            patch_sum(patch, "torch", average) or Side(
+                dense_g(), devices=1), Side(dense_t(), devices=3), ROWS,
+            {})),
+    # updates
+    "Adam": ("Adam epsilon", lambda patch: (
+        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
+        {"optimizer": "adam", "optimizer_params": {}})),
+    "Adam, torch alone": ("Adam epsilon", lambda patch: (
+        Side(dense_t(), semantics="torch"), dense_t(), ROWS,
+        {"optimizer": "adam", "optimizer_params": {}})),
+    "velocity": ("rate inside the velocity", lambda patch: (
+        Side(dense_g(), lr_scheduler=rate), Side(
+            dense_t(), lr_scheduler=rate, semantics="torch"), ROWS,
+        {"optimizer_params": {"momentum": 0.5}})),
+    "velocity in a": ("rate inside the velocity", lambda patch: (
+        Side(dense_g(), lr_scheduler=rate, semantics="torch"), Side(
+            dense_t(), lr_scheduler=rate), ROWS,
+        {"optimizer_params": {"momentum": 0.5}})),
+    "decay of biases": ("weight decay on biases", lambda patch: (
+        conv_g(), Side(conv_t(), wd_mult=BARE), IMAGES,
+        {"optimizer_params": SGD_WD})),
+    "decay of biases in b": ("weight decay on biases", lambda patch: (
+        Side(conv_g(), wd_mult=BARE), conv_t(), IMAGES,
+        {"optimizer_params": SGD_WD})),
+    "decoupled": ("coupled weight decay", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer="adamw"), ROWS,
+        {"optimizer": "adam", "optimizer_params": SGD_WD})),
+    "decoupled in a": ("coupled weight decay", lambda patch: (
+        Side(dense_g(), optimizer="adamw"), dense_t(), ROWS,
+        {"optimizer": "adam", "optimizer_params": SGD_WD})),
+    "short batch": ("batch divisor", lambda patch: (
+        dense_g(), Side(dense_t(), divisor=N), FULL_THEN_SHORT,
+        {"optimizer_params": SLOW})),
+    "learning rate": ("learning rate", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer_params={
+            "learning_rate": 0.25}), ROWS, {"optimizer_params": SLOW})),
+    "float32 rate": ("float32 hyper-parameters", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer_params={
+            "learning_rate": float(np.float32(0.1))}), ROWS,
+        {"optimizer_params": {"learning_rate": 0.1}})),
+    "multiplier": ("multipliers", lambda patch: (
+        Side(dense_g(), lr_mult={"0.weight": 2.0}), dense_t(), ROWS,
+        {"optimizer_params": SLOW})),
+    "beta": ("optimizer options", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer_params={"beta1": 0.5}), ROWS,
+        {"optimizer": "adam", "optimizer_params": {}})),
+    "RMSProp": ("optimizer formula", lambda patch: (
+        dense_g(), Side(dense_t(), semantics="torch", optimizer_params={
+            "alpha": 0.9, "lr": 0.001}), ROWS,
+        {"optimizer": "rmsprop", "optimizer_params": {}})),
+    "NAG with decay": ("optimizer formula", lambda patch: (
+        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
+        {"optimizer": "nag", "optimizer_params": {
+            **SGD_WD, "momentum": 0.5}})),
+    "another optimiser": ("optimizer formula", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer="adam"), ROWS,
+        {"optimizer_params": SLOW})),
+    "not divided": ("batch divisor", lambda patch: (
+        dense_g(), Side(dense_t(), divisor=1), ROWS,
+        {"optimizer_params": SLOW})),
+    # the start
+    "initialiser": ("initialiser", lambda patch: (
+        conv_g(), conv_t(), IMAGES, {"weights": "own"})),
+    "biases": ("initialiser", lambda patch: (
+        Side(conv_g(), init="xavier"), conv_t(), IMAGES,
+        {"weights": "own"})),
+    "other draw": ("initial draw", lambda patch: (
+        Side(dense_g(), init="xavier", seed=1),
+        Side(dense_t(), init="xavier", seed=2), ROWS, {"weights": "own"})),
+}
+#: the right cause is among the first three, not the first
+NOT_FIRST = {"aliased, 2 devices"}
+
+
+def compared(a, b, batches, options):
+    result = parity.compare(a, b, batches=batches, **options)
+    assert not any("stopped" in note for note in result.notes), result.notes
+    return result
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name, monkeypatch):
+    cause, plant = FAULTS[name]
+    result = compared(*plant(monkeypatch))
+    assert result.verdict == "different"
+    named = [c.name for c in result.causes]
+    assert set(named) <= set(diagnosis.CAUSES)
+    if name in NOT_FIRST:
+        assert cause in named[1:3]
+    else:
+        assert named and named[0] == cause, result
+    found = result.causes[named.index(cause)]
+    assert 0 <= found.residual <= diagnosis.LIMIT
+    # which side it speaks of
+    assert "(mxnet)" in found.text or "(torch)" in found.text \
+        or cause in ("initial draw", "multipliers")
+
+
+def test_enough_faults_come_first():
+    assert len(NOT_FIRST) <= 2
+    assert {cause for cause, _ in FAULTS.values()} >= {
+        name for name in diagnosis.CAUSES if name not in (
+            "gradient clipping", "float32 statistics momentum")}
+
+
+CONTROLS = {
+    "conv": lambda: (conv_g(), conv_t(), IMAGES, {"devices": 1}),
+    "conv, 2 devices": lambda: (conv_g(), conv_t(), IMAGES, {
+        "devices": 2, "optimizer_params": {**SGD_WD, "momentum": 0.5}}),
+    "conv, 3 devices, Adam": lambda: (conv_g(), conv_t(), IMAGES, {
+        "devices": 3, "optimizer": "adam", "optimizer_params": {}}),
+    "conv, sync": lambda: (conv_g(), conv_t(), IMAGES, {
+        "devices": 2, "batch_norm": "sync"}),
+    "dyadic native mean": lambda: (
+        dense_g(), dense_t(), ROWS, {"native": True}),
+    "max pooling": lambda: (*image_net(
+        lambda nn: [nn.Conv2D(4, 3, in_channels=2), nn.MaxPool2D(
+            2, 2, ceil_mode=True)],
+        lambda nn: [nn.Conv2d(2, 4, 3), nn.MaxPool2d(
+            2, 2, ceil_mode=True)], 36), IMAGES, {}),
+    "mean pooling": lambda: (*image_net(
+        lambda nn: [nn.Conv2D(4, 3, in_channels=2), nn.AvgPool2D(2, 2, 1)],
+        lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2, 2, 1)], 64),
+        IMAGES, {"devices": 4}),
+    "dense": lambda: (dense_g(), dense_t(), ROWS, {"devices": 4}),
+    "squares": lambda: (dense_g(), dense_t(), TARGETS, {
+        "loss": losses.L2Loss(), "optimizer": "rmsprop",
+        "optimizer_params": {}}),
+    "embedding": lambda: (
+        gluon(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
+                          nn.Dense(3, in_units=12)]),
+        torch_(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
+                           nn.Linear(12, 3)]),
+        [(RNG.integers(0, 9, (N, 3)), y) for _, y in ROWS],
+        {"devices": 2, "optimizer": "adagrad", "optimizer_params": {}}),
+    "layer norm": lambda: (
+        # MXNet keeps this epsilon as float32: one that float32 holds
+        dense_g(lambda nn: nn.LayerNorm(epsilon=2 ** -17, in_channels=5)),
+        dense_t(lambda nn: nn.LayerNorm(5, eps=2 ** -17)), ROWS,
+        {"devices": 2}),
+    "dropout": lambda: (
+        dense_g(lambda nn: nn.Dropout(0.5)),
+        dense_t(lambda nn: nn.Dropout(0.5)), ROWS, {"devices": 3}),
+    "LeNet": lambda: (
+        gluon(lambda nn: [
+            nn.Conv2D(3, 3, in_channels=2, activation="sigmoid"),
+            nn.AvgPool2D(2, 2), nn.Conv2D(4, 2, in_channels=3,
+                                          activation="sigmoid"),
+            nn.Flatten(), nn.Dense(8, in_units=16, activation="sigmoid"),
+            nn.Dense(3, in_units=8)]),
+        torch_(lambda nn: [
+            nn.Conv2d(2, 3, 3), nn.Sigmoid(), nn.AvgPool2d(2, 2),
+            nn.Conv2d(3, 4, 2), nn.Sigmoid(), nn.Flatten(),
+            nn.Linear(16, 8), nn.Sigmoid(), nn.Linear(8, 3)]), IMAGES,
+        {"devices": 2, "optimizer_params": {"learning_rate": 0.5}}),
+    "short batch": lambda: (dense_g(), dense_t(), FULL_THEN_SHORT, {
+        "devices": 2, "optimizer": "nag",
+        "optimizer_params": {"momentum": 0.5}}),
+    "schedule": lambda: (
+        Side(dense_g(), lr_scheduler=rate), Side(
+            dense_t(), lr_scheduler=rate), ROWS,
+        {"optimizer_params": {"momentum": 0.5}}),
+    "float32": lambda: (conv_g(), conv_t(), IMAGES, {"dtype": "float32"}),
+    "torch's momentum, one rate": lambda: (
+        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
+        {"optimizer_params": {"learning_rate": 0.125, "momentum": 0.5}}),
+}
+
+
+def residual_g():
+    from mxnet.gluon import nn
+
+    class Block(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.HybridSequential()
+            self.body.add(
+                nn.Conv2D(4, 3, padding=1, in_channels=2, use_bias=False),
+                nn.BatchNorm(in_channels=4), nn.Activation("relu"),
+                nn.Conv2D(4, 3, padding=1, in_channels=4),
+                nn.BatchNorm(in_channels=4))
+            self.side = nn.Conv2D(4, 1, in_channels=2)
+
+        def forward(self, x):
+            return (self.body(x) + self.side(x)).relu()
+    net = nn.HybridSequential()
+    net.add(Block(), nn.GlobalAvgPool2D(), nn.Flatten(),
+            nn.Dense(3, in_units=4))
+    return net
+
+
+def residual_t():
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(
+                nn.Conv2d(2, 4, 3, padding=1, bias=False),
+                nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1),
+                nn.BatchNorm2d(4))
+            self.side = nn.Conv2d(2, 4, 1)
+
+        def forward(self, x):
+            return (self.body(x) + self.side(x)).relu()
+    return nn.Sequential(Block(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(4, 3))
+
+
+CONTROLS["small resnet, 2 devices"] = lambda: (
+    residual_g, residual_t, IMAGES, {"devices": 2, "optimizer": "nag"})
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_nothing_is_named_without_a_fault(name):
+    result = compared(*CONTROLS[name]())
+    assert result.verdict == "same", result
+    assert result.causes == []
+
+
+def noisy(place):
+    """A network that adds fixed noise to its weights in the forward pass
+    (place 0), its gradients, or its updated weights."""
+    def net():
+        import torch
+
+        class Noisy(torch.nn.Linear):
+            def forward(self, x):
+                noise = torch.sin(1e3 * self.weight) * 1e-3
+                return torch.nn.functional.linear(
+                    x, self.weight + noise, self.bias)
+        made = dense_t()()
+        made[place] = Noisy(*made[place].weight.shape[::-1])
+        return made
+    return net
+
+
+@pytest.mark.parametrize("place", (0, 2))
+def test_noise_in_the_forward_pass_has_no_cause(place):
+    result = compared(dense_g(), noisy(place), ROWS, {})
+    assert result.verdict == "different"
+    assert result.causes == []
+
+
+@pytest.mark.parametrize("stage", ("gradient", "weight", "statistic"))
+def test_noise_behind_it_has_no_cause(stage, monkeypatch):
+    """In the gradients of every tensor, in the weights, in the running
+    statistics."""
+    def noise(array):
+        rng = np.random.default_rng(array.shape[0])
+        array += mgpu.get_backend().put(
+            rng.normal(0, 1e-3, tuple(array.shape)), array)
+
+    def gradients(columns, right):
+        right(columns)
+        for column in columns:
+            for copy in column:
+                noise(copy)
+    if stage == "gradient":
+        patch_sum(monkeypatch, "torch", gradients)
+    else:
+        right = mgpu.replicas.Replicas.after_step
+
+        def after_step(self):
+            right(self)
+            if self.backend.name == "torch":
+                for p in (self.params() if stage == "weight"
+                          else self.buffers()):
+                    if "tracked" not in p.name:
+                        for x in p.list_data():
+                            noise(x)
+        monkeypatch.setattr(mgpu.replicas.Replicas, "after_step",
+                            after_step)
+    result = compared(conv_g(), conv_t(), IMAGES, {"devices": 2})
+    assert result.verdict == "different"
+    assert result.first.stage == stage
+    assert result.causes == []
+
+
+def test_two_faults_at_once_are_both_named():
+    """In the update and in the running statistics."""
+    result = compared(conv_g(), Side(conv_t(), wd_mult=BARE), IMAGES, {
+        "native": True, "optimizer_params": SGD_WD})
+    named = [c.name for c in result.causes]
+    assert {"weight decay on biases", "unbiased variance",
+            "float32 statistics momentum"} <= set(named)
+    # what hardly matters comes last
+    assert named[-1] == "float32 statistics momentum"
+
+
+def test_float32_statistics_alone():
+    result = compared(
+        Side(conv_t(), native=False), Side(conv_t(), native=True),
+        IMAGES, {})
+    named = [c.name for c in result.causes]
+    assert named == ["unbiased variance", "float32 statistics momentum"]
+
+
+def test_clipped_gradients(monkeypatch):
+    def clip(columns, right):
+        right(columns)
+        for column in columns:
+            for copy in column:
+                copy.clamp_(-0.5, 0.5)
+    patch_sum(monkeypatch, "torch", clip)
+    result = compared(dense_g(), dense_t(), ROWS, {})
+    assert [c.name for c in result.causes] == ["gradient clipping"]
+
+
+def test_the_advice_names_layer_and_side():
+    result = compared(conv_g(), conv_t(eps=1e-3), IMAGES, {})
+    text = str(result.causes[0])
+    for part in ("batch_norm 1", "1e-05 on a (mxnet)", "0.001 on b (torch)",
+                 "epsilon= in Gluon", "eps= on torch"):
+        assert part in text
+    assert f"likely cause: {text}" in str(result)
+
+
+def test_a_fault_that_shows_in_a_later_step_is_named_too():
+    """The statistics differ from the first step on, the weights only where
+    the rate changes."""
+    result = compared(
+        Side(conv_g(), lr_scheduler=rate),
+        Side(conv_t(), lr_scheduler=rate, semantics="torch"), IMAGES,
+        {"native": True, "optimizer_params": {"momentum": 0.5}})
+    assert (result.first.step, result.first.stage) == (1, "statistic")
+    assert [c.name for c in result.causes] == [
+        "rate inside the velocity", "unbiased variance",
+        "float32 statistics momentum"]

@@ -1,0 +1,310 @@
+"""`mgpu.parity.invariance`: one step on several numbers of devices."""
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import parity
+from mgpu.parity import sides
+
+#: float64, a handful of small layers: rounding of some hundred terms
+EXACT = 1e-12
+MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
+PARAMETERS = {"0", "1", "4"}        # the layers that have some
+
+
+def network(backend, batch_norm=True):
+    """Conv, batch norm or tanh, ReLU, dropout, dense."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(3, 3, in_channels=1),
+                nn.BatchNorm(in_channels=3) if batch_norm
+                else nn.Activation("tanh"),
+                nn.Activation("relu"), nn.Dropout(0.5),
+                nn.Dense(3, in_units=48))
+        return net
+    import torch
+    from torch import nn
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)    # the same network in every run of the test
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3),
+            nn.BatchNorm2d(3) if batch_norm else nn.Tanh(), nn.ReLU(),
+            nn.Dropout(0.5), nn.Sequential(nn.Flatten(),
+                                           nn.Linear(48, 3)))
+
+
+def batches(*rows):
+    rng = np.random.default_rng(0)
+    return [(rng.random((n, 1, 6, 6)), rng.integers(0, 3, n).astype("int32"))
+            for n in rows]
+
+
+def by_path(report):
+    return {x.path.split(".")[0]: x for x in report.layers
+            if x.kind != "flatten"}
+
+
+# -- exact --------------------------------------------------------------------
+
+def test_synchronised_training_is_that_of_one_device(backend):
+    """Uneven rows; fewer rows than devices; masks follow the rows."""
+    report = parity.invariance(
+        lambda: network(backend), batches=batches(11, 3),
+        devices=(1, 2, 3, 4, 8), batch_norm="sync",
+        optimizer_params=MOMENTUM)
+    assert report.exact and report.verdict == "exact" and not report.synced
+    assert list(report.results) == [2, 3, 4, 8]
+    layers = by_path(report)
+    assert list(layers) == ["0", "1", "2", "3", "4", "(output and loss)"]
+    for layer in layers.values():
+        assert set(layer.status.values()) == {"exact"}
+        assert max(layer.worst.values()) < EXACT and not layer.origin
+    for result in report.results.values():
+        assert any("dropout: masks" in note for note in result.notes)
+        assert {g.stage for g in result.gaps} == {
+            "output", "loss", "gradient", "weight", "memory", "statistic"}
+
+
+@pytest.mark.parametrize("optimizer", ("adam", "nag"))
+def test_without_batch_norm_every_policy_is_exact(backend, optimizer):
+    report = parity.invariance(
+        lambda: network(backend, batch_norm=False), batches=batches(5, 2),
+        devices=(1, 2, 3), optimizer=optimizer)
+    assert report.exact and not report.synced
+
+
+def test_the_first_number_need_not_be_one(backend):
+    """Statistics of two devices and of three."""
+    report = parity.invariance(
+        lambda: network(backend), batches=batches(6, 2), devices=(2, 3),
+        batch_norm="sync")
+    assert report.exact
+    names = {g.name for g in report.results[3].gaps
+             if g.stage == "statistic"}
+    assert names == {"1.running_mean", "1.running_var"}
+
+
+def test_a_schedule_is_that_of_each_run(backend):
+    """One object would count the updates of all runs together."""
+    class Schedule:         # Gluon's own schedules do not go back either
+        last = 0
+
+        def __call__(self, num_update):
+            self.last = max(self.last, num_update)
+            return 0.5 ** self.last
+    schedule = Schedule()
+    report = parity.invariance(
+        parity.Side(lambda: network(backend), lr_scheduler=schedule),
+        batches=batches(4), steps=3, devices=(1, 2, 4), batch_norm="sync")
+    assert report.exact, str(report)
+    one, two = report.results.values()      # both beside one device
+    assert one.losses["a"] == two.losses["a"] and schedule.last == 0
+
+
+def test_compiled_networks_of_gluon():
+    with mgpu.using_backend("mxnet") as backend:
+        def compiled():
+            net = network(backend)
+            net.hybridize()
+            return net
+        for policy, verdict in (("per_device", "batch statistics"),
+                                ("sync", "exact")):
+            report = parity.invariance(compiled, batches=batches(5),
+                                       devices=(1, 2), batch_norm=policy)
+            assert report.verdict == verdict
+
+
+# -- not exact ----------------------------------------------------------------
+
+@pytest.mark.parametrize("policy", ("per_device", "average"))
+def test_batch_statistics(backend, policy):
+    report = parity.invariance(
+        lambda: network(backend), batches=batches(8), devices=(1, 2, 4),
+        batch_norm=policy)
+    assert report.verdict == "batch statistics" and not report.exact
+    layers = by_path(report)
+    for k in (2, 4):
+        assert all(x.status[k] == "batch statistics"
+                   for x in layers.values())
+        assert report.synced[k].same and not report.results[k].same
+    # that of the batch norm arises there, the others are consequences
+    assert {p: x.origin for p, x in layers.items() if x.origin} \
+        == {"1": [2, 4]}
+    assert layers["0"].worst[2] > 1e-3      # through the gradient
+    text = str(report)
+    assert "with batch_norm='sync' it is exact" in text
+    assert "1 batch_norm" in text and " *" in text
+
+
+class Patched:
+    """`mgpu` as the runner of a comparison sees it, with other functions."""
+
+    def __init__(self, **functions):
+        self.__dict__.update(functions)
+
+    def __getattr__(self, name):
+        return getattr(mgpu, name)
+
+
+@pytest.mark.parametrize("policy", ("per_device", "sync"))
+def test_a_replica_that_drops_rows(backend, monkeypatch, policy):
+    def split_batch(X, y, devices):
+        Xs, ys = mgpu.split_batch(X, y, devices)
+        if len(devices) > 2:
+            Xs[1], ys[1] = Xs[1][:-1], ys[1][:-1]
+        return Xs, ys
+    monkeypatch.setattr(sides, "mgpu", Patched(split_batch=split_batch))
+    report = parity.invariance(
+        lambda: network(backend), batches=batches(8), devices=(1, 2, 3),
+        batch_norm=policy)
+    assert report.verdict == "wrong"
+    for layer in report.layers:
+        assert layer.status[3] == "wrong"
+        assert layer.status[2] == ("exact" if policy == "sync"
+                                   else "batch statistics")
+    assert "3 devices: step 1" in str(report)
+
+
+def test_a_replica_that_repeats_a_row(backend, monkeypatch):
+    """All shapes are right."""
+    def split_batch(X, y, devices):
+        Xs, ys = mgpu.split_batch(X, y, devices)
+        if len(devices) > 1:
+            Xs[1][-1:] = Xs[1][:1]
+        return Xs, ys
+    monkeypatch.setattr(sides, "mgpu", Patched(split_batch=split_batch))
+    report = parity.invariance(
+        lambda: network(backend, batch_norm=False), batches=batches(8),
+        devices=(1, 2))
+    assert report.verdict == "wrong"
+    assert {x.status[2] for x in report.layers} == {"wrong"}
+
+
+def test_gradients_that_are_averaged(backend, monkeypatch):
+    """What the layers put out in the first step is right."""
+    summed = mgpu.Trainer.allreduce_grads
+
+    def averaged(trainer, ignore_stale_grad=False):
+        summed(trainer, ignore_stale_grad)
+        k = len(trainer.replicas.devices)
+        with trainer.replicas.backend.scope(recording=False):
+            for p in trainer.summed():
+                for g in p.list_grad():
+                    g /= k
+    monkeypatch.setattr(mgpu.Trainer, "allreduce_grads", averaged)
+    report = parity.invariance(
+        lambda: network(backend), batches=batches(8), devices=(1, 2),
+        batch_norm="sync", optimizer_params=MOMENTUM)
+    assert report.verdict == "wrong"
+    for path, layer in by_path(report).items():
+        assert layer.status[2] == ("wrong" if path in PARAMETERS
+                                   else "exact"), path
+        assert not layer.origin
+    assert report.results[2].first.stage == "gradient"
+
+
+def test_copies_that_part(backend, monkeypatch):
+    """A device whose weights are not those of the others."""
+    update = mgpu.Trainer.update
+
+    def parted(trainer, batch_size):
+        update(trainer, batch_size)
+        if len(trainer.replicas.devices) > 1:
+            weight = trainer.replicas.params()[0].list_data()[1]
+            with trainer.replicas.backend.scope(recording=False):
+                weight *= 1.5
+    monkeypatch.setattr(mgpu.Trainer, "update", parted)
+    report = parity.invariance(
+        lambda: network(backend, batch_norm=False), batches=batches(8),
+        devices=(1, 2))
+    assert {p for p, x in by_path(report).items()
+            if x.status[2] == "wrong"} == {"0"}
+    assert report.results[2].first.stage == "devices"
+
+
+def test_a_layer_that_counts_its_rows(backend):
+    """What depends on the size of the shard arises where it is."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        dense, layer = (lambda n, m: nn.Dense(m, in_units=n)), nn.Block
+    else:
+        from torch import nn
+        dense, layer = nn.Linear, nn.Module
+
+    class Counting(layer):
+        def forward(self, x):
+            return x * (1.0 / x.shape[0])
+
+    def make():
+        layers = dense(36, 4), Counting(), dense(4, 3)
+        if backend.name == "torch":
+            return nn.Sequential(*layers)
+        net = nn.Sequential()
+        net.add(*layers)
+        return net
+    rng = np.random.default_rng(0)
+    data = [(rng.random((6, 36)), np.arange(6) % 3)]
+    report = parity.invariance(make, batches=data, devices=(1, 2))
+    layers = by_path(report)
+    assert report.verdict == "wrong"
+    assert {p for p, x in layers.items() if x.origin} == {"1"}
+
+
+# -- the report ---------------------------------------------------------------
+
+def test_the_report_is_text_and_json(backend):
+    seen = []
+    report = parity.invariance(
+        lambda: network(backend), batches=batches(4, 4), devices=(1, 2, 3),
+        dtype="float32", progress=lambda done, total: seen.append(
+            (done, total)))
+    assert seen == [(i, 4) for i in range(1, 5)]
+    assert report.verdict == "batch statistics"
+    data = json.loads(json.dumps(report.to_dict()))
+    assert data["verdict"] == report.verdict and data["devices"] == [1, 2, 3]
+    assert [x["path"] for x in data["layers"]] == [x.path for x
+                                                   in report.layers]
+    assert data["layers"][0]["status"] == {"2": "batch statistics",
+                                           "3": "batch statistics"}
+    assert data["results"]["3"]["verdict"] == "different"
+    assert data["synced"]["3"]["verdict"] == "same"
+    lines = str(report).splitlines()
+    assert "2 devices / 1" in lines[1] and "3 devices / 1" in lines[1]
+    assert len(lines) >= 2 + len(report.layers)
+
+
+def test_batches_may_be_an_iterator(backend):
+    report = parity.invariance(
+        lambda: network(backend, False), devices=(1, 2, 3), steps=2,
+        batches=(batch for batch in itertools.cycle(batches(4))))
+    assert report.exact and report.settings["steps"] == 2
+
+
+# -- refused ------------------------------------------------------------------
+
+def never():
+    raise AssertionError("a network was made")
+
+
+@pytest.mark.parametrize("numbers", ((1,), (), (1, 1), (0, 1), (1, True),
+                                     (1, 2.0)), ids=str)
+def test_numbers_of_devices(numbers):
+    with pytest.raises(ValueError, match="different numbers of devices"):
+        parity.invariance(never, batches=batches(2), devices=numbers)
+
+
+def test_a_network_is_no_factory(backend):
+    with pytest.raises(TypeError, match="a function that makes"):
+        parity.invariance(network(backend), batches=batches(2))
+
+
+def test_options_are_those_of_compare():
+    for option in ("dtype", "dropout"):
+        with pytest.raises(ValueError, match=f"unknown {option}"):
+            parity.invariance(never, batches=batches(2), **{option: "some"})
+    with pytest.raises(ValueError, match="received none"):
+        parity.invariance(never, batches=[])

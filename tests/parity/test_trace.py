@@ -1,0 +1,473 @@
+"""`mgpu.parity.record` and `compare_trace`: golden traces."""
+import inspect
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import parity
+from mgpu.parity import trace
+
+#: float64, a handful of small layers: rounding of some hundred terms, and
+#: cancellation in the gradients behind a batch norm of two rows
+EXACT = 1e-11
+MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
+
+
+def gluon():
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(3, 3, in_channels=1), nn.BatchNorm(in_channels=3),
+            nn.Activation("relu"), nn.Dropout(0.5), nn.Flatten(),
+            nn.Dense(3, in_units=48))
+    return net
+
+
+def port(eps=1e-5):
+    import torch
+    from torch import nn
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)    # the same network in every run of the test
+        return nn.Sequential(
+            nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, eps), nn.ReLU(),
+            nn.Dropout(0.5), nn.Flatten(), nn.Linear(48, 3))
+
+
+MAKE = {"mxnet": gluon, "torch": port}
+
+
+def batches(rows=(8, 8), seed=0):
+    rng = np.random.default_rng(seed)
+    return [(rng.random((n, 1, 6, 6)), rng.integers(0, 3, n).astype("int32"))
+            for n in rows]
+
+
+@pytest.fixture
+def file(tmp_path):
+    return str(tmp_path / "a.safetensors")
+
+
+@pytest.fixture(scope="module")
+def golden(tmp_path_factory):
+    """A trace of MXNet on two devices."""
+    file = str(tmp_path_factory.mktemp("trace") / "golden.safetensors")
+    trace.record(gluon, batches=batches((8, 8, 8)), file=file, devices=2,
+                 optimizer_params=MOMENTUM)
+    return file
+
+
+def never():
+    raise AssertionError("the network was made before the file was refused")
+
+
+# -- same ---------------------------------------------------------------------
+
+@pytest.mark.parametrize("policy", ("per_device", "sync"))
+def test_every_engine_repeats_the_trace(backend, devices, policy, file):
+    recording = trace.record(
+        MAKE[backend.name], batches=batches((5, 5, 5)), file=file,
+        devices=devices, optimizer_params=MOMENTUM, batch_norm=policy)
+    assert recording.kept == [1, 3] and recording.steps == 3
+    assert recording.size == os.path.getsize(file)
+    for make in MAKE.values():
+        result = trace.compare_trace(file, make)
+        assert result.same, str(result)
+        assert max(g.relative for g in result.gaps) < EXACT
+        assert set(result.worst) == {"output", "loss", "gradient", "weight",
+                                     "memory", "statistic"}
+        assert {g.step for g in result.gaps} == {1, 3}
+        assert result.plan.confirmed is True
+        assert len(result.plan.pairs) == 8
+        assert result.sides["a"]["engine"].startswith(backend.name)
+        assert result.sides["a"]["sha256"] == recording.sha256
+        json.dumps(result.to_dict())
+
+
+def test_without_the_other_engine(golden):
+    """A machine where MXNet cannot be imported."""
+    code = inspect.getsource(port) + f"""
+import sys
+sys.modules["mxnet"] = None     # importing it raises
+from mgpu import parity
+result = parity.compare_trace({golden!r}, port)
+wrong = parity.compare_trace({golden!r}, lambda: port(1e-3))
+assert result.same and result.plan.confirmed, str(result)
+assert wrong.causes[0].name == "normalisation epsilon", str(wrong)
+print(max(g.relative for g in result.gaps))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < EXACT
+
+
+def test_float32(file, golden):
+    recording = trace.record(gluon, batches=batches((8, 8, 8)), file=file,
+                             devices=2, optimizer_params=MOMENTUM,
+                             dtype="float32")
+    # headers and initial values, which are float32 anyway, stay
+    assert recording.size < 0.9 * os.path.getsize(golden)
+    result = trace.compare_trace(file, port)
+    assert result.same and result.settings["dtype"] == "float32"
+    assert 1e-9 < result.worst["gradient"].relative < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", ("adam", "nadam", "rmsprop"))
+def test_other_memories(optimizer, file):
+    trace.record(gluon, batches=batches((16, 16)), file=file,
+                 optimizer=optimizer)
+    result = trace.compare_trace(file, port)
+    assert result.same and "memory" in result.worst, str(result)
+
+
+def test_torchs_momentum_repeats_gluons(golden):
+    """A velocity without the rate in it: converted by the file's rates."""
+    side = parity.Side(port, optimizer="sgd", semantics="torch",
+                       optimizer_params={"lr": 0.1, "momentum": 0.9,
+                                         "weight_decay": 1e-3})
+    result = trace.compare_trace(golden, side)
+    assert result.same and "memory" in result.worst, str(result)
+
+
+def test_rounding_is_judged_on_b(file):
+    """Adam divides noise by noise in the bias before a batch norm."""
+    trace.record(gluon, batches=batches((32, 32)), file=file,
+                 optimizer="adam", optimizer_params={"epsilon": 1e-30})
+    result = trace.compare_trace(file, port)
+    statuses = {(g.name, g.status) for g in result.gaps
+                if g.stage == "weight" and g.relative > 1e-10}
+    assert result.same and statuses == {("0.bias", "rounding")}
+
+
+# -- different ----------------------------------------------------------------
+
+def test_another_epsilon(golden):
+    result = trace.compare_trace(golden, lambda: port(1e-3))
+    assert result.verdict == "different"
+    assert (result.first.step, result.first.stage, result.first.name) \
+        == (1, "layer", "1")
+    assert result.location["inputs_agree"]
+    assert result.location["b"]["options"]["epsilon"] == 1e-3
+    assert result.causes[0].name == "normalisation epsilon"
+
+
+def test_another_variance(golden):
+    result = trace.compare_trace(golden, port, native=True)
+    wrong = {g.stage for g in result.gaps if g.status == "different"}
+    assert wrong == {"statistic"}
+    assert "unbiased variance" in {cause.name for cause in result.causes}
+
+
+def test_another_rate(golden):
+    result = trace.compare_trace(golden, parity.Side(
+        port, optimizer="sgd",
+        optimizer_params={**MOMENTUM, "learning_rate": 0.2}))
+    # the rate of b is what differs: its memory came from the file
+    assert result.first.stage == "weight"
+
+
+def test_a_fault_of_a_later_step(file):
+    """Which is kept, and that what is not kept is not compared."""
+    def faulty():
+        net = port()
+        calls = itertools.count()
+        net[5].register_forward_hook(
+            lambda m, i, o: o * (1 + (m.training and next(calls) >= 9) / 2))
+        return net
+    trace.record(gluon, batches=batches((8,) * 6), file=file, dropout="off")
+    result = trace.compare_trace(file, faulty)
+    # 2 passes of the check, then one for each of the 2 steps kept
+    assert result.same
+    trace.record(gluon, batches=batches((8,) * 9), file=file, dropout="off",
+                 keep=range(1, 10))
+    result = trace.compare_trace(file, faulty)
+    assert result.first.step == 8 and result.settings["kept"] \
+        == list(range(1, 10))
+
+
+def test_a_function_between_layers(file):
+    import torch
+
+    class Scaled(torch.nn.Module):
+        factor = 1.0
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (torch.nn.Linear(4, 4)
+                                       for _ in range(2))
+
+        def forward(self, x):
+            return self.second(self.first(x) * self.factor)
+    wrong = Scaled()
+    wrong.factor = 1.001
+    data = [(np.random.default_rng(0).random((6, 4)), np.arange(6) % 4)]
+    trace.record(Scaled, batches=data, file=file)
+    result = trace.compare_trace(file, wrong)
+    assert (result.first.stage, result.first.name) == ("layer", "second")
+    assert result.location["inputs_agree"] is False
+
+
+# -- what is kept -------------------------------------------------------------
+
+def test_steps_where_something_changes(file):
+    """The rate after step 1, and rows at step 6."""
+    schedule = mgpu.lr_scheduler.MultiFactorScheduler([1], factor=0.5,
+                                                      base_lr=0.25)
+    recording = trace.record(
+        parity.Side(gluon, lr_scheduler=schedule),
+        batches=batches((8, 8, 8, 8, 8, 5, 5, 5)), file=file,
+        optimizer_params={"momentum": 0.5, "learning_rate": 0.25})
+    assert recording.kept == [1, 2, 6, 8]
+    result = trace.compare_trace(file, port)
+    assert result.same
+    assert {g.step for g in result.gaps} == {1, 2, 6, 8}
+    assert "b follows the learning rates of the trace" in result.notes
+    own = mgpu.lr_scheduler.MultiFactorScheduler([1], factor=0.25,
+                                                 base_lr=0.25)
+    other = trace.compare_trace(file, parity.Side(
+        port, lr_scheduler=own))
+    assert other.first.step == 2 and other.first.stage in ("weight",
+                                                           "memory")
+
+
+def test_no_more_than_a_few_of_many_changes(file):
+    recording = trace.record(
+        gluon, batches=batches((4, 5) * 10), file=file)
+    assert recording.kept == [1, 2, 3, 4, 5, 6, 7, 20]
+
+
+def test_chosen_steps(file, golden):
+    recording = trace.record(gluon, batches=batches((8, 8, 8)), file=file,
+                             keep=[2], devices=2, optimizer_params=MOMENTUM)
+    assert recording.kept == [2]
+    assert recording.size < 0.8 * os.path.getsize(golden)
+    result = trace.compare_trace(file, port)
+    assert result.same and {g.step for g in result.gaps} == {2}
+    for keep in ([0], [4], []):
+        with pytest.raises(ValueError, match="numbers from 1 to 3"):
+            trace.record(never, batches=batches((8, 8, 8)), file=file,
+                         keep=keep)
+
+
+@pytest.mark.parametrize("value", [
+    np.zeros((3, 4)), np.full(5, -0.0), np.float64([0.0, -0.0]),
+    np.float64([np.nan, 1.0, np.inf]), np.float64([1e300, 0.1]),
+    np.float64(0.1), np.zeros((0, 3)), np.arange(6).reshape(2, 3),
+    np.float32([[0.1]]), np.array([True, False]),
+    np.arange(8.0).reshape(2, 4).T], ids=str)
+def test_arrays_come_back_as_they_were(value, file):
+    writer = trace._Writer()
+    node = writer.put(value)
+    assert writer.put(value) == node and len(writer.arrays) == 1    # once
+    writer.write(file, {})
+    back = trace._Reader(file).get(json.loads(json.dumps(node)))
+    assert back.shape == np.shape(value) and back.dtype == value.dtype
+    assert back.tobytes() == np.ascontiguousarray(value).tobytes()
+
+
+def test_constants_and_floats_take_less():
+    writer = trace._Writer()
+    for value in (np.ones(1000), np.arange(1000.0),
+                  np.random.default_rng(0).random(1000)):
+        writer.put(value)
+    assert [x.nbytes for x in writer.arrays.values()] == [8, 4000, 8000]
+
+
+def test_layers_are_described_as_on_the_live_side(golden):
+    """Tuples and all, so that options can be compared."""
+    live = parity.compare(gluon, lambda: port(1e-3), batches=batches(),
+                          devices=2).evidence.runner_a
+    assert trace.Recorded(golden).layers == live.layers
+    assert trace.Recorded(golden).entries == live.entries
+    assert live.layers[0].options["kernel"] == (3, 3)
+
+
+def test_summaries_tell_arrays_apart():
+    x = np.random.default_rng(0).random(1000)
+    same = trace._summaries([x])
+    for i in range(0, 1000, 37):    # any one value
+        other = x.copy()
+        other[i] += 1e-6
+        assert any((p != q).any() for p, q in zip(
+            same, trace._summaries([other])))
+    zeros = trace._summaries([np.zeros(200)]), trace._summaries(
+        [np.zeros(300)])
+    assert any((p != q).any() for p, q in zip(*zeros))
+    assert trace._summary(x).size == 125    # whatever the size of the array
+
+
+def test_batches_of_several_arrays(file):
+    import torch
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one = torch.nn.Linear(3, 2)
+
+        def forward(self, x, z):
+            return self.one(x) + self.one(z)
+    rng = np.random.default_rng(0)
+    data = [((rng.random((5, 3)), rng.random((5, 3))), np.arange(5) % 2)]
+    trace.record(Two, batches=data, file=file, devices=2)
+    assert trace.compare_trace(file, Two).same
+
+
+def test_layers_are_matched_by_what_arrives(file):
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self, names, order):
+            super().__init__()
+            for name in names:
+                setattr(self, name, torch.nn.Linear(80, 80))
+            self.order = order
+
+        def forward(self, x):
+            for name in self.order:
+                x = torch.tanh(getattr(self, name)(x))
+            return x
+    # two rows of it are more than a summary holds
+    data = [(np.random.default_rng(0).random((4, 80)), np.arange(4))]
+    trace.record(lambda: Net("abc", "abc"), batches=data, file=file)
+    result = trace.compare_trace(file, lambda: Net("zxy", "xyz"))
+    assert result.same and result.plan.confirmed
+    assert result.plan.how == "position in the graph"
+    assert {(p.a, p.b) for p in result.plan.pairs} >= {
+        ("a.weight", "x.weight"), ("c.bias", "z.bias")}
+
+
+def test_the_network_is_given_back(backend, file):
+    net = MAKE[backend.name]()
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)], force_reinit=True,
+                               sample=np.zeros((1, 1, 6, 6), "float32"))
+    before = replicas.export_numpy()
+    trace.record(net, batches=batches(), file=file)
+    after = backend.network(net).values()
+    for name, value in before.items():
+        assert after[name].dtype == value.dtype
+        assert (after[name] == value).all(), name
+
+
+# -- refused ------------------------------------------------------------------
+
+def rewritten(file, target, **changes):
+    """The same arrays under another header."""
+    from safetensors import safe_open
+    from safetensors.numpy import load_file, save_file
+    with safe_open(file, "numpy") as opened:
+        about = opened.metadata()
+    about.update(changes)
+    save_file(load_file(file), target, about)
+    return about
+
+
+@pytest.mark.parametrize("place", (0.5, 0.999))
+def test_a_damaged_file(golden, file, place):
+    with open(golden, "rb") as whole:
+        content = bytearray(whole.read())
+    content[int(place * len(content))] ^= 1
+    with open(file, "wb") as damaged:
+        damaged.write(content)
+    with pytest.raises(ValueError, match="damaged"):
+        trace.compare_trace(file, never)
+
+
+def test_part_of_a_file(golden, file):
+    with open(golden, "rb") as whole, open(file, "wb") as part:
+        part.write(whole.read()[:-10])
+    with pytest.raises(ValueError, match="damaged"):
+        trace.compare_trace(file, never)
+
+
+def test_changed_text(golden, file):
+    text = rewritten(golden, file)["trace"]
+    trace.compare_trace(file, port)  # unchanged: accepted
+    rewritten(golden, file, trace=text.replace("0.1", "0.2"))
+    with pytest.raises(ValueError, match="SHA-256"):
+        trace.compare_trace(file, never)
+
+
+def test_another_version(golden, file):
+    rewritten(golden, file, format="mgpu trace 99")
+    with pytest.raises(ValueError, match="'mgpu trace 99'"):
+        trace.compare_trace(file, never)
+
+
+def test_what_is_no_trace(file, tmp_path):
+    with open(file, "wb") as other:
+        other.write(b"not a trace")
+    with pytest.raises(ValueError, match="is not one"):
+        trace.compare_trace(file, never)
+    with pytest.raises(FileNotFoundError):
+        trace.compare_trace(tmp_path / "absent", never)
+
+
+@pytest.mark.parametrize("option", ("argument", "side"))
+def test_another_number_of_devices(golden, option):
+    side = parity.Side(never, devices=3 if option == "side" else None)
+    with pytest.raises(ValueError, match="on 2 devices"):
+        trace.compare_trace(golden, side,
+                            devices=3 if option == "argument" else None)
+
+
+def test_a_file_names_nothing_but_losses_and_optimisers():
+    assert trace._loss({"name": "copy", "options": {}}) is None
+    assert trace._loss({"name": "__builtins__", "options": {}}) is None
+    assert trace._optimizer({"name": "fields", "options": {}}) is None
+    rule = trace._optimizer({"name": "SGD",
+                             "options": {"learning_rate": 0.5}})
+    assert rule.learning_rate == 0.5
+    loss = trace._loss({"name": "HuberLoss", "options": {"rho": 2.0}})
+    assert isinstance(loss, mgpu.losses.HuberLoss)
+
+
+def test_losses(file):
+    def squares(pred, label):
+        return ((pred - label) ** 2).reshape((-1,))
+
+    def net():
+        from torch import nn
+        return nn.Linear(3, 1)
+    rng = np.random.default_rng(0)
+    data = [(rng.random((4, 3)), rng.random((4, 1)))]
+    trace.record(net, batches=data, file=file, loss=squares)
+    with pytest.raises(ValueError, match="trace of squares. Pass loss="):
+        trace.compare_trace(file, never)
+    assert trace.compare_trace(file, net, loss=squares).same
+    trace.record(net, batches=data, file=file,
+                 loss=mgpu.losses.HuberLoss(rho=0.5, weight=2.0))
+    assert trace.compare_trace(file, net).same
+    other = trace.compare_trace(file, net, loss=mgpu.losses.HuberLoss(0.4))
+    assert other.first.stage == "loss"
+
+
+def test_other_masks(golden, monkeypatch):
+    monkeypatch.setattr(trace, "_draws", lambda seed: [0.5] * 4)
+    with pytest.raises(ValueError, match="draws other numbers"):
+        trace.compare_trace(golden, never)
+
+
+def test_safetensors_is_an_extra(monkeypatch, file, golden):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    for act in (lambda: trace.record(never, batches=batches(), file=file),
+                lambda: trace.compare_trace(golden, never)):
+        with pytest.raises(ImportError, match=r"mgpu\[trace\]"):
+            act()
+
+
+def test_a_failed_record_leaves_nothing(tmp_path, file):
+    def wrong(pred, label):
+        raise RuntimeError("no loss today")
+    with pytest.raises(RuntimeError, match="today"):
+        trace.record(gluon, batches=batches(), file=file, loss=wrong)
+    assert not os.listdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="Make"):
+        trace.record(never, batches=batches(),
+                     file=tmp_path / "absent" / "file")

@@ -1,0 +1,130 @@
+"""Published pairs of networks, of gluoncv2 and of pytorchcv, in lock-step.
+
+Ten small ones of as many families; studies/twins.py runs them all."""
+import importlib.util
+import json
+import math
+import pathlib
+
+import pytest
+
+_PATH = pathlib.Path(__file__).parents[2] / "studies" / "twins.py"
+_SPEC = importlib.util.spec_from_file_location("twins", _PATH)
+twins = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(twins)
+
+#: inputs of 32 x 32, or little work on larger ones
+PAIRS = ("diapreresnet20_cifar10", "diaresnet20_cifar10",
+         "fdmobilenet_wd4", "mobilenet_wd4", "preresnet20_cifar10",
+         "resdropresnet20_cifar10", "resnet20_cifar10", "seresnet20_cifar10",
+         "shakedropresnet20_cifar10", "voca8flame")
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    return twins.catalogue()
+
+
+def plan_of(catalogue, name):
+    family, _, torch_function = catalogue[name]
+    # a small budget: the ImageNet ones at a smaller input
+    return {"family": family,
+            **twins.choose(family, torch_function, budget=0.005)}
+
+
+def compared(catalogue, name, devices, steps, torch_function=None):
+    functions = catalogue[name][1], torch_function or catalogue[name][2]
+    return twins.run_pair(name, plan_of(catalogue, name), functions, devices,
+                          steps)
+
+
+@pytest.mark.parametrize("devices", (1, 2))
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_trains_the_same(catalogue, name, devices):
+    record = compared(catalogue, name, devices, steps=devices)
+    assert record["verdict"] == "same", record["first"]
+    assert record["confirmed"]
+    assert not twins.hollow(record)
+    # Not only within the tolerance: no tensor needed the chaos of the step.
+    assert "rounding" not in record["statuses"]
+    assert record["gradients"] > 3
+    a, b = record["losses"]["a"], record["losses"]["b"]
+    assert len(a) == len(b) == devices and all(map(math.isfinite, a))
+
+
+def test_families_differ(catalogue):
+    assert len({catalogue[name][0] for name in PAIRS}) == len(PAIRS)
+
+
+def test_a_cause_is_proven(catalogue):
+    """MXNet's float32 inside a float64 network, and torch made to match."""
+    record = compared(catalogue, "nvpattexp116bazel76", 1, 1)
+    assert record["verdict"] == "different"
+    assert record["remedy"] == twins.SLOPES
+    # the pair's own rounding, as far below float32's as float64 is
+    assert record["remedied"] < 1e-12
+
+
+def test_a_planted_difference_is_found(catalogue):
+    """Another epsilon in one batch norm of the torch network."""
+    function = catalogue["resnet20_cifar10"][2]
+
+    def changed(**options):
+        net = function(**options)
+        net.features.stage2.unit1.body.conv1.bn.eps = 1.1e-5
+        return net
+    record = compared(catalogue, "resnet20_cifar10", 1, 1, changed)
+    assert record["verdict"] == "different"
+    assert "remedy" not in record
+    assert record["location"]["b"]["path"] == \
+        "features.stage2.unit1.body.conv1.bn"
+
+
+def test_limits_end_a_worker():
+    worker = twins.Worker([(2, 3), (1, 1)], (60, 60, 0.001))
+    records = worker.run("resnet20_cifar10")
+    assert [(r["devices"], r["verdict"]) for r in records] == \
+        [(2, "none"), (1, "none")]
+    assert all("memory" in r["error"] for r in records)
+    assert worker.child is None
+    worker.limits = 60, 0.1, 8
+    assert "time" in worker.run("resnet20_cifar10")[0]["error"]
+
+
+def record(name, **changes):
+    worst = {s: [1e-14, "w", "same", None] for s in twins.STAGES}
+    return {"pair": name, "family": name[:-1], "devices": 1, "steps": 1,
+            "shapes": [[3, 32, 32]], "rows": 4, "own_size": True,
+            "verdict": "same", "how": "order and shape", "confirmed": True,
+            "worst": worst, "statuses": {"same": 9}, "first": None,
+            "causes": [], "notes": [], "largest_gradient": 1.0, "dead": 0,
+            "gradients": 3, "seconds": 1.0, **changes}
+
+
+def test_the_page():
+    records = {(r["pair"], 1): r for r in (
+        record("good1"), record("good2"),
+        record("dead1", largest_gradient=0.0),
+        record("wide1", verdict="different", first="step 1, a | b",
+               remedy="a float32", remedied=1e-13),
+        record("slow1", verdict="none", error="time: over 9 s", worst={}))}
+    page = twins.page(records)
+    assert ("**5 pairs of 4 architecture families: 2 train the same, 1 "
+            "differ (1 with a known cause), 2 got no verdict.**") in page
+    assert "3 of 5 pairs (60.0 %) and 2 of 4 families" in page
+    assert "1. a float32: 1 pair." in page
+    assert "| wide1 | step 1, a \\| b | 1 | 1e-13 |" in page
+    assert "| slow1 | time: over 9 s |" in page
+    assert "| dead1 | all gradients are zero" in page
+
+
+def test_the_newest_result_counts_and_cheap_families_come_first(tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in (
+        record("good1", verdict="none"), record("good1"))))
+    assert twins.load(path)["good1", 1]["verdict"] == "same"
+    plans = {name: {"family": family, "macs": macs, "rows": 4,
+                    "parameters": 1.0} for name, family, macs in (
+        ("a_big", "a", 2), ("a_small", "a", 1), ("b", "b", 0.1),
+        ("a_cifar100", "a", 0.01))}
+    assert twins.order(plans) == (["b", "a_small"], ["a_big", "a_cifar100"])
