@@ -14,7 +14,7 @@ _KEY = "mgpu parity"
 def pytest_addoption(parser):
     parser.getgroup("mgpu").addoption(
         "--parity-report", metavar="DIR", help="write an HTML page for each "
-        "failed assert_parity (needs mgpu[report])")
+        "failed assert_parity (needs jinja2 and matplotlib)")
 
 
 def pytest_configure(config):

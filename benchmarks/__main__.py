@@ -1,18 +1,22 @@
-"""How fast, against what people use now.
+"""How fast mgpu is, against what people use now.
 
-    python -m benchmarks                     # every row, about 40 minutes
-    python -m benchmarks --rows lenet        # rows with that in their name
-    python -m benchmarks --rounds 3 --list
+\b
+    python -m benchmarks                  # every row, about 40 minutes
+    python -m benchmarks --rows lenet     # rows with that in their name
+    python -m benchmarks --list           # the names of all rows
 
-A row is a ratio within one run: its contenders, each in a process of its own
+A row is a ratio within one run. Its contenders, each in a process of its own
 (`contenders.py`), take turns, a round each; the first round is not counted.
 Each round starts new processes: whether plain PyTorch gives its memory back
 to the system in every step (12,000 page faults, a fifth of its time) is
-decided by chance when a process starts, and stays. Printed are the median of
-the ratios of each round, the smallest and the largest, the bar, and the
-command of each contender. Nothing else should run on the machine.
+decided by chance when a process starts, and stays so.
+
+For each row the median of the rounds' ratios is printed, the smallest and the
+largest, the bar (the ratio that it is meant to reach), and the command of
+each contender. Nothing else should run on the machine.
 """
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -33,13 +37,19 @@ LENET, RESNET = ({"model": "lenet", "batch": 256},
                  {"model": "resnet18", "batch": 64})
 
 
+def installed(package):
+    """Its version, or None. Imports nothing: this process loads no engine."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+
+
 def ours(engine, k, **more):
     return {"loop": "mgpu", "engine": engine, "devices": k, **more}
 
 
 def _races():
     """(row, contender, against, bar, stretch): the ratio is the rate of the
-    first over that of the second."""
+    first contender over that of the second; `stretch` is a higher bar."""
     for model, batch in (("LeNet", LENET), ("ResNet-18", RESNET)):
         for engine, bar in (("torch", 1.95 if model == "LeNet" else 1.9),
                             ("mxnet", 1.85 if model == "LeNet" else 1.9)):
@@ -62,8 +72,8 @@ def _races():
                ours("torch", 2, **batch), {"loop": "torch", **two},
                1.1 if model == "LeNet" else 1.03,
                1.2 if model == "LeNet" else None)
-        yield (f"{model}, torch: 2 devices against the text's loop",
-               ours("torch", 2, **batch), {"loop": "text", **two}, None,
+        yield (f"{model}, torch: 2 devices against the book's loop",
+               ours("torch", 2, **batch), {"loop": "book", **two}, None,
                None)
         yield (f"{model}, mxnet: 2 devices against Gluon's own loop",
                ours("mxnet", 2, **batch), {"loop": "gluon", **two},
@@ -93,7 +103,7 @@ class Contender:
         self._start = None
 
     def ready(self):
-        """Wait until it is; what it says of its preparations."""
+        """Wait until it is ready; what it reports of its preparations."""
         self._start = self._start or self._answer()
         return self._start
 
@@ -118,13 +128,13 @@ class Contender:
 
 
 def race(first, second, rounds):
-    """Seconds per step of both, one of each round."""
+    """Seconds per step of both contenders, a pair for each round."""
     laps, steps = [], [None, None]
     for number in range(rounds + 1):
         with contextlib.ExitStack() as stack:
             runners = [stack.enter_context(contextlib.closing(
                 Contender(spec))) for spec in (first, second)]
-            for runner in runners:      # which start side by side
+            for runner in runners:      # which start at the same time
                 runner.ready()
             # The second goes first in every other round.
             lap = [None, None]
@@ -184,16 +194,16 @@ def first_rows(wanted, rounds):
 
 
 _WHAT = {"buffer": "one 45 MB buffer", "list": "76 gradients"}
-_OTHER = {"copy": "the bound", "text": "the text's loop",
+_OTHER = {"copy": "the bound", "book": "the book's loop",
           "gloo": "gloo, 2 processes"}
 
 
 def collective_rows(wanted, rounds):
-    """Against the bound (a copy of K buffers), the text's loop, gloo."""
+    """Against the bound (a copy of K buffers), the book's loop, gloo."""
     for engine in ("torch", "mxnet"):
         for k in (2, 4, 8):
             name = f"all-reduce, {engine}, {k} devices"
-            bars = {"copy": 0.9, "text": {2: 1.0, 8: 1.3}.get(k),
+            bars = {"copy": 0.9, "book": {2: 1.0, 8: 1.3}.get(k),
                     "gloo": 3.0}
 
             def measure(name=name, engine=engine, k=k, bars=bars):
@@ -214,10 +224,10 @@ def collective_rows(wanted, rounds):
 
 
 def tiny_rows(wanted, rounds):
-    """Time per step and device on one core, all that is computed there: to
-    be flat in K, and small. And the part of it that the thread of the loop
-    computed: on torch the devices' threads have the rest, on MXNet it is
-    what queues their work."""
+    """Time per step and device on one core, of all that is computed there: it
+    is meant to be small, and the same for any K. And the share of it that the
+    thread of the loop computed: on torch the devices' threads do the rest, on
+    MXNet it is what queues their work."""
     for engine in ("torch", "mxnet"):
         name = f"tiny network, {engine}: time per step and device, K to 64"
 
@@ -336,20 +346,20 @@ def verdict(row):
 
 def draw(rows, file):
     """A line for each row: median and spread, as a multiple of its bar."""
-    from mgpu import plotting
+    from mgpu.plotting import style
     rows = [r for r in rows if r["bar"]]
-    figure = plotting._new_figure((11, 0.26 * len(rows) + 1.2))
-    figure.set_layout_engine("constrained")
-    axes = plotting._plain(figure.subplots())
+    figure = style.new_figure((11, 0.26 * len(rows) + 1.2),
+                              layout="constrained")
+    axes = style.plain_axes(figure.subplots())
     for y, row in enumerate(rows):
         # above 1 is better, whichever way the bar points
         points = [row[x] / row["bar"] for x in ("low", "ratio", "high")]
         if row["at_most"]:
             points = sorted(1 / p for p in points)
-        colour = plotting._BLUE if points[1] >= 1 else plotting._ORANGE
+        colour = style.BLUE if points[1] >= 1 else style.ORANGE
         axes.plot([points[0], points[2]], [y, y], color=colour, linewidth=2)
         axes.plot([points[1]], [y], "o", color=colour)
-    axes.axvline(1, color=plotting._INK, linewidth=1)
+    axes.axvline(1, color=style.INK, linewidth=1)
     axes.set_yticks(range(len(rows)), [r["row"] for r in rows], fontsize=8)
     axes.set_xscale("log")
     axes.set_xticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"])
@@ -357,7 +367,7 @@ def draw(rows, file):
     axes.set_ylim(len(rows) - 0.3, -0.7)
     axes.set_xlabel("measured over bar: median and all rounds (right of the "
                     "line: met)")
-    plotting._write(figure, Path(file))
+    style.write_figure(figure, Path(file))
 
 
 def main():
@@ -366,14 +376,17 @@ def main():
     from rich.table import Table
 
     @click.command(help=__doc__)
-    @click.option("--rows", "names", multiple=True, help="only rows with "
-                  "this text in their name; may be given several times")
+    @click.option("--rows", "names", multiple=True, help="Measure the rows "
+                  "with these words in their names only. May be given "
+                  "several times.")
     @click.option("--rounds", type=click.IntRange(1), default=7,
-                  show_default=True)
+                  show_default=True, help="How many rounds to count.")
     @click.option("--json", "json_file", default="out/benchmarks.json",
-                  show_default=True)
-    @click.option("--plot", default="out/benchmarks.png", show_default=True)
-    @click.option("--list", "listing", is_flag=True, help="names alone")
+                  show_default=True, help="Write all rows to this file.")
+    @click.option("--plot", default="out/benchmarks.png", show_default=True,
+                  help="Draw all rows into this PNG or SVG file.")
+    @click.option("--list", "listing", is_flag=True,
+                  help="Print the names of the rows and measure nothing.")
     def run(names, rounds, json_file, plot, listing):
         from mgpu import doctor, files
         from mgpu.backends import NAMES
@@ -407,9 +420,8 @@ def main():
                 "machine": {"processor": platform.processor(),
                             "cores": os.cpu_count(),
                             "load": os.getloadavg()},
-                # this process loads neither engine
                 "versions": {**doctor.versions(), **{
-                    name: doctor._installed(name) for name in NAMES}},
+                    name: installed(name) for name in NAMES}},
                 "rows": done})
         table = Table(title="a ratio is the median of the rounds")
         for column in ("row", "measured", "spread", "bar", "stretch", ""):

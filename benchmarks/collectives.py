@@ -1,10 +1,10 @@
-"""All-reduce in one process, against what the memory can do, the text's loop
-and gloo between processes.
+"""All-reduce in one process, against what the memory can do, the loop of the
+book *Dive into Deep Learning*, and gloo between processes.
 
     python -m benchmarks.collectives '{"engine": "torch", "k": 2, "rounds": 7}'
 
 Writes one line of JSON: seconds of each contender in each round. A "list" is
-the gradients of ResNet-18 (76 arrays, 45 MB), "buffer" one array of as many
+the gradients of ResNet-18 (76 arrays, 45 MB), a "buffer" one array of as many
 bytes. ``copy`` is the time in which two threads copy K buffers of that size
 once: each byte read and written once, the bound for an all-reduce.
 """
@@ -29,8 +29,8 @@ def shapes_of(what):
     return shapes if what == "list" else [(sum(map(np.prod, shapes)),)]
 
 
-def text(lists):
-    """The text's allreduce, for each array."""
+def book(lists):
+    """The book's allreduce, for each array."""
     import mgpu
     for data in lists:
         for x in data[1:]:
@@ -59,7 +59,7 @@ def contenders(engine, k, what):
         mgpu.allreduce_many(lists)
 
     def one_by_one():
-        text(lists)
+        book(lists)
 
     def timed(function):
         def run():
@@ -70,7 +70,7 @@ def contenders(engine, k, what):
             return time.perf_counter() - begin
         return run
     return {"copy": timed(copy), "mgpu": timed(ours),
-            "text": timed(one_by_one)}
+            "book": timed(one_by_one)}
 
 
 class Gloo:

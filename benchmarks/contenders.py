@@ -2,12 +2,12 @@
 
     python -m benchmarks.contenders '{"loop": "mgpu", "engine": "torch", ...}'
 
-A contender prepares, writes ``ready``, and then for each number of steps that
-it reads from stdin takes them, waits for the devices and writes the seconds, and
-those that the thread of the loop computed (``host``).
-All train on the same fixed batch. `LOOPS` names them; what is common to all:
-model, batch, devices (logical, or threads or processes in their place),
-hybridize (compile).
+A contender prepares, takes a first step and writes how long both took. Then,
+for each number of steps that it reads from stdin, it takes them, waits for the
+devices, and writes the seconds and those that the thread of the loop computed
+(``host``). All train on the same fixed batch. `LOOPS` names them. Common to
+all are the keys model, batch, devices (logical CPU devices, or threads or
+processes in their place) and hybridize (compile).
 """
 import gc
 import json
@@ -91,9 +91,9 @@ def mgpu_loop(spec):
 
 
 def halves_loop(spec):
-    """As many processes as devices, each with one device and its part of the
-    batch, at once and without a word between them: what the machine's shared
-    caches and memory leave of a speed-up when nothing is communicated."""
+    """As many processes as devices, each with one device and its share of the
+    batch, at the same time, which exchange nothing: what the machine's shared
+    caches and memory leave of a speed-up without communication."""
     k = spec["devices"]
     part = {**spec, "loop": "mgpu", "devices": 1, "batch": spec["batch"] // k}
     others = [subprocess.Popen(
@@ -143,9 +143,9 @@ def torch_loop(spec):
     return run
 
 
-def text_torch_loop(spec):
-    """The text's: one device after the other, gradients summed on the first
-    and copied back."""
+def book_torch_loop(spec):
+    """The loop of the book, *Dive into Deep Learning*: one device after the
+    other, gradients summed on the first device and copied back."""
     import torch
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -240,8 +240,8 @@ def ddp_loop(spec):
 # -- MXNet --------------------------------------------------------------------
 
 def gluon_loop(spec):
-    """Gluon's own loop with `gluon.Trainer` and default settings, on so many
-    contexts; or (`threads`) on one context with as many threads."""
+    """Gluon's own loop with `gluon.Trainer` and default settings, a context
+    for each device; with `threads`, on one context with so many threads."""
     threads = spec.get("threads")
     if threads:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -278,7 +278,7 @@ def gluon_loop(spec):
 def plain_gluon_net(model):
     if model != "resnet18":
         return gluon_net(model)
-    # The network's file alone: mgpu's backend would set MXNet up.
+    # Only the network's file: mgpu's backend would set MXNet up.
     import mxnet
     names = ("mgpu", "mgpu.backends", "mgpu.backends._mxnet",
              "mgpu.backends._mxnet.framework")
@@ -290,7 +290,7 @@ def plain_gluon_net(model):
 
 
 LOOPS = {"mgpu": mgpu_loop, "halves": halves_loop, "torch": torch_loop,
-         "text": text_torch_loop, "ddp": ddp_loop, "gluon": gluon_loop}
+         "book": book_torch_loop, "ddp": ddp_loop, "gluon": gluon_loop}
 
 
 def main():

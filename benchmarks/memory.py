@@ -1,6 +1,7 @@
 """Bytes that training holds on K devices, counted, not measured.
 
-    python -m benchmarks.memory '{"engine": "torch", "units": [4096, 8192, 4096]}'
+    python -m benchmarks.memory '{"engine": "torch",
+        "units": [4096, 8192, 4096]}'
 """
 import gc
 import json

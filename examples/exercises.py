@@ -1,42 +1,47 @@
 # %% [markdown]
 # # The exercises of the three chapters
 #
-# One function for each. It runs the experiment and prints what it found:
-# the numbers are those of this run on this machine, and every conclusion is
-# drawn from them. `--list` names the functions; without names all of them
-# run, in a few minutes on two CPU cores. In a notebook, call the one that
-# you want to see.
+# The chapters "Automatic Parallelism", "Training on Multiple GPUs" and
+# "Concise Implementation for Multiple GPUs" of *Dive into Deep Learning*
+# (d2l.ai) end with exercises. Here is one function for each. It runs the
+# experiment and prints what it found. The numbers are those of this run on
+# this machine, and every conclusion is drawn from them.
+#
+# All of them take a few minutes on two CPU cores. These are the settings:
 
 # %%
-import argparse
+names = []              # such as ["aggregation", "profile"]; []: all
+backend = None          # mxnet or torch; None: the engine that is installed
+devices = 2             # the k of the exercises
+size = 512              # rows and columns of the matrices
+repeat = 16             # products in one run, steps of one timing
+data = "digits"         # digits, fashion-mnist, synthetic, or an IDX folder
+limit = None            # examples; None: all for LeNet, 96 for ResNet-18
+epochs = None           # None: 5 for LeNet, 2 for ResNet-18
+
+# %%
 import inspect
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 
 import mgpu
 from mgpu import functional as F
 
-parser = argparse.ArgumentParser(description="The chapters' exercises.")
-parser.add_argument("names", nargs="*", help="which ones (default: all)")
-parser.add_argument("--list", action="store_true", help="name them and stop")
-parser.add_argument("--backend", help="mxnet or torch (default: that of "
-                    "MGPU_BACKEND, else mxnet)")
-parser.add_argument("--devices", type=int, default=2,
-                    help="the k of the exercises")
-parser.add_argument("--size", type=int, default=512,
-                    help="rows and columns of the matrices")
-parser.add_argument("--repeat", type=int, default=16,
-                    help="products in one run, steps of one timing")
-parser.add_argument("--data", default="digits", help="digits, fashion-mnist, "
-                    "synthetic, or a folder of IDX files")
-parser.add_argument("--limit", type=int, help="keep so many examples (default:"
-                    " all for LeNet, 96 for ResNet-18)")
-parser.add_argument("--epochs", type=int, help="default: 5 for LeNet, 2 for "
-                    "ResNet-18")
-in_notebook = "ipykernel" in sys.modules    # its arguments are not ours
-args = parser.parse_args([] if in_notebook else None)
+listed = False
+if "ipykernel" not in sys.modules:  # a script: its options replace settings
+    import command_line
+    parser = command_line.parser_for(globals())
+    parser.add_argument("exercises", nargs="*", help="which (default: all)")
+    parser.add_argument("--list", action="store_true", dest="listed",
+                        help="print their names and stop")
+    options = vars(parser.parse_args())
+    options["names"] += options.pop("exercises")
+    globals().update(options)
+settings = SimpleNamespace(devices=devices, size=size, repeat=repeat,
+                           data=data, limit=limit, epochs=epochs)
 
 EXERCISES = {}
 
@@ -51,9 +56,9 @@ def exercise(function):
 
 # %%
 def seconds(devices, work, laps=3):
-    """How long `work()` takes, all of it waited for: the best of `laps`,
-    after one that is not counted. The best, because whatever else runs on a
-    machine only ever adds time."""
+    """How long `work()` takes on `devices`: the shortest of `laps` laps,
+    after one that is not counted. The shortest, because other programs on
+    the machine only add time."""
     work()
     timer = mgpu.Timer(devices)
     for _ in range(laps):
@@ -64,14 +69,14 @@ def seconds(devices, work, laps=3):
 
 
 def matrices(devices, size=None):
-    size = size or args.size
+    size = size or settings.size
     rng = np.random.default_rng(0)
     return [mgpu.put(rng.random((size, size), dtype=np.float32), device)
             for device in devices]
 
 
 def products(x, count=None):
-    return [F.dot(x, x) for _ in range(count or args.repeat)]
+    return [F.dot(x, x) for _ in range(count or settings.repeat)]
 
 
 def name_of(devices):
@@ -108,12 +113,12 @@ def lenet_on(devices, lr, weights=None, dtype="float32"):
 def train_lenet(devices, batch_size, lr):
     """Accuracy at the end, images per second, steps per epoch; an accuracy
     of None when the loss did not stay finite."""
-    train_iter, test_iter = mgpu.datasets.load(args.data, batch_size,
-                                               args.limit)
+    train_iter, test_iter = mgpu.datasets.load(settings.data, batch_size,
+                                               settings.limit)
     device_params, step = lenet_on(devices, lr)
     predict = [lambda X: mgpu.models.lenet_forward(X, device_params[0])]
     try:
-        history = mgpu.train_epochs(step, train_iter, args.epochs or 5,
+        history = mgpu.train_epochs(step, train_iter, settings.epochs or 5,
                                     devices)
     except mgpu.NonFiniteLoss:
         return None, 0.0, len(train_iter)
@@ -137,9 +142,9 @@ def independent_operators():
 
     Eight products where each needs the one before, and eight that need
     nothing from each other. If one device ran operators in parallel, the
-    second would be faster.
+    second eight would be faster.
     """
-    devices = mgpu.list_devices(args.devices)
+    devices = mgpu.list_devices(settings.devices)
     xs = matrices(devices)
 
     def chain():
@@ -172,7 +177,7 @@ def independent_operators():
               "fast: independence pays across devices.")
     else:
         print("Spread over devices they were hardly faster in this run; "
-              "`profile` shows how many cores there were to have.")
+              "`profile` shows how many cores were busy.")
 
 
 @exercise
@@ -183,14 +188,14 @@ def small_operators():
     queued on one device, and spread over several logical devices of the same
     CPU (or over the GPUs there are).
     """
-    devices = mgpu.list_devices(args.devices)
-    count = 8 * args.repeat
+    devices = mgpu.list_devices(settings.devices)
+    count = 8 * settings.repeat
     print(f"microseconds per product, {count} of them:")
     print(f"{'size':>6}{'waiting for each':>18}{'one device':>12}"
           f"{name_of(devices):>12}{'gain':>7}")
     gains = {}
-    for size in sorted({max(2, args.size // 16), max(2, args.size // 4),
-                        args.size}):
+    for size in sorted({max(2, settings.size // 16),
+                        max(2, settings.size // 4), settings.size}):
         xs = matrices(devices, size)
 
         def patiently(x):
@@ -212,7 +217,7 @@ def small_operators():
           f"{gains[largest]:.2f}-fold.")
     if gains[smallest] > 1.1:
         print("So parallelism helped even the small ones, each of which is "
-              "too little work to be divided among cores itself.")
+              "too little work to be divided among cores by itself.")
     else:
         print("So the small ones gained nothing here. Asking for such a "
               "product in Python can take longer than computing it, and one "
@@ -225,50 +230,50 @@ def compute_and_copies():
     """Compute on two devices and copy between them and the host, together.
 
     Three tasks: products on the first device, products on the second, and
-    copies in both directions. Alone one after the other, then all at once.
+    copies in both directions. First one after the other, then all at once.
     """
     devices = mgpu.list_devices(2)
     x1, x2 = matrices(devices)
-    host = np.ones((args.size, args.size), dtype=np.float32)
+    host = np.ones((settings.size, settings.size), dtype=np.float32)
     idle, = matrices(devices[:1])       # no product needs it or changes it
 
     def copies():
-        for _ in range(args.repeat):
+        for _ in range(settings.repeat):
             mgpu.to_numpy(idle)
             mgpu.put(host, devices[1])
 
     tasks = {f"compute on {devices[0]}": lambda: products(x1),
              f"compute on {devices[1]}": lambda: products(x2),
              "copy to the host and back": copies}
-    alone = []
+    single = []
     for what, task in tasks.items():
-        alone.append(seconds(devices, lambda: mgpu.parallel(
+        single.append(seconds(devices, lambda: mgpu.parallel(
             lambda run: run(), [task])))
-        print(f"{what:30}{1e3 * alone[-1]:9.2f} ms")
+        print(f"{what:30}{1e3 * single[-1]:9.2f} ms")
     together = seconds(devices, lambda: mgpu.parallel(
         lambda run: run(), list(tasks.values())))
     print(f"{'all at once':30}{1e3 * together:9.2f} ms; sum "
-          f"{1e3 * sum(alone):.2f}, longest {1e3 * max(alone):.2f}")
-    print(f"At once they took {together / sum(alone):.2f} of the sum; with "
+          f"{1e3 * sum(single):.2f}, longest {1e3 * max(single):.2f}")
+    print(f"At once they took {together / sum(single):.2f} of the sum; with "
           "nothing shared it would be "
-          f"{max(alone) / sum(alone):.2f}. The three share the cores and the "
-          "memory of one CPU." if devices[0].kind == "cpu" else
-          f"At once they took {together / sum(alone):.2f} of the sum; "
+          f"{max(single) / sum(single):.2f}. The three share the cores and "
+          "the memory of one CPU." if devices[0].kind == "cpu" else
+          f"At once they took {together / sum(single):.2f} of the sum; "
           "products use the arithmetic of the GPUs, copies the bus.")
 
 
 @exercise
 def profile():
-    """Is the hardware busy? A look with a profiler.
+    """Is the hardware busy? Check with a profiler.
 
     The simplest profiler that means the same on both engines: processor
     seconds of the whole process over seconds on the clock, which is how many
-    cores were busy. It says nothing about a GPU; there, look with the
-    vendor's tool, for example `nsys profile python auto_parallelism.py`.
+    cores were busy. It says nothing about a GPU: there use the vendor's tool,
+    for example `nsys profile python auto_parallelism.py`.
     """
     devices = mgpu.list_devices(2)
     xs = matrices(devices)
-    train_iter, _ = mgpu.datasets.load(args.data, 128, args.limit)
+    train_iter, _ = mgpu.datasets.load(settings.data, 128, settings.limit)
     X, y = next(iter(train_iter))
     steps = [lenet_on(devices[:1], 0.1)[1], lenet_on(devices, 0.1)[1]]
     busy = {}
@@ -287,7 +292,7 @@ def profile():
         print(f"{what:26}{wall:8.3f} sec on the clock {processor:8.3f} of "
               f"processors {busy[what]:6.2f} cores busy")
     if devices[0].kind == "gpu":
-        print("The devices are GPUs: these cores only asked for the work.")
+        print("The devices are GPUs: these cores only queued the work.")
         return
     for work in ("products", "LeNet step"):
         one, two = busy[f"{work}, one device"], busy[f"{work}, two devices"]
@@ -301,14 +306,15 @@ def profile():
 def richer_dependencies():
     """A graph with more dependencies: still right, and faster?
 
-    Two values on two devices; in each round each is multiplied by the other
-    one, which comes over from the other device. The matrices are
-    permutations: their products are exact, so "right" can mean every bit.
+    Two values on two devices. In each round each is multiplied by the other
+    one, which is copied from the other device. The matrices are
+    permutations: their products are exact, so the results can be compared
+    bit for bit.
     """
     devices = mgpu.list_devices(2)
     rng = np.random.default_rng(0)
-    a, b = (rng.permutation(args.size) for _ in range(2))
-    as_matrix = np.eye(args.size, dtype=np.float32)
+    a, b = (rng.permutation(settings.size) for _ in range(2))
+    as_matrix = np.eye(settings.size, dtype=np.float32)
 
     def step(mine, other):
         return F.dot(mine, mgpu.put(other, mine))
@@ -316,7 +322,7 @@ def richer_dependencies():
     def rounds(places):
         values = [mgpu.put(as_matrix[p], place)
                   for p, place in zip((a, b), places)]
-        for _ in range(args.repeat):
+        for _ in range(settings.repeat):
             if places[0] == places[1]:      # one device, one task
                 values, = mgpu.parallel(
                     lambda v: [step(v[0], v[1]), step(v[1], v[0])], [values])
@@ -327,11 +333,11 @@ def richer_dependencies():
     one = seconds(devices, lambda: rounds([devices[0], devices[0]]))
     two = seconds(devices, lambda: rounds(devices))
     p, q = a, b
-    for _ in range(args.repeat):
+    for _ in range(settings.repeat):
         p, q = q[p], p[q]                   # the product of permutations
-    right = all((mgpu.to_numpy(value) == as_matrix[wanted]).all()
-                for value, wanted in zip(rounds(devices), (p, q)))
-    print(f"{args.repeat} rounds, equal to NumPy in every entry: {right}")
+    right = all((mgpu.to_numpy(value) == as_matrix[expected]).all()
+                for value, expected in zip(rounds(devices), (p, q)))
+    print(f"{settings.repeat} rounds, equal to NumPy in every entry: {right}")
     print(f"one device {1e3 * one:.2f} ms, two devices {1e3 * two:.2f} ms: "
           f"{one / two:.2f} times as fast")
     print("The two products of a round ran side by side, and each round "
@@ -347,7 +353,7 @@ def richer_dependencies():
 @exercise
 def batch_times_k():
     """Enlarge the batch from b to k b with k devices: what does it change?"""
-    k, b = args.devices, 64
+    k, b = settings.devices, 64
     one, many = mgpu.list_devices(1), mgpu.list_devices(k)
     rows = {}
     for devices, batch in ((one, b), (many, b), (many, k * b)):
@@ -360,8 +366,8 @@ def batch_times_k():
     if same[1] and larger[1]:
         print(f"With {b} rows each instead of {b // k}, {name_of(many)} "
               f"handled {larger[1] / same[1]:.2f} times as many images a "
-              "second. What a step costs whatever its rows was paid "
-              f"{larger[2]} times an epoch instead of {same[2]} times.")
+              "second. The cost of a step that does not depend on its rows "
+              f"was paid {larger[2]} times an epoch instead of {same[2]}.")
     if None not in (same[0], larger[0]):
         print("Fewer steps at the same rate: the accuracy after as many "
               f"epochs changed by {larger[0] - same[0]:+.3f}; the rate should "
@@ -373,7 +379,7 @@ def learning_rates():
     """Accuracy against the learning rate: how does it scale with k?"""
     rates, b, best = (0.05, 0.1, 0.2, 0.4), 64, {}
     print("test accuracy", *(f"{f'rate {rate}':>10}" for rate in rates))
-    for k in sorted({1, args.devices}):
+    for k in sorted({1, settings.devices}):
         found = [train_lenet(mgpu.list_devices(k), k * b, rate)[0]
                  for rate in rates]
         best[k] = rates[int(np.argmax([a or 0.0 for a in found]))]
@@ -396,10 +402,10 @@ def aggregation():
 
     To aggregate n bytes on one device, every other device sends it n bytes
     and gets n bytes back. So its link carries 2 (k - 1) n bytes and the
-    links of the others 2 n each. Parameters shared out evenly put about
-    4 (k - 1) / k n on every link.
+    links of the others 2 n each. If the parameters are divided evenly among
+    the devices, every link carries about 4 (k - 1) / k n bytes.
     """
-    k = max(2, args.devices)
+    k = max(2, settings.devices)
     devices = mgpu.list_devices(k)
     replicas, _ = resnet_on(mgpu.list_devices(1))
     networks = {
@@ -434,21 +440,23 @@ def aggregation():
         first, last = laps["all on device 0"], laps["balanced by bytes"]
         print(f"    balanced by bytes: {first / last:.2f} times as fast in "
               "this run")
-    print("With two devices each link carries the same bytes either way, but "
-          "both directions and both adders work at once instead of one after "
-          "the other; with k devices the busiest link carries 2 / k of what "
-          "it carried. Logical CPU devices have no links: they share one "
-          "memory, which bounds the gain.")
+    print("With two devices each link carries the same bytes in all ways, "
+          "but both directions and both devices work at once instead of one "
+          "after the other. With k devices the busiest link carries 2 / k of "
+          "what it carried. Logical CPU devices have no links: they share "
+          "one memory, which limits the gain.")
 
 
 @exercise
 def multi_device_accuracy():
     """Test accuracy on all devices."""
-    devices = mgpu.list_devices(args.devices)
-    train_iter, test_iter = mgpu.datasets.load(args.data, 128, args.limit)
+    devices = mgpu.list_devices(settings.devices)
+    train_iter, test_iter = mgpu.datasets.load(settings.data, 128,
+                                               settings.limit)
     device_params, step = lenet_on(devices, 0.2)
     mgpu.train_epochs(step, train_iter, 1, devices)
-    nets = [lambda X, p=p: mgpu.models.lenet_forward(X, p) for p in device_params]
+    nets = [lambda X, p=p: mgpu.models.lenet_forward(X, p)
+            for p in device_params]
     one = mgpu.evaluate_accuracy_gpu(nets[:1], test_iter, devices[0])
     many = mgpu.evaluate_accuracy_gpus(nets, test_iter, devices=devices)
     laps = [seconds(devices, lambda: mgpu.evaluate_accuracy_gpu(
@@ -469,11 +477,11 @@ def multi_device_accuracy():
 @exercise
 def resnet_settings():
     """Other epochs, batch sizes and learning rates for ResNet-18."""
-    devices = mgpu.list_devices(args.devices)
-    limit, epochs = args.limit or 96, args.epochs or 2
+    devices = mgpu.list_devices(settings.devices)
+    limit, epochs = settings.limit or 96, settings.epochs or 2
     found = []
     for batch, lr in ((16, 0.025), (16, 0.1), (32, 0.05), (32, 0.2)):
-        train_iter, test_iter = mgpu.datasets.load(args.data, batch, limit)
+        train_iter, test_iter = mgpu.datasets.load(settings.data, batch, limit)
         replicas, trainer = resnet_on(devices, lr)
         history = mgpu.train(replicas, train_iter, test_iter, loss, trainer,
                              epochs, progress=False)
@@ -493,7 +501,7 @@ def resnet_settings():
 @exercise
 def sixteen_devices():
     """ResNet-18 on 16 devices: what happens?"""
-    batch = min(32, args.limit or 32)
+    batch = min(32, settings.limit or 32)
     X = np.random.default_rng(0).random((batch, 1, 28, 28), dtype=np.float32)
     y = np.arange(batch) % 10
     laps = {}
@@ -519,9 +527,9 @@ def sixteen_devices():
           all(a.tobytes() == b.tobytes() for other in others
               for a, b in zip(first[:count], other)))
     print(f"16 devices were {laps[1] / laps[16]:.2f} times as fast as one. "
-          "The arithmetic of a step stays the same and is shared out; adding "
-          "up the gradients and updating the copies grows with k. So 16 "
-          "devices want 16 times the batch, and hardware of their own: "
+          "The arithmetic of a step stays the same and is divided; adding up "
+          "the gradients and updating the copies grows with k. So 16 devices "
+          "need 16 times the batch, and hardware of their own: "
           + ("logical ones share the cores of this machine."
              if devices[0].kind == "cpu" else "these are GPUs."))
 
@@ -531,11 +539,11 @@ def unequal_devices():
     """Devices of unequal power: how to divide the work, and does it pay?
 
     `weights=[2, 1]` gives the first device two rows of three. The gradient
-    is the sum over all rows, so it does not care who computed which. As the
-    slow device we take one that computes everything twice.
+    is the sum over all rows, so it does not depend on which device computed
+    which row. The slow device is one that computes everything twice.
     """
     devices = mgpu.list_devices(2)
-    train_iter, _ = mgpu.datasets.load(args.data, 192, args.limit)
+    train_iter, _ = mgpu.datasets.load(settings.data, 192, settings.limit)
     X, y = next(iter(train_iter))
     gradients = []
     for places, weights in ((devices[:1], None), (devices, [2, 1])):
@@ -556,7 +564,7 @@ def unequal_devices():
           f"whose rounding is {np.finfo('float64').eps:.0e})")
 
     def work(X, params, times):
-        for _ in range(times * max(1, args.repeat // 4)):
+        for _ in range(times * max(1, settings.repeat // 4)):
             mgpu.models.lenet_forward(X, params)
 
     params = [mgpu.get_params(mgpu.models.lenet_params(), device)
@@ -569,17 +577,17 @@ def unequal_devices():
         print(f"weights {list(weights)}, rows "
               f"{[len(shard) for shard in shards]}: {1e3 * laps[weights]:.1f} "
               "ms, the second device half as fast")
-    alone = seconds(devices, lambda: mgpu.parallel(
+    fast = seconds(devices, lambda: mgpu.parallel(
         work, mgpu.split_and_load(X, devices[:1]), params[:1], [1]))
-    print(f"the fast device alone: {1e3 * alone:.1f} ms")
+    print(f"the fast device by itself: {1e3 * fast:.1f} ms")
     best = min(laps, key=laps.get)
     print(f"Shares in proportion to power are meant to win; here "
           f"{list(best)} did. " + (
-              f"The slow device was worth it: {alone / laps[best]:.2f} times "
-              "as fast (1.5 in theory)." if laps[best] < 0.95 * alone else
+              f"The slow device was worth it: {fast / laps[best]:.2f} times "
+              "as fast (1.5 in theory)." if laps[best] < 0.95 * fast else
               "The slow device was not worth it in this run.")
-          + " With a CPU beside GPUs it seldom is: a device 50 times slower "
-          "adds 2 %, and every step waits for its last row.")
+          + " A CPU next to GPUs seldom is: a device 50 times slower adds "
+          "2 %, and every step waits for its last row.")
 
 
 @exercise
@@ -589,8 +597,8 @@ def without_waiting():
     LeNet on k devices: wait after every step; wait once at the end; and, to
     overlap two steps, read the loss of step i when step i + 1 is queued.
     """
-    devices = mgpu.list_devices(args.devices)
-    train_iter, _ = mgpu.datasets.load(args.data, 128, args.limit)
+    devices = mgpu.list_devices(settings.devices)
+    train_iter, _ = mgpu.datasets.load(settings.data, 128, settings.limit)
     X, y = next(iter(train_iter))
 
     def read(losses):
@@ -601,7 +609,7 @@ def without_waiting():
         _, step = lenet_on(devices, 0.1)
         timer, before, seen = mgpu.Timer(devices), None, []
         began = time.perf_counter()
-        for _ in range(args.repeat):
+        for _ in range(settings.repeat):
             losses = step(X, y)
             if mode == "wait every step":
                 mgpu.synchronize(devices)
@@ -611,17 +619,17 @@ def without_waiting():
         asked[mode] = time.perf_counter() - began
         total[mode] = timer.stop()
         results[mode] = np.concatenate(read(losses))
-        print(f"{mode}: {args.repeat} steps asked for in {asked[mode]:.3f} "
-              f"sec, done after {total[mode]:.3f} sec")
+        print(f"{mode}: {settings.repeat} steps asked for in "
+              f"{asked[mode]:.3f} sec, done after {total[mode]:.3f} sec")
     values = list(results.values())
     print("the same last loss in all three, bit for bit:",
           all(value.tobytes() == values[0].tobytes() for value in values))
     if asked["wait at the end"] < 0.8 * total["wait at the end"]:
         print("Without a wait Python ran ahead of the devices. That is good "
-              "for speed, but the queue, and the memory of all that waits in "
-              "it, grows with the number of steps, and a clock read then "
-              "means nothing. One step ahead keeps the devices busy with two "
-              "steps in flight at most; mgpu.train works like that.")
+              "for speed. But the queue grows with the number of steps, and "
+              "with it the memory of what waits, and a clock that is read "
+              "then means nothing. One step ahead keeps the devices busy with "
+              "two queued steps at most; mgpu.train works like that.")
     else:
         print("Here Python was not ahead: the work was done when the calls "
               "returned, so there was nothing to wait for, and no two steps "
@@ -633,16 +641,18 @@ def without_waiting():
 # ## Run them
 
 # %%
-if args.list or in_notebook:
+unknown = [name for name in names if name not in EXERCISES]
+if unknown:
+    print(f"error: unknown exercises: {', '.join(unknown)}. Use one of "
+          f"{', '.join(EXERCISES)}.", file=sys.stderr)
+    sys.exit(2)
+if listed:
     for name, function in EXERCISES.items():
         print(f"{name:24}{inspect.getdoc(function).splitlines()[0]}")
-else:
-    unknown = [name for name in args.names if name not in EXERCISES]
-    if unknown:
-        parser.error(f"unknown exercises: {', '.join(unknown)}; see --list")
-    if args.backend:
-        mgpu.set_backend(args.backend)
-    for name in args.names or EXERCISES:
-        print(f"\n=== {name} ({mgpu.get_backend().name})")
-        print(inspect.getdoc(EXERCISES[name]), end="\n\n")
-        EXERCISES[name]()
+    names = []
+elif backend:
+    mgpu.set_backend(backend)
+for name in [] if listed else names or EXERCISES:
+    print(f"\n=== {name} ({mgpu.get_backend().name})")
+    print(inspect.getdoc(EXERCISES[name]), end="\n\n")
+    EXERCISES[name]()

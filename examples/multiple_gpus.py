@@ -1,13 +1,30 @@
 # %% [markdown]
 # # Training on several devices, from scratch
 #
-# Here everything that training on several devices needs is written out:
+# This example follows the chapter "Training on Multiple GPUs" of *Dive into
+# Deep Learning* (d2l.ai).
+#
+# Everything that training on several devices needs is written out here:
 # copying the parameters, splitting the batch, adding up gradients, updating.
-# The next chapter lets the library do it. The network is a small LeNet. It
-# needs no GPU: logical CPU devices take their place.
+# In the next example, `multiple_gpus_concise.py`, the library does it. The
+# network is a small LeNet. No GPU is needed: logical CPU devices take their
+# place. Logical CPU devices, `cpu(0)`, `cpu(1)`, ..., share one processor.
+# Each has arrays of its own, which are copied to it as to a GPU.
+#
+# These are the settings:
 
 # %%
-import argparse
+backend = None          # mxnet or torch; None: the engine that is installed
+devices = [1, 2]        # numbers of devices, a run for each
+epochs = 10             # passes over the training data
+batch_size = 256        # rows of a batch, over all devices
+lr = 0.2                # learning rate
+data = "digits"         # digits, fashion-mnist, synthetic, or an IDX folder
+limit = None            # keep only so many examples; None: all
+init_scale = 0.0        # standard deviation of the first weights; 0: see below
+out = "out"             # folder for the curves
+
+# %%
 import pathlib
 import sys
 
@@ -16,62 +33,46 @@ import numpy as np
 import mgpu
 from mgpu import functional as F
 
-parser = argparse.ArgumentParser(description="Training from scratch.")
-parser.add_argument("--backend", help="mxnet or torch (default: that of "
-                    "MGPU_BACKEND, else mxnet)")
-parser.add_argument("--devices", default="1,2",
-                    help="numbers of devices, a run for each")
-parser.add_argument("--epochs", type=int, default=10)
-parser.add_argument("--batch-size", type=int, default=256)
-parser.add_argument("--lr", type=float, default=0.2)
-parser.add_argument("--data", default="digits", help="digits, fashion-mnist, "
-                    "synthetic, or a folder of IDX files with 28 x 28 images")
-parser.add_argument("--limit", type=int, help="keep so many examples")
-parser.add_argument("--init-scale", type=float, help="standard deviation of "
-                    "the first weights (default: 0.1 for the digits, else "
-                    "0.01)")
-parser.add_argument("--out", default="out", help="folder for the curves")
-args, unknown = parser.parse_known_args()
-if unknown and "ipykernel" not in sys.modules:  # a notebook's are not ours
-    parser.error(f"unknown arguments: {' '.join(unknown)}")
+if "ipykernel" not in sys.modules:  # a script: its options replace settings
+    import command_line
+    command_line.read(globals())
 
-if args.backend:
-    mgpu.set_backend(args.backend)
-backend = mgpu.get_backend().name
-device_counts = [int(count) for count in args.devices.split(",")]
-out = pathlib.Path(args.out)
+if backend:
+    mgpu.set_backend(backend)
+engine = mgpu.get_backend().name
+out = pathlib.Path(out)
 out.mkdir(parents=True, exist_ok=True)
 
 # %% [markdown]
 # ## Three ways to share the work
 #
-# **By network.** Each device keeps some of the layers and hands what it has
-# computed to the next device. Networks that fit on no single device can be
-# trained so. But one device waits for another wherever they meet, layers
-# with equal amounts of work are hard to find, and what passes between them,
-# activations one way and gradients the other, can be large.
+# **By network.** Each device keeps some of the layers and hands its results
+# to the next device. A network that is too large for one device can be
+# trained like this. But devices wait for each other, layers with equal
+# amounts of work are hard to find, and the activations and gradients that
+# pass between the devices can be large.
 #
 # **By layer.** Every layer is cut into pieces: each device computes some of
 # the channels of a convolution, or some of the units of a dense layer.
 # AlexNet was trained like that when two GPUs had too little memory each. The
-# memory divides well. But after every layer all devices must exchange what
-# they have, so there is a barrier per layer.
+# memory divides well. But after every layer all devices must exchange their
+# results, so there is a barrier per layer.
 #
-# **By data.** Each device holds the whole model and gets a part of every
-# batch. They meet once per batch, to add up their gradients. It is the
-# simplest of the three and works for any network; it does not help when the
-# model itself is too large. This chapter does it this way.
+# **By data.** Each device holds the whole model and gets a shard (a slice)
+# of every batch. The devices meet once per batch, to add up their gradients.
+# It is the simplest of the three and works for any network. It does not help
+# when the model itself is too large. This example does it this way.
 #
 # One step of it, on k devices:
 #
-# 1. cut the batch into k parts, one for each device;
-# 2. each device computes the loss and the gradients of its part;
+# 1. cut the batch into k shards, one for each device;
+# 2. each device computes the loss and the gradients of its shard;
 # 3. the k gradients are added up, and every device gets the sum;
 # 4. each device updates its own full copy of the parameters.
 #
 # All copies begin equal and receive the same sum, so they stay equal. In
-# practice one enlarges the batch k-fold, so that each device keeps as much
-# to do as before, and raises the learning rate with it. A network with batch
+# practice the batch grows k-fold, so that each device keeps as much to do as
+# before, and the learning rate grows with it. A network with batch
 # normalisation would keep separate statistics on each device.
 
 # %% [markdown]
@@ -82,16 +83,16 @@ out.mkdir(parents=True, exist_ok=True)
 # parameters get from device to device. They are drawn once, in NumPy, so
 # every run below starts from the same values on either backend.
 #
-# A standard deviation of 0.01 suits thousands of steps: for the first 250 or
-# so the loss hardly moves. The embedded digits have 6 batches an epoch, and
-# get 0.1, to leave that plateau within ten epochs.
+# The book's standard deviation, 0.01, suits thousands of steps: for the first
+# 250 or so the loss hardly moves. The digits that come with mgpu have 6
+# batches an epoch. They get 0.1, to leave that plateau within ten epochs.
 
 # %%
-scale = args.init_scale or (0.1 if args.data == "digits" else 0.01)
+scale = init_scale or (0.1 if data == "digits" else 0.01)
 params = mgpu.models.lenet_params(scale)    # Normal(scale), biases zero
 for name, p in zip(["W1", "b1", "W2", "b2", "W3", "b3", "W4", "b4"], params):
     print(name, p.shape)
-print(f"LeNet: {sum(p.size for p in params):,} parameters, backend {backend}")
+print(f"LeNet: {sum(p.size for p in params):,} parameters, backend {engine}")
 
 
 def lenet(X, params):
@@ -123,16 +124,16 @@ print("b1 grad:", mgpu.to_numpy(mgpu.grad(new_params[1])))
 
 # %%
 pair = mgpu.list_devices(2)
-data = [mgpu.put(np.full((1, 2), i + 1.0, dtype=np.float32), device)
-        for i, device in enumerate(pair)]
-print("before allreduce:", *(mgpu.to_numpy(x) for x in data))
-mgpu.allreduce(data)
-print("after allreduce:", *(mgpu.to_numpy(x) for x in data))
+xs = [mgpu.put(np.full((1, 2), i + 1.0, dtype=np.float32), device)
+      for i, device in enumerate(pair)]
+print("before allreduce:", *(mgpu.to_numpy(x) for x in xs))
+mgpu.allreduce(xs)
+print("after allreduce:", *(mgpu.to_numpy(x) for x in xs))
 
 # %% [markdown]
-# ## Sharing out the data
+# ## Splitting the data
 #
-# `split_and_load` cuts an array along its first axis and copies part i to
+# `split_and_load` cuts an array along its first axis and copies shard i to
 # device i.
 
 # %%
@@ -143,8 +144,8 @@ print("output:", *(mgpu.to_numpy(shard) for shard in shards), sep="\n")
 
 # %% [markdown]
 # A batch has examples and labels, which must be cut in the same places.
-# `split_batch` does both, insists on equal lengths, and lets the last, odd
-# batch of an epoch be cut unevenly: the first parts get a row more.
+# `split_batch` cuts both, refuses different lengths, and cuts the last, odd
+# batch of an epoch unevenly: the first shards get a row more.
 
 # %%
 X_shards, y_shards = mgpu.split_batch(table[:3], np.arange(3), pair)
@@ -155,12 +156,12 @@ print("3 rows on 2 devices:", [shard.shape[0] for shard in X_shards])
 # ## One batch
 #
 # Now the step from above. All forward passes come first and then all
-# backward passes, so that the devices work side by side; nothing here waits
-# for one device before it gives work to the next. `sgd` divides by the rows
-# of the *whole* batch: the sum of the gradients over the devices is then the
-# gradient of the mean loss, on however many devices, and however unevenly
-# the rows were cut. It also sets gradients back to zero. That is why a
-# device that got no row of a very short batch may sit out: it adds zero.
+# backward passes, so that the devices work at the same time. Nothing here
+# waits for one device before it gives work to the next. `sgd` divides by the
+# rows of the *whole* batch. So the summed gradient becomes the gradient of
+# the mean loss, on any number of devices, and however unevenly the rows were
+# cut. `sgd` also sets gradients back to zero. That is why a device that got
+# no row of a very short batch need not run: it adds zero.
 
 # %%
 def forward(X, y, params):
@@ -182,22 +183,21 @@ def train_batch(X, y, device_params, devices, lr):
 # %% [markdown]
 # ## All epochs
 #
-# What is left looks like any training loop. The parameters go to all devices
-# once; the time is that of training alone, without evaluation; the accuracy
-# is taken on the first device, whose copy is as good as any other.
+# The rest looks like any training loop. The parameters are copied to all
+# devices once. The time is that of training only, without evaluation. The
+# accuracy is computed on the first device; all copies are equal.
 
 # %%
 def train(num_devices, batch_size, lr):
-    train_iter, test_iter = mgpu.datasets.load(args.data, batch_size,
-                                               args.limit)
+    train_iter, test_iter = mgpu.datasets.load(data, batch_size, limit)
     devices = mgpu.list_devices(num_devices)
     device_params = [mgpu.get_params(params, device) for device in devices]
     animator = mgpu.Animator(
         "epoch", legend=["train loss", "test acc"],
-        file=out / f"lenet-{backend}-{num_devices}.png")
+        file=out / f"lenet-{engine}-{num_devices}.png")
     timer = mgpu.Timer()
     with animator:
-        for epoch in range(args.epochs):
+        for epoch in range(epochs):
             metric = mgpu.Accumulator(2)    # sum of losses, examples
             timer.start()
             for X, y in train_iter:
@@ -221,8 +221,7 @@ def train(num_devices, batch_size, lr):
 # learning rate.
 
 # %%
-results = {count: train(count, args.batch_size, args.lr)
-           for count in device_counts}
+results = {count: train(count, batch_size, lr) for count in devices}
 
 # %%
 accuracies = [accuracy for accuracy, _ in results.values()]
@@ -238,8 +237,7 @@ if 1 in results:
 # digits differ.
 #
 # The time is another matter. LeNet is small, and on GPUs two devices gain
-# next to nothing here: the arithmetic of a batch takes less time than asking
-# for it, line by line, in Python. Logical CPU devices are slow enough that
-# Python does not matter, and two of them on two free cores can come near a
-# factor of two. The next chapter trains a network with far more work in each
-# step, on the same pieces.
+# next to nothing: the arithmetic of a batch takes less time than the Python
+# code that asks for it. Logical CPU devices are slow enough that Python does
+# not matter, and two of them on two free cores can come near a factor of two.
+# The next example trains a network with far more work in each step.

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
                   models, optimizers)
 from mgpu.backends import (BackendNotAvailable, available_backends,
-                           get_backend, set_backend, using_backend)
+                           get_backend, mxnet_compat, set_backend,
+                           using_backend)
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
@@ -47,11 +48,12 @@ __all__ = [
     "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
     "evaluate_accuracy_gpus", "functional", "get_backend", "get_params", "gpu",
     "grad", "initialize", "initializers", "list_devices", "losses",
-    "lr_scheduler", "models", "no_grad", "num_gpus", "optimizers", "parallel",
-    "prefetch", "put", "record", "reduce", "reducescatter", "seed",
-    "set_backend", "sgd", "shard_bounds", "split_and_load", "split_batch",
-    "strict_devices", "synchronize", "to_numpy", "train", "train_batch",
-    "train_epochs", "try_all_gpus", "try_gpu", "using_backend",
+    "lr_scheduler", "models", "mxnet_compat", "no_grad", "num_gpus",
+    "optimizers", "parallel", "prefetch", "put", "record", "reduce",
+    "reducescatter", "seed", "set_backend", "sgd", "shard_bounds",
+    "split_and_load", "split_batch", "strict_devices", "synchronize",
+    "to_numpy", "train", "train_batch", "train_epochs", "try_all_gpus",
+    "try_gpu", "using_backend",
 ]
 
 

@@ -1,6 +1,8 @@
 """Checks that arguments of many functions share."""
 import operator
-from typing import Any
+from collections.abc import Collection
+from numbers import Real
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -16,9 +18,23 @@ def is_integer(value: Any, least: int) -> bool:
         return False
 
 
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether `value` is a real number (of Python, NumPy or any type that is
+    a `numbers.Real`; no truth value)."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def integer(name: str, value: Any, least: int) -> int:
     """`value` as an int of `least` or more, or ValueError."""
     if not is_integer(value, least):
         raise ValueError(f"{name} must be an integer of {least} or more; "
                          f"received {value!r}.")
     return operator.index(value)
+
+
+def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
+    """`value`, or ValueError if it is not one of `known`."""
+    if value not in known:
+        raise ValueError(f"unknown {name}; received {value!r}. Use one of "
+                         f"{', '.join(map(repr, known))}.")
+    return value

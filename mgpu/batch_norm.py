@@ -6,6 +6,7 @@ gradient of the joint statistics is exact.
 """
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,10 +23,10 @@ class Meeting:
     """Threads, one per active device, that exchange arrays in rounds."""
 
     def __init__(self, active: Sequence[int]):
-        self._active = list(active)
+        self._members = list(active)
         self._changed = threading.Condition()
         self._rounds: list[dict[int, tuple[str, Any]]] = []
-        self._at = {i: 0 for i in self._active}
+        self._at = {i: 0 for i in self._members}
         self._stopped: list[int] = []
         self._errors: dict[int, BaseException] = {}
 
@@ -40,20 +41,21 @@ class Meeting:
             here[index] = (place, value)
             self._changed.notify_all()
             self._changed.wait_for(
-                lambda: len(here) == len(self._active)
+                lambda: len(here) == len(self._members)
                 or any(i not in here for i in self._stopped))
-            if len(here) < len(self._active):
+            if len(here) < len(self._members):
                 raise _OthersStopped
-            places = {i: here[i][0] for i in self._active}
+            places = {i: here[i][0] for i in self._members}
         if len(set(places.values())) > 1:
             raise RuntimeError(
                 "synchronised batch normalisation needs the same layers in "
                 f"the same order on every device; received {places}. Use "
                 "batch_norm='per_device' for such a network.")
-        return [here[i][1] for i in self._active]
+        return [here[i][1] for i in self._members]
 
     def run(self, backend: base.Backend,
             thunks: Sequence[Callable[[], Any] | None]) -> list[Any]:
+        """Call each thunk in a thread of its own; those of one step meet."""
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
                 return thunk()
@@ -69,11 +71,11 @@ class Meeting:
 
         results = backend.parallel(
             [(lambda: None) if thunk is None
-             else (lambda i=i, thunk=thunk: guarded(i, thunk))
+             else partial(guarded, i, thunk)
              for i, thunk in enumerate(thunks)], rendezvous=True)
         if self._errors:    # of several, the same one in every run
             raise self._errors[min(self._errors)]
-        if any(len(r) < len(self._active) for r in self._rounds):
+        if any(len(r) < len(self._members) for r in self._rounds):
             raise RuntimeError(
                 "synchronised batch normalisation needs the same layers in "
                 "the same order on every device; received different numbers "
@@ -93,12 +95,12 @@ class SyncBatchNorm:
     def __init__(self, backend: base.Backend, meeting: Meeting):
         self._backend, self._meeting = backend, meeting
 
-    def _total(self, index: int, layer: str, part: Array, beside: Array
+    def _total(self, index: int, layer: str, part: Array, like: Array
                ) -> Array:
         parts = self._meeting.exchange(index, layer, part)
         total = None
         for x in parts:     # the same order, so the same bits, everywhere
-            x = self._backend.put(x, beside)
+            x = self._backend.put(x, like)
             total = x if total is None else total + x
         return total
 

@@ -2,7 +2,6 @@
 would give: `mgpu bench`.
 """
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,27 +10,31 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import models, plotting, probes, profiling
-from mgpu.arguments import integer
-from mgpu.backends import get_backend, using_backend
+from mgpu import chapters, models, profiling
+from mgpu.arguments import integer, one_of
+from mgpu.backends import canonical, get_backend, using_backend
 from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices, cpu_cores, list_devices
 from mgpu.doctor import versions
 from mgpu.initializers import Xavier
 from mgpu.losses import SoftmaxCrossEntropyLoss
-from mgpu.profiling import Profile, fit
 from mgpu.parameters import get_params
+from mgpu.plotting.bench import plot_bench as plot
+from mgpu.plotting.style import check_figure as check_plot
+from mgpu.profiling import Profile, fit
+from mgpu.progress import ProgressBar
 from mgpu.replicas import initialize
-from mgpu.nested import rows_of
-from mgpu.split import split_batch
+from mgpu.timing import Timer
 from mgpu.trainer import Trainer
-from mgpu.training import (backward, grad, parallel, put, record, sgd,
-                           train_batch)
+from mgpu.training import put, train_batch
+
+__all__ = ["MODELS", "check_plot", "measure_reduce", "plan", "plot", "predict",
+           "run"]
 
 MODELS = ("lenet", "resnet18")
 #: small: the numbers stay finite for any number of steps
 _RATE = 0.001
-_PARTS = ("dispatch", "copy", "compute", "reduce", "update", "other")
+_PARTS = ("dispatch", *profiling.PARTS, "other")
 
 Report = dict[str, Any]
 
@@ -46,72 +49,47 @@ class _Contender:
     sizes: list[int]                # elements of each trained array
     batch_size: int
 
+    def title(self) -> str:
+        return f"{self.backend} on {', '.join(map(str, self.devices))}"
+
     def steps(self, count: int, rows: int) -> float:
         """Seconds of `count` steps."""
-        with using_backend(self.backend) as engine:
-            engine.synchronize(self.devices)
-            begin = time.perf_counter()
+        with using_backend(self.backend):
+            timer = Timer(self.devices)
             for _ in range(count):
                 self.step(rows)
-            engine.synchronize(self.devices)
-            return time.perf_counter() - begin
+            return timer.stop()
 
 
 # -- networks -----------------------------------------------------------------
 
-def _prepare(model: str | Callable[[], Any], devices: list[Device],
-             batch_size: int, shape: tuple[int, ...], classes: int,
-             dtype: str, seed: int) -> _Contender:
-    """On the engine in use."""
+def _prepare(model: str | Callable[[], Any], settings: Mapping[str, Any],
+             devices: list[Device]) -> _Contender:
+    """A contender on the engine in use."""
+    batch_size, shape = settings["batch_size"], settings["shape"]
+    classes, dtype, seed = (settings[x] for x in ("classes", "dtype", "seed"))
     rng = np.random.default_rng(seed)
     X = rng.normal(size=(batch_size, *shape)).astype(dtype)
     y = rng.integers(0, classes, batch_size).astype(np.int32)
     if model == "lenet":
         start = models.lenet_params(0.1, seed, dtype)
         params = [get_params(start, d) for d in devices]
-        step = partial(_lenet_step, X, y, params, devices)
         sizes = [p.size for p in start]
+
+        def step(n: int) -> Any:
+            return chapters.lenet_step(X[:n], y[:n], params, devices, _RATE)
     else:
-        net = models.resnet18(classes, shape[0]) if model == "resnet18" \
-            else model()
+        net = model() if callable(model) \
+            else models.resnet18(classes, shape[0])
         replicas = initialize(net, devices, init=Xavier(), seed=seed,
                               sample=X[:1], dtype=dtype)
         trainer = Trainer(replicas, "sgd", {"learning_rate": _RATE})
         loss = SoftmaxCrossEntropyLoss()
+        sizes = [prod(p.shape or ()) for p in replicas.params()]
 
         def step(n: int) -> Any:
             return train_batch(X[:n], y[:n], replicas, loss, trainer)
-        sizes = [prod(p.shape) for p in replicas.params()]
     return _Contender(get_backend().name, devices, step, sizes, batch_size)
-
-
-def _lenet_step(X: np.ndarray, y: np.ndarray, params: list[list[Any]],
-                devices: list[Device], n: int) -> Any:
-    """The text's step from scratch, with the stages of `Profile`."""
-    def gradients() -> list[list[Any]]:
-        return [[grad(p) for p in own] for own in params]
-
-    stage = probes.stage
-    with probes.step(devices, n):
-        with stage("copy", "split"):
-            X_shards, y_shards = split_batch(X[:n], y[:n], devices)
-        with record(), stage("compute", "forward and loss",
-                             results=lambda: losses):
-            losses = parallel(_lenet_losses, X_shards, y_shards, params)
-        with stage("compute", "backward", devices, gradients, [
-                i for i, x in enumerate(losses) if x is not None]):
-            backward(losses)
-        with stage("reduce", "all-reduce", results=gradients):
-            allreduce_many(list(zip(*gradients())))
-        with stage("update", "update", results=lambda: params):
-            parallel(partial(sgd, lr=_RATE, batch_size=n), params)
-    return losses
-
-
-def _lenet_losses(X: Any, y: Any, params: list[Any]) -> Any:
-    if not rows_of(X):      # fewer rows than devices
-        return None
-    return SoftmaxCrossEntropyLoss()(models.lenet_forward(X, params), y)
 
 
 # -- the benchmark ------------------------------------------------------------
@@ -135,24 +113,26 @@ def run(model: str | Callable[[], Any] = "lenet",
     Parameters
     ----------
     model : "lenet", "resnet18", or a function
-        The text's networks (`models.lenet` from scratch, `models.resnet18`
-        with `Replicas` and a `Trainer`), or a function without arguments
-        that makes a native network of the engine in use.
+        The book's networks (LeNet from scratch, as in `mgpu.chapters`;
+        `models.resnet18` with `Replicas` and a `Trainer`), or a function
+        without arguments that makes a native network of the engine in use.
     devices : sequence
-        Numbers of devices, or lists of devices; a contender each.
+        Numbers of devices, or lists of devices. Each is a contender.
     backends : sequence of str, optional
         Default: the engine in use.
     batch_size : int
-        Rows of a step over all devices: the same for each contender.
+        Rows of a step over all devices, the same for each contender.
     steps, rounds : int
-        `rounds` is 2 or more: the first one is not counted.
+        Steps of a contender in a round, and rounds. `rounds` is 2 or more,
+        because the first one is not counted.
     dtype : {"float32", "float64"}
     shape, classes : sequence of int, int
-        Of one example, and of the labels. For LeNet (1, 28, 28) and 10.
+        The shape of one example, and the number of classes. For LeNet
+        (1, 28, 28) and 10; for ResNet-18 (channels, height, width).
     predict_for : sequence of int
-        Numbers of devices to `predict`, beside those that are measured.
+        More numbers of devices to `predict`, which are not measured.
     seed : int
-        Of the data and the weights.
+        Seed of the data and of the initial weights.
     name : str
         What the report calls a `model` that is a function.
     trace : file, optional
@@ -168,14 +148,15 @@ def run(model: str | Callable[[], Any] = "lenet",
         ``"versions"``, ``"cpu_cores"``; ``"contenders"``, a list of dicts:
 
         - ``"backend"``, ``"devices"``;
-        - ``"seconds"``: of a step, by counted round;
+        - ``"seconds"``: seconds of a step, by counted round;
         - ``"images_per_second"``, and ``"ratio"`` to the first contender
           round by round (above 1: faster): each ``{"median", "min",
           "max"}``;
-        - ``"table"``, ``"verdict"``, ``"profiling_cost"``: of its Profile;
-          ``"parts"``: medians of `Profile.parts`, seconds per step;
-        - ``"predicted"``: `predict` for so many devices, from measurements
-          on one; ``"error"``: predicted over measured seconds, minus 1.
+        - ``"table"``, ``"verdict"``, ``"profiling_cost"``: what its Profile
+          says; ``"parts"``: medians of `Profile.parts`, seconds per step;
+        - ``"predicted"``: what `predict` gives for as many devices, from
+          measurements on one; ``"error"``: predicted over measured seconds,
+          minus 1.
 
         ``"measurements"``: by engine, what `predict` takes.
         ``"predictions"``: by engine, a list for the numbers in `predict_for`.
@@ -183,66 +164,37 @@ def run(model: str | Callable[[], Any] = "lenet",
     Raises
     ------
     ValueError, TypeError
-        A wrong argument. Nothing has been measured then; nor where the
-        network raises an error of its own, because data of this shape do
-        not fit it.
+        A wrong argument. Nothing has been measured then. The same is true
+        where the network raises an error of its own, because it cannot take
+        data of this shape.
     """
-    batch_size = integer("batch_size", batch_size, 1)
-    steps, rounds = integer("steps", steps, 1), integer("rounds", rounds, 2)
-    wanted = [integer("a number of devices to predict", k, 1)
+    settings = _checked(model, batch_size, steps, rounds, dtype, shape,
+                        classes, seed)
+    counts = [integer("a number of devices to predict", k, 1)
               for k in predict_for]
-    shape = tuple(integer("a side of the shape", n, 1) for n in shape)
-    classes = integer("classes", classes, 1)
-    if dtype not in ("float32", "float64"):
-        raise ValueError(f"unknown dtype; received {dtype!r}. Use 'float32' "
-                         "or 'float64'.")
-    if isinstance(model, str) and model not in MODELS:
-        raise ValueError(f"unknown model; received {model!r}. Use one of "
-                         f"{', '.join(map(repr, MODELS))}, or a function "
-                         "that makes a network.")
-    if model == "lenet" and (shape, classes) != ((1, 28, 28), 10):
-        raise ValueError("LeNet takes pictures of (1, 28, 28) in 10 classes; "
-                         f"received {shape} and {classes}. Use resnet18, or "
-                         "a network of your own.")
     if not devices:
         raise ValueError("at least one number of devices is needed; received "
                          "none.")
-    engines = [get_backend().name] if backends is None else list(backends)
-    plan = []
-    for engine in engines:
-        with using_backend(engine):
-            plan += [(engine, as_devices(entry) if isinstance(
-                entry, (list, tuple, str, Device)) else list_devices(entry))
-                for entry in devices]
-    make = partial(_prepare, model, batch_size=batch_size, shape=shape,
-                   classes=classes, dtype=dtype, seed=seed)
+    engines = [get_backend().name] if backends is None \
+        else list(dict.fromkeys(map(canonical, backends)))
+    make = partial(_prepare, model, settings)
     contenders = []
-    for engine, places in plan:
+    for engine, places in plan(engines, devices):
         with using_backend(engine):
-            contenders.append(make(devices=places))
+            contenders.append(make(places))
 
     seconds = _alternate(contenders, steps, rounds, progress)
-    profiles: dict[str, Profile] = {}
-    rows = []
-    for contender, own in zip(contenders, seconds):
-        profile = _profile(contender, steps)
-        profiles[f"{contender.backend} on {_named(contender)}"] = profile
-        rows.append({
-            "backend": contender.backend,
-            "devices": [str(d) for d in contender.devices],
-            "seconds": own,
-            "images_per_second": _spread([batch_size / s for s in own]),
-            "ratio": _spread([a / b for a, b in zip(seconds[0], own)]),
-            "table": profile.table(), "parts": _parts(profile, batch_size),
-            "verdict": profile.verdict(), "profiling_cost": profile.cost(),
-            "predicted": None, "error": None})
+    profiles = {c.title(): _profile(c, steps) for c in contenders}
+    rows = [_row(c, own, seconds[0], profiles[c.title()])
+            for c, own in zip(contenders, seconds)]
     measurements: dict[str, Any] = {}
     predictions: dict[str, Any] = {}
-    if wanted or any(len(c.devices) > 1 for c in contenders):
-        for engine in dict.fromkeys(engines):
+    if counts or any(len(c.devices) > 1 for c in contenders):
+        for engine in engines:
             measurements[engine] = found = _measure(
-                engine, contenders, profiles, make, steps, dtype)
-            predictions[engine] = [predict(found, k) for k in wanted]
+                [c for c in contenders if c.backend == engine], profiles,
+                make, steps, dtype)
+            predictions[engine] = [predict(found, k) for k in counts]
         for row in rows:
             row["predicted"] = predict(measurements[row["backend"]],
                                        len(row["devices"]))
@@ -253,20 +205,65 @@ def run(model: str | Callable[[], Any] = "lenet",
     return {
         "model": model if isinstance(model, str) else name or getattr(
             model, "__name__", repr(model)),
-        "batch_size": batch_size, "steps": steps, "rounds": rounds,
-        "dtype": dtype, "shape": list(shape), "classes": classes,
-        "seed": seed, "versions": versions(map(_engine, dict.fromkeys(
-            engines))), "cpu_cores": cpu_cores(), "contenders": rows,
-        "measurements": measurements, "predictions": predictions}
+        **settings, "versions": versions(engines), "cpu_cores": cpu_cores(),
+        "contenders": rows, "measurements": measurements,
+        "predictions": predictions}
 
 
-def _engine(name: str) -> Any:
-    with using_backend(name) as engine:
-        return engine
+def plan(backends: Sequence[str], devices: Sequence[Any]
+         ) -> list[tuple[str, list[Device]]]:
+    """The (engine, devices) of every run: each of `devices`, a number of
+    devices or a list of them, on each engine. All are checked before the
+    first run starts."""
+    found = []
+    for engine in backends:
+        with using_backend(engine):
+            found += [(engine, as_devices(entry) if isinstance(
+                entry, (list, tuple, str, Device)) else list_devices(entry))
+                for entry in devices]
+    return found
 
 
-def _named(contender: _Contender) -> str:
-    return ", ".join(map(str, contender.devices))
+def _checked(model: str | Callable[[], Any], batch_size: int, steps: int,
+             rounds: int, dtype: str, shape: Sequence[int], classes: int,
+             seed: int) -> dict[str, Any]:
+    """The settings as the report has them; ValueError for a wrong one."""
+    settings: dict[str, Any] = {
+        "batch_size": integer("batch_size", batch_size, 1),
+        "steps": integer("steps", steps, 1),
+        "rounds": integer("rounds", rounds, 2), "dtype": dtype,
+        "shape": [integer("a side of the shape", n, 1) for n in shape],
+        "classes": integer("classes", classes, 1), "seed": seed}
+    one_of("dtype", dtype, ("float32", "float64"))
+    if isinstance(model, str) and model not in MODELS:
+        raise ValueError(f"unknown model; received {model!r}. Use one of "
+                         f"{', '.join(map(repr, MODELS))}, or a function "
+                         "that makes a network.")
+    sides = tuple(settings["shape"])
+    if model == "lenet" and (sides, classes) != ((1, 28, 28), 10):
+        raise ValueError("LeNet takes pictures of (1, 28, 28) in 10 classes; "
+                         f"received {sides} and {classes}. Use resnet18, or "
+                         "a network of your own.")
+    if model == "resnet18" and len(sides) != 3:
+        raise ValueError("ResNet-18 takes pictures of (channels, height, "
+                         f"width); received {sides}. Give three numbers, or "
+                         "use a network of your own.")
+    return settings
+
+
+def _row(contender: _Contender, seconds: list[float], first: list[float],
+         profile: Profile) -> dict[str, Any]:
+    """What the report says of a contender. `seconds`: those of a step, by
+    round; `first`: those of the first contender."""
+    rows = contender.batch_size
+    return {
+        "backend": contender.backend,
+        "devices": [str(d) for d in contender.devices], "seconds": seconds,
+        "images_per_second": _spread([rows / s for s in seconds]),
+        "ratio": _spread([a / b for a, b in zip(first, seconds)]),
+        "table": profile.table(), "parts": _parts(profile, rows),
+        "verdict": profile.verdict(), "profiling_cost": profile.cost(),
+        "predicted": None, "error": None}
 
 
 def _alternate(contenders: list[_Contender], steps: int, rounds: int,
@@ -276,19 +273,13 @@ def _alternate(contenders: list[_Contender], steps: int, rounds: int,
     order = list(range(len(contenders)))
     turns = [(number, i) for number in range(rounds)
              for i in (order[::-1] if number % 2 else order)]
-    for number, i in _with_bar(turns) if progress else turns:
-        spent = contenders[i].steps(steps, contenders[i].batch_size)
-        if number:
-            seconds[i].append(spent / steps)
+    with ProgressBar(progress, "bench", len(turns), "turn") as bar:
+        for number, i in turns:
+            spent = contenders[i].steps(steps, contenders[i].batch_size)
+            if number:
+                seconds[i].append(spent / steps)
+            bar.advance()
     return seconds
-
-
-def _with_bar(turns: Sequence[Any]) -> Any:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:     # the bar is a comfort, the package an extra
-        return turns
-    return tqdm(turns, desc="bench", unit="turn", leave=False)
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -327,41 +318,46 @@ def _parts(profile: Profile, rows: int) -> dict[str, float]:
 def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
     """What a step would take on `k` devices, from measurements on one.
 
-    ``copy + dispatch k + (fixed + per_row rows/k) s + update s + reduce +
-    other``, with ``s = k / min(k, c)`` and
+    Seconds of a step: ``copy + dispatch k + (fixed + per_row rows/k) s +
+    update s + reduce + other``, with ``s = k / min(k, c)`` and, for two
+    devices or more,
 
-    ``reduce = latency 2 (k - 1) arrays + 2 k bytes / bandwidth`` (none for
-    one device).
+    ``reduce = latency 2 (k - 1) arrays + 2 k bytes / bandwidth``.
 
-    The host issues the work of one device after the other, so `dispatch`
-    counts k times. Forward and backward share the rows (the largest shard
-    counts) and run at the same time, as far as there are cores: k logical
-    devices on room for c take turns, `s` as long. Each updates a full copy.
-    The sum of the gradients reads and writes each device's arrays once, in
-    one memory. The batch is copied once, whatever k is.
+    - The host issues the work of one device after the other, so `dispatch`
+      counts k times.
+    - Forward and backward passes share the rows, and the largest shard
+      counts. They run at the same time as far as there are cores: where the
+      cores have room for c devices, k of them take turns and need `s` times
+      as long.
+    - Each device updates a full copy of the parameters.
+    - The sum of the gradients reads and writes each device's arrays once, in
+      one memory.
+    - The batch is copied once, whatever k is.
 
     Parameters
     ----------
     measurements : mapping
-        Of one step of ``"rows"`` rows on one device, in seconds:
-        ``"dispatch"``, ``"copy"``, ``"update"``, ``"other"``; of forward
-        and backward, ``"fixed"`` and ``"per_row"`` (`mgpu.profiling.fit`).
-        ``"arrays"`` and ``"bytes"`` of the gradients; ``"latency"``
-        (seconds a message) and ``"bandwidth"`` (bytes a second);
-        ``"room"``: how many devices can compute at once, or None for any
-        number (GPUs).
+        What one step of ``"rows"`` rows takes on one device, in seconds:
+        ``"dispatch"``, ``"copy"``, ``"update"``, ``"other"``, and for the
+        forward and backward pass ``"fixed"`` and ``"per_row"``
+        (`mgpu.profiling.fit`). The number of gradients, ``"arrays"``, and
+        their ``"bytes"``. Of an all-reduce, ``"latency"`` (seconds per
+        message) and ``"bandwidth"`` (bytes per second). ``"room"``: how many
+        devices can compute at once, or None for any number (GPUs).
     k : int
 
     Returns
     -------
     dict
         ``"devices"``, ``"seconds"``, ``"images_per_second"``; ``"parts"``:
-        seconds by stage; ``"note"``: that there are fewer cores, or "".
+        seconds by stage; ``"note"``: a remark where devices must take turns,
+        else "".
 
     Raises
     ------
     ValueError
-        `k` is no whole number, 1 or more.
+        `k` is not a whole number of 1 or more.
     """
     k, m = integer("the number of devices", k, 1), measurements
     lanes = k if m["room"] is None else min(k, m["room"])
@@ -381,39 +377,35 @@ def predict(measurements: Mapping[str, Any], k: int) -> dict[str, Any]:
             "note": note}
 
 
-def _measure(engine: str, contenders: list[_Contender],
-             profiles: dict[str, Profile], make: Callable[..., _Contender],
-             steps: int, dtype: str) -> dict[str, Any]:
-    """What `predict` takes: from the contender on one device, or a new one
-    where there is none."""
-    with using_backend(engine):
-        alone = next((c for c in contenders if c.backend == engine
-                      and len(c.devices) == 1), None)
-        if alone is None:
-            most = max((c for c in contenders if c.backend == engine),
-                       key=lambda c: len(c.devices))
-            alone = make(devices=most.devices[:1])
-            profile = _profile(alone, steps)
+def _measure(contenders: list[_Contender], profiles: dict[str, Profile],
+             make: Callable[[list[Device]], _Contender], steps: int,
+             dtype: str) -> dict[str, Any]:
+    """What `predict` takes, from the contender of one engine on one device,
+    or from a new one where there is none."""
+    with using_backend(contenders[0].backend):
+        single = next((c for c in contenders if len(c.devices) == 1), None)
+        if single is None:
+            most = max(contenders, key=lambda c: len(c.devices))
+            single = make(most.devices[:1])
+            profile = _profile(single, steps)
         else:
-            profile = profiles[f"{engine} on {_named(alone)}"]
-        parts = _parts(profile, alone.batch_size)
-        sizes = _batches(alone)
+            profile = profiles[single.title()]
+        parts, sizes = _parts(profile, single.batch_size), _batches(single)
         if len(sizes) > 1:
             fixed, per_row = fit(sizes, [_parts(profile, n)["compute"]
                                          for n in sizes])
         else:       # a batch of one row
             fixed, per_row = parts["compute"], 0.0
         latency, bandwidth = measure_reduce(
-            [c.devices for c in contenders if c.backend == engine],
-            len(alone.sizes), dtype)
-    on_cpu = alone.devices[0].kind == "cpu"
+            [c.devices for c in contenders], len(single.sizes), dtype)
+    on_cpu = single.devices[0].kind == "cpu"
     return {
-        "rows": alone.batch_size, "fixed": fixed, "per_row": per_row,
+        "rows": single.batch_size, "fixed": fixed, "per_row": per_row,
         **{name: parts[name] for name in ("dispatch", "copy", "update")},
-        # What the all-reduce of one device takes, which has nothing to do.
+        # One device has nothing to reduce: what that takes is overhead.
         "other": max(0.0, parts["other"] + parts["reduce"]),
-        "arrays": len(alone.sizes),
-        "bytes": sum(alone.sizes) * np.dtype(dtype).itemsize,
+        "arrays": len(single.sizes),
+        "bytes": sum(single.sizes) * np.dtype(dtype).itemsize,
         "latency": latency, "bandwidth": bandwidth,
         "room": profiling.room_for_cpus() if on_cpu else None}
 
@@ -421,118 +413,42 @@ def _measure(engine: str, contenders: list[_Contender],
 def measure_reduce(lists: Sequence[Sequence[Device]], arrays: int,
                    dtype: str = "float32", *, repeat: int = 5,
                    large: int = 1 << 22) -> tuple[float, float]:
-    """Seconds a message and bytes a second of an all-reduce between two
-    devices, on the engine in use: the best of `repeat` short ones.
+    """Measure an all-reduce between two devices, on the engine in use.
 
-    Messages: 2 for each of `arrays` arrays of one element. Bytes: an array
-    of `large` bytes is read and written on each of two devices. The devices
-    are the first two of the longest of `lists`; where it has but one,
-    another logical CPU.
+    Parameters
+    ----------
+    lists : sequence of lists of Device
+        The two devices are the first two of the longest list; where that has
+        only one, the second is another logical CPU device.
+    arrays : int
+        How many arrays of one element are summed, with 2 messages each.
+    dtype : {"float32", "float64"}
+    repeat : int
+        The best of so many is taken.
+    large : int
+        Bytes of an array that is read and written on each of the devices.
+
+    Returns
+    -------
+    latency, bandwidth : float
+        Seconds per message, and bytes per second.
     """
-    devices = list(max(lists, key=len))[:2]
+    entries = [list(entry) for entry in lists]
+    devices = max(entries, key=len)[:2]
     if len(devices) == 1:
-        devices.append(next(d for d in (Device("cpu", 0), Device("cpu", 1))
-                            if d not in devices))
+        devices.append(Device("cpu", int(devices[0] == Device("cpu", 0))))
     item = np.dtype(dtype).itemsize
 
     def best(count: int, size: int) -> float:
         columns = [[put(np.zeros(size, dtype), d) for d in devices]
                    for _ in range(count)]
-        backend, found = get_backend(), []
+        timer = Timer(devices)
         for _ in range(repeat + 1):     # once to warm up
-            backend.synchronize(devices)
-            begin = time.perf_counter()
+            timer.start()
             allreduce_many(columns)     # zeros for ever: no overflow
-            backend.synchronize(devices)
-            found.append(time.perf_counter() - begin)
-        return min(found[1:])
+            timer.stop()
+        return min(timer.times[1:])
 
     latency = best(arrays, 1) / (2 * arrays)
     size = max(1, large // item)
     return latency, 2 * 2 * size * item / best(1, size)
-
-
-# -- the figure ---------------------------------------------------------------
-
-#: those of the palette that do not stand for an engine
-_COLOURS = {"dispatch": plotting._AMBER, "copy": plotting._PURPLE,
-            "compute": plotting._SKY, "reduce": plotting._GREEN,
-            "update": plotting._GREY, "other": "#d0d0d0"}
-
-
-def plot(report: Report, file: plotting.FilePath) -> Any:
-    """Draw what `run` returned: throughput with its spread and, where there
-    is one, its prediction; and the parts of a step.
-
-    Parameters
-    ----------
-    report : dict
-        Of `run`.
-    file : str or path
-        ``.png`` (1800 pixels wide) or ``.svg``.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-
-    Raises
-    ------
-    ValueError
-        Another ending of `file`.
-    FileNotFoundError
-        The folder of `file` is not there.
-    ImportError
-        Matplotlib is not installed.
-    """
-    path, rows = plotting._checked_file(file), report["contenders"]
-    colours = plotting._engine_colours(
-        list(dict.fromkeys(row["backend"] for row in rows)))
-    names = [f"{row['backend']}, {len(row['devices'])}" for row in rows]
-    figure = plotting._new_figure((12.0, 2.6 + 0.5 * len(rows)), dpi=150)
-    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    speed, time_ = (plotting._plain(axes) for axes in figure.subplots(1, 2))
-
-    for i, row in enumerate(rows):
-        rate = row["images_per_second"]
-        speed.barh(i, rate["median"], 0.7, color=colours[row["backend"]])
-        speed.plot([rate["min"], rate["max"]], [i, i], linewidth=1.6,
-                   color=plotting._INK, solid_capstyle="butt")
-        for end in ("min", "max"):
-            speed.plot(rate[end], i, "|", color=plotting._INK, markersize=9)
-        if row["predicted"] is not None:
-            mark, = speed.plot(
-                row["predicted"]["images_per_second"], i, "D", markersize=7,
-                markerfacecolor="white", markeredgecolor=plotting._INK,
-                linestyle="none")
-            mark.set_label("predicted" if i == 0 else None)
-        speed.annotate(f"{row['ratio']['median']:.2f}×", (0, i), (6, 0),
-                       textcoords="offset points", va="center",
-                       color="white", fontweight="bold")
-        left = 0.0
-        for part in _PARTS:
-            width = 1000 * max(0.0, row["parts"][part])
-            time_.barh(i, width, 0.7, left=left, color=_COLOURS[part],
-                       label=part if i == 0 else None)
-            left += width
-    for axes in (speed, time_):
-        axes.set_yticks(range(len(rows)), names)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-    speed.set_xlabel("images per second (line: slowest to fastest round;\n"
-                     "in the bars: times the first)")
-    time_.set_xlabel("milliseconds of a step, by what the host waits for")
-    if rows[0]["predicted"] is not None:
-        speed.legend(loc="best", frameon=False)
-    figure.legend(*time_.get_legend_handles_labels(), frameon=False,
-                  loc="outside lower right", ncols=len(_PARTS))
-    figure.suptitle(f"{report['model']}, batch {report['batch_size']}, "
-                    f"{report['dtype']}, {report['cpu_cores']} cores",
-                    color=plotting._INK, fontsize=13)
-    plotting._write(figure, path)
-    return figure
-
-
-def check_plot(file: plotting.FilePath) -> None:
-    """Refuse what `plot` would, before the work and not after it."""
-    plotting._checked_file(file)
-    plotting._new_figure((1.0, 1.0))

@@ -1,35 +1,37 @@
-"""The text's three chapters as functions, on the engine in use.
+"""Three chapters of the book *Dive into Deep Learning* (d2l.ai) as functions,
+on the engine in use.
 
-`mgpu reproduce` runs them; a script may call them too. Each returns a plain
-dict, fit for JSON, and each is written with mgpu's public pieces alone.
+`mgpu reproduce` runs them, and a script may call them too. Each returns a
+plain dict, fit for JSON, and each is written with mgpu's public functions
+only.
 
 ==================  =====================================================
-`auto_parallelism`  "Automatic Parallelism": two devices and a copy timed
-                    alone and together
+`auto_parallelism`  "Automatic Parallelism": two devices and a copy, timed
+                    separately and together
 `lenet`             "Training on Multiple GPUs": from scratch, over lists of
                     parameters
-`resnet18`          "Concise Implementation": `Replicas` and a `Trainer`
+`resnet18`          "Concise Implementation for Multiple GPUs": `Replicas`
+                    and a `Trainer`
 ==================  =====================================================
 """
-import os
 import queue
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 
-from mgpu import functional as F
-from mgpu import initializers, models
-from mgpu.arguments import is_integer
+from mgpu import environment, functional as F, initializers, models, probes
+from mgpu.arguments import integer
 from mgpu.backends import get_backend
 from mgpu.collectives import allreduce_many
-from mgpu.device import Device, as_devices, cpu_cores
+from mgpu.device import Device, as_devices
 from mgpu.evaluation import DataIter, evaluate_accuracy_gpu
 from mgpu.losses import SoftmaxCrossEntropyLoss
+from mgpu.nested import rows_of
 from mgpu.parameters import get_params
 from mgpu.replicas import initialize
-from mgpu.nested import rows_of
 from mgpu.split import split_batch
 from mgpu.timing import Benchmark, synchronize
 from mgpu.trainer import Trainer
@@ -44,7 +46,7 @@ Run = dict[str, Any]
 def auto_parallelism(devices: Any, *, size: int | None = None,
                      repeat: int | None = None, dtype: str = "float32",
                      seed: int = 0) -> Run:
-    """Time work on two devices, and work and a copy, alone and together.
+    """Time work on two devices, and work and a copy, separately and together.
 
     The work is `repeat` products of a matrix with itself, all kept. Both
     devices are warmed up once. A block on one device waits for that device,
@@ -55,20 +57,20 @@ def auto_parallelism(devices: Any, *, size: int | None = None,
     ----------
     devices : two devices
     size, repeat : int, optional
-        Rows of the matrix, uniform in [0, 1), and the number of products:
-        1024 and 20 on a CPU (seconds), 4000 and 50, the text's, where both
-        devices are GPUs. The results take ``repeat * size ** 2`` values on
-        each device, and once more on the host.
+        Rows of the matrix, uniform in [0, 1), and the number of products.
+        Default: 1024 and 20 on a CPU, which take seconds; 4000 and 50, as in
+        the book, where both devices are GPUs. The results take ``repeat *
+        size ** 2`` values on each device, and once more on the host.
     dtype : {"float32", "float64"}
     seed : int
-        Of the matrices.
+        Seed of the matrices.
 
     Returns
     -------
     dict
         ``{"backend", "devices", "size", "repeat", "dtype", "seed",
         "timings": [{"backend", "name", "seconds"}, ...], "verdict": [str,
-        str]}``; the timings are what `mgpu.plotting.plot_timings` draws.
+        str]}``; `mgpu.plotting.plot_timings` draws the timings.
 
     Raises
     ------
@@ -80,63 +82,52 @@ def auto_parallelism(devices: Any, *, size: int | None = None,
         raise ValueError("automatic parallelism compares two devices; "
                          f"received {devices}. Use list_devices(2).")
     on_gpus = all(d.kind == "gpu" for d in devices)
-    size = _count("size", size, 4000 if on_gpus else 1024)
-    repeat = _count("repeat", repeat, 50 if on_gpus else 20)
+    size = integer("size", (1024, 4000)[on_gpus] if size is None else size, 1)
+    repeat = integer("repeat", (20, 50)[on_gpus] if repeat is None
+                     else repeat, 1)
     rng = np.random.default_rng(seed)
     first, second = (put(rng.uniform(size=(size, size)).astype(dtype), d)
                      for d in devices)
     print(f"GPU1 is {devices[0]}, GPU2 is {devices[1]}: {repeat} products "
           f"of {size} x {size}, {dtype}, on {backend.name}", flush=True)
-    products = partial(_products, repeat=repeat)
-    timings: list[dict[str, Any]] = []
+    seconds: dict[str, float | None] = {}
 
     def timed(name: str, where: Any, work: Callable[[], Any]) -> Any:
         with Benchmark(name, where) as clock:
             result = work()
-        timings.append({"backend": backend.name, "name": name,
-                        "seconds": clock.seconds})
+        seconds[name] = clock.seconds
         return result
 
-    # `parallel` with one entry, not a plain call: alone as well as together
-    # a device computes with its own share of the cores.
-    parallel(products, [first, second])
+    def products(*matrices: Any) -> Any:
+        # `parallel` for one matrix too, not a plain call: a device then
+        # computes with the same share of the cores as next to another one.
+        return parallel(lambda x: [F.dot(x, x) for _ in range(repeat)],
+                        matrices)
+
+    products(first, second)
     synchronize(devices)
-    timed("GPU1 time", devices[0], lambda: parallel(products, [first]))
-    timed("GPU2 time", devices[1], lambda: parallel(products, [second]))
-    timed("GPU1 & GPU2", devices, lambda: parallel(products, [first, second]))
-    results, = timed("Run on GPU1", devices[0],
-                     lambda: parallel(products, [first]))
+    timed("GPU1 time", devices[0], lambda: products(first))
+    timed("GPU2 time", devices[1], lambda: products(second))
+    timed("GPU1 & GPU2", devices, lambda: products(first, second))
+    results, = timed("Run on GPU1", devices[0], lambda: products(first))
     timed("Copy to CPU", devices[0], lambda: [to_numpy(y) for y in results])
     results.clear()
     timed("Run on GPU1 and copy to CPU", devices[0],
           lambda: _products_and_copies(first, repeat))
 
-    alone1, alone2, both, run, copy, joint = (t["seconds"] for t in timings)
+    gpu1, gpu2, both, run, copy, joint = seconds.values()
     verdict = [
-        "GPU1 & GPU2: " + _verdict(both, alone1, alone2) + " "
-        + _shared_by(devices),
-        "Run on GPU1 and copy to CPU: " + _verdict(joint, run, copy) + " "
+        f"GPU1 & GPU2: {_verdict(both, gpu1, gpu2)} {_shared_by(devices)}",
+        f"Run on GPU1 and copy to CPU: {_verdict(joint, run, copy)} "
         + ("The copies cross the bus between GPU and host." if
            devices[0].kind == "gpu" else
            "A CPU's host copies cross no bus: they share the memory, and its "
            "bandwidth, with the products.")]
-    for line in verdict:
-        print(line, flush=True)
+    print(*verdict, sep="\n", flush=True)
     return {"backend": backend.name, "devices": [str(d) for d in devices],
             "size": size, "repeat": repeat, "dtype": dtype, "seed": seed,
-            "timings": timings, "verdict": verdict}
-
-
-def _count(name: str, value: int | None, default: int) -> int:
-    if value is None:
-        return default
-    if not is_integer(value, 1):
-        raise ValueError(f"{name} must be 1 or more; received {value!r}.")
-    return int(value)
-
-
-def _products(x: Any, repeat: int) -> list[Any]:
-    return [F.dot(x, x) for _ in range(repeat)]
+            "timings": [{"backend": backend.name, "name": name, "seconds": s}
+                        for name, s in seconds.items()], "verdict": verdict}
 
 
 def _products_and_copies(x: Any, repeat: int) -> list[np.ndarray]:
@@ -160,30 +151,32 @@ def _products_and_copies(x: Any, repeat: int) -> list[np.ndarray]:
     return get_backend().parallel([compute, fetch], rendezvous=True)[1]
 
 
-def _verdict(joint: float, a: float, b: float) -> str:
-    """What the times of two pieces of work, alone and joint, say. Times of
-    one thing differ by some percent: no less counts as a gain or a loss."""
+def _verdict(joint: Any, a: Any, b: Any) -> str:
+    """What the seconds of two pieces of work say, `joint` those of both
+    together. Times of one thing differ by some percent, so smaller
+    differences do not count as a gain or a loss."""
     total, ratio = a + b, joint / (a + b)
-    text = f"{ratio:.2f} of the time of one after the other: "
     if ratio < 0.95:
-        return text + "they overlapped."
-    if ratio > 1.05:
-        return text + "they got in each other's way."
-    if min(a, b) < 0.1 * total:
-        return text + (f"nothing to see, the shorter part is "
-                       f"{100 * min(a, b) / total:.0f} % of it.")
-    return text + "no overlap."
+        found = "they overlapped."
+    elif ratio > 1.05:
+        found = "they got in each other's way."
+    elif min(a, b) < 0.1 * total:
+        found = (f"nothing to see, the shorter one is "
+                 f"{100 * min(a, b) / total:.0f} % of it.")
+    else:
+        found = "no overlap."
+    return f"{ratio:.2f} of the time of one after the other: {found}"
 
 
 def _shared_by(devices: Sequence[Device]) -> str:
     kinds = {d.kind for d in devices}
     if kinds == {"cpu"}:
-        cores = cpu_cores()
+        cores = environment.cpu_cores()
         return (f"Logical CPU devices share {cores} core"
                 f"{'s' * (cores != 1)}, their caches and the memory.")
     if kinds == {"gpu"}:
-        return "Logical GPUs share a card." if os.environ.get(
-            "MGPU_LOGICAL_GPUS") else "Two GPUs share the host alone."
+        return "Logical GPUs share a card." if environment.logical_gpus() \
+            else "Two GPUs share nothing but the host."
     return "A GPU and a CPU share the host's cores, which feed the GPU."
 
 
@@ -193,10 +186,10 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
           epochs: int = 10, lr: float = 0.2, seed: int = 0,
           dtype: str = "float32", init_scale: float = 0.01,
           progress: bool = False, animator: Any = None) -> Run:
-    """Train the text's LeNet from scratch, over lists of device parameters.
+    """Train the book's LeNet from scratch, over lists of device parameters.
 
     Every device holds all parameters, drawn once, and takes its share of
-    each batch; gradients are summed over the devices (`allreduce_many`), and
+    each batch. Gradients are summed over the devices (`allreduce_many`), and
     `sgd` divides by the rows of the whole batch. The accuracy is that of
     device 0.
 
@@ -204,19 +197,19 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     ----------
     devices : sequence of devices
     train_iter, test_iter : iterables of (X, y)
-        X (n, 1, 28, 28), y (n,); those of `mgpu.datasets`, or others that
+        X (n, 1, 28, 28), y (n,): those of `mgpu.datasets`, or others that
         can be gone through once per epoch. NumPy batches are converted to
-        `dtype`, arrays of the engine must have it.
+        `dtype`; arrays of the engine must have it.
     epochs : int
     lr : float
     seed : int
-        Of the initial weights.
+        Seed of the initial weights.
     dtype : {"float32", "float64"}
     init_scale : float
-        Standard deviation of the initial weights. With the text's 0.01 the
+        Standard deviation of the initial weights. With the book's 0.01 the
         loss stays where it is for about 250 steps; with 0.1 it does not.
     progress : bool
-        Draw a bar (tqdm).
+        Draw a bar (tqdm; without the package there is none).
     animator : mgpu.plotting.Animator, optional
 
     Returns
@@ -238,25 +231,23 @@ def lenet(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
     devices, lr = as_devices(devices), _rate(lr)
     start = models.lenet_params(init_scale, seed, dtype)
     device_params = [get_params(start, d) for d in devices]
-    step = partial(lenet_step, device_params=device_params, devices=devices,
-                   lr=lr)
-
-    def predict(X: Any) -> Any:
-        return models.lenet_forward(X, device_params[0])
-
+    first, names = device_params[0], [name for name, _ in models.LENET]
     history = train_epochs(
-        step, _Cast(train_iter, dtype), epochs, devices, progress=progress,
+        partial(lenet_step, device_params=device_params, devices=devices,
+                lr=lr),
+        _Cast(train_iter, dtype), epochs, devices, progress=progress,
         animator=animator, description="lenet",
-        weights=lambda: dict(zip((name for name, _ in models.LENET),
-                                 device_params[0])),
+        weights=lambda: dict(zip(names, first)),
         evaluate=lambda: evaluate_accuracy_gpu(
-            [predict], _Cast(test_iter, dtype), devices[0]))
+            [lambda X: models.lenet_forward(X, first)],
+            _Cast(test_iter, dtype), devices[0]))
     return _run(history, train_iter, lr, seed, dtype, init_scale)
 
 
 def lenet_step(X: Any, y: Any, device_params: Sequence[list[Any]],
                devices: Sequence[Device], lr: float) -> list[Any]:
-    """One step of `lenet`: all forwards, all backwards, all-reduce, `sgd`.
+    """One step of `lenet`: all forward passes, all backward passes,
+    all-reduce, `sgd`. A `Profile` sees these stages.
 
     Parameters
     ----------
@@ -271,13 +262,21 @@ def lenet_step(X: Any, y: Any, device_params: Sequence[list[Any]],
     list of native arrays
         The loss of each row, by device; None where a device had no row.
     """
-    X_shards, y_shards = split_batch(X, y, devices)
-    with record():
-        losses = parallel(_lenet_losses, X_shards, y_shards, device_params)
-    backward(losses)
-    allreduce_many([[grad(p) for p in copies]
-                    for copies in zip(*device_params)])
-    parallel(partial(sgd, lr=lr, batch_size=rows_of(X)), device_params)
+    def gradients() -> list[list[Any]]:
+        return [[grad(p) for p in own] for own in device_params]
+
+    with probes.step(devices, X):
+        X_shards, y_shards = split_batch(X, y, devices)
+        with record(), probes.stage("compute", "forward and loss",
+                                    results=lambda: losses):
+            losses = parallel(_lenet_losses, X_shards, y_shards, device_params)
+        with probes.stage("compute", "backward", devices, gradients, [
+                i for i, loss in enumerate(losses) if loss is not None]):
+            backward(losses)
+        with probes.stage("reduce", "all-reduce", results=gradients):
+            allreduce_many([*map(list, zip(*gradients()))])
+        with probes.stage("update", "update", results=lambda: device_params):
+            parallel(partial(sgd, lr=lr, batch_size=len(X)), device_params)
     return losses
 
 
@@ -293,11 +292,11 @@ def resnet18(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
              epochs: int = 10, lr: float = 0.1, seed: int = 0,
              dtype: str = "float32", init_scale: float = 0.01,
              progress: bool = False, animator: Any = None) -> Run:
-    """Train the text's ResNet-18 with `initialize`, `Trainer` and `train`.
+    """Train the book's ResNet-18 with `initialize`, `Trainer` and `train`.
 
-    A new network, initialised on all devices with Normal(`init_scale`); SGD
-    without momentum; batch statistics of each device's own rows; evaluation
-    on all devices, outside the timed lap.
+    A new network is initialised on all devices with Normal(`init_scale`) and
+    trained by SGD without momentum. Batch statistics are those of each
+    device's own rows. All devices evaluate, outside the timed lap.
 
     Parameters
     ----------
@@ -331,23 +330,39 @@ def resnet18(devices: Any, *, train_iter: DataIter, test_iter: DataIter,
 # -- runs ---------------------------------------------------------------------
 
 def summary(run: Run) -> str:
-    """The text's last line for a run that `lenet` or `resnet18` returned:
+    """The book's last line for a run that `lenet` or `resnet18` returned:
     ``test acc: 0.85, 1.2 sec/epoch on [cpu(0), cpu(1)]``."""
-    return History(devices=run["devices"], train_loss=run["train_loss"],
-                   test_acc=run["test_acc"], seconds=run["seconds"]).summary()
+    return History(**{name: run[name] for name in (
+        "devices", "train_loss", "test_acc", "seconds")}).summary()
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """A line for every two runs on the same devices and different engines:
+    how far apart their losses and accuracies are."""
+    lines = []
+    for a, b in combinations(runs, 2):
+        if a["devices"] != b["devices"] or a["backend"] == b["backend"]:
+            continue
+        gap = np.abs(np.subtract(a["loss_per_step"], b["loss_per_step"]))
+        acc = np.abs(np.subtract(a["test_acc"], b["test_acc"]))
+        lines.append(
+            f"{a['backend']} against {b['backend']} on "
+            f"[{', '.join(a['devices'])}]: largest difference of the loss "
+            f"{gap.max():.1e} (step {gap.argmax() + 1} of {len(gap)}), of the "
+            f"test accuracy {acc.max():.4f}")
+    if lines and runs[0]["dtype"] == "float32":
+        lines.append("Training amplifies rounding: float32 runs diverge after "
+                     "some steps, --dtype float64 runs far later.")
+    return lines
 
 
 def _run(history: History, train_iter: DataIter, lr: float, seed: int,
          dtype: str, init_scale: float) -> Run:
-    return {"backend": get_backend().name, "devices": history.devices,
-            "batch_size": getattr(train_iter, "batch_size", None), "lr": lr,
-            "seed": seed, "dtype": dtype, "init_scale": init_scale,
+    return {"backend": get_backend().name, "lr": lr, "seed": seed,
+            "dtype": dtype, "init_scale": init_scale,
+            "batch_size": getattr(train_iter, "batch_size", None),
             "data": getattr(train_iter, "info", None)
-            or {"name": type(train_iter).__name__},
-            "train_loss": history.train_loss, "test_acc": history.test_acc,
-            "seconds": history.seconds,
-            "images_per_second": history.images_per_second,
-            "loss_per_step": history.loss_per_step}
+            or {"name": type(train_iter).__name__}, **vars(history)}
 
 
 def _rate(lr: Any) -> float:
@@ -360,7 +375,7 @@ def _rate(lr: Any) -> float:
 class _Cast:
     """Batches with their NumPy examples in `dtype`."""
 
-    def __init__(self, batches: DataIter, dtype: str):
+    def __init__(self, batches: Any, dtype: str) -> None:
         self._batches, self._dtype = batches, dtype
 
     def __len__(self) -> int:
@@ -368,6 +383,5 @@ class _Cast:
 
     def __iter__(self) -> Any:
         for X, y in self._batches:
-            if isinstance(X, np.ndarray):
-                X = X.astype(self._dtype, copy=False)
-            yield X, y
+            yield (X.astype(self._dtype, copy=False)
+                   if isinstance(X, np.ndarray) else X), y

@@ -4,15 +4,19 @@ Everything here is NumPy: a batch becomes an array of an engine when it is
 split over devices, so that both engines see the same bits in the same order.
 
 ==================  =====================================================
-`fashion_mnist`     the data set of the text, read from its IDX files
-`digits`            1,797 real digits, part of the package: needs no file
-                    and no network
+`fashion_mnist`     the data set of the book, read from its IDX files
+`digits`            1,797 real digits, in the package: needs neither a file
+                    nor a network
 `synthetic`         random data that can be learnt, of any shape
 `load`              one of these by its name, or a folder of IDX files
 `BatchIterator`     batches of your own arrays
 ==================  =====================================================
 
 The first four return ``(train_iter, test_iter)``, two `BatchIterator`.
+
+`fashion_mnist` finds its files in the folder that ``root=`` or the
+environment variable ``MGPU_DATA`` names, or downloads them (31 MB) with the
+package pooch: ``pip install pooch``.
 """
 import functools
 import gzip
@@ -21,11 +25,13 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mgpu.arguments import integer
+from mgpu import environment
+from mgpu.arguments import integer, one_of
 from mgpu.files import FilePath
 
 _NAMES = ("digits", "fashion-mnist", "synthetic")
@@ -44,15 +50,15 @@ _MIRRORS = (
     "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/"
     "fashion/",
 )
-_ATTEMPTS = 4       # failures in a row, without a byte of progress
-_PAUSE = 0.5        # seconds after the first of them; doubles with each
-_TIMEOUT = 30       # seconds without an answer
+_ROUNDS = 2         # how often all mirrors are tried
+_TIMEOUT = 30       # seconds that a server may be silent
 
 # IDX: two zero bytes, the type of the values (8: unsigned byte), the number
 # of dimensions; then each dimension, as four bytes, big end first.
 _IMAGES, _LABELS = 0x00000803, 0x00000801
 
 Size = int | tuple[int, int] | None
+Arrays = tuple[np.ndarray, np.ndarray]
 
 
 class BatchIterator:
@@ -105,9 +111,9 @@ class BatchIterator:
     Raises
     ------
     ValueError
-        A `batch_size` that is no positive integer, a `seed` or `epoch` that
-        is no integer of 0 or more, `X` and `y` of different lengths, no
-        examples, or fewer than one batch with `drop_last`.
+        A `batch_size` that is not an integer of 1 or more, a `seed` or
+        `epoch` that is not an integer of 0 or more, `X` and `y` of different
+        lengths, no examples, or fewer than one batch with `drop_last`.
     """
 
     def __init__(self, X: Any, y: Any, batch_size: int, seed: int = 0,
@@ -143,13 +149,14 @@ class BatchIterator:
 
     @property
     def X(self) -> np.ndarray:
-        """All examples, in their own order, as batches hold them. With a
-        `transform` this computes all of them each time, and takes their
-        memory; else it is the array itself."""
+        """All examples in their own order, as batches hold them. With a
+        `transform` each access computes all of them, and takes their memory.
+        Without one it is the array itself, not a copy."""
         return self._X if self._transform is None else self._transform(self._X)
 
     @property
     def epoch(self) -> int:
+        """The epoch that the next ``iter()`` starts."""
         return self._epoch
 
     @epoch.setter
@@ -161,7 +168,7 @@ class BatchIterator:
         whole, rest = divmod(self.num_examples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def __iter__(self) -> Iterator[Arrays]:
         # Not a generator itself: the epoch is taken here, by iter(), not
         # when the first batch is asked for.
         epoch, self.epoch = self.epoch, self.epoch + 1
@@ -172,8 +179,7 @@ class BatchIterator:
             order = np.arange(self.num_examples)
         return self._batches(order)
 
-    def _batches(self, order: np.ndarray
-                 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def _batches(self, order: np.ndarray) -> Iterator[Arrays]:
         for i in range(len(self)):
             rows = order[i * self.batch_size:(i + 1) * self.batch_size]
             X = self._X[rows]       # an index array: a copy, not a view
@@ -196,13 +202,18 @@ def fashion_mnist(batch_size: int, resize: Size = None,
 
     Reads ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``,
     ``t10k-images-idx3-ubyte`` and ``t10k-labels-idx1-ubyte``, with or
-    without ``.gz``, from `root`; without it, from the folder that the
-    environment variable ``MGPU_DATA`` names; without that, from the user's
-    cache folder (``$XDG_CACHE_HOME``, else ``~/.cache``, then
-    ``mgpu/fashion-mnist``), into which files that are missing are
-    downloaded (31 MB in all). A folder that you name is never replaced by
-    another. The headers of the files say how many examples there are, so
-    parts of the data set, and others in the same format, are read as well.
+    without ``.gz``, from the first of these folders that is named:
+
+    1. `root`;
+    2. the environment variable ``MGPU_DATA``;
+    3. the user's cache folder, ``mgpu/fashion-mnist`` in
+       ``$XDG_CACHE_HOME`` (without that variable, in ``~/.cache``). Files
+       that are missing there are downloaded, 31 MB in all, by the package
+       pooch (``pip install pooch``); their checksums are verified.
+
+    A folder that you name is never replaced by another. The headers of the
+    files say how many examples there are, so parts of the data set, and
+    other data in the same format, are read as well.
 
     Parameters
     ----------
@@ -216,7 +227,7 @@ def fashion_mnist(batch_size: int, resize: Size = None,
         Keep the first `limit` training and the first `limit` test examples,
         or all where there are fewer.
     seed : int
-        Of the order of the training batches; see `BatchIterator`.
+        Seed of the order of the training batches; see `BatchIterator`.
     dtype : {"float32", "float64"}
     shuffle : bool
         Whether the training order changes every epoch. The test order is
@@ -237,16 +248,18 @@ def fashion_mnist(batch_size: int, resize: Size = None,
         A wrong argument; a file with the wrong magic number, a length that
         is not what its header says, or a truncated or corrupt gzip stream;
         numbers of images and labels that differ; a label above 9; a
-        download with the wrong checksum (it is removed).
+        download with the wrong checksum (it is not kept).
     FileNotFoundError
         The folder that `root` or ``MGPU_DATA`` names lacks a file, or the
         cache folder does and `download` is False.
     ConnectionError
-        The download failed for good. What has arrived is kept: the next
-        call goes on from there.
+        No mirror could be reached, or none sent the whole file. Files that
+        arrived before are kept, whole.
+    ImportError
+        A file must be downloaded, and pooch is not installed.
     """
-    return _idx("fashion-mnist", batch_size, resize, root, limit, seed,
-                dtype, shuffle, download)
+    request = _Request(batch_size, resize, limit, seed, dtype, shuffle)
+    return _idx("fashion-mnist", root, download, request)
 
 
 def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
@@ -254,7 +267,7 @@ def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
            shuffle: bool = True) -> tuple[BatchIterator, BatchIterator]:
     """The 1,797 handwritten digits that scikit-learn ships, in the package.
 
-    The test part of "Optical Recognition of Handwritten Digits" (Alpaydin
+    The test set of "Optical Recognition of Handwritten Digits" (Alpaydin
     and Kaynak 1998, UCI, CC BY 4.0), 8 x 8 pixels of 17 grey levels; origin
     and licence in ``data/README.md``.
 
@@ -289,7 +302,7 @@ def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
     ValueError
         A wrong argument.
     """
-    size = _check(batch_size, resize, limit, seed, dtype)
+    request = _Request(batch_size, resize, limit, seed, dtype, shuffle)
     test_size = integer("test_size", test_size, 1)
     path = os.path.join(os.path.dirname(__file__), "data", "digits.npz")
     with np.load(path, allow_pickle=False) as file:
@@ -298,14 +311,14 @@ def digits(batch_size: int, resize: Size = 28, limit: int | None = None,
         raise ValueError(f"test_size must leave a training example; received "
                          f"{test_size} of {len(labels)}.")
     X = images[:, None].astype(dtype) / 16
-    if size is not None:
-        X = bilinear(X, size)
+    if request.size is not None:
+        X = bilinear(X, request.size)
     y = labels.astype("int32")
     by_class = np.argsort(y, kind="stable")
     test = np.zeros(len(y), bool)
     test[by_class[np.arange(test_size) * len(y) // test_size]] = True
-    return _pair("digits", "mgpu/data/digits.npz", (X[~test], y[~test]),
-                 (X[test], y[test]), batch_size, limit, seed, shuffle)
+    return request.iterators("digits", "mgpu/data/digits.npz",
+                            (X[~test], y[~test]), (X[test], y[test]))
 
 
 def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
@@ -317,8 +330,8 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     """Random examples that can be learnt: one pattern per class, plus noise.
 
     The pattern of a class is uniform in [0, 1); an example is the pattern
-    of its class plus normal noise. Drawn from `seed` alone, in float64: the
-    float32 data are the float64 data rounded.
+    of its class plus normal noise. All is drawn from `seed`, in float64:
+    the float32 data are the float64 data, rounded.
 
     Parameters
     ----------
@@ -329,7 +342,7 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     shape : sequence of int
         The shape of one example.
     seed : int
-        Of the data and of the order of the batches.
+        Seed of the data and of the order of the batches.
     noise : float
         Standard deviation of the noise, 0 or more.
 
@@ -343,10 +356,10 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     ValueError
         A wrong argument.
     """
-    _check(batch_size, None, limit, seed, dtype)
-    num_train = integer("num_train", num_train, 1)
-    num_test = integer("num_test", num_test, 1)
-    num_classes = integer("num_classes", num_classes, 1)
+    request = _Request(batch_size, None, limit, seed, dtype, shuffle)
+    for argument, count in (("num_train", num_train), ("num_test", num_test),
+                            ("num_classes", num_classes)):
+        integer(argument, count, 1)
     try:
         shape = tuple(integer("shape", n, 1) for n in shape)
     except TypeError:
@@ -359,13 +372,13 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     rng = np.random.default_rng([seed, 0, 1])
     patterns = rng.uniform(size=(num_classes, *shape))
 
-    def draw(n: int) -> tuple[np.ndarray, np.ndarray]:
+    def draw(n: int) -> Arrays:
         y = rng.permutation(np.arange(n) % num_classes)
         X = patterns[y] + noise * rng.standard_normal((n, *shape))
         return X.astype(dtype), y.astype("int32")
 
-    return _pair("synthetic", f"random, noise {noise:g}", draw(num_train),
-                 draw(num_test), batch_size, limit, seed, shuffle)
+    return request.iterators("synthetic", f"random, noise {noise:g}",
+                            draw(num_train), draw(num_test))
 
 
 def load(name_or_path: FilePath, batch_size: int,
@@ -391,25 +404,22 @@ def load(name_or_path: FilePath, batch_size: int,
         Neither a known name nor a folder; and all that the data set itself
         raises.
     """
-    size = _check(batch_size, resize, limit, seed, dtype)
+    request = _Request(batch_size, resize, limit, seed, dtype, shuffle)
     if name_or_path == "digits":
-        return digits(batch_size, size or 28, limit, seed, dtype=dtype,
+        return digits(batch_size, request.size or 28, limit, seed, dtype=dtype,
                       shuffle=shuffle)
     if name_or_path == "synthetic":
-        return synthetic(batch_size, shape=(1, *(size or (28, 28))),
-                         seed=seed, limit=limit, dtype=dtype,
-                         shuffle=shuffle)
+        return synthetic(batch_size, shape=(1, *(request.size or (28, 28))),
+                         seed=seed, limit=limit, dtype=dtype, shuffle=shuffle)
     if name_or_path == "fashion-mnist":
-        return fashion_mnist(batch_size, size, None, limit, seed,
-                             dtype=dtype, shuffle=shuffle, download=download)
+        return _idx(name_or_path, None, download, request)
     if not os.path.isdir(name_or_path):
         raise ValueError(
             f"unknown data set; received {os.fspath(name_or_path)!r}. Use "
             f"{', '.join(map(repr, _NAMES))}, or the path of an existing "
             "folder that holds IDX files.")
     name = os.path.basename(os.path.abspath(name_or_path))
-    return _idx(name, batch_size, size, name_or_path, limit, seed, dtype,
-                shuffle, False)
+    return _idx(name, name_or_path, False, request)
 
 
 def bilinear(images: np.ndarray, size: int | tuple[int, int]) -> np.ndarray:
@@ -470,85 +480,84 @@ def _size(name: str, size: Any) -> tuple[int, int]:
     return integer(name, pair[0], 1), integer(name, pair[1], 1)
 
 
-def _check(batch_size: Any, resize: Any, limit: Any, seed: Any, dtype: Any
-           ) -> tuple[int, int] | None:
-    """Refuse wrong arguments before a file is read; the size, parsed."""
-    integer("batch_size", batch_size, 1)
-    integer("seed", seed, 0)
-    if limit is not None:
-        integer("limit", limit, 1)
-    if dtype not in _DTYPES:
-        raise ValueError(f"unknown dtype; received {dtype!r}. Use "
-                         f"{' or '.join(map(repr, _DTYPES))}.")
-    return None if resize is None else _size("resize", resize)
+@dataclass
+class _Request:
+    """What the caller of a data set has asked for; a wrong argument is
+    refused before a file is read."""
 
+    batch_size: int
+    resize: Size
+    limit: int | None
+    seed: int
+    dtype: str
+    shuffle: bool
 
-def _pair(name: str, source: str, train: tuple[np.ndarray, np.ndarray],
-          test: tuple[np.ndarray, np.ndarray], batch_size: int,
-          limit: int | None, seed: int, shuffle: bool,
-          transform: Callable[[np.ndarray], np.ndarray] | None = None
-          ) -> tuple[BatchIterator, BatchIterator]:
-    train, test = ([a[:limit] for a in arrays] for arrays in (train, test))
-    example = train[0][:1]
-    if transform is not None:
-        example = transform(example)
-    info = {"name": name, "train": len(train[1]), "test": len(test[1]),
-            "shape": list(example.shape[1:]), "source": source}
-    return (BatchIterator(*train, batch_size, seed, shuffle,
-                          transform=transform, info=info),
-            BatchIterator(*test, batch_size, seed, False,
-                          transform=transform, info=info))
+    def __post_init__(self) -> None:
+        integer("batch_size", self.batch_size, 1)
+        integer("seed", self.seed, 0)
+        if self.limit is not None:
+            integer("limit", self.limit, 1)
+        one_of("dtype", self.dtype, _DTYPES)
+        self.size = None if self.resize is None \
+            else _size("resize", self.resize)
+
+    def iterators(self, name: str, source: str, train: Arrays, test: Arrays,
+                  transform: Callable[[np.ndarray], np.ndarray] | None = None
+                  ) -> tuple[BatchIterator, BatchIterator]:
+        train, test = ((X[:self.limit], y[:self.limit])
+                       for X, y in (train, test))
+        example = train[0][:1]
+        if transform is not None:
+            example = transform(example)
+        info = {"name": name, "train": len(train[1]), "test": len(test[1]),
+                "shape": list(example.shape[1:]), "source": source}
+        train_iter, test_iter = (BatchIterator(
+            *arrays, self.batch_size, self.seed, shuffle,
+            transform=transform, info=info)
+            for arrays, shuffle in ((train, self.shuffle), (test, False)))
+        return train_iter, test_iter
 
 
 # -- IDX files --------------------------------------------------------------
 
-def _idx(name: str, batch_size: int, resize: Size, root: Any,
-         limit: int | None, seed: int, dtype: str, shuffle: bool,
-         download: bool) -> tuple[BatchIterator, BatchIterator]:
-    size = _check(batch_size, resize, limit, seed, dtype)
+def _idx(name: str, root: Any, download: bool, request: _Request
+         ) -> tuple[BatchIterator, BatchIterator]:
     folder = _folder(root, download)
-    train, test = (_read_part(folder, part) for part in ("train", "t10k"))
+    train, test = (_read_subset(folder, part) for part in ("train", "t10k"))
     if train[0].shape[1:] != test[0].shape[1:]:
         raise ValueError(
             f"training and test images must have one size; received "
             f"{train[0].shape[1:]} and {test[0].shape[1:]} in {folder}. "
             "Put files of one data set there.")
 
-    def convert(part: tuple[np.ndarray, np.ndarray]
-                ) -> tuple[np.ndarray, np.ndarray]:
-        images, labels = (a[:limit] for a in part)
-        return images[:, None].astype(dtype) / 255, labels.astype("int32")
+    def convert(images: np.ndarray, labels: np.ndarray) -> Arrays:
+        images, labels = images[:request.limit], labels[:request.limit]
+        return (images[:, None].astype(request.dtype) / 255,
+                labels.astype("int32"))
 
-    transform = None if size is None else functools.partial(
-        bilinear, size=size)
-    return _pair(name, folder, convert(train), convert(test), batch_size,
-                 limit, seed, shuffle, transform)
+    transform = None if request.size is None else functools.partial(
+        bilinear, size=request.size)
+    return request.iterators(name, folder, convert(*train), convert(*test),
+                            transform)
 
 
-def _path(folder: str, name: str) -> str | None:
-    """The file `name`, packed or not; packed first, for its checksum."""
-    for path in (os.path.join(folder, name + ".gz"),
-                 os.path.join(folder, name)):
-        if os.path.isfile(path):
-            return path
-    return None
+def _path(folder: str, name: str) -> str:
+    """The file `name`, compressed or not, or "" where there is none."""
+    paths = [os.path.join(folder, name + end) for end in (".gz", "")]
+    return next(filter(os.path.isfile, paths), "")
 
 
 def _folder(root: Any, download: bool) -> str:
     """The folder that holds the four files; fills the cache if it may."""
-    named, by = root, "root"
-    if named is None:
-        named, by = os.environ.get("MGPU_DATA"), "MGPU_DATA"
-    if named:
-        folder = os.fspath(named)
-    elif root is not None:
+    if root == "":
         raise ValueError("root must name a folder; received an empty string. "
                          "Use None to search MGPU_DATA and the cache.")
-    else:
-        cache = (os.environ.get("XDG_CACHE_HOME")
-                 or os.path.join(os.path.expanduser("~"), ".cache"))
-        folder = os.path.join(cache, "mgpu", "fashion-mnist")
-    missing = [name for name in _MD5 if _path(folder, name) is None]
+    by = "MGPU_DATA" if root is None else "root"
+    named = environment.data_folder() if root is None else os.fspath(root)
+    cache = (os.environ.get("XDG_CACHE_HOME")
+             or os.path.join(os.path.expanduser("~"), ".cache"))
+    folder = named or os.path.join(cache, "mgpu", "fashion-mnist")
+    missing = [name for name in _MD5 if not _path(folder, name)]
     if missing and named:
         raise FileNotFoundError(
             f"{by} must name a folder with the four IDX files; received "
@@ -556,29 +565,24 @@ def _folder(root: Any, download: bool) -> str:
             f".gz). Put them there, or leave {by} out to search further.")
     if missing and not download:
         raise FileNotFoundError(
-            f"Fashion-MNIST is not in {folder!r}, and download=False. "
-            + _cures(folder))
+            f"Fashion-MNIST is not in {folder!r}, and download=False. To "
+            f"read it, {_cures(folder)}")
     if missing:
-        print(f"Fashion-MNIST: downloading {len(missing)} files to {folder}",
-              file=sys.stderr, flush=True)
-        os.makedirs(folder, exist_ok=True)
-        for name in missing:
-            _download(name, folder)
+        _download(missing, folder)
     return folder
 
 
 def _cures(folder: str) -> str:
-    return (f"Put the four IDX files into {folder!r}, or name a folder that "
+    return (f"put the four IDX files into {folder!r}, or name a folder that "
             "holds them with root= or in the environment variable MGPU_DATA; "
-            "datasets.digits needs neither files nor a network.")
+            "the data set digits needs neither files nor a network.")
 
 
-def _read_part(folder: str, part: str) -> tuple[np.ndarray, np.ndarray]:
+def _read_subset(folder: str, part: str) -> Arrays:
     """Images (n, h, w) and labels (n,), uint8, of "train" or "t10k"."""
-    files = [_path(folder, f"{part}-images-idx3-ubyte"),
-             _path(folder, f"{part}-labels-idx1-ubyte")]
-    images = _read_idx(files[0], _IMAGES)
-    labels = _read_idx(files[1], _LABELS)
+    files = [_path(folder, f"{part}-{kind}-ubyte")
+             for kind in ("images-idx3", "labels-idx1")]
+    images, labels = map(_read_idx, files, (_IMAGES, _LABELS))
     if len(images) != len(labels):
         raise ValueError(
             f"there must be one label per image; received {len(images)} "
@@ -625,82 +629,35 @@ def _read_idx(path: str, magic: int) -> np.ndarray:
 
 # -- download ---------------------------------------------------------------
 
-def _download(name: str, folder: str) -> None:
-    """Bring one file of Fashion-MNIST to `folder`, checked, or not at all.
-
-    It grows as ``.part``, which a later attempt, or a later process,
-    continues; it gets its name when its checksum is right.
-    """
-    # Here, not above: these take longer to import than all of mgpu.
-    import hashlib
-    import http.client
-    import ssl
-    import time
-    import urllib.error
-
-    target = os.path.join(folder, name + ".gz")
-    part = target + ".part"
-    failures = most = 0
-    while True:
-        start = _length(part)
-        url = _MIRRORS[failures % len(_MIRRORS)] + name + ".gz"
-        try:
-            _fetch(url, part, start)
-        except (urllib.error.URLError, http.client.HTTPException, ssl.SSLError,
-                ConnectionError, TimeoutError) as error:
-            # A line that breaks often may still bring the file: only
-            # attempts that get no further than any before them count.
-            failures = 1 if _length(part) > most else failures + 1
-            most = max(most, _length(part))
-            if failures >= _ATTEMPTS:
-                raise ConnectionError(
-                    f"Fashion-MNIST is not in {folder!r}, and {url} cannot be "
-                    f"downloaded ({error}). With a network, run it again: it "
-                    f"goes on where it stopped. Without: {_cures(folder)}"
-                ) from error
-            time.sleep(_PAUSE * 2 ** (failures - 1))
-            continue
-        with open(part, "rb") as file:
-            found = hashlib.md5(file.read(), usedforsecurity=False).hexdigest()
-        if found == _MD5[name]:
-            os.replace(part, target)
-            return
-        os.remove(part)
-        if start == 0:      # else what was there before may be to blame
-            raise ValueError(
-                f"{url} must have the MD5 checksum {_MD5[name]}; received a "
-                f"file with {found}, which was removed (a proxy may have "
-                f"answered instead of the server). {_cures(folder)}")
-
-
-def _length(path: str) -> int:
-    return os.path.getsize(path) if os.path.exists(path) else 0
-
-
-def _fetch(url: str, part: str, start: int) -> None:
-    """Append the bytes of `url` from `start` on to the file `part`; write
-    all of it anew where the server does not send ranges."""
-    import urllib.error
-    import urllib.request
-
-    request = urllib.request.Request(
-        url, headers={"Range": f"bytes={start}-"} if start else {})
+def _download(names: Sequence[str], folder: str) -> None:
+    """Bring files of Fashion-MNIST to `folder`, each checked and whole, or
+    not at all."""
     try:
-        response = urllib.request.urlopen(request, timeout=_TIMEOUT)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code == 416 and start:
-            return          # nothing after `start`: the file is complete
-        raise
-    with response:
-        goes_on = response.status == 206 and response.headers.get(
-            "Content-Range", "").startswith(f"bytes {start}-")
-        received = 0
-        with open(part, "ab" if goes_on else "wb") as file:
-            while chunk := response.read(1 << 16):
-                received += file.write(chunk)
-        # http.client ends a body that was cut short without a word.
-        wanted = response.headers.get("Content-Length")
-        if wanted is not None and received < int(wanted):
-            raise ConnectionError(f"the connection ended after {received} of "
-                                  f"{wanted} bytes")
+        import pooch
+    except ImportError as error:
+        raise ImportError(
+            f"Fashion-MNIST is not in {folder!r}, and a download needs pooch "
+            f"({error}). Run pip install pooch, or {_cures(folder)}"
+            ) from error
+    print(f"Fashion-MNIST: downloading {len(names)} files to {folder}",
+          file=sys.stderr, flush=True)
+    pooch.get_logger().setLevel("WARNING")      # or it says that again
+    for name in names:
+        for mirror in _ROUNDS * _MIRRORS:
+            url = f"{mirror}{name}.gz"
+            try:
+                path = pooch.retrieve(
+                    url, f"md5:{_MD5[name]}", f"{name}.gz", folder,
+                    downloader=pooch.HTTPDownloader(timeout=_TIMEOUT))
+                os.chmod(path, 0o644)   # a temporary file is its owner's only
+                break
+            except (ValueError, OSError) as error:
+                failure = error
+        else:
+            # A wrong checksum: a proxy may have answered, not the server.
+            kind = ConnectionError if isinstance(failure, OSError) \
+                else ValueError
+            raise kind(
+                f"Fashion-MNIST is not in {folder!r}, and {url} cannot be "
+                f"downloaded ({' '.join(str(failure).split())}). Run it "
+                f"again, or {_cures(folder)}") from failure

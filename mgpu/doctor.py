@@ -1,12 +1,15 @@
 """What `mgpu doctor` finds out: is this machine fit, and if not, why."""
 import importlib.metadata
+import json
 import os
 import platform
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from mgpu import backends, environment
+from mgpu.backends.base import Backend
 from mgpu.environment import cpu_cores
 
 Findings = list[tuple[str, str]]        # (level, text)
@@ -15,30 +18,38 @@ Findings = list[tuple[str, str]]        # (level, text)
 VARIABLES = {v.name: v.meaning for v in environment.VARIABLES}
 
 
-def versions(engines: Any = ()) -> dict[str, str]:
-    """Versions by name: python, numpy, mgpu, and those of `engines`, Backend
-    objects."""
+def versions(engines: Iterable[str | Backend] = ()) -> dict[str, str]:
+    """Versions by name: python, numpy, mgpu, and those of `engines`, given as
+    Backend objects or as names of backends, which are loaded."""
     import mgpu
     found = {"python": platform.python_version(), "numpy": np.__version__,
              "mgpu": mgpu.__version__}
-    return {**found, **{e.name: e.version for e in engines}}
+    for engine in engines:
+        with backends.using_backend(
+                engine if isinstance(engine, str) else engine.name) as loaded:
+            found[loaded.name] = loaded.version
+    return found
 
 
 def diagnose() -> dict[str, Any]:
-    """Examine this process and machine. Loads every backend that it can.
+    """Examine this process and this machine. Loads every backend that loads.
 
     Returns
     -------
     dict
-        Fit for JSON. ``"versions"``: by name; for a framework that does not
-        load, the version of its package, if there is one. ``"backends"``: a
-        list of ``{"name", "loads", "version", "gpus", "problem", "cure"}``;
-        ``version`` and ``gpus`` are None where it does not load, ``problem``
-        and ``cure`` where it does. ``"default"``: the backend of a script
-        that chooses none. ``"cpu_cores"``, ``"threads_per_device"``: int.
-        ``"variables"``: the environment's ``MGPU_*`` with their values and
-        meanings. ``"findings"``: a list of ``{"level", "text"}``, level
-        "info", "warning" or "error".
+        Fit for JSON.
+
+        - ``"versions"``: by name. For a framework that does not load, the
+          version of its package, or None where it is not installed.
+        - ``"backends"``: a list of ``{"name", "loads", "version", "gpus",
+          "problem", "cure"}``. ``version`` and ``gpus`` are None where the
+          backend does not load, ``problem`` and ``cure`` where it does.
+        - ``"default"``: the backend of a script that chooses none.
+        - ``"cpu_cores"``, ``"threads_per_device"``: int.
+        - ``"variables"``: the ``MGPU_*`` variables that are set, with their
+          values and meanings.
+        - ``"findings"``: a list of ``{"level", "text"}``, where the level is
+          "info", "warning" or "error".
     """
     findings: Findings = []
     engines, rows = [], []
@@ -54,7 +65,7 @@ def diagnose() -> dict[str, Any]:
                            gpus=engine.num_gpus())
                 engines.append(engine)
                 findings += engine.doctor()
-        except Exception as error:  # whatever it is, it is what to report
+        except Exception as error:  # any: the report is about it
             row.update(problem=_line(error.__cause__ or error),
                        cure=entry.cure())
             known[name] = _installed(entry.framework)
@@ -94,7 +105,8 @@ def _variables() -> tuple[int, Findings]:
         except ValueError as error:
             found.append(("error", str(error)))
     found += [("warning", f"{name} is set, and nothing reads it; mgpu knows "
-               f"{', '.join(VARIABLES)}.") for name in sorted(os.environ)
+               f"{', '.join(VARIABLES)}. Correct its name or unset it.")
+              for name in sorted(os.environ)
               if name.startswith("MGPU_") and name not in VARIABLES]
     try:
         return environment.threads_per_device(), found
@@ -132,3 +144,34 @@ def healthy(report: dict[str, Any]) -> bool:
     """Whether a script can run: a backend loads, and nothing is an error."""
     return any(row["loads"] for row in report["backends"]) and not any(
         finding["level"] == "error" for finding in report["findings"])
+
+
+def lines(found: dict[str, Any]) -> Iterator[str]:
+    """What `diagnose` has found, in words."""
+    yield ", ".join(f"{name} {version or 'not installed'}"
+                    for name, version in found["versions"].items())
+    for row in found["backends"]:
+        name = row["name"] + " (default)" * (row["name"] == found["default"])
+        if row["loads"]:
+            gpus = row["gpus"]
+            yield f"{name}: loads, {gpus} GPU{'s' * (gpus != 1)}"
+        else:
+            yield (f"{name}: does not load: {row['problem']}. What to do: "
+                   f"{row['cure']}")
+    yield (f"{found['cpu_cores']} CPU cores, {found['threads_per_device']} "
+           "thread(s) per logical CPU device (MGPU_THREADS_PER_DEVICE); "
+           "logical CPU devices are unlimited")
+    for name, variable in found["variables"].items():
+        yield f"{name}={variable['value']}: {variable['meaning']}"
+    for finding in found["findings"]:
+        yield f"{finding['level']}: {finding['text']}"
+
+
+def report(as_json: bool = False, say: Callable[[str], Any] = print) -> int:
+    """`mgpu doctor`: say what `diagnose` has found, and return the exit
+    status, 0 or 1. Needs nothing but NumPy."""
+    found = diagnose()
+    for line in [json.dumps(found, indent=1, allow_nan=False)] if as_json \
+            else lines(found):
+        say(line)
+    return 0 if healthy(found) else 1

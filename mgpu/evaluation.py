@@ -1,6 +1,6 @@
 """Accuracy by integer counts, on one or on all devices."""
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ def _host(x: Any) -> np.ndarray:
 
 
 def accuracy(y_hat: Any, y: Any) -> int:
-    """The *number* of correct predictions (the text's function).
+    """The *number* of correct predictions (the book's function).
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     devices : sequence of devices, optional
         Use these; for a torch module each gets a copy of it.
     device : device, optional
-        Use this one alone.
+        Use only this one.
 
     Returns
     -------
@@ -151,7 +151,7 @@ def _devices_of(net: Any, wanted: Any) -> list[Device]:
     if isinstance(net, (list, tuple)):
         raise ValueError("a list of callables runs where it is told; "
                          f"received {len(net)} and no device. Pass devices=, "
-                         "one for each, or device= for one alone.")
+                         "one for each, or device= for a single one.")
     return [as_device(d) for d in get_backend().network(net).devices()]
 
 
@@ -166,7 +166,8 @@ def _runner(entry: Any, place: Device) -> Callable[[Any], Any]:
     return network.predictors([place])[0]
 
 
-def _runners(net: Any, places: list[Device]) -> list[Callable[[Any], Any]]:
+def _runners(net: Any, places: list[Device]
+             ) -> Sequence[Callable[[Any], Any]]:
     if isinstance(net, Replicas):
         absent = [d for d in places if d not in net.devices]
         if absent:

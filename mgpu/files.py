@@ -11,8 +11,8 @@ FilePath = str | os.PathLike[str]
 
 
 def check_folder(file: str, option: str) -> None:
-    """Refuse a `file` whose folder is not there (FileNotFoundError), before
-    the work and not after it. `option`: the name of what it was given as."""
+    """Refuse a `file` whose folder does not exist (FileNotFoundError), before
+    the work and not after it. `option`: what the error calls the file."""
     folder = os.path.dirname(os.path.abspath(file))
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"the folder of {option} must exist; received "
@@ -29,7 +29,7 @@ def part_of(file: Any) -> Iterator[str]:
     os.close(handle)
     try:
         yield temporary
-        os.chmod(temporary, 0o644)      # mkstemp's are the owner's alone
+        os.chmod(temporary, 0o644)      # only the owner reads mkstemp's
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
@@ -44,8 +44,8 @@ def replacing(file: Any) -> Iterator[Any]:
 
 
 def write_json(file: Any, data: Any) -> None:
-    """Whole or not at all; a NaN, which JSON does not know, is an error
-    (ValueError)."""
+    """Write `data` as JSON, whole or not at all. A NaN, which JSON does not
+    know, is an error (ValueError)."""
     text = json.dumps(data, indent=1, allow_nan=False)
     with replacing(file) as part:
         part.write(text + "\n")

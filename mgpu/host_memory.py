@@ -54,12 +54,13 @@ def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
     return True
 
 
-_IN_PLACE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_IN_PLACE: dict[str, np.ufunc] = {
+    "sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def reduce_blocks(columns: Sequence[list[np.ndarray]], begin: int,
                   end: int, op: str) -> None:
-    """Reduce the bytes from `begin` to `end` of all columns on end."""
+    """Reduce the bytes from `begin` to `end`, counted over all columns."""
     probes.at_once()
     function, offset = _IN_PLACE[op], 0
     with np.errstate(all="ignore"):     # as the engines: NaN says enough

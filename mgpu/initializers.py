@@ -16,7 +16,6 @@ import copy
 import dataclasses
 import json
 import math
-import numbers
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.arguments import integer
+from mgpu.arguments import integer, is_number, one_of
 
 __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
            "Orthogonal", "Xavier", "MSRAPrelu", "Bilinear", "LSTMBias",
@@ -52,7 +51,7 @@ def fans(shape: Sequence[int]) -> tuple[int, int]:
 
     Gluon's rule: the axes after the second are the size of the kernel;
     ``fan_in = shape[1] * kernel`` and ``fan_out = shape[0] * kernel``. It
-    reads the shape alone. A transposed convolution stores (in, out, h, w),
+    reads only the shape. A transposed convolution stores (in, out, h, w),
     so there the two change places, in Gluon as well.
 
     Raises
@@ -80,10 +79,10 @@ class Initializer(ABC):
     @abstractmethod
     def sample(self, shape: tuple[int, ...],
                rng: np.random.Generator) -> np.ndarray:
-        """Values of the shape `shape`, by means of `rng` alone. Called by
+        """Values of the shape `shape`, drawn from `rng` only. Called by
         `draw`, which checks what goes in and what comes out."""
 
-    def draw(self, shape: Sequence[int],
+    def draw(self, shape: Sequence[int] | None,
              rng: np.random.Generator) -> np.ndarray:
         """Draw a weight.
 
@@ -120,9 +119,8 @@ class Initializer(ABC):
     def _number(self, name: str, minimum: float = -math.inf) -> None:
         """Keep the option `name` as a float, or refuse it."""
         value = getattr(self, name)
-        if isinstance(value, (bool, np.bool_)) \
-                or not isinstance(value, numbers.Real) \
-                or not math.isfinite(value) or value < minimum:
+        if not is_number(value) or not math.isfinite(value) \
+                or value < minimum:
             least = "" if minimum == -math.inf else f" of {minimum:g} or more"
             raise ValueError(
                 f"{name} of {type(self).__name__} must be a finite number"
@@ -130,12 +128,9 @@ class Initializer(ABC):
         object.__setattr__(self, name, float(value))
 
     def _choice(self, name: str, choices: Sequence[str]) -> None:
-        """Refuse an option `name` that is none of `choices`."""
-        if getattr(self, name) not in choices:
-            raise ValueError(
-                f"unknown {name} of {type(self).__name__}; received "
-                f"{getattr(self, name)!r}. Use one of "
-                f"{', '.join(map(repr, choices))}.")
+        """Refuse an option `name` that is not one of `choices`."""
+        one_of(f"{name} of {type(self).__name__}", getattr(self, name),
+               choices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,7 +410,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
     if options and (is_json or not isinstance(init, str)):
         raise ValueError(
             "options go with a name; received the initialiser "
-            f"{init!r} and {', '.join(options)} beside it. Set the options "
+            f"{init!r} and {', '.join(options)} with it. Set the options "
             "where the initialiser is made.")
     if isinstance(name, Initializer):
         return name
@@ -426,7 +421,7 @@ def create(init: Any, /, **options: Any) -> Initializer:
             raise ValueError(
                 "an initialiser in JSON is '[name, {option: value}]'; "
                 f"received {init!r}.") from None
-    kind = _NAMES.get(str(name).lower())
+    kind: Any = _NAMES.get(str(name).lower())
     if kind is None:
         raise ValueError(
             f"unknown initialiser; received {name!r}. Use one of "
@@ -466,7 +461,7 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
     initialisers of their parameters.
 
     Each parameter has a generator of its own, so that its value depends on
-    `seed`, `index`, `shape` and the initialiser alone: not on the engine,
+    `seed`, `index`, `shape` and the initialiser only: not on the engine,
     the devices or what was drawn before. The draw is made in float64 and
     rounded to `dtype` once, so a float32 run starts from the rounded values
     of the float64 run.
@@ -529,6 +524,6 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
     if not np.isfinite(values).all():
         raise ValueError(
             f"the values that {type(rule).__name__} drew for the shape "
-            f"{tuple(shape)} overflow {wanted.name}. Use a smaller scale or "
+            f"{values.shape} overflow {wanted.name}. Use a smaller scale or "
             "a wider dtype.")
     return values

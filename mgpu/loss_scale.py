@@ -1,11 +1,11 @@
 """What losses are multiplied by before a backward pass, so that small
 gradients do not vanish in float16."""
 from collections.abc import Sequence
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from mgpu.arguments import is_number
 from mgpu.backends.base import Array, Backend
 
 
@@ -62,8 +62,7 @@ class LossScale:
 
 def check_loss_scale(value: Any) -> None:
     """ValueError for anything but a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) \
-            or not 0 < value < float("inf"):
+    if not is_number(value) or not 0 < value < float("inf"):
         raise ValueError(
             "loss_scale must be None, 'dynamic' or a finite number above 0; "
             f"received {value!r}. Use a power of two, such as 1024.0.")

@@ -25,10 +25,8 @@ Array = Any
 def _check(pred: Array, label: Array, sample_weight: Array | None
            ) -> base.Backend:
     backend = get_backend()
-    arrays = [pred, label]
-    if sample_weight is not None:
-        arrays.append(sample_weight)
-    for x in arrays:
+    for x in (pred, label) if sample_weight is None \
+            else (pred, label, sample_weight):
         if not backend.is_native(x):
             messages.refuse_foreign(x, backend.name)
             raise TypeError(f"a loss takes arrays of the {backend.name} "
@@ -75,13 +73,18 @@ class Loss:
         return loss
 
     def _per_example(self, ops: base.Ops, loss: Array) -> Array:
-        rest = tuple(range(1, len(loss.shape)))
-        return ops.mean(loss, rest) if rest else loss
+        return _joined(ops.mean, loss)
 
     def __repr__(self) -> str:
         options = ", ".join(f"{k.lstrip('_')}={v!r}"
                             for k, v in vars(self).items() if v is not None)
         return f"{type(self).__name__}({options})"
+
+
+def _joined(join: Callable[..., Array], values: Array) -> Array:
+    """`values` with one number per example: all axes but the first joined."""
+    rest = tuple(range(1, len(values.shape)))
+    return join(values, rest) if rest else values
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -153,7 +156,7 @@ class SoftmaxCrossEntropyLoss(Loss):
                     "probabilities.")
             numbers = backend.to_numpy(label)
             check_classes(numbers, pred.shape[axis])
-            if numbers.dtype == bool:   # MXNet picks by numbers alone
+            if numbers.dtype == bool:   # MXNet picks by numbers only
                 label = ops.astype(label, "int32")
         if not self.from_logits:
             pred = ops.log_softmax(pred, axis)
@@ -214,7 +217,7 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
     from_sigmoid : bool
         `pred` holds probabilities; Gluon adds 1e-12 inside each logarithm.
     pos_weight : float, optional
-        Factor of the positive examples' part.
+        Factor of the term of the positive examples.
     """
 
     def __init__(self, from_sigmoid: bool = False,
@@ -264,7 +267,7 @@ class KLDivLoss(Loss):
     Parameters
     ----------
     from_logits : bool
-        `pred` holds log-probabilities (Gluon's word and default); False:
+        `pred` holds log-probabilities (Gluon's name and default); False:
         a log-softmax over `axis` is taken first.
     """
 
@@ -281,8 +284,7 @@ class KLDivLoss(Loss):
         return label * (ops.log(label + 1e-12) - pred)
 
     def _per_example(self, ops, loss):
-        rest = tuple(range(1, len(loss.shape)))
-        return ops.sum(loss, rest) if rest else loss
+        return _joined(ops.sum, loss)
 
 
 def per_example(loss: Callable[[Array, Array], Array]
@@ -311,10 +313,8 @@ def per_example(loss: Callable[[Array, Array], Array]
         loss.reduction = "none"
 
         def unreduced(pred: Array, label: Array) -> Array:
-            values, ops = loss(pred, label), get_backend().ops
-            rest = tuple(range(1, len(values.shape)))
-            join = ops.sum if adds else ops.mean
-            return join(values, rest) if rest else values
+            ops = get_backend().ops
+            return _joined(ops.sum if adds else ops.mean, loss(pred, label))
         return unreduced
 
     def spread(pred: Array, label: Array) -> Array:

@@ -10,12 +10,11 @@ be asked twice, out of order, or by two trainers.
 are only the usual ones. `num_update` counts from 1 at the first step.
 """
 import math
-import numbers
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu.arguments import integer
+from mgpu.arguments import integer, is_number
 
 __all__ = ["LRScheduler", "FactorScheduler", "MultiFactorScheduler",
            "PolyScheduler", "CosineScheduler"]
@@ -23,8 +22,8 @@ __all__ = ["LRScheduler", "FactorScheduler", "MultiFactorScheduler",
 
 def _number(name: str, value: Any, maximum: float = math.inf) -> float:
     """`value` as a finite float from 0 to `maximum`, or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) \
-            or not math.isfinite(value) or not 0 <= value <= maximum:
+    if not is_number(value) or not math.isfinite(value) \
+            or not 0 <= value <= maximum:
         most = "" if maximum == math.inf else f" and {maximum:g} or less"
         raise ValueError(f"{name} must be a finite number of 0 or more{most};"
                          f" received {value!r}.")
@@ -89,7 +88,7 @@ class LRScheduler:
 
     def after_warmup(self, num_update: int) -> float:
         """The rate at an update from `warmup_steps` on. Must depend on
-        `num_update` and the options alone."""
+        `num_update` and the options only."""
         raise NotImplementedError(
             f"{type(self).__name__} has no schedule of its own. Use "
             "FactorScheduler, MultiFactorScheduler, PolyScheduler or "
@@ -107,7 +106,7 @@ class LRScheduler:
         Raises
         ------
         ValueError
-            `num_update` is no integer of 0 or more.
+            `num_update` is not an integer of 0 or more.
         """
         num_update = integer("num_update", num_update, 0)
         if num_update < self.warmup_steps:
@@ -228,7 +227,9 @@ class _Decay(LRScheduler):
 
 
 class PolyScheduler(_Decay):
-    """Decay by a power of what is left: with w = `warmup_steps`, ::
+    """Decay by a power of what is left.
+
+    With w = `warmup_steps` the rate is ::
 
         final_lr + (base_lr - final_lr)
                    * (1 - (num_update - w) / (max_update - w)) ** pwr
@@ -260,7 +261,9 @@ class PolyScheduler(_Decay):
 
 
 class CosineScheduler(_Decay):
-    """Decay along half a cosine wave: with w = `warmup_steps`, ::
+    """Decay along half a cosine wave.
+
+    With w = `warmup_steps` the rate is ::
 
         final_lr + (base_lr - final_lr)
                    * (1 + cos(pi (num_update - w) / (max_update - w))) / 2

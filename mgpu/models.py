@@ -67,7 +67,8 @@ def lenet(X: Any = None, params: Any = None, *, num_classes: int = 10,
     Raises
     ------
     ValueError
-        A number of classes or channels that is no whole number, 1 or more.
+        A number of classes or channels that is not a whole number, 1 or
+        more.
     """
     if X is not None:
         return lenet_forward(X, params)
@@ -89,7 +90,8 @@ def resnet18(num_classes: int = 10, in_channels: int = 1) -> Any:
     Raises
     ------
     ValueError
-        A number of classes or channels that is no whole number, 1 or more.
+        A number of classes or channels that is not a whole number, 1 or
+        more.
     """
     return _native("resnet18", num_classes, in_channels)
 

@@ -21,7 +21,7 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int
     -------
     list
         `k` structures like `data`; number i holds entry i of each result.
-        What is no array goes to each of them as it is.
+        Anything else goes to each of them as it is.
     """
     if hasattr(data, "shape") and not isinstance(data, np.generic):
         return function(data)
@@ -67,8 +67,7 @@ def leaves(data: Any) -> list[Any]:
 def row_counts(data: Any) -> list[int]:
     """The number of rows of each array in `data`."""
     found: list[int] = []
-    split_leaves(lambda x: found.append(x.shape[0] if x.shape else 1)
-                 or [None], data, 1)
+    map_leaves(lambda x: found.append(x.shape[0] if x.shape else 1), data)
     return found
 
 

@@ -46,8 +46,8 @@ def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
                         "list.")
     with backend.scope(recording=False):
         if isinstance(params, dict):
-            copies = {name: backend.put(p, device)
-                      for name, p in params.items()}
+            copies: Any = {name: backend.put(p, device)
+                           for name, p in params.items()}
             every = list(copies.values())
         else:
             copies = every = [backend.put(p, device) for p in params]

@@ -30,7 +30,7 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
         Of anything; what can be gone through once per epoch stays so.
     depth : int
         Batches that are drawn and not taken, 1 or more; the memory of
-        `depth` batches beside the one in use.
+        `depth` batches besides the one in use.
     devices : devices, optional
         Where the batches go (default: all GPUs). For CUDA devices of torch
         the arrays of a batch, also inside tuples, lists and dicts, are
@@ -54,7 +54,8 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
     Raises
     ------
     ValueError
-        A `depth` that is no whole number, 1 or more; devices that are none.
+        `depth` is not a whole number of 1 or more; or `devices` holds
+        something that is not a device.
     TypeError
         `data` is not iterable.
     """

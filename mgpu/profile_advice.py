@@ -37,16 +37,6 @@ class Step(NamedTuple):
     staged: bool        # whether it was measured stage by stage
 
 
-class _Mark(NamedTuple):
-    """A call that worked for one device, or for all (None)."""
-
-    device: int | None
-    begin: float
-    end: float
-    thread: int
-    done: bool          # the work, when the call returned: see `at_once`
-
-
 _WHAT = {"dispatch": "issuing work takes the host",
          "copy": "copying the batch to the devices takes",
          "compute": "the host waits for forward and backward for",
@@ -54,12 +44,13 @@ _WHAT = {"dispatch": "issuing work takes the host",
          "update": "the optimiser's update takes",
          "other": "what is outside of mgpu's stages takes"}
 _ADVICE = {
-    "dispatch": "More devices will not help, each adds its own; larger "
-                "batches or a compiled (hybridized) network will.",
+    "dispatch": "More devices will not help, because each adds work to "
+                "issue; larger batches or a compiled (hybridized) network "
+                "will.",
     "copy": "More devices will not help; a smaller dtype, or data that are "
             "on the device, will.",
-    "reduce": "Fewer devices or larger batches help: it is the same for any "
-              "number of rows.",
+    "reduce": "Fewer devices or larger batches help: the sum takes the same "
+              "time for any number of rows.",
     "update": "More devices will not help; larger batches need fewer "
               "updates for the same rows.",
     "other": "More devices will not help; look at what your loop does "
@@ -69,8 +60,9 @@ _ADVICE = {
 def advice(measured: Sequence[Step], every_part: Sequence[dict[str, Any]],
            steps: Sequence[Step], spans: Sequence[Span],
            devices: Sequence[str]) -> str:
-    """`Profile.verdict`, of the steps that were `measured` and their parts;
-    `steps`: all of them."""
+    """The text of `Profile.verdict`. `measured`: the steps that were measured
+    by stage, those with most rows; `every_part`: what `Profile.parts` returns;
+    `steps`, `spans`: those of the Profile."""
     numbers = {s.number: s.rows for s in measured}
     if not numbers:
         raise ValueError("a verdict needs a measured step; received "
@@ -111,11 +103,11 @@ def _by_batch(steps: Sequence[Step]) -> str:
     line = (f"(batches of {', '.join(map(str, sizes))}: "
             f"{1000 * fixed:.2f} ms + {1e6 * per_row:.1f} us per row)")
     if not fixed:
-        return f"A step costs nothing to speak of but its rows {line}."
+        return f"The time of a step is proportional to its rows {line}."
     if not per_row:
         return (f"Dispatch-bound at all of these batches {line}: more "
                 "devices will not help.")
-    equal = ceil(fixed / per_row - 1e-9)    # rounding is no row
+    equal = ceil(fixed / per_row - 1e-9)    # rounding must not add a row
     return (f"Dispatch-bound below batch {equal} "
             f"{line}: there more devices will not help.")
 
@@ -135,8 +127,9 @@ def _balance(spans: Sequence[Span], parts: Sequence[dict[str, Any]]) -> str:
     a, b = (f"{d} computes {1000 * total[d] / len(parts):.1f} ms"
             for d in (slow, fast))
     if slow.startswith("cpu") and fast.startswith("cpu"):
-        return (f"Uneven: {a} a step, {b}. Logical CPU devices are equal: "
-                "the shards are not, or other work keeps a core busy.")
+        return (f"Uneven: {a} a step, {b}. Logical CPU devices are equally "
+                "fast, so their shards differ in size or other work keeps a "
+                "core busy.")
     return (f"Uneven: {a} a step, {b}; split_batch takes weights for "
             "devices of unequal power.")
 
@@ -157,7 +150,7 @@ def _gain(mean: dict[str, float], devices: Sequence[str]) -> str:
     gain = mean["seconds"] / (mean["seconds"] + mean["dispatch"]
                               - mean["compute"] * (1 - 1 / factor))
     more = f"{_count(2 * k)} can give up to {gain:.1f}x" if gain >= 1.05 \
-        else f"Even so {_count(2 * k)} gain nothing to speak of"
+        else f"Even so {_count(2 * k)} would gain less than 5%"
     return more + (f" (room for {room} on the cores)."
                    if on_cpus and factor < 2 else ".")
 

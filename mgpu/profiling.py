@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu import files, notebook, probes
-from mgpu.arguments import is_integer
+from mgpu.arguments import is_integer, one_of
 from mgpu.backends import get_backend
 from mgpu.device import Device, as_devices
 from mgpu.nested import map_leaves, rows_of
@@ -93,7 +93,7 @@ class _Stage:
                                 threading.get_ident(), done))
 
     def timed(self, thunks: Sequence[Callable[[], Any]]
-                ) -> Sequence[Callable[[], Any]]:
+              ) -> Sequence[Callable[[], Any]]:
         if len(thunks) == len(self.devices):
             numbers: Sequence[int | None] = range(len(thunks))
         elif len(thunks) == len(self.numbers):
@@ -202,10 +202,10 @@ class Profile:
     Parameters
     ----------
     devices : one device, or a sequence of devices, optional
-        Those that the table shows. None: all that worked.
+        The devices that the table shows. None: all that worked.
     plain : bool
-        Every second step (numbers 1, 3, ...) runs as it would without a
-        Profile and is only timed as a whole, so that `cost` can tell what
+        True: every second step (numbers 1, 3, ...) runs as it would without
+        a Profile and is only timed as a whole, so that `cost` can tell what
         measuring costs. False: every step is measured.
 
     Attributes
@@ -218,33 +218,37 @@ class Profile:
     RuntimeError
         Another Profile is on (when the block is entered).
     ValueError, TypeError
-        What `as_devices` refuses.
+        `devices` are not devices; see `mgpu.device.as_devices`.
 
     Notes
     -----
     An asynchronous engine (MXNet, CUDA) returns before its work is done, so
-    a span means nothing unless somebody waits: while a Profile is on, each
-    stage ends when its devices are done. Stages do not overlap then, and a
-    step takes longer than without. Numbers are what they are without, bit
-    for bit.
+    a span means nothing unless somebody waits. While a Profile is on, each
+    stage ends when its devices are done. So stages do not overlap, and a step
+    takes longer than without a Profile. Its results are the same, bit for
+    bit.
 
     In each stage, a device's span begins with the first call that works for
-    it and ends when it is done; before and after that it waits, for the
-    host or for the other devices. The host dispatches while it is inside
-    calls that issue work ("copy" if that work is copies), and waits while
-    CPU devices compute in threads of their own and at the end of a stage.
-    Where a device computes in a thread of its own, what its thread spends
-    in Python is part of its compute.
+    it and ends when it is done. Before and after that it waits, for the host
+    or for the other devices. The host dispatches while it is inside calls
+    that issue work ("copy" if that work is copies). It waits at the end of a
+    stage, and while CPU devices compute in threads of their own. The time
+    that such a thread spends in Python counts as compute.
 
-    Steps are those of `train_batch` (and of what calls it), and `step`
-    blocks; the same Profile may be entered again. Belongs to the thread
-    that entered it.
+    Steps are those of `train_batch`, also inside `train`, and `step` blocks.
+    The same Profile may be entered again. It measures only the thread that
+    entered it.
 
     Examples
     --------
+    >>> replicas = mgpu.initialize(mgpu.models.lenet(),
+    ...                            mgpu.list_devices(2))
+    >>> trainer = mgpu.Trainer(replicas, "sgd")
+    >>> loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    >>> batches, _ = mgpu.datasets.digits(64, limit=256)
     >>> with mgpu.Profile() as profile:
     ...     for X, y in batches:
-    ...         mgpu.train_batch(X, y, replicas, loss, trainer)
+    ...         losses = mgpu.train_batch(X, y, replicas, loss, trainer)
     >>> print(profile)
     >>> print(profile.verdict())
     """
@@ -277,6 +281,7 @@ class Profile:
 
     def begin_step(self, devices: Sequence[Device], batch: Any
                    ) -> AbstractContextManager[None]:
+        """What `mgpu.probes.step` calls; users call that."""
         if self._in_step or threading.get_ident() != self._thread:
             return _NOTHING
         return self._step(list(devices), batch)
@@ -307,9 +312,8 @@ class Profile:
                     results: Callable[[], Sequence[Any]] | None,
                     numbers: Sequence[int] | None
                     ) -> AbstractContextManager[None]:
-        if kind not in PARTS:
-            raise ValueError(f"unknown stage; received {kind!r}. Use one of "
-                             f"{', '.join(map(repr, PARTS))}.")
+        """What `mgpu.probes.stage` calls; users call that."""
+        one_of("stage", kind, PARTS)
         if not self._staged or self.current is not None \
                 or threading.get_ident() != self._thread:
             return _NOTHING
@@ -341,8 +345,9 @@ class Profile:
         list of dict
             First the host, then a row per device: ``"device"``; for each
             of `STAGES`, and for ``"other"`` (outside of all stages),
-            ``"..._ms"``, milliseconds per step, and ``"..._share"`` of the
-            step; ``"step_ms"``. Nothing without such a step.
+            ``"..._ms"``, milliseconds per step, and ``"..._share"``, the
+            share of the step, 0 to 1; ``"step_ms"``, milliseconds of the
+            whole step. An empty list where no step was measured.
         """
         measured = {s.number: s.seconds for s in self.measured()}
         whole = list(measured.values())
@@ -374,7 +379,7 @@ class Profile:
             other), ``"copy"`` (host to devices), ``"compute"``,
             ``"reduce"``, ``"update"`` (waiting for them), ``"other"``.
         """
-        found = {s.number: {
+        found: dict[int, dict[str, Any]] = {s.number: {
             "step": s.number, "rows": s.rows, "seconds": s.seconds,
             **dict.fromkeys(("dispatch", *PARTS), 0.0),
             "other": s.seconds} for s in self.steps if s.staged}
@@ -422,16 +427,18 @@ class Profile:
         names = (*STAGES, "other")
         return notebook.table(
             str(self).splitlines()[-1], ("ms per step", *names), [
-                (row["device"], *(f"{row[n + '_ms']:.2f} ({row[n + '_share']:.0%})"
-                                  for n in names)) for row in self.table()])
+                (row["device"], *(
+                    f"{row[n + '_ms']:.2f} ({row[n + '_share']:.0%})"
+                    for n in names)) for row in self.table()])
 
     def __repr__(self) -> str:
-        return f"Profile of {len(self.steps)} steps"
+        count = len(self.steps)
+        return f"Profile of {count} step{'s' * (count != 1)}"
 
     def chrome_trace(self, file: Any) -> None:
         """Write the spans for ``chrome://tracing`` or ui.perfetto.dev.
 
-        A row (thread) for the host and one per device; times in
+        There is a row (thread) for the host and one per device; times are in
         microseconds. Format: "Trace Event Format" (Google), complete events
         ``"X"`` and metadata ``"M"``. The file is written whole or not at
         all.
@@ -439,7 +446,7 @@ class Profile:
         Raises
         ------
         FileNotFoundError
-            The folder of `file` is not there.
+            The folder of `file` does not exist.
         """
         write_chrome_trace(file, {"mgpu": self})
 
@@ -448,20 +455,21 @@ class Profile:
 
         The rules, on the means of `parts` over the steps with most rows:
 
-        - *X-bound* is said where X, one of dispatch, copy, compute, reduce,
-          update and other, takes half of a step or more.
-        - compute-bound on k devices: 2 k devices could at best take
-          ``step + dispatch - compute * (1 - 1/f)``, since each device is
-          issued its own work and only compute is divided. `f` is 2, or on
-          CPUs ``min(2 k, c) / min(k, c)`` with room for `c` devices on the
-          cores (`MGPU_THREADS_PER_DEVICE` cores each). It is said if that
-          gains 5 % or more.
-        - Steps of several batch sizes: the line ``fixed + per_row * rows``
-          (`fit`) through their median seconds; those of steps without
-          stages, where there are some of every size. Below ``fixed /
-          per_row`` rows, the part that more devices do not divide is the
-          larger one.
-        - One device computes 1.25 times as long as another one or longer.
+        - A step is *X-bound* where X, one of dispatch, copy, compute,
+          reduce, update and other, takes half of it or more.
+        - A compute-bound step on k devices would at best take ``step +
+          dispatch - compute * (1 - 1/f)`` on 2 k devices, because each
+          device is issued its own work and only compute is divided. `f` is
+          2; on CPUs it is ``min(2 k, c) / min(k, c)``, where the cores have
+          room for `c` devices (`MGPU_THREADS_PER_DEVICE` cores each). The
+          verdict names the gain where it is 5 % or more.
+        - For steps of several batch sizes, the verdict names the line
+          ``fixed + per_row * rows`` (`fit`) through their median seconds. It
+          uses the steps that were not measured by stage, where there are
+          some of every size. Below ``fixed / per_row`` rows, the part that
+          more devices do not divide is the larger one.
+        - Devices are *uneven* where one computes 1.25 times as long as
+          another one or longer.
 
         Raises
         ------
@@ -470,6 +478,7 @@ class Profile:
         """
         return advice(self.measured(), self.parts(), self.steps, self.spans,
                       self._places()[1:])
+
 
 # -- Chrome's trace format ----------------------------------------------------
 

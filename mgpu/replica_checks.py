@@ -59,7 +59,7 @@ def mismatch(p: Parameter, a: Device, b: Device, x: np.ndarray,
     else:
         with np.errstate(invalid="ignore"):     # infinity minus infinity
             gaps = np.abs(x.astype(np.float64) - y.astype(np.float64))
-        # A NaN on one side alone is as far away as can be.
+        # A NaN on only one side is as far away as can be.
         gaps[np.isnan(gaps)] = np.inf
         gaps[(x == y) | (np.isnan(x) & np.isnan(y))] = 0
         how = (f"{np.count_nonzero(gaps)} of {gaps.size} elements differ, "

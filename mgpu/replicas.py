@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import initializers, notebook, probes
+from mgpu.arguments import integer, one_of
 from mgpu.backends import base, get_backend, messages, recording_elsewhere
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
@@ -98,9 +99,10 @@ class Replicas(abc.Sequence):
         self._draw = draw           # specs -> values; None once complete
         self._completing = threading.Lock()
         self._replicas: list[base.Replica] = []
-        self._views = [ReplicaView(self, i, self._run_one) for i in range(len(devices))]
+        self._views = [ReplicaView(self, i, self._run_one)
+                       for i in range(len(devices))]
         self.recorded = [False] * len(devices)
-        self._parameters: list[Parameter] | None = None
+        self._found: list[Parameter] | None = None
 
     @property
     def net(self) -> Any:
@@ -137,7 +139,7 @@ class Replicas(abc.Sequence):
             if any(spec.shape is None for spec in self.network.specs()):
                 if inputs is None:
                     return
-                self.network.infer_shapes(inputs, device)
+                self.network.infer_shapes(inputs, device or self.devices[0])
             specs = self.network.specs()
             values = self._draw(specs)
             with self.backend.scope(recording=False):
@@ -147,7 +149,7 @@ class Replicas(abc.Sequence):
                         if spec.name in values:
                             x = replica.array(number)
                             x[...] = self.backend.put(values[spec.name], x)
-            for p, spec in zip(self._parameters or (), specs, strict=False):
+            for p, spec in zip(self._found or (), specs, strict=False):
                 p.spec = spec
             self._replicas, self._draw = replicas, None
 
@@ -163,11 +165,11 @@ class Replicas(abc.Sequence):
 
     def all_parameters(self) -> list[Parameter]:
         """`params`, then `buffers`, as the engine counts them."""
-        if self._parameters is None:
-            self._parameters = [
+        if self._found is None:
+            self._found = [
                 Parameter(self, i, spec)
                 for i, spec in enumerate(self.network.specs())]
-        return self._parameters
+        return self._found
 
     def params(self) -> list[Parameter]:
         """All parameters, frozen ones too, in the order of the layers."""
@@ -252,21 +254,22 @@ class Replicas(abc.Sequence):
         Raises
         ------
         ValueError
-            Missing or unknown names, other shapes, or what is no number,
-            all of them listed. Nothing has changed then.
+            Missing or unknown names, other shapes, or values that are not
+            numbers; all of them are listed. Nothing has changed then.
         """
         self.of_engine()
         own = {p.name: p for p in self.all_parameters()}
         k = len(self.devices)
         wrong = [f"missing {name}" for name, p in own.items()
                  if name not in values and p.kind != "other"]
-        # The other engine counts other things beside its statistics.
+        # The other engine may count steps where this one does not.
         known = [name for name in values if name in own]
         wrong += [f"unknown {name}" for name in values
                   if name not in own and not name.endswith(_COUNTER)]
         for name in known:
             value, p = np.asarray(values[name]), own[name]
-            each = p.kind in STATISTICS and value.shape == (k, *p.shape)
+            each = p.kind in STATISTICS \
+                and value.shape == (k, *(p.shape or ()))
             if value.shape != p.shape and not each:
                 wrong.append(f"{name}: shape {value.shape} instead of "
                              f"{p.shape}")
@@ -333,8 +336,9 @@ class Replicas(abc.Sequence):
         computed by `train_batch`. Without that option, nothing."""
         return self.network.autocast(self.devices)
 
-    def _check_inputs(self, i: int, inputs: tuple[Any, ...]) -> None:
-        """Refuse what is not for replica `i`."""
+    def _check_native(self, i: int, inputs: tuple[Any, ...]) -> None:
+        """Refuse inputs of replica `i` that hold no array of this engine. The
+        device is checked by the engine's replica."""
         found: list[Any] = []
 
         def check(x: Any) -> None:
@@ -369,9 +373,9 @@ class Replicas(abc.Sequence):
         if self._syncs():
             raise RuntimeError(
                 "with batch_norm='sync' all replicas train together; "
-                f"received inputs for replica {i} alone. Call "
+                f"received inputs for replica {i} only. Call "
                 "replicas(shards) instead of replicas[i](x).")
-        self._check_inputs(i, inputs)
+        self._check_native(i, inputs)
         if any(map(_is_empty, inputs)):
             raise ValueError(
                 f"a network runs on one row or more; replica {i} on "
@@ -385,9 +389,9 @@ class Replicas(abc.Sequence):
 
     def independent(self) -> bool:
         """Whether each replica may go through its forward and its backward
-        pass by itself: none waits for another's statistics, and gradients
-        that are written in vain, as another device refuses its rows, are
-        overwritten by the next pass."""
+        pass by itself. None waits for another's statistics; and where
+        another device refuses its rows, the next pass overwrites the
+        gradients that the others have written."""
         return not (self.batch_norm == "sync" and len(self.devices) > 1) \
             and "add" not in self.grad_reqs().values()
 
@@ -451,7 +455,7 @@ class Replicas(abc.Sequence):
             raise ValueError("at least one shard must hold rows; received "
                              f"{k} empty ones. Leave an empty batch out.")
         for i in active:
-            self._check_inputs(i, rows[i])
+            self._check_native(i, rows[i])
         self._complete(rows[active[0]], self.devices[active[0]])
         return rows, active
 
@@ -558,13 +562,13 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         (torch; results agree to rounding). MXNet has no such switch: nothing
         changes there.
     autocast : {None, "bfloat16", "float16"}
-        Torch alone: run the forward pass, and in `train_batch` the loss,
+        Torch only: run the forward pass, and in `train_batch` the loss,
         under ``torch.autocast`` of that dtype. Weights, gradients, running
         statistics and the network's outputs are float32; bfloat16 rounds to
         2**-8 relative, float16 to 2**-11, and may need the `loss_scale` of
         `Trainer`.
 
-    See docs/guide/options.md for the last three.
+        See docs/guide/options.md for the last three options.
 
     Raises
     ------
@@ -580,18 +584,12 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
     backend = get_backend()
     devices = as_devices(devices)
     network = backend.network(net)
-    if batch_norm not in BATCH_NORM:
-        raise ValueError(f"unknown batch_norm; received {batch_norm!r}. Use "
-                         f"one of {', '.join(map(repr, BATCH_NORM))}.")
-    if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"unknown dtype; received {dtype!r}. Use one of "
-                         f"{', '.join(map(repr, _DTYPES))}.")
+    one_of("batch_norm", batch_norm, BATCH_NORM)
+    if dtype is not None:
+        one_of("dtype", dtype, _DTYPES)
     options = _options(network, batch_norm, dtype, hybridize, channels_last,
                        autocast)
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) \
-            or seed < 0:
-        raise ValueError(f"seed must be a whole number, 0 or more; received "
-                         f"{seed!r}.")
+    seed = integer("seed", seed, 0)
     keep = isinstance(init, str) and init == "keep"
     rule = None if keep else initializers.create(
         initializers.Uniform(0.07) if init is None else init)
@@ -617,7 +615,7 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
             if spec.kind != "other":
                 values[spec.name] = initializers.draw_parameter(
                     spec.kind, spec.shape, dtype or spec.dtype, rule,
-                    seed=int(seed), index=number, own=spec.init)
+                    seed=seed, index=number, own=spec.init)
             elif spec.name.endswith(_COUNTER):
                 values[spec.name] = np.zeros(spec.shape, spec.dtype)
         return values

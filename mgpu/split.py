@@ -71,7 +71,7 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
     ----------
     data : native array, NumPy array, list of numbers, or a tuple, list,
         dict or named tuple of them
-        Nested data are split leaf by leaf; what is no array goes to every
+        Nested data are split leaf by leaf; anything else goes to every
         device as it is. NumPy data are sliced on the host, so that a device
         receives only its own slice.
     devices : sequence of devices

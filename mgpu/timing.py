@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu.arguments import integer
 from mgpu.backends import get_backend
 from mgpu.device import as_devices, try_all_gpus
 
@@ -22,14 +23,14 @@ def synchronize(devices: Any = None) -> None:
     ----------
     devices : one device, or a sequence of devices, optional
         Whatever `mgpu.device.as_devices` takes. None: all GPUs, or, where
-        there is none, the CPU with all its logical devices.
+        there is no GPU, the CPU with all its logical devices.
 
     Raises
     ------
     ValueError
-        An empty list, the same device twice, a GPU that is not there.
+        An empty list, the same device twice, a GPU that does not exist.
     TypeError
-        Something that is no device.
+        Something that is not a device.
     Exception
         The error of work that failed after it was queued, as the engine
         raises it.
@@ -57,7 +58,7 @@ def number(x: Any) -> float:
     ValueError
         An array of another size.
     TypeError
-        No number.
+        Something that is not a number.
     """
     shape = tuple(getattr(x, "shape", ()))
     if any(n != 1 for n in shape):
@@ -183,10 +184,7 @@ class Accumulator:
     """
 
     def __init__(self, n: int) -> None:
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ValueError("the number of sums must be an integer of 1 or "
-                             f"more; received {n!r}.")
-        self._sums = [0.0] * n
+        self._sums = [0.0] * integer("the number of sums", n, 1)
 
     def add(self, *values: Any) -> None:
         """Add one value to each sum.
@@ -201,7 +199,7 @@ class Accumulator:
         ValueError
             Not one value per sum; nothing is added.
         TypeError
-            A value that is no number; nothing is added.
+            A value that is not a number; nothing is added.
         """
         if len(values) != len(self):
             raise ValueError(

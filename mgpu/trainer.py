@@ -2,13 +2,12 @@
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from mgpu import environment, host_memory, optimizers, probes, trainer_states
-from mgpu.arguments import is_integer
+from mgpu.arguments import is_integer, is_number
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many
 from mgpu.collectives.strategies import strategy_of
@@ -165,12 +164,13 @@ class Trainer:
     def set_learning_rate(self, lr: float) -> None:
         """Use `lr` from the next step on. ValueError under a schedule, which
         would replace it, or for a negative or non-finite rate; TypeError for
-        what is no number."""
+        what is not a number."""
         if self.lr_scheduler is not None:
             raise ValueError("the learning rate follows the trainer's "
                              f"lr_scheduler; received {lr!r}. Change the "
                              "schedule instead.")
-        _check_number("the learning rate", lr, 0)
+        _check_number("the learning rate", lr, ", 0 or more",
+                      lambda x: x >= 0)
         self.optimizer.learning_rate = float(lr)
 
     def rate(self, num_update: int) -> float:
@@ -210,7 +210,7 @@ class Trainer:
             device whose replica did not run at all since the last step (it
             had no rows) contributes zero and is no error.
         ValueError
-            A batch size that is no whole number, 1 or more.
+            A batch size that is not a whole number, 1 or more.
         """
         check_batch_size(batch_size)
         self.allreduce_grads(ignore_stale_grad)
@@ -312,8 +312,7 @@ class Trainer:
                 number = self.num_update + 1
                 work = self._work(parameters, self.rate(number))
                 counts = {one.name: one.t for one in work}
-                if type(optimizer).begin_step is not \
-                        optimizers.Optimizer.begin_step:
+                if optimizer.has_begin_step:
                     self._begin_step(counts)
                 self._apply(work, 1.0 / batch_size)
                 self._counts.update(counts)
@@ -396,11 +395,7 @@ class Trainer:
             is raised; with a dynamic scale it is returned, and `update` will
             skip the step.
         """
-        _check_number("max_norm", max_norm, 0)
-        if not max_norm:
-            raise ValueError("max_norm must be above 0; received "
-                             f"{max_norm!r}. Freeze parameters that are not "
-                             "to move.")
+        _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
         check_batch_size(batch_size)
         backend = self.replicas.backend
         parameters = self.summed("clip_global_norm")
@@ -491,12 +486,15 @@ class Trainer:
             scale.good_steps = saved.good_steps
 
 
-def _check_number(what: str, value: Any, least: float = -float("inf")) -> None:
-    rule = f"{what} must be a finite number" + ("" if least else ", 0 or more")
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, Real):
+def _check_number(what: str, value: Any, limits: str = "",
+                  fits: Callable[[float], bool] = lambda value: True) -> None:
+    """Refuse what is not a finite number that `fits`; `limits` says which
+    do."""
+    rule = f"{what} must be a finite number{limits}"
+    if not is_number(value):
         raise TypeError(f"{rule}; received {value!r} of type "
                         f"{type(value).__name__}.")
-    if not least <= value < float("inf"):
+    if not (abs(value) < float("inf") and fits(value)):
         raise ValueError(f"{rule}; received {value!r}.")
 
 

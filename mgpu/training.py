@@ -1,23 +1,24 @@
 """Recording, backward, and the training loop, once for both engines."""
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import length_hint
 from typing import Any
 
 import numpy as np
 
 from mgpu import notebook, prefetching, probes
-from mgpu.arguments import integer, is_integer
+from mgpu.arguments import integer
 from mgpu.backends import Backend, get_backend, messages, using_backend
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
 from mgpu.losses import check_per_example
-from mgpu.replicas import Replicas
 from mgpu.nested import rows_of
+from mgpu.progress import ProgressBar
+from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 from mgpu.trainer import Trainer, check_batch_size
 
@@ -32,7 +33,7 @@ def put(x: Any, device: Any, *, dtype: str | None = None) -> Any:
     Parameters
     ----------
     x : native array, NumPy array, or numbers
-    device : device, or a native array to sit beside
+    device : device, or a native array on the target device
     dtype : str, optional
         Otherwise the dtype is kept.
 
@@ -56,7 +57,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 def attach_grad(x: Any, grad_req: str = "write") -> None:
     """Make `x` a leaf: `backward` writes its gradient (``"write"``), adds to
-    it (``"add"``), or leaves it alone (``"null"``)."""
+    it (``"add"``), or leaves it as it is (``"null"``)."""
     backend = get_backend()
     backend.attach_grad(_native(x, backend), grad_req)
 
@@ -77,10 +78,7 @@ def seed(s: int) -> None:
     """Start the random streams of the current backend again (dropout masks):
     one stream per device, so masks are the same for the same devices and
     the same backend. Weights and data orders have seeds of their own."""
-    if not is_integer(s, 0):
-        raise ValueError(f"seed must be a whole number, 0 or more; received "
-                         f"{s!r}. Use for example mgpu.seed(0).")
-    get_backend().seed(int(s))
+    get_backend().seed(integer("seed", s, 0))
 
 
 def record(train_mode: bool = True) -> AbstractContextManager[None]:
@@ -112,7 +110,7 @@ def backward(losses: Any | Sequence[Any]) -> None:
         records outside of it too, until `no_grad`: there such a loss of
         arrays that the user multiplied by hand goes through.)
     TypeError
-        No native arrays.
+        Something that is not an array of the backend.
     ValueError
         No loss at all.
     """
@@ -154,12 +152,12 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
 
 def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:
     """``p -= lr * grad / batch_size`` in place for each of one device's
-    parameters, then the gradient is set to zero (the text's function).
+    parameters, then the gradient is set to zero (the book's function).
 
     Raises
     ------
     ValueError
-        A parameter without a gradient, or a batch size that is no whole
+        A parameter without a gradient, or a batch size that is not a whole
         number, 1 or more. Nothing has changed then.
     """
     check_batch_size(batch_size)
@@ -288,12 +286,13 @@ def _loss_of(loss: Loss, output: Any, y: Any) -> Any:
 # -- the loop -----------------------------------------------------------------
 
 class NonFiniteLoss(FloatingPointError):
-    """The loss is NaN or infinite.
+    """A loss, or after an epoch a weight, is NaN or infinite.
 
     Attributes
     ----------
     history : History
-        Of the finished epochs; `loss_per_step` ends with that loss.
+        Of the finished epochs; where it was a loss, `loss_per_step` ends with
+        it.
     """
 
     history: "History"
@@ -386,7 +385,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         another one is, the losses of the oldest are read, which waits for
         its forward pass (and all steps before it), and let go: that bounds
         the memory. 1: all work of a step is waited for before the next is
-        queued, as by the ``waitall`` in the text's section "Training on
+        queued, as by the ``waitall`` in the book's section "Training on
         Multiple GPUs". What happens without it, and how two steps may
         overlap, is an exercise of its section "Concise Implementation for
         Multiple GPUs": 2 is the answer. The numbers do not depend on it.
@@ -404,16 +403,14 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         No batch in an epoch, a number of epochs or of steps below 1, or of
         batches below 0.
     """
-    if not is_integer(num_epochs, 1):
-        raise ValueError(f"num_epochs must be a whole number, 1 or more; "
-                         f"received {num_epochs!r}.")
+    num_epochs = integer("num_epochs", num_epochs, 1)
     max_inflight = integer("max_inflight", max_inflight, 1)
     ahead = integer("prefetch", prefetch, 0)
     batches = prefetching.prefetch(train_iter, ahead, devices=devices) \
         if ahead else train_iter
     backend = get_backend()
     history = History([str(d) for d in devices])
-    bar = _progress_bar(progress, num_epochs, train_iter, description)
+    total = num_epochs * length_hint(train_iter) if progress else 0
     waiting: deque[tuple[int, int, list[Any]]] = deque()
 
     def settle(down_to: int) -> None:
@@ -435,12 +432,11 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         raise error
 
     # The scope is for Ctrl-C, which may come while one inside it ends.
-    with backend.scope(), contextlib.nullcontext() if bar is None \
-            else contextlib.closing(bar):
+    with backend.scope(), ProgressBar(progress, description or "train",
+                                      total or None, "batch") as bar:
         for epoch in range(num_epochs):
             backend.synchronize(list(devices))
-            first, images, begin = len(history.loss_per_step), 0, \
-                time.perf_counter()
+            first, begin = len(history.loss_per_step), time.perf_counter()
             sizes = []
             for X, y in batches:
                 losses = step(X, y)
@@ -451,8 +447,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
                 settle(down_to=max_inflight - 1)
                 if max_inflight == 1:
                     backend.synchronize(list(devices))
-                if bar is not None:
-                    bar.update()
+                bar.advance()
             if not sizes:
                 raise ValueError(
                     "train_iter must give a batch or more in each epoch; "
@@ -475,28 +470,10 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
                 animator.add(epoch + 1, [
                     history.train_loss[-1],
                     history.test_acc[-1] if history.test_acc else None])
-            if bar is not None:
-                bar.set_postfix_str(
-                    f"loss {history.train_loss[-1]:.3f}" + (
-                        f", test acc {history.test_acc[-1]:.3f}"
-                        if history.test_acc else ""))
+            bar.note(f"loss {history.train_loss[-1]:.3f}" + (
+                f", test acc {history.test_acc[-1]:.3f}"
+                if history.test_acc else ""))
     return history
-
-
-def _progress_bar(wanted: bool, num_epochs: int, train_iter: Any,
-                  description: str) -> Any:
-    if not wanted:
-        return None
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:     # the bar is a comfort, the package an extra
-        return None
-    try:
-        total = num_epochs * len(train_iter)
-    except TypeError:
-        total = None
-    return tqdm(total=total, desc=description or "train", unit="batch",
-                leave=False)
 
 
 def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
@@ -517,7 +494,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         None.
     num_epochs : int
     device : device, optional
-        Evaluate there alone (default: on all devices).
+        Evaluate only there (default: on all devices).
     progress : bool
         Draw a progress bar, where tqdm is installed.
     animator : mgpu.plotting.Animator, optional

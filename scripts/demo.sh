@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The first look: LeNet on real digits and a short ResNet-18, on both engines
-# and on one and two devices. Makes its own environment (setup_env.sh); the
+# and on one and two devices. Makes the environment .venv (setup_env.sh); the
 # results go to the folder out/. Fails if LeNet's accuracy is under 0.8.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
@@ -15,8 +15,8 @@ mgpu() { "$python" -m mgpu "$@"; }
 mgpu doctor
 
 # float64, so that the curves of the engines lie on each other: in float32
-# training amplifies the last bits. A larger start than the text's 0.01,
-# which waits 250 steps on a plateau.
+# training amplifies the last bits. Larger weights at the start than the
+# book's 0.01, with which training stays on a plateau for 250 steps.
 say "LeNet from scratch, 1,797 digits, 1 and 2 devices"
 mgpu reproduce lenet --backend "$backend" --devices 1,2 --data digits \
     --epochs 12 --batch-size 64 --lr 0.0625 --init-scale 0.1 \
@@ -44,3 +44,4 @@ END
 
 say "Look at $PWD/out/demo-lenet.png (accuracy, loss and speed)."
 say "All numbers: out/demo-lenet.json, out/demo-resnet18.json"
+say "To use mgpu in this shell: . .venv/bin/activate"

@@ -1,14 +1,16 @@
-"""How the text's PyTorch version of "Concise Implementation for Multiple
-GPUs" departs from its Gluon version: each mechanism alone, and all together.
+"""How the PyTorch version of "Concise Implementation for Multiple GPUs" in
+*Dive into Deep Learning* departs from its Gluon version: each mechanism by
+itself, and all together.
 
     python -m studies.departures --data FOLDER [--seeds 0,1] [--quick]
         [--backend torch|mxnet] [--work out/departures] [--out docs]
 
-The text prints 0.93 and 0.91 (1 and 2 GPUs) for Gluon, 0.89 and 0.81 for
-PyTorch. Both versions are run here on *one* engine, through mgpu, so that
-nothing differs but the mechanism. Each is measured exactly, on one step in
-float64 at the text's batch sizes; and ResNet-18 is trained, on a few hundred
-pictures and with batches a sixteenth of the text's, so that a CPU can do it.
+The book prints accuracies of 0.93 and 0.91 (1 and 2 GPUs) for Gluon, 0.89 and
+0.81 for PyTorch. Both versions are run here on *one* engine, through mgpu, so
+that nothing differs but the mechanism. Each mechanism is measured exactly, on
+one step in float64 at the book's batch sizes; and ResNet-18 is trained, on a
+few hundred pictures and with batches a sixteenth of the book's, so that a CPU
+can do it.
 
 Every measurement and every run is a file in the folder ``--work``; one that
 is there is not done again, so an interrupted call goes on where it stopped.
@@ -22,17 +24,18 @@ import json
 import os
 import pathlib
 import time
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import mgpu
 
-SIGMA = 0.01                # of the weights, in the text
+SIGMA = 0.01                # of the weights, in the book
 MOMENTUM = float(np.float32(0.9))   # of batch norm, as both engines hold it
-#: height of a picture in each part of ResNet-18, by the first part of a
-#: parameter's name
+#: height of a picture in each stage of ResNet-18, by the first component of
+#: a parameter's name
 SIDE = {"1": 28, "3": 28, "4": 14, "5": 7, "6": 4}
 
 
@@ -62,7 +65,7 @@ VERSIONS = {
     PRESENT: Version(present=True),
     BIASES: Version(biases=True),
 }
-#: statistics take no part in training: these are one training, judged twice
+#: training does not read statistics: these are one training, judged twice
 JUDGED = {FIRST: "first", UNBIASED: "unbiased"}
 #: in the order of tables and figures
 ORDER = (GLUON, BIASES, GOES_ON, FIRST, UNBIASED, PRESENT, ALL)
@@ -76,8 +79,8 @@ class Settings(NamedTuple):
     batch: int = 16             # of one device: 256 / 16
     lr: float = 0.1             # of one device
     epochs: int = 5
-    exact_batch: int = 512      # the text's, for two devices
-    exact_short: int = 96       # rows of the text's last batch
+    exact_batch: int = 512      # the book's, for two devices
+    exact_short: int = 96       # rows of the book's last batch
     exact_rows: int = 64        # rows whose logits are compared
     laps: int = 3
     lap_batches: int = 4
@@ -89,11 +92,11 @@ QUICK = dict(rows=11, test_rows=6, batch=4, epochs=1, exact_batch=8,
 
 # -- the mechanisms ---------------------------------------------------------
 
-def torch_biases(values: Dict[str, np.ndarray], seed: int
-                 ) -> Dict[str, np.ndarray]:
-    """Biases as ``torch.nn.Conv2d`` and ``Linear`` are born with them,
-    U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for the weights in `values`; the
-    text's initialiser leaves them so."""
+def torch_biases(values: dict[str, np.ndarray], seed: int
+                 ) -> dict[str, np.ndarray]:
+    """Biases as ``torch.nn.Conv2d`` and ``Linear`` draw them,
+    U(-1/sqrt(fan_in), 1/sqrt(fan_in)), for the weights in `values`. The
+    book's initialiser leaves them so."""
     rng, biases = np.random.default_rng([seed, 1]), {}
     for name, value in values.items():
         path, _, own = name.rpartition(".")
@@ -108,9 +111,9 @@ class UnbiasedVariance:
     """The running variances that torch's batch norm would have kept.
 
     Torch adds ``n / (n - 1)`` times what Gluon adds, where n is the number
-    of values in a channel on a device. Statistics play no part in training,
-    so both can be had of one training: what a step has added is read off
-    ours, after minus 0.9 times before.
+    of values in a channel on a device. Training does not read statistics, so
+    one training gives both: what a step has added is ours after the step
+    minus 0.9 times ours before it.
 
     Attributes
     ----------
@@ -122,7 +125,7 @@ class UnbiasedVariance:
         self.before = self._read()
         self.values = dict(self.before)
 
-    def _read(self) -> Dict[str, np.ndarray]:
+    def _read(self) -> dict[str, np.ndarray]:
         return {p.name: np.stack([mgpu.to_numpy(x).astype(np.float64)
                                   for x in p.list_data()])
                 for p in self.replicas.statistics()
@@ -143,8 +146,8 @@ class UnbiasedVariance:
 
 
 def step(replicas: mgpu.Replicas, trainer: mgpu.Trainer, X: np.ndarray,
-         y: np.ndarray, divisor: int) -> List[Any]:
-    """The text's step: split, forward, backward, ``trainer.step(divisor)``.
+         y: np.ndarray, divisor: int) -> list[Any]:
+    """The book's step: split, forward, backward, ``trainer.step(divisor)``.
     Returns the losses of each device's rows, not waited for."""
     loss = mgpu.losses.SoftmaxCrossEntropyLoss()
     X_shards, y_shards = mgpu.split_batch(X, y, replicas.devices)
@@ -157,12 +160,12 @@ def step(replicas: mgpu.Replicas, trainer: mgpu.Trainer, X: np.ndarray,
     return losses
 
 
-def shard_rows(n: int, k: int) -> List[int]:
+def shard_rows(n: int, k: int) -> list[int]:
     return [stop - start for start, stop in mgpu.shard_bounds(n, k)]
 
 
 def judged_by(replicas: mgpu.Replicas, unbiased: UnbiasedVariance, how: str
-              ) -> Dict[str, np.ndarray]:
+              ) -> dict[str, np.ndarray]:
     """All values of `replicas`, with the statistics that `how` names: each
     device's "own", or those of the "first" for all; "unbiased" or not."""
     values = replicas.export_numpy(all_devices=True)
@@ -215,7 +218,7 @@ def load(settings: Settings, batch: int, dtype: str = "float32",
 
 
 def train_version(settings: Settings, name: str, seed: int,
-                  work: pathlib.Path) -> Dict[str, Any]:
+                  work: pathlib.Path) -> dict[str, Any]:
     """Train one version; its losses and accuracies. The final values are
     kept in `work` where another version goes on from them."""
     version = VERSIONS[name]
@@ -241,7 +244,7 @@ def train_version(settings: Settings, name: str, seed: int,
     if name == GLUON:
         ways.update(JUDGED)
     labels = np.concatenate([y for _, y in test])
-    result: Dict[str, Any] = {
+    result: dict[str, Any] = {
         "version": name, "seed": seed, "batch_size": batch,
         "lr": settings.lr * k, "steps_per_epoch": len(train), "loss": [],
         "test_acc": {way: [] for way in ways}, "changed": {}}
@@ -291,7 +294,7 @@ def rows_for(settings: Settings, n: int) -> Any:
     return next(iter(train))
 
 
-def measure_biases(settings: Settings) -> Dict[str, Any]:
+def measure_biases(settings: Settings) -> dict[str, Any]:
     """Mechanism 1: scores before any step, with biases zero, random, and
     random only before a batch norm (which takes them out in training)."""
     X, _ = rows_for(settings, settings.exact_rows)
@@ -322,9 +325,9 @@ def measure_biases(settings: Settings) -> Dict[str, Any]:
             "arrays before a batch norm": len(normed), **found}
 
 
-def measure_statistics(settings: Settings) -> Dict[str, Any]:
+def measure_statistics(settings: Settings) -> dict[str, Any]:
     """Mechanisms 3 and 4: what two devices add to their statistics in one
-    pass of the text's size, and how much torch adds to a variance."""
+    pass of the book's size, and how much torch adds to a variance."""
     X, y = rows_for(settings, settings.exact_batch)
     replicas = make(2, 0, "float64")
     start = replicas.export_numpy()
@@ -332,15 +335,15 @@ def measure_statistics(settings: Settings) -> Dict[str, Any]:
     loss = mgpu.losses.SoftmaxCrossEntropyLoss()
     for replica, X_shard, y_shard in zip(
             replicas, *mgpu.split_batch(X, y, replicas.devices)):
-        with mgpu.record():     # one by one: the text's size needs 2.5 GB
+        with mgpu.record():     # one by one: the book's size needs 2.5 GB
             losses = loss(replica(X_shard), y_shard)
         mgpu.backward(losses)
         mgpu.to_numpy(losses)
         del losses
     unbiased.stepped(shard_rows(len(y), 2))
     after = replicas.export_numpy(all_devices=True)
-    between: Dict[str, List[float]] = {"running_mean": [], "running_var": []}
-    change: Dict[str, float] = {}
+    between: dict[str, list[float]] = {"running_mean": [], "running_var": []}
+    change: dict[str, float] = {}
     for p in replicas.statistics():
         batch = after[p.name] - MOMENTUM * start[p.name]
         between[p.kind].append(relative(batch[1], batch[0]))
@@ -369,7 +372,7 @@ def measure_statistics(settings: Settings) -> Dict[str, Any]:
         "scores by torch's variance, relative": relative(torchs, own)}
 
 
-def measure_divisor(settings: Settings) -> Dict[str, Any]:
+def measure_divisor(settings: Settings) -> dict[str, Any]:
     """Mechanism 5, and sum against mean: one step on the short last batch
     and one on rows that fill the batch."""
     nominal, short = settings.exact_batch, settings.exact_short
@@ -377,7 +380,7 @@ def measure_divisor(settings: Settings) -> Dict[str, Any]:
     replicas = make(2, 0, "float64")
     start = replicas.export_numpy()
 
-    def moved(divisor: int, scale: float = 1.0) -> Dict[str, np.ndarray]:
+    def moved(divisor: int, scale: float = 1.0) -> dict[str, np.ndarray]:
         replicas.import_numpy(start)
         trainer = mgpu.Trainer(replicas, "sgd",
                                {"learning_rate": 2 * settings.lr * scale})
@@ -386,13 +389,13 @@ def measure_divisor(settings: Settings) -> Dict[str, Any]:
         return {p.name: after[p.name] - start[p.name]
                 for p in replicas.params()}
 
-    def norm(update: Dict[str, np.ndarray]) -> float:
+    def norm(update: dict[str, np.ndarray]) -> float:
         return float(np.sqrt(sum((u ** 2).sum() for u in update.values())))
 
     by_nominal, by_present = moved(nominal), moved(short)
 
     # The same rows as a full batch: torch's mean of the losses, then
-    # step(1), beside the sum of the losses, then step(rows).
+    # step(1), against the sum of the losses, then step(rows).
     replicas.import_numpy(start)
     trainer = mgpu.Trainer(replicas, "sgd",
                            {"learning_rate": 2 * settings.lr})
@@ -415,10 +418,10 @@ def measure_divisor(settings: Settings) -> Dict[str, Any]:
                 gap / norm(by_present)}
 
 
-def measure_timer(settings: Settings) -> Dict[str, Any]:
+def measure_timer(settings: Settings) -> dict[str, Any]:
     """Mechanism 6: the laps of a few training steps on two devices, read
     without a wait and after one. Nothing in a lap reads a result."""
-    found: Dict[str, Any] = {"batches": settings.lap_batches,
+    found: dict[str, Any] = {"batches": settings.lap_batches,
                              "batch_size": 2 * settings.batch}
     for backend in ("mxnet", "torch"):
         with mgpu.using_backend(backend):
@@ -485,18 +488,18 @@ def once(path: pathlib.Path, settings: Settings, work: Any) -> Any:
 
 # -- results ----------------------------------------------------------------
 
-def curves(runs: Sequence[Dict[str, Any]]
-           ) -> Dict[str, Dict[int, List[float]]]:
+def curves(runs: Sequence[dict[str, Any]]
+           ) -> dict[str, dict[int, list[float]]]:
     """Test accuracies by version and seed, from before the first epoch."""
-    found: Dict[str, Dict[int, List[float]]] = {}
+    found: dict[str, dict[int, list[float]]] = {}
     for run in runs:
         for way, accuracies in run["test_acc"].items():
             found.setdefault(way, {})[run["seed"]] = accuracies
     return found
 
 
-def gaps(found: Dict[str, Dict[int, List[float]]], name: str,
-         reference: str) -> List[float]:
+def gaps(found: dict[str, dict[int, list[float]]], name: str,
+         reference: str) -> list[float]:
     """What `name` has over `reference` at the last epoch, by seeds that
     both have."""
     base = found.get(reference, {})
@@ -504,13 +507,13 @@ def gaps(found: Dict[str, Dict[int, List[float]]], name: str,
             if seed in base]
 
 
-def print_table(runs: Sequence[Dict[str, Any]]) -> None:
+def print_table(runs: Sequence[dict[str, Any]]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError as error:
         raise ImportError(f"the table needs rich ({error}). Run pip install "
-                          "'mgpu[cli]'.") from error
+                          "rich.") from error
     found = curves(runs)
     table = Table("version", "seeds", "last epoch", "mean", "mean of all",
                   "less Gluon's")
@@ -529,19 +532,19 @@ def print_table(runs: Sequence[Dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def draw(runs: Sequence[Dict[str, Any]], settings: Settings,
+def draw(runs: Sequence[dict[str, Any]], settings: Settings,
          path: pathlib.Path) -> None:
     """Accuracy by epoch, and each mechanism's difference from Gluon's
     version at the last epoch, a point per seed."""
     # The package's own look; a figure of its own, without pyplot.
-    from mgpu.plotting import (_DASHES, _GREY, _INK, _PALETTE, _new_figure,
-                               _plain, _write)
+    from mgpu.plotting.style import (DASHES, GREY, INK, PALETTE, new_figure,
+                                     plain_axes, write_figure)
     found = curves(runs)
     shown = [name for name in ORDER if name in found]
-    colours = dict(zip(ORDER, (_INK, *_PALETTE)))
-    figure = _new_figure((12.0, 4.8), dpi=150)
+    colours = dict(zip(ORDER, (INK, *PALETTE)))
+    figure = new_figure((12.0, 4.8), dpi=150)
     figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
-    left, right = (_plain(axes) for axes in figure.subplots(
+    left, right = (plain_axes(axes) for axes in figure.subplots(
         1, 2, width_ratios=(1.15, 1)))
     for i, name in enumerate(shown):
         each = np.array(list(found[name].values()))
@@ -551,7 +554,7 @@ def draw(runs: Sequence[Dict[str, Any]], settings: Settings,
                               color=colours[name], alpha=0.08, linewidth=0)
         left.plot(epochs, each.mean(axis=0), color=colours[name], marker="o",
                   markersize=4, linewidth=2.6 if name in (GLUON, ALL)
-                  else 1.6, linestyle=_DASHES[i % len(_DASHES)], label=name)
+                  else 1.6, linestyle=DASHES[i % len(DASHES)], label=name)
     left.set(xlabel="epoch (0: before training)", ylabel="test accuracy",
              title="2 devices: mean of the seeds, least to largest")
     left.legend(frameon=False, fontsize=9, handlelength=3.2)
@@ -563,7 +566,7 @@ def draw(runs: Sequence[Dict[str, Any]], settings: Settings,
                        markersize=6, alpha=0.7)
             right.plot([np.mean(less)] * 2, [y - 0.28, y + 0.28],
                        color=colours[name], linewidth=3)
-    right.axvline(0, color=_GREY, linewidth=1)
+    right.axvline(0, color=GREY, linewidth=1)
     right.set_yticks(range(len(others)), others)
     right.invert_yaxis()
     right.grid(False, axis="y")
@@ -572,33 +575,37 @@ def draw(runs: Sequence[Dict[str, Any]], settings: Settings,
     figure.suptitle(
         f"ResNet-18, {settings.rows} training and {settings.test_rows} test "
         f"rows, batch {2 * settings.batch}, lr {2 * settings.lr:g}",
-        color=_INK, fontsize=13)
-    _write(figure, path)
+        color=INK, fontsize=13)
+    write_figure(figure, path)
 
 
 # -- command line -----------------------------------------------------------
 
-def main(arguments: Optional[Sequence[str]] = None) -> Dict[str, Any]:
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", default="fashion-mnist",
-                        help="a name, or a folder of IDX files")
+                        help="the name of a data set, or a folder of IDX "
+                        "files")
     parser.add_argument("--backend", default="torch",
                         choices=["mxnet", "torch"],
-                        help="of all but the timer, which takes both")
-    parser.add_argument("--seeds", default="0,1")
+                        help="the engine; the timer is measured on both")
+    parser.add_argument("--seeds", default="0,1",
+                        help="a training of each version for each seed")
     parser.add_argument("--quick", action="store_true",
-                        help="a few rows, to see that all of it runs")
+                        help="use a few rows only, to see that all of it "
+                        "runs")
     parser.add_argument("--report", action="store_true",
-                        help="run nothing: draw what is finished")
+                        help="run nothing, draw what is finished")
     parser.add_argument("--only", help="the names of some runs and "
                         "measurements, as in --work, separated by commas")
     parser.add_argument("--work", type=pathlib.Path,
                         default=pathlib.Path("out/departures"),
-                        help="the folder of finished runs")
+                        help="the folder in which each run keeps its result")
     parser.add_argument("--out", type=pathlib.Path,
-                        default=pathlib.Path("docs/internals"))
+                        default=pathlib.Path("docs/internals"),
+                        help="the folder for departures.json and .png")
     options = parser.parse_args(arguments)
     seeds = [int(seed) for seed in options.seeds.split(",")]
     settings = Settings(options.data, options.backend,

@@ -1,15 +1,16 @@
 """Do published pairs of networks train the same on both engines?
 
+\b
     python -m studies.twins --pairs resnet18
     python -m studies.twins --families            # each family's smallest
     python -m studies.twins --limit 250 --jobs 2  # resumes where it was
     python -m studies.twins --report-only
 
 Each name that gluoncv2 (MXNet) and pytorchcv (PyTorch) share is a pair of
-networks written apart. `mgpu.parity.compare` takes both through the same
-steps of training. A pair runs in a process of its own, with a limit on memory
-and time; what it found is appended to ``benchmarks/twins.jsonl``, and the
-table for readers, ``docs/internals/twins.md``, is written from that file.
+networks, written independently. `mgpu.parity.compare` takes both through the
+same steps of training. A pair runs in a process of its own, with a limit on
+memory and time; its result is appended to studies/twins.jsonl, and the table
+for readers, docs/internals/twins.md, is written from that file.
 
     pip install gluoncv2==0.0.64 pytorchcv==0.0.67 psutil click tqdm
 """
@@ -44,9 +45,9 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-import mgpu
-import mgpu.functional as F
-from mgpu import parity
+import mgpu                     # noqa: E402
+import mgpu.functional as F     # noqa: E402
+from mgpu import parity         # noqa: E402
 
 RESULTS = HERE / "twins.jsonl"
 #: what each pair costs at its own input size, which decides the order:
@@ -143,7 +144,7 @@ SPECIAL = {
     "jasper": ([[64, 96], []], 96, {"from_audio": False}),
     "jasperdr": ([[64, 96], []], 96, {"from_audio": False}),
     "quartznet": ([[64, 96], []], 96, {"from_audio": False}),
-    # gluoncv2's takes its own size alone, and does not say so
+    # gluoncv2's takes its own size only, and does not say so
     "superpointnet": ([[1, 224, 224]], None, {}),
 }
 #: options of both constructors: maps, before points are read off them
@@ -188,10 +189,10 @@ def choose(family, torch_function, budget=BUDGET):
                 return {**own, "rows": rows}
     except Exception:       # no pass at this size
         pass
-    edge = max(native) * math.sqrt(budget / own["macs"]) if own else 64
-    edge = max(64, int(edge // 32) * 32)
+    fitting = max(native) * math.sqrt(budget / own["macs"]) if own else 64
+    smallest = max(64, int(fitting // 32) * 32)
     best = None
-    for edge in (*range(edge, edge + 97, 32), 256, 512, 640):
+    for edge in (*range(smallest, smallest + 97, 32), 256, 512, 640):
         if edge > max(native) or own and edge == max(native):
             break
         h, w = (max(32, round(edge * n / max(native) / 32) * 32)
@@ -839,27 +840,36 @@ def main():
     import click
 
     @click.command(help=__doc__)
-    @click.option("--pairs", is_flag=True, help="only the pairs named")
+    @click.option("--pairs", is_flag=True,
+                  help="Compare the named pairs only.")
     @click.option("--families", is_flag=True,
-                  help="only the cheapest pair of each family")
-    @click.option("--limit", type=int, help="the first so many pairs")
+                  help="Compare only the cheapest pair of each family.")
+    @click.option("--limit", type=int, help="Compare this many pairs, "
+                  "the cheapest first.")
     @click.option("--devices", default=",".join(
         f"{k}:{n}" for k, n in SCHEDULE), show_default=True,
-        help="number of devices : steps")
-    @click.option("--jobs", default=2, show_default=True)
-    @click.option("--step-limit", default=60.0, show_default=True)
-    @click.option("--pair-limit", default=300.0, show_default=True)
-    @click.option("--memory", default=5.0, show_default=True, help="GB")
+        help="For each run of a pair, the number of devices and of steps.")
+    @click.option("--jobs", default=2, show_default=True,
+                  help="How many pairs to compare at the same time.")
+    @click.option("--step-limit", default=60.0, show_default=True,
+                  help="Seconds that one step may take.")
+    @click.option("--pair-limit", default=300.0, show_default=True,
+                  help="Seconds that a pair may take.")
+    @click.option("--memory", default=5.0, show_default=True,
+                  help="Gigabytes of memory that a pair may take.")
     @click.option("--budget", default=BUDGET, show_default=True,
-                  help="10^9 multiplications of a row's forward pass up to "
-                  "which a pair keeps its own input size")
+                  help="A pair whose forward pass needs more than this many "
+                  "billion multiplications for a row gets a smaller input.")
     @click.option("--dtype", default="float64", show_default=True,
-                  type=click.Choice(["float64", "float32"]))
+                  type=click.Choice(["float64", "float32"]),
+                  help="The numbers to compare in.")
     @click.option("--retry", is_flag=True,
-                  help="also what has no verdict, or differs without a cause")
+                  help="Repeat the pairs that have no verdict, or differ "
+                  "without a cause.")
     @click.option("--plan", "planning", is_flag=True,
-                  help="only look at what each pair costs")
-    @click.option("--report-only", is_flag=True)
+                  help="Only find out what each pair costs.")
+    @click.option("--report-only", is_flag=True,
+                  help="Compare nothing, write docs/internals/twins.md.")
     @click.option("--worker", is_flag=True, hidden=True)
     @click.argument("names", nargs=-1)
     def command(pairs, families, limit, devices, jobs, step_limit,
@@ -991,7 +1001,8 @@ def table(records, found):
 
 
 def page(records, total=(0, 0)):
-    """The text of docs/internals/twins.md; `total`: pairs and families that exist."""
+    """The contents of docs/internals/twins.md; `total`: how many pairs and
+    families exist."""
     found = verdicts(records)
     families = {r["family"] for r in records.values() if "family" in r}
     count = collections.Counter(v for v, _ in found.values())
@@ -1025,7 +1036,7 @@ def page(records, total=(0, 0)):
     hours = sum(r.get("seconds", 0) for r in records.values()) / 3600
     lines = [
         "# Networks that exist twice", "",
-        "*Written by `benchmarks/twins.py` from `benchmarks/twins.jsonl`.*",
+        "*Written by `studies/twins.py` from `studies/twins.jsonl`.*",
         "", f"**{len(found)} pairs of {len(families)} architecture families: "
         f"{count['same']} train the same, {count['different']} differ "
         f"({with_cause} with a known cause), {count['none']} got no "
@@ -1039,7 +1050,7 @@ def page(records, total=(0, 0)):
         f"compared; the largest relative difference that the tolerance of "
         f"1e-10 let pass is {worst:.1e}; {rounding} tensors are above it by "
         "no more than what a change of the last bits does to MXNet's network "
-        "alone (at most 16 times, [parity.md](parity.md)). "
+        "by itself (at most 16 times, [parity.md](parity.md)). "
         + ("Compared in float32, with a tolerance of 1e-5, as they do not "
            "run or do not fit in float64: " + ", ".join(single) + "."
            if single else ""), "",

@@ -25,7 +25,7 @@ DEVICE_COUNTS = (1, 2, 3, 4)
 ENGINES = [engine for name in BACKENDS for engine in
            (("mxnet-nd", "mxnet-np") if name == "mxnet" else (name,))]
 
-#: these compare the engines with each other alone; the rest of tests/oracle
+#: these compare the engines only with each other; the rest of tests/oracle
 #: compares with an oracle too, and does so for the engines that there are
 collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
     else ["oracle/test_networks.py"]
@@ -109,5 +109,5 @@ def pytest_report_header(config):
     if collect_ignore:
         lines.append(f"NOT RUN, for want of the other engine: "
                      f"{', '.join(collect_ignore)}; tests/oracle compares "
-                     f"{', '.join(BACKENDS)} with the oracle alone")
+                     f"{', '.join(BACKENDS)} with only the oracle")
     return lines

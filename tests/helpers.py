@@ -1,11 +1,6 @@
 """What several test modules share: measures of difference, numerical
-gradients, the engines with their array families, and pairs of small native
-networks.
-
-Native networks are made in here, not by `mgpu`, so that a test compares
-`mgpu` with something that it did not write itself. Frameworks are imported
-inside functions: the backend must have loaded them before.
-"""
+gradients, the engines with their array families, and (from `networks`) pairs
+of small native networks."""
 import contextlib
 import re
 
@@ -14,6 +9,7 @@ import numpy as np
 import mgpu
 from conftest import BACKENDS, ENGINES  # noqa: F401, for the tests
 from mgpu.parity import measure
+from networks import convnet, mlp  # noqa: F401, for the tests
 
 @contextlib.contextmanager
 def using_engine(engine):
@@ -129,70 +125,3 @@ def numerical_gradient(f, x, step=2.0 ** -10):
         gradient[i] = (8 * (right - left) - (far_right - far_left)) \
             / (12 * step)
     return gradient
-
-
-# -- native networks ----------------------------------------------------------
-
-def mlp(backend, units=(6, 5, 3), deferred=False):
-    """Dense layers with ReLU between them: a native network of `backend`
-    without values from `mgpu`; ``units[0]`` is the number of inputs.
-
-    Both engines have the same parameters, names and order: (out, in) weights
-    and biases. ``deferred=True`` leaves the numbers of inputs to
-    the first forward pass. Works with both array families of MXNet.
-    """
-    pairs = list(zip(units, units[1:]))
-    if backend.name == "mxnet":
-        from mxnet.gluon import nn
-        net = nn.HybridSequential()
-        for i, (n_in, n_out) in enumerate(pairs):
-            if i:
-                net.add(nn.Activation("relu"))
-            net.add(nn.Dense(n_out, in_units=0 if deferred else n_in))
-        return net
-    from torch import nn
-    layers = []
-    for i, (n_in, n_out) in enumerate(pairs):
-        if i:
-            layers.append(nn.ReLU())
-        layers.append(nn.LazyLinear(n_out) if deferred
-                      else nn.Linear(n_in, n_out))
-    return nn.Sequential(*layers)
-
-
-def convnet(backend, channels=2, classes=3, batch_norm=True, deferred=False):
-    """Convolution, batch norm, ReLU, pooling, convolution, batch norm, ReLU,
-    mean over the picture, dense: a native network of `backend` for pictures
-    (n, `channels`, h, w) with h and w of 4 or more.
-
-    The same parameters, names and order on both engines, then the running
-    statistics. Works with both array families of MXNet.
-    """
-    if backend.name == "mxnet":
-        from mxnet.gluon import nn
-        net = nn.HybridSequential()
-        for n_in, n_out in ((channels, 4), (4, 5)):
-            net.add(nn.Conv2D(n_out, 3, padding=1,
-                              in_channels=0 if deferred else n_in))
-            if batch_norm:
-                net.add(nn.BatchNorm(in_channels=0 if deferred else n_out))
-            net.add(nn.Activation("relu"))
-            if n_out == 4:
-                net.add(nn.AvgPool2D(2))
-        net.add(nn.GlobalAvgPool2D(), nn.Flatten(),
-                nn.Dense(classes, in_units=0 if deferred else 5))
-        return net
-    from torch import nn
-    layers = []
-    for n_in, n_out in ((channels, 4), (4, 5)):
-        layers.append(nn.LazyConv2d(n_out, 3, padding=1) if deferred
-                      else nn.Conv2d(n_in, n_out, 3, padding=1))
-        if batch_norm:
-            layers.append(nn.LazyBatchNorm2d() if deferred
-                          else nn.BatchNorm2d(n_out))
-        layers.append(nn.ReLU())
-        if n_out == 4:
-            layers.append(nn.AvgPool2d(2))
-    return nn.Sequential(
-        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        nn.LazyLinear(classes) if deferred else nn.Linear(5, classes))

@@ -26,6 +26,7 @@ def patch():
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("MGPU_BACKEND", raising=False)
         patch.setattr(registry, "_chosen", None)
+        patch.setattr(registry, "_installed", None)
         yield patch
 
 
@@ -167,8 +168,22 @@ def test_with_nothing_installed_it_does_not_send_in_circles(patch, name,
     assert available_backends() == []
     with pytest.raises(BackendNotAvailable) as refused:
         set_backend(name)
-    assert name in str(refused.value)
-    assert f"set_backend({name!r})" not in str(refused.value)
+    assert str(refused.value).endswith(
+        f"Run pip install {name}, or run pip install {other} and switch with "
+        f"mgpu.set_backend({other!r}).")
+    assert registry.default_backend() == "mxnet"
+
+
+def test_nothing_is_advised_that_this_python_cannot_have(patch):
+    remove(patch, "mxnet", "torch")
+    patch.setitem(registry.ENTRIES, "mxnet", registry.ENTRIES[
+        "mxnet"]._replace(newest_python=(3, 1)))
+    assert registry.default_backend() == "torch"
+    with pytest.raises(BackendNotAvailable, match="Run pip install torch.$"):
+        get_backend()
+    with pytest.raises(BackendNotAvailable, match="mxnet has no wheels .*, or "
+                       "run pip install torch and switch with "):
+        set_backend("mxnet")
 
 
 @pytest.mark.parametrize("error", [ImportError, OSError])

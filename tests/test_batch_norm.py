@@ -130,7 +130,7 @@ def test_per_device_keeps_a_set_per_device(engine, devices, rows):
 
 
 def test_a_single_value_has_variance_zero(engine):
-    """Gluon's rule (torch alone refuses one value per channel)."""
+    """Gluon's rule (only torch refuses one value per channel)."""
     replicas = mgpu.initialize(batch_norm(engine), on(1), dtype="float64")
     output, = pass_through(replicas, np.full((1, 2, 1, 1), 3.0))
     assert not output.any()
@@ -340,9 +340,9 @@ def test_one_replica_alone_cannot_train_in_sync(engine):
         replicas[1](x)
     assert str(caught.value) == (
         "with batch_norm='sync' all replicas train together; received inputs "
-        "for replica 1 alone. Call replicas(shards) instead of "
+        "for replica 1 only. Call replicas(shards) instead of "
         "replicas[i](x).")
-    replicas[1](x)                          # it may predict alone
+    replicas[1](x)                          # one replica may predict
     with mgpu.record(train_mode=False):
         replicas[1](x)
     single = initialize(convnet(engine), on(1), "sync")

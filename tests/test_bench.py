@@ -98,27 +98,11 @@ def test_a_prediction_without_a_contender_on_one_device(backend):
 
 @pytest.mark.parametrize("model, side, arrays", [
     ("lenet", 28, 8), ("resnet18", 8, 76)])
-def test_the_texts_networks(backend, model, side, arrays):
+def test_the_books_networks(backend, model, side, arrays):
     report = bench.run(model, [2], batch_size=2, steps=1, rounds=2,
                        shape=(1, side, side))
     assert report["model"] == model
     assert report["measurements"][backend.name]["arrays"] == arrays
-
-
-def test_lenet_trains_as_the_chapter_does(backend, devices):
-    """The step that is measured is that of `mgpu.chapters`, bit for bit."""
-    from mgpu.chapters import lenet_step
-    contender = bench._prepare("lenet", devices, 3, (1, 28, 28), 10,
-                               "float64", 0)
-    X, y, params, _ = contender.step.args
-    start = mgpu.models.lenet_params(0.1, 0, "float64")
-    others = [mgpu.get_params(start, d) for d in devices]
-    contender.step(3)
-    lenet_step(X, y, others, devices, bench._RATE)
-    for own, other in zip(params, others):
-        for p, q, before in zip(own, other, start):
-            assert (mgpu.to_numpy(p) == mgpu.to_numpy(q)).all()
-            assert (mgpu.to_numpy(p) != before).any()
 
 
 @pytest.mark.parametrize("options, text", [
@@ -248,12 +232,15 @@ def test_named_devices_and_a_default_engine():
 
 
 @pytest.mark.parametrize("arguments, text", [
-    (["--predict", "0"], "--predict takes numbers of devices"),
-    (["--predict", "1,,2"], "--predict takes numbers of devices"),
+    (["--predict", "0"], "--predict takes numbers, from 1 on"),
+    (["--predict", "1,,2"], "--predict takes numbers, from 1 on"),
     (["--devices", "1,1"], "each number once"),
     (["--rounds", "1"], "rounds must be an integer of 2 or more"),
     (["--model", "vgg"], "MODULE:FACTORY"),
     (["--model", "lenet", "--input", "3x28x28"], "LeNet takes"),
+    (["--input", "5"], "LeNet takes"),
+    (["--model", "resnet18", "--input", "5"], "ResNet-18 takes pictures of "
+     "(channels, height, width); received (5,)"),
     (["--json", "/none/x.json"], "the folder of --json must exist"),
     (["--trace", "/none/x.json"], "the folder of --trace must exist"),
     (["--plot", "/none/x.png"], "the folder of a figure must exist"),

@@ -38,7 +38,7 @@ def test_every_row_has_a_name_of_its_own():
 LOOPS = [{"loop": loop, "engine": name} for name in BACKENDS
          for loop in ("mgpu", "halves")] \
     + [{"loop": loop} for name, loops in (
-        ("torch", ("torch", "text", "ddp")), ("mxnet", ("gluon",)))
+        ("torch", ("torch", "book", "ddp")), ("mxnet", ("gluon",)))
        if name in BACKENDS for loop in loops]
 
 

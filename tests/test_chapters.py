@@ -48,7 +48,7 @@ def test_lenet_trains_and_returns_a_run(backend, devices):
 
 
 def test_lenet_starts_at_the_loss_of_guessing(backend):
-    """With the text's 0.01 the scores are nearly 0: log 10."""
+    """With the book's 0.01 the scores are nearly 0: log 10."""
     run = lenet([mgpu.cpu(0)], epochs=1, init_scale=0.01)
     assert abs(run["loss_per_step"][0] - math.log(10)) < 1e-3
 
@@ -123,7 +123,7 @@ def test_a_rate_that_explodes_is_an_error(backend):
         lenet([mgpu.cpu(0), mgpu.cpu(1)], lr=1e30)
 
 
-def test_the_last_line_is_that_of_the_text():
+def test_the_last_line_is_that_of_the_book():
     run = {"devices": ["cpu(0)", "cpu(1)"], "train_loss": [0.5],
            "test_acc": [0.3, 0.846], "seconds": [1.1, 1.3]}
     assert chapters.summary(run) == \
@@ -176,7 +176,7 @@ def test_automatic_parallelism_needs_two_devices(backend, count):
 @pytest.mark.parametrize("option", [{"size": 0}, {"repeat": 0},
                                     {"repeat": True}, {"size": 1.5}])
 def test_sizes_and_repeats_are_counts(backend, option):
-    with pytest.raises(ValueError, match="must be 1 or more"):
+    with pytest.raises(ValueError, match="must be an integer of 1 or more"):
         chapters.auto_parallelism([mgpu.cpu(0), mgpu.cpu(1)], **option)
 
 
@@ -184,7 +184,7 @@ def test_sizes_and_repeats_are_counts(backend, option):
     (1.0, 1.0, 1.0, "0.50 of the time of one after the other: they over"),
     (2.0, 1.0, 1.0, "no overlap"),
     (2.2, 1.0, 1.0, "in each other's way"),
-    (1.0, 0.99, 0.03, "the shorter part is 3 % of it"),
+    (1.0, 0.99, 0.03, "the shorter one is 3 % of it"),
 ])
 def test_what_the_times_say(joint, a, b, word):
     assert word in chapters._verdict(joint, a, b)

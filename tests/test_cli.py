@@ -10,8 +10,9 @@ from click.testing import CliRunner
 
 import mgpu
 from conftest import BACKENDS
-from mgpu import __main__, cli, doctor, files
+from mgpu import cli, doctor, files
 from mgpu import backends as registry
+from mgpu.cli.reproduce import CHAPTERS
 
 SCHEMA = {"backend": str, "devices": list, "batch_size": int, "lr": float,
           "seed": int, "dtype": str, "data": dict, "train_loss": list,
@@ -51,7 +52,7 @@ def absent(patch):
 
 @pytest.fixture
 def default(patch):
-    """A default engine that is there, also where tests run on torch alone."""
+    """A default engine that is there, also where tests run on torch only."""
     patch.setenv("MGPU_BACKEND", BACKENDS[0])
 
 
@@ -104,7 +105,7 @@ def test_reproduce_resnet18(backend, tmp_path):
         "synthetic", "--json", str(file))
     assert result.exit_code == 0, result.output
     run, = json.loads(file.read_text())["runs"]
-    assert run["lr"] == 0.1 and run["init_scale"] == 0.01   # the text's
+    assert run["lr"] == 0.1 and run["init_scale"] == 0.01   # the book's
     assert run["data"]["name"] == "synthetic"
 
 
@@ -178,15 +179,16 @@ def test_parse_devices(text, devices):
     (["--devices", "tpu:0"], "unknown device; received 'tpu:0'"),
     (["--devices", "cpu:1,cpu:1"], "each device may be named once"),
     (["--devices", "gpu:99"], "gpu(99) is not there"),
-    (["--epochs", "0"], "num_epochs must be"),
-    (["--batch-size", "0"], "batch_size must be an integer of 1 or more"),
-    (["--limit", "-1"], "limit must be an integer of 1 or more"),
-    (["--seed", "-1"], "seed must be"),
+    (["--epochs", "0"], "'--epochs': 0 is not in the range x>=1"),
+    (["--epochs", "two"], "Invalid value for '--epochs': 'two'"),
+    (["--batch-size", "0"], "'--batch-size': 0 is not in the range x>=1"),
+    (["--limit", "-1"], "'--limit': -1 is not in the range x>=1"),
+    (["--seed", "-1"], "Invalid value for '--seed'"),
     (["--lr", "nan"], "positive number; received nan"),
     (["--lr", "1e30"], "loss must be finite"),
     (["--init-scale", "-1"], "received -1.0"),
     (["--data", "nowhere"], "unknown data set; received 'nowhere'"),
-    (["--size", "8"], "--size is no option of lenet"),
+    (["--size", "8"], "--size is not an option of lenet"),
     (["--json", "no/such/folder/x.json"], "the folder of --json must exist"),
     (["--plot", "x.bmp"], "received 'x.bmp'"),
 ])
@@ -203,8 +205,8 @@ def test_errors_are_one_line_and_status_2(backend, arguments, words, tmp_path,
 
 @pytest.mark.parametrize("arguments, words", [
     (["--devices", "1"], "compares two devices"),
-    (["--size", "0"], "size must be 1 or more; received 0"),
-    (["--epochs", "3"], "--epochs is no option of auto-parallelism"),
+    (["--size", "0"], "--size must be an integer of 1 or more; received 0"),
+    (["--epochs", "3"], "--epochs is not an option of auto-parallelism"),
 ])
 def test_errors_of_auto_parallelism(backend, arguments, words):
     assert words in refused(mgpu_command(
@@ -226,13 +228,13 @@ def test_an_unknown_backend_is_one_line(patch):
 
 def test_finished_runs_are_kept_when_a_later_one_fails(backend, tmp_path,
                                                        patch):
-    lenet = cli._CHAPTERS["lenet"]
+    lenet = CHAPTERS["lenet"]
 
     def fails_on_two(devices, **options):
         if len(devices) == 2:
             raise FloatingPointError("the loss must be finite")
         return lenet(devices, **options)
-    patch.setitem(cli._CHAPTERS, "lenet", fails_on_two)
+    patch.setitem(CHAPTERS, "lenet", fails_on_two)
     file = tmp_path / "runs.json"
     refused(mgpu_command("reproduce", "lenet", "--backend", backend.name,
                          *SMALL, "--json", str(file)))
@@ -252,24 +254,71 @@ def test_json_without_nan_whole_or_not_at_all(tmp_path):
 
 # -- starting -----------------------------------------------------------------
 
-def test_python_m_mgpu():
-    done = subprocess.run([sys.executable, "-m", "mgpu", "--version"],
-                          capture_output=True, text=True, timeout=120)
+def python_m_mgpu(*arguments, without=()):
+    """`python -m mgpu` in a process that lacks some packages."""
+    return subprocess.run(
+        [sys.executable, "-c", "import runpy, sys; "
+         f"sys.modules.update(dict.fromkeys({without!r})); "
+         "runpy.run_module('mgpu', run_name='__main__')", *arguments],
+        capture_output=True, text=True, timeout=120, env={
+            **os.environ, "MGPU_BACKEND": BACKENDS[0], "PYTHONPATH":
+            os.path.dirname(os.path.dirname(mgpu.__file__))})
+
+
+#: all that is optional, but for the engines
+OPTIONAL = ("click", "rich", "tqdm", "matplotlib", "scipy", "jinja2",
+            "safetensors", "pooch")
+
+
+@pytest.mark.parametrize("without", [(), ("rich",), OPTIONAL], ids=len)
+def test_version_and_doctor_need_numpy_only(without):
+    done = python_m_mgpu("--version", without=without)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0, f"mgpu, version {mgpu.__version__}\n", "")
+    done = python_m_mgpu("doctor", without=without)
     assert (done.returncode, done.stderr) == (0, "")
-    assert mgpu.__version__ in done.stdout
+    assert f"{BACKENDS[0]} (default): loads" in done.stdout
+    done = python_m_mgpu("doctor", "--json", without=without)
+    assert json.loads(done.stdout)["default"] == BACKENDS[0]
 
 
-@pytest.mark.parametrize("package", ["click", "rich"])
-def test_a_missing_extra_is_one_line(package, patch, capsys):
-    patch.delitem(sys.modules, "mgpu.cli")
-    patch.delattr(mgpu, "cli")
-    for name in [n for n in sys.modules if n.split(".")[0] == package]:
-        patch.delitem(sys.modules, name)
-    patch.setitem(sys.modules, package, None)     # import refuses
-    assert __main__.main() == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1
-    assert package in err and "pip install 'mgpu[cli]'" in err
+@pytest.mark.parametrize("without, arguments", [
+    (OPTIONAL, ["reproduce", "lenet"]), (OPTIONAL, ["--help"]),
+    (("rich",), ["reproduce", "lenet"]), (("rich",), ["parity", "a", "b"])])
+def test_a_missing_package_is_one_line(without, arguments):
+    done = python_m_mgpu(*arguments, without=without)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"Error: the command line needs {without[0]}. Run "
+                           "pip install click rich tqdm.\n")
+
+
+def test_help_loads_no_engine():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from mgpu import cli\n"
+         "cli.cli(['--help'], standalone_mode=False)\n"
+         "sys.exit(bool({'torch', 'mxnet'} & set(sys.modules)))"],
+        capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for name in ("bench", "doctor", "lint", "parity", "reproduce", "trace"):
+        assert f"\n  {name} " in done.stdout
+
+
+def commands(group=cli.cli, path=()):
+    for name in group.list_commands(None):
+        command = group.get_command(None, name)
+        if hasattr(command, "list_commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def test_every_help_text_is_a_sentence():
+    found = [(path, param.help) for path, command in commands()
+             for param in command.params if param.param_type_name == "option"]
+    assert len(found) > 80
+    for path, text in found:
+        assert text and text[0].isalnum() and text[-1] == ".", (path, text)
+        assert text.split()[0] not in ("Of", "Whose", "As", "For"), path
 
 
 # -- doctor -------------------------------------------------------------------
@@ -318,8 +367,8 @@ def test_a_default_that_does_not_load_is_an_error(absent, patch):
 
 @pytest.mark.parametrize("name, value, words, level", [
     ("MGPU_BACKEND", "jax", "received 'jax'", "error"),
-    ("MGPU_THREADS_PER_DEVICE", "0", "must be a whole number, 1 or more; received '0'",
-     "error"),
+    ("MGPU_THREADS_PER_DEVICE", "0",
+     "must be a whole number, 1 or more; received '0'", "error"),
     ("MGPU_THREADS_PER_DEVICE", "two", "received 'two'", "error"),
     ("MGPU_THREADS_PER_DEVICE", "4096", "more than the", "warning"),
     ("MGPU_TREADS", "2", "MGPU_TREADS is set, and nothing reads it",
@@ -339,7 +388,8 @@ if "mxnet" in BACKENDS:
         ("MXNET_CPU_TEMP_COPY", "4", "mgpu's own choice, 32", "warning"),
         ("MXNET_EXEC_BULK_EXEC_TRAIN", "1", "own choice, 0", "warning"),
         ("MXNET_ENGINE_TYPE", "NaiveEngine", "tested without", "warning"),
-        ("MXNET_OMP_MAX_THREADS", "4", "loaded with 1", "info"),
+        ("MXNET_OMP_MAX_THREADS", "4", "loaded MXNet with 1 instead",
+         "info"),
     ])
     def test_settings_of_mxnet(default, patch, name, value, words,
                                level):

@@ -213,7 +213,7 @@ def test_mxnets_kvstore(shape, op, devices):
 
 def test_native_collectives_refuse_what_they_cannot_do(backend):
     """NCCL is for cards (`tests/test_gpu.py`), kvstore for sums."""
-    op, what = ("max", "kvstore takes sums; received op='max'") \
+    op, what = ("max", "kvstore computes sums only; received op='max'") \
         if backend.name == "mxnet" else ("sum", "arrays on cpu, cpu")
     data = put(backend, [np.ones(2), np.ones(2)])
     with pytest.raises(ValueError, match=what):
@@ -309,7 +309,7 @@ def test_results_are_where_the_elements_are(backend, function, devices):
         assert [y.ctx for y in made] == [x.ctx for x in data]
 
 
-# -- the text's example -------------------------------------------------------
+# -- the book's example -------------------------------------------------------
 
 def test_the_texts_example(backend):
     """Two vectors of ones times (i + 1): before and after."""
@@ -645,6 +645,12 @@ def test_strategies_that_have_no_name(engine, devices, strategy):
     for columns, arrays in zip(hosts, lists):
         for x in arrays:
             assert_bit_equal(engine.to_numpy(x), reduced(columns, "sum"))
+
+
+def test_a_strategy_without_a_method_is_refused():
+    with pytest.raises(TypeError, match="received Empty with neither"):
+        class Empty(AllReduce):
+            pass
 
 
 class Noting(AllReduce):

@@ -124,13 +124,13 @@ def test_put_takes_any_layout(backend, x):
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])
-@pytest.mark.parametrize("target", [cpu(0), cpu(1), "beside"])
+@pytest.mark.parametrize("target", [cpu(0), cpu(1), "array"])
 @pytest.mark.parametrize("source", ["numpy", "native"])
 def test_put_always_copies(backend, source, target, dtype):
     x = np.float32([1, 2, 3])
     if source == "native":
         x = backend.put(x, cpu(0))
-    where = target if target != "beside" else backend.put([0.0], cpu(0))
+    where = target if target != "array" else backend.put([0.0], cpu(0))
     y = backend.put(x, where, dtype=dtype)
     assert y is not x
 
@@ -242,7 +242,7 @@ def test_arrays_keep_their_family_in_any_mode(engine):
         with using_engine(other) as backend:
             with recording(backend):
                 y = backend.ops.relu(backend.put(x, cpu(1))) * 2
-            y2 = backend.put([1.0], y)      # beside it, so of its family
+            y2 = backend.put([1.0], y)      # on its device, so of its family
             backend.backward([y])
             total = [backend.put(x, d) for d in (cpu(0), cpu(1))]
             mgpu.allreduce(total)
@@ -411,11 +411,11 @@ def test_put_is_differentiable_across_devices(backend, devices):
     assert gradient(backend, x) == [k * (k + 1), 2 * k * (k + 1)]
 
 
-def test_put_beside_an_array_and_with_a_dtype_is_differentiable(backend):
+def test_put_where_an_array_is_and_with_a_dtype_is_differentiable(backend):
     x = leaf(backend, [1.0, 2.0])
-    beside = backend.put([0.0], cpu(1))
+    like = backend.put([0.0], cpu(1))
     with recording(backend):
-        y = backend.put(x, beside, dtype="float32")
+        y = backend.put(x, like, dtype="float32")
         z = y * y
     assert backend.to_numpy(z).dtype == np.float32
     backend.backward([z])
@@ -667,12 +667,6 @@ def test_nested_parallel_runs_in_turn(backend, parallel):
         == [[0, 1, 2], [10, 11, 12]]
 
 
-def test_thunks_may_wait_for_each_other(backend, devices):
-    meeting = threading.Barrier(len(devices), timeout=30)
-    met = backend.parallel([meeting.wait for _ in devices], rendezvous=True)
-    assert sorted(met) == list(range(len(devices)))
-
-
 def test_no_rendezvous_inside_a_rendezvous(backend):
     """It would wait for ever."""
     def inner():
@@ -787,15 +781,6 @@ def test_what_is_no_network_is_refused(backend, net):
         f"the {backend.name} backend takes a {wanted[backend.name]}; "
         f"received {type(net).__module__}.{type(net).__name__}. Choose the "
         "engine with mgpu.set_backend before the network is made.")
-
-
-def test_resnet18_is_a_native_network(backend):
-    network = backend.network(backend.model(
-        "resnet18", num_classes=10, in_channels=1))
-    shapes = [s.shape for s in network.specs()
-              if s.kind not in ("running_mean", "running_var", "other")]
-    assert len(shapes) == 76
-    assert sum(int(np.prod(s)) for s in shapes) == 11_175_818
 
 
 def test_doctor_gives_levels_and_texts(backend):

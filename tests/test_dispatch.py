@@ -207,7 +207,8 @@ def test_profiles_wait_for_what_threads_queue(family, threaded):
     with mgpu.Profile(plain=False) as profile:
         with probes.step(replicas.devices, []), probes.stage(
                 "compute", "forward", replicas.devices, lambda: []):
-            family.in_threads([lambda: seen.append(probes.open_stage.get())] * 2)
+            family.in_threads(
+                [lambda: seen.append(probes.open_stage.get())] * 2)
             assert probes.open_stage.get() is not None
         trainer = mgpu.Trainer(replicas, "sgd")
         mgpu.train_batch(np.ones((4, 8), "float32"), np.ones((4, 8)),

@@ -66,7 +66,7 @@ def test_accuracy_counts(engine):
             count = mgpu.accuracy(y_hat, y)
             assert count == 3 and type(count) is int
     assert mgpu.accuracy(scores[:0], labels[:0]) == 0
-    # 2 ** 24 + 1 is no float32: it must not become the class beside it.
+    # 2 ** 24 + 1 is no float32: it must not become the next class.
     big = np.array([2 ** 24 + 1])
     assert mgpu.accuracy(big, big - 1) == 0
 
@@ -140,7 +140,7 @@ def lenet_reference():
 
 
 def test_lenet_has_the_same_count_everywhere(engine, devices):
-    """The text's functional LeNet, as a list of functions."""
+    """The book's functional LeNet, as a list of functions."""
     X, y, params, wanted = lenet_reference()
     device_params = [mgpu.get_params(params, d) for d in devices]
     nets = [functools.partial(models.lenet, params=ps)
@@ -313,7 +313,7 @@ def test_wrong_arguments_are_refused(engine):
                 **options)
     refused(ValueError, "a list of callables runs where it is told; received "
             "2 and no device. Pass devices=, one for each, or device= for "
-            "one alone.", [f, f], data())
+            "a single one.", [f, f], data())
     with pytest.raises(ValueError, match="a list of callables runs where"):
         mgpu.evaluate_accuracy_gpu(lambda x: x, data())
     refused(ValueError, "expected one callable per device; received 1 for "

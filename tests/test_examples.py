@@ -1,7 +1,8 @@
-"""The examples run on both engines, print what the chapters show, and open
-as notebooks. Sizes are tiny; each script runs once per engine, in a process
-of its own, and several tests read what it printed."""
+"""The examples run on both engines, print what the book's chapters show, and
+open as notebooks. Sizes are tiny; each script runs once per engine, in a
+process of its own, and several tests read what it printed."""
 import ast
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,10 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+sys.path.append(str(ROOT / "docs"))
+from build_notebooks import NOTEBOOKS, cells, digest, scripts  # noqa: E402
+
+SCRIPTS = scripts()
 TINY = {
     "auto_parallelism": "--devices cpu:2,cpu:3 --size 16 --repeat 3",
     # Batches of 32, 32 and 1: with two devices one of them gets no row.
@@ -51,7 +55,7 @@ def test_every_script_is_run():
     assert {path.stem for path in SCRIPTS} == set(TINY)
 
 
-# -- the chapters -----------------------------------------------------------
+# -- one script for each chapter of the book --------------------------------
 
 def test_auto_parallelism(backend, run):
     printed = run("auto_parallelism", backend.name)
@@ -169,6 +173,7 @@ def test_list_loads_no_framework(tmp_path):
     result = python(["-c", (
         "import runpy, sys\n"
         "path = sys.argv[1]\n"
+        "sys.path.insert(0, path.rpartition('/')[0])\n"
         "sys.argv[:] = [path, '--list']\n"
         "runpy.run_path(path)\n"
         "assert not {'torch', 'mxnet'} & set(sys.modules)\n"),
@@ -193,36 +198,38 @@ def test_a_wrong_argument_is_refused(script, wrong, said, tmp_path):
 
 # -- the form ---------------------------------------------------------------
 
-def cells(path):
-    """The cells of a percent script: [("markdown" or "code", text)]."""
-    found = []
-    for line in path.read_text().splitlines():
-        if line.startswith("# %%"):
-            assert line in ("# %%", "# %% [markdown]"), line
-            found.append(("markdown" if line.endswith("]") else "code", []))
-        else:
-            assert found, "text before the first cell"
-            found[-1][1].append(line)
-    return [(kind, "\n".join(lines)) for kind, lines in found]
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_script_is_a_notebook(path):
+    """A title, then settings only, which are the options of the script."""
+    script = path.read_text()
+    marks = [x for x in script.splitlines() if x.startswith("# %%")]
+    assert set(marks) == {"# %%", "# %% [markdown]"}
+    title, settings, *rest = cells(script)
+    assert title[0] == "markdown" and title[1].startswith("# ")
+    found = python([path, "--help"], path.parent).stdout
+    for line in settings[1].splitlines():
+        name, value = re.fullmatch(r"(\w+) = (.+?) +# \S.*", line).groups()
+        ast.literal_eval(value)
+        assert f"--{name.replace('_', '-')} " in found
+    for kind, text in rest:
+        assert text
+        if kind == "code":
+            compile(text, str(path), "exec")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_script_is_a_notebook(path):
-    parsed = cells(path)
-    assert parsed[0][0] == "markdown" and parsed[0][1].startswith("# # ")
-    for kind, text in parsed:
-        assert text.strip()
-        if kind == "markdown":
-            assert all(not line or line == "#" or line.startswith("# ")
-                       for line in text.split("\n"))
-        else:
-            compile(text, str(path), "exec")
+def test_the_notebook_in_the_docs_is_that_of_the_script(path):
+    """Otherwise: python docs/build_notebooks.py"""
+    notebook = json.loads((NOTEBOOKS / f"{path.stem}.ipynb").read_text())
+    assert notebook["metadata"]["mgpu"]["sha256"] == digest(path)
+    assert [(cell["cell_type"], "".join(cell["source"])) for cell
+            in notebook["cells"]] == cells(path.read_text())
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_script_is_neutral(path):
     """No framework is imported and no branch asks which one it is."""
-    allowed = set(sys.stdlib_module_names) | {"numpy", "mgpu"}
+    allowed = {*sys.stdlib_module_names, "numpy", "mgpu", "command_line"}
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert all(a.name.split(".")[0] in allowed for a in node.names)
@@ -237,9 +244,13 @@ def test_script_is_neutral(path):
 
 
 def test_in_a_notebook_the_kernels_arguments_are_ignored(backend, tmp_path):
-    """Cell by cell, with what a Jupyter kernel finds in `sys.argv`."""
+    """Cell by cell, with what a Jupyter kernel finds in `sys.argv`; the
+    settings are those of the first cell, as a person has edited it."""
     codes = [text for kind, text in cells(
-        ROOT / "examples" / "auto_parallelism.py") if kind == "code"]
+        (ROOT / "examples" / "auto_parallelism.py").read_text())
+        if kind == "code"]
+    codes[0] = f"backend, devices, out = {backend.name!r}, 'auto', 'out'\n" \
+        "size, repeat = 8, 2"
     (tmp_path / "cells.py").write_text(
         "import sys, types\n"
         "sys.modules['ipykernel'] = types.ModuleType('ipykernel')\n"
@@ -247,8 +258,9 @@ def test_in_a_notebook_the_kernels_arguments_are_ignored(backend, tmp_path):
         "namespace = {}\n"
         f"for cell in {codes!r}:\n"
         "    exec(cell, namespace)\n")
-    result = python([tmp_path / "cells.py", "--backend", backend.name,
-                     "--size", 8, "--repeat", 2], tmp_path)
+    result = python([tmp_path / "cells.py", "--size", "nonsense"], tmp_path)
     assert result.returncode == 0, result.stderr
+    assert f"2 products of 8 x 8 matrices each, backend {backend.name}" \
+        in result.stdout
     assert "the graph: above" in result.stdout
     assert not (tmp_path / "out").exists()      # it was shown, not written

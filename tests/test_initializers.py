@@ -2,7 +2,8 @@
 import inspect
 import json
 import math
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -298,7 +299,7 @@ class TestAgainstGluon:
     def test_gluons_own_objects_are_taken(self, mx, init):
         theirs = eval(repr(init).replace("[[", "array([[").replace(
             "]]", "]])"), {**vars(mx.init), "array": mx.nd.array})
-        with pytest.raises(ValueError, match="sigma beside it"):
+        with pytest.raises(ValueError, match="sigma with it"):
             create(theirs, sigma=1)
         for _ in range(2):
             assert create(theirs) == init
@@ -431,7 +432,7 @@ class TestAgainstGluon:
     (ValueError, lambda: create("zeros", value=1), "Zero are: none; .*value"),
     (ValueError, lambda: create("constant"),
      r"Constant are: value \(required\); received none"),
-    (ValueError, lambda: create(Normal(), sigma=1), "Normal.* sigma beside"),
+    (ValueError, lambda: create(Normal(), sigma=1), "Normal.* sigma with it"),
     (ValueError, lambda: create("[normal"), r"in JSON .*'\[normal'"),
     (TypeError, lambda: create(0.01), "0.01 of type float.*'normal'"),
     (TypeError, lambda: create(None), "None of type NoneType"),

@@ -1,6 +1,7 @@
 """Losses: Gluon's values and gradients on both engines, against Gluon's own
 losses, torch's functions and formulas in NumPy."""
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -80,8 +81,8 @@ class Case(NamedTuple):
     label: np.ndarray
     formula: Callable[..., np.ndarray]      # before it is averaged
     options: dict = {}
-    gluon_input: Optional[dict] = None      # pos_weight: Gluon's is an input
-    torch: Optional[Callable[..., Any]] = None      # (F, pred, label) -> (n,)
+    gluon_input: dict | None = None      # pos_weight: Gluon's is an input
+    torch: Callable[..., Any] | None = None      # (F, pred, label) -> (n,)
     join: Callable[..., np.ndarray] = np.mean       # over all but axis 0
 
     def __repr__(self):
@@ -218,7 +219,7 @@ def test_a_weight_for_every_element(backend):
 @pytest.mark.parametrize("case", CASES, ids=names_of)
 def test_mxnet_values_are_those_of_gluon(case, weights):
     """The real `gluon.loss`, in both array families (Huber and KLDiv are for
-    legacy arrays alone there)."""
+    only legacy arrays there)."""
     for engine in (e for e in ENGINES if e.startswith("mxnet")):
         if engine == "mxnet-np" and case.name in ("HuberLoss", "KLDivLoss"):
             continue

@@ -1,4 +1,4 @@
-"""The text's two networks: sizes, order, initial bits; the same on both
+"""The book's two networks: sizes, order, initial bits; the same on both
 engines."""
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def test_lenet_has_gradients_for_all_parameters(engine):
 # -- ResNet-18 ----------------------------------------------------------------
 
 def resnet_specs(in_channels=1, classes=10):
-    """Names, kinds and shapes as the text describes them."""
+    """Names, kinds and shapes as the book describes them."""
     def conv(name, n_in, n_out, size):
         return [(f"{name}.weight", "weight", (n_out, n_in, size, size)),
                 (f"{name}.bias", "bias", (n_out,))]
@@ -127,7 +127,7 @@ def test_resnet18_is_the_texts(engine):
     for p in replicas.statistics():
         for x in p.list_data():
             assert (mgpu.to_numpy(x) == (p.kind == "running_var")).all()
-    # The text's demonstration: four random pictures over two devices, and
+    # The book's demonstration: four random pictures over two devices, and
     # the first kernel of the first convolution on both.
     X = np.random.default_rng(0).uniform(size=(4, 1, 28, 28))
     outputs = [mgpu.to_numpy(out) for out in replicas(mgpu.split_and_load(

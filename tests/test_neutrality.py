@@ -249,6 +249,38 @@ def test_a_framework_that_is_not_installed(name):
     assert out.count("\n") == 1
 
 
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet")
+@pytest.mark.parametrize("first", ["", "import mxnet"])
+def test_mxnet_compat(first):
+    """Also where an import has failed before; NumPy stays as it was."""
+    out = run(f"""
+        try:
+            {first or 'print()'}
+        except AttributeError as error:
+            print(str(error).partition('.')[0])
+        import numpy, mgpu
+        given = mgpu.mxnet_compat()
+        import mxnet
+        from mxnet.gluon import nn
+        print(mxnet is given, 'bool' in vars(numpy),
+              mxnet.np.ones(2, dtype=bool).dtype)
+        """)
+    found = "module 'numpy' has no attribute 'bool'" if first else ""
+    assert out.splitlines() == [found, "True False bool"]
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet")
+def test_mxnet_compat_without_mxnet():
+    out = run("""
+        import mgpu
+        try:
+            mgpu.mxnet_compat()
+        except mgpu.BackendNotAvailable as error:
+            print(error)
+        """, "mxnet")
+    assert "Run pip install mxnet==1.9.1" in out
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 def test_loading_an_engine_leaves_the_process_as_it_was(name):
     """NumPy without leftover aliases; the environment (of two variables

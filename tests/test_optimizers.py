@@ -1,5 +1,5 @@
 """The update rules against three independent judges: the real
-`gluon.Trainer`, the real `torch.optim`, and the formulas in NumPy below.
+`gluon.Trainer`, the real `torch.optim`, and the formulas of `formulas.py`.
 
 Each case trains three bare weights on given gradients for seven steps: the
 first has gradients of 1e-7 (there the place of epsilon shows), the second of
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+import formulas
 from mgpu import optimizers
 from mgpu.backends import using_backend
 from mgpu.device import Device
@@ -122,7 +123,7 @@ def library_problem(case):
     """In the best dtype that the library trains."""
     if case.semantics == "torch" or case.name not in FLOAT32_ONLY:
         return problem()
-    # AdaDelta's step for 1e-7 vanishes in float32 beside the weight.
+    # AdaDelta's step for 1e-7 vanishes in float32 next to the weight.
     return problem("float32", 1e-4 if case.name == "adadelta" else 1e-7)
 
 
@@ -131,214 +132,13 @@ def rates(lr):
 
 
 # -- judge 1: the formulas, in NumPy ----------------------------------------
-# Written from the documentation and kernels of MXNet and from the papers,
-# not from mgpu.optimizers. `s` is the memory of one weight, `o` the options,
-# `f` what the library does to a scalar (float32, in MXNet's kernels).
-
-def _memory(s, *names):
-    return [s.get(name, 0.0) for name in names]
-
-
-def gluon_sgd(w, g, s, lr, wd, t, o, f, clip):
-    mu = o.get("momentum", 0.0)
-    s["v"] = f(mu) * s.get("v", 0.0) - f(lr) * (clip(g) + f(wd) * w)
-    return w + s["v"]
-
-
-def gluon_nag(w, g, s, lr, wd, t, o, f, clip):
-    mu, lr, wd = f(o.get("momentum", 0.0)), f(lr), f(wd)
-    if not mu:
-        return w - lr * (clip(g) + wd * w)
-    v = mu * s.get("v", 0.0)
-    new = w - v + (mu + 1) * (v - lr * (clip(g) + wd * w))
-    s["v"] = v - lr * (clip(g) + wd * new)
-    return new
-
-
-def _adam_step(G, s, lr, t, o, f):
-    b1, b2 = o.get("beta1", 0.9), o.get("beta2", 0.999)
-    rate = lr * np.sqrt(1 - b2 ** t) / (1 - b1 ** t)
-    m, v = _memory(s, "m", "v")
-    s["m"] = f(b1) * m + (1 - f(b1)) * G
-    s["v"] = f(b2) * v + (1 - f(b2)) * G ** 2
-    return f(rate) * s["m"] / (np.sqrt(s["v"]) + f(o.get("epsilon", 1e-8)))
-
-
-def gluon_adam(w, g, s, lr, wd, t, o, f, clip):
-    return w - _adam_step(clip(g + f(wd) * w), s, lr, t, o, f)
-
-
-def gluon_adamw(w, g, s, lr, wd, t, o, f, clip):
-    return w - f(lr) * (_adam_step(clip(g), s, 1.0, t, o, f) + f(wd) * w)
-
-
-def gluon_adamax(w, g, s, lr, wd, t, o, f, clip):
-    b1, b2 = o.get("beta1", 0.9), o.get("beta2", 0.999)
-    G = clip(g + wd * w)
-    m, u = _memory(s, "m", "u")
-    s["m"], s["u"] = b1 * m + (1 - b1) * G, np.maximum(b2 * u, abs(G))
-    return w - lr / (1 - b1 ** t) * s["m"] / s["u"]
-
-
-def gluon_nadam(w, g, s, lr, wd, t, o, f, clip):
-    b1, b2 = o.get("beta1", 0.9), o.get("beta2", 0.999)
-    decay = o.get("schedule_decay", 0.004)
-    now, later = (b1 * (1 - 0.5 * 0.96 ** (i * decay)) for i in (t, t + 1))
-    shared = s["shared"]
-    P = shared["P"] = shared.get("P", 1.0) * now
-    G = clip(g + wd * w)
-    m, v = _memory(s, "m", "v")
-    s["m"], s["v"] = b1 * m + (1 - b1) * G, b2 * v + (1 - b2) * G ** 2
-    M = (1 - now) * G / (1 - P) + later * s["m"] / (1 - P * later)
-    root = np.sqrt(s["v"] / (1 - b2 ** t))
-    return w - lr * M / (root + o.get("epsilon", 1e-8))
-
-
-def gluon_rmsprop(w, g, s, lr, wd, t, o, f, clip):
-    g1, g2 = o.get("gamma1", 0.9), o.get("gamma2", 0.9)
-    epsilon, limit = o.get("epsilon", 1e-8), o.get("clip_weights", np.inf)
-    G = clip(g + wd * w)
-    n, a, d = _memory(s, "n", "a", "d")
-    s["n"] = g1 * n + (1 - g1) * G ** 2
-    if o.get("centered"):
-        s["a"] = g1 * a + (1 - g1) * G
-        s["d"] = g2 * d - lr * G / np.sqrt(s["n"] - s["a"] ** 2 + epsilon)
-        w = w + s["d"]
-    else:
-        w = w - lr * G / np.sqrt(s["n"] + epsilon)
-    return np.clip(w, -limit, limit)
-
-
-def gluon_adagrad(w, g, s, lr, wd, t, o, f, clip):
-    s["h"] = s.get("h", 0.0) + clip(g) ** 2
-    return w - lr * (clip(g) / np.sqrt(s["h"] + o.get("eps", 1e-7)) + wd * w)
-
-
-def gluon_adadelta(w, g, s, lr, wd, t, o, f, clip):
-    rho, e = o.get("rho", 0.9), o.get("epsilon", 1e-5)
-    a, b = _memory(s, "a", "b")
-    s["a"] = rho * a + (1 - rho) * clip(g) ** 2
-    d = np.sqrt(b + e) / np.sqrt(s["a"] + e) * clip(g)
-    s["b"] = rho * b + (1 - rho) * d ** 2
-    return w - d - wd * w
-
-
-def gluon_ftrl(w, g, s, lr, wd, t, o, f, clip):
-    l1, beta, G = o.get("lamda1", 0.01), o.get("beta", 1.0), clip(g)
-    z, n = _memory(s, "z", "n")
-    s["z"] = z + G - (np.sqrt(n + G ** 2) - np.sqrt(n)) * w / lr
-    s["n"] = n + G ** 2
-    return (np.sign(s["z"]) * l1 - s["z"]) * (abs(s["z"]) > l1) \
-        / ((beta + np.sqrt(s["n"])) / lr + wd)
-
-
-def gluon_signum(w, g, s, lr, wd, t, o, f, clip):
-    mu, lr, wd = f(o.get("momentum", 0.9)), f(lr), f(wd)
-    if not mu:
-        return (1 - lr * wd) * w - lr * np.sign(g)
-    s["m"] = mu * s.get("m", 0.0) + (1 - mu) * (clip(g) + wd * w)
-    return (1 - lr * f(o.get("wd_lh", 0.0))) * w - lr * np.sign(s["m"])
-
-
-def torch_sgd(w, g, s, lr, wd, t, o, f, clip):
-    mu, G = o.get("momentum", 0.0), clip(g) + wd * w
-    s["b"] = G if t == 1 else mu * s["b"] + (1 - o.get("dampening", 0.0)) * G
-    if not mu:
-        return w - lr * G
-    return w - lr * (G + mu * s["b"] if o.get("nesterov") else s["b"])
-
-
-def torch_nag(w, g, s, lr, wd, t, o, f, clip):
-    return torch_sgd(w, g, s, lr, wd, t, {**o, "nesterov": True}, f, clip)
-
-
-def torch_adam(w, g, s, lr, wd, t, o, f, clip, decoupled=False):
-    b1, b2 = o.get("betas", (0.9, 0.999))
-    G = clip(g) + (0.0 if decoupled else wd) * w
-    w = w - decoupled * lr * wd * w
-    m, v, top = _memory(s, "m", "v", "top")
-    s["m"], s["v"] = b1 * m + (1 - b1) * G, b2 * v + (1 - b2) * G ** 2
-    s["top"] = np.maximum(top, s["v"])
-    v = s["top"] if o.get("amsgrad") else s["v"]
-    return w - lr * s["m"] / (1 - b1 ** t) \
-        / (np.sqrt(v / (1 - b2 ** t)) + o.get("eps", 1e-8))
-
-
-def torch_adamw(*args):
-    return torch_adam(*args, decoupled=True)
-
-
-def torch_adamax(w, g, s, lr, wd, t, o, f, clip):
-    (b1, b2), G = o.get("betas", (0.9, 0.999)), clip(g) + wd * w
-    m, u = _memory(s, "m", "u")
-    s["m"] = b1 * m + (1 - b1) * G
-    s["u"] = np.maximum(b2 * u, abs(G) + o.get("eps", 1e-8))
-    return w - lr / (1 - b1 ** t) * s["m"] / s["u"]
-
-
-def torch_nadam(w, g, s, lr, wd, t, o, f, clip):
-    b1, b2 = o.get("betas", (0.9, 0.999))
-    options = {"beta1": b1, "beta2": b2, "epsilon": o.get("eps", 1e-8),
-               "schedule_decay": o.get("momentum_decay", 0.004)}
-    s["shared"] = s.setdefault("own", {})       # no P in common
-    g = clip(g)
-    if o.get("decoupled_weight_decay"):
-        w, wd = w - lr * wd * w, 0.0
-    return gluon_nadam(w, g + wd * w, s, lr, 0.0, t, options, f, lambda x: x)
-
-
-def torch_rmsprop(w, g, s, lr, wd, t, o, f, clip):
-    alpha, mu, G = o.get("alpha", 0.99), o.get("momentum", 0.0), \
-        clip(g) + wd * w
-    v, a, b = _memory(s, "v", "a", "b")
-    s["v"], s["a"] = alpha * v + (1 - alpha) * G ** 2, \
-        alpha * a + (1 - alpha) * G
-    spread = s["v"] - s["a"] ** 2 if o.get("centered") else s["v"]
-    s["b"] = mu * b + G / (np.sqrt(spread) + o.get("eps", 1e-8))
-    return w - lr * s["b"]
-
-
-def torch_adagrad(w, g, s, lr, wd, t, o, f, clip):
-    G = clip(g) + wd * w
-    s["h"] = s.get("h", o.get("initial_accumulator_value", 0.0)) + G ** 2
-    return w - lr / (1 + (t - 1) * o.get("lr_decay", 0.0)) * G \
-        / (np.sqrt(s["h"]) + o.get("eps", 1e-10))
-
-
-def torch_adadelta(w, g, s, lr, wd, t, o, f, clip):
-    options = {"rho": o.get("rho", 0.9), "epsilon": o.get("eps", 1e-6)}
-    d = w - gluon_adadelta(w, clip(g) + wd * w, s, lr, 0.0, t, options, f,
-                           lambda x: x)
-    return w - lr * d
-
-
-DEFAULT_LR = {
-    "gluon": {"sgd": 0.01, "nag": 0.01, "adam": 0.001, "adamw": 0.001,
-              "adamax": 0.002, "nadam": 0.001, "rmsprop": 0.001,
-              "adagrad": 0.01, "adadelta": 0.01, "ftrl": 0.1, "signum": 0.01},
-    "torch": {"sgd": 0.001, "nag": 0.001, "adam": 0.001, "adamw": 0.001,
-              "adamax": 0.002, "nadam": 0.002, "rmsprop": 0.01,
-              "adagrad": 0.01, "adadelta": 1.0}}
-
-
-def base_rates(case):
-    """The rate and decay of a case, from the libraries' documentation."""
-    o = case.options
-    lr = o.get("learning_rate", o.get("lr"))
-    wd = o.get("wd", o.get("weight_decay"))
-    if lr is None:
-        lr = DEFAULT_LR[case.semantics][case.name]
-    if wd is None:
-        wd = 0.01 if (case.semantics, case.name) == ("torch", "adamw") else 0.
-    return lr, wd
-
 
 def by_formula(case, weights, grads, f=float):
     """The weights after every step: ``[step][weight]``."""
-    rule = globals()[f"{case.semantics}_{case.name}"]
+    rule = formulas.rule(case.semantics, case.name)
     limit = case.options.get("clip_gradient")
     limit = np.inf if limit is None else f(limit)
-    lr, wd = base_rates(case)
+    lr, wd = formulas.base_rates(*case)
     shared = {}
     memory = [{"shared": shared} for _ in weights]
     path, now = [], [w.astype("float64") for w in weights]
@@ -409,7 +209,7 @@ def by_gluon(case, weights, grads, used=lambda step, i: True):
     return path
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def as_mxnet_reads(x):
     """The scalar that a kernel works with when it is given `x`: mostly the
     nearest float32, sometimes the next (its own reading of "4.3e-05")."""
@@ -462,7 +262,7 @@ def by_torch(case, weights, grads):
             del os.environ[name]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference(number):
     """The library's trajectory of ``CASES[number]``."""
     case = CASES[number]
@@ -614,7 +414,7 @@ def test_nadam_without_the_hook_has_a_schedule_for_each_weight(backend):
 # Where the two meanings part, and where they do not: the distance of the ends,
 # relative to the move, is below a bound or inside a range.
 # (name, Gluon's options, torch's options, gradient scale, rate falls, gap)
-EQUAL = 1e-4    # an epsilon of 1e-8 (AdaGrad: 1e-7) beside gradients of 1
+EQUAL = 1e-4    # an epsilon of 1e-8 (AdaGrad: 1e-7) next to gradients of 1
 MOMENTUM = {"momentum": 0.5}
 CONTROLS = [
     ("sgd", {}, {}, 1.0, True, EQUAL),
@@ -729,13 +529,13 @@ def test_one_object_serves_all_devices(backend, devices, number):
 
 
 def test_defaults_are_the_libraries():
-    for semantics, table in DEFAULT_LR.items():
-        for name, lr in table.items():
+    for semantics, table in formulas.DEFAULT_LR.items():
+        for name in table:
             given = {"momentum": 0.5} \
                 if (semantics, name) == ("torch", "nag") else {}
             rule = optimizers.create(name.upper(), semantics, **given)
-            assert (rule.learning_rate, rule.wd) == base_rates(
-                Case(semantics, name, {}))
+            assert (rule.learning_rate, rule.wd) == formulas.base_rates(
+                semantics, name, {})
             assert rule.clip_gradient is None
 
 
@@ -819,3 +619,45 @@ def test_ftrl_refuses_a_rate_of_zero_before_it_changes_anything(backend):
                     t=1, ops=backend.ops)
     for array in (w, state["z"] + 1.0, state["n"] + 1.0):
         np.testing.assert_array_equal(backend.to_numpy(array), np.ones(2))
+
+
+@pytest.mark.parametrize("semantics, family", [
+    (semantics, family) for semantics, rules in optimizers.RULES.items()
+    for family in rules])
+def test_what_a_class_says_of_itself(backend, semantics, family):
+    """By what two updates do to the weight and to the state."""
+    options = {"momentum": 0.5} if family in ("sgd", "nag") else {}
+    rule = optimizers.create(family.upper(), semantics, **options)
+    assert (rule.family, rule.semantics) == (family, semantics)
+    assert optimizers.counterpart(type(rule), semantics) is type(rule)
+
+    def updated(wd, *rates):
+        w = backend.put(np.ones(2), Device("cpu", 0))
+        state = rule.create_state(w, backend.ops)
+        for t, lr in enumerate(rates, 1):
+            rule.update(w, backend.put(np.ones(2), w), state, lr=lr, wd=wd,
+                        t=t, ops=backend.ops)
+        return backend.to_numpy(w)[0], [
+            backend.to_numpy(x)[0] for x in state.values()
+            if backend.is_native(x)]
+    states = [updated(wd, 0.5)[1] for wd in (0.0, 0.125)]
+    assert (states[0] == states[1]) is rule.decoupled_decay
+    if family in ("sgd", "nag"):
+        moved = updated(0.0, 0.5, 0.0)[0] != updated(0.0, 0.5)[0]
+        assert bool(moved) is rule.rate_in_velocity
+    else:
+        assert not rule.rate_in_velocity
+
+
+def test_counterparts():
+    """The same family of the other library; only the classes of mgpu."""
+    of = optimizers.counterpart
+    assert of(optimizers.Nadam, "torch") is optimizers.TorchNAdam
+    assert of(optimizers.TorchNAG, "gluon") is optimizers.NAG
+    assert of(optimizers.Ftrl, "torch") is None
+
+    class Own(optimizers.Nadam):
+        """Has a `begin_step`, by inheritance."""
+    assert of(Own, "torch") is of(optimizers.Optimizer, "torch") is None
+    assert not Own().elementwise and optimizers.Nadam().elementwise
+    assert Own.has_begin_step and not optimizers.TorchNAdam.has_begin_step

@@ -194,6 +194,23 @@ def test_functional_dropout_keeps_its_stream(name):
 
 @pytest.mark.crosses_devices("the mode runs a compiled network by layers")
 @pytest.mark.parametrize("name", TORCH)
+def test_torch_compiles_while_no_other_replica_draws(name, monkeypatch):
+    """Its compiler sets the random state that all threads share to what it
+    was before: backward passes are compiled together with forward passes."""
+    with using_engine(name) as backend:
+        import torch
+        from mgpu.backends._torch import replica
+        in_turn, put_back = [], torch.random.set_rng_state
+        monkeypatch.setattr(torch.random, "set_rng_state", lambda state: (
+            in_turn.append(replica._turn.locked()), put_back(state)))
+        with torch._inductor.config.patch(force_disable_caches=True):
+            step(*start(small(backend, dropout=0), on(0), hybridize=True),
+                 2)
+        assert len(in_turn) > 2 and all(in_turn)
+
+
+@pytest.mark.crosses_devices("the mode runs a compiled network by layers")
+@pytest.mark.parametrize("name", TORCH)
 def test_compiled_code_takes_the_threads_of_a_device(name):
     """Also where the user's own thread runs a replica: its setting comes
     back, and does not make torch compile again."""
@@ -581,7 +598,7 @@ def test_a_dynamic_scale_doubles_after_good_steps(backend, monkeypatch):
 
 @pytest.mark.parametrize("name", TORCH)
 def test_the_rule_is_that_of_torchs_scaler(name, monkeypatch):
-    """Beside ``torch.amp.GradScaler`` itself, for 40 steps of which some are
+    """Against ``torch.amp.GradScaler`` itself, for 40 steps of which some are
     not finite."""
     with using_engine(name) as backend:
         import torch
@@ -697,9 +714,9 @@ def refused(net, kind, text, **options):
 def test_mxnet_has_no_autocast(name):
     with using_engine(name) as backend:
         refused(convnet(backend), ValueError,
-                "autocast works on torch only; received autocast='float16' with "
-                "the mxnet backend. Use autocast=None, or dtype='float16' "
-                "for the whole network.", autocast="float16")
+                "autocast works on torch only; received autocast='float16' "
+                "with the mxnet backend. Use autocast=None, or "
+                "dtype='float16' for the whole network.", autocast="float16")
 
 
 @pytest.mark.parametrize("name", TORCH)
@@ -710,8 +727,8 @@ def test_a_cumulative_average_cannot_be_compiled(name):
                               nn.BatchNorm2d(3, momentum=None)),
                 ValueError,
                 "hybridize=True needs batch-norm layers whose momentum is a "
-                "number; received momentum=None, whose factor is another one "
-                "in every step, in ['1']. Give the layers a momentum, or use "
+                "number; received momentum=None, whose factor changes in "
+                "every step, in ['1']. Give the layers a momentum, or use "
                 "hybridize=False.", hybridize=True)
 
 

@@ -10,9 +10,9 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from mgpu import plotting
 from mgpu.device import cpu
-from mgpu.plotting import Animator, plot_graph, plot_runs, plot_timings
+from mgpu.plotting import (Animator, graph, plot_graph, plot_runs,
+                           plot_timings)
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -57,7 +57,7 @@ def test_without_matplotlib_a_figure_says_what_to_install():
         "        print(error)\n")
     lines = out.splitlines()
     assert len(lines) == 4
-    assert all("pip install 'mgpu[plot]'" in line for line in lines)
+    assert all("Run pip install matplotlib." in line for line in lines)
 
 
 def test_settings_of_matplotlib_are_left_alone(tmp_path):
@@ -117,6 +117,16 @@ def test_axes_follow_the_data():
     assert low <= 0 and 87 <= high < 120
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 3, 7, 40])
+def test_an_epoch_axis_has_whole_epochs(epochs):
+    animator = Animator("epoch", "loss")
+    for epoch in range(epochs):
+        animator.add(epoch + 0.5, 1)
+        animator.add(epoch + 1, 1)
+    ticks = animator.axes.get_xticks()
+    assert len(ticks) and all(tick == int(tick) for tick in ticks)
+
+
 def test_formats_are_used_in_turn():
     animator = Animator(fmts=["r:", "--"])
     animator.add(1, (1, 2, 3))
@@ -137,7 +147,7 @@ def test_svg_file_contains_the_labels(tmp_path):
 
 def test_file_is_refreshed_at_most_once_a_second(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(plotting, "time",
+    monkeypatch.setattr("mgpu.plotting.animator.time",
                         SimpleNamespace(monotonic=lambda: clock.now))
     path = tmp_path / "curve.png"
     with Animator(file=path) as animator:
@@ -368,7 +378,7 @@ def boxes_of(figure, artists):
     ((1,), 1, 1), ((1, 2), 1, 60), ((1, 2), 3, 60), ((1, 2, 4, 8, 16), 1, 10)])
 def test_nothing_overlaps_in_runs(tmp_path, counts, seeds, epochs):
     figure = plot_runs(some_runs(counts, seeds, epochs), tmp_path / "r.png",
-                       title="LeNet of the text")
+                       title="LeNet of the book")
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     parts = [axes.get_tightbbox(renderer) for axes in figure.axes]
@@ -435,7 +445,7 @@ def some_timings(*engines):
 
 
 @pytest.mark.parametrize("engines", [("mxnet",), ("mxnet", "torch")])
-def test_timings_mark_the_sum_beside_the_joint_one(tmp_path, engines):
+def test_timings_mark_the_sum_next_to_the_joint_one(tmp_path, engines):
     figure = plot_timings(some_timings(*engines), tmp_path / "t.png",
                           title="Automatic parallelism")
     axes, = figure.axes
@@ -523,7 +533,7 @@ def test_arrows_join_boxes_and_cross_none():
 
 def test_graph_has_no_circle_and_both_gpus_reach_the_update():
     before = {}
-    for first, then in plotting._EDGES:
+    for first, then in graph.EDGES:
         before.setdefault(then, set()).add(first)
 
     def ancestors(name, below=()):
@@ -531,7 +541,7 @@ def test_graph_has_no_circle_and_both_gpus_reach_the_update():
         return {name}.union(*(ancestors(n, (*below, name))
                               for n in before.get(name, ())))
 
-    for name in plotting._GPU_NODES:
+    for name in graph.GPU_NODES:
         ancestors(name)
     assert {"batch", "w1", "w2", "loss", "back1"} <= ancestors("new1")
     assert "back1" not in ancestors("new2")     # what may overlap

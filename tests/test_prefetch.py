@@ -120,14 +120,14 @@ def test_at_most_depth_batches_wait(backend, depth):
     """They are drawn while the consumer is busy, and no more than these;
     nothing holds on to one that was handed out."""
     source = Source(8)
-    for taken, (X, y) in enumerate(mgpu.prefetch(source, depth), 1):
+    for taken, _batch in enumerate(mgpu.prefetch(source, depth), 1):
         wanted = min(8, taken + depth)
         eventually(lambda: source.drawn == wanted)
         time.sleep(5e-3)        # for one that goes further to do so
         assert source.drawn == wanted
         assert len(source.alive) == wanted - taken + 1  # the one in use
     assert taken == 8
-    del X
+    del _batch
     assert not source.alive
 
 

@@ -94,7 +94,7 @@ def test_every_second_step_is_left_alone(backend, monkeypatch):
 
 @pytest.mark.parametrize("policy", BATCH_NORM)
 def test_numbers_do_not_change(backend, devices, policy):
-    """The last of three batches has a row for one device alone."""
+    """The last of three batches has a row for one device only."""
     values = []
     for profiled in (False, True):
         replicas, trainer = trained(
@@ -362,6 +362,12 @@ def test_table_and_parts():
     assert lines[1].split()[:3] == [HOST, "2.00", "15%"]
     assert len({len(line) for line in lines[:4]}) == 1
     assert lines[4] == "2 steps of 13.00 ms, batch 8"
+    assert repr(profile) == "Profile of 2 steps"
+    page = profile._repr_html_()
+    assert page.startswith(f"<p>{lines[4]}</p><table>")
+    assert "<tr><td>host</td><td>2.00 (15%)</td>" in page
+    assert page.count("<tr>") == 4
+    assert "<p>no step was measured</p>" in Profile()._repr_html_()
 
 
 def test_the_table_shows_the_devices_that_it_was_told():
@@ -396,24 +402,25 @@ def cores(monkeypatch):
 @pytest.mark.parametrize("parts, text", [
     ((6, 1, 2, 0, 1, 0), "dispatch-bound: issuing work takes the host 60% of "
      "a step of 10.0 ms on 1 device, batch 8. More devices will not help, "
-     "each adds its own; larger batches or a compiled (hybridized) network "
-     "will."),
+     "because each adds work to issue; larger batches or a compiled "
+     "(hybridized) network will."),
     ((1, 5, 2, 1, 1, 0), "copy-bound: copying the batch to the devices takes "
      "50% of a step of 10.0 ms on 1 device, batch 8. More devices will not "
      "help; a smaller dtype, or data that are on the device, will."),
     ((1, 1, 2, 5, 1, 0), "reduce-bound: summing the gradients takes 50% of a "
      "step of 10.0 ms on 1 device, batch 8. Fewer devices or larger batches "
-     "help: it is the same for any number of rows."),
+     "help: the sum takes the same time for any number of rows."),
     ((1, 1, 2, 0, 6, 0), "update-bound: the optimiser's update takes 60% of "
      "a step of 10.0 ms on 1 device, batch 8. More devices will not help; "
      "larger batches need fewer updates for the same rows."),
     # 10 / (10 + 1 - 8 / 2) = 1.43
     ((1, 1, 8, 0, 0, 0), "compute-bound: the host waits for forward and "
-     "backward for 80% of a step of 10.0 ms on 1 device, batch 8. 2 devices can give up to 1.4x."),
+     "backward for 80% of a step of 10.0 ms on 1 device, batch 8. 2 devices "
+     "can give up to 1.4x."),
     # 10 / (10 + 4 - 5 / 2) = 0.87
     ((4, 1, 5, 0, 0, 0), "compute-bound: the host waits for forward and "
-     "backward for 50% of a step of 10.0 ms on 1 device, batch 8. Even so 2 devices gain nothing "
-     "to speak of."),
+     "backward for 50% of a step of 10.0 ms on 1 device, batch 8. Even so 2 "
+     "devices would gain less than 5%."),
     ((1, 0, 3, 0, 0, 6), "other-bound: what is outside of mgpu's stages takes "
      "60% of a step of 10.0 ms on 1 device, batch 8. More devices will not "
      "help; look at what your loop does between split, forward, backward and "
@@ -451,12 +458,12 @@ def test_verdict_of_several_batches(cores):
     same = [((6, 0, 1, 0, 0, 0), n, True) for n in (8, 16)]
     assert "Dispatch-bound at all of these batches" in made(*same).verdict()
     none = [((0, 0, n, 0, 0, 0), n, True) for n in (8, 16)]
-    assert "costs nothing to speak of but its rows" in made(*none).verdict()
+    assert "is proportional to its rows" in made(*none).verdict()
 
 
 @pytest.mark.parametrize("kind, advice", [
-    ("cpu", ". Logical CPU devices are equal: the shards are not, or other "
-     "work keeps a core busy."),
+    ("cpu", ". Logical CPU devices are equally fast, so their shards differ "
+     "in size or other work keeps a core busy."),
     ("gpu", "; split_batch takes weights for devices of unequal power.")])
 def test_verdict_of_uneven_devices(cores, kind, advice):
     cores(8)

@@ -206,8 +206,8 @@ def test_keep_keeps_all_of_the_networks_own_values(engine, devices):
     outputs = [mgpu.to_numpy(replicas[i](mgpu.put(x, device)))
                for i, device in enumerate(devices)]
     assert np.ptp(outputs[0]) > 0
-    for name, values in on_each(replicas).items():
-        for i, value in enumerate(values):
+    for values in on_each(replicas).values():
+        for value in values:
             assert_bit_equal(value, values[0])
     for output in outputs:
         assert_bit_equal(output, outputs[0])
@@ -413,9 +413,9 @@ def test_prelu_starts_as_in_gluon(name):
      "unknown dtype; received 'int32'. Use one of 'float16', 'float32', "
      "'float64'."),
     (dict(seed=-1), ValueError,
-     "seed must be a whole number, 0 or more; received -1."),
+     "seed must be an integer of 0 or more; received -1."),
     (dict(seed=1.5), ValueError,
-     "seed must be a whole number, 0 or more; received 1.5."),
+     "seed must be an integer of 0 or more; received 1.5."),
     (dict(init="kaiming"), ValueError, "'kaiming'"),
     (dict(init=0.01), TypeError, "0.01"),
     (dict(init="orthogonal", dtype="float64"), ValueError,
@@ -463,15 +463,6 @@ def vector_net(engine):
         def forward(self, x):
             return self.dense(x) * self.scale
     return Net()
-
-
-@pytest.mark.parametrize("net", [None, [], lambda x: x, np.ones(3)],
-                         ids=["None", "list", "function", "array"])
-def test_what_is_no_network_is_refused(engine, net):
-    wanted = {"mxnet": "gluon.Block", "torch": "torch.nn.Module"}
-    with pytest.raises(TypeError, match=f"the {engine.name} backend takes a "
-                       f"{wanted[engine.name]}; received"):
-        mgpu.initialize(net, on(0))
 
 
 @pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS
@@ -928,7 +919,7 @@ def test_reading_a_parameter(engine):
     assert repr(p) == "Parameter 0.weight (shape=(5, 6), dtype=float32)"
     assert p.list_devices() == on(1, 3)
     assert_bit_equal(mgpu.to_numpy(p.data()), mgpu.to_numpy(p.data("cpu:3")))
-    with mgpu.no_grad():    # the array itself, of that device alone
+    with mgpu.no_grad():    # the array itself, of that device only
         p.data(mgpu.cpu(3))[:] = 2
     assert (mgpu.to_numpy(p.list_data()[1]) == 2).all()
     assert (mgpu.to_numpy(replicas[1].arrays()[0]) == 2).all()
@@ -1166,7 +1157,7 @@ def test_wrong_get_params(engine, arguments, error, text):
 
 def test_a_sample_that_does_not_fit_changes_nothing(engine):
     net = convnet(engine, deferred=True)
-    with pytest.raises(Exception):      # the framework's own words
+    with pytest.raises((RuntimeError, ValueError)):     # torch's, MXNet's
         mgpu.initialize(net, on(0, 1), dtype="float64",
                         sample=np.ones((2, 5), "float32"))
     with pytest.raises(RuntimeError, match="needs a network that has values"):

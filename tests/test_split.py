@@ -196,7 +196,7 @@ def test_gradients_flow_back(backend, devices):
 
 
 def test_numpy_data_are_sliced_on_the_host(backend, devices, monkeypatch):
-    """A device receives its own slice alone, not the whole batch."""
+    """A device receives only its own slice, not the whole batch."""
     sent = []
     put = type(backend).put
     monkeypatch.setattr(type(backend), "put", lambda self, x, where, **kw: (

@@ -122,10 +122,6 @@ def test_two_hundred_trainings_leave_nothing(name):
     # One set of 8 devices takes about 20 kB: this only sees whole stacks
     # and arenas, of which an allocator may take a few more at any time.
     assert resident() - after_100[1] < 48, (resident(), after_100)
-    backend._workers.close()
-    assert not workers(), workers()
-    once(8, 0)                      # and new ones start
-    assert 0 < len(workers()) <= 8
     """)
 
 
@@ -252,19 +248,11 @@ def named(name):
     return [t for t in threading.enumerate() if t.name.startswith(name)]
 
 
-@pytest.fixture
-def workers():
-    made = []
-
-    def make(name, idle):
-        made.append(Workers(name, int, lambda: contextlib.nullcontext, idle))
-        return made[-1]
-    yield make
-    for one in made:
-        one.close()
+def workers(name, idle):
+    return Workers(name, int, lambda: contextlib.nullcontext, idle)
 
 
-def test_a_thread_without_work_ends(workers):
+def test_a_thread_without_work_ends():
     own = workers("idle", 0.02)
     for k in (1, 3, 2):
         assert own.run([lambda i=i: i for i in range(k)]) == list(range(k))
@@ -274,7 +262,7 @@ def test_a_thread_without_work_ends(workers):
             time.sleep(1e-3)
 
 
-def test_a_thread_that_is_about_to_end_loses_no_work(workers):
+def test_a_thread_that_is_about_to_end_loses_no_work():
     """Calls and ends at the same moments, from two callers."""
     own, results = workers("race", 1e-4), {}
 
@@ -296,21 +284,9 @@ def test_a_thread_that_is_about_to_end_loses_no_work(workers):
                            for j in range(800)] for n in range(2)}
 
 
-def test_closing(workers):
-    own = workers("closing", 60)
-    own.close()                     # nothing to end
-    for _ in range(3):
-        assert own.run([int, int]) == [0, 0] and len(named("closing")) == 2
-        own.close()
-        assert not named("closing")
-    with pytest.raises(RuntimeError, match="a thunk cannot end the thread "
-                       "that it runs in"):
-        own.run([own.close])
-
-
-def test_a_call_keeps_nothing_alive(workers):
+def test_a_call_keeps_nothing_alive():
     """Neither arguments nor results, nor, where it fails, its frames."""
-    own = workers("keeping", 60)
+    own = workers("keeping", 5)
 
     class Thing:
         count = 0

@@ -232,7 +232,7 @@ def test_torch_constants_belong_where_they_are_first_used():
         with refused():
             x + ones        # it was used with y
         mask = torch.empty(3)
-        mask.copy_(x)       # filled from x: beside it
+        mask.copy_(x)       # filled from x, on its device
         with refused():
             mask * y
         assert mask.tolist() == ROW.tolist()
@@ -272,7 +272,7 @@ def test_torch_remembers_arrays_only_as_long_as_they_live():
         import torch
         from mgpu.backends._torch import strict
         _, y = two()
-        limit = strict._limit
+        limit = 1000
         for _ in range(2 * limit):
             x = mgpu.put(ROW, A)
             del x

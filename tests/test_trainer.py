@@ -1,7 +1,7 @@
 """`Trainer`: one meaning for any number of devices.
 
 Networks are in float64 and without batch norm unless a test says otherwise,
-so that K devices differ from one by rounding alone, about 1e-16 a step, and
+so that K devices differ from one by rounding only, about 1e-16 a step, and
 1e-12 leaves no room for another formula.
 """
 import json
@@ -77,7 +77,7 @@ def gradients(replicas):
 
 def assert_replicas_equal(found):
     """All copies keep the same bits."""
-    for name, copies in found.items():
+    for copies in found.values():
         for copy in copies:
             assert_bit_equal(copy, copies[0])
 
@@ -143,7 +143,7 @@ def test_an_unknown_strategy_is_refused(backend):
 
 
 RULES = [(semantics, name)
-         for semantics, names in mgpu.optimizers._RULES.items()
+         for semantics, names in mgpu.optimizers.RULES.items()
          for name in names]
 
 
@@ -162,8 +162,9 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, name,
     results, calls = [], []
     monkeypatch.setattr(mgpu.host_memory, "update_blocks", lambda *arguments: (
         calls.append(arguments), blocks(*arguments)))
-    for ours in (mgpu.optimizers._OURS, set()):
-        monkeypatch.setattr(mgpu.optimizers, "_OURS", ours)
+    for in_blocks in (True, False):
+        monkeypatch.setattr(mgpu.optimizers.Optimizer, "elementwise",
+                            in_blocks)
         replicas = initialize(mlp(backend), on(0, 1))
         train(replicas, mgpu.Trainer(
             replicas, name, {"momentum": 0.5} if name == "nag" else {},
@@ -478,7 +479,7 @@ def test_ignored_stale_gradients_are_skipped_on_every_device(engine):
     for name in found:
         same = (found[name][0] == start[name][0]).all()
         assert same == (not name.startswith("body")), name
-    # Now the left layer alone: device 1 wrote it, device 0 did so before.
+    # Now only the left layer: device 1 wrote it, device 0 did so before.
     backward(replicas, *sides(1, -1))
     trainer.step(2, ignore_stale_grad=True)
     found = values(replicas)
@@ -490,7 +491,7 @@ def test_ignored_stale_gradients_are_skipped_on_every_device(engine):
     backward(replicas, *sides(-1, -1))
     trainer.step(2, ignore_stale_grad=True)
     move = values(replicas)["left.bias"][0] - start["left.bias"][0]
-    # epsilon 1e-8 beside gradients of 1e-2
+    # epsilon 1e-8 next to gradients of 1e-2
     assert relative_difference(np.abs(move), np.full(3, 0.125)) < 1e-5
     assert trainer.num_update == 3
 

@@ -1,7 +1,7 @@
-"""The registry of engines: which backend is meant now, loaded on first use.
+"""The registry of engines: which backend is in use; it is loaded on first use.
 
-Nothing here, and nothing in `mgpu` outside this package, imports a framework
-when it is imported.
+No module of `mgpu`, except the engines' own, imports a framework when it is
+imported.
 """
 import contextlib
 import importlib
@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from mgpu import environment
@@ -23,14 +24,19 @@ class BackendNotAvailable(ImportError):
 class Entry(NamedTuple):
     """Where a backend lives, and what it needs."""
 
-    module: str         # where the Backend class lives, as BACKEND
+    module: str         # the module whose BACKEND is the Backend class
     framework: str      # the package that it needs
     packages: str       # what pip installs for it
-    newest_python: tuple[int, int] | None = None    # with wheels
+    newest_python: tuple[int, int] | None = None    # that has wheels
+
+    def has_wheels(self) -> bool:
+        """Whether pip can install the framework on this Python."""
+        return not self.newest_python \
+            or sys.version_info[:2] <= self.newest_python
 
     def cure(self) -> str:
-        """What makes the framework available to this Python."""
-        if self.newest_python and sys.version_info[:2] > self.newest_python:
+        """The command that installs the framework, or why there is none."""
+        if self.newest_python and not self.has_wheels():
             newest = ".".join(map(str, self.newest_python))
             return (f"{self.framework} has no wheels for Python "
                     f"{sys.version_info[0]}.{sys.version_info[1]}; use "
@@ -50,12 +56,12 @@ NAMES = tuple(ENTRIES)
 _instances: dict[str, Backend] = {}
 _loading = threading.Lock()
 _chosen: str | None = None      # by set_backend: all threads, all cells
-_installed: str | None = None   # the first that is; looked for once
+_installed: str | None = None   # the first one that is; looked up once
 _scoped: ContextVar[str | None] = ContextVar("mgpu_backend", default=None)
 
 
 def canonical(name: str) -> str:
-    """The backend that `name` or an alias means; ValueError if none."""
+    """The backend that `name`, or an alias, stands for; else ValueError."""
     found = ALIASES.get(name, name) if isinstance(name, str) else None
     if found not in ENTRIES:
         raise ValueError(
@@ -71,15 +77,18 @@ def _load(name: str) -> Backend:
             try:
                 module = importlib.import_module(entry.module)
             except (ImportError, OSError) as error:
-                others = [n for n in available_backends() if n != name]
-                switch = f", or switch with mgpu.set_backend({others[0]!r})" \
-                    if others else ""
-                cure = entry.cure()
-                cure = cure if cure.startswith(entry.framework) \
-                    else f"Run {cure}"
+                cure = entry.cure() if not entry.has_wheels() \
+                    else f"Run {entry.cure()}"
+                ready = available_backends()
+                for other, its in ENTRIES.items():
+                    if other != name and (other in ready or not ready
+                                          and its.has_wheels()):
+                        first = "" if ready else f"run {its.cure()} and "
+                        cure += (f", or {first}switch with "
+                                 f"mgpu.set_backend({other!r})")
                 raise BackendNotAvailable(
                     f"the {name!r} backend cannot be loaded ({error}). "
-                    f"{cure}{switch}.") from error
+                    f"{cure}.") from error
             _instances[name] = module.BACKEND()
         return _instances[name]
 
@@ -109,10 +118,12 @@ def set_backend(name: str) -> None:
 
 @contextlib.contextmanager
 def using_backend(name: str) -> Iterator[Backend]:
-    """Use the engine `name` inside a ``with`` block, in this context only
-    (a `contextvars` context: threads started by `mgpu.parallel` inherit
-    it). Raises as `set_backend` does. The earlier choice comes back at the
-    end of the block, also after an error."""
+    """Use the engine `name` inside a ``with`` block, in this context only.
+
+    That is a `contextvars` context, which threads started by `mgpu.parallel`
+    inherit. The earlier choice comes back at the end of the block, also after
+    an error. Raises as `set_backend` does.
+    """
     name = canonical(name)
     backend = _load(name)
     token = _scoped.set(name)
@@ -123,17 +134,21 @@ def using_backend(name: str) -> Iterator[Backend]:
 
 
 def default_backend() -> str:
-    """The name of the engine of a script that chooses none: the environment
-    variable ``MGPU_BACKEND``, else the one that is installed, else (both, or
-    neither) ``"mxnet"``. Loads nothing; ValueError for an unknown
-    ``MGPU_BACKEND``."""
+    """The name of the engine that a script uses without choosing one.
+
+    It is the environment variable ``MGPU_BACKEND``; without it, the engine
+    that is installed; ``"mxnet"`` where both are. Where neither is: the one
+    that can be installed on this Python, ``"mxnet"`` first. Loads nothing.
+    ValueError for an unknown ``MGPU_BACKEND``.
+    """
     global _installed
     named = environment.backend()
     if named is not None:
         return canonical(named)
     if _installed is None:
         _installed = next(iter(available_backends()), None)
-    return _installed or NAMES[0]
+    return _installed or next(name for name, entry in ENTRIES.items()
+                              if entry.has_wheels())
 
 
 def get_backend() -> Backend:
@@ -143,7 +158,7 @@ def get_backend() -> Backend:
     Raises
     ------
     BackendNotAvailable
-        That framework is not installed or does not load. mgpu never falls
+        Its framework is not installed or does not load. mgpu never falls
         back to another engine than the one that was named.
     """
     name = _scoped.get() or _chosen or default_backend()
@@ -157,7 +172,7 @@ def backend_of(net: Any) -> str:
     Raises
     ------
     TypeError
-        It is no network of either framework.
+        It is not a network of either framework.
     """
     roots = {cls.__module__.partition(".")[0] for cls in type(net).__mro__}
     for name, entry in ENTRIES.items():
@@ -169,9 +184,40 @@ def backend_of(net: Any) -> str:
         "itself, or a function without arguments that makes it.")
 
 
+def mxnet_compat() -> ModuleType:
+    """Import MXNet 1.9.1 under a NumPy that it was not written for.
+
+    A plain ``import mxnet`` fails with NumPy 1.24 or newer: *AttributeError:
+    module 'numpy' has no attribute 'bool'*. MXNet reads aliases that NumPy
+    has removed. Write this line first, and ``import mxnet`` works, here and
+    in every module that is imported later::
+
+        mgpu.mxnet_compat()
+        import mxnet as mx
+
+    It also works after an ``import mxnet`` that has failed. The aliases exist
+    only while MXNet is imported; NumPy is then as it was before. Choosing the
+    engine (``mgpu.set_backend("mxnet")``, or any call that loads it) does the
+    same. MXNet gets mgpu's settings: one OpenMP thread for each CPU context.
+
+    Returns
+    -------
+    module
+        ``mxnet``.
+
+    Raises
+    ------
+    BackendNotAvailable
+        MXNet is not installed, or NumPy is 2 or newer.
+    """
+    _load("mxnet")
+    return sys.modules["mxnet"]
+
+
 def recording_elsewhere(backend: Backend) -> str | None:
-    """The name of another engine that records here while `backend` does
-    not: what it should record would be lost."""
+    """The name of another engine that records in this thread while `backend`
+    does not, so that what `backend` computes would not be recorded; else
+    None."""
     if backend.is_recording():
         return None
     return next((name for name, other in _instances.items()
@@ -180,11 +226,11 @@ def recording_elsewhere(backend: Backend) -> str | None:
 
 def available_backends() -> list[str]:
     """The names of the backends whose framework is installed. Imports
-    nothing; `mgpu doctor` tells whether an installed one also loads."""
+    nothing; ``mgpu doctor`` tells whether an installed one also loads."""
     return [name for name, entry in ENTRIES.items()
             if importlib.util.find_spec(entry.framework) is not None]
 
 
 def loaded_backends() -> list[Backend]:
-    """Every engine that this process has loaded so far."""
+    """The engines that this process has loaded so far."""
     return list(_instances.values())

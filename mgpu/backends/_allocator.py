@@ -12,12 +12,12 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 def keep_freed_memory() -> bool:
     """Let the process keep memory that it has freed, for its next use.
 
-    By default glibc gives each large array back to the system at once, and
-    gets it anew, page by page, in every step. A thread other than the first
+    By default glibc returns each large array to the system at once, and asks
+    for it again, page by page, in every step. A thread other than the first
     one does so whatever the threshold, because its own heap is cut into
     pieces of 64 MB; so new threads share the first one's heap. Resident
-    memory stays at its highest value. ``MGPU_KEEP_MEMORY=0`` leaves the
-    allocator alone; another C library is left alone too.
+    memory stays at its highest value. With ``MGPU_KEEP_MEMORY=0``, and with
+    another C library than glibc, nothing is changed.
 
     Returns
     -------
@@ -28,8 +28,8 @@ def keep_freed_memory() -> bool:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-        # The larger one is refused by versions that map whatever exceeds
-        # half of a thread's heap.
+        # Versions that map whatever exceeds half of a thread's heap refuse
+        # the larger value.
         return bool((mallopt(_MMAP_THRESHOLD, 1 << 30)
                      or mallopt(_MMAP_THRESHOLD, 1 << 25))
                     and mallopt(_TRIM_THRESHOLD, -1)      # never

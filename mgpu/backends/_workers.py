@@ -1,8 +1,8 @@
 """Threads, one per device, that live as long as there is work for them.
 
-Both engines run thunks through `Workers`: torch always, because a CPU
-backward pass runs in the thread that calls it, MXNet only where thunks wait
-for each other.
+Both engines run thunks (functions without arguments) through `Workers`: torch
+always, because a CPU backward pass runs in the thread that calls it; MXNet
+only where thunks wait for each other.
 """
 import contextvars
 import itertools
@@ -10,21 +10,22 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 from mgpu import probes
+from mgpu.backends.base import ContextManager
 
 #: seconds without work after which a thread ends
 IDLE = 30.0
 
 _here = threading.local()       # .inside: this thread is a worker
 
-Jobs = queue.SimpleQueue        # of callables; None: end
+Jobs = queue.SimpleQueue        # of callables
 
 
 def inside_worker() -> bool:
+    """Whether this thread belongs to a `Workers`."""
     return getattr(_here, "inside", False)
 
 
@@ -48,7 +49,7 @@ class Workers:
     """
 
     def __init__(self, name: str, start: Callable[[], None],
-                 carry: Callable[[], Callable[[], AbstractContextManager]],
+                 carry: Callable[[], Callable[[], ContextManager]],
                  idle: float = IDLE):
         self._name, self._start, self._carry = name, start, carry
         self._idle = idle
@@ -64,11 +65,15 @@ class Workers:
         self._one_call = threading.Lock()
 
     def run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-        """The results, when all thunks have returned; or the first exception
-        by number. In turn inside a thunk: its own thread may be wanted.
-        After Ctrl-C either no thunk has begun or all have run,
-        once: none waits for one that was never started, and no thread works
-        on behind the caller's back (a second Ctrl-C does not wait)."""
+        """Return the results when all thunks have returned, or raise the
+        first exception by number.
+
+        Inside a thunk, they run one after the other, because they may need
+        the thread that the thunk runs in. After Ctrl-C either no thunk has
+        begun or all have run, once: none waits for one that was never
+        started, and no thread goes on after the call (a second Ctrl-C does
+        not wait).
+        """
         if inside_worker():
             return run_in_turn(thunks)
         call = _Call(probes.timed(thunks), self._carry())
@@ -84,23 +89,8 @@ class Workers:
                     raise
         return call.outcome()
 
-    def close(self) -> None:
-        """End all threads, and wait for them; for a call under way first.
-        The next `run` starts new ones. RuntimeError inside a thunk, whose
-        thread would wait for itself."""
-        if inside_worker():
-            raise RuntimeError("a thunk cannot end the thread that it runs "
-                               "in; close the workers outside of parallel.")
-        with self._one_call:
-            places, self._places = self._places, []
-            threads = [place for place in places if place is not None]
-            for jobs, _ in threads:
-                jobs.put(None)
-            for _, thread in threads:
-                thread.join()
-
     def _queues(self, count: int) -> list[Jobs]:
-        """Of the threads 0 to `count` - 1, which run."""
+        """The queues of the threads 0 to `count` - 1, which now run."""
         places = self._places
         places.extend([None] * (count - len(places)))
         for i in range(count):
@@ -111,7 +101,7 @@ class Workers:
                     name=f"{self._name}-{i}")
                 thread.start()
                 places[i] = jobs, thread
-        return [jobs for jobs, _ in places[:count]]
+        return [place[0] for place in places[:count] if place is not None]
 
     def _loop(self, i: int, jobs: Jobs) -> None:
         _here.inside = True
@@ -123,19 +113,19 @@ class Workers:
                 if self._leaves(i, jobs):
                     return
                 continue
-            if job is None:
-                return
             job()
-            del job     # and with it what the thunk holds
+            del job     # and what the thunk refers to
 
     def _leaves(self, i: int, jobs: Jobs) -> bool:
-        """Whether thread `i` may end; if so its place is free. Not during a
-        call, which may be about to give it work, and never waiting for one,
-        which may be waiting for this thread."""
+        """Whether thread `i` may end; if so, free its place.
+
+        It may not end during a call, which may be about to give it work; and
+        it does not wait for a call, which may be waiting for this thread.
+        """
         if not self._one_call.acquire(blocking=False):
             return False
         try:
-            if not jobs.empty():    # left by a call that two Ctrl-C ended
+            if not jobs.empty():    # of a call that two Ctrl-C ended
                 return False
             place = self._places[i] if i < len(self._places) else None
             if place is not None and place[0] is jobs:
@@ -149,9 +139,11 @@ class _Call:
     """The thunks of one `Workers.run`, and what became of them."""
 
     def __init__(self, thunks: Sequence[Callable[[], Any]],
-                 modes: Callable[[], AbstractContextManager]):
-        self._thunks, self._modes = list(thunks), modes
-        self._contexts = [contextvars.copy_context() for _ in thunks]
+                 modes: Callable[[], ContextManager]):
+        self._thunks: list[Any] = list(thunks)
+        self._modes = modes
+        self._contexts: list[Any] = [contextvars.copy_context()
+                                     for _ in thunks]
         self._once = [iter((None,)) for _ in thunks]
         self._results: list[Any] = [None] * len(thunks)
         self._errors: list[Any] = [None] * len(thunks)
@@ -171,21 +163,22 @@ class _Call:
                     self._results[i] = self._contexts[i].run(self._thunks[i])
             except BaseException as error:      # handed to the caller
                 self._errors[i] = error
-            # Before the caller goes on: this thread may keep the call for
-            # some time, and must not keep the caller's arrays.
+            # Drop them before the caller continues: this thread may keep
+            # this object for some time, and must not keep arrays alive.
             self._thunks[i] = self._contexts[i] = None
             if next(self._number) == len(self._thunks):
                 self._all_ended = True
                 self._ending.release()
 
     def wait(self) -> None:
-        """Until all thunks have ended; a second time too, as Ctrl-C may come
-        when the lock has just been taken."""
+        """Wait until all thunks have ended. It may be called again, as Ctrl-C
+        may come when the lock has just been taken."""
         if not self._all_ended:
             self._ending.acquire()
 
     def outcome(self) -> list[Any]:
-        """Results, or the first exception; to be asked for once."""
+        """Return the results or raise the first exception; to be called
+        once."""
         results, errors = self._results, self._errors
         del self._results, self._errors
         return first_error_or(results, errors)
@@ -198,19 +191,18 @@ def run_in_turn(thunks: Sequence[Callable[[], Any]]) -> list[Any]:
     for thunk in probes.timed(thunks):
         try:
             results.append(thunk())
-            errors.append(None)
         except Exception as error:
-            results.append(None)
             errors.append(error)
     return first_error_or(results, errors)
 
 
 def first_error_or(results: list[Any], errors: list[Any]) -> list[Any]:
+    """Raise the first exception in `errors`; without one, the results."""
     first = next((error for error in errors if error is not None), None)
     if first is None:
         return results
-    # Its traceback leads to these frames: were it found there again, it and
-    # all arrays on the way would stay until the garbage is collected.
+    # Its traceback refers to these frames. If they referred to it as well,
+    # it and all arrays in them would stay until garbage is collected.
     errors.clear()
     results.clear()
     try:

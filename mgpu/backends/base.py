@@ -1,7 +1,7 @@
 """The contract of an engine: what MXNet and PyTorch do differently.
 
-All that can be said once is said once, above this file, in `mgpu`. An engine
-writes four classes:
+What is the same on both engines is written once, in the other modules of
+`mgpu`. An engine writes four classes:
 
 - `Ops`: functions of arrays whose names or arguments differ;
 - `Replica`: a user's network on one device;
@@ -9,7 +9,10 @@ writes four classes:
 - `Backend`: arrays, gradients, recording, work on several devices.
 
 A method marked ``@abstractmethod`` is required. Every other one is optional:
-its default works on any engine, or refuses with NotImplementedError.
+its default works on any engine, or refuses: with NotImplementedError,
+`Backend.library_allreduce` with ValueError. The registry
+(`mgpu/backends/__init__.py`) finds the `Backend` class as ``BACKEND`` in the
+engine's module.
 
 Neutral code may use these directly on native arrays of either engine:
 ``+ - * /`` and ``+= -= *= /=`` with arrays and Python floats, ``** p``,
@@ -29,6 +32,7 @@ import numpy as np
 from mgpu.backends import messages
 
 Array = Any     # mx.np.ndarray, mx.nd.NDArray or torch.Tensor
+ContextManager = AbstractContextManager[None]
 
 
 # -- the vocabulary -----------------------------------------------------------
@@ -41,16 +45,14 @@ class Device(NamedTuple):
     """
 
     kind: str               # "cpu" or "gpu"
-    index: int = 0
+    index: int = 0          # type: ignore[assignment]  # tuple has a method
 
     def __repr__(self) -> str:
         return f"{self.kind}({self.index})"
 
-    __str__ = __repr__
-
 
 class Spec(NamedTuple):
-    """One parameter or buffer of a network, whatever device it lives on."""
+    """One parameter or buffer of a network; the same on every device."""
 
     name: str               # "layers.0.weight": path and Gluon's own suffix
     kind: str               # weight bias gamma beta running_mean running_var,
@@ -64,7 +66,7 @@ class Spec(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How replicas compute: `mgpu.initialize` says what each one means."""
+    """How replicas compute; `mgpu.initialize` describes each option."""
 
     hybridize: bool = False
     channels_last: bool = False
@@ -78,7 +80,7 @@ class BatchNormCall(NamedTuple):
     gamma: Array | None         # None: the layer has none, or it is fixed
     beta: Array | None
     running_mean: Array | None          # None: the layer keeps none
-    running_var: Array | None
+    running_var: Array          # None where running_mean is
     epsilon: float
     momentum: float             # r <- momentum r + (1 - momentum) statistic
     axis: int
@@ -86,7 +88,7 @@ class BatchNormCall(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer that holds no other layers, in words of no framework."""
+    """A layer that contains no other layers, described for both engines."""
 
     path: str           # "features.3.bn1"; "" for a network of one layer
     kind: str           # dense conv batch_norm dropout max_pool ..., or the
@@ -118,32 +120,40 @@ class Ops(ABC):
     """
 
     @abstractmethod
-    def abs(self, x: Array) -> Array: ...
+    def abs(self, x: Array) -> Array:
+        """The absolute value, elementwise."""
 
     @abstractmethod
     def sign(self, x: Array) -> Array:
         """-1, 0 or 1, elementwise."""
 
     @abstractmethod
-    def sqrt(self, x: Array) -> Array: ...
+    def sqrt(self, x: Array) -> Array:
+        """The square root, elementwise."""
 
     @abstractmethod
-    def exp(self, x: Array) -> Array: ...
+    def exp(self, x: Array) -> Array:
+        """``e**x``, elementwise."""
 
     @abstractmethod
-    def log(self, x: Array) -> Array: ...
+    def log(self, x: Array) -> Array:
+        """The natural logarithm, elementwise."""
 
     @abstractmethod
-    def maximum(self, x: Array, y: Array | float) -> Array: ...
+    def maximum(self, x: Array, y: Array | float) -> Array:
+        """The larger of `x` and `y`, elementwise."""
 
     @abstractmethod
-    def minimum(self, x: Array, y: Array | float) -> Array: ...
+    def minimum(self, x: Array, y: Array | float) -> Array:
+        """The smaller of `x` and `y`, elementwise."""
 
     @abstractmethod
-    def relu(self, x: Array) -> Array: ...
+    def relu(self, x: Array) -> Array:
+        """``max(x, 0)``, elementwise."""
 
     @abstractmethod
-    def log_softmax(self, x: Array, axis: int = -1) -> Array: ...
+    def log_softmax(self, x: Array, axis: int = -1) -> Array:
+        """The logarithm of the softmax of `x` along `axis`."""
 
     @abstractmethod
     def pick(self, x: Array, index: Array, axis: int = -1) -> Array:
@@ -152,11 +162,13 @@ class Ops(ABC):
 
     @abstractmethod
     def sum(self, x: Array, axis: None | int | tuple[int, ...] = None,
-            keepdims: bool = False) -> Array: ...
+            keepdims: bool = False) -> Array:
+        """The sum along `axis`; None: over all elements."""
 
     @abstractmethod
     def mean(self, x: Array, axis: None | int | tuple[int, ...] = None,
-             keepdims: bool = False) -> Array: ...
+             keepdims: bool = False) -> Array:
+        """The mean along `axis`; None: over all elements."""
 
     @abstractmethod
     def dot(self, x: Array, y: Array) -> Array:
@@ -165,7 +177,8 @@ class Ops(ABC):
     @abstractmethod
     def conv2d(self, x: Array, weight: Array, bias: Array | None = None,
                stride: int = 1, padding: int = 0) -> Array:
-        """x (n, c, h, w), weight (o, c, kh, kw), bias (o)."""
+        """Cross-correlate `x` (n, c, h, w) with `weight` (o, c, kh, kw), and
+        add `bias` (o)."""
 
     @abstractmethod
     def avg_pool2d(self, x: Array, size: int,
@@ -174,14 +187,16 @@ class Ops(ABC):
 
     @abstractmethod
     def max_pool2d(self, x: Array, size: int,
-                   stride: int | None = None) -> Array: ...
+                   stride: int | None = None) -> Array:
+        """Maximum of `size` x `size` windows; `stride` as above."""
 
     @abstractmethod
-    def concat(self, xs: Sequence[Array], axis: int = 0) -> Array: ...
+    def concat(self, xs: Sequence[Array], axis: int = 0) -> Array:
+        """Join arrays along an axis that they have."""
 
     @abstractmethod
     def slice_axis(self, x: Array, axis: int, begin: int, end: int) -> Array:
-        ...
+        """The elements from `begin` to before `end` along `axis`."""
 
     @abstractmethod
     def flat_view(self, x: Array) -> Array:
@@ -192,13 +207,14 @@ class Ops(ABC):
         """Zeros on the device of `x`; no gradient."""
 
     @abstractmethod
-    def astype(self, x: Array, dtype: str | np.dtype) -> Array: ...
+    def astype(self, x: Array, dtype: str | np.dtype) -> Array:
+        """A copy of `x` with another dtype."""
 
     @abstractmethod
     def stop_gradient(self, x: Array) -> Array:
         """`x` without its history; shares memory where the engine can."""
 
-    # optional: the engine's own are faster, or more exact
+    # optional: an engine's own function may be faster, or more exact
 
     def sigmoid(self, x: Array) -> Array:
         """``1 / (1 + exp(-x))``."""
@@ -234,11 +250,19 @@ class Replica(ABC):
         """Run the network on this device's inputs. It runs in training mode
         inside ``scope(training=True)``, in prediction mode otherwise, and
         without a graph outside ``scope(recording=True)``, whatever the
-        user's flags say; those are put back."""
+        user's flags say; those are put back.
+
+        Raises
+        ------
+        ValueError
+            `messages.wrong_device`: an array that is known to lie elsewhere.
+        TypeError
+            `messages.refuse_foreign`: an array of the other framework.
+        """
 
     @abstractmethod
     def array(self, number: int) -> Array:
-        """This device's own parameter or buffer `number`, counted as in
+        """The device's own parameter or buffer `number`, counted as in
         `Network.specs`; not a copy."""
 
 
@@ -263,7 +287,8 @@ class Network(ABC):
     @abstractmethod
     def set_grad_req(self, number: int, grad_req: str,
                      arrays: Sequence[Array]) -> None:
-        """Freeze or unfreeze one entry; `arrays`: it on every device."""
+        """Freeze or unfreeze one entry, whose array on each device is in
+        `arrays`."""
 
     @abstractmethod
     def devices(self) -> list[Any]:
@@ -298,8 +323,7 @@ class Network(ABC):
     # passes of all replicas: override them where devices need not wait
 
     def forward(self, replicas: Sequence[Replica],
-                inputs: Sequence[Sequence[Array] | None]
-                ) -> list[Array | None]:
+                inputs: Sequence[Sequence[Array] | None]) -> list[Any]:
         """``replicas[i](*inputs[i])`` for each device, at the same time; None
         for a device whose entry is None."""
         return self.backend.parallel(forward_calls(replicas, inputs))
@@ -308,10 +332,11 @@ class Network(ABC):
                          inputs: Sequence[Sequence[Array] | None],
                          head: Callable[[int, Array], Array],
                          leaves: Callable[[int], Sequence[Array]]) -> None:
-        """`forward`, then ``head(i, output)``, the loss of device i, then
-        `Backend.backward`; inside ``scope(recording=True)``. No device has to
-        wait for another in between, unless losses depend on other leaves
-        than ``leaves(i)``, those of replica i.
+        """Run `forward`, then ``head(i, output)``, the loss of device i, then
+        `Backend.backward`; to be called inside ``scope(recording=True)``.
+
+        No device has to wait for another in between, unless losses depend on
+        other leaves than ``leaves(i)``, those of replica i.
 
         Raises
         ------
@@ -327,18 +352,18 @@ class Network(ABC):
     # optional: ways to compute (`Options`)
 
     def prepare(self, options: Options, devices: Sequence[Device]) -> None:
-        """Announces what `replicate` is to make: replicas on `devices` with
+        """Announce that `replicate` is to make replicas on `devices` with
         `options`.
 
         ``hybridize``: passes of the replicas run as compiled code, with the
         meaning of the network's layers: the same streams of dropout masks,
-        the same running statistics. Compiled are a replica's first training
-        and first prediction pass for each shape of inputs, one at a time.
-        Inside `watch_layers`, `use_masks` and `Backend.strict` the network
-        runs layer by layer. ``channels_last``: 4-d parameters and inputs
-        keep their values and lie in memory with the channels last, where the
-        engine has such an order. ``autocast``: passes run with that dtype
-        where the engine holds it to be safe; parameters, gradients and
+        the same running statistics. A replica's first training pass and its
+        first prediction pass are compiled for each shape of inputs, one at a
+        time. Inside `watch_layers`, `use_masks` and `Backend.strict` the
+        network runs layer by layer. ``channels_last``: 4-d parameters and
+        inputs keep their values and lie in memory with the channels last,
+        where the engine has such an order. ``autocast``: passes run with that
+        dtype where the engine holds it to be safe; parameters, gradients and
         running statistics keep theirs, and outputs are float32.
 
         Raises
@@ -349,43 +374,40 @@ class Network(ABC):
             It lacks a compiler.
         """
         if options != Options():
-            raise messages.no_such_power(self.backend.name, repr(options))
+            raise messages.not_supported(self.backend.name, repr(options))
 
-    def autocast(self, devices: Sequence[Device]
-                 ) -> AbstractContextManager[None]:
+    def autocast(self, devices: Sequence[Device]) -> ContextManager:
         """Inside the block this thread, and what `parallel` runs for it,
-        computes with the dtype of `Options.autocast`; without that option
+        computes with the dtype of `Options.autocast`. Without that option
         nothing changes."""
         return nullcontext()
 
     # optional: a look at single layers, for joint batch norm and parity
 
     def layers(self) -> list[Layer]:
-        """The innermost layers, in the order in which they were made; a
-        layer that is there under several names comes once."""
-        raise messages.no_such_power(self.backend.name, "list of layers")
+        """The innermost layers, in the order in which they were made. A
+        layer that has several names comes once."""
+        raise messages.not_supported(self.backend.name, "list of layers")
 
     def aliases(self) -> dict[str, list[str]]:
-        """For each `Spec` that several layers share: all of its names."""
+        """All names of each `Spec` that several layers share."""
         return {}
 
-    def watch_layers(self, seen: LayerCallback
-                     ) -> AbstractContextManager[None]:
+    def watch_layers(self, seen: LayerCallback) -> ContextManager:
         """Inside the block, `seen` is called after every call of an innermost
         layer. A compiled (hybridized) network runs layer by layer for that
         time."""
-        raise messages.no_such_power(self.backend.name, "watch over layers")
+        raise messages.not_supported(self.backend.name, "watch over layers")
 
-    def use_masks(self, draw: DrawMask) -> AbstractContextManager[None]:
+    def use_masks(self, draw: DrawMask) -> ContextManager:
         """Inside the block, training passes take the masks of dropout
         layers from `draw`. Dropout *functions*, and the dropout inside
         recurrent and attention layers, are not reached. A compiled network
         runs layer by layer for that time."""
-        raise messages.no_such_power(self.backend.name,
+        raise messages.not_supported(self.backend.name,
                                      "dropout with given masks")
 
-    def use_batch_norm(self, normalise: Normalise | None
-                       ) -> AbstractContextManager[None]:
+    def use_batch_norm(self, normalise: Normalise | None) -> ContextManager:
         """Inside the block, training passes of the replicas compute every
         batch-norm layer by `normalise` (None: the default, per device).
 
@@ -397,30 +419,29 @@ class Network(ABC):
         """
         if normalise is None:
             return nullcontext()
-        raise messages.no_such_power(self.backend.name,
+        raise messages.not_supported(self.backend.name,
                                      "batch norm over all devices")
 
 
 def forward_calls(replicas: Sequence[Replica],
                   inputs: Sequence[Sequence[Array] | None]
                   ) -> list[Callable[[], Array | None]]:
-    """A function without arguments for each replica's forward pass; it
-    returns None where the replica has no inputs."""
-    return [_nothing if x is None else partial(replica, *x)
+    """Make a function without arguments for each replica's forward pass,
+    which returns None where the replica has no inputs."""
+    return [(lambda: None) if x is None else partial(replica, *x)
             for replica, x in zip(replicas, inputs, strict=True)]
-
-
-def _nothing() -> None:
-    return None
 
 
 # -- the engine ---------------------------------------------------------------
 
 class Backend(ABC):
-    """An engine. The contract is this docstring and those of the methods."""
+    """An engine; the docstrings of the methods are the contract."""
 
     #: canonical name: "mxnet" or "torch"
     name: ClassVar[str]
+    #: whose layers its networks are made of, and whose defaults those layers
+    #: have: "gluon" or "torch"
+    semantics: ClassVar[str]
     #: version of the framework, for `mgpu doctor` and reports
     version: ClassVar[str]
     ops: Ops
@@ -470,7 +491,7 @@ class Backend(ABC):
     @abstractmethod
     def attach_grad(self, x: Array, grad_req: str = "write") -> None:
         """Make `x` a leaf whose gradient `backward` writes ("write"), adds
-        to ("add") or leaves alone ("null"). The gradient starts as zeros."""
+        to ("add") or does not touch ("null"). The gradient starts as zeros."""
 
     @abstractmethod
     def grad(self, x: Array) -> Array:
@@ -488,44 +509,52 @@ class Backend(ABC):
 
     @abstractmethod
     def scope(self, recording: bool | None = None,
-              training: bool | None = None) -> AbstractContextManager[None]:
+              training: bool | None = None) -> ContextManager:
         """Record for `backward`, or not; run layers in training mode, or
-        not. None leaves a flag as it is. The earlier state comes back at the
-        end of the block, also after an error, and also where Ctrl-C kept a
-        scope inside it from putting its own back. The scope belongs to the
-        calling thread and to what `parallel` runs for it."""
+        not. None leaves a flag as it is.
+
+        The earlier state comes back at the end of the block, also after an
+        error, and also where Ctrl-C kept a scope inside it from restoring its
+        own. The scope belongs to the calling thread and to what `parallel`
+        runs for it.
+        """
 
     @abstractmethod
-    def is_recording(self) -> bool: ...
+    def is_recording(self) -> bool:
+        """Whether this thread records for `backward`."""
 
     @abstractmethod
-    def is_training(self) -> bool: ...
+    def is_training(self) -> bool:
+        """Whether layers run in training mode in this thread."""
 
     @abstractmethod
     def backward(self, losses: Sequence[Array]) -> None:
-        """Each loss is summed over its elements; gradients of all leaves
-        that any loss depends on are written. Losses that share no leaf run
-        at the same time. May return before the work is done (MXNet)."""
+        """Sum each loss over its elements, and write the gradients of all
+        leaves that any loss depends on.
+
+        Losses that share no leaf run at the same time. May return before the
+        work is done (MXNet).
+        """
 
     # work on several devices
 
     @abstractmethod
     def parallel(self, thunks: Sequence[Callable[[], Any]], *,
                  rendezvous: bool = False) -> list[Any]:
-        """Call all `thunks`, number i for device i, at the same time; their
-        results, in order. Waits until every one has returned; then the
-        first exception, by number, is raised. `rendezvous=True` promises
-        that the thunks may wait for each other.
+        """Call all `thunks` (functions without arguments), number i for
+        device i, at the same time; return their results, in order.
 
-        Context variables, recording and training flags, and the framework's
-        own per-thread modes are those of the caller. Inside a thunk,
-        another `parallel` runs one thunk after the other.
+        Waits until every one has returned; then the first exception, by
+        number, is raised. `rendezvous=True` promises that the thunks may wait
+        for each other. Context variables, recording and training flags, and
+        the framework's own per-thread modes are those of the caller. Inside a
+        thunk, another `parallel` runs one thunk after the other.
         """
 
     @abstractmethod
     def seed(self, seed: int) -> None:
-        """Start the engine's random streams (dropout masks) again: one per
-        device, each from (seed, device)."""
+        """Restart the engine's random streams (dropout masks): one for each
+        device, from (seed, device)."""
 
     # networks
 
@@ -536,17 +565,19 @@ class Backend(ABC):
 
     # optional: threads that the user starts, and data for GPUs
 
-    def carry(self) -> Callable[[], AbstractContextManager[None]]:
-        """The calling thread's modes beyond context variables (recording,
-        training, MXNet's NumPy mode, ...): a context manager that sets them
-        in another thread."""
+    def carry(self) -> Callable[[], ContextManager]:
+        """A function that makes a context manager, which gives another thread
+        the modes of the calling one: recording, training, MXNet's NumPy mode;
+        all that is not in context variables."""
         return nullcontext
 
     def pinner(self, devices: Sequence[Device]) -> Callable[[Any], Any] | None:
         """A function of one array that copies host data to page-locked
-        (pinned) memory, so that a `put` on `devices` does not block, and
-        returns other things as they are. It may be called in any thread.
-        None: there is nothing to gain."""
+        (pinned) memory, so that a `put` on `devices` does not block.
+
+        It returns everything else as it is, and may be called in any thread.
+        None: there is nothing to gain.
+        """
         return None
 
     def wait_for(self, x: Array) -> None:
@@ -557,20 +588,25 @@ class Backend(ABC):
 
     def host_views(self, arrays: Sequence[Array]) -> list[np.ndarray] | None:
         """One-dimensional NumPy views, each in its array's order of memory,
-        to be read and written inside `run_on_host_views` only. None unless
-        every array has one, in the same order: not on a GPU, not in a dtype
-        that NumPy lacks, not with gaps, and not inside
+        to be read and written inside `run_on_host_views` only.
+
+        None unless every array has one, in the same order: not on a GPU, not
+        in a dtype that NumPy lacks, not with gaps, and not inside
         `mgpu.strict_devices`, which could not see what is done to them. May
         wait for all queued work. What is queued between this call and
-        `run_on_host_views` may move an array (MXNet)."""
+        `run_on_host_views` may move an array (MXNet).
+        """
         return None
 
     def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
                           written: Sequence[Array]) -> None:
-        """`parallel`, once all work that is queued on arrays with
-        `host_views` is done. The thunks change only the `written` arrays.
-        After Ctrl-C all thunks have run, or none."""
-        raise messages.no_such_power(self.name, "views of its memory")
+        """Run `parallel` once all work that is queued on arrays with
+        `host_views` is done.
+
+        The thunks change only the `written` arrays. After Ctrl-C all thunks
+        have run, or none.
+        """
+        raise messages.not_supported(self.name, "views of its memory")
 
     def library_reduces(self, arrays: Sequence[Array]) -> bool:
         """Whether `library_allreduce` is the fastest way to sum `arrays`:
@@ -578,43 +614,47 @@ class Backend(ABC):
         return False
 
     def library_allreduce(self, arrays: Sequence[Array], op: str) -> None:
-        """Leave the sum, maximum or minimum of all in each, by the
-        framework's own collective. ValueError where it has none for these
-        devices or this `op`; nothing has changed then."""
+        """Write the sum, maximum or minimum of all arrays to each of them,
+        by the framework's own collective. ValueError where it has none for
+        these devices or this `op`; nothing has changed then."""
         raise ValueError(f"the {self.name} backend has no collective of its "
                          "own; use another algorithm, or 'auto'.")
 
     # optional: debugging
 
-    def strict(self, ledger: Any) -> AbstractContextManager[None]:
-        """Inside the block, in this thread and in what `parallel` runs for
-        it, an operation on arrays of several devices calls
-        ``ledger.refuse``, also where devices are logical, and each copy
-        from device to device calls ``ledger.copy``: see
-        `mgpu.strict_devices`. Blocks may be nested, with a ledger each."""
-        raise messages.no_such_power(self.name, "strict devices")
+    def strict(self, ledger: Any) -> ContextManager:
+        """Inside the block, report what crosses devices to `ledger`: see
+        `mgpu.strict_devices`.
+
+        In this thread and in what `parallel` runs for it, an operation on
+        arrays of several devices calls ``ledger.refuse``, also where devices
+        are logical, and each copy from device to device calls
+        ``ledger.copy``. Blocks may be nested, with a ledger each.
+        """
+        raise messages.not_supported(self.name, "strict devices")
 
     def memory(self, x: Array) -> tuple[Any, int, int]:
-        """Where `x` lies: (address space, first byte, end). Logical CPU
-        devices have one address space. Waits for pending work on `x`. The
-        default takes every array for a place of its own."""
+        """Where `x` lies: (address space, first byte, end).
+
+        All logical CPU devices have one address space. Waits for pending work
+        on `x`. The default gives every array an address space of its own.
+        """
         return "objects", id(x), id(x) + 1
 
     # optional: networks that mgpu brings, and Gluon's arithmetic for good
 
     def gluonize(self, net: Any, on: bool = True) -> Any:
         """Give `net` Gluon's arithmetic for good, or take it away again; in
-        place. See `mgpu.parity.gluonize`. `net` itself where the engine has
-        nothing to change."""
+        place. Returns `net`. See `mgpu.parity.gluonize`."""
         return net
 
     def model(self, name: str, **options: int) -> Any:
-        """The native network `name` of `mgpu.models`, without values."""
-        raise messages.no_such_power(self.name, f"network {name!r}")
+        """Make the native network `name` of `mgpu.models`, without values."""
+        raise messages.not_supported(self.name, f"network {name!r}")
 
     # optional: advice
 
     def doctor(self) -> list[tuple[str, str]]:
-        """What `mgpu doctor` should say about this engine's settings:
-        (level, text), level "info", "warning" or "error"."""
+        """What `mgpu doctor` should say about this engine's settings: pairs
+        (level, text), where level is "info", "warning" or "error"."""
         return []

@@ -1,12 +1,14 @@
 """What an engine reports inside `mgpu.strict_devices`: copies between
 devices, and operations that mix them."""
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 from mgpu.backends.base import Device
 
-#: where an array lies that is on no device
+#: the place of an array that is on no device
 HOST = "host"
 Place = Device | str        # a device, or `HOST`
 
@@ -22,8 +24,7 @@ class Ledger:
     ----------
     copied : collections.Counter
         Bytes by ``(source, destination)``, each a `Device` or ``"host"``.
-        Counted are the bytes that arrive. Copies inside one device are not
-        counted.
+        The bytes that arrive are counted; copies inside one device are not.
     """
 
     def __init__(self) -> None:
@@ -46,13 +47,39 @@ class Ledger:
     def refuse(self, operation: str, received: Sequence[
             tuple[Device | None, tuple[int, ...]]]) -> None:
         """Raise CrossDeviceError: `operation` received arrays of several
-        devices. `received` holds the device and the shape of each."""
+        devices, whose devices and shapes are in `received`."""
         arrays = [(device or HOST, tuple(shape)) for device, shape in received]
         first = arrays[0][0]
         other = next(place for place, _ in arrays if place != first)
         raise CrossDeviceError(
-            f"an operation takes arrays of one device, as on GPUs; "
+            "an operation takes arrays of one device, as on GPUs; "
             f"{operation} received arrays of {first} and {other} ("
             + ", ".join(f"{shape} on {place}" for place, shape in arrays)
             + f"). Copy one first: mgpu.put(x, {first}), or x[:] = v into an "
             "array that is there.")
+
+
+class Ledgers:
+    """The ledgers that one engine reports to, in the present context."""
+
+    def __init__(self) -> None:
+        self._context: ContextVar[tuple[Ledger, ...]] = ContextVar(
+            "mgpu_ledgers", default=())
+        self._process: list[Ledger] = []
+
+    def active(self) -> tuple[Ledger, ...]:
+        """Those of the process, then those of the blocks around the call."""
+        return (*self._process, *self._context.get())
+
+    def add(self, ledger: Ledger) -> None:
+        """Report to `ledger` for good, in all threads."""
+        self._process.append(ledger)
+
+    @contextlib.contextmanager
+    def using(self, ledger: Ledger) -> Iterator[None]:
+        """Report to `ledger` inside the block."""
+        token = self._context.set((*self._context.get(), ledger))
+        try:
+            yield
+        finally:
+            self._context.reset(token)

@@ -1,14 +1,11 @@
-"""What both engines refuse, in the same words.
+"""Errors that both engines raise, with one text.
 
 A check returns nothing and raises; the other functions make an exception for
 their caller to raise.
 """
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from mgpu.backends.base import Device
 
 #: what host data may hold: the dtypes that both engines have
 DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64",
@@ -16,8 +13,10 @@ DTYPES = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64",
 
 
 def host_array(x: Any) -> np.ndarray:
-    """A fresh, contiguous NumPy copy of `x`. Python floats become float32,
-    the default of both engines; arrays keep their dtype.
+    """A fresh, contiguous NumPy copy of `x`.
+
+    Python floats become float32, the default of both engines; arrays keep
+    their dtype.
 
     Raises
     ------
@@ -55,24 +54,29 @@ def refuse_foreign(x: Any, backend: str) -> None:
             "backend, then mgpu.put.")
 
 
-def wrong_device(device: "Device", actual: Any) -> ValueError:
+def wrong_device(device: Any, actual: Any) -> ValueError:
+    """An array on `actual` was given to the replica on `device`. Raised by
+    the replicas of both engines when they are called."""
     return ValueError(
         f"the replica on {device} takes arrays on {device}; received one on "
         f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
 
 
 def not_native(x: Any, backend: str) -> TypeError:
+    """`x` is not an array of the engine `backend`."""
     refuse_foreign(x, backend)
     return TypeError(f"expected an array of the {backend} backend; received "
                      f"{type(x).__name__}. Use mgpu.put(x, device).")
 
 
 def unknown_dtype(dtype: Any) -> ValueError:
+    """`dtype` is not one of `DTYPES`."""
     return ValueError(f"unknown dtype; received {dtype!r}. Use a name such "
                       "as 'float32' or 'float64'.")
 
 
 def no_float(dtype: Any) -> ValueError:
+    """A gradient was asked for in an array of integers."""
     return ValueError(f"only arrays of floats have gradients; received "
                       f"{dtype}. Use mgpu.functional.astype(x, 'float32').")
 
@@ -85,11 +89,13 @@ def check_grad_req(grad_req: str) -> None:
 
 
 def no_gradient() -> ValueError:
+    """An array without a gradient was asked for it."""
     return ValueError("the array has no gradient attached; use "
                       "mgpu.attach_grad(x) before the forward pass.")
 
 
 def not_recorded() -> RuntimeError:
+    """A loss has no graph to go back through."""
     return RuntimeError(
         "backward needs losses that were computed inside mgpu.record() from "
         "arrays with gradients attached; received one that was not. Put the "
@@ -97,6 +103,7 @@ def not_recorded() -> RuntimeError:
 
 
 def foreign_leaf(own: int, other: int) -> RuntimeError:
+    """The loss of device `own` depends on the replica on device `other`."""
     return RuntimeError(
         "the loss of a device depends on the parameters of its own replica; "
         f"received one of device number {own} that reaches those of number "
@@ -105,12 +112,14 @@ def foreign_leaf(own: int, other: int) -> RuntimeError:
 
 
 def nested_rendezvous() -> RuntimeError:
+    """Functions that wait for each other were started inside another one."""
     return RuntimeError(
         "functions that wait for each other cannot start inside a function "
         "that mgpu.parallel runs; call the replicas together, outside of it.")
 
 
 def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
+    """`net` is not a network of the engine `backend`."""
     if isinstance(net, type):
         return TypeError(
             f"the {backend} backend takes a {expected}; received the class "
@@ -122,7 +131,7 @@ def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
         "with mgpu.set_backend before the network is made.")
 
 
-def no_such_power(backend: str, what: str) -> NotImplementedError:
-    """The engine lacks an optional part of the contract."""
+def not_supported(backend: str, what: str) -> NotImplementedError:
+    """The engine has not written an optional method of the contract."""
     return NotImplementedError(
         f"the {backend} backend has no {what}; use another backend for it.")

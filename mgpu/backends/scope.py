@@ -1,4 +1,4 @@
-"""A context manager that sets the flags of a thread and puts them back."""
+"""A context manager that sets the flags of a thread and restores them."""
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from typing import Any
@@ -9,16 +9,18 @@ Flags = tuple[bool | None, ...]
 class Scope(ContextDecorator):
     """Writes flags on entry, and the earlier ones on exit.
 
-    This is no generator. A generator whose end Ctrl-C cuts short lives on in
-    the traceback, and would write its flags whenever that is dropped.
+    It is a class and not a generator function: a generator that Ctrl-C cuts
+    short lives on in the traceback, and would write its flags whenever that
+    is dropped.
 
     Parameters
     ----------
     read : callable
         Returns the flags of this thread, a tuple.
     write : callable
-        Sets as many flags; None leaves one as it is.
+        Sets as many flags; None leaves a flag as it is.
     flags : tuple
+        What to write.
     """
 
     def __init__(self, read: Callable[[], Flags],

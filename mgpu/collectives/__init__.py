@@ -15,15 +15,15 @@ from mgpu.collectives.checks import (OPS, check_distinct, check_joinable,
                                      check_list, check_op, check_reducible,
                                      check_root, forms)
 from mgpu.collectives.strategies import (STRATEGIES, AllReduce,
-                                         broadcast_from, reduce_to,
+                                         broadcast_from, combine, reduce_to,
                                          strategy_of)
 from mgpu.host_memory import threads_for
 from mgpu.split import shard_bounds
 
 __all__ = ["ALGORITHMS", "OPS", "AllReduce", "allgather", "allreduce",
            "allreduce_many", "assign_roots", "broadcast", "check_joinable",
-           "check_list", "check_op", "gathered", "reduce", "reducescatter",
-           "threads_for"]
+           "check_list", "check_op", "combine", "gathered", "reduce",
+           "reducescatter", "threads_for"]
 
 ALGORITHMS = STRATEGIES
 

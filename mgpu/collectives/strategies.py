@@ -1,25 +1,23 @@
 """How a reduction is done: the strategies of `mgpu.allreduce` and `Trainer`.
 
-=============  ============================================================
-strategy       who adds what
-=============  ============================================================
-`Auto`         the fastest of those below for the arrays at hand
-`HostMemory`   CPU devices: cores share the work in the host's memory
-`Balanced`     each array on one device; the devices share the arrays
-`Buckets`      CUDA cards: the framework's own collective (NCCL), over
-               flat buckets
-`Native`       the framework's own collective: NCCL, or MXNet's kvstore
-`Naive`        the book's: all to one device, then back
-`Tree`         pairs, then pairs of pairs
-`Ring`         each device adds one chunk at a time and passes it on
-`Sharded`      device i adds slice i of all, then every device fetches it
-=============  ============================================================
+=========  ==============  ==================================================
+name       strategy        who adds what
+=========  ==============  ==================================================
+"auto"     `Auto`          the fastest of those below for the arrays at hand
+"naive"    `Naive`         the book's: all to one device, then back
+"tree"     `Tree`          pairs, then pairs of pairs
+"ring"     `Ring`          each device adds a chunk at a time and passes it on
+"sharded"  `Sharded`       device i adds slice i of all; all fetch it
+"native"   `Native`        the framework's own collective: NCCL, or kvstore
+(none)     `HostMemory`    cores share the work in the memory of CPU devices
+(none)     `Balanced`      each array on one device; they share the arrays
+(none)     `Buckets`       NCCL over flat buckets, for CUDA cards
+=========  ==============  ==================================================
 
 A strategy of your own is a class with one method, `allreduce_list` or, if it
 treats many arrays together, `allreduce`. Pass an object of it as
 ``algorithm=`` of `mgpu.allreduce` or as ``allreduce=`` of `Trainer`.
 """
-from abc import ABC
 from collections.abc import Sequence
 from functools import partial
 from math import prod
@@ -32,14 +30,23 @@ from mgpu.collectives.checks import ITEMSIZE, dtype_name
 from mgpu.split import shard_bounds
 
 
-class AllReduce(ABC):
+class AllReduce:
     """A way to reduce arrays over devices and leave the result on each.
 
     What the methods receive has been checked: each list holds one native
     array per device, of one shape and dtype, with one element or more, and
     at least one axis. Nothing is recorded. `op` is "sum", "max" or "min";
-    the caller divides for a mean.
+    the caller divides for a mean. A strategy writes one of the two methods;
+    a class with neither is refused with TypeError.
     """
+
+    def __init_subclass__(cls) -> None:
+        if cls.allreduce is AllReduce.allreduce \
+                and cls.allreduce_list is AllReduce.allreduce_list:
+            raise TypeError(
+                "a strategy has a method allreduce_list(data, op, root) or "
+                f"allreduce(lists, op, roots); received {cls.__name__} with "
+                "neither. Write one of them.")
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
@@ -69,7 +76,7 @@ def combine(op: str, into: Array, other: Array) -> None:
 
 
 def reduce_to(data: list[Array], op: str, root: int) -> None:
-    """Leave the reduction in element `root`: ``x[root] + x[0] + x[1] ...``"""
+    """Leave the reduction in element `root`: ``x[root] + x[0] + x[1] ...``."""
     for i, x in enumerate(data):
         if i != root:
             combine(op, data[root], x)

@@ -9,7 +9,7 @@ from mgpu.parity.invariance import InvarianceReport, invariance
 from mgpu.parity.lint import Finding, lint
 from mgpu.parity.matching import MatchError, Plan
 from mgpu.parity.measure import Gap
-from mgpu.parity.sides import Side
+from mgpu.parity.side import Side
 from mgpu.parity.trace import Recording, compare_trace, record
 
 __all__ = ["Cause", "Finding", "Gap", "InvarianceReport", "MODES",

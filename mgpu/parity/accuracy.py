@@ -1,21 +1,26 @@
 """Do two networks reach the same accuracy? ``compare(mode="accuracy")``."""
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from mgpu.arguments import is_integer
 from mgpu.backends import using_backend
 from mgpu.evaluation import evaluate_accuracy_gpus
-from mgpu.parity.comparison import Batches, Result, endless
-from mgpu.parity.invariance import factory, fresh
-from mgpu.parity.matching import Plan
-from mgpu.parity.sides import Masks, Runner, Side
 from mgpu.nested import rows_of
+from mgpu.parity.batches import Batch, Batches, endless
+from mgpu.parity.live import LiveRun
+from mgpu.parity.masks import Masks
+from mgpu.parity.matching import Plan
+from mgpu.parity.result import Result
+from mgpu.parity.side import Side, factory, fresh
 
-#: below it a difference of means is no chance
+#: the level of the tests: two means differ if p is below it
 ALPHA = 0.05
-#: how surely the smallest difference that is told would have been seen
+#: the probability with which the smallest difference that is named as
+#: detectable is detected
 POWER = 0.8
 
 
@@ -24,7 +29,7 @@ def _stats() -> Any:
         from scipy import stats
     except ImportError as error:
         raise ImportError("accuracy mode needs SciPy; run pip install "
-                          "'mgpu[stats]'.") from error
+                          "scipy.") from error
     return stats
 
 
@@ -38,7 +43,7 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     Each run starts from weights of its own: seed s gives ``2 s`` to `a` and
     ``2 s + 1`` to `b`, for the initialiser and the dropout masks. The order
     of the batches is the same in all runs. A torch network without an
-    initialiser (`Side.init`) keeps what it drew when it was made.
+    initialiser (`Side.init`) keeps the values that it drew when it was made.
 
     Parameters
     ----------
@@ -50,7 +55,7 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     seeds : sequence of int
         Two or more different ones.
     steps : int, optional
-        Of each run; default: all batches once.
+        Of each run. Default: all batches once.
     dtype : str
     progress : callable, optional
         ``progress(done, all)``, in steps of all runs.
@@ -65,7 +70,7 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     Raises
     ------
     ImportError
-        Without SciPy (extra ``stats``).
+        SciPy is not installed.
     ValueError
         Fewer than two seeds, or no `test`.
     TypeError
@@ -73,9 +78,8 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     """
     _stats()
     seeds = list(seeds)
-    if len(set(seeds)) < 2 or len(set(seeds)) < len(seeds) or any(
-            isinstance(s, bool) or not isinstance(s, (int, np.integer))
-            or s < 0 for s in seeds):
+    if not len(seeds) == len(set(seeds)) > 1 \
+            or not all(is_integer(s, 0) for s in seeds):
         raise ValueError(
             "accuracies are compared over two or more different seeds, whole "
             f"numbers from 0; received seeds={seeds!r}. Use for example "
@@ -86,31 +90,27 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
                          "test=[(X, y), ...].")
     sides = {"a": side_a, "b": side_b}
     makers = {name: factory(side.net) for name, side in sides.items()}
-    ahead, steps = endless(batches, steps)
+    first, ahead, steps = endless(batches, steps)
     taken, test = list(ahead), list(test)
-    done, total = 0, 2 * len(seeds) * steps
+    done = itertools.count(1)
     accuracies: dict[str, list[float]] = {"a": [], "b": []}
     losses: dict[str, list[np.ndarray]] = {"a": [], "b": []}
     options: dict[str, dict[str, Any]] = {}
     for seed in seeds:
         for which, name in enumerate(sides):
             own = 2 * int(seed) + which
-            runner = Runner(
-                fresh(sides[name], makers[name], seed=own), taken[0][0],
-                dtype, Masks(own))
+            run = LiveRun(fresh(sides[name], makers[name], seed=own),
+                          first[0], dtype, Masks(own))
             means = []
             for number, (X, y) in enumerate(taken, 1):
-                means.append(float(np.mean(runner.train(X, y, number))))
-                done += 1
+                means.append(float(np.mean(run.train(X, y, number))))
                 if progress is not None:
-                    progress(done, total)
+                    progress(next(done), 2 * len(seeds) * steps)
             losses[name].append(np.array(means))
-            accuracies[name].append(_accuracy(runner, test))
-            options[name] = runner.options()
-    rows = sum(rows_of(y) or 0 for _, y in test)
-    found = two_samples(accuracies["a"], accuracies["b"])
-    found["rows"] = rows
-    curves: dict[str, Any] = {**accuracies, "test": found}
+            accuracies[name].append(_accuracy(run, test))
+            options[name] = run.options()
+    found = {**two_samples(accuracies["a"], accuracies["b"]),
+             "rows": sum(rows_of(y) or 0 for _, y in test)}
     result = Result(
         "accuracy", "same" if found["p"] >= ALPHA else "different", [],
         Plan("nothing: each side draws its own values", [],
@@ -120,23 +120,22 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
         {"steps": steps, "dtype": dtype, "tolerance": None,
          "seed": None, "seeds": [int(s) for s in seeds], "weights": "own",
          "dropout": "masks drawn in NumPy"},
-        notes=_text(found, len(seeds)), curves=curves)
-    if not all(np.isfinite(run).all() for runs in losses.values()
-               for run in runs):
+        notes=_notes(found, len(seeds)), curves={**accuracies, "test": found})
+    if not np.isfinite([*losses.values()]).all():
         result.notes.append("a loss is not finite: the comparison proves "
                             "nothing")
     return result
 
 
-def _accuracy(runner: Runner, test: Sequence[tuple[Any, Any]]) -> float:
-    with using_backend(runner.name):
+def _accuracy(run: LiveRun, test: Sequence[Batch]) -> float:
+    with using_backend(run.name):
         return evaluate_accuracy_gpus(
-            runner.replicas, test, lambda X, y, _: runner._shards(X, y))
+            run.replicas, test, lambda X, y, _: run.shards(X, y))
 
 
 def two_samples(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
-    """Welch's test of two means, Mann and Whitney's of two distributions,
-    and what they could have shown.
+    """Welch's test of two means, Mann and Whitney's test of two
+    distributions, and the difference that they could have shown.
 
     Returns
     -------
@@ -152,14 +151,14 @@ def two_samples(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
 
     Notes
     -----
-    Without any spread the test has no statistic: p is 1 for equal means
+    Without any spread the test has no statistic. Then p is 1 for equal means
     and 0 for others.
     """
     stats = _stats()
     x, z = np.asarray(a, float), np.asarray(b, float)
     deviations = [float(v.std(ddof=1)) for v in (x, z)]
     means = [float(v.mean()) for v in (x, z)]
-    # Equal numbers may have a mean that is a last bit off.
+    # The mean of equal numbers may be a last bit off.
     constant = [bool((v == v[0]).all()) for v in (x, z)]
     deviations = [0.0 if c else d for c, d in zip(constant, deviations)]
     found: dict[str, Any] = {"means": means, "deviations": deviations,
@@ -172,7 +171,7 @@ def two_samples(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
                     x, z, alternative="two-sided").pvalue),
                 "detectable": None}
     with warnings.catch_warnings():
-        # SciPy warns of nearly equal numbers in one sample.
+        # SciPy warns about nearly equal numbers in one sample.
         warnings.simplefilter("ignore", RuntimeWarning)
         welch = stats.ttest_ind(x, z, equal_var=False)
         ranks = stats.mannwhitneyu(x, z, alternative="two-sided")
@@ -184,7 +183,7 @@ def two_samples(a: Sequence[float], b: Sequence[float]) -> dict[str, Any]:
 
 
 def _welch(variances: Sequence[Any], counts: Sequence[int]) -> tuple[Any, Any]:
-    """The standard error of a difference of means, and the degrees of
+    """The standard error of a difference of means, and its degrees of
     freedom (Welch, 1947)."""
     shares = [v / n for v, n in zip(variances, counts)]
     square = shares[0] + shares[1]
@@ -197,11 +196,12 @@ def detectable(deviations: Sequence[float], counts: Sequence[int],
     """The smallest difference of means that Welch's test shows with
     probability `POWER` at level `ALPHA`.
 
-    Drawn, not approximated: the usual formula takes the degrees of freedom
-    for known, which promises too much for a handful of seeds. A pair of
-    samples with a difference D is told apart if their means without it,
-    plus D, exceed the test's own limit for that pair; D is the quantile of
-    what is missing. The same draws in each call; within 2% (20000 draws).
+    It is drawn, not approximated: the usual formula takes the degrees of
+    freedom for known, which promises too much for a handful of seeds. The
+    test tells a pair of samples with a difference D apart if the difference
+    of their means without D, plus D, exceeds the test's limit for that pair.
+    So the result is the quantile of (limit - difference without D). The
+    draws are the same in each call; 20000 draws are exact to 2%.
     """
     rng = np.random.default_rng(0)
     samples = [rng.normal(0.0, d, (draws, n))
@@ -212,7 +212,7 @@ def detectable(deviations: Sequence[float], counts: Sequence[int],
     return float(np.quantile(limit - apart, POWER))
 
 
-def _text(found: dict[str, Any], seeds: int) -> list[str]:
+def _notes(found: dict[str, Any], seeds: int) -> list[str]:
     notes = ["accuracy " + ", ".join(
         f"{name}: {mean:.4f} +- {deviation:.4f}" for name, mean, deviation
         in zip("ab", found["means"], found["deviations"]))

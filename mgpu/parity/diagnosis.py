@@ -2,26 +2,38 @@
 
 Each cause is a hypothesis that *predicts* one side's tensors from what is
 known of the other: the state before the step, gradients, rates, the batch,
-the inputs of the first layer that differs. What the prediction leaves
-unexplained of the difference is the cause's residual, the largest over all
-tensors of the stage, so that no coincidence in one tensor names a cause. A
-cause whose residual is not small is not named: a difference that nothing
-here predicts has no cause.
+the inputs of the first layer that differs. The share of the difference that
+the prediction leaves unexplained is the cause's residual, the largest one of
+all tensors of the stage, so that no coincidence in one tensor names a cause.
+A cause whose residual is not small is not named: where no prediction fits,
+the difference has no cause.
+
+The causes are functions in the modules of `mgpu.parity.causes`, grouped by
+subject. `mgpu.parity.causes.registry.cause` adds one.
 """
 import contextlib
-from typing import Any
 
 import numpy as np
 
-from mgpu.parity.causes import (forward, gradients, initial, loss, statistics,
-                                update)
-from mgpu.parity.causes.case import CAUSES, LIMIT, ROWS, Case, Cause, Found
-from mgpu.parity.sides import CannotRun
+# The order of these modules, and of the functions in them, is that of causes
+# which explain a difference equally well.
+from mgpu.parity.causes import (  # noqa: F401  isort: skip
+    data, forward, norms, pooling, layers, scale, gradients, update, initial,
+    statistics, float32)
+from mgpu.parity.causes.difference import ROWS, Difference
+from mgpu.parity.causes.registry import LIMIT, RULES, Cause
+from mgpu.parity.causes.updating import explain_update
+from mgpu.parity.result import Result
+from mgpu.parity.run import CannotRun
 
 __all__ = ["CAUSES", "LIMIT", "ROWS", "Cause", "diagnose"]
 
+#: every name that a `Cause` can have; of causes that explain a difference
+#: equally well, the one that stands first here comes first
+CAUSES = tuple(dict.fromkeys(rule.name for rule in RULES))
 
-def diagnose(result: Any) -> list[Cause]:
+
+def diagnose(result: Result) -> list[Cause]:
     """The likely causes of the first difference of a lock-step.
 
     Stages that cannot be consequences of one another (the update, and the
@@ -31,12 +43,12 @@ def diagnose(result: Any) -> list[Cause]:
     Parameters
     ----------
     result : Result
-        With `evidence`. Its runners run the step again, in parts.
+        With `evidence`. The step is taken again on its runs, in parts.
 
     Returns
     -------
     list of Cause
-        The best first, one for each name: those that leave next to nothing
+        The best first, one for each name: causes that leave next to nothing
         unexplained before the others, then in the order of `CAUSES`. Empty
         where nothing explains the difference.
     """
@@ -46,7 +58,7 @@ def diagnose(result: Any) -> list[Cause]:
     with np.errstate(all="ignore"):
         for evidence in (result.evidence, *result.evidence.later):
             try:
-                causes = _explain(Case(result, evidence))
+                causes = _explain(Difference(result, evidence))
             except Exception as error:
                 # The comparison stands without a diagnosis, which runs
                 # parts of the user's own code again.
@@ -62,23 +74,40 @@ def diagnose(result: Any) -> list[Cause]:
         c.residual))
 
 
-def _explain(case: Case) -> Found:
+def _explain(difference: Difference) -> list[Cause]:
     """The causes of one step's differences."""
-    stages = [initial.causes] if case.wrong("initial") else []
-    if case.wrong("layer") or case.wrong("output"):
-        stages.append(forward.causes)
-    else:
-        if case.wrong("loss"):
-            stages.append(loss.causes)
-        elif case.wrong("gradient"):
-            stages.append(gradients.causes)
-        elif case.wrong("devices"):
-            stages.append(gradients.device_causes)
-        stages.append(update.causes)
-        if case.wrong("statistic"):
-            stages.append(statistics.causes)
-    found: Found = []
-    for causes in stages:
+    found: list[Cause] = []
+    for stage in _stages(difference):
+        found += explain_update(difference) if stage == "update" \
+            else _causes(difference, stage)
+    return found
+
+
+def _stages(difference: Difference) -> list[str]:
+    """The stages whose differences are not consequences of others."""
+    wrong = difference.wrong
+    stages = ["initial"] if wrong("initial") else []
+    if wrong("layer") or wrong("output"):
+        return [*stages, "forward"]
+    stages += [stage for stage in ("loss", "gradient", "devices")
+               if wrong(stage)][:1]
+    return [*stages, "update", *["statistic"] * bool(wrong("statistic"))]
+
+
+def _causes(difference: Difference, stage: str) -> list[Cause]:
+    """The causes of a stage, of the first resort that finds any."""
+    found: list[Cause] = []
+    resort = 0
+    for rule in sorted(RULES, key=lambda rule: rule.resort):
+        if rule.stage != stage or rule.kinds \
+                and difference.kind not in rule.kinds:
+            continue
+        if found and rule.resort > resort:
+            break
+        resort = rule.resort
         with contextlib.suppress(CannotRun):    # a recorded side
-            found += causes(case)
+            found += [Cause(rule.name, text, 1.0 if residual is None
+                            else residual)
+                      for text, residual in rule.find(difference)
+                      if residual is None or residual < difference.limit]
     return found

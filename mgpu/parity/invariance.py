@@ -1,25 +1,30 @@
-"""Does a network train the same on any number of devices? See `invariance`.
-"""
-import copy
+"""Does a network train the same on any number of devices?"""
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from mgpu.backends import backend_of
-from mgpu.losses import SoftmaxCrossEntropyLoss
-from mgpu.parity import measure
-from mgpu.parity.comparison import (TOLERANCE, Batches, Comparison, Result,
-                                    _check)
-from mgpu.parity.measure import Gap
-from mgpu.parity.sides import Call, Masks, Side, State
+from mgpu import notebook
+from mgpu.arguments import is_integer
 from mgpu.nested import rows_of
+from mgpu.parity import measure
+from mgpu.parity.batches import Batches, endless
+from mgpu.parity.comparison import Comparison
+from mgpu.parity.measure import TOLERANCE, Gap
+from mgpu.parity.result import Result
+from mgpu.parity.run import Calls, LayerCall, State
+from mgpu.parity.side import check_common, complete, factory, fresh
 
-#: from good to bad; "not compared" is said of a layer whose outputs on the
-#: devices do not join to the output on one
+__all__ = ["InvarianceReport", "LayerReport", "NETWORK", "STATUSES",
+           "TOLERANCE", "factory", "fresh", "invariance"]
+
+#: from good to bad; "not compared": the outputs of the layer on the devices
+#: cannot be joined to the output on one device
 STATUSES = ("exact", "not compared", "batch statistics", "wrong")
-#: what belongs to no layer: the network's outputs and the loss
+#: stands for the network's outputs and the loss, which belong to no layer
 NETWORK = "(output and loss)"
 
 
@@ -34,11 +39,11 @@ class LayerReport:
     status : dict of int -> str
         One of `STATUSES` for each number of devices.
     worst : dict of int -> float
-        The largest relative difference of what the layer puts out, of its
-        gradients, updated weights, optimiser memory and statistics.
+        The largest relative difference of the layer's outputs, gradients,
+        updated weights, optimiser memory and statistics.
     origin : list of int
-        Numbers of devices where the layer's output differs though what it
-        was given agrees: the difference arises here.
+        Numbers of devices where the layer's output differs although its
+        input agrees: the difference arises here.
     """
 
     path: str
@@ -48,8 +53,25 @@ class LayerReport:
     worst: dict[int, float] = field(default_factory=dict)
     origin: list[int] = field(default_factory=list)
 
+    def add(self, k: int, own: "_Seen", synced: "_Seen") -> None:
+        """What was seen on `k` devices, with the network's own policy and
+        with "sync"."""
+        self.worst[k] = own.worst
+        self.status[k] = ("wrong" if synced.differs else
+                          "batch statistics" if own.differs else
+                          "exact" if own.compared else "not compared")
+        if (synced if synced.differs else own).origin:
+            self.origin.append(k)
 
-@dataclass
+    def row(self) -> list[str]:
+        """The layer, and the status for each number of devices."""
+        return [f"{self.path or '(network)'} {self.kind}".strip(), *(
+            (status if status == "not compared"
+             else f"{status} {self.worst[k]:.1e}") + " *" * (k in self.origin)
+            for k, status in self.status.items())]
+
+
+@dataclass(repr=False)
 class InvarianceReport:
     """What `invariance` found.
 
@@ -59,7 +81,7 @@ class InvarianceReport:
         The worst status of all: "exact" (but for rounding), "batch
         statistics" or "wrong".
     devices : list of int
-        The first is what the others are compared with.
+        The others are compared with the first.
     layers : list of LayerReport
         In the order of the network; the last stands for the network's
         outputs and the loss.
@@ -84,31 +106,25 @@ class InvarianceReport:
     def exact(self) -> bool:
         return self.verdict == "exact"
 
-    def __str__(self) -> str:
+    def _head(self) -> str:
+        return (f"{self.verdict} ({self.side['network']} on "
+                f"{self.side['engine']}, batch_norm="
+                f"{self.settings['batch_norm']!r}, "
+                f"{self.settings['steps']} steps, {self.settings['dtype']})")
+
+    def _grid(self) -> list[list[str]]:
+        """A row for each layer, under a row of titles."""
         k0, *others = self.devices
-        lines = [f"{self.verdict} ({self.side['network']} on "
-                 f"{self.side['engine']}, batch_norm="
-                 f"{self.settings['batch_norm']!r}, "
-                 f"{self.settings['steps']} steps, "
-                 f"{self.settings['dtype']})"]
-        names = [f"{x.path or '(network)'} {x.kind}".strip()
-                 for x in self.layers]
-        width = max(map(len, names), default=0)
-        columns = max((len(s) for x in self.layers
-                       for s in x.status.values()), default=0) + 10
-        lines.append(" " * width + "".join(
-            f"  {f'{k} devices / {k0}':<{columns}}" for k in others))
-        for name, x in zip(names, self.layers):
-            cells = []
-            for k in others:
-                text = x.status[k] if x.status[k] == "not compared" \
-                    else f"{x.status[k]} {x.worst[k]:.1e}"
-                mark = " *" if k in x.origin else ""
-                cells.append(f"  {text + mark:<{columns}}")
-            lines.append(f"{name:<{width}}{''.join(cells)}")
-        lines = [line.rstrip() for line in lines]
+        return [["", *(f"{k} devices / {k0}" for k in others)],
+                *(layer.row() for layer in self.layers)]
+
+    def __str__(self) -> str:
+        grid = self._grid()
+        widths = [max(map(len, column)) for column in zip(*grid)]
+        lines = [self._head(), *("  ".join(map(str.ljust, row, widths)
+                                           ).rstrip() for row in grid)]
         if any(x.origin for x in self.layers):
-            lines.append("* arises here: what the layer is given agrees")
+            lines.append("* arises here: the layer's input agrees")
         if self.verdict == "batch statistics":
             lines.append("batch statistics: each device normalises with the "
                          "mean and variance of its own rows; with "
@@ -119,18 +135,24 @@ class InvarianceReport:
                 lines.append(f"{k} devices: {wrong.first}")
         return "\n".join(lines)
 
+    def __repr__(self) -> str:
+        return f"<InvarianceReport: {self._head()}>"
+
+    def _repr_html_(self) -> str:
+        (_, *titles), *rows = self._grid()
+        return notebook.table(self._head(), ("layer", *titles), rows)
+
     def to_dict(self) -> dict[str, Any]:
-        """As lists, dicts, text and numbers; numbers of devices are text."""
+        """The report as lists, dicts, text and numbers. Numbers of devices
+        are text, as JSON's keys must be."""
         def keyed(values: Mapping[int, Any]) -> dict[str, Any]:
             return {str(k): v for k, v in values.items()}
         return {
             "format": "mgpu invariance 1", "verdict": self.verdict,
             "devices": self.devices, "side": self.side,
             "settings": self.settings,
-            "layers": [{"path": x.path, "kind": x.kind,
-                        "parameters": x.parameters,
-                        "status": keyed(x.status), "worst": keyed(x.worst),
-                        "origin": x.origin} for x in self.layers],
+            "layers": [{**asdict(x), "status": keyed(x.status),
+                        "worst": keyed(x.worst)} for x in self.layers],
             "results": keyed({k: r.to_dict()
                               for k, r in self.results.items()}),
             "synced": keyed({k: r.to_dict()
@@ -149,21 +171,22 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
                ) -> InvarianceReport:
     """Compare the steps that a network takes on several numbers of devices.
 
-    Lock-step on one engine: before every step the network on K devices gets
-    the state of that on ``devices[0]``, takes the same step on the same
-    batch, and everything is compared: the output of each layer (the rows of
-    all devices put together), losses, gradients, weights, the optimiser's
-    memory, and statistics (those of one device with those of each of K).
+    This is a lock-step on one engine. Before every step the network on K
+    devices gets the state of the network on ``devices[0]`` and takes the
+    same step on the same batch. Everything is compared: the output of each
+    layer (the rows of all devices joined), losses, gradients, weights, the
+    optimiser's memory, and statistics (those of one device with those of
+    each of K).
 
     A layer is
 
-    - *exact*: no difference but rounding;
+    - *exact*: there is no difference but rounding;
     - *batch statistics*: it differs with this `batch_norm`, and is exact
-      with ``"sync"``, which is run too then;
+      with ``"sync"``, which is then run too;
     - *wrong*: it differs with ``"sync"`` as well.
 
     A difference travels to all later layers, and in the gradients to all
-    layers; `LayerReport.origin` says where it arises.
+    layers. `LayerReport.origin` says where it arises.
 
     Parameters
     ----------
@@ -177,7 +200,8 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
  dtype, dropout, tolerance, seed
         As for `compare`.
     progress : callable, optional
-        ``progress(done, all)`` after each step, without those of "sync".
+        ``progress(done, all)`` after each step; those of "sync" are not
+        counted.
 
     Returns
     -------
@@ -186,69 +210,47 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
     Raises
     ------
     ValueError
-        Numbers of devices that are none, or fewer than two; what `compare`
-        refuses; a compiled (hybridized) network with ``"sync"``.
+        Fewer than two numbers of devices, or equal or impossible ones; what
+        `compare` refuses; a compiled (hybridized) network with ``"sync"``.
     TypeError
         A network instead of a function.
     """
     numbers = list(devices)
-    if len(numbers) < 2 or len(set(numbers)) < len(numbers) or any(
-            isinstance(k, bool) or not isinstance(k, (int, np.integer))
-            or k < 1 for k in numbers):
+    if not len(numbers) == len(set(numbers)) > 1 \
+            or not all(is_integer(k, 1) for k in numbers):
         raise ValueError("two or more different numbers of devices are "
                          f"compared; received {devices!r}. Use for example "
                          "(1, 2, 4).")
-    _check(dropout=(dropout, ("masks", "off")),
-           dtype=(dtype, tuple(TOLERANCE)))
-    side = net_factory if isinstance(net_factory, Side) else Side(net_factory)
+    check_common(dropout, dtype)
+    side = complete(net_factory, loss=loss, optimizer=optimizer,
+                    optimizer_params=optimizer_params, semantics=semantics,
+                    batch_norm=batch_norm, native=native, seed=seed)
     make = factory(side.net)
-    side = side.over(Side(
-        None, None, loss or SoftmaxCrossEntropyLoss(), optimizer,
-        optimizer_params, semantics, batch_norm=batch_norm, native=native,
-        seed=seed))
-    batches = list(batches) if not steps else batches
-    if iter(batches) is batches:
-        batches = [batch for batch, _ in zip(batches, range(steps))]
-    every = steps or len(batches)
-    total, done = every * (len(numbers) - 1), 0
+    _, taken, steps = endless(batches, steps)
+    batches, total = list(taken), steps * (len(numbers) - 1)
+    done, tell = itertools.count(1), progress or (lambda done, total: None)
 
-    def pair(k: int, policy: str, told: Any) -> "_Pair":
-        def on(count: int) -> Side:
-            return fresh(side, make, devices=int(count), batch_norm=policy)
-        return _Pair(on(numbers[0]), on(k), batches=batches, steps=steps,
-                     dtype=dtype, weights="a", given=None, rules=(),
-                     masks=Masks(seed, dropout == "off"),
-                     tolerance=tolerance or TOLERANCE[dtype], seed=seed,
-                     progress=told)
+    def compared(k: int, policy: Any, progress: Any) -> "_Pair":
+        return _Pair(*(fresh(side, make, devices=int(n), batch_norm=policy)
+                       for n in (numbers[0], k)), batches=batches,
+                     steps=steps, dtype=dtype, dropout=dropout,
+                     tolerance=tolerance, seed=seed, progress=progress)
 
-    def tell(number: int, _: int) -> None:
-        nonlocal done
-        done += 1
-        if progress is not None:
-            progress(done, total)
     results: dict[int, Result] = {}
     synced: dict[int, Result] = {}
     layers: dict[str, LayerReport] = {}
     start: State | None = None
     for k in numbers[1:]:
-        work = pair(k, side.batch_norm, tell)
-        start = start or work.a.state()     # the same for every pair
-        results[k], own = work.judged(start)
-        again: Mapping[str, _Seen] = own
+        pair = compared(k, side.batch_norm, lambda *_: tell(next(done), total))
+        start = start or pair.a.state()     # the same for every pair
+        results[k], own = pair.judged(start)
+        again = own
         if side.batch_norm != "sync" and any(x.differs for x in own.values()):
-            work = pair(k, "sync", lambda number, all_: None)
-            synced[k], again = work.judged(start)
-        for layer in work.layers():
-            layers.setdefault(layer.path, layer)
-        for path, report in layers.items():
-            seen = own[path]
-            report.worst[k] = seen.worst
-            report.status[k] = (
-                "wrong" if again[path].differs else
-                "batch statistics" if seen.differs else
-                "exact" if seen.compared else "not compared")
-            if (again if again[path].differs else own)[path].origin:
-                report.origin.append(k)
+            pair = compared(k, "sync", None)
+            synced[k], again = pair.judged(start)
+        for layer in pair.layers():
+            layers.setdefault(layer.path, layer).add(
+                k, own[layer.path], again[layer.path])
     statuses = {s for x in layers.values() for s in x.status.values()}
     verdict = max(statuses - {"not compared"}, key=STATUSES.index)
     first = next(iter(results.values()))
@@ -259,30 +261,9 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
         {**first.settings, "batch_norm": side.batch_norm})
 
 
-def factory(net: Any) -> Callable[[], Any]:
-    """`net`, where it is a function that makes networks (TypeError)."""
-    try:
-        backend_of(net)
-    except TypeError:
-        if callable(net):
-            return net
-    raise TypeError("expected a function that makes the network, so that "
-                    f"each run gets a new one; received {type(net).__name__}"
-                    ". Pass for example lambda: Net().")
-
-
-def fresh(side: Side, net: Any, **options: Any) -> Side:
-    """`side` for another run: schedules count updates, so each run has its
-    own."""
-    return replace(side, net=net, lr_scheduler=copy.deepcopy(
-        side.lr_scheduler), optimizer_params=copy.deepcopy(
-            side.optimizer_params), optimizer=copy.deepcopy(side.optimizer),
-        **options)
-
-
 @dataclass
 class _Seen:
-    """What one comparison says of a layer."""
+    """What one comparison found in a layer."""
 
     worst: float = 0.0
     differs: bool = False
@@ -303,37 +284,34 @@ class _Pair(Comparison):
                   for x in self.a.layers), LayerReport(NETWORK, "", [])]
 
     def judged(self, start: State) -> tuple[Result, dict[str, _Seen]]:
-        try:
+        """The result of the lock-step from `start`, and that of each layer
+        by its path."""
+        with closing(self):
             self.a.load(start)
             self.initial = start, start
             seen = {x.path: _Seen() for x in self.layers()}
             self._outputs(seen)
             result = self.lockstep()
-        finally:
-            self.restore()
         owner = {n: x.path for x in self.a.layers for n in x.parameters}
         for gap in result.gaps:
-            if gap.stage == "layer":    # _outputs has seen all of them
-                continue
-            name = gap.name
-            if gap.stage == "memory":
-                name = measure.layer_of(name)
-            seen[owner.get(name, NETWORK)].add(gap)
+            name = measure.layer_of(gap.name) if gap.stage == "memory" \
+                else gap.name
+            if gap.stage != "layer":    # _outputs has seen all of them
+                seen[owner.get(name, NETWORK)].add(gap)
         return result, seen
 
-    def _calls(self, X: Any, y: Any, number: int
-               ) -> tuple[list[Call], list[Call]]:
-        """The rows of all devices joined, as far as they can be."""
-        columns = [list(zip(*runner.traces(X, y, number)))
-                   for runner in (self.a, self.b)]
+    def _calls(self, X: Any, y: Any, number: int) -> tuple[Calls, Calls]:
+        """With the rows of all devices joined, as far as they can be."""
+        columns = [list(zip(*run.calls(X, y, number)))
+                   for run in (self.a, self.b)]
         rows = rows_of(X) or 1
-        calls: tuple[list[Call], list[Call]] = [], []
+        calls: tuple[Calls, Calls] = [], []
         for one, two in zip(*columns):
             joined = [[_joined(x, z, rows) for x, z in zip(
                 zip(*(c[which] for c in one)), zip(*(c[which] for c in two)))]
                 for which in (1, 2)]
             for side, column in enumerate((one, two)):
-                calls[side].append(Call(column[0].path, *(
+                calls[side].append(LayerCall(column[0].path, *(
                     [pair[side] for pair in pairs if pair is not None]
                     for pairs in joined)))
         return calls
@@ -351,22 +329,22 @@ class _Pair(Comparison):
                 layer.differs = layer.origin = True
                 break
             inputs, outputs = (
-                [self._alone(1, "layer", one.path, x, z)
-                 for x, z in zip(one[which], two[which])]
-                for which in (1, 2))
+                [self.single_gap(1, "layer", one.path, x, z)
+                 for x, z in zip(*both)]
+                for both in ((one.inputs, two.inputs),
+                             (one.outputs, two.outputs)))
             for gap in outputs:
                 layer.add(gap)
-            if layer.differs and not any(g.status == "different"
-                                         for g in inputs):
-                layer.origin = True
-        for runner in (self.a, self.b):
-            runner.load(start)
+            layer.origin = layer.differs and not any(
+                g.status == "different" for g in inputs)
+        for run in (self.a, self.b):
+            run.load(start)
 
 
 def _joined(x: Sequence[np.ndarray], z: Sequence[np.ndarray], rows: int
             ) -> tuple[np.ndarray, np.ndarray] | None:
-    """What a layer gave on the devices of either side, joined along the axis
-    along which the rows lie; None where there is no such axis."""
+    """The arrays of a layer on the devices of each side, joined along the
+    axis of the rows. None where there is no such axis."""
     if x[0].ndim == 0 or x[0].ndim != z[0].ndim:
         return None
     for axis in range(x[0].ndim):

@@ -1,4 +1,4 @@
-"""What will bite in the move of one Gluon network to PyTorch. See `lint`."""
+"""Differences between Gluon and PyTorch that concern one network: `lint`."""
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil, prod, sqrt
@@ -6,16 +6,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import mgpu
-from mgpu import losses, nested
-from mgpu.backends import backend_of, base, using_backend
+from mgpu import losses
+from mgpu.backends import base, using_backend
 from mgpu.device import list_devices
-from mgpu.optimizers import Optimizer, create
+from mgpu.nested import cast_floats, rows_of
+from mgpu.optimizers import Optimizer, counterpart, create
+from mgpu.parity.side import network_of
+from mgpu.replicas import initialize
+from mgpu.split import split_batch
 
 
 class Finding(NamedTuple):
-    """A difference between Gluon and PyTorch that this network, or its
-    training, meets.
+    """A difference between Gluon and PyTorch that concerns this network or
+    its training.
 
     Attributes
     ----------
@@ -24,7 +27,7 @@ class Finding(NamedTuple):
     where : str
         Layers or options concerned.
     text : str
-        What Gluon does, what torch does, and how large it is.
+        What Gluon does, what torch does, and how large the difference is.
     torch : str
         What to write in PyTorch for the same numbers.
     """
@@ -39,25 +42,57 @@ class Finding(NamedTuple):
 
 
 class _Subject(NamedTuple):
+    """What the rules look at."""
+
     layers: list[base.Layer]
     specs: list[base.Spec]
     aliases: dict[str, list[str]]
     shapes: dict[str, tuple[int, ...]]      # first input of each layer
-    rule: Optimizer | None
+    optimizer: Any
     schedule: bool
     loss: Any
     rows: int | None
     examples: int | None
 
+    @property
+    def family(self) -> str:
+        """That of an optimiser with Gluon's formulas, else ""."""
+        return self.optimizer.family \
+            if self.optimizer.semantics == "gluon" else ""
 
-_Check = Callable[[_Subject], Iterator[tuple[str, str, str]]]
-_CHECKS: dict[str, _Check] = {}
+    def of(self, *kinds: str) -> list[base.Layer]:
+        return [layer for layer in self.layers if layer.kind in kinds]
 
 
-def _rule(name: str) -> Callable[[_Check], _Check]:
-    def register(check: _Check) -> _Check:
-        _CHECKS[name] = check
-        return check
+class _Rule(NamedTuple):
+    find: Callable[[_Subject], Iterator[tuple[str, str, str]]]
+    port: bool
+
+
+_RULES: dict[str, _Rule] = {}
+
+
+def _rule(name: str, port: bool = False) -> Callable[[Callable], Callable]:
+    """Register a rule: a function of a `_Subject` that yields (where, text,
+    torch). `port`: it concerns only a Gluon network that is to be written in
+    torch, not a torch network."""
+    def register(find: Callable) -> Callable:
+        _RULES[name] = _Rule(find, port)
+        return find
+    return register
+
+
+def _layer_rule(name: str, *kinds: str) -> Callable[[Callable], Callable]:
+    """Register a rule for single layers: a function of a layer's options and
+    of the shape of its input (() where it is not known) that yields (text,
+    torch)."""
+    def register(find: Callable) -> Callable:
+        @_rule(name, port=True)
+        def find_all(s: _Subject) -> Iterator[tuple[str, str, str]]:
+            for layer in s.of(*kinds):
+                for found in find(layer.options, s.shapes.get(layer.path, ())):
+                    yield (_names([layer]), *found)
+        return find
     return register
 
 
@@ -66,17 +101,20 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
          lr_scheduler: Any = None, loss: Any = None,
          batch_size: int | None = None, examples: int | None = None
          ) -> list[Finding]:
-    """The differences between Gluon and PyTorch that bite here, and no
-    others.
+    """The differences between Gluon and PyTorch that concern this network
+    and its training.
 
     Parameters
     ----------
-    net : gluon.Block, or a function that makes one
-        Without values it is initialised, to know its shapes.
+    net : network, or a function that makes one
+        A Gluon network: what to mind when it is written in torch. A torch
+        network: what differs between plain PyTorch and mgpu, which trains it
+        with Gluon's arithmetic. Without values the network is initialised,
+        to know its shapes.
     sample : array or tuple of arrays, optional
         What the network is called with. Without it, what depends on the
-        shape of a layer's input is not found (flattening dense layers,
-        pooling windows in the padding, the size of variance differences).
+        shape of a layer's input is not found: flattening dense layers,
+        pooling windows in the padding, the size of variance differences.
     optimizer, optimizer_params, lr_scheduler
         As for `mgpu.Trainer` (and ``gluon.Trainer``).
     loss : loss of mgpu.losses or its class, optional
@@ -87,51 +125,48 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
     -------
     list of Finding
         In the order of `RULES`; docs/guide/parity.md has the source of each.
+
+    Raises
+    ------
+    TypeError
+        `net` is not a network of either framework.
     """
     options = dict(optimizer_params or {})
     schedule = options.pop("lr_scheduler", None) or lr_scheduler
     rule = optimizer if isinstance(optimizer, Optimizer) \
         else create(optimizer, **options)
-    try:
-        name = backend_of(net)
-    except TypeError:
-        if not callable(net):
-            raise
-        net = net()
-        name = backend_of(net)
+    net, name = network_of(net)
     with using_backend(name) as backend:
         shapes: dict[str, tuple[int, ...]] = {}
         network = backend.network(net)
         if sample is not None:
-            keep = "keep" if network.values() is not None else None
-            replicas = mgpu.initialize(net, list_devices(1), init=keep,
-                                       sample=sample, force_reinit=True)
-            network = replicas.network
-
-            def watch(path: str, inputs: Any, outputs: Any, index: int
-                      ) -> None:
-                if inputs and hasattr(inputs[0], "shape"):
-                    shapes.setdefault(path, tuple(inputs[0].shape))
-            shards, _ = mgpu.split_batch(
-                _floats(sample, network.specs()),
-                np.zeros(nested.rows_of(sample)), replicas.devices)
-            with network.watch_layers(watch):
-                replicas(shards)
+            network = _watched(network, sample, shapes)
         subject = _Subject(
             network.layers(), network.specs(), network.aliases(), shapes,
             rule, schedule is not None, loss, batch_size, examples)
-    return [Finding(name, *found) for name, check in _CHECKS.items()
-            for found in check(subject)]
+        rules = {name: rule.find for name, rule in _RULES.items()
+                 if backend.semantics == "gluon" or not rule.port}
+    return [Finding(name, *found) for name, find in rules.items()
+            for found in find(subject)]
 
 
-def _floats(sample: Any, specs: Sequence[base.Spec]) -> Any:
-    dtype = next((s.dtype for s in specs if "float" in s.dtype), "float32")
+def _watched(network: base.Network, sample: Any,
+             shapes: dict[str, tuple[int, ...]]) -> base.Network:
+    """Run the network, and keep the shape of each layer's first input."""
+    keep = "keep" if network.values() is not None else None
+    replicas = initialize(network.net, list_devices(1), init=keep,
+                          sample=sample, force_reinit=True)
 
-    return nested.cast_floats(sample, dtype)
-
-
-def _of(subject: _Subject, *kinds: str) -> list[base.Layer]:
-    return [layer for layer in subject.layers if layer.kind in kinds]
+    def watch(path: str, inputs: Any, outputs: Any, index: int) -> None:
+        if inputs and hasattr(inputs[0], "shape"):
+            shapes.setdefault(path, tuple(inputs[0].shape))
+    dtype = next((s.dtype for s in replicas.network.specs()
+                  if "float" in s.dtype), "float32")
+    shards, _ = split_batch(cast_floats(sample, dtype),
+                            np.zeros(rows_of(sample) or 0), replicas.devices)
+    with replicas.network.watch_layers(watch):
+        replicas(shards)
+    return replicas.network
 
 
 def _names(layers: Sequence[Any]) -> str:
@@ -145,109 +180,89 @@ def _names(layers: Sequence[Any]) -> str:
 
 @_rule("batch norm keeps the biased variance")
 def _variance(s):
-    norms = [layer for layer in _of(s, "batch_norm")
+    norms = [layer for layer in s.of("batch_norm")
              if not layer.options["use_global_stats"]]
-    if not norms:
-        return
-    counts = [prod(s.shapes[layer.path]) // s.shapes[layer.path][
-        layer.options["axis"]] for layer in norms if layer.path in s.shapes]
+    counts = [prod(shape) // shape[layer.options["axis"]] for layer in norms
+              for shape in [s.shapes.get(layer.path)] if shape]
     size = f" For the batch given, n is {min(counts)} at least: " \
         f"{1 / (min(counts) - 1):.1e} of the variance." \
         if counts and min(counts) > 1 else ""
-    yield (_names(norms), "Gluon's running variance is that of the batch "
-           "divided by n, torch's by n - 1; and MXNet stores the momentum as "
-           "float32." + size, "mgpu.parity.gluonize(net)")
+    if norms:
+        yield (_names(norms), "Gluon's running variance is that of the batch "
+               "divided by n, torch's by n - 1; and MXNet stores the "
+               "momentum as float32." + size, "mgpu.parity.gluonize(net)")
 
 
-@_rule("batch norm momentum")
-def _momentum(s):
-    for layer in _of(s, "batch_norm"):
-        kept = layer.options["momentum"]
-        if abs(kept - 0.9) > 1e-9:
-            yield (_names([layer]), f"momentum={kept:g} is the share that is "
-                   "kept in Gluon, and the share that is replaced in torch.",
-                   f"BatchNorm(momentum={1 - kept:g})")
+@_layer_rule("batch norm momentum", "batch_norm")
+def _momentum(o, shape):
+    if abs(o["momentum"] - 0.9) > 1e-9:
+        yield (f"momentum={o['momentum']:g} is the share that is kept in "
+               "Gluon, and the share that is replaced in torch.",
+               f"BatchNorm(momentum={1 - o['momentum']:g})")
 
 
-@_rule("epsilon")
-def _epsilon(s):
-    for layer in _of(s, "batch_norm", "layer_norm", "instance_norm",
-                     "group_norm"):
-        epsilon = layer.options["epsilon"]
-        if epsilon != 1e-5:
-            yield (_names([layer]), f"epsilon is {epsilon:g}; torch's "
-                   "default is 1e-05.", f"eps={epsilon:g}")
+@_layer_rule("epsilon", "batch_norm", "layer_norm", "instance_norm",
+             "group_norm")
+def _epsilon(o, shape):
+    if o["epsilon"] != 1e-5:
+        yield (f"epsilon is {o['epsilon']:g}; torch's default is 1e-05.",
+               f"eps={o['epsilon']:g}")
 
 
-@_rule("fixed gamma or beta")
-def _fixed(s):
-    for layer in _of(s, "batch_norm"):
-        scale, center = layer.options["scale"], layer.options["center"]
-        if not scale:
-            yield (_names([layer]), "scale=False: gamma counts as 1, "
-                   "whatever is stored in it, and is not trained.",
-                   "fill bn.weight with 1 and bn.weight.requires_grad_(False)"
-                   "; affine=False would take beta away too")
-        if not center:
-            yield (_names([layer]), "center=False: beta is not trained.",
-                   "bn.bias.requires_grad_(False)")
+@_layer_rule("fixed gamma or beta", "batch_norm")
+def _fixed(o, shape):
+    if not o["scale"]:
+        yield ("scale=False: gamma counts as 1, whatever is stored in it, "
+               "and is not trained.",
+               "fill bn.weight with 1 and bn.weight.requires_grad_(False); "
+               "affine=False would take beta away too")
+    if not o["center"]:
+        yield ("center=False: beta is not trained.",
+               "bn.bias.requires_grad_(False)")
 
 
-@_rule("batch norm over another axis")
-def _axis(s):
-    for layer in _of(s, "batch_norm"):
-        axis = layer.options["axis"]
-        if axis != 1:
-            yield (_names([layer]), f"normalises over axis {axis}; torch "
-                   "always over axis 1.", "permute before and after")
+@_layer_rule("batch norm over another axis", "batch_norm")
+def _axis(o, shape):
+    if o["axis"] != 1:
+        yield (f"normalises over axis {o['axis']}; torch always over axis "
+               "1.", "permute before and after")
 
 
-@_rule("batch norm with global statistics")
+@_rule("batch norm with global statistics", port=True)
 def _global(s):
-    layers = [layer for layer in _of(s, "batch_norm")
+    layers = [layer for layer in s.of("batch_norm")
               if layer.options["use_global_stats"]]
     if layers:
         yield (_names(layers), "use_global_stats=True predicts in training "
                "too.", "bn.eval() after every net.train()")
 
 
-@_rule("dense layers flatten")
-def _flatten(s):
-    for layer in _of(s, "dense"):
-        shape = s.shapes.get(layer.path, ())
-        if layer.options["flatten"] and len(shape) > 2:
-            yield (_names([layer]), f"an input of shape {shape} becomes "
-                   f"({shape[0]}, {prod(shape[1:])}); Linear would act on "
-                   f"the last axis, {shape[-1]}.",
-                   "nn.Flatten() before the Linear")
+@_layer_rule("dense layers flatten", "dense")
+def _flatten(o, shape):
+    if o["flatten"] and len(shape) > 2:
+        yield (f"an input of shape {shape} becomes ({shape[0]}, "
+               f"{prod(shape[1:])}); Linear would act on the last axis, "
+               f"{shape[-1]}.", "nn.Flatten() before the Linear")
 
 
-def _last_window(n: int, kernel: int, stride: int, pad: int) -> int:
-    return ceil((n + 2 * pad - kernel) / stride) + 1
+@_layer_rule("pooling windows in the padding", "max_pool", "avg_pool")
+def _pooling(o, shape):
+    if not o["ceil"]:
+        return
+    outside = [n for n, k, stride, pad in zip(
+        shape[2:], o["kernel"], o["stride"], o["padding"])
+        if ceil((n + 2 * pad - k) / stride) * stride >= n + pad]
+    if outside:
+        yield (f"ceil_mode=True: the last window of {outside[0]} values lies "
+               "wholly in the padding. Gluon keeps it, torch drops it.",
+               "F.pad by one stride more, then ceil_mode=True")
+    else:
+        yield "the output size is rounded up.", "ceil_mode=True"
 
 
-@_rule("pooling windows in the padding")
-def _pooling(s):
-    for layer in _of(s, "max_pool", "avg_pool"):
-        own, shape = layer.options, s.shapes.get(layer.path, ())[2:]
-        if not own["ceil"]:
-            continue
-        outside = [n for n, k, stride, pad in zip(
-            shape, own["kernel"], own["stride"], own["padding"])
-            if (_last_window(n, k, stride, pad) - 1) * stride >= n + pad]
-        if outside:
-            yield (_names([layer]), "ceil_mode=True: the last window of "
-                   f"{outside[0]} values lies wholly in the padding. Gluon "
-                   "keeps it, torch drops it.",
-                   "F.pad by one stride more, then ceil_mode=True")
-        else:
-            yield (_names([layer]), "the output size is rounded up.",
-                   "ceil_mode=True")
-
-
-@_rule("average without the padding")
+@_rule("average without the padding", port=True)
 def _average(s):
-    layers = [layer for layer in _of(s, "avg_pool")
+    layers = [layer for layer in s.of("avg_pool")
               if not layer.options["count_include_pad"]
               and any(layer.options["padding"])]
     if layers:
@@ -255,25 +270,21 @@ def _average(s):
                "count_include_pad=False")
 
 
-@_rule("dropout along axes")
-def _dropout(s):
-    for layer in _of(s, "dropout"):
-        axes = layer.options["axes"]
-        if axes:
-            yield (_names([layer]), f"one mask value along axes {axes}.",
-                   {(2,): "nn.Dropout1d", (2, 3): "nn.Dropout2d",
-                    (2, 3, 4): "nn.Dropout3d"}.get(
-                        tuple(axes), "a mask of your own") + " "
-                   f"({layer.options['rate']:g})")
+@_layer_rule("dropout along axes", "dropout")
+def _dropout(o, shape):
+    if o["axes"]:
+        layer = {(2,): "nn.Dropout1d", (2, 3): "nn.Dropout2d",
+                 (2, 3, 4): "nn.Dropout3d"}.get(
+                     tuple(o["axes"]), "a mask of your own")
+        yield (f"one mask value along axes {o['axes']}.",
+               f"{layer} ({o['rate']:g})")
 
 
-@_rule("slope of a leaky ReLU")
-def _slope(s):
-    for layer in _of(s, "leaky_relu"):
-        slope = layer.options["slope"]
-        if slope != 0.01:
-            yield (_names([layer]), f"the slope is {slope:g}; torch's "
-                   "default is 0.01.", f"negative_slope={slope:g}")
+@_layer_rule("slope of a leaky ReLU", "leaky_relu")
+def _slope(o, shape):
+    if o["slope"] != 0.01:
+        yield (f"the slope is {o['slope']:g}; torch's default is 0.01.",
+               f"negative_slope={o['slope']:g}")
 
 
 # -- parameters ---------------------------------------------------------------
@@ -282,15 +293,14 @@ def _slope(s):
 def _initial(s):
     weights = [p for p in s.specs if p.kind == "weight" and p.init is None]
     biases = [p for p in s.specs if p.kind == "bias"]
+    sizes = [f" ({p.name}: +-0.07 against +-"
+             f"{1 / sqrt(prod(p.shape[1:])):.3f})"
+             for p in weights if p.shape and len(p.shape) > 1]
     if weights:
-        known = [p for p in weights if p.shape and len(p.shape) > 1]
-        size = ""
-        if known:
-            fan = prod(known[0].shape[1:])
-            size = f" ({known[0].name}: +-0.07 against +-{1 / sqrt(fan):.3f})"
         yield (_names([p.name for p in weights]), "Gluon draws weights from "
                "Uniform(-0.07, 0.07), unless initialize() is told otherwise; "
-               "torch from +-1/sqrt(fan in), embeddings from N(0, 1)." + size,
+               "torch from +-1/sqrt(fan in), embeddings from N(0, 1)."
+               + "".join(sizes[:1]),
                "copy the weights, or nn.init.uniform_(w, -0.07, 0.07)")
     if biases:
         yield (_names([p.name for p in biases]), "biases start at 0 in "
@@ -298,22 +308,22 @@ def _initial(s):
                "nn.init.zeros_(bias)")
 
 
-@_rule("shared parameters")
+@_rule("shared parameters", port=True)
 def _shared(s):
     for names in s.aliases.values():
         yield (" = ".join(names), "one tensor under several names.",
                "assign the same nn.Parameter, or use the module twice")
 
 
-@_rule("frozen parameters")
+@_rule("frozen parameters", port=True)
 def _frozen(s):
     frozen = [p.name for p in s.specs if p.grad_req == "null"
               and p.kind in ("weight", "bias", "other") and "float" in p.dtype]
     if frozen:
-        yield (_names(frozen), "grad_req='null'.", "requires_grad_(False)")
+        yield _names(frozen), "grad_req='null'.", "requires_grad_(False)"
 
 
-@_rule("gradients that add up")
+@_rule("gradients that add up", port=True)
 def _adding(s):
     adding = [p.name for p in s.specs if p.grad_req == "add"]
     if adding:
@@ -321,7 +331,7 @@ def _adding(s):
                "torch always adds: no zero_grad() between those passes")
 
 
-@_rule("multipliers of a parameter")
+@_rule("multipliers of a parameter", port=True)
 def _multipliers(s):
     for p in s.specs:
         if (p.lr_mult, p.wd_mult) != (1.0, 1.0) and p.grad_req != "null":
@@ -331,13 +341,9 @@ def _multipliers(s):
 
 # -- training -----------------------------------------------------------------
 
-def _is(s: _Subject, *names: str) -> bool:
-    return type(s.rule).__name__.lower() in names
-
-
 @_rule("momentum under a changing rate")
 def _velocity(s):
-    if _is(s, "sgd", "nag") and s.rule.momentum and s.schedule:
+    if s.optimizer.rate_in_velocity and s.optimizer.momentum and s.schedule:
         yield ("lr_scheduler", "the rate is inside Gluon's velocity and "
                "outside torch's: after each change the old steps keep their "
                "size in Gluon and are rescaled in torch.",
@@ -347,7 +353,7 @@ def _velocity(s):
 
 @_rule("weight decay in Nesterov's velocity")
 def _nag(s):
-    if _is(s, "nag") and s.rule.momentum and s.rule.wd:
+    if s.family == "nag" and s.optimizer.momentum and s.optimizer.wd:
         yield ("wd", "Gluon keeps the decay of the new weight in the "
                "velocity.", "mgpu.Trainer; SGD(nesterov=True) has no such "
                "term")
@@ -355,64 +361,66 @@ def _nag(s):
 
 @_rule("epsilon of the optimiser")
 def _optimiser_epsilon(s):
-    if _is(s, "adam", "adamw"):
-        t1 = 1 / sqrt(1 - s.rule.beta2)
+    o = s.optimizer
+    if s.family in ("adam", "adamw"):
         yield ("epsilon", "Gluon adds it outside the bias correction: at the "
-               f"first step it counts {t1:.1f} times as much as torch's; it "
-               "matters where gradients are not far above it.",
-               "mgpu.Trainer(semantics='gluon'), or eps = "
-               f"{s.rule.epsilon:g} / sqrt(1 - {s.rule.beta2:g}**t)")
-    elif _is(s, "rmsprop", "adagrad"):
-        epsilon = s.rule.eps if _is(s, "adagrad") else s.rule.epsilon
+               f"first step it counts {1 / sqrt(1 - o.beta2):.1f} times as "
+               "much as torch's; it matters where gradients are not far "
+               "above it.", "mgpu.Trainer(semantics='gluon'), or eps = "
+               f"{o.epsilon:g} / sqrt(1 - {o.beta2:g}**t)")
+    elif s.family in ("rmsprop", "adagrad"):
+        epsilon = o.eps if s.family == "adagrad" else o.epsilon
         yield ("epsilon", "Gluon adds it inside the root, torch outside.",
                f"mgpu.Trainer(semantics='gluon'); eps={epsilon:g} is near it "
                "only where gradients are large")
-    elif _is(s, "adamax"):
+    elif s.family == "adamax":
         yield ("epsilon", "Gluon has none: a gradient that is exactly 0 "
                "from the start gives NaN.", "eps=0 for the same numbers")
 
 
 @_rule("options of the optimiser")
 def _options(s):
-    if _is(s, "rmsprop"):
+    o = s.optimizer
+    if s.family == "rmsprop":
         yield ("gamma1", "the share that is kept.",
-               f"alpha={s.rule.gamma1:g} (torch's default is 0.99)"
-               + (f", centered=True, momentum={s.rule.gamma2:g}"
-                  if s.rule.centered else ""))
-    elif _is(s, "adadelta"):
+               f"alpha={o.gamma1:g} (torch's default is 0.99)"
+               + (f", centered=True, momentum={o.gamma2:g}"
+                  if o.centered else ""))
+    elif s.family == "adadelta":
         yield ("learning_rate", "Gluon's AdaDelta ignores it.",
-               f"lr=1, rho={s.rule.rho:g}, eps={s.rule.epsilon:g}")
-    elif _is(s, "nadam"):
+               f"lr=1, rho={o.rho:g}, eps={o.epsilon:g}")
+    elif s.family == "nadam":
         yield ("the momentum schedule", "Gluon keeps one product for all "
                "parameters, which grows with each of them.", "mgpu.Trainer")
-    elif _is(s, "ftrl", "signum"):
-        yield (type(s.rule).__name__, "torch.optim has no such optimiser.",
+    elif s.family and counterpart(type(o), "torch") is None:
+        yield (type(o).__name__, "torch.optim has no such optimiser.",
                "mgpu.Trainer")
 
 
 @_rule("weight decay")
 def _decay(s):
-    if not s.rule.wd:
+    o, torchs = s.optimizer, counterpart(type(s.optimizer), "torch")
+    if not (o.wd and s.family and torchs):
         return
-    if _is(s, "adam", "adamax", "nadam", "rmsprop"):
-        yield ("wd", "is added to the gradient (L2), before the averages.",
-               f"weight_decay={s.rule.wd:g} of the same optimiser, not of "
-               "AdamW")
-    elif _is(s, "adagrad", "adadelta"):
+    if o.decoupled_decay and not torchs.decoupled_decay:
         yield ("wd", "is kept out of the averages (decoupled); torch adds "
                "it to the gradient.", "mgpu.Trainer(semantics='gluon')")
+    elif s.family in ("adam", "adamax", "nadam", "rmsprop"):
+        yield ("wd", "is added to the gradient (L2), before the averages.",
+               f"weight_decay={o.wd:g} of the same optimiser, not of AdamW")
 
 
 @_rule("gradient clipping")
 def _clipping(s):
-    if s.rule.clip_gradient is not None:
-        order = "before" if _is(s, "sgd", "nag", "signum", "adamw", "adagrad",
-                                "adadelta", "ftrl") else "after"
+    o = s.optimizer
+    if o.clip_gradient is not None:
         yield ("clip_gradient", "clips each element of the gradient, "
-               f"divided by the batch size, {order} the weight decay is "
-               "added.", "torch.nn.utils.clip_grad_value_(parameters, "
-               f"{s.rule.clip_gradient:g}) before the step"
-               + ("" if order == "before" or not s.rule.wd
+               "divided by the batch size, "
+               f"{'before' if o.clips_before_decay else 'after'} the weight "
+               "decay is added.",
+               "torch.nn.utils.clip_grad_value_(parameters, "
+               f"{o.clip_gradient:g}) before the step"
+               + ("" if o.clips_before_decay or not o.wd
                   else ", with the decay added by hand first"))
 
 
@@ -426,25 +434,27 @@ def _short(s):
                f"loss.sum() / {s.rows}")
 
 
+_LOSSES = {
+    losses.SoftmaxCrossEntropyLoss: (
+        "labels out of range are clipped to the nearest class, torch "
+        "raises; one value per example, torch's mean is over all.",
+        "F.cross_entropy(reduction='none'), and check the labels"),
+    losses.L2Loss: ("is half the squared error.",
+                    "0.5 * F.mse_loss(reduction='none')"),
+    losses.HuberLoss: (
+        "with rho is smooth_l1, not torch's huber.",
+        "F.smooth_l1_loss(beta=rho, reduction='none')"),
+    losses.KLDivLoss: (
+        "is the sum over each example, with 1e-12 inside the logarithm.",
+        "F.kl_div(reduction='none').flatten(1).sum(1)")}
+
+
 @_rule("the loss")
 def _loss(s):
     kind = s.loss if inspect.isclass(s.loss) else type(s.loss)
-    found = {
-        losses.SoftmaxCrossEntropyLoss: (
-            "labels out of range are clipped to the nearest class, torch "
-            "raises; one value per example, torch's mean is over all.",
-            "F.cross_entropy(reduction='none'), and check the labels"),
-        losses.L2Loss: ("is half the squared error.",
-                        "0.5 * F.mse_loss(reduction='none')"),
-        losses.HuberLoss: (
-            "with rho is smooth_l1, not torch's huber.",
-            "F.smooth_l1_loss(beta=rho, reduction='none')"),
-        losses.KLDivLoss: (
-            "is the sum over each example, with 1e-12 inside the logarithm.",
-            "F.kl_div(reduction='none').flatten(1).sum(1)")}.get(kind)
-    if found:
-        yield (kind.__name__, *found)
+    if kind in _LOSSES:
+        yield (kind.__name__, *_LOSSES[kind])
 
 
 #: the names of all rules
-RULES = tuple(_CHECKS)
+RULES = tuple(_RULES)

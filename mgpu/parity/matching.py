@@ -2,18 +2,22 @@
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from mgpu.parameters import STATISTICS
 
 #: what an explicit map may say of a parameter of `a`: its name in `b`, or
 #: ``{"to": name, "transpose": axes}``
 Target = str | Mapping[str, Any]
 Rules = Sequence[tuple[str, str]]
+#: see `Probe`
+RunWith = Callable[[Mapping[str, np.ndarray], bool], tuple[list, list]]
 
 
 class MatchError(ValueError):
-    """Two networks' parameters cannot be matched, or not in one way.
+    """The parameters of two networks cannot be matched, or in several ways.
 
     Attributes
     ----------
@@ -28,13 +32,17 @@ class MatchError(ValueError):
 
 
 class Entry(NamedTuple):
-    """One parameter or running statistic, of one side."""
+    """One parameter or running statistic of one side."""
 
     name: str
     kind: str
     shape: tuple[int, ...]
     trained: bool
     aliases: tuple[str, ...] = ()       # other names of the same tensor
+
+    @property
+    def is_statistic(self) -> bool:
+        return self.kind in STATISTICS
 
     def __str__(self) -> str:
         return f"{self.name} {self.shape}"
@@ -55,15 +63,15 @@ class Plan(NamedTuple):
     ----------
     how : str
         "given map", "equal names", "order and shape", "position in the
-        graph", or the first followed by one of the others for the rest.
+        graph", or the first and one of the others for the rest.
     pairs : list of Pair
     left : dict of str -> list of str
         For "a" and "b": constants without a partner, which stay as they are.
     confirmed : bool or None
-        Whether a forward pass gave equal outputs under this plan; None where
-        it was not tried.
+        Whether a forward pass gave equal outputs under this plan. None: not
+        tried.
     notes : list of str
-        What a reader should know, shared parameters for example.
+        What a reader should know, for example shared parameters.
     """
 
     how: str
@@ -89,7 +97,7 @@ class Plan(NamedTuple):
         return self.inverse().to_b(values)
 
     def lines(self) -> list[str]:
-        """The plan for a reader, a line for each pair."""
+        """The plan as text: a line for each pair."""
         lines = [f"matched by {self.how}: {len(self.pairs)} tensors" + {
             True: ", confirmed by a forward pass",
             False: ", NOT confirmed: with equal values the outputs differ",
@@ -98,7 +106,7 @@ class Plan(NamedTuple):
                                          if p.axes else "")
                   for p in self.pairs]
         for side, names in self.left.items():
-            lines += [f"  left alone in {side}: {name}" for name in names]
+            lines += [f"  left as it is in {side}: {name}" for name in names]
         return lines + [f"  {note}" for note in self.notes]
 
 
@@ -112,13 +120,13 @@ def _turn(value: Any, axes: tuple[int, ...] | None) -> np.ndarray:
 
 def match(a: Sequence[Entry], b: Sequence[Entry], *,
           given: Mapping[str, Target] | None = None, rules: Rules = (),
-          probe: Optional["Probe"] = None) -> Plan:
+          probe: "Probe | None" = None) -> Plan:
     """Match the parameters and running statistics of two networks.
 
-    What `given` names is settled first. The rest is tried by equal names
-    (after `rules`), by order and shape, and by position in the graph; the
-    first complete match that a forward pass of `probe` confirms is taken,
-    else the first complete one.
+    The pairs in `given` are settled first. The rest is matched by equal
+    names (after `rules`), by order and shape, and by position in the graph.
+    The first complete match that a forward pass of `probe` confirms is
+    taken, else the first complete one.
 
     Parameters
     ----------
@@ -134,19 +142,17 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
     Raises
     ------
     MatchError
-        No complete match, or several candidates and nothing to tell them
-        apart. Its text and `candidates` list them.
+        No complete match, or several candidates that nothing tells apart.
+        The text and `candidates` list them.
     """
     settled = _given(a, b, given or {})
-    used_a = {pair.a for pair in settled}
-    used_b = {pair.b for pair in settled}
-    rest_a = [e for e in a if e.name not in used_a]
-    rest_b = [e for e in b if e.name not in used_b]
+    rest_a, rest_b = _unpaired(a, b, settled)
     ways: list[tuple[str, Callable[[], list[Pair] | None]]] = [
         ("equal names", lambda: _by_name(rest_a, rest_b, rules)),
         ("order and shape", lambda: _by_order(rest_a, rest_b)),
         ("position in the graph",
-         lambda: probe and _by_position(rest_a, rest_b, probe, settled))]
+         lambda: None if probe is None
+         else _by_position(rest_a, rest_b, probe, settled))]
     notes = _shared(a, b)
     found: list[Plan] = []
     if not _needed(rest_a) and not _needed(rest_b) and settled:
@@ -157,10 +163,8 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
             continue
         pairs = settled + pairs
         how = " and ".join(filter(None, ("given map" if settled else "", how)))
-        done_a = {p.a for p in pairs}
-        done_b = {p.b for p in pairs}
-        left = {"a": [e.name for e in a if e.name not in done_a],
-                "b": [e.name for e in b if e.name not in done_b]}
+        left = {side: [e.name for e in entries] for side, entries
+                in zip("ab", _unpaired(a, b, pairs))}
         plan = Plan(how, pairs, left, None, notes)
         if probe is not None:
             plan = plan._replace(confirmed=probe.confirms(plan))
@@ -176,13 +180,10 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
 
 def _refuse_disagreement(plans: list[Plan]) -> None:
     """Several complete plans, none of them confirmed."""
-    candidates: dict[str, list[str]] = {}
-    for plan in plans:
-        for pair in plan.pairs:
-            names = candidates.setdefault(pair.a, [])
-            if pair.b not in names:
-                names.append(pair.b)
-    candidates = {name: names for name, names in candidates.items()
+    found: dict[str, dict[str, None]] = {}
+    for pair in (pair for plan in plans for pair in plan.pairs):
+        found.setdefault(pair.a, {})[pair.b] = None
+    candidates = {name: list(names) for name, names in found.items()
                   if len(names) > 1}
     if candidates:
         raise MatchError(
@@ -194,15 +195,23 @@ def _refuse_disagreement(plans: list[Plan]) -> None:
             + ". Name these pairs in map=.", candidates)
 
 
+def _unpaired(a: Sequence[Entry], b: Sequence[Entry], pairs: Sequence[Pair]
+              ) -> tuple[list[Entry], list[Entry]]:
+    done_a, done_b = {pair.a for pair in pairs}, {pair.b for pair in pairs}
+    return ([e for e in a if e.name not in done_a],
+            [e for e in b if e.name not in done_b])
+
+
 def _needed(entries: Iterable[Entry]) -> list[Entry]:
     return [e for e in entries if e.kind != "other"]
 
 
 def _given(a: Sequence[Entry], b: Sequence[Entry],
            given: Mapping[str, Target]) -> list[Pair]:
-    of_a = {name: e for e in a for name in (e.name, *e.aliases)}
-    of_b = {name: e for e in b for name in (e.name, *e.aliases)}
-    pairs, wrong = [], []
+    of_a, of_b = ({name: e for e in side for name in (e.name, *e.aliases)}
+                  for side in (a, b))
+    pairs: dict[Pair, None] = {}
+    wrong = []
     for name, target in given.items():
         axes = None
         if not isinstance(target, str):
@@ -214,16 +223,12 @@ def _given(a: Sequence[Entry], b: Sequence[Entry],
                          + ("a" if name not in of_a else "b"))
             continue
         one, other = of_a[name], of_b[target]
-        if axes is not None and sorted(axes) != list(range(len(one.shape))):
-            wrong.append(f"{name!r}: {axes} are no axes of {one}")
-            continue
-        shape = one.shape if axes is None \
-            else tuple(one.shape[i] for i in axes)
-        if shape != other.shape:
+        order = range(len(one.shape)) if axes is None else axes
+        if sorted(order) != list(range(len(one.shape))):
+            wrong.append(f"{name!r}: {axes} are not the axes of {one}")
+        elif tuple(one.shape[i] for i in order) != other.shape:
             wrong.append(f"{one} -> {other}: another shape")
-        pair = Pair(one.name, other.name, axes)
-        if pair not in pairs:
-            pairs.append(pair)
+        pairs[Pair(one.name, other.name, axes)] = None
     for side in ("a", "b"):
         names = [getattr(pair, side) for pair in pairs]
         wrong += [f"{name!r} of {side} is named twice"
@@ -232,7 +237,7 @@ def _given(a: Sequence[Entry], b: Sequence[Entry],
         raise MatchError("a map pairs each name of a with one of b, of equal "
                          "shape; received " + "; ".join(wrong) + ". Correct "
                          "these entries.", {})
-    return pairs
+    return list(pairs)
 
 
 def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
@@ -287,48 +292,49 @@ class Probe:
     Parameters
     ----------
     run_a, run_b : callables
-        ``run(values, traced)`` writes the values (by own names) and makes a
-        prediction-mode pass; it returns the outputs, a list of arrays, or
-        where `traced` the calls of the innermost layers in their order:
-        (names of the layer's parameters, first input). The one not asked
-        for is empty: calls take memory.
+        ``run(values, traced)`` writes the values, by the side's own names,
+        and makes a prediction. It returns (outputs, calls). `outputs` is a
+        list of arrays, `calls` has (names of the layer's parameters, first
+        input) for each call of an innermost layer, in order. `traced` says
+        which one is asked for; the other is empty, since calls take memory.
     values_a : dict
         Values of `a` that the probe starts from.
     """
 
-    def __init__(self, run_a: Callable, run_b: Callable,
+    def __init__(self, run_a: RunWith, run_b: RunWith,
                  values_a: Mapping[str, np.ndarray]):
         self._run_a, self._run_b = run_a, run_b
-        self._values = values_a
-        self._seen: tuple[Any, Any] | None = None
+        self.values = values_a
+        self._outputs: list | None = None
 
     def confirms(self, plan: Plan) -> bool:
         """Whether equal values give equal outputs under `plan`."""
-        if self._seen is None:
-            self._seen = self._run_a(self._values, False)
-        outputs, _ = self._run_b(plan.to_b(self._values), False)
-        return len(outputs) == len(self._seen[0]) and all(
+        if self._outputs is None:
+            self._outputs, _ = self._run_a(self.values, False)
+        outputs, _ = self._run_b(plan.to_b(self.values), False)
+        return len(outputs) == len(self._outputs) and all(
             x.shape == y.shape and close(x, y)
-            for x, y in zip(self._seen[0], outputs))
+            for x, y in zip(self._outputs, outputs))
 
     def calls(self, values_a: Mapping[str, np.ndarray],
-              values_b: Mapping[str, np.ndarray]) -> tuple[Any, Any]:
+              values_b: Mapping[str, np.ndarray]) -> tuple[list, list]:
+        """The calls of both networks with these values."""
         return (self._run_a(values_a, True)[1], self._run_b(values_b, True)[1])
 
 
 def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
-    """Equal but for rounding, on the scale of the larger one."""
+    """Whether both are equal up to `tolerance` of the largest value."""
     size = max(np.abs(x).max(initial=0.0), np.abs(y).max(initial=0.0))
     return bool(np.abs(x - y).max(initial=0.0) <= tolerance * size)
 
 
 def drawn(entries: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """Values that depend on kind and shape alone."""
+    """Values that depend only on kind and shape."""
     def draw(entry: Entry) -> np.ndarray:
         key = repr((entry.kind, entry.shape)).encode()
         rng = np.random.default_rng(zlib.crc32(key))
         if entry.kind in ("gamma", "running_var"):
-            return rng.uniform(0.5, 1.5, entry.shape)
+            return rng.uniform(0.5, 1.5, entry.shape)   # not near 0
         size = np.prod(entry.shape[1:]) if len(entry.shape) > 1 else 1e2
         return rng.normal(0, max(size, 1) ** -0.5, entry.shape)
     return {e.name: draw(e) for e in entries}
@@ -336,26 +342,28 @@ def drawn(entries: Sequence[Entry]) -> dict[str, np.ndarray]:
 
 def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
                  settled: list[Pair]) -> list[Pair] | None:
-    """By what arrives at a layer.
+    """Match by the input that arrives at a layer.
 
-    Both networks get values that depend on kind and shape alone, so that
+    Both networks get values that depend only on kind and shape, so that
     layers which could be confused hold the same ones. Two layers are
     partners if the same input arrives at them and their parameters have the
-    same kinds and shapes; of several that read the same input the order of
-    the calls decides, which the forward pass then confirms or not.
+    same kinds and shapes. The order of the calls decides between several
+    that read the same input; the forward pass then confirms it or not.
     """
     of_a, of_b = ({e.name: e for e in side} for side in (a, b))
     fixed = Plan("", settled)
     values_a, values_b = (drawn(side) for side in (a, b))
-    values_b.update(fixed.to_b({p.a: probe._values[p.a] for p in settled}))
-    values_a.update({p.a: probe._values[p.a] for p in settled})
+    known = {p.a: probe.values[p.a] for p in settled}
+    values_a.update(known)
+    values_b.update(fixed.to_b(known))
     try:
         calls_a, calls_b = probe.calls(values_a, values_b)
     except ValueError:
         return None
 
     def useful(calls: Any, known: Mapping[str, Entry]) -> list[Any]:
-        found, seen = [], set()
+        found: list[Any] = []
+        seen: set[str] = set()
         for names, x in calls:
             entries = tuple(known[n] for n in names if n in known)
             if entries and entries[0].name not in seen:
@@ -374,11 +382,8 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
                           for e in entries]
                 del waiting[i]
                 break
-    # What no innermost layer holds is matched by order.
-    done_a = {p.a for p in pairs}
-    done_b = {p.b for p in pairs}
-    more = _by_order([e for e in a if e.name not in done_a],
-                     [e for e in b if e.name not in done_b])
+    # Parameters outside innermost layers are matched by order.
+    more = _by_order(*_unpaired(a, b, pairs))
     return None if more is None else pairs + more
 
 
@@ -391,15 +396,14 @@ def _shared(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
 def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str]
               ) -> MatchError:
     a, b = _needed(a), _needed(b)
-    shapes_b = [e.shape for e in b]
-    candidates: dict[str, list[str]] = {}
-    for e in a:
-        same = [o.name for o in b if (o.shape, o.kind) == (e.shape, e.kind)]
-        if len(same) != 1 or sum(
-                (o.shape, o.kind) == (e.shape, e.kind) for o in a) != 1:
-            candidates[e.name] = same
-    wanted = [e.shape for e in a]
-    left = [e for e in b if shapes_b.count(e.shape) > wanted.count(e.shape)]
+
+    def like(e: Entry, entries: Sequence[Entry]) -> list[str]:
+        return [o.name for o in entries
+                if (o.shape, o.kind) == (e.shape, e.kind)]
+    candidates = {e.name: like(e, b) for e in a
+                  if not len(like(e, b)) == len(like(e, a)) == 1}
+    shapes_a, shapes_b = ([e.shape for e in side] for side in (a, b))
+    left = [e for e in b if shapes_b.count(e.shape) > shapes_a.count(e.shape)]
     candidates[""] = [e.name for e in left]
 
     def some(items: list[str]) -> str:

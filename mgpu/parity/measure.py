@@ -4,13 +4,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-#: of the largest value in the layer: below it a tensor is compared on the
-#: scale of the layer
+#: largest relative difference in a lock-step that counts as rounding, by
+#: dtype; docs/internals/parity.md, "Tolerances", has the measurements
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+#: a tensor whose largest value is below this share of the largest value in
+#: its layer is compared on the scale of the layer
 FLOOR = 1e-3
-#: rounding leaves at most this of the layer's scale in a tensor that is zero
-#: in exact arithmetic (units in the last place, over many terms)
+#: rounding leaves at most this share of the layer's scale, in units in the
+#: last place, in a tensor that is zero in exact arithmetic
 ZERO = 2 ** 12
-#: stages in the order in which a step goes through them
+#: a summary of an array: values at so many places, means of so many subsets
+PLACES, PARTS = 64, 61
+#: the stages of a step, in their order
 STAGES = ("initial", "layer", "output", "loss", "gradient", "devices",
           "weight", "memory", "statistic")
 
@@ -27,21 +32,21 @@ class Gap(NamedTuple):
     name : str
         The tensor's name in `a`; "" where the stage has only one.
     absolute, relative : float
-        ``max|a - b|``, and that over `scale`.
+        ``max|a - b|``, and that divided by `scale`.
     scale : float
-        The largest value of the tensor, or of its layer where the tensor is
+        The largest value of the tensor, or of its layer if the tensor is
         under a thousandth of that.
     status : str
-        "same"; "zero": zero in exact arithmetic, what is there is rounding;
-        "rounding": above the tolerance, and no more than what a change of
-        the last bits does to `a` itself; "different".
+        "same"; "zero": zero in exact arithmetic, so both values are
+        rounding; "rounding": above the tolerance, but not more than a change
+        of the last bits does to `a` itself; "different".
     index : tuple of int
         Where the difference is largest.
     a, b : float
         The values there.
     own : float or None
-        What a change of the last bits does to the tensor of `a`, relative;
-        measured only where the tolerance was passed.
+        The relative change that a change of the last bits makes in the
+        tensor of `a`. Measured only above the tolerance.
     """
 
     step: int
@@ -51,7 +56,7 @@ class Gap(NamedTuple):
     relative: float
     scale: float
     status: str
-    index: tuple[int, ...]
+    index: tuple[int, ...]      # type: ignore[assignment]
     a: float
     b: float
     own: float | None = None
@@ -72,8 +77,9 @@ def layer_of(name: str) -> str:
 def scales(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray],
            layer: Callable[[str], str] = layer_of
            ) -> dict[str, tuple[float, bool]]:
-    """What each tensor is measured against, and whether it is its own size
-    (True) or its layer's (docs/guide/parity.md, "The measure")."""
+    """The scale of each tensor, and whether it is the tensor's own size
+    (True) or its layer's (False). See docs/internals/parity.md, "The
+    measure"."""
     own = {name: max(size_of(a[name]), size_of(b[name])) for name in a}
     largest: dict[str, float] = {}
     for name, size in own.items():
@@ -110,16 +116,16 @@ def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],
 
 def gap(step: int, stage: str, name: str, a: Any, b: Any, scale: float,
         tolerance: float, zero: float = 0.0) -> Gap:
-    """The `Gap` of two arrays against `scale`; `zero`: up to this part of
-    the scale both are taken for zero."""
+    """The `Gap` of two arrays on the scale `scale`. `zero`: up to this share
+    of the scale both are taken for zero."""
     a, b = np.asarray(a), np.asarray(b)
     if a.shape != b.shape:
         return Gap(step, stage, name, np.inf, np.inf, scale, "different", (),
                    float(a.size), float(b.size))
     finite = np.isfinite(a) & np.isfinite(b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
-    # Equal infinities, and NaN on both sides, are no difference; NaN on one
-    # side is an infinite one.
+    # Equal infinities, and NaN on both sides, are equal. NaN on one side is
+    # an infinite difference.
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.where(same, 0.0, np.where(finite, np.abs(
             a.astype(np.float64) - b.astype(np.float64)), np.inf))
@@ -128,11 +134,20 @@ def gap(step: int, stage: str, name: str, a: Any, b: Any, scale: float,
     index = np.unravel_index(int(apart.argmax()), apart.shape)
     absolute = float(apart[index])
     relative = absolute / scale if scale else (0.0 if not absolute else np.inf)
-    status = "different" if relative > tolerance else "same"
-    if status == "same" and zero \
-            and max(size_of(a), size_of(b)) <= zero * scale \
-            and scale:
-        status = "zero"
+    status = "different" if relative > tolerance else "zero" if zero * scale \
+        and max(size_of(a), size_of(b)) <= zero * scale else "same"
     return Gap(step, stage, name, absolute, relative, scale, status,
                tuple(int(i) for i in index), float(a[index]),
                float(b[index]))
+
+
+def summary(x: np.ndarray) -> np.ndarray:
+    """Some values of `x`, and means of interleaved subsets of it, so that a
+    change of any one value shows: arrays with equal summaries are taken for
+    equal. A short array is its own summary."""
+    x = np.asarray(x, np.float64).reshape(-1)
+    if x.size <= PLACES + PARTS:
+        return x
+    places = np.linspace(0, x.size - 1, PLACES).astype(int)
+    return np.concatenate([x[places], [x[i::PARTS].mean()
+                                       for i in range(PARTS)]])

@@ -35,7 +35,7 @@ MUTANTS = [
     Mutant("sync-not-weighted", "a short shard's mean counts like a long one's"
            , edit(_CALL, "ops.sum(x, axes, keepdims=True), x) / count",
                   "ops.mean(x, axes, keepdims=True), x) "
-                  "/ len(self._meeting._active)"),
+                  "/ len(self._meeting._members)"),
            (_SYNC + "[torch-2dev-7]",)),
     Mutant("sync-of-own-rows", "each device normalises by its own count",
            edit(_CALL, "count = sum(self._meeting.exchange(\n"
@@ -44,9 +44,9 @@ MUTANTS = [
            (_SYNC + "[torch-2dev-8]",)),
     Mutant("sync-without-gradient", "the joint statistics are constants for "
            "the gradient", edit("mgpu.batch_norm:SyncBatchNorm._total",
-                                "self._backend.put(x, beside)",
+                                "self._backend.put(x, like)",
                                 "self._backend.ops.stop_gradient("
-                                "self._backend.put(x, beside))"),
+                                "self._backend.put(x, like))"),
            (_SYNC + "[torch-2dev-8]",)),
     Mutant("sync-without-beta", "the shift is left out",
            edit(_CALL, "call.beta is not None", "False"),

@@ -30,7 +30,8 @@ MUTANTS = [
            (_TEST + "naive-sum-2]",)),
     Mutant("nothing-broadcast", "only the root holds the sum",
            edit(_STRATEGIES + "Naive.allreduce_list",
-                "broadcast_from(data, root)", "pass"), (_TEST + "naive-sum-2]",)),
+                "broadcast_from(data, root)", "pass"),
+           (_TEST + "naive-sum-2]",)),
     Mutant("broadcast-misses-the-last", "the last device keeps its own",
            edit(_BROADCAST, "enumerate(data)", "enumerate(data[:-1])"),
            ("test_collectives.py::test_broadcast[torch-2dev]",)),
@@ -66,7 +67,8 @@ MUTANTS = [
                 "    bounds = [(c * n, c * n + n) for c in range(len(data))]"),
            (_TEST + "ring-sum-*",)),
     Mutant("ring-one-step-short", "the last step of passing on is left out",
-           edit(_STRATEGIES + "Ring.allreduce_list", "for step in range(k - 1):\n"
+           edit(_STRATEGIES + "Ring.allreduce_list",
+                "for step in range(k - 1):\n"
                 "        for i in range(k):\n            c = (i + 1 - step)",
                 "for step in range(k - 2):\n"
                 "        for i in range(k):\n            c = (i + 1 - step)"),
@@ -74,8 +76,8 @@ MUTANTS = [
     Mutant("tree-needs-a-power-of-two", "a device without a partner is left "
            "out", edit(_STRATEGIES + "Tree.allreduce_list", "while gap < k",
                        "while 2 * gap <= k"), (_TEST + "tree-sum-3]",)),
-    Mutant("sharded-without-gather", "each slice is complete on its owner "
-           "alone", edit(_STRATEGIES + "Sharded.allreduce_list",
+    Mutant("sharded-without-gather", "each slice is complete only on "
+           "its owner", edit(_STRATEGIES + "Sharded.allreduce_list",
                          "broadcast_from(column, c)", "pass"),
            (_TEST + "sharded-sum-2]",)),
     Mutant("many-forgets-a-root", "arrays collected on the last device are "

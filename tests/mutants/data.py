@@ -2,8 +2,8 @@
 from mutants.planting import Mutant, edit
 
 _ITER = "mgpu.datasets:BatchIterator."
-_ORDER = ("test_datasets.py::test_the_order_depends_on_the_seed_and_the_epoch"
-          "_alone",)
+_ORDER = ("test_datasets.py::test_the_order_depends_only_on_the_seed_and_the_"
+          "epoch",)
 
 MUTANTS = [
     Mutant("order-ignores-the-epoch", "every epoch has the same order",
@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant("short-batch-dropped", "the rows left over are never seen",
            edit(_ITER + "__len__", "rest > 0 and", "False and"),
            ("test_datasets.py::test_length_and_last_batch",)),
-    Mutant("labels-not-shuffled", "examples and labels part",
+    Mutant("labels-not-shuffled", "labels belong to other examples",
            edit(_ITER + "_batches", "self.y[rows]", "self.y[i * "
                 "self.batch_size:(i + 1) * self.batch_size]"),
            ("test_datasets.py::test_an_epoch_holds_every_example_once_with_"

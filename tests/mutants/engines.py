@@ -30,7 +30,8 @@ MUTANTS = [
            edit(_TORCH + "attach_grad", "leaf.fresh = True", "pass"),
            ("test_contract.py::test_fresh_until_used[torch]",)),
     Mutant("torch-losses-averaged", "a loss is averaged over its rows",
-           edit("mgpu.backends._torch.graph:total", "loss.sum()", "loss.mean()"),
+           edit("mgpu.backends._torch.graph:total", "loss.sum()",
+                "loss.mean()"),
            ("test_contract.py::test_each_loss_is_summed[torch-1dev-*",)),
     Mutant("torch-dropout-unscaled", "what is kept is not divided by its "
            "probability", edit(_DROPOUT, "x * mask.div_(keep) if keep else "
@@ -69,12 +70,12 @@ MUTANTS = [
            edit(_DISPATCH + "_touched", "block._forward_hooks or", ""),
            ("test_dispatch.py::test_a_hook_is_the_users_code[mxnet-nd]",)),
     Mutant("mxnet-bulk-held-back", "threads go before what the caller has "
-           "queued", edit("mgpu.backends._mxnet.backend:_carry",
+           "queued", edit(_MXNET + "carry",
                           "mx.engine.set_bulk_size(mx.engine."
                           "set_bulk_size(0))", "pass"),
            ("test_dispatch.py::test_operations_that_the_caller_holds_back["
             "mxnet-nd-2]",)),
-    Mutant("mxnet-common-leaf", "the last thread's gradient stays alone",
+    Mutant("mxnet-common-leaf", "the last thread's gradient is not added",
            edit(_DISPATCH + "disjoint",
                 "len(set(leaves)) == len(leaves)", "True"),
            ("test_dispatch.py::test_losses_that_share_a_leaf_are_summed["

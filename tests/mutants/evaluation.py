@@ -12,7 +12,7 @@ MUTANTS = [
                 "+= rows_of(labels) or 0", "+= 1"), _COUNTS),
     Mutant("last-batch-dropped", "the last batch is not counted",
            edit(_ALL, "in data_iter:", "in list(data_iter)[:-1]:"), _COUNTS),
-    Mutant("first-shard-alone", "the shards of the other devices are not "
+    Mutant("first-shard-only", "the shards of the other devices are not "
            "counted", edit(_ALL, "in zip(outputs, y_shards)",
                            "in [*zip(outputs, y_shards)][:1]"), _COUNTS),
     Mutant("evaluates-in-training", "layers train while they are judged",

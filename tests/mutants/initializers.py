@@ -7,7 +7,7 @@ _OWN = ("test_initializers.py::test_kinds_other_than_weights_have_their_own_"
         "rule")
 
 MUTANTS = [
-    Mutant("xavier-fan-in-alone", "the mean of the fans is fan-in",
+    Mutant("xavier-fan-in-only", "the mean of the fans is fan-in",
            edit(_INIT + "Xavier.sample", "(fan_in + fan_out) / 2", "fan_in"),
            (_SPREAD + "Xavier(rnd_type='uniform', factor_type='avg'*",)),
     Mutant("xavier-uniform-as-deviation", "the bound is taken for the "
@@ -37,7 +37,8 @@ MUTANTS = [
            edit(_INIT + "draw_parameter", 'elif kind != "weight":',
                 'elif kind not in ("weight", "bias"):'), (_OWN,)),
     Mutant("one-stream-for-all", "layers of one shape start alike",
-           edit(_INIT + "draw_parameter", 'integer("index", index, 0)])', "0])"),
+           edit(_INIT + "draw_parameter", 'integer("index", index, 0)])',
+                "0])"),
            ("test_initializers.py::test_one_generator_per_parameter",)),
     Mutant("own-initialiser-ignored", "the network's one wins over the layer's"
            , edit(_INIT + "draw_parameter", "own is not None", "False"),

@@ -1,7 +1,8 @@
 """Update rules of other formulas."""
 from mutants.planting import Mutant, edit
 
-_OPT = "mgpu.optimizers:"
+_BASE = "mgpu.optimizers.base:"
+_OPT = "mgpu.optimizers.gluon_rules:"
 
 
 def _gluon(start):
@@ -14,25 +15,25 @@ _ADAM = _gluon("adam-")
 
 MUTANTS = [
     Mutant("decay-of-nothing", "weight decay is left out",
-           edit(_OPT + "Optimizer._clip_then_decay",
-                "grad + weight * wd if wd else grad", "grad"), _SGD),
+           edit(_BASE + "Optimizer.decayed", "grad + weight * wd", "grad"),
+           _SGD),
     Mutant("decay-twice", "weight decay counts twice",
-           edit(_OPT + "Optimizer._clip_then_decay", "weight * wd",
+           edit(_BASE + "Optimizer.decayed", "weight * wd",
                 "weight * (2 * wd)"), _SGD),
     Mutant("clip-after-decay", "sgd clips the sum of gradient and decay",
-           edit(_OPT + "Optimizer._clip_then_decay",
-                "grad = self._clip(grad, ops)", "pass",
-                "grad + weight * wd if wd else grad",
-                "self._clip(grad + weight * wd, ops)"), _SGD),
-    Mutant("clip-before-decay", "adam clips the gradient alone",
-           edit(_OPT + "Optimizer._decay_then_clip",
-                "self._clip(grad + weight * wd if wd else grad, ops)",
-                "self._clip(grad, ops) + weight * wd"), _ADAM),
+           edit(_BASE + "Optimizer.decayed",
+                "grad = self.clipped(grad, ops)", "pass",
+                "grad if self.clips_before_decay else ", ""), _SGD),
+    Mutant("clip-before-decay", "adam clips the gradient only",
+           edit(_BASE + "Optimizer.decayed",
+                "if self.clips_before_decay:", "if True:",
+                "if self.clips_before_decay else self.clipped(grad, ops)", ""),
+           _ADAM),
     Mutant("rate-outside-velocity", "a new rate rescales old steps, as torch's"
            , edit(_OPT + "SGD.update", "wd, ops) * lr", "wd, ops)",
                   "weight -= step", "weight -= step * lr",
                   "weight += velocity", "weight += velocity * lr"), _SGD),
-    Mutant("momentum-forgotten", "the velocity is the last step alone",
+    Mutant("momentum-forgotten", "the velocity is only the last step",
            edit(_OPT + "SGD.update", "velocity *= self.momentum",
                 "velocity *= 0"), _SGD),
     Mutant("nag-without-look-ahead", "Nesterov's rule is plain momentum",
@@ -49,8 +50,8 @@ MUTANTS = [
     Mutant("bias-correction-forgotten", "the first steps are short",
            edit(_OPT + "Adam._step", "lr *= ", "1 * "), _ADAM),
     Mutant("betas-swapped", "the two averages change their memory",
-           edit(_OPT + "Adam._step", "_average(mean, grad, self.beta1)",
-                "_average(mean, grad, self.beta2)",
+           edit(_OPT + "Adam._step", "move_average(mean, grad, self.beta1)",
+                "move_average(mean, grad, self.beta2)",
                 "grad * grad, self.beta2", "grad * grad, self.beta1"), _ADAM),
     Mutant("adamw-decay-without-rate", "the decay is not scaled by the rate",
            edit(_OPT + "AdamW.update", "lr * wd", "wd"), _gluon("adamw-")),
@@ -58,7 +59,7 @@ MUTANTS = [
            edit(_OPT + "Adamax.update", "norm * self.beta2", "norm"),
            _gluon("adamax-")),
     Mutant("nadam-momentum-constant", "the schedule of momenta is left out",
-           edit(_OPT + "_nadam_momentum",
+           edit(_BASE + "nadam_momentum",
                 "beta1 * (1 - 0.5 * 0.96 ** (t * decay))", "beta1"),
            _gluon("nadam-")),
     Mutant("rmsprop-epsilon-outside", "epsilon is added to the root",
@@ -68,9 +69,10 @@ MUTANTS = [
            edit(_OPT + "AdaGrad.update", "history += grad * grad",
                 "history[:] = grad * grad"), _gluon("adagrad-")),
     Mutant("adadelta-one-average", "the steps are not averaged",
-           edit(_OPT + "_adadelta", "_average(past, step * step, rho)",
-                "pass"), _gluon("adadelta")),
+           edit(_BASE + "adadelta_step",
+                "move_average(past, step * step, rho)", "pass"),
+           _gluon("adadelta")),
     Mutant("ftrl-sign", "the threshold is added, not taken off",
-           edit(_OPT + "Ftrl.update", "_limited(z, self.lamda1, ops) - z",
-                "-_limited(z, self.lamda1, ops) - z"), _gluon("ftrl-")),
+           edit(_OPT + "Ftrl.update", "limited(z, self.lamda1, ops) - z",
+                "-limited(z, self.lamda1, ops) - z"), _gluon("ftrl-")),
 ]

@@ -2,21 +2,18 @@
 from mutants.planting import Mutant, edit
 
 _LOCKSTEP = "mgpu.parity.comparison:Comparison.lockstep"
-_RECORDS = "mgpu.parity.comparison:Comparison.compare_records"
+_RESULTS = "mgpu.parity.comparison:Comparison.compare_results"
 _SAME = ("parity/test_compare.py::test_a_faithful_port_is_the_same[1dev-8-"
          "per_device]",)
 
 MUTANTS = [
     Mutant("statistics-are-not-compared", "running statistics may differ",
-           edit(_RECORDS, '("statistic", True)', '("statistic", None)'),
+           edit(_RESULTS, '("statistic", True)', '("statistic", None)'),
            ("parity/test_compare.py::test_native_batch_norm_is_seen_in_the_"
             "statistics",)),
     Mutant("states-are-not-made-equal", "the port trains on from its own "
-           "state", edit(_LOCKSTEP, """            self.b.load(translate(before, self.plan, self.a, self.b),
-                        self._memory)
-""".replace("    " * 3, "        ", 1).replace("    " * 6, "    " * 5),
-                         "        pass\n"), _SAME),
-    Mutant("nothing-is-rounding", "the chaos of one side alone is ignored",
+           "state", edit(_LOCKSTEP, "self.load_b(before)", "pass"), _SAME),
+    Mutant("nothing-is-rounding", "the chaos of one side is ignored",
            edit("mgpu.parity.comparison:Comparison._against_rounding",
                 "g.relative <= CHAOS", "g.relative < 0 * CHAOS"),
            ("parity/test_compare.py::test_rounding_is_told_from_a_difference",)),
@@ -43,7 +40,7 @@ MUTANTS = [
                 ),
            ("parity/test_compare.py::test_what_is_not_finite_differs[nan-*",)),
     Mutant("masks-per-device", "each device draws masks of its own",
-           edit("mgpu.parity.sides:Masks._draw",
+           edit("mgpu.parity.masks:Masks._draw",
                 "begin = sum(self._rows[:index]) * per_row",
                 "begin = 0 * per_row"),
            ("parity/test_compare.py::test_a_side_of_other_devices[torch-2dev]",)),
@@ -58,7 +55,7 @@ MUTANTS = [
            ("parity/test_compare.py::test_match_by_position_in_the_graph",)),
     Mutant("users-weights-trained", "the compared networks keep what the "
            "comparison made of them",
-           edit("mgpu.parity.sides:Runner.restore",
+           edit("mgpu.parity.live:LiveRun.restore",
                 "if values is None:", "if True:"),
            ("parity/test_compare.py::test_the_networks_are_given_back[torch]",)),
     Mutant("gluonize-keeps-the-unbiased", "gluonized layers keep torch's "

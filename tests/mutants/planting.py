@@ -5,9 +5,11 @@ import importlib
 import inspect
 import pkgutil
 import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, Callable, ContextManager, Iterator, List, Tuple
+from typing import Any
 
 #: modules of this package that hold no mutants
 _MACHINERY = ("conftest", "controls", "planting", "runner", "test_mutants")
@@ -36,11 +38,12 @@ class Mutant:
 
     name: str
     breaks: str
-    plant: Callable[[], ContextManager[Any]]
-    tests: Tuple[str, ...]
+    plant: Callable[[], AbstractContextManager[Any]]
+    tests: tuple[str, ...]
 
 
-def edit(where: str, *texts: str) -> Callable[[], ContextManager[None]]:
+def edit(where: str, *texts: str
+         ) -> Callable[[], AbstractContextManager[None]]:
     """A function with other source text.
 
     Parameters
@@ -68,8 +71,8 @@ def edit(where: str, *texts: str) -> Callable[[], ContextManager[None]]:
     return planted
 
 
-def together(*plants: Callable[[], ContextManager[Any]]
-             ) -> Callable[[], ContextManager[None]]:
+def together(*plants: Callable[[], AbstractContextManager[Any]]
+             ) -> Callable[[], AbstractContextManager[None]]:
     """Several changes at once."""
     @contextlib.contextmanager
     def planted() -> Iterator[None]:
@@ -96,7 +99,7 @@ def _function(where: str) -> FunctionType:
     return found
 
 
-def _code(function: FunctionType, where: str, texts: Tuple[str, ...]) -> Any:
+def _code(function: FunctionType, where: str, texts: tuple[str, ...]) -> Any:
     source = textwrap.dedent(inspect.getsource(function))
     for old, new in zip(texts[::2], texts[1::2], strict=True):
         if source.count(old) != 1:
@@ -132,10 +135,10 @@ def _code(function: FunctionType, where: str, texts: Tuple[str, ...]) -> Any:
     return code
 
 
-def all_mutants() -> List[Mutant]:
+def all_mutants() -> list[Mutant]:
     """Those of all areas, and no name twice."""
     package = importlib.import_module(__package__)
-    found: List[Mutant] = []
+    found: list[Mutant] = []
     for module in pkgutil.iter_modules(package.__path__):
         if module.name not in _MACHINERY:
             found += importlib.import_module(

@@ -11,7 +11,7 @@ import dis
 import json
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -40,15 +40,15 @@ def _rejects(error: Any) -> bool:
 class Judge:
     """A pytest plugin that runs the tests in its own order."""
 
-    def __init__(self, mutants: List[Mutant], out: str):
+    def __init__(self, mutants: list[Mutant], out: str):
         self._mutants, self._out = mutants, out
-        self._errors: List[Any] = []
+        self._errors: list[Any] = []
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         if call.excinfo is not None:
             self._errors.append(call.excinfo)
 
-    def _failures(self, item: Any) -> List[Any]:
+    def _failures(self, item: Any) -> list[Any]:
         self._errors = []
         runtestprotocol(item, log=False, nextitem=None)
         return self._errors
@@ -69,7 +69,7 @@ class Judge:
                     self._write(mutant, "fails afterwards", after[item])
         return True
 
-    def _broken(self, items: List[Any]) -> Dict[Any, str]:
+    def _broken(self, items: list[Any]) -> dict[Any, str]:
         """Those that fail, and why."""
         errors = {item: self._failures(item) for item in items}
         return {item: f"{item.nodeid}: {found[0].exconly()}"
@@ -80,7 +80,7 @@ class Judge:
             print(json.dumps([mutant.name, verdict, why]), file=file)
 
     @staticmethod
-    def _find(items: List[Any], test: str) -> List[Any]:
+    def _find(items: list[Any], test: str) -> list[Any]:
         def fits(item: Any) -> bool:
             name = (f"{item.path.relative_to(TESTS).as_posix()}::"
                     f"{item.nodeid.partition('::')[2]}")
@@ -89,8 +89,8 @@ class Judge:
             return name == test or name.partition("[")[0] == test
         return list(filter(fits, items))
 
-    def _judge(self, mutant: Mutant, wanted: Dict[str, List[Any]],
-               baseline: Dict[Any, str]) -> Tuple[str, str]:
+    def _judge(self, mutant: Mutant, wanted: dict[str, list[Any]],
+               baseline: dict[Any, str]) -> tuple[str, str]:
         for test in mutant.tests:
             if not wanted[test]:
                 return "no such test", test

@@ -4,7 +4,7 @@ from mutants.planting import Mutant, edit
 _TRAINING = "mgpu.training:"
 
 MUTANTS = [
-    Mutant("first-loss-alone", "the losses of the other devices have no "
+    Mutant("first-loss-only", "the losses of the other devices have no "
            "gradient", edit(_TRAINING + "backward", "backend.backward(losses)",
                             "backend.backward(losses[:1])"),
            ("test_training.py::test_gradients[torch-2dev]",)),

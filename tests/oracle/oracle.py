@@ -1,7 +1,7 @@
 """What the numbers should be: NumPy in float64, and nothing else.
 
 Written from the papers, the documentation and the sources of MXNet 1.9.1 and
-PyTorch 2.13 and the text's chapters; it does not import the package that it
+PyTorch 2.13 and the book; it does not import the package that it
 judges, nor a framework (`test_judges.py` looks). Plain formulas, one after
 the other, without a thought for speed or memory.
 
@@ -11,8 +11,8 @@ the values.
 import itertools
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
+import formulas
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
@@ -271,228 +271,7 @@ def schedule(kind, updates, base_lr=0.01, warmup_steps=0, warmup_begin_lr=0,
     return rates
 
 
-# -- update rules -------------------------------------------------------------
-# `o` are the options, `s` the memory of one weight, `c` clips. G and so on as
-# in the papers; t counts from 1.
-
-def gluon_sgd(o, s, w, g, lr, wd, t, c):
-    s.v = o.momentum * s.v - lr * (c(g) + wd * w)
-    return w + s.v
-
-
-def gluon_nag(o, s, w, g, lr, wd, t, c):
-    """The kernel, line by line: the second read of the weight is that of
-    the new one."""
-    if not o.momentum:
-        return w - lr * (c(g) + wd * w)
-    s.v = o.momentum * s.v
-    new = w - s.v + (o.momentum + 1) * (s.v - lr * (c(g) + wd * w))
-    s.v = s.v - lr * (c(g) + wd * new)
-    return new
-
-
-def _moments(s, G, b1, b2):
-    s.m = b1 * s.m + (1 - b1) * G
-    s.v = b2 * s.v + (1 - b2) * G ** 2
-
-
-def _gluon_adam(o, s, G, t):
-    _moments(s, G, o.beta1, o.beta2)
-    return math.sqrt(1 - o.beta2 ** t) / (1 - o.beta1 ** t) * s.m \
-        / (np.sqrt(s.v) + o.epsilon)
-
-
-def gluon_adam(o, s, w, g, lr, wd, t, c):
-    return w - lr * _gluon_adam(o, s, c(g + wd * w), t)
-
-
-def gluon_adamw(o, s, w, g, lr, wd, t, c):
-    return w - lr * (_gluon_adam(o, s, c(g), t) + wd * w)
-
-
-def gluon_adamax(o, s, w, g, lr, wd, t, c):
-    G = c(g + wd * w)
-    s.m = o.beta1 * s.m + (1 - o.beta1) * G
-    s.u = np.maximum(o.beta2 * s.u, abs(G))
-    return w - lr / (1 - o.beta1 ** t) * s.m / s.u
-
-
-def _nadam(o, s, w, G, lr, t, b1, b2, eps, decay):
-    """Dozat 2016; `o.P` or `s.P` is the product of the schedule so far."""
-    mu, ahead = (b1 * (1 - 0.5 * 0.96 ** (n * decay)) for n in (t, t + 1))
-    holder = o if o.shared else s
-    holder.P *= mu
-    _moments(s, G, b1, b2)
-    bar = (1 - mu) * G / (1 - holder.P) \
-        + ahead * s.m / (1 - holder.P * ahead)
-    return w - lr * bar / (np.sqrt(s.v / (1 - b2 ** t)) + eps)
-
-
-def gluon_nadam(o, s, w, g, lr, wd, t, c):
-    """One product for all parameters, multiplied at each of their updates:
-    so does Gluon."""
-    o.shared = True
-    return _nadam(o, s, w, c(g + wd * w), lr, t, o.beta1, o.beta2, o.epsilon,
-                  o.schedule_decay)
-
-
-def gluon_rmsprop(o, s, w, g, lr, wd, t, c):
-    """Tieleman and Hinton 2012; centred: Graves 2013, (38) to (45)."""
-    G = c(g + wd * w)
-    s.n = o.gamma1 * s.n + (1 - o.gamma1) * G ** 2
-    s.a = o.gamma1 * s.a + (1 - o.gamma1) * G
-    if o.centered:
-        s.d = o.gamma2 * s.d - lr * G / np.sqrt(s.n - s.a ** 2 + o.epsilon)
-    else:
-        s.d = -lr * G / np.sqrt(s.n + o.epsilon)
-    w = w + s.d
-    return w if o.clip_weights is None \
-        else np.clip(w, -o.clip_weights, o.clip_weights)
-
-
-def gluon_adagrad(o, s, w, g, lr, wd, t, c):
-    s.h = s.h + c(g) ** 2
-    return w - lr * (c(g) / np.sqrt(s.h + o.eps) + wd * w)
-
-
-def _adadelta(s, G, rho, eps):
-    """Zeiler 2012, algorithm 1."""
-    s.g2 = rho * s.g2 + (1 - rho) * G ** 2
-    d = np.sqrt(s.d2 + eps) / np.sqrt(s.g2 + eps) * G
-    s.d2 = rho * s.d2 + (1 - rho) * d ** 2
-    return d
-
-
-def gluon_adadelta(o, s, w, g, lr, wd, t, c):
-    return w - _adadelta(s, c(g), o.rho, o.epsilon) - wd * w
-
-
-def gluon_ftrl(o, s, w, g, lr, wd, t, c):
-    """McMahan et al. 2013, algorithm 1, with sigma as there."""
-    G = c(g)
-    sigma = (np.sqrt(s.n + G ** 2) - np.sqrt(s.n)) / lr
-    s.z, s.n = s.z + G - sigma * w, s.n + G ** 2
-    shrunk = np.where(abs(s.z) > o.lamda1,
-                      s.z - np.sign(s.z) * o.lamda1, 0.0)
-    return -shrunk / ((o.beta + np.sqrt(s.n)) / lr + wd)
-
-
-def gluon_signum(o, s, w, g, lr, wd, t, c):
-    if not o.momentum:
-        return (1 - lr * wd) * w - lr * np.sign(g)
-    s.m = o.momentum * s.m + (1 - o.momentum) * (c(g) + wd * w)
-    return (1 - lr * o.wd_lh) * w - lr * np.sign(s.m)
-
-
-def torch_sgd(o, s, w, g, lr, wd, t, c):
-    G = c(g) + wd * w
-    if not o.momentum:
-        return w - lr * G
-    s.b = G if t == 1 else o.momentum * s.b + (1 - o.dampening) * G
-    return w - lr * (G + o.momentum * s.b if o.nesterov else s.b)
-
-
-def torch_nag(o, s, w, g, lr, wd, t, c):
-    o.nesterov, o.dampening = True, 0.0
-    return torch_sgd(o, s, w, g, lr, wd, t, c)
-
-
-def _torch_adam(o, s, w, G, lr, t):
-    _moments(s, G, *o.betas)
-    s.top = np.maximum(s.top, s.v)
-    v = s.top if o.amsgrad else s.v
-    return w - lr * (s.m / (1 - o.betas[0] ** t)) \
-        / (np.sqrt(v / (1 - o.betas[1] ** t)) + o.eps)
-
-
-def torch_adam(o, s, w, g, lr, wd, t, c):
-    return _torch_adam(o, s, w, c(g) + wd * w, lr, t)
-
-
-def torch_adamw(o, s, w, g, lr, wd, t, c):
-    return _torch_adam(o, s, w - lr * wd * w, c(g), lr, t)
-
-
-def torch_adamax(o, s, w, g, lr, wd, t, c):
-    G = c(g) + wd * w
-    s.m = o.betas[0] * s.m + (1 - o.betas[0]) * G
-    s.u = np.maximum(o.betas[1] * s.u, abs(G) + o.eps)
-    return w - lr / (1 - o.betas[0] ** t) * s.m / s.u
-
-
-def torch_nadam(o, s, w, g, lr, wd, t, c):
-    o.shared = False
-    G = c(g)
-    if o.decoupled_weight_decay:
-        w = w - lr * wd * w
-    else:
-        G = G + wd * w
-    return _nadam(o, s, w, G, lr, t, *o.betas, o.eps, o.momentum_decay)
-
-
-def torch_rmsprop(o, s, w, g, lr, wd, t, c):
-    G = c(g) + wd * w
-    s.v = o.alpha * s.v + (1 - o.alpha) * G ** 2
-    s.a = o.alpha * s.a + (1 - o.alpha) * G
-    spread = s.v - s.a ** 2 if o.centered else s.v
-    s.b = o.momentum * s.b + G / (np.sqrt(spread) + o.eps)
-    return w - lr * s.b
-
-
-def torch_adagrad(o, s, w, g, lr, wd, t, c):
-    G = c(g) + wd * w
-    if t == 1:
-        s.h = o.initial_accumulator_value
-    s.h = s.h + G ** 2
-    return w - lr / (1 + (t - 1) * o.lr_decay) * G / (np.sqrt(s.h) + o.eps)
-
-
-def torch_adadelta(o, s, w, g, lr, wd, t, c):
-    return w - lr * _adadelta(s, c(g) + wd * w, o.rho, o.eps)
-
-
-_ADAM = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-_TORCH_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-#: (rule, the library's documented defaults)
-RULES = {
-    ("gluon", "sgd"): (gluon_sgd, dict(learning_rate=0.01, momentum=0.0)),
-    ("gluon", "nag"): (gluon_nag, dict(learning_rate=0.01, momentum=0.0)),
-    ("gluon", "adam"): (gluon_adam, dict(learning_rate=0.001, **_ADAM)),
-    ("gluon", "adamw"): (gluon_adamw, dict(learning_rate=0.001, **_ADAM)),
-    ("gluon", "adamax"): (gluon_adamax, dict(
-        learning_rate=0.002, beta1=0.9, beta2=0.999)),
-    ("gluon", "nadam"): (gluon_nadam, dict(
-        learning_rate=0.001, schedule_decay=0.004, **_ADAM)),
-    ("gluon", "rmsprop"): (gluon_rmsprop, dict(
-        learning_rate=0.001, gamma1=0.9, gamma2=0.9, epsilon=1e-8,
-        centered=False, clip_weights=None)),
-    ("gluon", "adagrad"): (gluon_adagrad, dict(learning_rate=0.01,
-                                               eps=1e-7)),
-    ("gluon", "adadelta"): (gluon_adadelta, dict(
-        learning_rate=0.01, rho=0.9, epsilon=1e-5)),
-    ("gluon", "ftrl"): (gluon_ftrl, dict(
-        learning_rate=0.1, lamda1=0.01, beta=1.0)),
-    ("gluon", "signum"): (gluon_signum, dict(
-        learning_rate=0.01, momentum=0.9, wd_lh=0.0)),
-    ("torch", "sgd"): (torch_sgd, dict(
-        lr=0.001, momentum=0.0, dampening=0.0, nesterov=False)),
-    ("torch", "nag"): (torch_nag, dict(lr=0.001, momentum=0.0)),
-    ("torch", "adam"): (torch_adam, dict(lr=0.001, amsgrad=False,
-                                         **_TORCH_ADAM)),
-    ("torch", "adamw"): (torch_adamw, dict(
-        lr=0.001, amsgrad=False, weight_decay=0.01, **_TORCH_ADAM)),
-    ("torch", "adamax"): (torch_adamax, dict(lr=0.002, **_TORCH_ADAM)),
-    ("torch", "nadam"): (torch_nadam, dict(
-        lr=0.002, momentum_decay=0.004, decoupled_weight_decay=False,
-        **_TORCH_ADAM)),
-    ("torch", "rmsprop"): (torch_rmsprop, dict(
-        lr=0.01, alpha=0.99, eps=1e-8, momentum=0.0, centered=False)),
-    ("torch", "adagrad"): (torch_adagrad, dict(
-        lr=0.01, lr_decay=0.0, initial_accumulator_value=0.0, eps=1e-10)),
-    ("torch", "adadelta"): (torch_adadelta, dict(lr=1.0, rho=0.9,
-                                                 eps=1e-6)),
-}
-
+# -- update rules: the formulas are in `formulas.py` --------------------------
 
 def gluon_order(names):
     """Layer after layer, and inside a layer by name: how a Gluon Trainer
@@ -507,13 +286,10 @@ class Optimizer:
 
     def __init__(self, semantics, name, options=(), lr_mult=(), wd_mult=(),
                  rates=None):
-        self.rule, defaults = RULES[semantics, name]
-        self.o = SimpleNamespace(**{**defaults, **dict(options)}, P=1.0)
-        self.lr = getattr(self.o, "learning_rate" if semantics == "gluon"
-                          else "lr")
-        self.wd = getattr(self.o, "wd" if semantics == "gluon"
-                          else "weight_decay", 0.0)
-        self.limit = getattr(self.o, "clip_gradient", None) or math.inf
+        self.rule, self.options = formulas.rule(semantics, name), dict(options)
+        self.lr, self.wd = formulas.base_rates(semantics, name, self.options)
+        self.limit = self.options.get("clip_gradient") or math.inf
+        self.shared = {}
         self.lr_mult, self.wd_mult = dict(lr_mult), dict(wd_mult)
         self.rates, self.t, self.memory = rates, 0, {}
 
@@ -522,14 +298,12 @@ class Optimizer:
         lr = self.lr if self.rates is None else self.rates[self.t]
         moved = {}
         for name in gluon_order(weights):
-            memory = self.memory.setdefault(name, SimpleNamespace(
-                v=0.0, m=0.0, u=0.0, n=0.0, a=0.0, d=0.0, h=0.0, z=0.0, b=0.0,
-                g2=0.0, d2=0.0, top=0.0, P=1.0))
+            memory = self.memory.setdefault(name, {"shared": self.shared})
             moved[name] = self.rule(
-                self.o, memory, weights[name], gradients[name] / rows,
+                weights[name], gradients[name] / rows, memory,
                 lr * self.lr_mult.get(name, 1.0),
-                self.wd * self.wd_mult.get(name, 1.0), self.t,
-                lambda x: np.clip(x, -self.limit, self.limit))
+                self.wd * self.wd_mult.get(name, 1.0), self.t, self.options,
+                float, lambda x: np.clip(x, -self.limit, self.limit))
         return {name: moved[name] for name in weights}
 
 
@@ -553,7 +327,7 @@ def dense(x, w, b):
 
 
 def dot(x, w, b):
-    """w is (in, out), as in the text's LeNet."""
+    """w is (in, out), as in the book's LeNet."""
     return x @ w + b, lambda d: (d @ w.T, x.T @ d, d.sum(0))
 
 
@@ -739,7 +513,7 @@ class Network:
         return x
 
 
-#: the text's LeNet ("Training on Multiple GPUs")
+#: the book's LeNet ("Training on Multiple GPUs")
 LENET = [(conv, ("W1", "b1")), (relu, ()), (avg_pool, (), {"size": 2}),
          (conv, ("W2", "b2")), (relu, ()), (avg_pool, (), {"size": 2}),
          (flatten, ()), (dot, ("W3", "b3")), (relu, ()),

@@ -6,11 +6,12 @@ import itertools
 import numpy as np
 import pytest
 
+import formulas
 import oracle
 from helpers import numerical_gradient, relative_difference
 from threeway import COVERED, EXACT, LOCKSTEP, check, compare, covers
 
-ALLOWED = {"fractions", "itertools", "math", "numpy", "types"}
+ALLOWED = {"fractions", "itertools", "math", "numpy"}
 #: differences over five points, 1e-9 apart; logarithms near 0 and the batch
 #: norm of two rows have fifth derivatives of some hundreds
 NUMERICAL = 1e-7
@@ -31,8 +32,10 @@ def imports(source):
 
 
 def test_the_oracle_imports_nothing_that_it_judges():
-    with open(oracle.__file__, encoding="utf-8") as file:
-        assert imports(file.read()) <= ALLOWED
+    for module, allowed in ((oracle, ALLOWED | {"formulas"}),
+                            (formulas, ALLOWED)):
+        with open(module.__file__, encoding="utf-8") as file:
+            assert imports(file.read()) <= allowed
 
 
 @pytest.mark.parametrize("source", [

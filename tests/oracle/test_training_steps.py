@@ -1,6 +1,6 @@
 """Whole steps of training against networks written out in NumPy: a
 multi-layer perceptron through `train_batch` and `train`, batch normalisation
-under its three policies, and the text's LeNet from scratch."""
+under its three policies, and the book's LeNet from scratch."""
 import numpy as np
 import pytest
 
@@ -215,14 +215,14 @@ def test_batch_norm_predicts_from_the_running_statistics(network, devices):
     agree(run, oracle.Network(layers, values).predict(X), LOCKSTEP)
 
 
-# -- the text's LeNet, from scratch -------------------------------------------
+# -- the book's LeNet, from scratch -------------------------------------------
 
 LENET_STEPS = 5
 
 
 @covers("models.lenet_forward", "models.lenet_params", "get_params", "sgd")
 def test_lenet_from_scratch(devices):
-    """The text's loop: copies of the parameters, losses on every device,
+    """The book's loop: copies of the parameters, losses on every device,
     all-reduced gradients, `sgd`. Five steps of 32 rows (31 in one)."""
     params = mgpu.models.lenet_params(scale=0.1, dtype="float64")
     names = [name for name, _ in mgpu.models.LENET]

@@ -1,16 +1,20 @@
-"""The ledger of accepted differences, as data: `docs/internals/divergences.md` is
-written from it (``python tests/parity/divergences.py``), and `test_divergences.py`
-measures each entry with the real frameworks. One that disappears, or changes
-its size, fails."""
+"""The ledger of accepted differences, as data.
+
+``python tests/parity/divergences.py`` writes `docs/internals/divergences.md`
+from it, and `test_divergences.py` measures each entry with the real
+frameworks. One that disappears, or changes its size, fails.
+"""
 import pathlib
 import sys
-from typing import Callable, Dict, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 import mgpu
 
-DOCUMENT = pathlib.Path(__file__).parents[2] / "docs" / "internals" / "divergences.md"
+DOCUMENT = pathlib.Path(__file__).parents[2] \
+    / "docs" / "internals" / "divergences.md"
 
 
 class Divergence(NamedTuple):
@@ -28,7 +32,7 @@ class Divergence(NamedTuple):
     measure: Callable[[], float]
 
 
-LEDGER: Dict[str, Divergence] = {}
+LEDGER: dict[str, Divergence] = {}
 
 
 def divergence(area, what, reason, mgpu, unit, low, high):
@@ -118,7 +122,7 @@ def native_gluon(optimizer, gradients, weight, dtype="float32", **options):
     rule = mx.optimizer.create(optimizer, **options)
     update = mx.optimizer.get_updater(rule)
     w = mx.nd.array(weight, dtype=dtype)
-    for step, g in enumerate(gradients):
+    for g in gradients:
         if isinstance(g, tuple):
             rule.set_learning_rate(g[1])
             g = g[0]
@@ -216,7 +220,7 @@ def unbiased_variance():
 @divergence("batch norm", "torch moves running statistics in the forward "
             "pass, Gluon in the backward pass", "the same at the end of a "
             "step", "only while recording, on torch too",
-            "share of the mean that a forward pass alone takes in", 0.09,
+            "share of the mean that one forward pass takes in", 0.09,
             0.11)
 def statistics_in_forward():
     _, torch = frameworks()
@@ -402,9 +406,10 @@ def document() -> str:
     lines = [
         "# Accepted differences", "",
         "Written by `python tests/parity/divergences.py` from the data that "
-        "`tests/parity/test_divergences.py` measures", "with the real frameworks: a "
+        "`tests/parity/test_divergences.py` measures",
+        "with the real frameworks: a "
         "difference that disappears, or changes its size, fails the suite.",
-        "The expected size is a closed interval of the unit beside it.", ""]
+        "The expected size is a closed interval, in the unit of its row.", ""]
     for area in dict.fromkeys(d.area for d in LEDGER.values()):
         lines += [f"## {area[0].upper() + area[1:]}", "",
                   "| difference | why it is accepted | what mgpu does | "

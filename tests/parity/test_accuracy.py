@@ -8,26 +8,11 @@ import pytest
 import mgpu
 from mgpu import parity
 from mgpu.parity import accuracy
+from networks import rows_gluon as gluon
+from networks import rows_torch as port
 
 RATE = {"learning_rate": 0.2, "momentum": 0.9}
 XAVIER = mgpu.initializers.Xavier()
-
-
-def gluon():
-    with mgpu.using_backend("mxnet"):
-        from mxnet.gluon import nn
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, in_units=6), nn.BatchNorm(in_channels=8),
-            nn.Activation("relu"), nn.Dropout(0.2), nn.Dense(3, in_units=8))
-    return net
-
-
-def port():
-    from torch import nn
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(),
-                         nn.Dropout(0.2), nn.Linear(8, 3))
-
-
 MAKE = {"mxnet": gluon, "torch": port}
 
 
@@ -164,7 +149,7 @@ def test_no_spread_at_all(a, b, p):
     assert found["p"] == p and found["deviations"] == [0.0, 0.0]
     assert found["statistic"] is None and found["detectable"] is None
     json.dumps({**found, "rows": 10}, allow_nan=False)
-    assert "no spread" in accuracy._text({**found, "rows": 10}, 3)[1]
+    assert "no spread" in accuracy._notes({**found, "rows": 10}, 3)[1]
 
 
 def test_spread_on_one_side():
@@ -221,5 +206,5 @@ def test_a_network_is_no_factory(backend):
 
 def test_scipy_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ImportError, match=r"mgpu\[stats\]"):
+    with pytest.raises(ImportError, match="pip install scipy"):
         compare(never, never)

@@ -1,6 +1,7 @@
 """`mgpu parity`, `mgpu trace` and `mgpu lint`."""
 import json
 import os
+import re
 import sys
 
 import numpy as np
@@ -11,7 +12,8 @@ import mgpu
 from conftest import BACKENDS
 from mgpu import cli, losses
 from mgpu import backends as registry
-from mgpu.parity import commands
+from mgpu.cli import find
+from mgpu.cli.options import parse_params
 
 NETS = {
     "mxnet": '''
@@ -46,7 +48,7 @@ def folder(tmp_path):
         patch.chdir(tmp_path)
         patch.setattr(sys, "path", list(sys.path))
         for name in set(registry.ENTRIES) - set(BACKENDS):
-            patch.delitem(registry.ENTRIES, name)     # asked for torch alone
+            patch.delitem(registry.ENTRIES, name)     # not under test
         for name in BACKENDS:
             (tmp_path / f"nets_{name}.py").write_text(NETS[name])
         yield tmp_path
@@ -62,6 +64,7 @@ def refused(*arguments):
     assert result.exit_code == 2, result.output
     line, = result.stderr.splitlines()
     assert line.startswith("Error: ")
+    assert not re.search(r"(?<![-\w])(map|rules|sample|devices|shape)=", line)
     return line
 
 
@@ -225,10 +228,11 @@ if "mxnet" in BACKENDS:
 @pytest.mark.parametrize("arguments, words", [
     ([A, "nets"], "given as MODULE:FACTORY or FILE.py:FACTORY"),
     ([A, "no_such_module:make"], "no_such_module cannot be imported"),
-    ([A, "no_such_file.py:make"], "no such file"),
+    ([A, "no_such_file.py:make"], "there is no such file"),
+    (["run.trace", B], "there is no file 'run.trace'. Name a file that"),
     ([A, A.replace("make", "mkae")], "Use one of make"),
     ([A, B, "--kwargs-a", "{units: 3}"], "--kwargs-a takes JSON"),
-    ([A, B, "--kwargs-a", "[3]"], "a JSON object"),
+    ([A, B, "--kwargs-a", "[3]"], "--kwargs-a takes a JSON object"),
     ([A, B, "--kwargs-a", '{"width": 3}'], "TypeError: "),
     ([A, B, "--input", "3x"], "received '3x'"),
     ([A, B, "--input", "13"], "--traceback shows where"),
@@ -239,9 +243,13 @@ if "mxnet" in BACKENDS:
     ([A, B, "--data", "nowhere"], "unknown data set"),
     ([A, B, "--mode", "accuracy", "--data", "random"], "examples to test on"),
     ([A, B, "--report", "no/folder/x.html"], "the folder of --report"),
+    ([A, B, "--report", "x.pdf"], "x.pdf"),
+    ([A, B, "--b-devices", "1,2"], "--b-devices takes a number or devices"),
+    ([A, B, "--batch-size", "0"], "Invalid value for '--batch-size'"),
     ([A], "two networks are compared"),
     ([A, B, "--invariance"], "two networks are compared"),
-    ([A, "--invariance", "--devices", "cpu:0"], "takes numbers of devices"),
+    ([A, "--invariance", "--devices", "cpu:0"], "--devices takes numbers"),
+    ([A, B, "--map", "none.json"], "--map takes a JSON file"),
     ([A, "--invariance", "--weights", "b"], "received --weights"),
 ])
 def test_what_cannot_be_compared_is_status_2(arguments, words, folder):
@@ -261,6 +269,7 @@ def test_parameters_that_do_not_match_are_listed():
     assert result.exit_code == 2, result.output
     first, *rest = result.stderr.splitlines()
     assert first.startswith("Error: every parameter")
+    assert "--map" in first and "map=" not in first and "rules=" not in first
     assert "  0.weight: none" in rest
     assert any(line.startswith("  left in b: 0.weight") for line in rest)
 
@@ -296,7 +305,7 @@ def test_traceback_on_request():
     ("a=true, b=x", {"a": True, "b": "x"}),
     ('{"betas": [0.9, 0.99]}', {"betas": [0.9, 0.99]})])
 def test_parse_params(text, value):
-    assert commands.parse_params(text) == value
+    assert parse_params(text) == value
 
 
 @pytest.mark.parametrize("loss, check", [
@@ -308,7 +317,7 @@ def test_parse_params(text, value):
     (losses.KLDivLoss(), lambda y: np.allclose(y.sum(1), 1)),
     (lambda pred, label: pred, lambda y: y.shape == (5,))])
 def test_random_batches_are_the_same_again(loss, check):
-    batches = commands.RandomBatches((2, 3), 4, 5, 3, loss, seed=1)
+    batches = find.RandomBatches((2, 3), 4, 5, 3, loss, seed=1)
     first, second = list(batches), list(batches)
     assert len(first) == len(batches) == 3
     for (X, y), (X2, y2) in zip(first, second):
@@ -318,14 +327,14 @@ def test_random_batches_are_the_same_again(loss, check):
 
 
 def test_digits_in_the_shape_asked_for():
-    data = commands.find_data("digits", (1, 14, 14), None, 4, 1, None, 0,
-                              "float64", 8)
+    data = find.find_data("digits", (1, 14, 14), None, 4, 1, None, 0,
+                          "float64", 8)
     X, y = next(iter(data.batches))
     assert X.shape == (4, 1, 14, 14) and X.dtype == "float64"
     assert data.test is not None
     with pytest.raises(ValueError, match="grey pictures"):
-        commands.find_data("digits", (3, 14, 14), None, 4, 1, None, 0,
-                           "float64", 8)
+        find.find_data("digits", (3, 14, 14), None, 4, 1, None, 0,
+                       "float64", 8)
 
 
 def test_reproduce_loads_nothing_of_parity():

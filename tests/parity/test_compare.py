@@ -6,31 +6,11 @@ import mgpu
 from mgpu import parity
 from mgpu.parity import matching, measure
 from mgpu.parity.matching import Entry, MatchError
+from networks import two_convs_gluon as gluon
+from networks import two_convs_torch as port
 
 #: float64, a handful of small layers: rounding of some hundred terms
 EXACT = 1e-12
-
-
-def gluon(dropout=0.5, scale=True, flip=False):
-    with mgpu.using_backend("mxnet"):
-        from mxnet.gluon import nn
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, in_channels=1),
-            nn.BatchNorm(in_channels=4, scale=scale),
-            nn.Activation("relu"), nn.Dropout(dropout),
-            nn.Conv2D(4, 3, in_channels=4), nn.MaxPool2D(2, 2), nn.Flatten(),
-            nn.Dense(3, in_units=16))
-    return net
-
-
-def port(dropout=0.5, eps=1e-5, pool=None):
-    from torch import nn
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, eps), nn.ReLU(),
-        nn.Dropout(dropout), nn.Conv2d(4, 4, 3), pool or nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(16, 3))
-
-
 MAKE = {"mxnet": gluon, "torch": port}
 
 
@@ -281,6 +261,17 @@ def test_unknown_options(option, value):
         parity.compare(gluon, port, batches=batches(), **{option: value})
 
 
+@pytest.mark.parametrize("tolerance", [-1e-10, float("nan"), 1, "1e-5"])
+def test_a_wrong_tolerance(tolerance):
+    with pytest.raises(ValueError, match="tolerance is .*; received"):
+        parity.compare(gluon, port, batches=batches(), tolerance=tolerance)
+
+
+def test_a_tolerance_of_zero_is_kept():
+    result = parity.compare(gluon, gluon, batches=batches(), tolerance=0)
+    assert result.same and result.settings["tolerance"] == 0
+
+
 def test_no_batch():
     with pytest.raises(ValueError, match="received none"):
         parity.compare(gluon, port, batches=[])
@@ -340,7 +331,7 @@ def test_match_by_a_map_with_axes():
     ({"0.weight": "y"}, "no such name in b"),
     ({"0.weight": "x1.weight"}, "another shape"),
     ({"0.weight": "x0.weight", "1.weight": "x0.weight"}, "named twice"),
-    ({"0.weight": {"to": "x0.weight", "transpose": [0, 0]}}, "no axes")])
+    ({"0.weight": {"to": "x0.weight", "transpose": [0, 0]}}, "not the axes")])
 def test_a_wrong_map(given, words):
     with pytest.raises(MatchError, match=words):
         matching.match(entries((2, 3), (3,)),

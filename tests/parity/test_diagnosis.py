@@ -4,8 +4,9 @@ import pytest
 
 import mgpu
 from mgpu import losses, parity
-from mgpu.parity import diagnosis
-from mgpu.parity.sides import Side
+from mgpu.parity import Side, diagnosis
+from networks import gluon
+from networks import torch as torch_
 
 RNG = np.random.default_rng(0)
 #: rows that 2, 3 and 4 devices share unevenly or not, and whose factors
@@ -18,24 +19,6 @@ ROWS = [(RNG.normal(size=(N, 6)), RNG.integers(0, 3, N).astype("int32"))
 TARGETS = [(X, RNG.normal(size=(N, 3))) for X, _ in ROWS]
 FULL_THEN_SHORT = [ROWS[0], tuple(x[:5] for x in ROWS[1])]
 SLOW = {"learning_rate": 0.125}
-
-
-def gluon(make):
-    """A Gluon network from ``make(nn) -> layers``."""
-    def net():
-        from mxnet.gluon import nn
-        stack = nn.HybridSequential()
-        stack.add(*make(nn))
-        return stack
-    return net
-
-
-def torch_(make):
-    """A torch network from ``make(nn) -> layers``, not Gluon's numbers."""
-    def net():
-        import torch
-        return torch.nn.Sequential(*make(torch.nn))
-    return net
 
 
 def conv_g(**bn):

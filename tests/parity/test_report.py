@@ -13,11 +13,12 @@ from rich.console import Console
 import mgpu
 from conftest import BACKENDS
 from mgpu import parity
-from mgpu.parity import report
+from mgpu.parity import page, report
 from mgpu.parity.comparison import Result
 from mgpu.parity.diagnosis import Cause
 from mgpu.parity.matching import Pair, Plan
 from mgpu.parity.measure import Gap
+from networks import dense_norm
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 LONG = "features." + ".".join(f"stage{i}" for i in range(30)) + ".weight"
@@ -55,26 +56,14 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def networks(epsilon):
-    with mgpu.using_backend(BACKENDS[0]) as engine:
-        if engine.name == "mxnet":
-            from mxnet.gluon import nn
-            net = nn.HybridSequential()
-            net.add(nn.Dense(8, in_units=5),
-                    nn.BatchNorm(in_channels=8, epsilon=epsilon),
-                    nn.Dense(3, in_units=8))
-            return net
-        from torch import nn
-        return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8, epsilon),
-                             nn.Linear(8, 3))
-
-
 def compared(epsilon=1e-5, **options):
     rng = np.random.default_rng(0)
     batches = [(rng.random((6, 5)), rng.integers(0, 3, 6).astype("int32"))
                for _ in range(3)]
-    return parity.compare(lambda: networks(1e-5), lambda: networks(epsilon),
-                          batches=batches, devices=2, **options)
+    return parity.compare(
+        lambda: dense_norm(BACKENDS[0], 1e-5),
+        lambda: dense_norm(BACKENDS[0], epsilon), batches=batches, devices=2,
+        **options)
 
 
 @pytest.fixture(scope="module")
@@ -119,29 +108,29 @@ def printed(result, width=80, **options):
 # -- the page -----------------------------------------------------------------
 
 def check_page(text):
-    """What holds for every page."""
-    page = Page(text)
+    """What holds for every seen."""
+    seen = Page(text)
     assert "http:" not in text and "https:" not in text and "//" not in text
     assert "@import" not in text
-    for name, value in page.attributes:
+    for name, value in seen.attributes:
         if name in ("src", "href", "xlink:href", "action", "poster", "data"):
             assert value.startswith("#"), (name, value)
-    ids = [value for name, value in page.attributes if name == "id"]
+    ids = [value for name, value in seen.attributes if name == "id"]
     assert len(ids) == len(set(ids))
     links = re.findall(r'(?:url\(|xlink:href=")#([^)"]*)', text)
     assert set(links) <= set(ids)
-    assert not page.all("script")
-    assert page.all("html")[0]["lang"] == "en"
-    charts = page.all("svg")
+    assert not seen.all("script")
+    assert seen.all("html")[0]["lang"] == "en"
+    charts = seen.all("svg")
     assert charts and all(c["role"] == "img" and len(c["aria-label"]) > 40
                           for c in charts)
-    assert len(page.all("caption")) == len(page.all("table")) > 0
-    for colour in report._VARIABLES:    # else it would be lost in the dark
+    assert len(seen.all("caption")) == len(seen.all("table")) > 0
+    for colour in page.VARIABLES:    # else it would be lost in the dark
         assert colour not in text[text.index("<svg"):].lower()
     assert "prefers-color-scheme: dark" in text
     assert "ellipsis" not in text
-    assert any(m.get("name") == "viewport" for m in page.all("meta"))
-    return page
+    assert any(m.get("name") == "viewport" for m in seen.all("meta"))
+    return seen
 
 
 def test_the_page_of_a_difference(different, tmp_path):
@@ -197,17 +186,17 @@ def test_a_page_with_infinities_and_markup():
     assert "inf" in page.text and "nan" in page.text
     assert "infinite" in page.text      # the upper end of the axis
     assert "transposed to (1, 0)" in page.text
-    assert "scale - left alone" in page.text
-    assert "- offset left alone" in page.text
+    assert "scale - left as it is" in page.text
+    assert "- offset left as it is" in page.text
     assert "no forward pass confirms" in page.text
 
 
 def test_zero_and_infinity_lie_on_the_ends_of_the_axis():
-    scale = report._LogAxis([0.0, 1e-15, np.inf], 1e-10)
+    scale = page.LogAxis([0.0, 1e-15, np.inf], 1e-10)
     assert scale.place([0.0, 1e-15, np.inf]) == [1e-16, 1e-15, 1e-9]
-    scale = report._LogAxis([1e-15, 1e-12])
+    scale = page.LogAxis([1e-15, 1e-12])
     assert (scale.low, scale.high) == (-15, -12)
-    scale = report._LogAxis([0.0])      # nothing else to see
+    scale = page.LogAxis([0.0])      # nothing else to see
     assert scale.low < -16 < scale.high
 
 
@@ -226,7 +215,7 @@ def test_a_missing_extra_is_named(package, same):
         patch.setitem(sys.modules, package, None)
         with pytest.raises(ImportError, match=package) as caught:
             report.to_html(same)
-    assert "pip install 'mgpu[report]'" in str(caught.value)
+    assert f"pip install {package}" in str(caught.value)
 
 
 # -- the terminal -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The script that takes the text's PyTorch version apart: each switch does
+"""The script that takes the book's PyTorch version apart: each switch does
 what PyTorch itself does, and a quick run of all of it writes its files."""
 import importlib.util
 import json
@@ -83,9 +83,9 @@ def test_runs_of_other_settings_are_refused(departures, quick):
 
 
 def test_torchs_variance_is_that_of_torchs_own_layers(departures, backend):
-    """Two steps on 5 and on 3 rows; beside them, where the engine is torch,
-    a network of plain `nn.BatchNorm2d` takes the same steps, and on both
-    engines the first layer is followed by hand."""
+    """Two steps on 5 and on 3 rows. Where the engine is torch, a network of
+    plain `nn.BatchNorm2d` takes the same steps; on both engines the first
+    layer is computed by hand."""
     rng = np.random.default_rng(0)
     batches = [(rng.random((n, 1, 28, 28)), rng.integers(0, 10, n).astype(
         "int32")) for n in (5, 3)]
@@ -157,8 +157,8 @@ def test_first_devices_statistics_are_put_on_all(departures, backend):
         np.testing.assert_array_equal(after[name], value, err_msg=name)
 
 
-def test_biases_are_those_that_torch_is_born_with(departures):
-    """Bounds and spread beside torch's own layers of the same shapes."""
+def test_biases_are_drawn_as_torch_draws_them(departures):
+    """Bounds and spread, against torch's own layers of the same shapes."""
     with mgpu.using_backend("torch"):
         import torch
         layers = {"a": torch.nn.Conv2d(8, 4000, 3),

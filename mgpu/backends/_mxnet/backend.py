@@ -25,34 +25,13 @@ autograd, npx = mx.autograd, mx.npx
 
 @contextlib.contextmanager
 def _numpy_mode(array: bool, shape: bool) -> Iterator[None]:
-    """MXNet's NumPy array and shape flags of this thread, put back."""
+    """Set MXNet's NumPy array and shape flags of this thread for a block."""
     modes = [mx.util.np_shape(shape), mx.util.np_array(array)]
     # The array flag may only be on while the shape flag is.
     with contextlib.ExitStack() as stack:
         for mode in modes if array else reversed(modes):
             stack.enter_context(mode)
         yield
-
-
-def _carry() -> Callable[[], contextlib.AbstractContextManager]:
-    # Inside mx.engine.bulk the thread holds operations back, which others are
-    # about to use: setting its size sends them off.
-    mx.engine.set_bulk_size(mx.engine.set_bulk_size(0))
-    numpy_mode = npx.is_np_array(), npx.is_np_shape()
-    recording, training = autograd.is_recording(), autograd.is_training()
-    context = mx.context.current_context()
-
-    @contextlib.contextmanager
-    def modes() -> Iterator[None]:
-        # A context of its own: it remembers the thread's earlier one.
-        with mx.Context(context), _numpy_mode(*numpy_mode), \
-                _flags(recording, training):
-            yield
-    return modes
-
-
-def _flags(recording: bool | None, training: bool | None) -> Scope:
-    return Scope(_read_flags, _write_flags, (recording, training))
 
 
 def _read_flags() -> tuple[bool, bool]:
@@ -73,14 +52,14 @@ def _address(array: Any) -> int:
     return pointer.value or 0
 
 
-#: of any array; that of mx.np's takes four times as long
+#: the dtype of any array; mx.np's own property takes four times as long
 _dtype = mx.nd.NDArray.dtype.fget
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _host_view(address: int, size: int, dtype: Any) -> np.ndarray:
-    """Memory as an array; nothing keeps it alive."""
-    raw = (ctypes.c_char * (size * np.dtype(dtype).itemsize)
+    """The memory as an array, which does not keep it alive."""
+    raw: Any = (ctypes.c_char * (size * np.dtype(dtype).itemsize)
            ).from_address(address)
     return np.frombuffer(raw, dtype, size)
 
@@ -88,23 +67,26 @@ def _host_view(address: int, size: int, dtype: Any) -> np.ndarray:
 def _fill(array: Any, x: np.ndarray) -> None:
     """Copy host data into a new array on a CPU context, at once.
 
-    MXNet's own way queues the copy on the context and waits for it, and so
-    for all the work that is queued there already. An array that no operation
-    knows yet needs no queue.
+    MXNet itself queues the copy on the context and waits for it, and so for
+    all the work that is queued there already. An array that no operation uses
+    yet needs no queue.
     """
     if x.nbytes:
         ctypes.memmove(_address(array), x.ctypes.data, x.nbytes)
 
 
 class MXNetBackend(base.Backend):
+    """MXNet as an engine of mgpu."""
+
     name = "mxnet"
+    semantics = "gluon"
     version = mx.__version__
 
     def __init__(self) -> None:
         self.ops = MXNetOps()
-        # The engine runs contexts side by side, whoever queued the work; for
-        # what threads are all the same, see `dispatch`.
-        self._workers = Workers("mgpu-mxnet", lambda: None, _carry)
+        # The engine runs contexts side by side, whatever thread queued the
+        # work; `dispatch` says what threads are used for nevertheless.
+        self._workers = Workers("mgpu-mxnet", lambda: None, self.carry)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -120,9 +102,9 @@ class MXNetBackend(base.Backend):
             one_thread(device.index)
         return mx.Context(device.kind, device.index)
 
-    def family_of(self, x: Any) -> contextlib.AbstractContextManager:
-        """A network's layers follow the thread's NumPy mode: for the time of
-        a call that is the family of the input."""
+    def family_of(self, x: Any) -> base.ContextManager:
+        """Inside the block, the thread's NumPy mode, which a network's layers
+        follow, is that of the array `x`."""
         if not isinstance(x, mx.nd.NDArray) or is_np(x) == npx.is_np_array():
             return contextlib.nullcontext()
         return _numpy_mode(is_np(x), is_np(x))
@@ -164,10 +146,11 @@ class MXNetBackend(base.Backend):
         return isinstance(x, mx.nd.NDArray)
 
     def synchronize(self, devices: Sequence[Any]) -> None:
-        # The engine can wait for an array or for everything.
+        # The engine can only wait for an array or for everything.
         mx.nd.waitall()
 
     def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
+        """Refuse inputs of the replica on `device` that lie elsewhere."""
         context = self.handle(device)
         for x in inputs:
             if isinstance(x, mx.nd.NDArray):
@@ -184,24 +167,23 @@ class MXNetBackend(base.Backend):
         for x in arrays:
             if x.ctx.device_type != "cpu" or x.stype != "default":
                 return None
-        # Before addresses are asked for: work that is queued may give a
-        # convolution's weight another order, in other memory.
+        # Before addresses are read: work that is queued may move a
+        # convolution's weight to other memory, in another order.
         mx.nd.waitall()
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
-    def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
-                          written: Sequence[Any]) -> None:
+    def run_on_host_views(self, thunks, written) -> None:
         mx.nd.waitall()
-        # A single one too: in a worker, no signal cuts it short.
+        # A single thunk too: in a worker no signal cuts it short.
         self._workers.run(thunks)
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":
-            raise ValueError(f"MXNet's kvstore takes sums; received "
+            raise ValueError("MXNet's kvstore computes sums only; received "
                              f"op={op!r}. Use another algorithm.")
         store = mx.kvstore.create("device" if any(
             x.ctx.device_type == "gpu" for x in arrays) else "local")
-        # It is of the legacy family; these are views.
+        # The store takes legacy arrays; these are views of that family.
         legacy = [x.as_nd_ndarray() for x in arrays]
         store.init(0, legacy[0])
         store.push(0, legacy)
@@ -229,10 +211,8 @@ class MXNetBackend(base.Backend):
     def mark_used(self, x: Any) -> None:
         x._fresh_grad = False
 
-    def scope(self, recording: bool | None = None,
-              training: bool | None = None
-              ) -> contextlib.AbstractContextManager:
-        return _flags(recording, training)
+    def scope(self, recording=None, training=None) -> base.ContextManager:
+        return Scope(_read_flags, _write_flags, (recording, training))
 
     def is_recording(self) -> bool:
         return autograd.is_recording()
@@ -242,12 +222,11 @@ class MXNetBackend(base.Backend):
 
     def backward(self, losses: Sequence[Any]) -> None:
         heads = list({id(x): x for x in losses}.values())
+        seeds = None
         if len(heads) < len(losses):
-            # MXNet would count a loss that is there twice only once.
+            # MXNet would count a loss that is given twice only once.
             seeds = [self.ops.zeros_like(x) + sum(y is x for y in losses)
                      for x in heads]
-        else:
-            seeds = None
         try:
             if seeds is None and self.side_by_side([x.ctx for x in heads]) \
                     and disjoint(heads):
@@ -264,8 +243,7 @@ class MXNetBackend(base.Backend):
 
     # -- running on several devices -----------------------------------------
 
-    def parallel(self, thunks: Sequence[Callable[[], Any]], *,
-                 rendezvous: bool = False) -> list[Any]:
+    def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if not rendezvous or len(thunks) < 2:
             return run_in_turn(thunks)
         if inside_worker():
@@ -273,15 +251,15 @@ class MXNetBackend(base.Backend):
         return self._workers.run(thunks)
 
     def side_by_side(self, contexts: Sequence[Any]) -> bool:
-        """Whether the work of these contexts may gain by being queued from
-        several threads."""
+        """Whether work on these contexts may be faster when several threads
+        queue it."""
         return len(contexts) > 1 and cpu_cores() > 1 and not strict.on() \
             and not inside_worker() \
             and all(c.device_type == "cpu" for c in contexts)
 
     def in_threads(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-        """`parallel`, in as many threads as there are cores: thunks that
-        queue work, which need no time of their own."""
+        """Call thunks that only queue work in as many threads as there are
+        cores; otherwise as `parallel`."""
         results: list[Any] = [None] * len(thunks)
         errors: list[Any] = [None] * len(thunks)
         count = min(len(thunks), cpu_cores())
@@ -292,21 +270,34 @@ class MXNetBackend(base.Backend):
                     results[i] = thunks[i]()
                 except Exception as error:
                     errors[i] = error
-        with probes.only_queueing():   # a thread has parts of several devices
+        with probes.only_queueing():   # a thread serves several devices
             self._workers.run([functools.partial(queue, i)
                                for i in range(count)])
         return first_error_or(results, errors)
 
-    def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
-        return _carry()
+    def carry(self) -> Callable[[], base.ContextManager]:
+        # Inside mx.engine.bulk the thread holds back operations whose results
+        # others are about to use: setting its size sends them off.
+        mx.engine.set_bulk_size(mx.engine.set_bulk_size(0))
+        numpy_mode = npx.is_np_array(), npx.is_np_shape()
+        recording, training = autograd.is_recording(), autograd.is_training()
+        context = mx.context.current_context()
+
+        @contextlib.contextmanager
+        def modes() -> Iterator[None]:
+            # A new Context object: it remembers the thread's earlier one.
+            with mx.Context(context), _numpy_mode(*numpy_mode), \
+                    self.scope(recording, training):
+                yield
+        return modes
 
     def seed(self, seed: int) -> None:
-        # One number for all: MXNet mixes the context into it.
+        # One number for all devices: MXNet mixes the context into it.
         mx.random.seed(seed & 0x7FFFFFFF)
 
     # -- debugging ----------------------------------------------------------
 
-    def strict(self, ledger: Any) -> contextlib.AbstractContextManager[None]:
+    def strict(self, ledger: Any) -> base.ContextManager:
         return strict.strict(ledger)
 
     def wait_for(self, x: Any) -> None:
@@ -314,10 +305,9 @@ class MXNetBackend(base.Backend):
 
     def memory(self, x: Any) -> tuple[Any, int, int]:
         x.wait_to_read()
-        context, begin = x.ctx, _address(x)
-        return "cpu" if context.device_type.startswith("cpu") \
-            else str(context), begin, \
-            begin + x.size * np.dtype(x.dtype).itemsize
+        space = "cpu" if x.ctx.device_type.startswith("cpu") else str(x.ctx)
+        begin = _address(x)
+        return space, begin, begin + x.size * np.dtype(x.dtype).itemsize
 
     # -- networks -----------------------------------------------------------
 

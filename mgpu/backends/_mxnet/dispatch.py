@@ -2,16 +2,17 @@
 
 MXNet gives all CPU contexts one ring of buffers for temporary space
 (`framework.BUFFERS`, handed out in the order in which operations are queued).
-Queued by one thread, the pass of a second device comes behind the whole one of
-the first, and where that has more operations than there are buffers, waits for
-some that the first device frees late: two contexts ran ResNet-18 1.6 times as
-fast as one. Queued side by side they advance together, with few buffers
+If one thread queues everything, the pass of the second device stands behind
+the whole pass of the first. Where that has more operations than there are
+buffers, the second device waits for buffers that the first one frees late: two
+contexts ran ResNet-18 only 1.6 times as fast as one. If two threads queue the
+passes side by side, both advance together and need few buffers
 (docs/internals/performance.md).
 
-The Python code of a block is one object for all contexts, though, and random
-numbers are drawn in the order of the queue. So forward passes go side by side
-where that code is known: MXNet's and mgpu's own layers, and what `hybridize`
-has compiled. Never a first pass, which compiles and completes shapes.
+But all contexts share the Python code of a block, and random numbers are drawn
+in the order of the queue. So forward passes are queued side by side where that
+code is known: the layers of MXNet and mgpu, and what `hybridize` has compiled.
+A first pass, which compiles and completes shapes, never is.
 """
 import re
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ nn = mx.gluon.nn
 # Packages whose blocks keep nothing from one call to the next. (Not
 # gluon.rnn and gluon.contrib.)
 _OWN = ("mxnet.gluon.nn.", "mxnet.gluon.model_zoo.", "mgpu.")
-# Of those: the user's functions, and what draws random numbers.
+# Except those that call the user's functions or draw random numbers.
 _NOT_FIXED = (nn.Lambda, nn.HybridLambda, nn.Dropout)
 # Operators that may draw random numbers, and those whose code is the user's.
 _DRAWS = re.compile(
@@ -35,7 +36,7 @@ _DRAWS = re.compile(
 
 class Passes:
     """Whether the forward passes of a network may be queued side by side, and
-    are long enough to gain by it.
+    are long enough to become faster.
 
     Parameters
     ----------
@@ -48,12 +49,13 @@ class Passes:
         self._apart = False
 
     def apart(self) -> bool:
-        """Of the next ones. Not if the network has changed since `ended`:
-        its blocks, their hooks, what is compiled."""
+        """Whether the next passes may. Not if the network has changed since
+        `ended`: its blocks, their hooks, what is compiled."""
         return self._apart and _form(self._net) == self._form
 
     def ended(self) -> None:
-        """Passes in turn have; they may have compiled the network."""
+        """Passes one after the other have ended; they may have compiled the
+        network."""
         form = _form(self._net)
         if form != self._form:
             self._form = form
@@ -61,15 +63,17 @@ class Passes:
 
 
 def disjoint(losses: Sequence[Any]) -> bool:
-    """Whether each loss is on a context of its own, no two depend on a common
-    leaf, and their backward passes are long. MXNetError if one was not
-    recorded."""
+    """Whether the backward passes may be queued side by side and are long.
+
+    They may if each loss is on a context of its own and no two depend on the
+    same leaf. MXNetError if a loss was not recorded.
+    """
     if len({x.ctx for x in losses}) < len(losses):
         return False
     leaves: list[str] = []
     for x in losses:
         names = set(mx.autograd.get_symbol(x).list_arguments())
-        if len(names) < BUFFERS:    # hardly more operations than that
+        if len(names) < BUFFERS:    # and hardly more operations
             return False
         leaves += [name for name in names
                    if name.startswith("var")]       # "null": a constant
@@ -83,7 +87,7 @@ def _compiled(block: Any) -> bool:
 
 
 def _called(block: Any) -> Iterator[Any]:
-    """`block`, and those in it that its Python code calls."""
+    """Yield `block` and the blocks in it that its Python code calls."""
     yield block
     if not _compiled(block):
         for child in block._children.values():
@@ -91,21 +95,21 @@ def _called(block: Any) -> Iterator[Any]:
 
 
 def _form(net: Any) -> list[tuple[Any, ...]]:
-    # The objects, not their addresses, which may be used again.
+    # The objects themselves: their addresses may be reused.
     return [(block, getattr(block, "_active", False),
              getattr(block, "_cached_op", None), _touched(block))
             for block in _called(net)]
 
 
 def _touched(block: Any) -> bool:
-    """Whether calls of this very block run something of the user's."""
+    """Whether the user has put code of their own into calls of `block`."""
     return bool(block._forward_hooks or block._forward_pre_hooks
                 or getattr(block, "_callback", None)
                 or not {"forward", "hybrid_forward"}.isdisjoint(vars(block)))
 
 
 def _operations(net: Any) -> int:
-    """How many operations a pass has, about; 0 if it may draw random numbers
+    """About how many operations a pass has; 0 if it may draw random numbers
     or run code that is not known."""
     count, Hybrid = 0, mx.gluon.HybridBlock
     for block in _called(net):

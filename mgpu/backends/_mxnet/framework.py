@@ -1,11 +1,11 @@
-"""Imports MXNet 1.9.1 on today's NumPy, with settings under which several
+"""Imports MXNet 1.9.1 under a newer NumPy, with settings under which several
 CPU contexts compute at the same time and never hang.
 
-Measured (`docs/design.md`, "MXNet on CPU contexts"): operators that need
-temporary space queue for one of ``MXNET_CPU_TEMP_COPY`` (4) buffers; two
-contexts whose workers run more than one OpenMP thread each can spin for
-ever inside the bundled OpenBLAS. `one_thread` sets each worker to one, by
-the engine itself, whoever imported MXNet and with what settings.
+Two facts, measured (docs/internals): operators that need temporary space queue
+for one of ``MXNET_CPU_TEMP_COPY`` (4) buffers; two contexts whose workers run
+more than one OpenMP thread each can spin for ever inside the bundled OpenBLAS.
+`one_thread` sets each worker to one thread through the engine itself, so it
+works however MXNet was imported.
 """
 import contextlib
 import ctypes
@@ -15,32 +15,34 @@ import sys
 import types
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from mgpu.backends._allocator import keep_freed_memory
 
-#: MXNet was imported before mgpu could choose its number of OpenMP threads.
+#: whether MXNet was imported before mgpu could choose its OpenMP threads
 IMPORTED_EARLIER = "mxnet" in sys.modules
 
 _ALIASES = {"bool": np.bool_, "int": int, "float": float, "object": object,
             "str": str, "complex": complex}
 
 #: buffers for the temporary space of operations, which all CPU contexts share;
-#: each grows to the largest need, so they are not more than that
+#: not more, because each grows to the largest need
 BUFFERS = 32
 
-# Read by the engine at its first operation, so also in time after an import.
+# The engine reads them at its first operation, after the import.
 _SETTINGS = {"MXNET_CPU_TEMP_COPY": str(BUFFERS),
              "MXNET_EXEC_BULK_EXEC_TRAIN": "0"}
 
 
 @contextlib.contextmanager
 def _import_settings() -> Iterator[None]:
-    """NumPy's removed aliases, and one OpenMP thread a worker, put back."""
+    """Inside the block NumPy has its removed aliases, and workers get one
+    OpenMP thread."""
     added = [name for name in _ALIASES if name not in np.__dict__]
-    omp = os.environ.pop("OMP_NUM_THREADS", None)
-    most = os.environ.get("MXNET_OMP_MAX_THREADS")
+    before = {name: os.environ.pop(name, None)
+              for name in ("OMP_NUM_THREADS", "MXNET_OMP_MAX_THREADS")}
     os.environ["MXNET_OMP_MAX_THREADS"] = "1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,16 +53,13 @@ def _import_settings() -> Iterator[None]:
         finally:
             for name in added:
                 delattr(np, name)
-            for name, value in (("OMP_NUM_THREADS", omp),
-                                ("MXNET_OMP_MAX_THREADS", most)):
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            del os.environ["MXNET_OMP_MAX_THREADS"]
+            os.environ.update({name: value for name, value in before.items()
+                               if value is not None})
 
 
 class _EarlierNumPy(types.ModuleType):
-    """NumPy with the aliases that MXNet's modules still read at run time."""
+    """NumPy with the aliases that MXNet's modules read at run time."""
 
     def __getattr__(self, name):
         return _ALIASES[name] if name in _ALIASES else getattr(np, name)
@@ -71,6 +70,9 @@ def _load() -> types.ModuleType:
         raise ImportError(f"MXNet 1.9.1 needs numpy<2; found {np.__version__}")
     # Before the engine starts its threads, which have heaps of their own.
     keep_freed_memory()
+    if not IMPORTED_EARLIER:    # left behind by an import that failed
+        for name in [n for n in sys.modules if n.startswith("mxnet.")]:
+            del sys.modules[name]
     with _import_settings():
         try:
             import mxnet
@@ -78,12 +80,12 @@ def _load() -> types.ModuleType:
             raise ImportError(f"mxnet does not load: {error}") from error
         for name, value in _SETTINGS.items():
             os.environ.setdefault(name, value)
-        # The engine reads its settings now, while they are in force.
+        # The first operation: the engine reads its settings now.
         mxnet.nd.zeros((1,)).wait_to_read()
     if "bool" not in np.__dict__:
         for name in ("numpy.multiarray", "ndarray.numpy._op",
                      "symbol.numpy._symbol"):
-            module = sys.modules[f"mxnet.{name}"]
+            module: Any = sys.modules[f"mxnet.{name}"]
             if getattr(module, "_np", None) is np:
                 module._np = _EarlierNumPy("numpy")
     return mxnet
@@ -105,8 +107,11 @@ def _openmp() -> ctypes.CDLL:
 
 @functools.cache
 def one_thread(index: int) -> None:
-    """Let the worker of ``mx.cpu(index)`` compute on one core, from now on:
-    queues a function on that context, which its own thread runs first."""
+    """Make the worker of ``mx.cpu(index)`` compute on one core from now on.
+
+    It queues a function on that context, whose own thread runs it before any
+    later work.
+    """
     try:
         _openmp()
     except OSError:     # built against another OpenMP (macOS)
@@ -130,29 +135,30 @@ def findings() -> list[tuple[str, str]]:
     if IMPORTED_EARLIER and not one:
         found.append((
             "warning", "mxnet was imported earlier than mgpu (OMP_NUM_THREADS"
-            f" is {omp or 'not set'}), so it computes with OpenMP threads "
-            "that mgpu did not choose, and CPU devices are slower together. "
-            "Call mgpu.set_backend first, or start with "
+            f" is {omp or 'not set'}), so it computes with a number of OpenMP "
+            "threads that mgpu did not choose, and several CPU devices are "
+            "slower. Call mgpu.set_backend first, or start with "
             "MXNET_OMP_MAX_THREADS=1 and without OMP_NUM_THREADS."))
     if int(np.__version__.split(".")[0]) >= 2:
-        found.append(("warning", f"NumPy {np.__version__} stands beside "
-                      "MXNet 1.9.1, which needs numpy<2. Run pip install "
+        found.append(("warning", f"NumPy {np.__version__} is installed, and "
+                      "MXNet 1.9.1 needs numpy<2. Run pip install "
                       "'numpy<2'."))
-    for name, wanted in _SETTINGS.items():
+    for name, chosen in _SETTINGS.items():
         value = os.environ.get(name)
-        if value != wanted:
+        if value != chosen:
             found.append(("warning", f"{name} is {value!r}; mgpu's own "
-                          f"choice, {wanted}, lets CPU devices compute at "
+                          f"choice, {chosen}, lets CPU devices compute at "
                           "the same time. Unset it."))
     for name in sorted(os.environ):
         if name == "MXNET_OMP_MAX_THREADS":
             if not IMPORTED_EARLIER:
-                found.append(("info", f"{name} is set; MXNet was loaded "
-                              "with 1 all the same, because more can hang."))
+                found.append(("info", f"{name} is set; mgpu loaded MXNet "
+                              "with 1 instead, because more can hang."))
         elif name.startswith("MXNET_") and name not in _SETTINGS:
             found.append(("warning", f"{name} is set to "
-                          f"{os.environ[name]!r}; mgpu is tested without."))
+                          f"{os.environ[name]!r}; mgpu is tested without "
+                          "it."))
     return found
 
 
-mx = _load()
+mx: Any = _load()

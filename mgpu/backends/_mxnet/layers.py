@@ -1,15 +1,19 @@
-"""Gluon's layers in the words of `mgpu.backends.base.Layer`."""
+"""Gluon's layers, described as `mgpu.backends.base.Layer`."""
 from typing import Any
 
 from mgpu.backends._mxnet.framework import mx
 
 nn = mx.gluon.nn
-_norms = (nn.InstanceNorm, nn.LayerNorm, nn.GroupNorm)
+_NORMS = {nn.InstanceNorm: "instance_norm", nn.LayerNorm: "layer_norm",
+          nn.GroupNorm: "group_norm"}
 
 
 def is_layer(block: Any) -> bool:
-    """Whether `block` is looked at as a whole. An activation that was given
-    by name is a child of its dense or convolution layer."""
+    """Whether `block` counts as one layer.
+
+    A dense or convolution layer has a child where its activation was given by
+    name.
+    """
     return not block._children or isinstance(block, (nn.Dense, _Conv))
 
 
@@ -40,10 +44,9 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
             block.beta.grad_req != "null", "axis": own["axis"],
             "use_global_stats": own["use_global_stats"],
             "relu": isinstance(block, nn.BatchNormReLU)}
-    if isinstance(block, _norms):
-        return {"InstanceNorm": "instance_norm", "LayerNorm": "layer_norm",
-                "GroupNorm": "group_norm"}.get(type(block).__name__, kind), {
-                    "epsilon": block._kwargs["eps"]}
+    for norm, name in _NORMS.items():
+        if isinstance(block, norm):
+            return name, {"epsilon": block._kwargs["eps"]}
     if isinstance(block, _Pooling):
         own = block._kwargs
         name = f"{own['pool_type']}_pool"

@@ -1,12 +1,14 @@
 """The book's networks as Gluon blocks: see `mgpu.models`."""
+from typing import Any
+
 from mgpu.backends._mxnet.framework import mx
 
-nn = mx.gluon.nn
+nn: Any = mx.gluon.nn
 
 
 class Residual(nn.HybridBlock):
-    """conv 3x3 - BN - ReLU - conv 3x3 - BN, plus the input (through a 1x1
-    convolution where `strides` or channels change), ReLU."""
+    """A residual block: conv 3x3 - BN - ReLU - conv 3x3 - BN, plus the input
+    (through a 1x1 convolution where `strides` or channels change), ReLU."""
 
     def __init__(self, in_channels, channels, use_1x1conv=False, strides=1,
                  **kwargs):
@@ -18,10 +20,11 @@ class Residual(nn.HybridBlock):
             if use_1x1conv else None
         self.bn1 = nn.BatchNorm(in_channels=channels)
         self.bn2 = nn.BatchNorm(in_channels=channels)
-        # A layer, not F.relu: it serves mx.np and mx.nd arrays alike.
+        # A layer, because F.relu does not take both mx.np and mx.nd arrays.
         self.relu1, self.relu2 = nn.Activation("relu"), nn.Activation("relu")
 
     def hybrid_forward(self, F, x):
+        """The block's output."""
         y = self.relu1(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         if self.conv3 is not None:
@@ -30,6 +33,7 @@ class Residual(nn.HybridBlock):
 
 
 def lenet(num_classes, in_channels):
+    """`mgpu.models.lenet` as layers."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(20, 3, in_channels=in_channels),
             nn.Activation("relu"), nn.AvgPool2D(2),
@@ -41,6 +45,7 @@ def lenet(num_classes, in_channels):
 
 
 def resnet18(num_classes, in_channels):
+    """See `mgpu.models.resnet18`."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(64, 3, 1, 1, in_channels=in_channels),
             nn.BatchNorm(in_channels=64), nn.Activation("relu"))

@@ -3,6 +3,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,12 @@ from mgpu.backends._mxnet.dispatch import Passes
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import describe, is_layer
 
-_KINDS = {"weight": "weight", "bias": "bias", "gamma": "gamma",
-          "beta": "beta", "running_mean": "running_mean",
-          "running_var": "running_var", "moving_mean": "running_mean",
-          "moving_var": "running_var"}
+_KINDS = ("weight", "bias", "gamma", "beta", "running_mean", "running_var")
 
 
 def _kind(name: str, parameter: Any) -> str:
-    for suffix, kind in _KINDS.items():
-        if name.endswith(suffix):
+    for kind in _KINDS:
+        if name.replace("moving_", "running_").endswith(kind):
             # Gluon draws a bias that has no initialiser as it does weights.
             return "weight" if kind in ("bias", "gamma", "beta") \
                 and parameter.init is None else kind
@@ -40,15 +38,18 @@ def _own_init(parameter: Any) -> Any | None:
     return name, options
 
 
-def _blocks(block: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, block) of `block` and of all in it."""
+def _blocks(block: Any, path: str = "", into_layers: bool = True
+            ) -> Iterator[tuple[str, Any]]:
+    """Yield (path, block) for `block` and all blocks in it."""
     yield path, block
-    for name, child in block._children.items():
-        yield from _blocks(child, f"{path}.{name}" if path else name)
+    if into_layers or not is_layer(block):
+        for name, child in block._children.items():
+            yield from _blocks(child, f"{path}.{name}" if path else name,
+                               into_layers)
 
 
 class MXNetReplica(base.Replica):
-    """A view: the user's one Block, seen from one context."""
+    """The user's Block, which all replicas share, on one context."""
 
     def __init__(self, network: "MXNetNetwork", device: Any, index: int):
         self.device, self.index = device, index
@@ -66,23 +67,24 @@ class MXNetReplica(base.Replica):
 
 
 class MXNetNetwork(base.Network):
+    """A user's Block with parameters on several contexts."""
+
+    backend: Any
+
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
         self._contexts: list[Any] = []      # of the replicas
         self._options = base.Options()
         self._passes = Passes(net)
-        found, seen = [], set()
-        for name, parameter in net._collect_params_with_prefix().items():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                found.append((name, parameter, _kind(name, parameter)))
+        found: dict[int, Any] = {}
+        for name, p in net._collect_params_with_prefix().items():
+            found.setdefault(id(p), (name, p, _kind(name, p)))
         # Parameters first, then buffers, each in the order of the layers.
-        late = ("running_mean", "running_var", "other")
-        self.entries = [e for e in found if e[2] not in late] + \
-                       [e for e in found if e[2] in late]
+        self.entries = sorted(found.values(), key=lambda entry: entry[2] in (
+            "running_mean", "running_var", "other"))
 
     def _batch_norm_layers(self) -> Iterator[tuple[str, Any]]:
-        # One with use_global_stats predicts in training too.
+        # A layer with use_global_stats predicts in training too.
         return ((path, block) for path, block in _blocks(self.net)
                 if isinstance(block, mx.gluon.nn.BatchNorm)
                 and not block._kwargs["use_global_stats"])
@@ -109,7 +111,8 @@ class MXNetNetwork(base.Network):
     def _mend_frozen(self) -> None:
         # MXNet's float32 kernel of a Dense layer computes the gradient of
         # the bias together with that of the weight: where the weight is
-        # frozen the bias would not learn. Gluon does not see this gradient.
+        # frozen the bias would not learn. So the weight's arrays get a
+        # gradient, which Gluon does not see.
         for _, block in _blocks(self.net):
             if isinstance(block, mx.gluon.nn.Dense) and block.bias is not None:
                 weight, bias = block.weight, block.bias
@@ -141,11 +144,11 @@ class MXNetNetwork(base.Network):
         self.net.cast(dtype)
 
     def _allocate(self, contexts: Sequence[Any]) -> None:
-        # What is neither drawn nor trained keeps its values.
+        # Arrays that are neither drawn nor trained keep their values.
         others = {}
-        for name, parameter, kind in self.entries:
+        for _, parameter, kind in self.entries:
             if kind == "other":
-                with contextlib.suppress(RuntimeError):     # it has none
+                with contextlib.suppress(RuntimeError):     # no values yet
                     others[parameter] = parameter.list_data()[0].copy()
         self.net.initialize(init=mx.init.Zero(), ctx=list(contexts),
                             force_reinit=True)
@@ -166,7 +169,7 @@ class MXNetNetwork(base.Network):
 
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
-        for name, parameter, kind in self.entries:
+        for name, parameter, _ in self.entries:
             try:
                 arrays = parameter.list_data()
             except RuntimeError:    # not initialised, or deferred
@@ -182,22 +185,17 @@ class MXNetNetwork(base.Network):
                 "autocast=None, or dtype='float16' for the whole network.")
         self._options = options     # channels_last: MXNet has no such switch
 
-    def autocast(self, devices: Sequence[Any]
-                 ) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
     def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
         self._contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self._contexts)
         self._mend_frozen()
         if self._options.hybridize:
-            # Not static_shape: Gluon has it for one shape in all passes, and
-            # shards of two lengths and a last batch are the rule here.
+            # Not static_shape, which is for one shape in all passes: shards
+            # have two lengths, and the last batch is shorter.
             self.net.hybridize(static_alloc=True)
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
 
-    def forward(self, replicas: Sequence[base.Replica],
-                inputs: Sequence[Sequence[Any] | None]) -> list[Any]:
+    def forward(self, replicas, inputs) -> list[Any]:
         thunks = base.forward_calls(replicas, inputs)
         if not self.backend.side_by_side(self._contexts):
             return self.backend.parallel(thunks)
@@ -214,20 +212,12 @@ class MXNetNetwork(base.Network):
                 for path, block in self._leaves()]
 
     def _leaves(self) -> list[Any]:
-        """(path, block) of the innermost blocks, each once."""
-        found, seen = [], set()
-
-        def walk(block: Any, path: str) -> None:
-            if id(block) in seen:
-                return
-            seen.add(id(block))
+        """Pairs (path, block) of the innermost blocks, each block once."""
+        found: dict[int, Any] = {}
+        for path, block in _blocks(self.net, into_layers=False):
             if is_layer(block):
-                found.append((path, block))
-                return
-            for name, child in block._children.items():
-                walk(child, f"{path}.{name}" if path else name)
-        walk(self.net, "")
-        return found
+                found.setdefault(id(block), (path, block))
+        return list(found.values())
 
     def aliases(self) -> dict[str, list[str]]:
         found: dict[int, list[str]] = {}
@@ -237,8 +227,7 @@ class MXNetNetwork(base.Network):
 
     @contextlib.contextmanager
     def _layer_by_layer(self) -> Iterator[None]:
-        compiled = [block for _, block in _blocks(self.net)
-                    if getattr(block, "_active", False)]
+        compiled = self._hybridized()
         for block in compiled:
             block._active = False
         try:
@@ -246,6 +235,10 @@ class MXNetNetwork(base.Network):
         finally:
             for block in compiled:
                 block._active = True
+
+    def _hybridized(self) -> list[Any]:
+        return [block for _, block in _blocks(self.net)
+                if getattr(block, "_active", False)]
 
     def _index(self, x: Any) -> int:
         """The replica whose context `x` is on."""
@@ -267,70 +260,58 @@ class MXNetNetwork(base.Network):
 
     @contextlib.contextmanager
     def use_masks(self, draw: base.DrawMask) -> Iterator[None]:
-        layers = [block for _, block in self._leaves()
-                  if type(block) is mx.gluon.nn.Dropout]
-
-        def forward_of(layer: Any) -> Callable[[Any], Any]:
-            def forward(x: Any) -> Any:
-                if not self.backend.is_training():
-                    return x
-                return x * draw(x, layer._rate, tuple(layer._axes),
-                                self._index(x))
-            return forward
-        with self._layer_by_layer():
-            try:
-                for layer in layers:
-                    layer.__dict__["forward"] = forward_of(layer)
-                yield
-            finally:
-                for layer in layers:
-                    layer.__dict__.pop("forward", None)
+        def forward(layer: Any, x: Any) -> Any:
+            if not self.backend.is_training():
+                return x
+            return x * draw(x, layer._rate, tuple(layer._axes),
+                            self._index(x))
+        with self._layer_by_layer(), _computed_by([
+                (layer, partial(forward, layer)) for _, layer in self._leaves()
+                if type(layer) is mx.gluon.nn.Dropout]):
+            yield
 
     @contextlib.contextmanager
-    def use_batch_norm(self, normalise: base.Normalise | None
-                       ) -> Iterator[None]:
+    def use_batch_norm(self, normalise) -> Iterator[None]:
         if normalise is None:
             yield
             return
-        layers = list(self._batch_norm_layers())
-        if any(getattr(block, "_active", False)
-               for _, block in _blocks(self.net)
-               if not isinstance(block, mx.gluon.nn.BatchNorm)):
+        if any(not isinstance(block, mx.gluon.nn.BatchNorm)
+               for block in self._hybridized()):
             raise ValueError(
                 "synchronised batch normalisation needs the layers of the "
                 "network one by one; received a hybridized network. Call "
                 "net.hybridize(False) first.")
-        order = {}
-        for i, context in enumerate(layers[0][1].running_mean.list_ctx()
-                                    if layers else ()):
-            order[context] = i
 
-        def forward_of(path: str, layer: Any):
+        def forward(path: str, layer: Any, x: Any) -> Any:
             kwargs = layer._kwargs
-
-            def forward(x: Any) -> Any:
-                context = x.ctx
-                own = {name: getattr(layer, name).data(context)
-                       for name in ("gamma", "beta", "running_mean",
-                                    "running_var")}
-                return normalise(base.BatchNormCall(
-                    x, None if kwargs["fix_gamma"] else own["gamma"],
-                    own["beta"], own["running_mean"], own["running_var"],
-                    kwargs["eps"], float(np.float32(kwargs["momentum"])),
-                    kwargs["axis"], path), order[context])
-            return forward
-        try:
-            for path, layer in layers:
-                layer.__dict__["forward"] = forward_of(path, layer)
+            gamma, beta, mean, var = (p.data(x.ctx) for p in (
+                layer.gamma, layer.beta, layer.running_mean,
+                layer.running_var))
+            return normalise(base.BatchNormCall(
+                x, None if kwargs["fix_gamma"] else gamma, beta, mean, var,
+                kwargs["eps"], float(np.float32(kwargs["momentum"])),
+                kwargs["axis"], path), self._index(x))
+        with _computed_by([(layer, partial(forward, path, layer))
+                           for path, layer in self._batch_norm_layers()]):
             yield
-        finally:
-            for _, layer in layers:
-                layer.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def _computed_by(forwards: Sequence[tuple[Any, Callable[[Any], Any]]]
+                 ) -> Iterator[None]:
+    """Inside the block, layers compute by functions of mgpu."""
+    try:
+        for layer, forward in forwards:
+            layer.__dict__["forward"] = forward
+        yield
+    finally:
+        for layer, _ in forwards:
+            layer.__dict__.pop("forward", None)
 
 
 def _keep(parameter: Any) -> Callable[[], None]:
-    """A function that makes `parameter` what it is now. `initialize` gives
-    it new arrays and leaves the old ones alone."""
+    """A function that restores the present state of `parameter`, whose arrays
+    ``initialize`` replaces and does not change."""
     names = ("_data", "_grad", "_deferred_init", "_shape", "_ctx_list",
              "_ctx_map")
     state = {name: getattr(parameter, name) for name in names

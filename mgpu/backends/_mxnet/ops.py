@@ -1,8 +1,10 @@
 """`Ops` on MXNet, for both of its array families.
 
-`mx.np` arrays go to `mx.np` and `mx.npx`, legacy `mx.nd` arrays to `mx.nd`:
-by the array at hand, so that either works whatever mode the process is in.
+`mx.np` arrays go to `mx.np` and `mx.npx`, legacy `mx.nd` arrays to `mx.nd`.
+The array decides, so that both families work in any mode of the process.
 """
+from typing import Any
+
 import numpy as np
 
 from mgpu.backends import base, messages
@@ -10,11 +12,12 @@ from mgpu.backends._mxnet.framework import mx
 
 
 def is_np(x) -> bool:
+    """Whether `x` is of the family `mx.np`."""
     return isinstance(x, mx.np.ndarray)
 
 
 def dtype_of(dtype):
-    """``"float64"`` or ``np.float64``: the NumPy dtype, if MXNet has it."""
+    """The NumPy dtype of ``"float64"`` or ``np.float64``, if MXNet has it."""
     try:
         found = np.dtype(dtype)
     except TypeError:
@@ -24,19 +27,27 @@ def dtype_of(dtype):
     return found
 
 
-def _pair(n):
-    return (n, n)
-
-
 def _empty_like(x, shape):
     return mx.nd.empty(tuple(shape), ctx=x.ctx, dtype=x.dtype)
 
 
+def _elementwise(name: str, module: str = "np") -> Any:
+    """The function `name` of ``mx.np`` (or ``mx.npx``) and of ``mx.nd``."""
+    own = getattr(mx, module)
+
+    def function(self, x):
+        return getattr(own if is_np(x) else mx.nd, name)(x)
+    return function
+
+
+def _binary(name: str) -> Any:
+    def function(self, x, y):
+        return getattr(mx.np if is_np(x) else mx.nd, name)(x, y)
+    return function
+
+
 class MXNetOps(base.Ops):
-    def _elementwise(name):
-        def function(self, x):
-            return getattr(mx.np if is_np(x) else mx.nd, name)(x)
-        return function
+    """MXNet's functions under the names of `Ops`."""
 
     abs = _elementwise("abs")
     sign = _elementwise("sign")
@@ -45,19 +56,12 @@ class MXNetOps(base.Ops):
     log = _elementwise("log")
     _log1p = _elementwise("log1p")
     zeros_like = _elementwise("zeros_like")
-    del _elementwise
 
-    def relu(self, x):
-        return (mx.npx if is_np(x) else mx.nd).relu(x)
-
-    def sigmoid(self, x):
-        return (mx.npx if is_np(x) else mx.nd).sigmoid(x)
-
-    def maximum(self, x, y):
-        return (mx.np if is_np(x) else mx.nd).maximum(x, y)
-
-    def minimum(self, x, y):
-        return (mx.np if is_np(x) else mx.nd).minimum(x, y)
+    relu = _elementwise("relu", "npx")
+    sigmoid = _elementwise("sigmoid", "npx")
+    maximum = _binary("maximum")
+    minimum = _binary("minimum")
+    dot = _binary("dot")
 
     def softplus(self, x):
         return self.relu(x) + self._log1p(self.exp(-self.abs(x)))
@@ -68,30 +72,25 @@ class MXNetOps(base.Ops):
     def pick(self, x, index, axis=-1):
         return (mx.npx if is_np(x) else mx.nd).pick(x, index, axis=axis)
 
-    def nll(self, x, index, axis=-1):
-        return -self.pick(x, index, axis)
-
     def sum(self, x, axis=None, keepdims=False):
         return x.sum(axis=axis, keepdims=keepdims)
 
     def mean(self, x, axis=None, keepdims=False):
         return x.mean(axis=axis, keepdims=keepdims)
 
-    def dot(self, x, y):
-        return (mx.np if is_np(x) else mx.nd).dot(x, y)
-
     def conv2d(self, x, weight, bias=None, stride=1, padding=0):
         convolution = mx.npx.convolution if is_np(x) else mx.nd.Convolution
         inputs = (x, weight) if bias is None else (x, weight, bias)
         return convolution(
             *inputs, no_bias=bias is None, kernel=weight.shape[2:],
-            num_filter=weight.shape[0], stride=_pair(stride),
-            pad=_pair(padding))
+            num_filter=weight.shape[0], stride=(stride,) * 2,
+            pad=(padding,) * 2)
 
     def _pool(self, kind, x, size, stride):
         pooling = mx.npx.pooling if is_np(x) else mx.nd.Pooling
-        return pooling(x, kernel=_pair(size), pool_type=kind,
-                       stride=_pair(size if stride is None else stride))
+        stride = size if stride is None else stride
+        return pooling(x, kernel=(size,) * 2, pool_type=kind,
+                       stride=(stride,) * 2)
 
     def avg_pool2d(self, x, size, stride=None):
         return self._pool("avg", x, size, stride)

@@ -1,17 +1,16 @@
-"""`mgpu.strict_devices` on MXNet: the calls into its library, watched.
+"""`mgpu.strict_devices` on MXNet: checks every call into its library.
 
-Arrays have contexts, and on CPU contexts MXNet does not compare them. All
-ways from Python into the library (generated functions of `mx.nd`, `mx.np` and
-`mx.npx`, those behind its function interface, compiled networks) are a few C
-functions, which Python looks up by name at every call: while a mode is on,
-checking functions stand in their places.
+Arrays have contexts, but MXNet does not compare CPU contexts. All ways from
+Python into the library (the generated functions of `mx.nd`, `mx.np` and
+`mx.npx`, its function interface, compiled networks) are a few C functions,
+which Python looks up by name in every call. While a mode is on, checking
+functions stand in for them.
 """
 import contextlib
 import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from math import prod
 from typing import Any
 
@@ -19,29 +18,24 @@ import numpy as np
 
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.base import Device
+from mgpu.backends.ledger import Ledgers
 
 _LIB, _check_call = mx.base._LIB, mx.base.check_call
 
-_ledgers: ContextVar[tuple[Any, ...]] = ContextVar(
-    "mgpu_mxnet_ledgers", default=())
+_ledgers = Ledgers()
 
-_always: list[Any] = []     # ledgers of the process
-
-#: they bring an array from one context to another
+#: operators that copy an array from one context to another
 _COPIES = {"_copyto", "_npi_copyto"}
-_ARRAY = 14     # an array among the arguments of the function interface
-_CONTEXTS = {1: "cpu", 2: "gpu"}    # pinned and shared memory is the host's
-
-
-def _active() -> tuple[Any, ...]:
-    return (*_always, *_ledgers.get())
+_ARRAY = 14     # type code of an array in the function interface
+_CONTEXTS = {1: "cpu", 2: "gpu"}    # others (pinned, shared) are the host's
 
 
 def on() -> bool:
-    return bool(_active())
+    """Whether this thread is inside `mgpu.strict_devices`."""
+    return bool(_ledgers.active())
 
 
-# -- what is known of a handle ------------------------------------------------
+# -- what a handle stands for -------------------------------------------------
 
 def _device(handle: Any) -> Any:
     kind, index = ctypes.c_int(), ctypes.c_int()
@@ -71,13 +65,13 @@ def _names() -> dict[int, str]:
     """The library's operators by handle."""
     size, plist = ctypes.c_uint(), ctypes.POINTER(ctypes.c_char_p)()
     _check_call(_LIB.MXListAllOpNames(ctypes.byref(size), ctypes.byref(plist)))
-    found = {}
+    found: dict[Any, str] = {}
     for text in plist[:size.value]:
         handle = ctypes.c_void_p()
         _check_call(_LIB.NNGetOpHandle(text, ctypes.byref(handle)))
-        # An operator with several names: those of copies win.
-        if found.get(handle.value) not in _COPIES:
-            found[handle.value] = text.decode()
+        # Where an operator has several names, that of a copy is kept.
+        if found.get(handle.value, "") not in _COPIES:
+            found[handle.value] = str(text, "ascii")
     return found
 
 
@@ -93,7 +87,7 @@ def _one_device(ledgers: tuple[Any, ...], operation: str,
 
 
 def _outputs(count: Any, arrays: Any) -> list[Any]:
-    """The handles that a caller gave to be written to; by reference."""
+    """The handles that a caller passed by reference, to be written to."""
     return list(_plain(arrays._obj, count._obj.value)) \
         if count._obj.value else []
 
@@ -126,28 +120,26 @@ def _function(ledgers, function, values, codes, count, *_):
         if codes[i] == _ARRAY])
 
 
-def _from_host(ledgers, array, data, size):
+def _transfer(to_host, ledgers, array, data, size):
+    ends = None, _device(array.value)
     for ledger in ledgers:
-        ledger.copy(None, _device(array.value),
-                    size.value * _itemsize(array.value))
-
-
-def _to_host(ledgers, array, data, size):
-    for ledger in ledgers:
-        ledger.copy(_device(array.value), None,
+        ledger.copy(*(ends[::-1] if to_host else ends),
                     size.value * _itemsize(array.value))
 
 
 def filled(array: Any) -> None:
-    """The new `array` has been written from the host, past the library."""
-    for ledger in _active():
+    """Count that the new `array` was written from the host, without a call of
+    the library."""
+    for ledger in _ledgers.active():
         ledger.copy(None, Device(array.ctx.device_type, array.ctx.device_id),
                     array.size * np.dtype(array.dtype).itemsize)
 
 
-_CHECKS = {"MXImperativeInvokeEx": _operator, "MXInvokeCachedOpEx": _compiled,
-           "MXNetFuncCall": _function, "MXNDArraySyncCopyFromCPU": _from_host,
-           "MXNDArraySyncCopyToCPU": _to_host}
+_CHECKS: dict[str, Callable[..., None]] = {
+    "MXImperativeInvokeEx": _operator, "MXInvokeCachedOpEx": _compiled,
+    "MXNetFuncCall": _function,
+    "MXNDArraySyncCopyFromCPU": functools.partial(_transfer, False),
+    "MXNDArraySyncCopyToCPU": functools.partial(_transfer, True)}
 
 
 # -- the mode -----------------------------------------------------------------
@@ -155,7 +147,7 @@ _CHECKS = {"MXImperativeInvokeEx": _operator, "MXInvokeCachedOpEx": _compiled,
 def _watched(call: Callable[..., int], check: Callable[..., None]
              ) -> Callable[..., int]:
     def watched(*args: Any) -> int:
-        ledgers = _active()
+        ledgers = _ledgers.active()
         if ledgers:     # another thread may have none
             check(ledgers, *args)
         return call(*args)
@@ -183,19 +175,17 @@ def _watch(step: int) -> None:
 
 
 def always(ledger: Any) -> None:
-    """From now on, in all threads."""
+    """Turn the mode on for good, in all threads."""
     _watch(+1)
-    _always.append(ledger)
+    _ledgers.add(ledger)
 
 
 @contextlib.contextmanager
 def strict(ledger: Any) -> Iterator[None]:
-    token = _ledgers.set((*_ledgers.get(), ledger))
-    try:
+    """See `mgpu.backends.base.Backend.strict`."""
+    with _ledgers.using(ledger):
         _watch(+1)
         try:
             yield
         finally:
             _watch(-1)
-    finally:
-        _ledgers.reset(token)

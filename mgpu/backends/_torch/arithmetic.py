@@ -1,7 +1,7 @@
 """How batch-norm and dropout layers compute in training.
 
-While a replica trains, functions of this file stand in the place of the
-``forward`` of the user's layers (`TorchReplica`).
+While a replica trains, functions of this file replace the ``forward`` of the
+user's layers (`TorchReplica`).
 """
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +20,23 @@ Forward = Callable[[Any], Any]
 
 
 def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
-    """A training pass as Gluon on CPU computes it: normalised with the
-    batch's biased variance, and that same variance kept (torch keeps the
-    unbiased one). Source: MXNet 1.9.1, src/operator/nn/batch_norm.cc."""
+    """A training pass as Gluon computes it on a CPU.
+
+    It normalises with the batch's biased variance, and keeps that same
+    variance (torch keeps the unbiased one). Source: MXNet 1.9.1,
+    ``src/operator/nn/batch_norm.cc``.
+    """
     x, count = call.x, call.x.numel() // call.x.shape[1]
-    running_mean, running_var = call.running_mean, call.running_var
-    # Gluon: no backward pass, no update. With a momentum of 1 statistics stay;
-    # rounding must not wear them away.
+    running_mean: Any = call.running_mean
+    running_var: Any = call.running_var
+    # Gluon updates statistics only in a pass that is recorded. With a
+    # momentum of 1 they stay exactly as they are.
     keep = torch.is_grad_enabled() and call.momentum != 1
     # torch adds (1 - momentum) times the unbiased variance, which is `factor`
-    # times the biased one: to a variance that has the same factor. Few
-    # operations, as each of them is host time of every layer.
+    # times the biased one; so it gets a running variance times `factor`. Few
+    # operations: each costs host time in every layer.
     factor = count / (count - 1) if count > 1 else 1.0
-    by_torch = keep and count > 1   # else it divides by 0
+    by_torch = keep and count > 1   # torch would divide by 0
     scaled = running_var * factor if by_torch else None
     y = torch.batch_norm(x, call.gamma, call.beta,
                          running_mean if by_torch else None, scaled, True,
@@ -42,7 +46,7 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
         with torch.no_grad():
             if by_torch:
                 torch.mul(scaled, 1 / factor, out=running_var)
-            else:       # one value of each channel: its mean; variance 0
+            else:       # one value in each channel: the mean; variance 0
                 running_mean.mul_(call.momentum).add_(
                     x.reshape(-1).to(running_mean.dtype),
                     alpha=1 - call.momentum)
@@ -51,8 +55,8 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
 
 
 def batch_norm_call(layer: nn.Module, x: Any, path: str) -> base.BatchNormCall:
-    """A training call of `layer` in Gluon's terms; the call is counted."""
-    # dtype float32, as MXNet stores the momentum of a layer
+    """A training call of `layer` in Gluon's terms; counts the call."""
+    # float32, as MXNet stores the momentum of a layer
     momentum = float(np.float32(1 - layer.momentum)) \
         if layer.momentum is not None \
         else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
@@ -64,28 +68,28 @@ def batch_norm_call(layer: nn.Module, x: Any, path: str) -> base.BatchNormCall:
 
 
 def batch_norm_forward(layer: nn.Module, path: str,
-                        normalise: base.Normalise, index: int
-                        ) -> Forward:
-    def forward(x: Any) -> Any:
-        return normalise(batch_norm_call(layer, x, path), index)
-    return forward
+                       normalise: base.Normalise, index: int) -> Forward:
+    """A ``forward`` for `layer` that computes by `normalise`."""
+    return lambda x: normalise(batch_norm_call(layer, x, path), index)
 
 
 def mask_shape(x: Any, leading: int) -> Any:
+    """The shape of a dropout mask for `x`."""
     return x.shape if not leading else \
         x.shape[:leading] + (1,) * (x.dim() - leading)
 
 
 def draw_mask(x: Any, leading: int, keep: float, generator: torch.Generator
               ) -> Any:
-    """Ones with probability `keep`, else zeros, not scaled."""
+    """A mask of ones with probability `keep` and zeros, not scaled."""
     mask = torch.empty(mask_shape(x, leading), dtype=x.dtype, device=x.device)
     return mask.bernoulli_(keep, generator=generator)
 
 
 def dropout_forward(layer: nn.Module, generator: Callable[[], torch.Generator],
                     ticket: torch.Tensor) -> Forward:
-    """Masks from `generator`; in compiled code from that of `ticket`."""
+    """A ``forward`` for `layer` that draws masks from `generator`; compiled
+    code draws them from the generator of the replica of `ticket`."""
     leading = DROPOUTS[type(layer)]
 
     def forward(x: Any) -> Any:
@@ -100,7 +104,8 @@ def dropout_forward(layer: nn.Module, generator: Callable[[], torch.Generator],
 
 
 def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int
-                    ) -> Forward:
+                   ) -> Forward:
+    """A ``forward`` for the dropout layer `layer` with masks from `draw`."""
     leading = DROPOUTS[type(layer)]
 
     def forward(x: Any) -> Any:

@@ -3,6 +3,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.graph import disjoint, total
 from mgpu.backends._torch.network import TorchNetwork
-from mgpu.backends._torch.ops import TorchOps, dtype_of
+from mgpu.backends._torch.ops import TorchOps, dtype_of, name_of_dtype
+from mgpu.backends._torch.weak import WeakTable
 from mgpu.backends._workers import Workers, inside_worker
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
@@ -38,78 +40,33 @@ def _write_flags(recording: bool | None, training: bool | None,
         torch.set_grad_enabled(grad)
 
 
+@dataclass(slots=True)
 class _Leaf:
-    """What is known of the gradient of one leaf."""
+    """The state of the gradient of one leaf."""
 
-    __slots__ = ("tensor", "request", "fresh", "hook")
-
-
-class Leaves:
-    """`_Leaf` by tensor, as a `WeakTensorKeyDictionary` would keep them; it
-    is asked for each parameter in each step, and that class takes ten times
-    as long."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, _Leaf] = {}
-        self._limit = 1000
-
-    def get(self, x: Any) -> _Leaf | None:
-        leaf = self._found.get(id(x))
-        # After the end of a tensor another one may get its id.
-        return None if leaf is None or leaf.tensor.expired() else leaf
-
-    def pop(self, x: Any) -> _Leaf | None:
-        leaf = self.get(x)
-        self._found.pop(id(x), None)
-        return leaf
-
-    def put(self, x: Any, leaf: _Leaf) -> None:
-        leaf.tensor = torch._C._WeakTensorRef(x)
-        self._found[id(x)] = leaf
-        if len(self._found) > self._limit:
-            for key, old in list(self._found.items()):
-                if old.tensor.expired():
-                    self._found.pop(key, None)
-            self._limit = 1000 + 2 * len(self._found)
-
-
-def _carry() -> Callable[[], contextlib.AbstractContextManager]:
-    """The caller's per-thread modes, to be set in a worker."""
-    grad = torch.is_grad_enabled()
-    inference = torch.is_inference_mode_enabled()
-    autocast = [(kind, torch.get_autocast_dtype(kind))
-                for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    checks = strict.carried()
-
-    @contextlib.contextmanager
-    def modes() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if inference:
-                stack.enter_context(torch.inference_mode())
-            for kind, dtype in autocast:
-                stack.enter_context(torch.autocast(kind, dtype))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for check in checks:
-                stack.enter_context(check)
-            yield
-    return modes
+    request: str            # "write" or "add"
+    fresh: bool = False     # written by a backward pass since `mark_used`
+    hook: Any = None
 
 
 class TorchBackend(base.Backend):
-    name = "torch"
+    """PyTorch as an engine of mgpu."""
+
+    name = semantics = "torch"
     version = torch.__version__
 
     def __init__(self) -> None:
         keep_freed_memory()
         self.ops = TorchOps()
-        self._leaves = Leaves()
+        self._leaves = WeakTable()      # of `_Leaf` by tensor
         self._seed = 0
         self._generators: dict[Any, torch.Generator] = {}
-        # set_num_threads counts only for the calling thread, so each device
-        # gets its share and the user's own threads keep theirs.
+        # set_num_threads acts on the calling thread only, so each device gets
+        # its share and the user's own threads keep theirs.
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
-            "mgpu-torch", lambda: torch.set_num_threads(threads), _carry)
+            "mgpu-torch", lambda: torch.set_num_threads(threads),
+            self.carry)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -135,7 +92,7 @@ class TorchBackend(base.Backend):
         if not isinstance(x, torch.Tensor):
             messages.refuse_foreign(x, self.name)
             x = torch.from_numpy(messages.host_array(x))
-            if target.type == "cpu":    # host_array is a copy already
+            if target.type == "cpu":    # host_array has made a copy
                 return x if want is None else x.to(want)
         return x.to(device=target, dtype=want or x.dtype, copy=True,
                     non_blocking=x.is_pinned() if x.device.type == "cpu"
@@ -161,6 +118,7 @@ class TorchBackend(base.Backend):
             torch.cuda.synchronize(handle)
 
     def check_inputs(self, inputs: Sequence[Any], device: Any) -> None:
+        """Refuse inputs of the replica on `device` that lie elsewhere."""
         handle = self.handle(device)
         for x in inputs:
             if isinstance(x, torch.Tensor):
@@ -187,20 +145,19 @@ class TorchBackend(base.Backend):
         if any(x.stride() != arrays[0].stride() for x in arrays):
             return None
         views = [x.detach().numpy().ravel(order="K") for x in arrays]
-        # no base: a copy, as there were gaps
+        # An array without a base is a copy: there were gaps.
         return views if all(x.base is not None for x in views) else None
 
-    def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
-                          written: Sequence[Any]) -> None:
+    def run_on_host_views(self, thunks, written) -> None:
         try:
-            # A single one too: in a worker, no signal cuts it short.
+            # A single thunk too: in a worker no signal cuts it short.
             self._workers.run(thunks)
         finally:
-            # A graph that still needs the old values is to say so.
+            # Makes a graph that still needs the old values an error.
             torch.autograd.graph.increment_version(written)
 
     def library_reduces(self, arrays: Sequence[Any]) -> bool:
-        # is_available asks that they be contiguous, each on a card of its own
+        # is_available: they are contiguous, each on a card of its own
         return all(x.is_cuda for x in arrays) \
             and torch.cuda.nccl.is_available(arrays)
 
@@ -220,8 +177,8 @@ class TorchBackend(base.Backend):
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
         messages.check_grad_req(grad_req)
         if not x.dtype.is_floating_point:
-            raise messages.no_float(str(x.dtype).replace("torch.", ""))
-        known = self._leaves.pop(x)
+            raise messages.no_float(name_of_dtype(x))
+        known = self._leaves.pop(id(x))
         if known is not None and known.hook is not None:
             known.hook.remove()
         if not x.is_leaf:
@@ -230,14 +187,14 @@ class TorchBackend(base.Backend):
         x.requires_grad_(grad_req != "null")
         if grad_req == "null":
             return
-        leaf = _Leaf()
-        leaf.request, leaf.fresh, leaf.hook = grad_req, False, None
-        self._leaves.put(x, leaf)
-        target = weakref.ref(x)     # a hook must not keep its tensor alive
+        leaf = _Leaf(grad_req)
+        self._leaves.put(id(x), torch._C._WeakTensorRef(x), leaf)
+        # A hook must not keep its tensor alive.
+        target: Callable[[], Any] = weakref.ref(x)
 
         def arrived(_: Any) -> None:
-            # Runs once per backward pass, before torch adds the gradient to
-            # the old one: Gluon's "write" forgets the old one here.
+            # Called once in a backward pass, before torch adds the gradient
+            # to the old one: "write" drops the old one here, as Gluon does.
             leaf.fresh = True
             if leaf.request == "write" and target().grad is not None:
                 target().grad.zero_()   # in place: the caller may hold it
@@ -245,7 +202,7 @@ class TorchBackend(base.Backend):
 
     def grad_req(self, x: Any) -> str:
         """What `backward` does to the gradient of `x`."""
-        leaf = self._leaves.get(x)
+        leaf = self._leaves.get(id(x))
         if not x.requires_grad:
             return "null"
         return leaf.request if leaf is not None else "write"
@@ -258,19 +215,17 @@ class TorchBackend(base.Backend):
         return x.grad
 
     def is_fresh(self, x: Any) -> bool:
-        leaf = self._leaves.get(x)
+        leaf = self._leaves.get(id(x))
         return leaf is not None and leaf.fresh
 
     def mark_used(self, x: Any) -> None:
-        leaf = self._leaves.get(x)
+        leaf = self._leaves.get(id(x))
         if leaf is not None:
             leaf.fresh = False
 
-    def scope(self, recording: bool | None = None,
-              training: bool | None = None
-              ) -> contextlib.AbstractContextManager:
+    def scope(self, recording=None, training=None) -> base.ContextManager:
         return Scope(_read_flags, _write_flags,
-                          (recording, training, recording))
+                     (recording, training, recording))
 
     def is_recording(self) -> bool:
         return _recording.get()
@@ -283,7 +238,7 @@ class TorchBackend(base.Backend):
             raise messages.not_recorded()
         totals = [total(loss) for loss in losses]
         if len(losses) == 1 or not disjoint(losses):
-            # A single pass: threads must not write to the same leaves.
+            # One pass for all: threads must not write to the same leaves.
             self._workers.run([lambda: torch.autograd.backward(totals)])
         else:
             self._workers.run([
@@ -291,14 +246,31 @@ class TorchBackend(base.Backend):
 
     # -- running on several devices -----------------------------------------
 
-    def parallel(self, thunks: Sequence[Callable[[], Any]], *,
-                 rendezvous: bool = False) -> list[Any]:
+    def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if rendezvous and inside_worker() and len(thunks) > 1:
             raise messages.nested_rendezvous()
         return self._workers.run(thunks)
 
-    def carry(self) -> Callable[[], contextlib.AbstractContextManager]:
-        return _carry()
+    def carry(self) -> Callable[[], base.ContextManager]:
+        grad = torch.is_grad_enabled()
+        inference = torch.is_inference_mode_enabled()
+        autocast = [(kind, torch.get_autocast_dtype(kind))
+                    for kind in ("cpu", "cuda")
+                    if torch.is_autocast_enabled(kind)]
+        checks = strict.carried()
+
+        @contextlib.contextmanager
+        def modes() -> Iterator[None]:
+            with contextlib.ExitStack() as stack:
+                if inference:
+                    stack.enter_context(torch.inference_mode())
+                for kind, dtype in autocast:
+                    stack.enter_context(torch.autocast(kind, dtype))
+                stack.enter_context(torch.set_grad_enabled(grad))
+                for check in checks:
+                    stack.enter_context(check)
+                yield
+        return modes
 
     def seed(self, seed: int) -> None:
         self._seed = seed
@@ -317,7 +289,7 @@ class TorchBackend(base.Backend):
 
     # -- debugging ----------------------------------------------------------
 
-    def strict(self, ledger: Any) -> contextlib.AbstractContextManager[None]:
+    def strict(self, ledger: Any) -> base.ContextManager:
         return strict.strict(ledger)
 
     def wait_for(self, x: Any) -> None:
@@ -353,12 +325,12 @@ class TorchBackend(base.Backend):
         found = []
         cuda = torch.version.cuda
         if cuda is None:
-            found.append(("info", "this build of torch is for CPUs only; one "
-                          "for CUDA: pytorch.org, Get Started."))
+            found.append(("info", "this build of torch is for CPUs only; for "
+                          "one with CUDA see pytorch.org, Get Started."))
         elif not torch.cuda.is_available():
             found.append(("warning", f"torch is built for CUDA {cuda} and "
-                          "finds no GPU; nvidia-smi tells whether the driver "
-                          "does."))
+                          "finds no GPU; run nvidia-smi to see whether the "
+                          "driver finds one."))
         for i in range(torch.cuda.device_count()):
             found.append(("info", f"GPU {i}: "
                           f"{torch.cuda.get_device_name(i)}"))
@@ -369,8 +341,11 @@ class TorchBackend(base.Backend):
 
 
 def _pinned(x: Any) -> Any:
-    """A copy of host data in page-locked memory. A tensor, as torch keeps
-    that memory until copies from the tensor, or a part of it, are done."""
+    """A copy of host data in page-locked memory.
+
+    It is a tensor, because torch keeps that memory until copies from the
+    tensor, or from a part of it, are done.
+    """
     if isinstance(x, np.ndarray) and x.dtype.name in messages.DTYPES:
         pinned = torch.empty(x.shape, dtype=dtype_of(x.dtype), pin_memory=True)
         np.copyto(pinned.numpy(), x)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 
 from mgpu.backends._torch.arithmetic import draw_mask, mask_shape
 
@@ -22,35 +23,39 @@ _by_number: "weakref.WeakValueDictionary[int, TorchReplica]" = \
 
 
 def ticket_for(replica: "TorchReplica") -> torch.Tensor:
-    """What stands for `replica` in compiled code: (its number, the masks
-    that compiled code has drawn for it)."""
+    """A tensor that represents `replica` in compiled code: (the number of the
+    replica, the number of masks that compiled code has drawn for it)."""
     number = next(_numbers)
     _by_number[number] = replica
     return torch.tensor([number, 0])
 
 
 class _Compiling:
-    """Compiled networks run at the same time; one that may have to be
-    compiled runs alone. While torch traces, calls of compiled functions in
-    other threads are errors to it."""
+    """Compiled networks run at the same time, but while one may have to be
+    compiled no other runs: while torch traces, it takes calls of compiled
+    functions in other threads for errors."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._running, self._alone = 0, False
+        self._running, self._exclusive = 0, False
 
     @contextlib.contextmanager
-    def __call__(self, alone: bool) -> Iterator[None]:
+    def __call__(self, exclusive: bool) -> Iterator[None]:
         with self._changed:
-            self._changed.wait_for(lambda: not self._alone and not (
-                alone and self._running))
+            self._changed.wait_for(lambda: not self._exclusive and not (
+                exclusive and self._running))
             self._running += 1
-            self._alone = alone
+            self._exclusive = exclusive
         try:
-            yield
+            # Backward passes too are compiled now, not when they first run:
+            # meanwhile torch sets its random state, which replicas share.
+            with functorch.patch(force_non_lazy_backward_lowering=True) \
+                    if exclusive else contextlib.nullcontext():
+                yield
         finally:
             with self._changed:
                 self._running -= 1
-                self._alone = False
+                self._exclusive = False
                 self._changed.notify_all()
 
 
@@ -58,39 +63,43 @@ compiling = _Compiling()
 
 
 @contextlib.contextmanager
-def threads(wanted: int) -> Iterator[None]:
-    """Cores for this thread, which may be the user's own: compiled code is
-    made for a number of them."""
+def threads(count: int) -> Iterator[None]:
+    """Inside the block, this thread computes on `count` cores, the number
+    that compiled code is made for. The thread may be the user's own."""
     before = torch.get_num_threads()
-    if before != wanted:
-        torch.set_num_threads(wanted)
+    if before != count:
+        torch.set_num_threads(count)
     try:
         yield
     finally:
-        if before != wanted:
+        if before != count:
             torch.set_num_threads(before)
 
 
-#: shapes of inputs (and other conditions) of one replica, training or
-#: predicting, that are compiled; after these torch runs layer by layer
+#: for how many shapes of inputs (and other conditions) a replica's training
+#: or prediction pass is compiled; for more, torch runs it layer by layer
 _SHAPES = 32
 
 
 def compile_module(module: nn.Module, cores: int) -> Callable[..., Any]:
+    """`module` as a compiled function, for that number of cores."""
     def run(*inputs: Any) -> Any:
         return module(*inputs)
-    # Replicas share their source code, on which torch counts compilations.
+    # Torch counts compilations by source code, which replicas share.
     return torch.compile(
         run, dynamic=False, isolate_recompiles=True, recompile_limit=_SHAPES,
-        # torch's own random streams, which `_in_turn` looks after
+        # fallback_random: torch's own random streams, which replicas use in
+        # turn (`TorchReplica`)
         options={"cpp.threads": cores, "fallback_random": True})
 
 
 @cache
 def define_mask() -> None:
-    """Make the drawing of a mask one operation to the compiler. That it
-    writes to the ticket keeps it from being left out, done twice, put in
-    another order or made one with another."""
+    """Make drawing a mask one operation to the compiler.
+
+    It writes to the ticket, so the compiler does not leave it out, repeat it,
+    reorder it or merge it with another one.
+    """
     @torch.library.custom_op("mgpu::dropout_mask", mutates_args={"ticket"})
     def dropout_mask(x: torch.Tensor, leading: int, keep: float,
                      ticket: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,15 @@ from typing import Any
 
 from torch import nn
 
-from mgpu.backends._torch.arithmetic import (batch_norm_call, gluon_batch_norm)
+from mgpu.backends._torch.arithmetic import (BATCH_NORMS, batch_norm_call,
+                                             gluon_batch_norm)
 
 
-class _GluonArithmetic:
-    """The training pass of `gluon_batch_norm`; all else is torch's."""
+class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
+    """The training pass is `gluon_batch_norm`; all else is torch's."""
 
     def forward(self, x: Any) -> Any:
+        """The layer's output; updates running statistics as Gluon does."""
         if not self.training or self.running_mean is None:
             return super().forward(x)
         self._check_input_dim(x)
@@ -35,13 +37,15 @@ _BACK = {ours: theirs for theirs, ours in _CLASSES.items()}
 
 
 def gluonize(net: nn.Module, on: bool) -> nn.Module:
-    """See `mgpu.parity.gluonize`. Classes can be swapped because ours add
-    no attribute; what is saved, copied or hooked stays the layer's own."""
+    """See `mgpu.parity.gluonize`.
+
+    Classes can be swapped because ours add no attribute; what is saved,
+    copied or hooked stays the layer's own.
+    """
     change = _CLASSES if on else _BACK
-    norms = [m for m in net.modules() if isinstance(
-        m, nn.modules.batchnorm._BatchNorm)]
+    norms = [m for m in net.modules() if isinstance(m, BATCH_NORMS)]
     strange = [type(m).__name__ for m in norms
-               if type(m) not in _CLASSES and type(m) not in _BACK]
+               if type(m) not in {**_CLASSES, **_BACK}]
     if on and strange:
         raise TypeError(
             "gluonize knows torch's BatchNorm1d, BatchNorm2d and BatchNorm3d;"

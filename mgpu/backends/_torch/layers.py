@@ -1,17 +1,19 @@
-"""Torch's layers in the words of `mgpu.backends.base.Layer`."""
+"""Torch's layers, described as `mgpu.backends.base.Layer`."""
 from typing import Any
 
 from torch import nn
 
+from mgpu.backends._torch.arithmetic import BATCH_NORMS
+
 _Conv = nn.modules.conv._ConvNd
 _ConvTranspose = nn.modules.conv._ConvTransposeNd
-_BatchNorm = nn.modules.batchnorm._BatchNorm
-_ADAPTIVE = {nn.AdaptiveAvgPool1d: "avg", nn.AdaptiveAvgPool2d: "avg",
-             nn.AdaptiveAvgPool3d: "avg", nn.AdaptiveMaxPool1d: "max",
-             nn.AdaptiveMaxPool2d: "max", nn.AdaptiveMaxPool3d: "max"}
-_POOLS = {nn.MaxPool1d: ("max", 1), nn.MaxPool2d: ("max", 2),
-          nn.MaxPool3d: ("max", 3), nn.AvgPool1d: ("avg", 1),
-          nn.AvgPool2d: ("avg", 2), nn.AvgPool3d: ("avg", 3)}
+#: by class: the kind, the number of spatial axes
+_POOLS = {getattr(nn, f"{kind.title()}Pool{n}d"): (kind, n)
+          for kind in ("avg", "max") for n in (1, 2, 3)}
+_ADAPTIVE = {getattr(nn, f"Adaptive{kind.title()}Pool{n}d"): kind
+             for kind, n in _POOLS.values()}
+_NORMS = {nn.modules.instancenorm._InstanceNorm: "instance_norm",
+          nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm"}
 _DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 
 
@@ -33,7 +35,7 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
                 else tuple(module.padding),
                 "dilation": tuple(module.dilation), "groups": module.groups,
                 "bias": module.bias is not None, "activation": None}
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BATCH_NORMS):
         return "batch_norm", {
             "epsilon": module.eps,
             "momentum": None if module.momentum is None
@@ -41,29 +43,24 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
             "scale": module.weight is not None,
             "center": module.bias is not None, "axis": 1,
             "use_global_stats": False, "relu": False}
-    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        return "instance_norm", {"epsilon": module.eps}
-    if isinstance(module, nn.LayerNorm):
-        return "layer_norm", {"epsilon": module.eps}
-    if isinstance(module, nn.GroupNorm):
-        return "group_norm", {"epsilon": module.eps}
+    for norm, kind in _NORMS.items():
+        if isinstance(module, norm):
+            return kind, {"epsilon": module.eps}
     if type(module) in _ADAPTIVE:
-        name = _ADAPTIVE[type(module)]
-        size = module.output_size
+        kind, size = _ADAPTIVE[type(module)], module.output_size
         if set(_each(size, 1)) == {1}:
-            return f"global_{name}_pool", {}
-        return f"adaptive_{name}_pool", {"size": size}
+            return f"global_{kind}_pool", {}
+        return f"adaptive_{kind}_pool", {"size": size}
     if type(module) in _POOLS:
-        name, n = _POOLS[type(module)]
-        stride = module.stride if module.stride is not None \
-            else module.kernel_size
+        kind, n = _POOLS[type(module)]
+        # torch puts the kernel size in the place of a stride of None
         options = {"kernel": _each(module.kernel_size, n),
-                   "stride": _each(stride, n),
+                   "stride": _each(module.stride, n),
                    "padding": _each(module.padding, n),
                    "ceil": module.ceil_mode}
-        if name == "avg":
+        if kind == "avg":
             options["count_include_pad"] = module.count_include_pad
-        return f"{name}_pool", options
+        return f"{kind}_pool", options
     if type(module) in _DROPOUTS:
         return "dropout", {"rate": module.p, "axes": tuple(
             range(2, 2 + _DROPOUTS[type(module)]))}

@@ -7,12 +7,12 @@ from mgpu.backends._torch.gluonize import GluonBatchNorm2d as BatchNorm2d
 
 
 class Residual(nn.Module):
-    """conv 3x3 - BN - ReLU - conv 3x3 - BN, plus the input (through a 1x1
-    convolution where `strides` or channels change), ReLU."""
+    """A residual block: conv 3x3 - BN - ReLU - conv 3x3 - BN, plus the input
+    (through a 1x1 convolution where `strides` or channels change), ReLU."""
 
     def __init__(self, in_channels, channels, use_1x1conv=False, strides=1):
         super().__init__()
-        # Order of attributes = order of parameters, as in the Gluon twin.
+        # The order of attributes is that of parameters, as in Gluon's block.
         self.conv1 = nn.Conv2d(in_channels, channels, 3, strides, 1)
         self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1)
         self.conv3 = nn.Conv2d(in_channels, channels, 1, strides) \
@@ -21,6 +21,7 @@ class Residual(nn.Module):
         self.bn2 = BatchNorm2d(channels)
 
     def forward(self, x):
+        """The block's output."""
         y = torch.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         if self.conv3 is not None:
@@ -29,6 +30,7 @@ class Residual(nn.Module):
 
 
 def lenet(num_classes, in_channels):
+    """`mgpu.models.lenet` as layers."""
     return nn.Sequential(
         nn.Conv2d(in_channels, 20, 3), nn.ReLU(), nn.AvgPool2d(2),
         nn.Conv2d(20, 50, 5), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(),
@@ -36,6 +38,7 @@ def lenet(num_classes, in_channels):
 
 
 def resnet18(num_classes, in_channels):
+    """See `mgpu.models.resnet18`."""
     layers = [nn.Conv2d(in_channels, 64, 3, 1, 1), BatchNorm2d(64), nn.ReLU()]
     channels = 64
     for number, width in enumerate((64, 128, 256, 512)):

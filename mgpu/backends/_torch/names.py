@@ -1,4 +1,4 @@
-"""Names and kinds of a torch module's arrays, in Gluon's words."""
+"""Names and kinds of a torch module's arrays, in Gluon's terms."""
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,14 +11,20 @@ NORMS = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm,
          nn.GroupNorm)
 
 
+def joined(path: str, name: str) -> str:
+    """The full name of what a module at `path` calls `name`."""
+    return f"{path}.{name}" if path else name
+
+
 def suffix_of(module: nn.Module, name: str) -> str:
-    """A parameter's own name, in Gluon's words."""
+    """A parameter's own name, in Gluon's terms: a norm's weight is gamma."""
     if isinstance(module, NORMS):
         return {"weight": "gamma", "bias": "beta"}.get(name, name)
     return name
 
 
 def kind_of(module: nn.Module, suffix: str) -> str:
+    """`Spec.kind` of a parameter whose name ends in `suffix`."""
     if isinstance(module, NORMS) and suffix in (
             "gamma", "beta", "running_mean", "running_var"):
         return suffix
@@ -26,7 +32,7 @@ def kind_of(module: nn.Module, suffix: str) -> str:
 
 
 def walk(net: nn.Module, which: str) -> Iterator[Any]:
-    """(path, module, own name, tensor), each tensor once."""
+    """Yield (path, module, own name, tensor), each tensor once."""
     seen = set()
     for path, module in net.named_modules():
         for name, tensor in getattr(module, which).items():
@@ -36,5 +42,6 @@ def walk(net: nn.Module, which: str) -> Iterator[Any]:
 
 
 def arrays_of(net: nn.Module) -> list[torch.Tensor]:
+    """The parameters, then the buffers, each tensor once."""
     return [tensor for which in ("_parameters", "_buffers")
             for *_, tensor in walk(net, which)]

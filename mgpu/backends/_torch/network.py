@@ -15,14 +15,18 @@ from mgpu.backends._torch.arithmetic import BATCH_NORMS
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.graph import leaves_of, total
 from mgpu.backends._torch.layers import describe
-from mgpu.backends._torch.names import (NORMS, arrays_of, kind_of, suffix_of,
-                                        walk)
-from mgpu.backends._torch.ops import dtype_of
+from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
+                                        suffix_of, walk)
+from mgpu.backends._torch.ops import dtype_of, name_of_dtype
 from mgpu.backends._torch.replica import (TorchReplica, autocast,
                                           channels_last)
 
 
 class TorchNetwork(base.Network):
+    """A user's module, and its copies on several devices."""
+
+    backend: Any
+
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
         self.normalise: base.Normalise | None = None
@@ -38,17 +42,13 @@ class TorchNetwork(base.Network):
             own = ("constant", {"value": 0.25}) \
                 if isinstance(module, nn.PReLU) else None
             found.append(base.Spec(
-                ".".join(filter(None, (path, suffix))),
-                kind_of(module, suffix), None if is_lazy(p) else tuple(p.shape),
-                str(p.dtype).replace("torch.", ""),
-                self.backend.grad_req(p), own))
+                joined(path, suffix), kind_of(module, suffix), _shape(p),
+                name_of_dtype(p), self.backend.grad_req(p), own))
         for path, module, name, b in walk(self.net, "_buffers"):
             kind = name if isinstance(module, NORMS) and name in (
                 "running_mean", "running_var") else "other"
-            found.append(base.Spec(
-                ".".join(filter(None, (path, name))), kind,
-                None if is_lazy(b) else tuple(b.shape),
-                str(b.dtype).replace("torch.", ""), "null"))
+            found.append(base.Spec(joined(path, name), kind, _shape(b),
+                                   name_of_dtype(b), "null"))
         return found
 
     def grad_req(self, number: int) -> str:
@@ -103,20 +103,20 @@ class TorchNetwork(base.Network):
             if cumulative:
                 raise ValueError(
                     "hybridize=True needs batch-norm layers whose momentum "
-                    "is a number; received momentum=None, whose factor is "
-                    f"another one in every step, in {cumulative}. Give the "
+                    "is a number; received momentum=None, whose factor "
+                    f"changes in every step, in {cumulative}. Give the "
                     "layers a momentum, or use hybridize=False.")
             check_compiler(devices)
         self.options = options
 
     @property
     def by_layer(self) -> bool:
-        """Somebody looks at single layers, or has rules for them."""
+        """Whether the layers must run one by one, because they are watched
+        or computed by functions of mgpu."""
         return bool(self._watchers) or self.normalise is not None \
             or self.draw_mask is not None
 
-    def autocast(self, devices: Sequence[Any]
-                 ) -> contextlib.AbstractContextManager[None]:
+    def autocast(self, devices) -> base.ContextManager:
         if self.options.autocast is None:
             return contextlib.nullcontext()
         return autocast(self.backend.handle(devices[0]), self.options)
@@ -126,7 +126,7 @@ class TorchNetwork(base.Network):
         # Copied before the first one moves: a copy of a copy on another
         # card would cross the bus twice.
         copies = [self.net] + [copy.deepcopy(self.net) for _ in devices[1:]]
-        replicas: list[base.Replica] = []
+        replicas: list[TorchReplica] = []
         for i, (module, device) in enumerate(zip(copies, devices)):
             module.to(self.backend.handle(device))
             if self.options.channels_last:
@@ -143,16 +143,16 @@ class TorchNetwork(base.Network):
         owner = {id(x): i for i in range(len(inputs)) for x in leaves(i)}
 
         def both(i: int) -> Any:
-            """Both passes of device i; a loss that has to wait for those of
-            other devices."""
+            """Both passes of device i. Returns its loss instead where the
+            backward pass must wait for the losses of other devices."""
             if inputs[i] is None:
                 return None
             loss = head(i, replicas[i](*inputs[i]))
             if not loss.requires_grad:
                 raise messages.not_recorded()
-            owners = {owner.get(id(x)) for x in leaves_of(loss)}
-            if None in owners:
-                return loss     # of a leaf that all devices may share
+            owners = {owner.get(id(x), -1) for x in leaves_of(loss)}
+            if -1 in owners:
+                return loss     # depends on a leaf that devices may share
             for other in owners - {i}:
                 raise messages.foreign_leaf(i, other)
             torch.autograd.backward(total(loss))
@@ -164,11 +164,9 @@ class TorchNetwork(base.Network):
             self.backend.backward(waiting)
 
     def layers(self) -> list[base.Layer]:
-        names = {}
-        for which in ("_parameters", "_buffers"):
-            for path, module, own, tensor in walk(self.net, which):
-                suffix = suffix_of(module, own)
-                names[id(tensor)] = ".".join(filter(None, (path, suffix)))
+        names = {id(tensor): joined(path, suffix_of(module, own))
+                 for which in ("_parameters", "_buffers")
+                 for path, module, own, tensor in walk(self.net, which)}
         return [base.Layer(path, *describe(module), tuple(
                     names[id(x)] for which in ("_parameters", "_buffers")
                     for x in getattr(module, which).values()
@@ -182,8 +180,8 @@ class TorchNetwork(base.Network):
             for name, tensor in (*module._parameters.items(),
                                  *module._buffers.items()):
                 if tensor is not None:
-                    found.setdefault(id(tensor), []).append(".".join(
-                        filter(None, (path, suffix_of(module, name)))))
+                    found.setdefault(id(tensor), []).append(
+                        joined(path, suffix_of(module, name)))
         return {names[0]: names for names in found.values() if len(names) > 1}
 
     @contextlib.contextmanager
@@ -203,19 +201,21 @@ class TorchNetwork(base.Network):
             finally:
                 self._watchers -= 1
 
-    @contextlib.contextmanager
-    def use_masks(self, draw: base.DrawMask) -> Iterator[None]:
-        before, self.draw_mask = self.draw_mask, draw
-        try:
-            yield
-        finally:
-            self.draw_mask = before
+    def use_masks(self, draw):
+        return self._using("draw_mask", draw)
+
+    def use_batch_norm(self, normalise):
+        return self._using("normalise", normalise)
 
     @contextlib.contextmanager
-    def use_batch_norm(self, normalise: base.Normalise | None
-                       ) -> Iterator[None]:
-        before, self.normalise = self.normalise, normalise
+    def _using(self, name: str, value: Any) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.normalise = before
+            setattr(self, name, before)
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return None if is_lazy(x) else tuple(x.shape)

@@ -1,15 +1,21 @@
 """`Ops` on PyTorch."""
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
 from mgpu.backends import base, messages
 
 
+def _elementwise(compute: Callable[[Any], Any]) -> Any:
+    def function(self, x):
+        return compute(x)
+    return function
+
+
 class TorchOps(base.Ops):
-    def _elementwise(compute):
-        def function(self, x):
-            return compute(x)
-        return function
+    """Torch's functions under the names of `Ops`."""
 
     abs = _elementwise(torch.abs)
     sign = _elementwise(torch.sign)
@@ -20,7 +26,6 @@ class TorchOps(base.Ops):
     sigmoid = _elementwise(torch.sigmoid)
     zeros_like = _elementwise(torch.zeros_like)
     stop_gradient = _elementwise(torch.Tensor.detach)
-    del _elementwise
 
     def maximum(self, x, y):
         return torch.maximum(x, y) if torch.is_tensor(y) else x.clamp(min=y)
@@ -29,8 +34,8 @@ class TorchOps(base.Ops):
         return torch.minimum(x, y) if torch.is_tensor(y) else x.clamp(max=y)
 
     def softplus(self, x):
-        # F.softplus turns linear above 20; this form, which MXNet has too,
-        # is exact to rounding everywhere.
+        # F.softplus is linear above 20; this form, the same as on MXNet, is
+        # exact to rounding everywhere.
         return torch.relu(x) + torch.log1p(torch.exp(-torch.abs(x)))
 
     def log_softmax(self, x, axis=-1):
@@ -85,8 +90,13 @@ class TorchOps(base.Ops):
         return x.to(dtype_of(dtype), copy=True)
 
 
+def name_of_dtype(x: torch.Tensor) -> str:
+    """The name of the dtype of `x`, as NumPy has it."""
+    return str(x.dtype).removeprefix("torch.")
+
+
 def dtype_of(dtype) -> torch.dtype:
-    """``"float64"``, ``np.float64`` or ``torch.float64``: the torch dtype."""
+    """The torch dtype of ``"float64"``, ``np.float64``, ``torch.float64``."""
     if isinstance(dtype, torch.dtype):
         return dtype
     name = getattr(dtype, "__name__", None) or str(dtype)

@@ -1,8 +1,7 @@
 """One copy of a user's module, on one device, with Gluon's meaning.
 
-Nothing of the user's module is changed for good: training flags, and the
-forward functions of batch-norm and dropout layers, are set for the duration
-of a call and put back.
+The user's module is changed only during a call: training flags, and the
+forward functions of batch-norm and dropout layers, are restored after it.
 """
 import contextlib
 import threading
@@ -28,7 +27,8 @@ from mgpu.backends._torch.ops import dtype_of
 if TYPE_CHECKING:
     from mgpu.backends._torch.network import TorchNetwork
 
-# Who holds it draws from torch's default stream, which all threads share.
+# Held while a thread draws from torch's default stream, which all threads
+# share.
 _turn = threading.Lock()
 
 
@@ -38,10 +38,10 @@ class TorchReplica(base.Replica):
     Attributes
     ----------
     module : torch.nn.Module
-        An ordinary module: its parameters, hooks and attributes are its own.
+        The user's module or a copy of it, with parameters, hooks and
+        attributes of its own.
     ticket : torch.Tensor
-        Stands for this replica in compiled code: (its number, the masks
-        that compiled code has drawn).
+        Represents this replica in compiled code: see `ticket_for`.
     """
 
     def __init__(self, network: "TorchNetwork", module: nn.Module, device,
@@ -49,7 +49,7 @@ class TorchReplica(base.Replica):
         self.module, self.device, self.index = module, device, index
         self._network = network
         self._handle = network.backend.handle(device)
-        self._modules = list(module.modules())
+        self._layers = list(module.modules())
         strict.place(arrays_of(module), device)
         self._owners = [(getattr(m, which), name)
                         for which in ("_parameters", "_buffers")
@@ -58,25 +58,25 @@ class TorchReplica(base.Replica):
             (path, m) for path, m in module.named_modules()
             if isinstance(m, BATCH_NORMS)]
         self.ticket = ticket_for(self)
-        if any(type(m) in DROPOUTS for m in self._modules):
+        if any(type(m) in DROPOUTS for m in self._layers):
             define_mask()      # the user may have compiled the network
-        # The same functions in every call: compiled code asks whether they
-        # are the ones that it was made from.
+        # The same functions in every call: compiled code checks that they
+        # are those it was made from.
         self._dropouts = [(m, dropout_forward(m, self.generator, self.ticket))
-                          for m in self._modules if type(m) in DROPOUTS]
-        # One that keeps no statistics: torch's own will do.
+                          for m in self._layers if type(m) in DROPOUTS]
+        # A layer without running statistics computes as torch does.
         self._own = self._dropouts + [
             (m, batch_norm_forward(m, path, gluon_batch_norm, index))
             for path, m in self._batch_norms if m.running_mean is not None]
         #: by training flag: the compiled network
         self._compiled: dict[bool, Callable[..., Any]] = {}
         self._known: set[Any] = set()       # calls that compile nothing
-        #: draws from torch's default stream (functional dropout, attention
-        #: or recurrent dropout); None: not known before it has trained once
+        #: whether it draws from torch's default stream (functional dropout,
+        #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
 
     def array(self, number: int) -> Any:
-        # Looked up, not kept: a user may put another tensor in its place.
+        # Looked up in every call: a user may replace the tensor.
         owner, name = self._owners[number]
         return owner[name]
 
@@ -91,7 +91,7 @@ class TorchReplica(base.Replica):
         training, recording = backend.is_training(), backend.is_recording()
         if options.channels_last:
             inputs = tuple(map(channels_last, inputs))
-        wrong = [(m, m.training) for m in self._modules
+        wrong = [(m, m.training) for m in self._layers
                  if m.training is not training]
         patched: list[nn.Module] = []
         try:
@@ -102,7 +102,7 @@ class TorchReplica(base.Replica):
                     patched.append(layer)
                     layer.__dict__["forward"] = forward
             in_turn = training and self._draws is not False \
-                and network.normalise is None    # those that meet cannot wait
+                and network.normalise is None   # they wait for each other
             if not in_turn and options.autocast is None \
                     and recording is torch.is_grad_enabled():
                 return self._run(inputs, training)
@@ -122,7 +122,7 @@ class TorchReplica(base.Replica):
                 _set_training(module, flag)
 
     def _forwards(self) -> Sequence[tuple[nn.Module, Callable[..., Any]]]:
-        """Layers that compute by our functions in training."""
+        """The layers that compute by functions of mgpu in training."""
         network = self._network
         normalise, masks = network.normalise, network.draw_mask
         if normalise is None and masks is None:
@@ -139,14 +139,14 @@ class TorchReplica(base.Replica):
 
     def _run(self, inputs: tuple[Any, ...], training: bool) -> Any:
         network = self._network
-        # Compiled code shows nobody its layers.
+        # The layers of compiled code cannot be reached.
         if not network.options.hybridize or network.by_layer or strict.on():
             return self.module(*inputs)
-        call = training, torch.is_grad_enabled(), network.own_arithmetic, tuple(
+        call = (training, torch.is_grad_enabled(), network.own_arithmetic, *(
             (x.shape, x.stride(), x.dtype, x.requires_grad)
             if isinstance(x, torch.Tensor) else repr(x)
-            for x in tree_leaves(inputs))
-        with compiling(alone=call not in self._known), \
+            for x in tree_leaves(inputs)))
+        with compiling(exclusive=call not in self._known), \
                 threads(network.backend.threads):
             if training not in self._compiled:
                 self._compiled[training] = compile_module(
@@ -156,13 +156,13 @@ class TorchReplica(base.Replica):
         return result
 
     def forget(self) -> None:
-        """What has been compiled may have to be compiled again."""
+        """Expect that every kind of call may have to be compiled again."""
         self._known.clear()
 
     @contextlib.contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """One replica at a time, with this device's random stream in the
-        place of torch's default one, which all threads share."""
+        """Inside the block, no other replica runs, and this device's random
+        stream stands in for torch's default one, which all threads share."""
         handle = self._handle
         default = torch.default_generator if handle.type == "cpu" \
             else torch.cuda.default_generators[handle.index]
@@ -190,19 +190,20 @@ def _set_training(module: nn.Module, training: bool) -> None:
 
 
 def channels_last(x: Any) -> Any:
+    """A 4-d tensor with its channels last in memory; else `x`."""
     return x.contiguous(memory_format=torch.channels_last) \
         if isinstance(x, torch.Tensor) and x.dim() == 4 else x
 
 
-def autocast(handle: torch.device, options: base.Options
-              ) -> contextlib.AbstractContextManager[None]:
-    # A pass uses each weight once, as a rule; the cache of cast weights is
-    # one for all threads.
+def autocast(handle: torch.device, options: base.Options) -> Any:
+    """Torch's autocast of `Options.autocast`."""
+    # No cache of cast weights: a pass uses each weight once, as a rule, and
+    # all threads share the cache.
     return torch.autocast(handle.type, dtype_of(options.autocast),
                           cache_enabled=False)
 
 
 def _widened(narrow: torch.dtype, x: Any) -> Any:
-    # What a network gives may be added up, or read by NumPy.
+    # The outputs of a network may be summed, or read by NumPy.
     return x.float() if isinstance(x, torch.Tensor) and x.dtype is narrow \
         else x

@@ -1,14 +1,13 @@
-"""`mgpu.strict_devices` on torch: logical devices by memory block.
+"""`mgpu.strict_devices` on torch: a logical device for each memory block.
 
-All logical CPU devices are torch's one ``cpu``, so what a tensor's device is
-has to be remembered beside it. It is remembered by *storage*: views of an
-array are on its device. Several logical GPUs on one card are told apart in
-the same way.
+All logical CPU devices are torch's one ``cpu``, so the device of a tensor has
+to be remembered apart from the tensor. It is remembered by *storage*: views
+of an array are on its device. Several logical GPUs on one card are told apart
+in the same way.
 """
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,19 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import messages
+from mgpu.backends._torch.weak import WeakTable
+from mgpu.backends.ledger import Ledgers
 
-_ledgers: ContextVar[tuple[Any, ...]] = ContextVar(
-    "mgpu_torch_ledgers", default=())
+_ledgers = Ledgers()
 
-_always: list[Any] = []     # ledgers of the process
-
-# By the address of the storage, which is not used again while a weak
-# reference to it is held.
-_labels: dict[int, tuple[StorageWeakRef, Any]] = {}
+# Devices by storage. Its address is not reused while there is a weak reference
+# to it.
+_labels = WeakTable()
 _writing = threading.Lock()
-_limit = 1000
 
-#: their other tensor arguments may lie on the host, as with CUDA
+#: operations whose other tensor arguments may lie on the host, as with CUDA
 _HOST_ARGUMENTS = {
     "aten::index", "aten::_unsafe_index", "aten::index_put",
     "aten::index_put_", "aten::_index_put_impl_",
@@ -46,47 +43,35 @@ def _storage(x: torch.Tensor) -> Any:
 
 
 def device_of(x: torch.Tensor) -> Any:
-    """The logical `Device` of `x`; None: not known."""
+    """The logical `Device` of `x`, or None if it is not known."""
     storage = _storage(x)
-    found = None if storage is None else _labels.get(storage._cdata)
-    return None if found is None else found[1]
+    return None if storage is None else _labels.get(storage._cdata)
 
 
 def _label(x: torch.Tensor, device: Any) -> None:
-    global _limit
     storage = _storage(x)
-    if storage is None:
-        return
-    with _writing:
-        if device is None:
-            _labels.pop(storage._cdata, None)
-            return
-        _labels[storage._cdata] = StorageWeakRef(storage), device
-        if len(_labels) > _limit:
-            for address, (reference, _) in list(_labels.items()):
-                if reference.expired():
-                    del _labels[address]
-            _limit = 1000 + 2 * len(_labels)
+    if storage is not None:
+        with _writing:
+            if device is None:
+                _labels.pop(storage._cdata)
+            else:
+                _labels.put(storage._cdata, StorageWeakRef(storage), device)
 
 
 def on() -> bool:
-    """Whether the mode holds here."""
-    return bool(_active())
-
-
-def _active() -> tuple[Any, ...]:
-    return (*_always, *_ledgers.get())
+    """Whether this thread is inside `mgpu.strict_devices`."""
+    return bool(_ledgers.active())
 
 
 def place(tensors: Any, device: Any) -> None:
-    """`tensors` are on `device` from now on."""
+    """Remember that `tensors` are on `device`."""
     if on():
         for x in tensors:
             _label(x, device)
 
 
 def check(x: torch.Tensor, device: Any) -> None:
-    """`x` is an input of the replica on `device`."""
+    """Refuse `x` as an input of the replica on `device` if it is elsewhere."""
     if on():
         actual = device_of(x)
         if actual is None:
@@ -106,12 +91,14 @@ def _count(ledgers: tuple[Any, ...], source: Any, target: Any,
 
 class _Put(torch.autograd.Function):
     """`TorchBackend.put`, whose gradient goes back to the device of `x`.
-    torch's own copy knows one CPU device, and could hand the gradient on
-    without copying it."""
+
+    torch's own copy knows one CPU device, and could pass the gradient on
+    without copying it.
+    """
 
     @staticmethod
     def forward(ctx, x, copy, source, target):
-        ctx.source, ctx.target, ctx.ledgers = source, target, _active()
+        ctx.source, ctx.target, ctx.ledgers = source, target, _ledgers.active()
         ctx.form = x.device, x.dtype
         y = copy(x)
         _label(y, target)
@@ -130,7 +117,7 @@ class _Put(torch.autograd.Function):
 
 def put(copy: Callable[[Any], torch.Tensor], x: Any, where: Any
         ) -> torch.Tensor:
-    """``copy(x)``, whose result is on `where`: a Device or a tensor."""
+    """Call ``copy(x)``, whose result is on `where`: a Device or a tensor."""
     target = device_of(where) if isinstance(where, torch.Tensor) else where
     source = device_of(x) if isinstance(x, torch.Tensor) else None
     if isinstance(x, torch.Tensor) and x.requires_grad \
@@ -139,21 +126,21 @@ def put(copy: Callable[[Any], torch.Tensor], x: Any, where: Any
     y = copy(x)
     _label(y, target)
     if target is not None:
-        _count(_active(), source, target, y)
+        _count(_ledgers.active(), source, target, y)
     return y
 
 
 def fetched(x: torch.Tensor) -> None:
-    """`x` has been copied to the host."""
+    """Count that `x` has been copied to the host."""
     if on():
-        _count(_active(), device_of(x), None, x)
+        _count(_ledgers.active(), device_of(x), None, x)
 
 
 # -- the mode -----------------------------------------------------------------
 
 class Mode(TorchDispatchMode):
-    """Checks every operation of this thread, backward passes included, below
-    autograd. One per thread and ledger."""
+    """Checks every operation of this thread, including backward passes, below
+    autograd. There is one for each thread and ledger."""
 
     def __init__(self, ledger: Any):
         super().__init__()
@@ -161,8 +148,8 @@ class Mode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True would import torch's compiler, for seconds, with an
-        # environment variable left behind.
+        # True would import torch's compiler, which takes seconds and leaves
+        # an environment variable behind.
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -172,7 +159,7 @@ class Mode(TorchDispatchMode):
             self._copy(*args[:2])
             return func(*args, **kwargs)
         if name.startswith(("aten::_foreach_", "aten::_fused_")):
-            # Lists with an entry per tensor, of any devices: row by row.
+            # Lists with one entry per tensor, of any devices: row by row.
             lists = [a for a in (*args, *kwargs.values())
                      if isinstance(a, (list, tuple)) and a
                      and isinstance(a[0], torch.Tensor)]
@@ -195,7 +182,7 @@ class Mode(TorchDispatchMode):
             _label(x, home)
 
     def _home(self, name: str, inputs: Any) -> Any:
-        """The one device of `inputs`; None: none of them has any."""
+        """The one device of `inputs`, or None if no device is known."""
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         devices = [device_of(x) for x in tensors]
         home = next((d for d in devices if d is not None), None)
@@ -221,22 +208,19 @@ class Mode(TorchDispatchMode):
 
 
 def always(ledger: Any) -> None:
-    """From now on, in this thread and in workers that it gives work to:
-    torch has its modes thread by thread."""
+    """Turn the mode on for good in this thread, and in workers that it gives
+    work to: torch has its modes thread by thread."""
     Mode(ledger).__enter__()
-    _always.append(ledger)
+    _ledgers.add(ledger)
 
 
 @contextlib.contextmanager
 def strict(ledger: Any) -> Iterator[None]:
-    token = _ledgers.set((*_ledgers.get(), ledger))
-    try:
-        with Mode(ledger):
-            yield
-    finally:
-        _ledgers.reset(token)
+    """See `mgpu.backends.base.Backend.strict`."""
+    with _ledgers.using(ledger), Mode(ledger):
+        yield
 
 
 def carried() -> list[Mode]:
-    """New modes for a worker that works for the calling thread."""
-    return [Mode(ledger) for ledger in _active()]
+    """New modes for a worker that the calling thread gives work to."""
+    return [Mode(ledger) for ledger in _ledgers.active()]

@@ -1,1 +1,1 @@
-"""The causes that `mgpu.parity.diagnosis` knows, a module for each stage."""
+"""The causes that `mgpu.parity.diagnosis` knows, a module for each subject."""

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from mgpu import initializers
-from mgpu.parity.causes.case import Case, Cause, Found
+from mgpu.parity.causes.difference import Difference, once
+from mgpu.parity.causes.registry import Found, cause
 
 
 def _fan_in(shape: Sequence[int]) -> float:
@@ -48,49 +49,50 @@ def _fits(value: np.ndarray, uniform: bool, size: float) -> bool:
         spread * 3 ** 0.5 / size - 1) < 4 * 0.45 / n ** 0.5
 
 
-def causes(case: Case) -> Found:
-    one, two = case.evidence.initial
-    found: Found = []
-    texts: dict[str, list[str]] = {}
-    weights = [g.name for g in case.wrong("initial")
-               if case.kinds[g.name] == "weight" and g.a == g.a
-               and one[g.name].ndim > 1]
-    if weights:
-        for side, values in (("a", one), ("b", two)):
-            texts[side] = [
-                text for text, (uniform, size) in _FORMULAS.items()
-                if all(_fits(values[n], uniform, size(values[n].shape))
-                       for n in weights)]
-        common = [t for t in texts["a"] if t in texts["b"]]
-        if common:
-            found.append(Cause("initial draw", (
-                f"the weights of both sides look like {common[0]}, drawn "
-                "with other random numbers: engines never draw alike, seeds "
-                "or not. Start both from one set, weights='a'"), 0.0))
-        elif texts["a"] or texts["b"]:
-            looks = {s: texts[s][0] if texts[s] else "no formula known here"
-                     for s in texts}
-            found.append(Cause("initialiser", (
-                f"the weights of {case.engine('a')} look like {looks['a']}, "
-                f"those of {case.engine('b')} like {looks['b']} (first "
-                f"{weights[0]}). Give both the same: Side(init=...), or "
-                "mgpu.initialize(net, init=...) on both engines"),
-                0.0 if texts["a"] and texts["b"] else 1.0))
-    others = [g.name for g in case.wrong("initial")
-              if case.kinds[g.name] in ("bias", "gamma", "beta")]
-    for side, own, other in (("a", one, two), ("b", two, one)):
-        plain = [n for n in others if np.unique(own[n]).size == 1
-                 and np.unique(other[n]).size > 1]
-        if others and plain == others:
-            far = "b" if side == "a" else "a"
-            value = float(own[plain[0]].flat[0])
-            text = (f"{plain[0]} and {len(plain) - 1} other biases are "
-                    f"{value:g} on {case.engine(side)} and random on "
-                    f"{case.engine(far)}, as torch's layers draw them: "
-                    "torch.nn.init.zeros_ on torch, or Side(init=...)")
-            if found and found[0].name == "initialiser":
-                found[0] = found[0]._replace(
-                    text=found[0].text + "; also " + text)
-            else:
-                found.insert(0, Cause("initialiser", text, 0.0))
-    return found
+@once
+def _formulas(d: Difference) -> tuple[list[str], list[list[str]]]:
+    """The weights that differ, and for each side the formulas that all of
+    them look like."""
+    weights = [g.name for g in d.wrong("initial")
+               if d.kinds[g.name] == "weight" and g.a == g.a
+               and d.evidence.initial[0][g.name].ndim > 1]
+    return weights, [[
+        text for text, (uniform, size) in _FORMULAS.items() if weights
+        and all(_fits(values[n], uniform, size(values[n].shape))
+                for n in weights)] for values in d.evidence.initial]
+
+
+@cause("initialiser", "initial")
+def initialiser(d: Difference) -> Found:
+    biases, (weights, known) = _other_biases(d), _formulas(d)
+    if set(known[0]) & set(known[1]) or not known[0] + known[1]:
+        if biases:
+            yield biases, 0.0
+        return
+    a, b = (texts[0] if texts else "no formula known here" for texts in known)
+    yield (f"the weights of {d.a} look like {a}, those of {d.b} like {b} "
+           f"(first {weights[0]}): give both one Side(init=...)" + (
+               f"; also {biases}" if biases else "")), \
+        0.0 if all(known) else None
+
+
+def _other_biases(d: Difference) -> str | None:
+    """Are the biases constant on one side, and random on the other?"""
+    names = [g.name for g in d.wrong("initial")
+             if d.kinds[g.name] in ("bias", "gamma", "beta")]
+    one, two = d.evidence.initial
+    for side, far, own, other in ((d.a, d.b, one, two), (d.b, d.a, two, one)):
+        if names and all(np.unique(own[n]).size == 1
+                         and np.unique(other[n]).size > 1 for n in names):
+            return (f"{names[0]} and {len(names) - 1} other biases are "
+                    f"{float(own[names[0]].flat[0]):g} on {side} and random "
+                    f"on {far}, as torch draws them: use Side(init=...)")
+    return None
+
+
+@cause("initial draw", "initial")
+def draw(d: Difference) -> Found:
+    _, (one, two) = _formulas(d)
+    for formula in [text for text in one if text in two][:1]:
+        yield (f"the weights of both sides look like {formula}, with other "
+               "random numbers, whatever the seeds: use weights='a'"), 0.0

@@ -1,0 +1,55 @@
+"""The command line: the group `cli`, whose commands are loaded when they are
+called.
+
+==============  ============================================================
+`reproduce`     the book's three chapters on several devices
+`bench`         the speed of this machine
+`doctor`        is this machine fit
+`parity`        `mgpu parity`, `mgpu trace` and `mgpu lint`
+`find`          what a user names: networks, losses and data
+`options`       what several commands share, and how options are read
+`tables`        tables in the terminal
+`errors`        every error in one line, with exit status 2
+==============  ============================================================
+
+Needs the packages click and, for all but `doctor`, rich; `mgpu.__main__`
+says so where one is missing.
+"""
+import importlib
+
+import click
+
+import mgpu
+from mgpu.chapters import differences
+from mgpu.cli.errors import Group
+from mgpu.cli.options import parse_devices
+
+__all__ = ["cli", "differences", "parse_devices"]
+
+#: the module of each command
+_COMMANDS = {"bench": "bench", "doctor": "doctor", "lint": "parity",
+             "parity": "parity", "reproduce": "reproduce", "trace": "parity"}
+
+
+class _Lazy(Group):
+    """Commands are loaded when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str
+                    ) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"mgpu.cli.{_COMMANDS[name]}")
+        return getattr(module, name)
+
+
+@click.group(cls=_Lazy,
+             context_settings={"help_option_names": ["-h", "--help"],
+                               "max_content_width": 100,
+                               "show_default": True})
+@click.version_option(mgpu.__version__, prog_name="mgpu")
+def cli() -> None:
+    """One multi-device training API over MXNet/Gluon and PyTorch that gives
+    the same numbers on both."""

@@ -1,0 +1,19 @@
+"""`mgpu doctor`."""
+import sys
+
+import click
+
+from mgpu import doctor as examination
+from mgpu.cli.errors import Command
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Tell whether this machine is fit.
+
+    Shows versions, engines and why one does not load, devices, threads, and
+    risky settings. Exit status 1 if the default engine does not load or a
+    setting is wrong.
+    """
+    sys.exit(examination.report(as_json, click.echo))

@@ -1,0 +1,110 @@
+"""Every error of a command is one line on standard error, with exit status 2.
+
+Status 1 has a meaning of its own: `mgpu parity` has found a difference, or
+`mgpu doctor` a fault.
+"""
+import contextlib
+import re
+import shlex
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+#: arguments of the Python API whose option has another name
+_ALIASES = {"batches": "--data", "num_epochs": "--epochs", "root": "--data",
+            "rules": "--map", "sample": "--input", "shape": "--input",
+            "test": "--data"}
+#: errors of these kinds say what to do when they come from mgpu
+_EXPLAINED = (ValueError, ImportError, OSError, FloatingPointError)
+
+
+class Refused(click.ClickException):
+    """A command that cannot do what it was told to do."""
+
+    exit_code = 2
+
+
+def _usage(ctx: click.Context, error: click.UsageError) -> Refused:
+    message = " ".join(error.format_message().split())
+    return Refused(f"{message} See {ctx.command_path} --help.")
+
+
+class Group(click.Group):
+    """A group that refuses unknown commands in one line."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            raise _usage(ctx, error) from error
+
+
+class Command(click.Command):
+    """A command that ends as described above, with an option
+    ``--traceback``. Its context knows the arguments as they were typed, as
+    ``ctx.meta["mgpu.command"]``."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.params.append(click.Option(
+            ["--traceback"], is_flag=True, expose_value=False, is_eager=True,
+            callback=lambda ctx, _, value: ctx.meta.update(
+                {"mgpu.traceback": value}),
+            help="Show where an error comes from."))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["mgpu.command"] = f"{ctx.command_path} {shlex.join(args)}"
+        with self._one_line_errors(ctx):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with self._one_line_errors(ctx):
+            return super().invoke(ctx)
+
+    @contextlib.contextmanager
+    def _one_line_errors(self, ctx: click.Context) -> Iterator[None]:
+        try:
+            yield
+        except click.UsageError as error:
+            raise _usage(ctx, error) from error
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            if ctx.meta.get("mgpu.traceback"):
+                traceback.print_exc()
+            message = self._in_options(_one_line(error))
+            # what a MatchError could not match, a line each
+            message += "".join(
+                f"\n  {name or 'left in b'}: {', '.join(names) or 'none'}"
+                for name, names in getattr(error, "candidates", {}).items())
+            raise Refused(message) from error
+
+    def _in_options(self, text: str) -> str:
+        """`text` with ``--batch-size`` where it says ``batch_size=`` or, at
+        its beginning, ``batch_size must be``."""
+        own = {name[2:].replace("-", "_"): name for param in self.params
+               for name in param.opts if name.startswith("--")}
+        options = {**{name: option for name, option in _ALIASES.items()
+                      if option in own.values()}, **own}
+
+        def option(found: re.Match[str]) -> str:
+            if found[1] not in options:
+                return found[0]
+            return options[found[1]] + (" " + found[2] if found[2] else "")
+        text = re.sub(r"(?<![\w-])(\w+)=([\w'\"(\[{])?", option, text)
+        return re.sub(r"^(\w+)()(?= must be )", option, text)
+
+
+def _one_line(error: Exception) -> str:
+    """What to tell of an error. mgpu's own errors say what to do; of a
+    framework's, which may be pages, the line that says what is wrong."""
+    text = str(error)
+    if not isinstance(error, _EXPLAINED):
+        name = type(error).__name__
+        lines = [line for line in text.splitlines() if line.strip()] or [""]
+        line = next((line for line in lines if line.startswith(name)),
+                    f"{name}: {lines[-1]}")
+        text = line + " (--traceback shows where)"
+    return " ".join(text.split())

@@ -1,0 +1,253 @@
+"""`mgpu parity`, `mgpu trace` and `mgpu lint`.
+
+Exit status: 0, the networks train the same; 1, they do not; 2, they could
+not be compared, and a line on standard error says what to do.
+"""
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import click
+import numpy as np
+from click import Choice, IntRange, option
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from mgpu import parity as api
+from mgpu.cli import find
+from mgpu.cli import options as shared
+from mgpu.cli.errors import Command, Group
+from mgpu.cli.options import Parsed
+from mgpu.parity import report
+from mgpu.progress import ProgressBar
+
+@contextlib.contextmanager
+def _ready() -> Iterator[Callable[[int, int], None]]:
+    """The engines are loaded; gives what shows progress on standard error,
+    if somebody looks at it."""
+    with find.engines(), ProgressBar(sys.stderr.isatty(), "steps") as bar:
+        yield bar.reach
+
+
+# -- mgpu parity --------------------------------------------------------------
+
+@click.command(cls=Command)
+@click.argument("a", metavar="MODULE:FACTORY|TRACE")
+@click.argument("b", metavar="MODULE:FACTORY", required=False)
+@shared.kwargs("first ", "--kwargs-a")
+@shared.kwargs("second ", "--kwargs-b")
+@shared.declare(*shared.NETWORK)
+@option("--devices", default="1", metavar="N|cpu:0,cpu:1",
+        help="The number of devices, or their names.")
+@shared.declare(*shared.TRAINING, dtype="float64")
+@option("--mode", type=Choice(api.MODES), default="lockstep",
+        help="lockstep gives both networks the same state before each step. "
+        "free lets both train on their own. accuracy compares several "
+        "trainings of each by test accuracy.")
+@option("--invariance", is_flag=True, help="Compare one network with itself "
+        "on several numbers of devices, which --devices names: 1,2,4,8.")
+@option("--tolerance", type=float, help="The largest relative difference "
+        "that counts as the same. Default: 1e-10 in float64, 1e-5 in "
+        "float32.")
+@option("--weights", type=Choice(["a", "b", "own"]), default="a",
+        help="The network whose initial parameters both start from; with "
+        "own, each starts from its own.")
+@option("--map", metavar="FILE", type=Parsed(shared.read_map),
+        help="A JSON file that says which parameter of a is which of b.")
+@shared.declare("--semantics", "--optimizer", "--optimizer-params",
+                "--devices", second=True)
+@option("--seeds", type=IntRange(1), default=5, metavar="N",
+        help="The number of trainings of each network in accuracy mode.")
+@shared.output("--report", "Write a page for the browser, .html.")
+@shared.output("--json", "Write all differences to this file.")
+@option("--plan", is_flag=True,
+        help="Print which parameter was matched with which.")
+@click.pass_context
+def parity(ctx: click.Context, a: str, b: str | None, *,
+           report_file: str | None, json_file: str | None, plan: bool,
+           invariance: bool, **options: Any) -> None:
+    """Compare how two networks train.
+
+    They are of MXNet/Gluon, of PyTorch, or one of each. MODULE:FACTORY is a
+    function that makes a network, in a module of the current folder or an
+    installed one; FILE.py:FACTORY works too. TRACE is a file of `mgpu trace
+    record`, which stands for the first network.
+
+    Exit status: 0, they train the same; 1, they do not; 2, they could not be
+    compared.
+    """
+    shared.check_folders(report=report_file, json=json_file)
+    if (b is None) is not invariance:
+        raise ValueError(
+            "two networks are compared, or with --invariance one; received "
+            f"{a}{'' if b is None else ' and ' + b}. Write MODULE:FACTORY "
+            f"{'once' if invariance else 'twice'}.")
+    if report_file is not None:
+        if invariance:
+            raise ValueError("--invariance has no page; received --report. "
+                             "Use --json.")
+        report.check_page(report_file)
+    compare = _invariance if invariance else _compare \
+        if ":" in a and not os.path.isfile(a) else _compare_trace
+    with _ready() as progress:
+        found = compare(a, b, shared.given(ctx), options, progress)
+    if invariance:
+        click.echo(str(found))
+    else:
+        report.print_result(found, Console(), plan=plan)
+    if report_file is not None:
+        report.write_html(found, report_file, command=ctx.meta["mgpu.command"])
+    if json_file is not None:
+        report.write_json(found, json_file)
+    shared.say_written(report_file, json_file)
+    ctx.exit(0 if (found.exact if invariance else found.same) else 1)
+
+
+_SETTINGS = ("optimizer", "optimizer_params", "semantics", "batch_norm",
+             "native", "dtype", "dropout", "seed", "tolerance")
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """What every kind of comparison takes."""
+    return {**{name: options[name] for name in _SETTINGS if name in options},
+            "loss": find.find_loss(options["loss"])}
+
+
+def _training(options: dict[str, Any]) -> dict[str, Any]:
+    """What every training takes."""
+    settings, accuracy = _settings(options), options.get("mode") == "accuracy"
+    name = options["data"] or ("digits" if accuracy else "random")
+    steps = options["steps"] or (None if accuracy else shared.STEPS)
+    data = find.find_data(
+        name, options["input"], options["classes"], options["batch_size"],
+        steps or shared.STEPS, settings["loss"], options["seed"],
+        options["dtype"], options["limit"])
+    if accuracy and data.test is None:
+        raise ValueError(
+            f"accuracies need examples to test on; received --data {name}. "
+            "Use a data set, or MODULE:NAME of a function that returns "
+            "(training, test) batches.")
+    return {**settings, "batches": data.batches, "steps": steps,
+            **({"test": data.test} if accuracy else {})}
+
+
+def _refuse(wrong: set[str], why: str) -> None:
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}"
+                          for name in sorted(wrong))
+        raise ValueError(f"{why}; received {names}. Leave that out.")
+
+
+def _compare(a: str, b: Any, given: set[str], options: dict[str, Any],
+             progress: Any) -> Any:
+    other = api.Side(find.factory(b, options["kwargs_b"]), **{
+        name: options[f"b_{name}"] for name in (
+            "semantics", "optimizer", "optimizer_params", "devices")})
+    return api.compare(
+        find.factory(a, options["kwargs_a"]), other, mode=options["mode"],
+        devices=shared.one_run(options["devices"]), progress=progress,
+        seeds=range(options["seeds"]), weights=options["weights"],
+        **options["map"] or {}, **_training(options))
+
+
+def _compare_trace(file: str, b: Any, given: set[str],
+                   options: dict[str, Any], progress: Any) -> Any:
+    if not os.path.isfile(file):
+        raise FileNotFoundError(
+            f"there is no file {file!r}. Name a file that `mgpu trace record`"
+            " has written, or a network, as MODULE:FACTORY or "
+            "FILE.py:FACTORY.")
+    ours = {"loss", "optimizer", "optimizer_params", "semantics", "devices",
+            "batch_norm", "native", "tolerance"}
+    _refuse(given & set(options) - ours - {"kwargs_b", "map"},
+            "a trace says itself what was done")
+    settings = {**_settings(options),
+                "devices": shared.one_run(options["devices"])}
+    return api.compare_trace(
+        file, find.factory(b, options["kwargs_b"]), progress=progress,
+        **options["map"] or {},
+        **{name: settings[name] for name in ours & given})
+
+
+def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
+                progress: Any) -> Any:
+    _refuse({name for name in given if name.startswith("b_")}
+            | given & {"kwargs_b", "map", "mode", "weights", "seeds"},
+            "--invariance compares one network with itself")
+    devices = shared.parse_counts(
+        options["devices"] if "devices" in given else "1,2,4,8", "--devices")
+    return api.invariance(find.factory(a, options["kwargs_a"]),
+                          devices=devices, progress=progress,
+                          **_training(options))
+
+
+# -- mgpu trace ---------------------------------------------------------------
+
+@click.group(cls=Group)
+def trace() -> None:
+    """Keep one side of a comparison in a file.
+
+    Compare with it later, or on another machine, by `mgpu parity FILE
+    MODULE:FACTORY`."""
+
+
+@trace.command(cls=Command)
+@click.argument("net", metavar="MODULE:FACTORY")
+@option("-o", "--output", "file", required=True, metavar="FILE",
+        type=click.Path(dir_okay=False), help="The file to write.")
+@shared.kwargs()
+@option("--keep", metavar="1,5,20", type=Parsed(shared.parse_counts),
+        help="Numbers of the steps to keep. Default: the first, the last, "
+        "and those at which the rate changes.")
+@shared.declare(*shared.NETWORK, "--devices", *shared.TRAINING,
+                dtype="float64")
+def record(net: str, file: str, kwargs: dict[str, Any],
+           keep: list[int] | None, devices: Any, **options: Any) -> None:
+    """Train a network and keep what its steps show."""
+    shared.check_folders(output=file)
+    with _ready() as progress:
+        done = api.record(
+            find.factory(net, kwargs), file=file, keep=keep, devices=devices,
+            progress=progress, **_training(options))
+    click.echo(f"written: {done.file} ({done.size / 1e6:.1f} MB, {done.steps}"
+               f" steps, kept: {', '.join(map(str, done.kept))})")
+
+
+# -- mgpu lint ----------------------------------------------------------------
+
+@click.command(cls=Command)
+@click.argument("net", metavar="MODULE:FACTORY")
+@shared.kwargs()
+@shared.declare(*shared.NETWORK)
+@option("--examples", type=IntRange(1), metavar="N",
+        help="The number of examples in the training set.")
+@click.pass_context
+def lint(ctx: click.Context, net: str, kwargs: dict[str, Any],
+         input: tuple[int, ...] | None, batch_size: int, loss: str,
+         classes: int | None, **options: Any) -> None:
+    """List what Gluon and PyTorch do differently.
+
+    Looks at one network and its training; with --input also at what depends
+    on shapes."""
+    draw = np.random.default_rng(0).standard_normal
+    rows = batch_size if "batch_size" in shared.given(ctx) else None
+    with find.engines():
+        findings = api.lint(
+            find.factory(net, kwargs), loss=find.find_loss(loss),
+            sample=None if input is None else draw((batch_size, *input)),
+            batch_size=rows, **options)
+    print_findings(findings, Console())
+
+
+def print_findings(findings: Iterable[api.Finding], console: Console) -> None:
+    """A paragraph for each finding, nothing shortened."""
+    findings = list(findings)
+    for finding in findings:
+        console.print(Text(f"{finding.rule}: {finding.where}", "bold"))
+        for text in (finding.text, f"torch: {finding.torch}"):
+            console.print(Padding(Text(text), (0, 0, 0, 2)))
+    click.echo(f"{len(findings)} difference"
+               f"{'s' * (len(findings) != 1)} to PyTorch")

@@ -1,0 +1,149 @@
+"""`mgpu reproduce`: the book's chapters."""
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+import numpy as np
+from click import IntRange, option
+
+import mgpu
+from mgpu import bench, chapters, datasets, doctor, files, plotting
+from mgpu.cli import options as shared
+from mgpu.cli.errors import Command
+from mgpu.cli.options import Parsed
+from mgpu.cli.tables import print_table
+from mgpu.device import Device
+from mgpu.plotting.charts import mean_rate
+from mgpu.plotting.style import check_figure
+
+CHAPTERS: dict[str, Callable[..., chapters.Run]] = {
+    "auto-parallelism": chapters.auto_parallelism,
+    "lenet": chapters.lenet,
+    "resnet18": chapters.resnet18}
+
+
+@click.command(cls=Command)
+@click.argument("chapter", type=click.Choice(list(CHAPTERS)))
+@shared.declare("--backend", "--batch-size", "--limit", "--seed", "--dtype",
+                batch_size=256)
+@option("--devices", metavar="1,2|cpu:0,cpu:1",
+        type=Parsed(shared.parse_runs), help="Numbers of devices, a run for "
+        "each, or the devices of one run. Default: 1,2 (auto-parallelism: "
+        "2).")
+@option("--epochs", type=IntRange(1), default=10, help="The number of epochs.")
+@option("--lr", type=float, help="The learning rate. Default: 0.2 for lenet, "
+        "0.1 for resnet18.")
+@option("--data", metavar="digits|fashion-mnist|synthetic|PATH",
+        default="digits", help="The data set; PATH is a folder with IDX "
+        "files. digits needs no download.")
+@option("--init-scale", type=float, default=0.01, help="Standard deviation "
+        "of the initial weights, 0.01 in the book.")
+@option("--size", type=int, help="Rows of the matrix of auto-parallelism. "
+        "Default: 1024 on CPUs, 4000 on GPUs.")
+@option("--repeat", type=int, help="The number of products of "
+        "auto-parallelism. Default: 20 on CPUs, 50 on GPUs.")
+@shared.output("--json", "Write settings and results to this file after each "
+               "run.")
+@shared.output("--plot", shared.PLOT)
+@click.pass_context
+def reproduce(ctx: click.Context, chapter: str, backend: str | None,
+              devices: list[Any] | None, json_file: str | None,
+              plot_file: str | None, **options: Any) -> None:
+    """Run a chapter of the book.
+
+    The book is Dive into Deep Learning (d2l.ai); the chapters are "Automatic
+    Parallelism", "Training on Multiple GPUs" (lenet) and "Concise
+    Implementation for Multiple GPUs" (resnet18). Every training ends with the
+    book's line. At the end a table is printed, and with both engines the
+    largest difference between them.
+    """
+    times_only = chapter == "auto-parallelism"
+    own = {"seed", "dtype", *(("size", "repeat") if times_only else (
+        "epochs", "batch_size", "lr", "data", "limit", "init_scale"))}
+    for name in sorted(shared.given(ctx) & set(options) - own):
+        raise ValueError(f"--{name.replace('_', '-')} is not an option of "
+                         f"{chapter}; leave it out.")
+    options = {name: options[name] for name in own
+               if options[name] is not None}
+    plan = bench.plan(shared.engines(backend),
+                      devices or ([2] if times_only else [1, 2]))
+    shared.check_folders(json=json_file)
+    if plot_file is not None:
+        check_figure(plot_file)
+    runs: list[chapters.Run] = []
+    for name, places in plan:
+        with mgpu.using_backend(name):
+            run = CHAPTERS[chapter] if times_only else \
+                functools.partial(_training, chapter)
+            runs.append(run(places, **options))
+        if json_file is not None:
+            files.write_json(json_file, {
+                "chapter": chapter, "versions": doctor.versions(
+                    r["backend"] for r in runs), "runs": runs})
+    (_show_timings if times_only else _show_trainings)(
+        chapter, runs, plot_file)
+    shared.say_written(json_file, plot_file)
+
+
+def _training(chapter: str, devices: list[Device], *, batch_size: int,
+              data: str, limit: int | None = None, **options: Any
+              ) -> chapters.Run:
+    # Loaded for each run: all begin with the same order of batches.
+    load = functools.partial(
+        datasets.load, data, batch_size, limit, options["seed"],
+        dtype=options["dtype"])
+    train_iter, test_iter = load()
+    info = train_iter.info or {}
+    if info["shape"][-2:] != [28, 28]:   # a folder of other pictures
+        train_iter, test_iter = load(resize=28)
+    click.echo(f"{chapter} on {mgpu.get_backend().name}, {info['name']}: "
+               f"{info['train']} + {info['test']} examples, batch "
+               f"{batch_size}, {options['dtype']}, seed {options['seed']}")
+    run = CHAPTERS[chapter](
+        devices, train_iter=train_iter, test_iter=test_iter,
+        progress=sys.stderr.isatty(), **options)
+    click.echo(chapters.summary(run))
+    return run
+
+
+# -- results ------------------------------------------------------------------
+
+def _show_trainings(chapter: str, runs: list[chapters.Run],
+                    plot_file: str | None) -> None:
+    rates = [mean_rate([run]) or 0.0 for run in runs]
+    single = {run["backend"]: rate for run, rate in zip(runs, rates)
+              if len(run["devices"]) == 1}
+    print_table(
+        ("backend", "devices", "train loss", "test acc", "s/epoch",
+         "images/s", "speed-up"), [
+            (run["backend"], str(len(run["devices"])),
+             f"{run['train_loss'][-1]:.3f}", f"{run['test_acc'][-1]:.3f}",
+             f"{np.mean(run['seconds']):.2f}", f"{rate:.0f}",
+             f"{rate / single[run['backend']]:.2f}x"
+             if run["backend"] in single else "-")
+            for run, rate in zip(runs, rates)])
+    for line in chapters.differences(runs):
+        click.echo(line)
+    if plot_file is not None:
+        first = runs[0]
+        plotting.plot_runs(
+            runs, plot_file, title=f"{chapter} on {first['data']['name']}, "
+            f"batch {first['batch_size']}, rate {first['lr']:g}, "
+            f"{first['dtype']}")
+
+
+def _show_timings(chapter: str, runs: list[chapters.Run],
+                  plot_file: str | None) -> None:
+    if len(runs) > 1:
+        print_table(
+            ("seconds", *(run["backend"] for run in runs)),
+            [(rows[0]["name"], *(f"{row['seconds']:.4f}" for row in rows))
+             for rows in zip(*(run["timings"] for run in runs))])
+    if plot_file is not None:
+        first = runs[0]
+        plotting.plot_timings(
+            [row for run in runs for row in run["timings"]], plot_file,
+            title=f"{first['repeat']} products of {first['size']} x "
+            f"{first['size']}, {first['dtype']}")

@@ -1,0 +1,107 @@
+"""Update rules, written once for both engines, with two semantics.
+
+``semantics="gluon"`` (the default) computes what the optimisers of MXNet
+1.9.1 compute on one device (`gluon_rules`); ``semantics="torch"`` what
+`torch.optim` of PyTorch 2.13 computes (`torch_rules`). Option names and
+defaults are those of that library. The formulas use: w the weight, g the
+gradient already divided by the batch size, lr and wd the parameter's own rate
+and weight decay, t = 1, 2, ... its update count, and ``clip(x)`` for x with
+every element brought within +-c, where c is the option ``clip_gradient``
+(None: x itself).
+
+Gluon's optimisers differ in where ``clip_gradient`` acts, and so do these:
+``clip(g) + wd w`` in sgd, nag and signum, ``clip(g + wd w)`` in adam, adamax,
+nadam and rmsprop; adamw, adagrad, adadelta and ftrl clip g and keep wd out of
+it. With torch's semantics it is always ``clip(g)`` first, as
+`torch.nn.utils.clip_grad_value_` before the step would do.
+
+MXNet's compiled updates (sgd, nag, adam, adamw, rmsprop, ftrl, signum) read
+their scalars as float32: Gluon trains a float64 network with a rate of
+0.1000000015. Here scalars keep double precision.
+"""
+from dataclasses import fields
+from typing import Any
+
+from mgpu.optimizers.base import RULES, Optimizer, State
+from mgpu.optimizers.gluon_rules import (NAG, SGD, AdaDelta, AdaGrad, Adam,
+                                         Adamax, AdamW, Ftrl, Nadam, RMSProp,
+                                         Signum)
+from mgpu.optimizers.torch_rules import (TorchAdadelta, TorchAdagrad,
+                                         TorchAdam, TorchAdamax, TorchAdamW,
+                                         TorchNAdam, TorchNAG, TorchRMSprop,
+                                         TorchSGD)
+
+__all__ = ["RULES", "AdaDelta", "AdaGrad", "Adam", "AdamW", "Adamax", "Ftrl",
+           "NAG", "Nadam", "Optimizer", "RMSProp", "SGD", "Signum", "State",
+           "TorchAdadelta", "TorchAdagrad", "TorchAdam", "TorchAdamW",
+           "TorchAdamax", "TorchNAG", "TorchNAdam", "TorchRMSprop",
+           "TorchSGD", "counterpart", "create"]
+
+_TORCH_NAMES = {"lr": "learning_rate", "weight_decay": "wd"}
+
+
+def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
+    """The optimiser called `name`.
+
+    Parameters
+    ----------
+    name : str
+        ``sgd``, ``nag``, ``adam``, ``adamw``, ``adamax``, ``nadam``,
+        ``rmsprop``, ``adagrad``, ``adadelta``, ``ftrl`` or ``signum``, in
+        upper or lower case (the last two with Gluon's semantics only).
+    semantics : {"gluon", "torch"}
+        Whose formulas, option names and defaults.
+    **options
+        The fields of the class: with Gluon's semantics ``learning_rate``,
+        ``wd``, ``clip_gradient`` and those of the rule; with torch's ``lr``
+        and ``weight_decay`` in the place of the first two, which are accepted
+        as well.
+
+    Raises
+    ------
+    ValueError
+        Unknown semantics, optimiser or option; a value out of its range; an
+        option given under two names; an optimiser that torch does not have.
+    TypeError
+        A value of another type: not a number, or not a bool for a switch.
+    """
+    if semantics not in RULES:
+        raise ValueError("unknown semantics; received "
+                         f"{semantics!r}. Use 'gluon' or 'torch'.")
+    rules, key = RULES[semantics], str(name).lower()
+    if key not in rules:
+        if key in RULES["gluon"]:
+            raise ValueError(f"torch has no optimiser {key!r}; received it "
+                             "with semantics='torch'. Use semantics='gluon', "
+                             f"or one of {', '.join(rules)}.")
+        raise ValueError(f"unknown optimiser; received {name!r}. Use one of "
+                         f"{', '.join(rules)}.")
+    known = [field.name for field in fields(rules[key])]
+    values = dict(options)
+    if semantics == "torch":
+        for short, field in _TORCH_NAMES.items():
+            if short in values:
+                if field in values:
+                    raise ValueError(f"{short} and {field} are one option; "
+                                     f"received both. Give {short} only.")
+                values[field] = values.pop(short)
+        known = list(_TORCH_NAMES) + known
+    unknown = [option for option in values if option not in known]
+    if unknown:
+        raise ValueError(
+            f"the optimiser {key!r} has no option "
+            f"{', '.join(map(repr, unknown))} with semantics={semantics!r}. "
+            f"Use {', '.join(known)}.")
+    return rules[key](**values)
+
+
+def counterpart(cls: type[Optimizer], semantics: str
+                ) -> type[Optimizer] | None:
+    """The class of the same family as `cls`, with the formulas of `semantics`.
+
+    None where that library has no such optimiser, and for a class that is
+    not one of this package.
+    """
+    if RULES.get(cls.semantics, {}).get(cls.family) is not cls:
+        return None
+    return RULES[semantics].get(cls.family)

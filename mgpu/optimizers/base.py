@@ -1,0 +1,282 @@
+"""What every optimiser has in common: its options and its interface."""
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+
+from mgpu.arguments import is_number
+from mgpu.backends.base import Array, Ops
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+    def dataclass_transform(**_):
+        """Return a decorator that does nothing; only type checkers need it."""
+        return lambda function: function
+
+#: arrays and Python floats by name
+State = dict[str, Any]
+
+
+# -- options ----------------------------------------------------------------
+
+# rules of an option: in words, and as a function
+_AT_LEAST_0 = "a finite number, 0 or more", lambda x: 0 <= x < math.inf
+_BELOW_1 = "a number from 0 to below 1", lambda x: 0 <= x < 1
+_UP_TO_1 = "a number from 0 to 1", lambda x: 0 <= x <= 1
+_ABOVE_0 = "a finite number above 0", lambda x: 0 < x < math.inf
+#: the rule of an option; for those that are not named here, `_AT_LEAST_0`
+_RULE_OF = {"beta1": _BELOW_1, "beta2": _BELOW_1, "betas": _BELOW_1,
+            "gamma1": _UP_TO_1, "gamma2": _UP_TO_1, "rho": _UP_TO_1,
+            "alpha": _UP_TO_1, "clip_gradient": _ABOVE_0,
+            "clip_weights": _ABOVE_0}
+_FLAGS = ("centered", "nesterov", "amsgrad", "decoupled_weight_decay")
+_MAY_BE_NONE = ("clip_gradient", "clip_weights")
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The option's value as Python floats or a bool, or an error."""
+    if name in _FLAGS:
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be True or False; received "
+                            f"{value!r}.")
+        return bool(value)
+    if value is None and name in _MAY_BE_NONE:
+        return None
+    if name == "betas":
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            raise TypeError(f"betas must be two numbers; received {value!r}. "
+                            "Use for example betas=(0.9, 0.999).")
+        return tuple(_number(name, beta) for beta in value)
+    return _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    rule, inside = _RULE_OF.get(name, _AT_LEAST_0)
+    if name in _MAY_BE_NONE:
+        rule += " (None: off)"
+    if not is_number(value):
+        raise TypeError(f"{name} must be {rule}; received {value!r} of type "
+                        f"{type(value).__name__}.")
+    if not inside(float(value)):
+        raise ValueError(f"{name} must be {rule}; received {value!r}.")
+    return float(value)
+
+
+# -- the interface ----------------------------------------------------------
+
+#: the classes of this package by semantics, then by family
+RULES: dict[str, dict[str, type["Optimizer"]]] = {"gluon": {}, "torch": {}}
+
+_Rule = TypeVar("_Rule", bound=type)
+
+
+@dataclass_transform(eq_default=False, kw_only_default=True)
+def rule(semantics: str, family: str) -> Callable[[_Rule], _Rule]:
+    """Make a class an update rule: a dataclass of its options, in `RULES`."""
+    def decorate(cls: Any) -> Any:
+        cls = dataclass(eq=False, kw_only=True)(cls)
+        cls.semantics, cls.family = semantics, family
+        RULES[semantics][family] = cls
+        return cls
+    return decorate
+
+
+@dataclass(eq=False, kw_only=True)
+class Optimizer:
+    """A rule that moves one weight; one object serves every device.
+
+    It holds options only. What an update remembers is in the state of that
+    weight on that device, so devices may be updated at the same time.
+
+    Parameters
+    ----------
+    learning_rate : float
+    wd : float
+        Weight decay.
+    clip_gradient : float, optional
+        Limit of each gradient element's absolute value. None: no limit.
+
+    Attributes
+    ----------
+    family : str
+        The name under which `create` finds the class: "sgd", "adam", ...;
+        the same with both semantics. "" for a class of no family.
+    semantics : str
+        Whose formula it is: "gluon" or "torch". "" for neither.
+    rate_in_velocity : bool
+        Whether the velocity (the state's ``"momentum"``) contains the
+        learning rate, as in Gluon's sgd and nag. Then steps taken before a
+        change of the rate keep their size.
+    clips_before_decay : bool
+        Whether the gradient is clipped before weight decay is added, or
+        clipped with the decay in it.
+    decoupled_decay : bool
+        Whether weight decay acts on the weight only, as in adamw. Otherwise
+        it is added to the gradient, so that the state contains it too.
+        False where an option decides (torch's nadam).
+    arrays : tuple of str
+        The names of the arrays that `create_state` makes. Where they depend
+        on the options, the class overrides `slots`.
+    has_begin_step : bool
+        Whether the class overrides `begin_step`. Set when a class is
+        derived; a trainer calls `begin_step` only where it is True.
+
+    Raises
+    ------
+    TypeError
+        An option of another type: not a number, or not a bool for a switch.
+    ValueError
+        An option out of its range, or options that exclude each other.
+    """
+
+    family: ClassVar[str] = ""
+    semantics: ClassVar[str] = ""
+    rate_in_velocity: ClassVar[bool] = False
+    clips_before_decay: ClassVar[bool] = True
+    decoupled_decay: ClassVar[bool] = False
+    arrays: ClassVar[tuple[str, ...]] = ()
+    has_begin_step: ClassVar[bool] = False
+
+    learning_rate: float = 0.01
+    wd: float = 0.0
+    clip_gradient: float | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.has_begin_step = cls.begin_step is not Optimizer.begin_step
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = _checked(field.name, getattr(self, field.name))
+            setattr(self, field.name, value)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether `update` treats each element by itself.
+
+        Then it may be given a weight piece by piece, as NumPy arrays. True
+        for the classes of this package. A class derived from them is asked
+        again: it may define ``elementwise = True``.
+        """
+        return RULES.get(self.semantics, {}).get(self.family) is type(self)
+
+    def create_state(self, weight: Array, ops: Ops) -> State:
+        """What the rule remembers of `weight` before the first update.
+
+        Returns
+        -------
+        dict
+            Named slots, {} for a rule without memory: arrays of the shape,
+            dtype and device of `weight`, or Python floats. `update` changes
+            the arrays in place and may replace the floats.
+        """
+        return {name: ops.zeros_like(weight) for name in self.slots()}
+
+    def begin_step(self, states: Sequence[State],
+                   counts: Sequence[int | None]) -> None:
+        """Prepare the updates of one step; called once for each device.
+
+        Only `nadam` with Gluon's semantics needs it: see there. It does
+        nothing in the other classes.
+
+        Parameters
+        ----------
+        states : sequence of dict
+            The device's states, one per parameter, in the parameters' order.
+        counts : sequence of int or None
+            For each state the `t` of the coming `update`, or None if that
+            parameter is not updated in this step.
+        """
+
+    def update(self, weight: Array, grad: Array, state: State, *, lr: float,
+               wd: float, t: int, ops: Ops) -> None:
+        """Move `weight`, in place; to be called inside
+        ``scope(recording=False)``.
+
+        Nothing is copied to the host and nothing blocks. `grad` is left as
+        it is.
+
+        Parameters
+        ----------
+        weight, grad : arrays of one shape, dtype and device
+            `grad` is already divided by the batch size.
+        state : dict
+            From `create_state` of this weight; updated.
+        lr, wd : float
+            This parameter's rate and weight decay: multipliers and schedule
+            are applied, `learning_rate` and `wd` of the object are not read.
+        t : int
+            1 at the first update of this parameter, then 2, 3, ...
+        ops : Ops
+            The functions of the engine that the arrays belong to.
+        """
+        raise NotImplementedError
+
+    def slots(self) -> tuple[str, ...]:
+        """The names of the arrays that `create_state` makes."""
+        return self.arrays
+
+    def clipped(self, x: Array, ops: Ops) -> Array:
+        """`x` with every element within +-`clip_gradient`."""
+        limit = self.clip_gradient
+        return x if limit is None else limited(x, limit, ops)
+
+    def decayed(self, weight: Array, grad: Array, wd: float,
+                ops: Ops) -> Array:
+        """G: the gradient, clipped and with weight decay added, in the order
+        of `clips_before_decay`."""
+        if self.clips_before_decay:
+            grad = self.clipped(grad, ops)
+        if wd:
+            grad = grad + weight * wd
+        return grad if self.clips_before_decay else self.clipped(grad, ops)
+
+
+# -- what several rules compute ---------------------------------------------
+
+def limited(x: Array, limit: float, ops: Ops) -> Array:
+    """`x` with every element brought within +-limit.
+
+    Not ``x.clip``: MXNet rounds its bounds to float32, and the engines would
+    differ in the ninth digit.
+    """
+    return ops.minimum(ops.maximum(x, -limit), limit)
+
+
+def move_average(average: Array, x: Array, keep: float) -> None:
+    """``average <- keep average + (1 - keep) x``, in place."""
+    average *= keep
+    average += x * (1 - keep)
+
+
+def nadam_momentum(beta1: float, decay: float, t: int) -> float:
+    """Nadam's schedule: ``beta1 (1 - 0.96^(t decay) / 2)``."""
+    return beta1 * (1 - 0.5 * 0.96 ** (t * decay))
+
+
+def nadam_update(weight: Array, grad: Array, state: State, lr: float, t: int,
+                 ops: Ops, beta1: float, beta2: float, epsilon: float,
+                 decay: float) -> None:
+    """The update of `Nadam`, for G = grad; the same in both libraries."""
+    mean, variance = state["mean"], state["variance"]
+    now = nadam_momentum(beta1, decay, t)
+    later = nadam_momentum(beta1, decay, t + 1)
+    product = state["schedule"] = float(state["schedule"]) * now
+    move_average(mean, grad, beta1)
+    move_average(variance, grad * grad, beta2)
+    step = grad * (lr * (1 - now) / (1 - product))
+    step += mean * (lr * later / (1 - product * later))
+    weight -= step / (ops.sqrt(variance / (1 - beta2 ** t)) + epsilon)
+
+
+def adadelta_step(grad: Array, state: State, ops: Ops, rho: float,
+                  epsilon: float) -> Array:
+    """The step d of `AdaDelta`, for G = grad; the same in both libraries."""
+    variance, past = state["variance"], state["delta_variance"]
+    move_average(variance, grad * grad, rho)
+    step = ops.sqrt((past + epsilon) / (variance + epsilon)) * grad
+    move_average(past, step * step, rho)
+    return step

@@ -1,0 +1,242 @@
+"""What the optimisers of `torch.optim` of PyTorch 2.13 compute.
+
+Sources: ``torch/optim/*.py``, the ``_single_tensor_`` functions. For the
+letters of the formulas see `mgpu.optimizers`; ``G = clip(g) + wd w``
+throughout, unless a docstring says otherwise.
+"""
+import math
+
+from mgpu.backends.base import Array, Ops
+from mgpu.optimizers.base import (Optimizer, State, adadelta_step,
+                                  move_average, nadam_update, rule)
+
+
+def _refuse_nesterov(momentum: float, dampening: float) -> None:
+    if not momentum or dampening:
+        raise ValueError(
+            "Nesterov momentum needs a momentum above 0 and no dampening; "
+            f"received momentum={momentum!r}, dampening={dampening!r}. Use "
+            "for example momentum=0.9.")
+
+
+@rule("torch", "sgd")
+class TorchSGD(Optimizer):
+    """``b <- momentum b + (1 - dampening) G`` (b = G at the first update),
+    then ``w <- w - lr b``, or ``w - lr (G + momentum b)`` with nesterov."""
+
+    learning_rate: float = 0.001
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.nesterov:
+            _refuse_nesterov(self.momentum, self.dampening)
+
+    def slots(self):
+        return ("momentum",) if self.momentum else ()
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad = self.decayed(weight, grad, wd, ops)
+        if self.momentum:
+            buffer = state["momentum"]
+            buffer *= self.momentum
+            buffer += grad * (1.0 if t == 1 else 1 - self.dampening)
+            grad = grad + buffer * self.momentum if self.nesterov else buffer
+        weight -= grad * lr
+
+
+@rule("torch", "nag")
+class TorchNAG(Optimizer):
+    """torch's SGD with ``nesterov=True``, where momentum must be given:
+    ``b <- momentum b + G;  w <- w - lr (G + momentum b)``."""
+
+    arrays = ("momentum",)
+
+    learning_rate: float = 0.001
+    momentum: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        _refuse_nesterov(self.momentum, 0.0)
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad = self.decayed(weight, grad, wd, ops)
+        buffer = state["momentum"]
+        buffer *= self.momentum
+        buffer += grad
+        weight -= (grad + buffer * self.momentum) * lr
+
+
+@rule("torch", "adam")
+class TorchAdam(Optimizer):
+    """m and v as in Gluon's `Adam`, then
+    ``w <- w - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)``.
+
+    ``amsgrad=True`` puts the largest v so far in the place of v.
+    """
+
+    learning_rate: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    amsgrad: bool = False
+
+    def slots(self):
+        return ("mean", "variance") + ("max_variance",) * self.amsgrad
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        self._move(weight, self.decayed(weight, grad, wd, ops), state,
+                   lr, t, ops)
+
+    def _move(self, weight: Array, grad: Array, state: State, lr: float,
+              t: int, ops: Ops) -> None:
+        beta1, beta2 = self.betas
+        mean, variance = state["mean"], state["variance"]
+        move_average(mean, grad, beta1)
+        move_average(variance, grad * grad, beta2)
+        if self.amsgrad:
+            largest = state["max_variance"]
+            largest[:] = ops.maximum(largest, variance)
+            variance = largest
+        root = ops.sqrt(variance) / math.sqrt(1 - beta2 ** t)
+        weight -= mean * (lr / (1 - beta1 ** t)) / (root + self.eps)
+
+
+@rule("torch", "adamw")
+class TorchAdamW(TorchAdam):
+    """``w <- (1 - lr wd) w``, then `TorchAdam` on ``clip(g)`` (Loshchilov
+    and Hutter 2019)."""
+
+    decoupled_decay = True
+
+    wd: float = 0.01
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        if wd:
+            weight *= 1 - lr * wd
+        self._move(weight, self.clipped(grad, ops), state, lr, t, ops)
+
+
+@rule("torch", "adamax")
+class TorchAdamax(Optimizer):
+    """``m <- beta1 m + (1 - beta1) G``, ``u <- max(beta2 u, |G| + eps)``,
+    ``w <- w - lr / (1 - beta1^t) m / u``."""
+
+    arrays = ("mean", "norm")
+
+    learning_rate: float = 0.002
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        beta1, beta2 = self.betas
+        mean, norm = state["mean"], state["norm"]
+        grad = self.decayed(weight, grad, wd, ops)
+        move_average(mean, grad, beta1)
+        norm[:] = ops.maximum(norm * beta2, ops.abs(grad) + self.eps)
+        weight -= mean * (lr / (1 - beta1 ** t)) / norm
+
+
+@rule("torch", "nadam")
+class TorchNAdam(Optimizer):
+    """Gluon's `Nadam` with a product P of each parameter's own, kept in the
+    float ``"schedule"``, and other defaults.
+
+    ``decoupled_weight_decay=True``: ``w <- (1 - lr wd) w`` first, and the
+    rest on ``clip(g)``. torch itself keeps P in its default dtype, float32
+    unless it is told otherwise; here P is double.
+    """
+
+    arrays = ("mean", "variance")
+
+    learning_rate: float = 0.002
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum_decay: float = 0.004
+    decoupled_weight_decay: bool = False
+
+    def create_state(self, weight, ops):
+        return {**super().create_state(weight, ops), "schedule": 1.0}
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        if self.decoupled_weight_decay:
+            weight *= 1 - lr * wd
+            wd = 0.0
+        grad = self.decayed(weight, grad, wd, ops)
+        nadam_update(weight, grad, state, lr, t, ops, *self.betas, self.eps,
+                     self.momentum_decay)
+
+
+@rule("torch", "rmsprop")
+class TorchRMSprop(Optimizer):
+    """``v <- alpha v + (1 - alpha) G^2;  d = G / (sqrt(v) + eps)``, then
+    ``w <- w - lr d``, or with momentum ``b <- momentum b + d;
+    w <- w - lr b``.
+
+    ``centered=True``: also ``a <- alpha a + (1 - alpha) G``, and
+    ``v - a^2`` in the place of v in d.
+    """
+
+    learning_rate: float = 0.01
+    alpha: float = 0.99
+    eps: float = 1e-8
+    momentum: float = 0.0
+    centered: bool = False
+
+    def slots(self):
+        return ("variance",) + ("mean",) * self.centered \
+            + ("momentum",) * bool(self.momentum)
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad = self.decayed(weight, grad, wd, ops)
+        spread = state["variance"]
+        move_average(spread, grad * grad, self.alpha)
+        if self.centered:
+            mean = state["mean"]
+            move_average(mean, grad, self.alpha)
+            spread = spread - mean * mean
+        step = grad / (ops.sqrt(spread) + self.eps)
+        if self.momentum:
+            buffer = state["momentum"]
+            buffer *= self.momentum
+            buffer += step
+            step = buffer
+        weight -= step * lr
+
+
+@rule("torch", "adagrad")
+class TorchAdagrad(Optimizer):
+    """``h <- h + G^2;  w <- w - lr / (1 + (t - 1) lr_decay) G / (sqrt(h) +
+    eps)``; h starts at initial_accumulator_value."""
+
+    learning_rate: float = 0.01
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def create_state(self, weight, ops):
+        start = self.initial_accumulator_value
+        return {"history": ops.zeros_like(weight) + start}
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad = self.decayed(weight, grad, wd, ops)
+        history = state["history"]
+        history += grad * grad
+        weight -= grad * (lr / (1 + (t - 1) * self.lr_decay)) \
+            / (ops.sqrt(history) + self.eps)
+
+
+@rule("torch", "adadelta")
+class TorchAdadelta(Optimizer):
+    """Gluon's `AdaDelta` on G, with ``w <- w - lr d``."""
+
+    arrays = ("variance", "delta_variance")
+
+    learning_rate: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad = self.decayed(weight, grad, wd, ops)
+        weight -= adadelta_step(grad, state, ops, self.rho, self.eps) * lr

@@ -1,0 +1,104 @@
+"""Causes in the shape of a layer's input and in its other options."""
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mgpu.parity.causes.difference import (ROWS, Difference, distance,
+                                           reordered, unexplained)
+from mgpu.parity.causes.forward import ACTIVATIONS
+from mgpu.parity.causes.pooling import KINDS, rules
+from mgpu.parity.causes.registry import Found, cause
+
+#: kinds of layers whose other causes leave nothing to guess
+COMPUTED = {"", "batch_norm", "dropout", "layer_norm", "instance_norm",
+            "conv", "leaky_relu", "dense", "embedding"}
+
+
+@cause("dense flatten", "forward", resort=2)
+def flattened(d: Difference) -> Found:
+    """Equal numbers, another shape."""
+    if d.place is not None and not d.place.inputs_agree:
+        return
+    for u, v, *_ in d.tensors():
+        if u.shape != v.shape and u.size == v.size:
+            yield (f"equal numbers of shape {u.shape} on {d.a} and {v.shape} "
+                   f"on {d.b}: Gluon's Dense flattens, torch's Linear acts "
+                   "on the last axis. Use Dense(flatten=False), or "
+                   "nn.Flatten before Linear"), distance(
+                       u.reshape(-1), v.reshape(-1)) / (
+                           float(np.abs(u).max(initial=0.0)) or 1.0)
+
+
+@cause("dense flatten", "forward", resort=5)
+def other_columns(d: Difference) -> Found:
+    for u, v, where, _ in d.tensors():
+        if u.ndim == 2 and u.size == v.size and len(u) == len(v):
+            yield (f"{where}: the columns of {d.b} are those of {d.a} in "
+                   "another order, as with channels last: permute to one "
+                   "layout before Flatten"), reordered(
+                       u.T, v.reshape(u.shape).T)
+
+
+def _differences(d: Difference, names: Sequence[str]) -> str:
+    return "; ".join(
+        f"{name} is {one!r} on {d.a} and {two!r} on {d.b}" for name in names
+        for one, two in [d.options(name)]) + ". Make them equal"
+
+
+@cause("layer options", "forward", resort=1, kinds=["conv"])
+def convolution(d: Difference) -> Found:
+    options, weight = d.place.b.options, d.parameter("weight")
+    differ = [name for name in ("stride", "padding", "dilation", "groups")
+              if len(set(d.options(name))) > 1]
+    act = ACTIVATIONS.get(options.get("activation") or "no activation")
+    if differ and weight is not None and act is not None \
+            and not isinstance(options["padding"], str):
+        x, u, v = d.rows_of_layer(ROWS)
+        yield f"{d.layer}: {_differences(d, differ)}", unexplained(
+            u, v, act(_convolve(x, weight, d.parameter("bias"), options)))
+
+
+def _convolve(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None,
+              options: Mapping[str, Any]) -> np.ndarray:
+    """A convolution of any number of dimensions, (rows, channels, ...)."""
+    pads, dilation = options["padding"], options["dilation"]
+    x = np.pad(x, [(0, 0), (0, 0), *((p, p) for p in pads)])
+    dims = len(pads)
+    size = tuple((k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilation))
+    windows: Any = np.lib.stride_tricks.sliding_window_view(
+        x, size, list(range(2, 2 + dims)))  # type: ignore[call-overload]
+    windows = windows[(slice(None), slice(None),
+                       *(slice(None, None, s) for s in options["stride"]),
+                       *(slice(None, None, d) for d in dilation))]
+    groups = options["groups"]
+    parts = []
+    for xs, ws in zip(np.split(windows, groups, 1),
+                      np.split(weight, groups, 0)):
+        axes = [1, *range(2 + dims, 2 + 2 * dims)]
+        y = np.tensordot(xs, ws, (axes, [1, *range(2, 2 + dims)]))
+        parts.append(np.moveaxis(y, -1, 1))
+    y = np.concatenate(parts, 1)
+    return y if bias is None else y + bias.reshape(-1, *[1] * dims)
+
+
+@cause("layer options", "forward", resort=1, kinds=KINDS)
+def pooling_windows(d: Difference) -> Found:
+    found = rules(d)
+    for field in ("kernel", "stride", "padding") if found else ():
+        one, two = (getattr(rule, field) for rule in found[:2])
+        if one != two:
+            yield f"{d.layer}: {field} is {one} on {d.a} and {two} on {d.b}", \
+                found[2]
+
+
+@cause("layer options", "forward", resort=6)
+def other_options(d: Difference) -> Found:
+    """The last resort: options that differ, without a computation."""
+    if d.kind not in COMPUTED:
+        differ = [name for name, value in d.place.a.options.items()
+                  if name in d.place.b.options and name != "flatten"
+                  and value != d.place.b.options[name]]
+        if differ:
+            yield (f"{d.layer}: {_differences(d, differ)}; the effect was "
+                   "not computed"), None

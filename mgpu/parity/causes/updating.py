@@ -1,0 +1,268 @@
+"""The search for causes of another update from equal gradients.
+
+A cause of stage "update" is a function ``find(d, rule, other)``. `rule` is
+how the side taken for right updates, with the gradients of the other side;
+`other` is how that other side, the one with the fault, says that it updates.
+The function yields (text, change) for each thing that may differ, where
+``change(rule)`` is the rule with that difference. A change whose weights are
+those of the side with the fault is a cause.
+"""
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mgpu.optimizers import Optimizer
+from mgpu.parity.causes.difference import (PART, Arrays, Difference, View,
+                                           distance)
+from mgpu.parity.causes.registry import RULES, Cause
+from mgpu.parity.run import velocity_factor
+
+_OPS: Any = SimpleNamespace(
+    abs=np.abs, sign=np.sign, sqrt=np.sqrt, exp=np.exp, log=np.log,
+    maximum=np.maximum, minimum=np.minimum, zeros_like=np.zeros_like)
+
+
+# -- how a side updates -------------------------------------------------------
+
+class Update(NamedTuple):
+    """How a side updates its weights in the step, by the names of `a`.
+
+    Attributes
+    ----------
+    side : View
+    optimizer : Optimizer
+    rate : float
+    lr_mult, wd_mult : dict of str -> float
+    gradients : mapping of str -> ndarray
+    divisor : float
+    slots : dict of (str, str) -> value
+        The optimiser's memory before the step.
+    last_rate : dict of str -> float
+        The rate of each weight in the update before; empty before the first.
+    decay : str
+        Where weight decay is added: by the optimiser's "own" formula, or
+        "outside" or "inside" of it.
+    repeats : int
+        How often each update is made.
+    frozen : tuple of str
+        Weights that do not move.
+    """
+
+    side: View
+    optimizer: Optimizer
+    rate: float
+    lr_mult: dict[str, float]
+    wd_mult: dict[str, float]
+    gradients: Arrays
+    divisor: float
+    slots: dict[tuple[str, str], Any]
+    last_rate: dict[str, float]
+    decay: str = "own"
+    repeats: int = 1
+    frozen: tuple[str, ...] = ()
+
+    def with_options(self, options: Mapping[str, Any],
+                     kind: type[Optimizer] | None = None) -> "Update":
+        """With an optimiser of class `kind`, and those of `options`, and of
+        its own, that this class has."""
+        kind = kind or type(self.optimizer)
+        given: dict[str, Any] = {}
+        options = {**options_of(self.optimizer), **options}
+        for field in fields(kind):
+            name = _GLUONS.get(field.name, field.name)
+            if field.name == "betas":
+                given["betas"] = (options.get("beta1", 0.9),
+                                  options.get("beta2", 0.999))
+            elif name in options:
+                given[field.name] = options[name]
+        try:
+            return self._replace(optimizer=kind(**given))
+        except (TypeError, ValueError):     # options that exclude each other
+            return self
+
+
+Change = Callable[[Update], Update]
+Changes = Iterator[tuple[str, Change]]
+
+
+def replaced(**values: Any) -> Change:
+    """The change of these fields of `Update`."""
+    return lambda rule: rule._replace(**values)
+
+
+def scaled(factor: float) -> Change:
+    """The change of all gradients by a factor."""
+    return lambda rule: rule._replace(divisor=rule.divisor / factor)
+
+
+#: names in Gluon of options that torch calls otherwise
+_GLUONS = {"eps": "epsilon", "alpha": "gamma1", "momentum_decay":
+           "schedule_decay"}
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The options of an optimiser, under one name for both semantics."""
+    options = {_GLUONS.get(field.name, field.name):
+               getattr(optimizer, field.name) for field in fields(optimizer)}
+    if "betas" in options:
+        options["beta1"], options["beta2"] = options.pop("betas")
+    return options
+
+
+def _update_of(d: Difference, side: View) -> Update:
+    """How a side says that it updates."""
+    ev, updates, step = d.evidence, side.run.updates, side.step
+    names = {n: own for n, own in side.names.items() if own in updates.lr_mult}
+    before, mine = ev.before.optimizer, d.a.run.updates
+    slots: dict[tuple[str, str], Any] = dict(before.slots)
+    if side is d.b and mine.slots == updates.slots:
+        slots = {(n, s): v * velocity_factor(
+            mine, updates, n, names[n], before.num_update)
+            if s == "momentum" else v
+            for (n, s), v in before.slots.items() if n in names}
+    elif side is d.b:
+        slots = dict(ev.earlier[-1][1].after.optimizer.slots) \
+            if ev.earlier else {}
+    return Update(
+        side, updates.optimizer, step.rate,
+        {n: updates.lr_mult[own] for n, own in names.items()},
+        {n: updates.wd_mult[own] for n, own in names.items()},
+        step.gradients, step.divisor, slots,
+        {n: updates.last_rate(own, before.num_update)
+         for n, own in names.items()} if before.num_update else {})
+
+
+# -- the search ---------------------------------------------------------------
+
+def explain_update(d: Difference) -> list[Cause]:
+    """Does one rule explain the weights of both sides, each from its own
+    gradients? If not, what was changed?"""
+    stage = "weight" if d.wrong("weight") else "memory"
+    if not d.wrong(stage):
+        return []
+    search = _Search(d, stage)
+    found: list[Cause] = []
+    for right, side in d.both_ways():
+        if side is d.b or stage == "weight":
+            found += search.causes(right, side)
+    return found
+
+
+class _Search:
+    """The elements that updates are tried on, and what they became."""
+
+    def __init__(self, d: Difference, stage: str):
+        self.d, self.stage = d, stage
+        self.updates = {side: _update_of(d, side) for side in (d.a, d.b)}
+        names = [n for n in d.scales("weight") if n in d.a.gradients
+                 and n in d.b.gradients and n in self.updates[d.b].lr_mult]
+        self.parts = {n: self._part(n) for n in names}
+        self.scales = {n: s for n, s in d.scales(stage).items()
+                       if n in names or stage == "memory"}
+
+    def _part(self, name: str) -> np.ndarray:
+        """Which elements of a tensor are tried: all of a small one; of a
+        large one some, and that with the largest difference."""
+        apart = np.abs(self.d.a.values[name] - self.d.b.values[name])
+        return np.arange(apart.size) if apart.size <= PART else np.append(
+            np.random.default_rng(0).integers(0, apart.size, PART),
+            apart.argmax())
+
+    def _seen(self, side: View) -> Arrays:
+        """The weights, or the memory, of a side after the step."""
+        after = side.step.after
+        if self.stage == "weight":
+            return {n: after.values[n].reshape(-1)[part]
+                    for n, part in self.parts.items()}
+        return {f"{n}.{s}": np.asarray(v).reshape(-1)[self.parts[n]]
+                for (n, s), v in after.optimizer.slots.items()
+                if n in self.parts and np.ndim(v)}
+
+    def _predicted(self, rule: Update) -> Arrays:
+        """The same after an update by `rule`."""
+        weights, states = self._move(rule)
+        if self.stage == "weight":
+            return weights
+        memory = {f"{n}.{s}": v for n, state in states.items()
+                  for s, v in state.items() if np.ndim(v)}
+        inside = [type(u.optimizer).rate_in_velocity
+                  for u in (self.updates[self.d.a], rule)]
+        for n in states:        # in the terms of a, as the memory of b is
+            if f"{n}.momentum" in memory and inside[0] != inside[1]:
+                rate = -rule.rate * rule.lr_mult.get(n, 1.0)
+                memory[f"{n}.momentum"] *= rate if inside[0] else 1 / rate
+        return memory
+
+    def _move(self, rule: Update) -> tuple[dict[str, np.ndarray],
+                                           dict[str, dict[str, Any]]]:
+        """The weights and the memory after an update by `rule`, flat."""
+        weights, states = {}, {}
+        optimizer, before = rule.optimizer, self.d.evidence.before
+        for name, part in self.parts.items():
+            w = before.values[name].reshape(-1)[part].copy()
+            weights[name], states[name] = w, optimizer.create_state(w, _OPS)
+            for slot, value in states[name].items():
+                old = rule.slots.get((name, slot))
+                if old is not None:
+                    states[name][slot] = np.array(old).reshape(-1)[part] \
+                        if np.ndim(value) else float(old)
+        counts = {n: before.optimizer.counts.get(n, 0) + 1 for n in weights
+                  if n in rule.gradients}
+        order = [n for n in self.d.a.run.updates.order if n in states]
+        optimizer.begin_step([states[n] for n in order],
+                             [counts.get(n) for n in order])
+        for name in counts.keys() - set(rule.frozen):
+            w, part = weights[name], self.parts[name]
+            g = rule.gradients[name].reshape(-1)[part] / rule.divisor
+            lr = rule.rate * rule.lr_mult.get(name, 1.0)
+            wd = optimizer.wd * rule.wd_mult.get(name, 1.0)
+            for _ in range(rule.repeats):
+                loose = w * (lr * wd) if rule.decay == "outside" else 0.0
+                if rule.decay == "inside":
+                    g = g + w * wd
+                optimizer.update(
+                    w, g, states[name], lr=lr, t=counts[name], ops=_OPS,
+                    wd=wd if rule.decay == "own" else 0.0)
+                w -= loose
+        return weights, states
+
+    def _near(self, x: Arrays, z: Arrays, times: float) -> bool:
+        return all(distance(x[n], z[n]) <= times * self.d.tolerance * scale
+                   for n, scale in self.scales.items() if n in x and n in z)
+
+    def causes(self, right: View, side: View) -> list[Cause]:
+        """The changes of the rule of `right` that explain `side`, else pairs
+        of them."""
+        rule = self.updates[right]._replace(gradients=side.gradients)
+        base, target = self._predicted(rule), self._seen(side)
+        if self._near(base, target, 1.0) or not self._near(
+                self._predicted(self.updates[right]), self._seen(right), 1e3):
+            # The gradients explain it all, or `right` does not do what it
+            # says.
+            return []
+
+        def residual(*changes: Change) -> float:
+            changed = rule
+            for change in changes:
+                changed = change(changed)
+            return self.d.residual(base, target, self._predicted(changed),
+                                   self.scales)
+        single: list[tuple[str, str, Change]] = []
+        for resort in (0, 1):
+            changes = [(known.name, *found) for known in RULES
+                       if (known.stage, known.resort) == ("update", resort)
+                       for found in known.find(self.d, rule,
+                                               self.updates[side])]
+            found = [Cause(name, text, left) for name, text, change in changes
+                     if (left := residual(change)) < self.d.limit]
+            if found:
+                return found
+            single += changes
+        for (n1, t1, c1), (n2, t2, c2) in itertools.combinations(single, 2):
+            if n1 != n2 and (left := residual(c1, c2)) < self.d.limit:
+                return [Cause(n1, t1, left), Cause(n2, t2, left)]
+        return []

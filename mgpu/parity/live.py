@@ -1,0 +1,335 @@
+"""The run of a network."""
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends import base, using_backend
+from mgpu.device import list_devices
+from mgpu.nested import as_inputs, cast_floats, leaves, rows_of
+from mgpu.parity.batches import Batch
+from mgpu.parity.masks import Masks
+from mgpu.parity.matching import Entry, RunWith
+from mgpu.parity.measure import summary
+from mgpu.parity.run import (Arrays, Calls, LayerCall, Run, State, StepResult,
+                             UpdateRule)
+from mgpu.parity.side import network_of
+from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
+from mgpu.replicas import initialize
+from mgpu.split import split_batch
+from mgpu.trainer import Trainer
+from mgpu.training import backward, parallel, record
+
+# A counter of torch's batch norm; Gluon has none.
+_COUNTER = "num_batches_tracked"
+
+
+class LiveRun(Run):
+    """A `Side` whose network is initialised and ready to train.
+
+    Parameters
+    ----------
+    side : Side
+        Complete: nothing but optional fields is None.
+    sample : NumPy array, or nested ones
+        What the network is called with.
+    dtype : str
+    masks : Masks
+
+    Attributes
+    ----------
+    side : Side
+    net : gluon.Block or torch.nn.Module
+    replicas : Replicas
+    trainer : Trainer
+    """
+
+    def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
+        self.net, self.name = network_of(side.net)
+        self.side, self.dtype, self.masks = side, dtype, masks
+        self.batch_norm = side.batch_norm
+        with using_backend(self.name) as backend:
+            self.backend = backend
+            network = backend.network(self.net)
+            dtypes = {s.dtype for s in network.specs() if "float" in s.dtype}
+            self._before = network.values(), dtypes
+            devices = side.devices if not isinstance(side.devices, int) \
+                else list_devices(side.devices)
+            init = side.init
+            if init is None and self._before[0] is not None:
+                init = "keep"
+            self.replicas = initialize(
+                self.net, devices, init=init, seed=side.seed or 0,
+                dtype=dtype, batch_norm=side.batch_norm, force_reinit=True,
+                sample=cast_floats(sample, dtype))
+            self.network, self.devices = (self.replicas.network,
+                                          self.replicas.devices)
+            self.network.own_arithmetic = bool(side.native)
+            self.trainer = Trainer(
+                self.replicas, side.optimizer, dict(side.optimizer_params
+                                                    or {}),
+                semantics=side.semantics, lr_scheduler=side.lr_scheduler,
+                lr_mult=side.lr_mult, wd_mult=side.wd_mult)
+            self.updates = self._update_rule(backend)
+        self.layers = self.network.layers()
+        aliases = self.network.aliases()
+        self.entries = [
+            Entry(p.name, _kind(p), tuple(p.shape or ()), p.grad_req != "null",
+                  tuple(n for n in aliases.get(p.name, ())
+                        if n != p.name))
+            for p in (*self.replicas.params(), *self.replicas.buffers())
+            if not p.name.endswith(_COUNTER) and "float" in p.dtype]
+        self._names = {e.name for e in self.entries}
+
+    def _update_rule(self, backend: base.Backend) -> UpdateRule:
+        trainer, params = self.trainer, self.replicas.params()
+        factors = {p.name: trainer.multipliers(p) for p in params}
+
+        def last_rate(name: str, num_update: int) -> float:
+            return trainer.rate(num_update) * factors[name][0]
+        return UpdateRule(
+            trainer.optimizer, sorted(trainer.optimizer.create_state(
+                params[0].data(), backend.ops)),
+            {name: lr for name, (lr, _) in factors.items()},
+            {name: wd for name, (_, wd) in factors.items()},
+            sorted(factors, key=trainer.gluon_order()), last_rate)
+
+    def options(self) -> dict[str, Any]:
+        return {"engine": f"{self.name} {self.backend.version}",
+                "network": type(self.net).__name__,
+                "devices": [str(d) for d in self.devices],
+                "optimizer": repr(self.trainer.optimizer),
+                "loss": getattr(self.side.loss, "__name__",
+                                repr(self.side.loss)),
+                "batch_norm": self.side.batch_norm
+                + (", the framework's own arithmetic" if self.side.native
+                   else ", Gluon's arithmetic"),
+                "dtype": self.dtype}
+
+    def restore(self) -> None:
+        values, dtypes = self._before
+        if values is None:
+            return
+        with using_backend(self.name):
+            for parameter in self.replicas.all_parameters():
+                parameter.set_data(values[parameter.name])
+            if len(dtypes) == 1:
+                self.network.cast(*dtypes)
+
+    # -- states -------------------------------------------------------------
+
+    def state(self) -> State:
+        values = self.replicas.export_numpy(all_devices=True)
+        one = len(self.devices) == 1
+        return State({e.name: values[e.name][None] if one and e.is_statistic
+                      else values[e.name] for e in self.entries},
+                     self.trainer.export_states())
+
+    def load(self, state: State, memory: bool = True) -> None:
+        k, values = len(self.devices), {}
+        for e in self.entries:
+            if e.name not in state.values:
+                continue
+            value = state.values[e.name]
+            if e.is_statistic:
+                if len(value) != k:
+                    value = np.repeat(value.mean(0, keepdims=True), k, 0)
+                value = value[0] if k == 1 else value
+            values[e.name] = value
+        self._write(values)
+        if memory:      # but not the class and the rate of the other side
+            own = self.trainer.optimizer
+            self.trainer.import_states(state.optimizer._replace(
+                optimizer=type(own).__name__,
+                learning_rate=own.learning_rate))
+
+    def _write(self, values: Mapping[str, np.ndarray]) -> None:
+        now = self.replicas.export_numpy(all_devices=True)
+        self.replicas.import_numpy({**now, **values})
+
+    # -- passes -------------------------------------------------------------
+
+    def prepared(self, X: Any, y: Any) -> Batch:
+        return (X, y) if self.side.prepare is None else self.side.prepare(X, y)
+
+    def shards(self, X: Any, y: Any) -> tuple[list[Any], list[Any]]:
+        """The batch on the devices, in the dtype of the comparison."""
+        return self._split(*self.prepared(X, y))
+
+    def _split(self, X: Any, y: Any) -> tuple[list[Any], list[Any]]:
+        return split_batch(cast_floats(X, self.dtype),
+                           cast_floats(y, self.dtype), self.devices)
+
+    @contextlib.contextmanager
+    def _running(self, rows: Sequence[int], step: int, training: bool = True
+                 ) -> Iterator[None]:
+        """With the masks of step `step`, and recorded if `training`."""
+        self.masks.begin(step, rows)
+        with using_backend(self.name), self.network.use_masks(self.masks):
+            with record() if training else contextlib.nullcontext():
+                yield
+
+    def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
+        with using_backend(self.name):
+            Xs, _ = self._split(X, y)
+            with self._running(_rows(Xs), step):
+                outputs = self.replicas(Xs)
+            self._forget()
+            return self._joined(outputs)
+
+    def predict(self, X: Any, y: Any) -> list[np.ndarray]:
+        """The outputs in prediction mode."""
+        with using_backend(self.name):
+            return self._joined(self.replicas(self.shards(X, y)[0]))
+
+    def _forget(self) -> None:
+        self.replicas.recorded = [False] * len(self.devices)
+
+    def _joined(self, outputs: Sequence[Any]) -> list[np.ndarray]:
+        """All devices' outputs, one array for each leaf."""
+        rows = [[self.backend.to_numpy(x) for x in leaves(output)]
+                for output in outputs if output is not None]
+        return [np.concatenate([np.atleast_1d(x) for x in column])
+                for column in zip(*rows)]
+
+    def calls(self, X: Any, y: Any, step: int, *, predict: bool = False,
+              first: bool = False) -> list[Calls]:
+        def copies(tree: Any) -> list[np.ndarray]:
+            return [self.backend.to_numpy(x) for x in leaves(tree)
+                    if self.backend.is_native(x)]
+        with using_backend(self.name):
+            Xs, _ = self.shards(X, y)
+            busy = [i for i, n in enumerate(_rows(Xs)) if n]
+            calls: dict[int, Calls] = {
+                i: [] for i in (busy[:1] if first else busy)}
+
+            def watch(path: str, inputs: Any, outputs: Any, index: int
+                      ) -> None:
+                if index in calls:
+                    calls[index].append(
+                        LayerCall(path, copies(inputs), copies(outputs)))
+            with self._running(_rows(Xs), step, training=not predict), \
+                    self.network.watch_layers(watch):
+                self.replicas(Xs)
+            self._forget()
+        return list(calls.values())
+
+    # -- steps --------------------------------------------------------------
+
+    def _backward(self, X: Any, y: Any, step: int
+                  ) -> tuple[list[Any], list[Any], list[int]]:
+        """A forward and a backward pass. Returns outputs, losses and the
+        number of rows, each by device."""
+        Xs, ys = self.shards(X, y)
+        rows = _rows(Xs)
+        with self._running(rows, step):
+            outputs = self.replicas(Xs)
+            losses = parallel(self._loss, outputs, ys)
+        backward([x for x in losses if x is not None])
+        return outputs, losses, rows
+
+    def _values(self, losses: Sequence[Any]) -> np.ndarray:
+        return np.concatenate([np.atleast_1d(self.backend.to_numpy(x))
+                               for x in losses if x is not None])
+
+    def train(self, X: Any, y: Any, step: int = 0) -> np.ndarray:
+        """Take one step of training and return only the losses."""
+        with using_backend(self.name):
+            _, losses, rows = self._backward(X, y, step)
+            self.trainer.allreduce_grads(ignore_stale_grad=True)
+            self.trainer.update(self.side.divisor or sum(rows))
+            return self._values(losses)
+
+    def step(self, X: Any, y: Any, step: int = 0) -> StepResult:
+        with using_backend(self.name):
+            outputs, losses, rows = self._backward(X, y, step)
+            self.trainer.allreduce_grads(ignore_stale_grad=True)
+            gradients, apart = {}, {}
+            for p in self.trainer.summed():
+                if p.name not in self._names:
+                    continue
+                copies = [self.backend.to_numpy(g) for g in p.list_grad()]
+                gradients[p.name] = copies[0]
+                apart[p.name] = _spread(copies)
+            divisor = self.side.divisor or sum(rows)
+            self.trainer.update(divisor)
+            after = self.state()
+            for p in self.replicas.params():
+                if p.name in self._names and len(self.devices) > 1:
+                    apart[p.name] = max(apart.get(p.name, 0.0), _spread(
+                        [self.backend.to_numpy(x) for x in p.list_data()]))
+            return StepResult(
+                self._joined(outputs), self._values(losses), gradients,
+                after, {n: d for n, d in apart.items() if d},
+                self.trainer.learning_rate, rows, divisor)
+
+    def _loss(self, output: Any, y: Any) -> Any:
+        if output is None:
+            return None
+        values = self.side.loss(output, y)
+        shape = tuple(getattr(values, "shape", (0,)))
+        if shape not in ((), (1,), (rows_of(y),)):
+            raise ValueError(
+                "the loss must return one value per example, or one number; "
+                f"received shape {shape} for {rows_of(y)} examples on "
+                f"{self.name}. Use a loss of mgpu.losses.")
+        return values
+
+    def probe(self, X: Any) -> RunWith:
+        y = np.zeros(rows_of(X) or 0, "int32")
+        parameters = {layer.path: layer.parameters for layer in self.layers}
+
+        def run(values: Mapping[str, np.ndarray], traced: bool
+                ) -> tuple[list, list]:
+            self._write(values)
+            if not traced:
+                return self.predict(X, y), []
+            calls, = self.calls(X, y, 0, predict=True, first=True)
+            return [], [(parameters[call.path], summary(call.inputs[0]))
+                        for call in calls
+                        if parameters.get(call.path) and call.inputs]
+        return run
+
+    # -- for the causes -----------------------------------------------------
+
+    def local_gradients(self, X: Any, y: Any, step: int) -> list[Arrays]:
+        with using_backend(self.name):
+            self.replicas.zero_grad()
+            _, _, rows = self._backward(X, y, step)
+            self._forget()
+            return [{p.name: self.backend.to_numpy(p.list_grad()[i])
+                     * (1.0 if n else 0.0) for p in self.replicas.params()
+                     if p.grad_req != "null"} for i, n in enumerate(rows)]
+
+    def shares_memory(self) -> bool:
+        with using_backend(self.name):
+            places = [place for p in self.replicas.params() for place in
+                      extents(self.backend, self.devices, p.name,
+                              p.list_data())]
+        try:
+            check_apart(places)
+        except ReplicaMismatchError:
+            return True
+        return False
+
+
+def _kind(p: Any) -> str:
+    """The kind of a parameter. A constant of the network's own is "other",
+    whether the engine keeps it as a buffer or as a frozen parameter."""
+    constant = p.grad_req == "null" and p.kind == "weight" \
+        and not p.name.endswith("weight")
+    return "other" if constant else p.kind
+
+
+def _rows(shards: Sequence[Any]) -> list[int]:
+    return [0 if s is None else rows_of(as_inputs(s)[0]) or 0 for s in shards]
+
+
+def _spread(copies: Sequence[np.ndarray]) -> float:
+    """How far the copies of one tensor are from the first."""
+    with np.errstate(invalid="ignore"):
+        return max((float(np.abs(x - copies[0]).max(initial=0.0))
+                    for x in copies[1:]
+                    if not np.array_equal(x, copies[0], equal_nan=True)),
+                   default=0.0)

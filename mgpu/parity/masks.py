@@ -1,0 +1,56 @@
+"""Dropout masks that depend neither on the engine nor on the devices."""
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends import get_backend
+
+
+class Masks:
+    """Dropout masks, drawn in NumPy.
+
+    A mask is a function of the seed, the step, the number of the call in the
+    step, and the row of the whole batch. ``off=True``: nothing is dropped.
+    Values that are kept are divided by ``1 - rate`` (inverted dropout), as
+    both frameworks do.
+    """
+
+    def __init__(self, seed: int, off: bool = False):
+        self._seed, self.off = seed, off
+        self._lock = threading.Lock()
+
+    def begin(self, step: int, rows: Sequence[int]) -> None:
+        """The next calls belong to a pass of step `step`, in which device i
+        has ``rows[i]`` rows."""
+        self._step, self._rows = step, list(rows)
+        self._calls = [0] * len(rows)
+
+    def __call__(self, x: Any, rate: float, axes: tuple[int, ...], index: int
+                 ) -> Any:
+        """See `mgpu.backends.base.DrawMask`."""
+        backend = get_backend()
+        with self._lock:
+            number = self._calls[index]
+            self._calls[index] += 1
+        shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
+        mask = np.ones((1,) * len(shape)) if self.off \
+            else self._draw(shape, rate, number, index)
+        with backend.scope(recording=False):
+            return backend.ops.astype(backend.put(mask, x), x.dtype)
+
+    def _draw(self, shape: tuple[int, ...], rate: float, number: int,
+              index: int) -> np.ndarray:
+        rows, total = self._rows[index], sum(self._rows)
+        entropy = [self._seed, self._step, number]
+        if rows and shape and shape[0] % rows == 0:
+            per_row = shape[0] // rows      # a reshape may fold axes into 0
+            begin = sum(self._rows[:index]) * per_row
+            whole = (total * per_row, *shape[1:])
+            part = slice(begin, begin + shape[0])
+        else:
+            whole, part = shape, slice(None)
+            entropy.append(index)
+        keep = np.random.default_rng(entropy).random(whole) >= rate
+        return keep[part] / (1 - rate) if rate < 1 else keep[part] * 0.0

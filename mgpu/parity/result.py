@@ -1,0 +1,172 @@
+"""What a comparison finds."""
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgpu import notebook
+from mgpu.parity.causes.registry import Cause
+from mgpu.parity.location import Location
+from mgpu.parity.matching import Plan
+from mgpu.parity.measure import STAGES, Gap
+from mgpu.parity.run import Arrays, Run, State, StepResult
+
+#: the worst first
+STATUSES = ("different", "rounding", "zero", "same")
+#: columns of `Result.by_stage`
+BY_STAGE = ("stage", "relative", "tensor", "step", "status")
+
+
+@dataclass
+class Evidence:
+    """What is known of a step in which something differs for the first time.
+    `b` is in the names and layout of `a`. The diagnosis works on it; it is
+    not saved.
+
+    Attributes
+    ----------
+    step : int
+    X, y : nested NumPy arrays
+        The batch.
+    before : State
+    a, b : StepResult
+    earlier : list of (StepResult, StepResult)
+        Of up to two steps before.
+    location : Location or None
+    run_a, run_b : Run
+    plan : Plan
+    initial : (dict, dict)
+        The values of both at the start, where each side has its own.
+    later : list of Evidence
+        Of later steps in which another stage differs for the first time.
+    """
+
+    step: int
+    X: Any
+    y: Any
+    before: State
+    a: StepResult
+    b: StepResult
+    earlier: list[tuple[StepResult, StepResult]]
+    location: Location | None
+    run_a: Run
+    run_b: Run
+    plan: Plan
+    initial: tuple[Arrays, Arrays] = ({}, {})
+    later: list["Evidence"] = field(default_factory=list)
+
+
+@dataclass(repr=False)
+class Result:
+    """What `compare` found.
+
+    Attributes
+    ----------
+    mode : str
+    verdict : str
+        "same" or "different".
+    gaps : list of Gap
+        Lock-step: one for each tensor, stage and step.
+    first : Gap or None
+        The first difference: by step, then stage, then layer (the backward
+        pass goes from the last layer to the first, and so does the order
+        there).
+    worst : dict of str -> Gap
+        The largest relative difference of each stage.
+    location : dict or None
+        The first layer whose output differs: "a" and "b" (path, kind,
+        options) and "inputs_agree".
+    causes : list of Cause
+        Likely causes of `first`, the best first.
+    plan : Plan
+        How parameters were matched.
+    sides : dict
+        "a" and "b": engine, network, devices, optimiser, ...
+    losses : dict
+        "a" and "b": the mean loss of each step.
+    settings : dict
+        tolerance, dtype, seed, steps, dropout, weights.
+    notes : list of str
+        What a reader must know to believe the verdict.
+    curves : dict
+        Free mode: "distance" and "floor", relative, one value a step.
+        Accuracy mode: "a" and "b", one value a seed, and "test".
+    evidence : Evidence or None
+        Not in `to_dict`.
+    """
+
+    mode: str
+    verdict: str
+    gaps: list[Gap]
+    plan: Plan
+    sides: dict[str, dict[str, Any]]
+    losses: dict[str, list[float]]
+    settings: dict[str, Any]
+    first: Gap | None = None
+    location: dict[str, Any] | None = None
+    causes: list[Cause] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    curves: dict[str, Any] = field(default_factory=dict)
+    evidence: Evidence | None = None
+
+    @property
+    def same(self) -> bool:
+        return self.verdict == "same"
+
+    @property
+    def worst(self) -> dict[str, Gap]:
+        found: dict[str, Gap] = {}
+        for gap in self.gaps:
+            if gap.stage not in found \
+                    or gap.relative > found[gap.stage].relative:
+                found[gap.stage] = gap
+        return {stage: found[stage] for stage in STAGES if stage in found}
+
+    def by_stage(self) -> list[list[str]]:
+        """The largest relative difference of each stage as text, with the
+        columns `BY_STAGE`."""
+        rows = []
+        for stage, gap in self.worst.items():
+            counts = Counter(g.status for g in self.gaps if g.stage == stage)
+            rows.append([stage, f"{gap.relative:.1e}", gap.name or "-",
+                         str(gap.step), ", ".join(
+                             f"{counts[s]} {s}" for s in STATUSES
+                             if counts[s])])
+        return rows
+
+    def _head(self, causes: int) -> list[str]:
+        lines = [f"{self.verdict} ({self.mode}, "
+                 f"{self.settings['steps']} steps, "
+                 f"{self.settings['dtype']})"]
+        if self.first is not None:
+            lines.append(f"first difference: {self.first}")
+        return lines + [f"likely cause: {cause}"
+                        for cause in self.causes[:causes]]
+
+    def __str__(self) -> str:
+        return "\n".join([
+            *self._head(3), *(f"worst {stage}: {gap.relative:.1e} {gap.name}"
+                              for stage, gap in self.worst.items()),
+            *self.notes])
+
+    def __repr__(self) -> str:
+        return f"<Result: {self._head(0)[0]}>"
+
+    def _repr_html_(self) -> str:
+        return notebook.table("; ".join(self._head(1)), BY_STAGE,
+                              self.by_stage())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but `evidence`, as lists, dicts, text and numbers."""
+        return {
+            "format": "mgpu parity 1", "mode": self.mode,
+            "verdict": self.verdict,
+            "first": self.first and self.first._asdict(),
+            "location": self.location,
+            "causes": [cause._asdict() for cause in self.causes],
+            "worst": {s: g._asdict() for s, g in self.worst.items()},
+            "gaps": [gap._asdict() for gap in self.gaps],
+            "plan": {**self.plan._asdict(),
+                     "pairs": [p._asdict() for p in self.plan.pairs]},
+            "sides": self.sides, "losses": self.losses,
+            "settings": self.settings, "notes": self.notes,
+            "curves": self.curves}

@@ -1,0 +1,256 @@
+"""A run: one side of a comparison, taken a step at a time.
+
+`Run` is what a comparison and the causes ask of a side. `mgpu.parity.live`
+has the run of a network, `mgpu.parity.recorded` that of a file.
+"""
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from mgpu.backends import base
+from mgpu.optimizers import Optimizer, counterpart
+from mgpu.parity.batches import Batch
+from mgpu.parity.matching import Entry, Plan, RunWith
+from mgpu.trainer_states import TrainerStates
+
+#: NumPy arrays by the name of a parameter
+Arrays = dict[str, np.ndarray]
+
+
+class CannotRun(RuntimeError):
+    """A recorded run was asked for what only a network can compute."""
+
+
+class State(NamedTuple):
+    """What a step starts from: values by name (a running statistic has a
+    leading axis with one entry per device) and the optimiser's memory."""
+
+    values: Arrays
+    optimizer: TrainerStates
+
+
+@dataclass
+class StepResult:
+    """What one step computed. Arrays are NumPy, by the names of the side.
+
+    Attributes
+    ----------
+    outputs : list of ndarray
+        What the network returned: the rows of all devices, in order.
+    losses : ndarray
+        One value per example, or one per device where the loss reduces.
+    gradients : dict of str -> ndarray
+        Summed over devices, not divided. A parameter that no backward pass
+        reached is not there.
+    after : State
+    apart : dict of str -> float
+        For parameters whose copies or gradients differ between devices after
+        the step: the largest difference.
+    rate : float
+        The learning rate of the update.
+    rows : list of int
+        The number of rows of each device.
+    divisor : int
+        The number that the gradients were divided by.
+    """
+
+    outputs: list[np.ndarray]
+    losses: np.ndarray
+    gradients: Arrays
+    after: State
+    apart: dict[str, float] = field(default_factory=dict)
+    rate: float = 0.0
+    rows: list[int] = field(default_factory=list)
+    divisor: int = 1
+
+
+class LayerCall(NamedTuple):
+    """One call of an innermost layer on one device."""
+
+    path: str
+    inputs: list[np.ndarray]
+    outputs: list[np.ndarray]
+
+
+Calls = list[LayerCall]
+
+
+class UpdateRule(NamedTuple):
+    """How a side updates its weights.
+
+    Attributes
+    ----------
+    optimizer : Optimizer
+        A plain `Optimizer`, without a formula, where the class of a recorded
+        one is not known.
+    slots : list of str
+        What it remembers of a weight.
+    lr_mult, wd_mult : dict of str -> float
+        For every parameter of the network.
+    order : list of str
+        The parameters in the order in which the optimiser gets them.
+    last_rate : callable
+        ``last_rate(name, num_update)``: the rate with which update
+        `num_update` moved a parameter, its multiplier included.
+    """
+
+    optimizer: Optimizer
+    slots: list[str]
+    lr_mult: dict[str, float]
+    wd_mult: dict[str, float]
+    order: list[str]
+    last_rate: Callable[[str, int], float]
+
+
+class Run(ABC):
+    """One side of a comparison, a step at a time.
+
+    A recorded run raises `CannotRun` where only a network can answer; so do
+    the defaults here. `X` and `y` are a batch as it comes, before
+    `Side.prepare`, but for `forward`.
+
+    Attributes
+    ----------
+    name : str
+        The engine's.
+    dtype : str
+    devices : list
+        Devices, or their names where the run is recorded.
+    entries : list of Entry
+        Parameters and running statistics.
+    layers : list of mgpu.backends.base.Layer
+    batch_norm : str
+        The policy of `mgpu.initialize`.
+    updates : UpdateRule
+    """
+
+    name: str
+    dtype: str
+    devices: Sequence[Any]
+    entries: list[Entry]
+    layers: list[base.Layer]
+    batch_norm: str
+    updates: UpdateRule
+
+    @abstractmethod
+    def options(self) -> dict[str, Any]:
+        """How this side trains, for a report."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """The values and the optimiser's memory now, as copies."""
+
+    @abstractmethod
+    def load(self, state: State, memory: bool = True) -> None:
+        """Start from `state`. If the number of devices differs, each device
+        gets the mean of the statistics. ``memory=False`` leaves the optimiser
+        as it is."""
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Give the user's network its values and dtype back."""
+
+    @abstractmethod
+    def step(self, X: Any, y: Any, step: int = 0) -> StepResult:
+        """Take one step of training.
+
+        Parameters
+        ----------
+        X, y : NumPy arrays with one row per example, or nested ones
+        step : int
+            Chooses the dropout masks.
+        """
+
+    @abstractmethod
+    def probe(self, X: Any) -> RunWith:
+        """A function for `matching.Probe`, with the input `X`."""
+
+    @abstractmethod
+    def prepared(self, X: Any, y: Any) -> Batch:
+        """The batch after `Side.prepare`."""
+
+    def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
+        """The outputs of a training pass, which is then forgotten, from a
+        batch as `prepared` returns it. Running statistics may move."""
+        self.refuse("forward pass")
+
+    def calls(self, X: Any, y: Any, step: int, *, predict: bool = False,
+              first: bool = False) -> list[Calls]:
+        """For each device with rows, the calls of all innermost layers in a
+        training pass (`predict`: in a prediction). `first`: only for the
+        first of these devices."""
+        self.refuse("calls of layers")
+
+    def local_gradients(self, X: Any, y: Any, step: int) -> list[Arrays]:
+        """Each device's own gradients, before they are summed."""
+        self.refuse("gradients of single devices")
+
+    def shares_memory(self) -> bool:
+        """Whether parameters of two devices are known to share memory."""
+        return False
+
+    @staticmethod
+    def refuse(what: str) -> NoReturn:
+        raise CannotRun(f"this side is a trace, which has no {what}")
+
+
+def translate(state: State, plan: Plan, source: Run, target: Run) -> State:
+    """A state of `source` in the names and terms of `target`.
+
+    Where Gluon's momentum (rate inside the velocity) meets torch's (rate
+    outside), ``b = -v / rate`` with the rate of the last update.
+    """
+    names = {pair.a: pair.b for pair in plan.pairs}
+    slots = {}
+    for (name, slot), value in state.optimizer.slots.items():
+        if name not in names:
+            continue
+        if slot == "momentum":
+            value = value * velocity_factor(
+                source.updates, target.updates, name, names[name],
+                state.optimizer.num_update)
+        slots[names[name], slot] = plan.to_b({name: value})[names[name]] \
+            if np.ndim(value) else value
+    counts = {names[name]: t for name, t in state.optimizer.counts.items()
+              if name in names}
+    return State(plan.to_b(state.values), state.optimizer._replace(
+        slots=slots, counts=counts))
+
+
+def velocity_factor(source: UpdateRule, target: UpdateRule, name: str,
+                    other: str, num_update: int) -> float:
+    """The factor that turns a velocity of `source` into one of `target`,
+    which calls the weight `other`."""
+    one, two = type(source.optimizer), type(target.optimizer)
+    if one.rate_in_velocity and rate_outside_velocity(two):
+        return -1 / source.last_rate(name, num_update)
+    if rate_outside_velocity(one) and two.rate_in_velocity:
+        return -target.last_rate(other, num_update)
+    return 1.0
+
+
+def rate_outside_velocity(rule: type[Optimizer]) -> bool:
+    """Whether `rule` is torch's form of a Gluon rule with the rate inside
+    the velocity."""
+    gluons = counterpart(rule, "gluon")
+    return gluons is not None and gluons.rate_in_velocity \
+        and not rule.rate_in_velocity
+
+
+def at_one_device(state: State, entries: Sequence[Entry]) -> Arrays:
+    """The values of a state, with the statistics of the first device."""
+    return {e.name: state.values[e.name][0] if e.is_statistic
+            else state.values[e.name] for e in entries}
+
+
+def join_devices(calls: Sequence[Calls]) -> Calls:
+    """The calls of all devices as if one device had had all rows."""
+    def join(columns: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
+        return [np.concatenate([np.atleast_1d(x) for x in xs])
+                for xs in zip(*columns)]
+    return [LayerCall(same[0].path, join([c.inputs for c in same]),
+                      join([c.outputs for c in same]))
+            for same in zip(*calls)]

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The checks that run nothing: ruff and mypy (their settings are in
+# pyproject.toml and setup.cfg), and the strict build of the site into
+# out/site. In the environment of setup_env.sh.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+
+status=0
+say "ruff"
+"$python" -m ruff check . || status=1
+say "mypy"
+"$python" -m mypy || status=1
+say "the site, strictly"
+# without its advertisement about MkDocs 2
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict || status=1
+exit $status

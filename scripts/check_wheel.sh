@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# The wheel as a user has it: bash scripts/check_wheel.sh PYTHON ENGINE
+# for example: bash scripts/check_wheel.sh python3.12 mxnet
+# Builds the wheel, installs it with one engine and the command line into a new
+# environment outside of the checkout, and runs `mgpu doctor` and README's
+# first script there. ENGINE: mxnet or torch. On Linux PyPI's torch brings
+# gigabytes of CUDA; with
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu it does not.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ $# = 2 ] || { sed -n '2,9s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
+base=$1 engine=$2 checkout=$PWD
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+say() { printf '%s\n' "==> $*"; }
+
+say "building the wheel, installing it with $engine on $("$base" --version)"
+"$base" -m venv "$folder/venv"
+python=$folder/venv/bin/python
+rm -rf build    # of an earlier build, whose files would go into the wheel
+"$python" -m pip wheel -qq --no-deps --wheel-dir "$folder" .
+rm -rf build
+"$python" -m pip install -qq --constraint scripts/constraints.txt \
+    "$(echo "$folder"/*.whl)[$engine,cli]"
+
+cd "$folder"
+"$python" - "$checkout/README.md" "$engine" >first.py <<'END'
+import re
+import sys
+
+text = open(sys.argv[1], encoding="utf-8").read()
+script = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
+print(re.sub(r'set_backend\("\w+"\)', f'set_backend("{sys.argv[2]}")', script))
+END
+say "mgpu doctor"
+venv/bin/mgpu doctor
+say "README's first script"
+MGPU_BACKEND=$engine "$python" first.py
+other=$([ "$engine" = torch ] && echo mxnet || echo torch)
+"$python" -I -c "import importlib.util, mgpu, sys
+assert mgpu.__file__.startswith(sys.prefix), mgpu.__file__
+assert importlib.util.find_spec('$other') is None"
+say "mgpu works from its wheel, with $engine only, on $("$python" --version)"

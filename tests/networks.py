@@ -1,0 +1,155 @@
+"""Small networks in pairs: the same layers in Gluon and in torch.
+
+They are written here, not by `mgpu`, so that a test compares `mgpu` with
+something that it did not write itself. Frameworks are imported inside
+functions: the backend must load them first.
+"""
+import mgpu
+
+
+def gluon(make):
+    """A function that makes a Gluon network from ``make(nn) -> layers``."""
+    def net():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        stack = nn.HybridSequential()
+        stack.add(*make(nn))
+        return stack
+    return net
+
+
+def torch(make, seed=None):
+    """A function that makes a torch network from ``make(nn) -> layers``: not
+    Gluon's numbers, and those of `seed` if there is one."""
+    def net():
+        import torch
+        with torch.random.fork_rng(devices=[], enabled=seed is not None):
+            if seed is not None:
+                torch.manual_seed(seed)
+            return torch.nn.Sequential(*make(torch.nn))
+    return net
+
+
+# -- pairs --------------------------------------------------------------------
+
+def rows_gluon():
+    """Rows of 6 numbers in 3 classes."""
+    return gluon(lambda nn: [
+        nn.Dense(8, in_units=6), nn.BatchNorm(in_channels=8),
+        nn.Activation("relu"), nn.Dropout(0.2), nn.Dense(3, in_units=8)])()
+
+
+def rows_torch():
+    return torch(lambda nn: [
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2),
+        nn.Linear(8, 3)])()
+
+
+def two_convs_gluon(dropout=0.5, scale=True):
+    """Pictures of (1, 8, 8) in 3 classes."""
+    return gluon(lambda nn: [
+        nn.Conv2D(4, 3, in_channels=1),
+        nn.BatchNorm(in_channels=4, scale=scale), nn.Activation("relu"),
+        nn.Dropout(dropout), nn.Conv2D(4, 3, in_channels=4),
+        nn.MaxPool2D(2, 2), nn.Flatten(), nn.Dense(3, in_units=16)])()
+
+
+def two_convs_torch(dropout=0.5, eps=1e-5, pool=None):
+    return torch(lambda nn: [
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, eps), nn.ReLU(),
+        nn.Dropout(dropout), nn.Conv2d(4, 4, 3), pool or nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(16, 3)])()
+
+
+def conv_gluon(batch_norm=True):
+    """Pictures of (1, 6, 6) in 3 classes: a convolution, batch norm or tanh,
+    ReLU, dropout, dense."""
+    return gluon(lambda nn: [
+        nn.Conv2D(3, 3, in_channels=1), nn.BatchNorm(in_channels=3)
+        if batch_norm else nn.Activation("tanh"), nn.Activation("relu"),
+        nn.Dropout(0.5), nn.Flatten(), nn.Dense(3, in_units=48)])()
+
+
+def conv_torch(eps=1e-5, batch_norm=True):
+    return torch(lambda nn: [
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, eps) if batch_norm
+        else nn.Tanh(), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(),
+        nn.Linear(48, 3)], seed=0)()
+
+
+def dense_norm(engine, epsilon):
+    """Rows of 5 numbers: dense, batch norm, dense."""
+    if engine == "mxnet":
+        return gluon(lambda nn: [
+            nn.Dense(8, in_units=5), nn.BatchNorm(in_channels=8,
+                                                  epsilon=epsilon),
+            nn.Dense(3, in_units=8)])()
+    return torch(lambda nn: [
+        nn.Linear(5, 8), nn.BatchNorm1d(8, epsilon), nn.Linear(8, 3)])()
+
+
+# -- pairs of any size, with the same parameters, names and order -------------
+
+def mlp(backend, units=(6, 5, 3), deferred=False):
+    """Dense layers with ReLU between them: a native network of `backend`
+    without values from `mgpu`; ``units[0]`` is the number of inputs.
+
+    Both engines have the same parameters, names and order: (out, in) weights
+    and biases. ``deferred=True`` leaves the numbers of inputs to
+    the first forward pass. Works with both array families of MXNet.
+    """
+    pairs = list(zip(units, units[1:]))
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        for i, (n_in, n_out) in enumerate(pairs):
+            if i:
+                net.add(nn.Activation("relu"))
+            net.add(nn.Dense(n_out, in_units=0 if deferred else n_in))
+        return net
+    from torch import nn
+    layers = []
+    for i, (n_in, n_out) in enumerate(pairs):
+        if i:
+            layers.append(nn.ReLU())
+        layers.append(nn.LazyLinear(n_out) if deferred
+                      else nn.Linear(n_in, n_out))
+    return nn.Sequential(*layers)
+
+
+def convnet(backend, channels=2, classes=3, batch_norm=True, deferred=False):
+    """Convolution, batch norm, ReLU, pooling, convolution, batch norm, ReLU,
+    mean over the picture, dense: a native network of `backend` for pictures
+    (n, `channels`, h, w) with h and w of 4 or more.
+
+    The same parameters, names and order on both engines, then the running
+    statistics. Works with both array families of MXNet.
+    """
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        for n_in, n_out in ((channels, 4), (4, 5)):
+            net.add(nn.Conv2D(n_out, 3, padding=1,
+                              in_channels=0 if deferred else n_in))
+            if batch_norm:
+                net.add(nn.BatchNorm(in_channels=0 if deferred else n_out))
+            net.add(nn.Activation("relu"))
+            if n_out == 4:
+                net.add(nn.AvgPool2D(2))
+        net.add(nn.GlobalAvgPool2D(), nn.Flatten(),
+                nn.Dense(classes, in_units=0 if deferred else 5))
+        return net
+    from torch import nn
+    layers = []
+    for n_in, n_out in ((channels, 4), (4, 5)):
+        layers.append(nn.LazyConv2d(n_out, 3, padding=1) if deferred
+                      else nn.Conv2d(n_in, n_out, 3, padding=1))
+        if batch_norm:
+            layers.append(nn.LazyBatchNorm2d() if deferred
+                          else nn.BatchNorm2d(n_out))
+        layers.append(nn.ReLU())
+        if n_out == 4:
+            layers.append(nn.AvgPool2d(2))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.LazyLinear(classes) if deferred else nn.Linear(5, classes))

@@ -1,0 +1,351 @@
+"""The rooms of mgpu: imports run downwards, private names stay at home, and
+what was public stays importable and readable."""
+import ast
+import importlib
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mgpu
+from helpers import on, relative_difference
+from mgpu import parity
+
+PACKAGE = Path(mgpu.__file__).parent
+OLD = Path(__file__).parent / "files" / "0.1"
+
+
+def sources():
+    """The source of every module of mgpu, by its name."""
+    return {".".join(("mgpu", *path.relative_to(PACKAGE).with_suffix("")
+                      .parts)).removesuffix(".__init__"):
+            path.read_text(encoding="utf-8")
+            for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+# -- imports run downwards ----------------------------------------------------
+
+#: from the bottom to the top; a package stands for all of its modules that
+#: are not named themselves. A module imports from its own layer and from
+#: those below it (docs/design.md, section 2).
+LAYERS = {
+    "foundations": "arguments environment files notebook probes progress",
+    "contract of an engine": "backends.base backends.messages backends.ledger "
+        "backends.scope backends._allocator backends._workers",
+    "registry": "backends",
+    "engines": "backends._mxnet backends._torch",
+    "devices, data and formulas": "nested device split datasets prefetching "
+        "initializers optimizers lr_scheduler losses loss_scale host_memory "
+        "collectives functional models strict",
+    "replicas": "batch_norm parameters replica_checks replicas",
+    "trainer": "trainer_states trainer",
+    "training": "evaluation training",
+    "clocks and figures": "background timing profile_advice profiling "
+        "plotting",
+    "the public names": ".",
+    "tools": "chapters doctor bench",
+    "parity": "parity testing",
+    "command line": "cli parity.commands __main__",
+}
+
+#: imports for annotations only, which run upwards or round in a circle
+ONLY_ANNOTATE = {
+    ("mgpu.parameters", "mgpu.replicas"),
+    ("mgpu.backends._torch.compiled", "mgpu.backends._torch.replica"),
+    ("mgpu.backends._torch.replica", "mgpu.backends._torch.network"),
+    # loaded for those who ask for them (`mgpu.__getattr__`)
+    ("mgpu", "mgpu.bench"), ("mgpu", "mgpu.parity"), ("mgpu", "mgpu.testing"),
+}
+
+
+def imports(source, modules):
+    """The modules of mgpu that a source imports, wherever it does, each with
+    whether that is inside ``if TYPE_CHECKING``."""
+    tree, found = ast.parse(source), []
+    typing = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If)
+              and ast.unparse(node.test).endswith("TYPE_CHECKING")
+              for statement in node.body for inner in ast.walk(statement)}
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports of mgpu are absolute"
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else node.module
+                     for name in inner]
+        found += [(name, id(node) in typing) for name in names
+                  if name.split(".")[0] == "mgpu"]
+    return found
+
+
+def layer_of(module):
+    """The number of a module's layer: of the longest name that fits."""
+    fits = [(len(name), number) for number, names in enumerate(LAYERS.values())
+            for name in ("mgpu." + n if n != "." else "mgpu"
+                         for n in names.split())
+            if module == name or name != "mgpu"
+            and module.startswith(name + ".")]
+    assert fits, f"{module} is in no layer: give it one in LAYERS"
+    return max(fits)[1]
+
+
+def upward(sources):
+    """Imports of a higher layer, but for those that only annotate."""
+    return [(name, target) for name, source in sources.items()
+            for target, typing in imports(source, sources)
+            if layer_of(target) > layer_of(name)
+            and not (typing and (name, target) in ONLY_ANNOTATE)]
+
+
+def circles(sources):
+    """Modules that import themselves through others, but for those imports
+    that only annotate."""
+    graph = {name: {target for target, typing in imports(source, sources)
+                    if not (typing and (name, target) in ONLY_ANNOTATE)}
+             for name, source in sources.items()}
+    reach = {name: set(targets) for name, targets in graph.items()}
+    for middle in graph:
+        for targets in reach.values():
+            if middle in targets:
+                targets |= reach[middle]
+    return sorted(name for name, targets in reach.items() if name in targets)
+
+
+def test_imports_run_downwards():
+    assert upward(sources()) == []
+
+
+def test_no_circle_in_imports():
+    assert circles(sources()) == []
+
+
+def test_what_only_annotates_is_there():
+    """The list of exceptions holds nothing that is over."""
+    everything = sources()
+    assert {(name, target) for name, source in everything.items()
+            for target, typing in imports(source, everything) if typing
+            and (name, target) in ONLY_ANNOTATE} == ONLY_ANNOTATE
+
+
+@pytest.mark.parametrize("source", [
+    "from mgpu import trainer", "import mgpu.trainer",
+    "from mgpu.trainer import Trainer",
+    "def f():\n    from mgpu.trainer import Trainer",
+    "import typing\nif typing.TYPE_CHECKING:\n    import mgpu.trainer"])
+def test_an_upward_import_is_seen(source):
+    assert upward({"mgpu.split": source, "mgpu.trainer": ""}) == [
+        ("mgpu.split", "mgpu.trainer")]
+    assert upward({"mgpu.training": source, "mgpu.trainer": ""}) == []
+
+
+def test_a_circle_is_seen():
+    a, b, c = "mgpu.split", "mgpu.device", "mgpu.nested"
+    wrong = {a: "from mgpu import device",
+             b: "def f():\n    from mgpu.nested import leaves",
+             c: "if TYPE_CHECKING:\n    import mgpu.split", "mgpu.files": ""}
+    assert circles(wrong) == [b, c, a] and upward(wrong) == []
+    assert circles({**wrong, c: "import numpy"}) == []
+
+
+def test_a_module_without_a_layer_is_seen():
+    with pytest.raises(AssertionError, match="mgpu.attic is in no layer"):
+        upward({"mgpu.attic": "import mgpu.split"})
+
+
+# -- private names stay at home -----------------------------------------------
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_members(source):
+    """The private names that the classes of a module define."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
+                    found.add(inner.name)
+                elif isinstance(inner, (ast.Assign, ast.AnnAssign)):
+                    found |= {x.id for x in ast.walk(inner)
+                              if isinstance(x, ast.Name)
+                              and isinstance(x.ctx, ast.Store)}
+        elif isinstance(node, ast.Attribute) \
+                and isinstance(node.ctx, ast.Store) \
+                and ast.unparse(node.value) in ("self", "cls"):
+            found.add(node.attr)
+    return set(filter(is_private, found))
+
+
+def borrowed(sources):
+    """Private names of one module that another one uses: (user, name).
+
+    The frameworks' own private names are not ours: a member counts if a class
+    of another module of mgpu defines it and none of this one does.
+    """
+    own = {name: private_members(source) for name, source in sources.items()}
+    found = set()
+    for name, source in sources.items():
+        others = set().union(*(names for other, names in own.items()
+                               if other != name)) - own[name]
+        tree, modules = ast.parse(source), set(sources)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) \
+                    and node.module.split(".")[0] == "mgpu":
+                for alias in node.names:
+                    if f"{node.module}.{alias.name}" in sources:
+                        modules.add(alias.asname or alias.name)
+                    elif is_private(alias.name):
+                        found.add((name, alias.name))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                owner, used = node.value, node.attr
+            elif isinstance(node, ast.Call) and len(node.args) > 1 and \
+                    ast.unparse(node.func) in ("getattr", "setattr",
+                                               "hasattr", "delattr"):
+                owner, used = node.args[0], ast.unparse(node.args[1])[1:-1]
+            else:
+                continue
+            if used in others or is_private(used) \
+                    and ast.unparse(owner) in modules:
+                found.add((name, used))
+    return sorted(found)
+
+
+def test_private_names_stay_in_their_module():
+    everything = sources()
+    assert borrowed(everything) == []
+    plugin = (PACKAGE.parent / "pytest_mgpu.py").read_text(encoding="utf-8")
+    assert borrowed({**everything, "pytest_mgpu": plugin}) == []
+
+
+@pytest.mark.parametrize("source, name", [
+    ("from mgpu.a import _f", "_f"), ("def g(x):\n    return x._y", "_y"),
+    ("import mgpu.a\nmgpu.a._f()", "_f"), ("x = getattr(a, '_y', None)", "_y"),
+    ("from mgpu import a as x\ny = x._f", "_f"), ("A._z = 1", "_z")])
+def test_a_borrowed_private_name_is_seen(source, name):
+    a = """
+def _f(): ...
+class A:
+    _z = 1
+    def __init__(self):
+        self._y = 2
+"""
+    assert borrowed({"mgpu.a": a, "mgpu.b": source}) == [("mgpu.b", name)]
+    # at home, of a framework, or of this module too
+    for innocent in (a, "def g(net):\n    return net._f, net.__dict__",
+                     "class B:\n    _y = 1\ndef g(b):\n    return b._y"):
+        assert borrowed({"mgpu.a": a, "mgpu.b": innocent}) == []
+
+
+# -- what was public stays ----------------------------------------------------
+
+#: names of version 0.1 by module. Left out: what was never meant for users
+#: (the functions inside `mgpu.parity.causes`, the errors and stand-ins that
+#: engines share, which `mgpu.backends.messages`, `mgpu.backends.scope` and
+#: `mgpu.host_memory` have now, and names of the standard library).
+NAMES = json.loads((OLD / "names.json").read_text(encoding="utf-8"))
+
+
+def missing(module, names):
+    return [name for name in names.split()
+            if not hasattr(importlib.import_module(module), name)]
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names_of_the_previous_version(module):
+    assert missing(module, NAMES[module]) == []
+
+
+def test_a_missing_name_is_seen():
+    assert missing("mgpu.trainer", "Trainer Tractor") == ["Tractor"]
+
+
+def test_what_is_public_has_a_docstring():
+    """Its own, or that of the method that it overrides."""
+    def bare(owner, name, thing):
+        if not inspect.getdoc(thing):
+            yield f"{owner}.{name}"
+        for inner, member in vars(thing).items() if inspect.isclass(thing) \
+                else ():
+            if inspect.isfunction(member) and not inner.startswith("_") \
+                    and not inspect.getdoc(getattr(thing, inner)):
+                yield f"{owner}.{name}.{inner}"
+    found = []
+    for module in map(importlib.import_module, NAMES):
+        for name, thing in vars(module).items():
+            if not name.startswith("_") and getattr(
+                    thing, "__module__", None) == module.__name__ \
+                    and (inspect.isclass(thing) or inspect.isfunction(thing)):
+                found += bare(module.__name__, name, thing)
+    assert found == []
+
+
+# -- and its files ------------------------------------------------------------
+# Written by version 0.1, float64, two devices: after three steps the values,
+# and the states of the trainer; the values after a fourth step; a trace of
+# two steps.
+
+rng = np.random.default_rng(0)
+X, y = rng.normal(size=(6, 3)), rng.integers(0, 2, 6).astype("int32")
+MOMENTUM = {"learning_rate": 0.125, "momentum": 0.5}
+
+
+def network(engine):
+    if engine == "torch":
+        from torch import nn
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(),
+                             nn.Linear(4, 2))
+    from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4),
+            nn.Activation("relu"), nn.Dense(2, in_units=4))
+    return net
+
+
+def next_step(backend, writer, optimizer, states=True):
+    """How far a fourth step is from the one that was written."""
+    def old(what):
+        values = dict(np.load(OLD / f"{writer}-{optimizer}{what}.npz"))
+        values.pop("1.num_batches_tracked", None)   # only torch has it
+        return values
+    replicas = mgpu.initialize(network(backend.name), on(0, 1), sample=X,
+                               dtype="float64")
+    trainer = mgpu.Trainer(replicas, optimizer, MOMENTUM if optimizer == "sgd"
+                           else {"learning_rate": 0.125},
+                           loss_scale="dynamic" if optimizer == "adam"
+                           else None)
+    replicas.import_numpy(old("-values"))
+    if states:
+        trainer.load_states(OLD / f"{writer}-{optimizer}.npz")
+        assert trainer.num_update == 3
+    mgpu.train_batch(X, y, replicas, mgpu.losses.SoftmaxCrossEntropyLoss(),
+                     trainer)
+    values, expected = replicas.export_numpy(all_devices=True), old("-next")
+    assert len(expected) == 8
+    return max(relative_difference(values[name], expected[name], 1e-3)
+               for name in expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("writer", ["mxnet", "torch"])
+def test_states_of_the_previous_version(backend, writer, optimizer):
+    # Adam divides noise by noise in the bias before the batch norm.
+    limit = 1e-12 if writer == backend.name or optimizer == "sgd" else 1e-7
+    assert next_step(backend, writer, optimizer) < limit
+    assert next_step(backend, writer, optimizer, states=False) > 1e-4
+
+
+@pytest.mark.parametrize("writer", ["mxnet", "torch"])
+def test_traces_of_the_previous_version(backend, writer):
+    file = OLD / f"{writer}.trace"
+    result = parity.compare_trace(file, lambda: network(backend.name))
+    assert result.same and result.plan.confirmed, str(result)
+    assert max(gap.relative for gap in result.gaps) < 1e-10
+    wrong = parity.compare_trace(file, parity.Side(
+        lambda: network(backend.name), optimizer="sgd",
+        optimizer_params={**MOMENTUM, "momentum": 0.25}))
+    assert wrong.verdict == "different" and wrong.first.stage == "weight"
