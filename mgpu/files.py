@@ -22,8 +22,19 @@ def check_folder(file: str, option: str) -> None:
 @contextlib.contextmanager
 def part_of(file: Any) -> Iterator[str]:
     """The path of an empty file to fill, which becomes `file` when the block
-    ends without an error, and else disappears."""
-    path = os.path.abspath(file)
+    ends without an error, and else disappears.
+
+    A link stays, and the file that it names is replaced. What is not an
+    ordinary file, such as a pipe or /dev/null, is written to directly.
+    IsADirectoryError for a folder.
+    """
+    path = os.path.realpath(file)
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"expected the name of a file; received the "
+                                f"folder {file!r}. Name a file in it.")
+    if os.path.exists(path) and not os.path.isfile(path):
+        yield path
+        return
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path),
                                          suffix=".part")
     os.close(handle)

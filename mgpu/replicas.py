@@ -423,6 +423,9 @@ class Replicas(abc.Sequence):
             self._replicas, _of(active, rows), head,
             lambda i: self._views[i].arrays())
 
+    #: the name in version 0.1
+    forward_backward = compute_gradients
+
     def _note(self, active: list[int]) -> None:
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]

@@ -202,6 +202,22 @@ def test_a_framework_that_does_not_load_is_not_available(patch, tmp_path,
         set_backend("torch")
 
 
+def test_a_framework_that_a_finder_hides_is_not_installed(patch):
+    class Hides:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "missing_torch":
+                raise ModuleNotFoundError(name)
+
+    remove(patch, "torch")
+    install(patch, "mxnet", Engine)
+    patch.setattr(sys, "meta_path", [Hides, *sys.meta_path])
+    assert available_backends() == ["mxnet"]
+    assert isinstance(get_backend(), Engine)
+    with pytest.raises(BackendNotAvailable):
+        set_backend("torch")
+
+
 def test_a_framework_may_be_installed_later(patch):
     remove(patch, "torch")
     with pytest.raises(BackendNotAvailable):

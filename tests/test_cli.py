@@ -175,7 +175,8 @@ def test_parse_devices(text, devices):
     (["--devices", "1,,2"], "empty entry"),
     (["--devices", ""], "empty entry"),
     (["--devices", "2,2"], "each number once"),
-    (["--devices", "0"], "from 1 on"),
+    (["--devices", "0"], "from 1 to 1024"),
+    (["--devices", "9" * 20], "from 1 to 1024"),
     (["--devices", "tpu:0"], "unknown device; received 'tpu:0'"),
     (["--devices", "cpu:1,cpu:1"], "each device may be named once"),
     (["--devices", "gpu:99"], "gpu(99) is not there"),
@@ -425,3 +426,19 @@ def test_doctor_prints_what_it_finds(default, patch):
     assert f"MGPU_BACKEND={BACKENDS[0]}" in words
     for name in BACKENDS:
         assert name in words
+
+
+def test_links_and_special_files_stay_what_they_are(tmp_path):
+    target, link = tmp_path / "target.json", tmp_path / "link.json"
+    link.symlink_to(target)
+    files.write_json(link, [1])
+    assert link.is_symlink() and json.loads(target.read_text()) == [1]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.write_json(pipe, [2])
+    assert json.loads(os.read(reader, 99)) == [2] and pipe.is_fifo()
+    os.close(reader)
+    with pytest.raises(IsADirectoryError, match="expected the name of a file"):
+        files.write_json(tmp_path, [1])
+    assert sorted(tmp_path.iterdir()) == [link, pipe, target]

@@ -428,8 +428,8 @@ def test_unknown_algorithms_are_refused(backend, algorithm):
         allreduce(data, algorithm=algorithm)
     assert str(refused.value) == (
         f"unknown algorithm; received {algorithm!r}. Use one of 'naive', "
-        "'tree', 'ring', 'sharded', 'native', 'auto', or an AllReduce "
-        "object.")
+        "'tree', 'ring', 'sharded', 'native', 'auto', or an object "
+        "of a subclass of AllReduce.")
     assert backend.to_numpy(data[0]).tolist() == [1, 1]
 
 
@@ -647,7 +647,32 @@ def test_strategies_that_have_no_name(engine, devices, strategy):
             assert_bit_equal(engine.to_numpy(x), reduced(columns, "sum"))
 
 
-def test_a_strategy_without_a_method_is_refused():
+@pytest.mark.parametrize("algorithm", ["ring", "sharded"])
+def test_a_list_that_is_refused_leaves_the_others_as_they_are(backend,
+                                                              algorithm):
+    """Only torch has arrays that are not contiguous; shapes differ on both."""
+    values = [np.full((2, 3), i + 1.0) for i in range(2)]
+    lists = [put(backend, values), put(backend, values)]
+    lists[1] = [x.T for x in lists[1]] if backend.name == "torch" \
+        else [lists[1][0], lists[1][1].T]
+    with pytest.raises(ValueError):
+        mgpu.allreduce_many(lists, algorithm=algorithm)
+    for x, before in zip(lists[0], values):
+        assert_bit_equal(backend.to_numpy(x), before)
+
+
+def test_a_strategy_that_puts_other_arrays_into_its_list(backend):
+    class Rebinds(AllReduce):
+        def allreduce_list(self, data, op, root):
+            data[:] = [data[0] + data[1]] * 2
+
+    with pytest.raises(RuntimeError, match=r"Write x\[:\] = result"):
+        allreduce(put(backend, [np.ones(2), np.ones(2)]), algorithm=Rebinds())
+
+
+def test_a_strategy_without_a_method_is_refused(backend):
+    with pytest.raises(ValueError, match="a subclass of AllReduce"):
+        allreduce(put(backend, [np.ones(2)]), algorithm=AllReduce())
     with pytest.raises(TypeError, match="received Empty with neither"):
         class Empty(AllReduce):
             pass

@@ -228,7 +228,14 @@ def available_backends() -> list[str]:
     """The names of the backends whose framework is installed. Imports
     nothing; ``mgpu doctor`` tells whether an installed one also loads."""
     return [name for name, entry in ENTRIES.items()
-            if importlib.util.find_spec(entry.framework) is not None]
+            if _is_installed(entry.framework)]
+
+
+def _is_installed(framework: str) -> bool:
+    try:
+        return importlib.util.find_spec(framework) is not None
+    except (ImportError, ValueError):   # hidden, or a stand-in for it
+        return False
 
 
 def loaded_backends() -> list[Backend]:

@@ -17,6 +17,8 @@ LOSSES = {
     "l1": losses.L1Loss, "huber": losses.HuberLoss,
     "sigmoid-bce": losses.SigmoidBinaryCrossEntropyLoss,
     "kl-div": losses.KLDivLoss}
+#: the largest number of devices
+MOST = 1024
 #: steps of a comparison where nobody says how many
 STEPS = 20
 
@@ -55,8 +57,10 @@ def parse_devices(text: str, name: str = "--devices") -> list[int] | list[str]:
         return entries
     if len(numbers) < len(entries):
         raise ValueError(f"{name} takes numbers or devices, not both" + usage)
-    if 0 in numbers or len(set(numbers)) < len(numbers):
-        raise ValueError(f"{name} takes each number once, from 1 on" + usage)
+    if len(set(numbers)) < len(numbers) \
+            or not all(0 < number <= MOST for number in numbers):
+        raise ValueError(f"{name} takes each number once, from 1 to {MOST}"
+                         + usage)
     return numbers
 
 

@@ -86,8 +86,7 @@ AllReduce
     strategy = strategy_of(algorithm)
     check_root(root, len(arrays))
     check_distinct(arrays)
-    _in_place(lambda lists: strategy.allreduce(lists, _sum_for(op), [root]),
-              [arrays], op)
+    _in_place(lambda lists: _run(strategy, lists, op, [root]), [arrays], op)
 
 
 def _sum_for(op: str) -> str:
@@ -126,10 +125,23 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
                          f"received lists of {lengths} arrays.")
     if not columns or lengths == [1]:
         return
-    _in_place(lambda views: strategy.allreduce(
-        views, _sum_for(op), assign_roots(
-            [prod(data[0].shape) for data in views], lengths[0])),
-        columns, op)
+    _in_place(lambda views: _run(strategy, views, op, assign_roots(
+        [prod(data[0].shape) for data in views], lengths[0])), columns, op)
+
+
+def _run(strategy: AllReduce, lists: list[list[Array]], op: str,
+         roots: Sequence[int]) -> None:
+    """Reduce `lists` by `strategy`, if it can reduce all of them."""
+    for data in lists:
+        strategy.check(data)
+    given = [tuple(data) for data in lists]
+    strategy.allreduce(lists, _sum_for(op), roots)
+    if any(x is not y for data, own in zip(lists, given)
+           for x, y in zip(data, own)):
+        raise RuntimeError(
+            "a strategy writes its result into the arrays that it is given; "
+            f"received other arrays in the lists of {strategy!r}. Write "
+            "x[:] = result.")
 
 
 def broadcast(data: list[Array], *, root: int = 0) -> None:

@@ -48,6 +48,10 @@ class AllReduce:
                 f"allreduce(lists, op, roots); received {cls.__name__} with "
                 "neither. Write one of them.")
 
+    def check(self, data: list[Array]) -> None:
+        """Refuse a list that this strategy cannot reduce (ValueError). It is
+        asked about every list before the first one is changed."""
+
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
         """Reduce each of `lists`, in place. ``roots[j]`` is the device that
@@ -128,6 +132,9 @@ class Ring(AllReduce):
     ``c - 1``, and K - 1 steps pass the results on (Patarasu and Yuan, 2009).
     The sum of chunk c is ``x[c] + x[c+1] + ... + x[c-1]``."""
 
+    def check(self, data: list[Array]) -> None:
+        chunks_of(data)
+
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
         k = len(data)
         chunks = chunks_of(data)
@@ -146,6 +153,9 @@ class Ring(AllReduce):
 class Sharded(AllReduce):
     """Device c reduces slice c of all, ``x[c] + x[0] + x[1] ...``, and every
     device fetches it: reduce-scatter, then all-gather."""
+
+    def check(self, data: list[Array]) -> None:
+        chunks_of(data)
 
     def allreduce_list(self, data: list[Array], op: str, root: int) -> None:
         chunks = chunks_of(data)
@@ -272,10 +282,10 @@ def strategy_of(algorithm: Any, argument: str = "algorithm") -> AllReduce:
     ValueError
         An unknown name, or another object.
     """
-    if isinstance(algorithm, AllReduce):
+    if isinstance(algorithm, AllReduce) and type(algorithm) is not AllReduce:
         return algorithm
     if not isinstance(algorithm, str) or algorithm not in STRATEGIES:
         raise ValueError(f"unknown {argument}; received {algorithm!r}. Use "
                          f"one of {', '.join(map(repr, STRATEGIES))}, or an "
-                         "AllReduce object.")
+                         "object of a subclass of AllReduce.")
     return STRATEGIES[algorithm]()
