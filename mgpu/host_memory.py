@@ -55,7 +55,7 @@ def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
 
 
 _IN_PLACE: dict[str, np.ufunc] = {
-    "sum": np.add, "max": np.maximum, "min": np.minimum}
+    "sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def reduce_blocks(columns: Sequence[list[np.ndarray]], begin: int,
@@ -74,6 +74,8 @@ def reduce_blocks(columns: Sequence[list[np.ndarray]], begin: int,
                 first, *others = [x[at:min(at + step, high)] for x in column]
                 for x in others:
                     function(first, x, first)
+                if op == "mean":
+                    first /= len(column)
                 for x in others:
                     x[...] = first
 

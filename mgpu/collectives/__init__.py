@@ -15,8 +15,8 @@ from mgpu.collectives.checks import (OPS, check_distinct, check_joinable,
                                      check_list, check_op, check_reducible,
                                      check_root, forms)
 from mgpu.collectives.strategies import (STRATEGIES, AllReduce,
-                                         broadcast_from, combine, reduce_to,
-                                         strategy_of)
+                                         allreduce_by, broadcast_from,
+                                         combine, reduce_to, strategy_of)
 from mgpu.host_memory import threads_for
 from mgpu.split import shard_bounds
 
@@ -29,10 +29,8 @@ ALGORITHMS = STRATEGIES
 
 
 def _in_place(run: Callable[[list[list[Array]]], None],
-              lists: Sequence[list[Array]], op: str,
-              root: int | None = None) -> None:
-    """Run a reduction of `lists`, which leaves its results at `root` (None:
-    everywhere), and divide them for a mean."""
+              lists: Sequence[list[Array]]) -> None:
+    """Call `run` on `lists` in the form that it can write to."""
     backend = get_backend()
     # There is nothing to do for empty arrays, and mx.nd refuses to do it.
     lists = [data for data in lists if 0 not in data[0].shape]
@@ -40,13 +38,8 @@ def _in_place(run: Callable[[list[list[Array]]], None],
         return
     with backend.scope(recording=False):
         # ``x[:]`` needs an axis
-        views = [[x if x.shape else backend.ops.flat_view(x) for x in data]
-                 for data in lists]
-        run(views)
-        if op == "mean":
-            for data in views:
-                for x in data if root is None else [data[root]]:
-                    x /= len(data)
+        run([[x if x.shape else backend.ops.flat_view(x) for x in data]
+             for data in lists])
 
 
 def allreduce(data: list[Array], *, op: str = "sum",
@@ -86,11 +79,7 @@ AllReduce
     strategy = strategy_of(algorithm)
     check_root(root, len(arrays))
     check_distinct(arrays)
-    _in_place(lambda lists: _run(strategy, lists, op, [root]), [arrays], op)
-
-
-def _sum_for(op: str) -> str:
-    return "sum" if op == "mean" else op
+    _in_place(lambda lists: _run(strategy, lists, op, [root]), [arrays])
 
 
 def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
@@ -126,7 +115,7 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
     if not columns or lengths == [1]:
         return
     _in_place(lambda views: _run(strategy, views, op, assign_roots(
-        [prod(data[0].shape) for data in views], lengths[0])), columns, op)
+        [prod(data[0].shape) for data in views], lengths[0])), columns)
 
 
 def _run(strategy: AllReduce, lists: list[list[Array]], op: str,
@@ -135,7 +124,7 @@ def _run(strategy: AllReduce, lists: list[list[Array]], op: str,
     for data in lists:
         strategy.check(data)
     given = [tuple(data) for data in lists]
-    strategy.allreduce(lists, _sum_for(op), roots)
+    allreduce_by(strategy, lists, op, roots)
     if any(x is not y for data, own in zip(lists, given)
            for x, y in zip(data, own)):
         raise RuntimeError(
@@ -150,7 +139,7 @@ def broadcast(data: list[Array], *, root: int = 0) -> None:
     arrays = check_list(data)
     check_root(root, len(arrays))
     check_distinct(arrays)
-    _in_place(lambda lists: broadcast_from(lists[0], root), [arrays], "sum")
+    _in_place(lambda lists: broadcast_from(lists[0], root), [arrays])
 
 
 def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
@@ -159,7 +148,7 @@ def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
     arrays = check_reducible(data, op)
     check_root(root, len(arrays))
     check_distinct(arrays)
-    _in_place(lambda lists: reduce_to(lists[0], op, root), [arrays], op, root)
+    _in_place(lambda lists: reduce_to(lists[0], op, root), [arrays])
 
 
 def allgather(data: list[Array], *, axis: int = 0) -> list[Array]:
@@ -217,8 +206,6 @@ def reducescatter(data: list[Array], *, op: str = "sum") -> list[Array]:
             part = slices[i] = backend.put(slices[i], arrays[i])
             if 0 not in part.shape:
                 reduce_to(slices, op, i)
-                if op == "mean":
-                    part /= k
             parts.append(part)
         return parts
 

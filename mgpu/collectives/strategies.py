@@ -35,10 +35,14 @@ class AllReduce:
 
     What the methods receive has been checked: each list holds one native
     array per device, of one shape and dtype, with one element or more, and
-    at least one axis. Nothing is recorded. `op` is "sum", "max" or "min";
-    the caller divides for a mean. A strategy writes one of the two methods;
-    a class with neither is refused with TypeError.
+    at least one axis. Nothing is recorded. `op` is "sum", "max" or "min",
+    and the caller divides for a mean, unless the class sets `divides`. A
+    strategy writes one of the two methods; a class with neither is refused
+    with TypeError.
     """
+
+    #: whether it takes `op` "mean" too, because it can divide at less cost
+    divides = False
 
     def __init_subclass__(cls) -> None:
         if cls.allreduce is AllReduce.allreduce \
@@ -84,6 +88,8 @@ def reduce_to(data: list[Array], op: str, root: int) -> None:
     for i, x in enumerate(data):
         if i != root:
             combine(op, data[root], x)
+    if op == "mean":
+        data[root] /= len(data)
 
 
 def broadcast_from(data: list[Array], root: int) -> None:
@@ -91,6 +97,18 @@ def broadcast_from(data: list[Array], root: int) -> None:
     for i, x in enumerate(data):
         if i != root:
             x[:] = data[root]
+
+
+def allreduce_by(strategy: AllReduce, lists: Sequence[list[Array]], op: str,
+                 roots: Sequence[int]) -> None:
+    """`strategy.allreduce`, and the division that it leaves to its caller."""
+    if op != "mean" or strategy.divides:
+        strategy.allreduce(lists, op, roots)
+        return
+    strategy.allreduce(lists, "sum", roots)
+    for data in lists:
+        for x in data:
+            x /= len(data)
 
 
 class Naive(AllReduce):
@@ -223,10 +241,12 @@ class HostMemory(AllReduce):
     the memory that CPU devices have in common. The sum is
     ``x[0] + x[1] + ...``. Elsewhere: `Balanced`, with the same order."""
 
+    divides = True      # while a block is in the cache
+
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
         if not host_memory.allreduce(get_backend(), lists, op):
-            Balanced().allreduce(lists, op, roots)
+            allreduce_by(Balanced(), lists, op, roots)
 
 
 class Balanced(AllReduce):
@@ -257,6 +277,8 @@ class Auto(AllReduce):
     """`Buckets` for arrays on CUDA cards that the framework's collective
     connects, `HostMemory` for all others."""
 
+    divides = True
+
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
         backend = get_backend()
@@ -264,8 +286,8 @@ class Auto(AllReduce):
         for strategy, chosen in ((Buckets(), True), (HostMemory(), False)):
             own = [i for i, is_fast in enumerate(fast) if is_fast is chosen]
             if own:
-                strategy.allreduce([lists[i] for i in own], op,
-                                   [roots[i] for i in own])
+                allreduce_by(strategy, [lists[i] for i in own], op,
+                             [roots[i] for i in own])
 
 
 #: by the name that ``algorithm=`` and ``allreduce=`` take
