@@ -2,7 +2,6 @@
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +34,7 @@ def part_of(file: Any) -> Iterator[str]:
     if os.path.exists(path) and not os.path.isfile(path):
         yield path
         return
+    import tempfile     # of no use to `import mgpu`, which it slows down
     handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path),
                                          suffix=".part")
     os.close(handle)

@@ -22,7 +22,7 @@ from mgpu.parity.causes import (  # noqa: F401  isort: skip
     statistics, float32)
 from mgpu.parity.causes.difference import ROWS, Difference
 from mgpu.parity.causes.registry import LIMIT, RULES, Cause
-from mgpu.parity.causes.updating import explain_update
+from mgpu.parity.causes.update_search import explain_update
 from mgpu.parity.result import Result
 from mgpu.parity.run import CannotRun
 

@@ -3,7 +3,8 @@ from mgpu.parity.causes.difference import Difference, as_single, near_as_single
 from mgpu.parity.causes.registry import Found, cause
 from mgpu.parity.causes.statistics import readings
 from mgpu.parity.causes.update import other_options
-from mgpu.parity.causes.updating import Changes, Update, options_of, replaced
+from mgpu.parity.causes.update_search import (Changes, Update, options_of,
+                                              replaced)
 
 
 @cause("float32 hyper-parameters", "update")

@@ -6,7 +6,7 @@ import numpy as np
 
 from mgpu.parity.causes.difference import Arrays, Difference, View, distance
 from mgpu.parity.causes.registry import Found, cause
-from mgpu.parity.causes.updating import Changes, Update, replaced
+from mgpu.parity.causes.update_search import Changes, Update, replaced
 
 
 @cause("device left out", "gradient", resort=1)

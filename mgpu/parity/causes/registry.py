@@ -65,7 +65,7 @@ def cause(name: str, stage: str, resort: int = 0, kinds: Sequence[str] = ()
         `Difference` and yields (text, residual) for each explanation, with
         the residual None where the effect was not computed. Explanations with
         a residual above the limit are dropped. For "update" see
-        `mgpu.parity.causes.updating`.
+        `mgpu.parity.causes.update_search`.
     resort : int
         The function is called only if no function of its stage with a lower
         number has found anything.

@@ -6,7 +6,7 @@ import numpy as np
 
 from mgpu.parity.causes.difference import Difference, View, once, unexplained
 from mgpu.parity.causes.registry import Found, cause
-from mgpu.parity.causes.updating import Changes, Update, replaced, scaled
+from mgpu.parity.causes.update_search import Changes, Update, replaced, scaled
 
 #: numbers by which a side is multiplied: (side, factor, text)
 Factors = Iterator[tuple[View, float, str]]

@@ -1,10 +1,11 @@
-"""Causes of another update from equal gradients: see `updating`."""
+"""Causes of another update from equal gradients: see `update_search`."""
 from functools import partial
 
 from mgpu.optimizers import RULES, Optimizer, counterpart
 from mgpu.parity.causes.difference import Difference, near_as_single
 from mgpu.parity.causes.registry import cause
-from mgpu.parity.causes.updating import Changes, Update, options_of, replaced
+from mgpu.parity.causes.update_search import (Changes, Update, options_of,
+                                              replaced)
 from mgpu.parity.run import rate_outside_velocity
 
 
