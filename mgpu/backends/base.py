@@ -536,6 +536,32 @@ class Backend(ABC):
         work is done (MXNet).
         """
 
+    # optional: whose batch a gradient belongs to, and who wrote it
+
+    def watch_gradients(self, leaves: Sequence[Sequence[Array]]) -> None:
+        """Announce the trainable arrays of one network, ``leaves[i]`` those
+        of device i, so that a step applies the gradients of one batch.
+
+        From then on a backward pass of the user's that reaches a device which
+        holds a fresh gradient of an *earlier* pass begins a new batch: what
+        earlier passes wrote on any device is not fresh any more. Exempt are
+        leaves with "add". Passes that start together (`backward`,
+        `Network.forward_backward`) count as one. A leaf that was announced
+        before belongs to the latest announcement. Keeps no array alive.
+        """
+        return None
+
+    def edited(self, x: Array) -> bool:
+        """Whether something else than a backward pass has written to the
+        gradient of the leaf `x` since it became fresh, or since `settle`, as
+        far as the engine can tell. `mark_used` changes nothing here."""
+        return False
+
+    def settle(self, x: Array) -> None:
+        """What was written to the gradient of `x` so far is known: `edited`
+        is False until something else is."""
+        return None
+
     # work on several devices
 
     @abstractmethod
