@@ -1,0 +1,180 @@
+"""Ctrl-C at random moments of a training: ``python -m
+tests.generated.interrupts --count 1000``.
+
+After each, the replicas are equal, and weights, the optimiser's slots and its
+counts belong to the same step of a training that nobody interrupts. Then the
+training goes on from there. Half of the steps are `train_batch`; of the
+others, which are taken by hand, some are tried again at once.
+"""
+import argparse
+import collections
+import contextlib
+import faulthandler
+import hashlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import mgpu
+
+OPTIMIZERS = [("sgd", {"learning_rate": 0.0625, "momentum": 0.5}),
+              ("adam", {"learning_rate": 0.0078125})]
+LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+
+
+def network(backend):
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(16, "tanh", in_units=6),
+                nn.Dense(16, "tanh", in_units=16), nn.Dense(3, in_units=16))
+        return net
+    from torch import nn
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16),
+                         nn.Tanh(), nn.Linear(16, 3))
+
+
+class Training:
+    """Step n takes batch n, whatever came before."""
+
+    def __init__(self, backend, k, optimizer):
+        self.replicas = mgpu.initialize(
+            network(backend), [mgpu.cpu(i) for i in range(k)], "xavier",
+            dtype="float64", force_reinit=True)
+        self.trainer = mgpu.Trainer(
+            self.replicas, *optimizer,
+            lr_scheduler=mgpu.lr_scheduler.FactorScheduler(50, 0.5, 2 ** -9))
+        self.stepping = 0       # rows of a step by hand, while it is taken
+
+    def step(self):
+        number = self.trainer.num_update
+        rng = np.random.default_rng(number)
+        rows = int(rng.integers(1, 8))      # sometimes fewer than devices
+        X, y = rng.normal(size=(rows, 6)), rng.integers(0, 3, rows, "int32")
+        if number % 2:
+            mgpu.train_batch(X, y, self.replicas, LOSS, self.trainer)
+            return
+        shards, labels = mgpu.split_batch(X, y, self.replicas.devices)
+        with mgpu.record():
+            losses = [None if out is None else LOSS(out, label) for out, label
+                      in zip(self.replicas(shards), labels)]
+        mgpu.backward(losses)
+        self.stepping = rows
+        self.trainer.step(rows)
+        self.stepping = 0
+
+    def again(self):
+        """What a user does whose `Trainer.step` was interrupted."""
+        rows, self.stepping = self.stepping, 0
+        with contextlib.suppress(RuntimeError):     # it was taken
+            if rows:
+                self.trainer.step(rows)
+
+    def state(self):
+        """Of all devices' weights, and of the trainer, in one number each."""
+        states = self.trainer.export_states()
+        return {"weights": _digest(x for p in self.replicas.params()
+                                   for x in map(mgpu.to_numpy,
+                                                p.list_data())),
+                "slots": _digest(x for _, x in sorted(states.slots.items())),
+                "counts": (states.num_update, sorted(states.counts.items()))}
+
+
+def _digest(arrays):
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
+
+
+class Presser:
+    """Presses Ctrl-C once, after some time."""
+
+    def __init__(self, after):
+        self.caught = threading.Event()
+        self.thread = threading.Thread(target=self.press, args=(after,))
+        self.thread.start()
+
+    def press(self, after):
+        while not self.caught.wait(after):
+            os.kill(os.getpid(), signal.SIGINT)
+            after = 2   # lost in a finalizer of MXNet's: once more
+
+    def end(self):
+        self.caught.set()
+        self.thread.join()
+
+
+def interrupted(backend, count, seed):
+    """Yield what is wrong after each of `count` interrupts, or None."""
+    order, training = random.Random(seed), None
+    for i in range(count):
+        if i % 50 == 0:
+            faulthandler.dump_traceback_later(300, exit=True)
+            k, optimizer = 1 + i // 50 % 4, OPTIMIZERS[i // 50 % 2]
+            k = k if count > 50 else 3
+            training, plain = (Training(backend, k, optimizer)
+                               for _ in range(2))
+            began = time.perf_counter()
+            for _ in range(5):
+                training.step()
+            a_step = (time.perf_counter() - began) / 5
+        presser = Presser(order.uniform(0, 3 * a_step))
+        try:
+            while True:
+                training.step()
+        except KeyboardInterrupt:
+            pass
+        presser.end()
+        if order.random() < 0.5:
+            training.again()
+        training.stepping = 0
+        number = training.trainer.num_update
+        while plain.trainer.num_update < number:
+            plain.step()
+        found, wanted = training.state(), plain.state()
+        wrong = [f"step {number}: {name} of another step" for name in found
+                 if found[name] != wanted[name]]
+        try:
+            training.replicas.check_equal()
+        except mgpu.ReplicaMismatchError as error:
+            wrong.append(str(error))
+        if backend.is_recording() or backend.is_training():
+            wrong.append("still recording")
+        yield "; ".join(wrong) or None
+        if wrong:       # go on from what is right
+            training.replicas.import_numpy(plain.replicas.export_numpy())
+            training.trainer.import_states(plain.trainer.export_states())
+    faulthandler.cancel_dump_traceback_later()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.generated.interrupts")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--engine", choices=["mxnet", "torch"],
+                        action="append")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    engines = options.engine or ["mxnet", "torch"]
+    wrong = collections.Counter()
+    count = options.count // (2 * len(engines))
+    for engine in engines:
+        for strict in (False, True):
+            with mgpu.using_backend(engine) as backend, \
+                    mgpu.strict_devices() if strict \
+                    else contextlib.nullcontext():
+                what = f"{engine}{', strict devices' * strict}"
+                wrong[what] = 0
+                for found in interrupted(backend, count, options.seed):
+                    if found:
+                        wrong[what] += 1
+                        print(f"{what}: {found}", flush=True)
+                print(f"{what}: {wrong[what]} of {count} wrong", flush=True)
+    return sum(wrong.values()) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
