@@ -43,7 +43,8 @@ def torch_net(model):
     import mgpu
     with mgpu.using_backend("torch"):
         net = mgpu.models.resnet18()
-    for module in net.modules():    # PyTorch's own arithmetic
+    for module in net.modules():    # PyTorch's own arithmetic and values
+        getattr(module, "reset_parameters", lambda: None)()
         if isinstance(module, torch.nn.BatchNorm2d):
             module.__class__ = torch.nn.BatchNorm2d
     return net

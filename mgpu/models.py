@@ -1,7 +1,8 @@
 """The two networks of the book, for both engines.
 
 `lenet` and `resnet18` make native networks without values, for
-`mgpu.initialize`. `lenet_params` and `lenet_forward` are LeNet from scratch,
+`mgpu.initialize`; on torch their parameters are NaN until something is
+written to them. `lenet_params` and `lenet_forward` are LeNet from scratch,
 as a list of arrays and a function.
 """
 from collections.abc import Sequence

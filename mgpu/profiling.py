@@ -242,7 +242,8 @@ class Profile:
     Examples
     --------
     >>> replicas = mgpu.initialize(mgpu.models.lenet(),
-    ...                            mgpu.list_devices(2))
+    ...                            mgpu.list_devices(2),
+    ...                            init="uniform")
     >>> trainer = mgpu.Trainer(replicas, "sgd")
     >>> loss = mgpu.losses.SoftmaxCrossEntropyLoss()
     >>> batches, _ = mgpu.datasets.digits(64, limit=256)

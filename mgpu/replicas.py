@@ -93,10 +93,11 @@ class Replicas(abc.Sequence):
 
     def __init__(self, network: base.Network, backend: base.Backend,
                  devices: list[Device], batch_norm: str,
-                 draw: Any) -> None:
+                 draw: Any, origin: str) -> None:
         self.network, self.backend = network, backend
         self.devices, self.batch_norm = devices, batch_norm
         self._draw = draw           # specs -> values; None once complete
+        self._origin = origin       # of the values, in words
         self._completing = threading.Lock()
         self._replicas: list[base.Replica] = []
         self._views = [ReplicaView(self, i, self._run_one)
@@ -121,7 +122,8 @@ class Replicas(abc.Sequence):
 
     def __repr__(self) -> str:
         return (f"Replicas of {type(self.net).__name__} on {self.devices} "
-                f"({self.backend.name}, batch_norm={self.batch_norm!r})")
+                f"({self.backend.name}, batch_norm={self.batch_norm!r}; "
+                f"{self._origin})")
 
     def _repr_html_(self) -> str:
         return notebook.table(repr(self), ("parameter", "shape", "dtype"), [
@@ -132,7 +134,8 @@ class Replicas(abc.Sequence):
 
     def _complete(self, inputs: tuple[Any, ...] | None = None,
                   device: Device | None = None) -> None:
-        """Draw the values, once shapes are known."""
+        """Make the replicas and draw what has no value, once shapes are
+        known."""
         with self._completing:      # replicas may run in threads
             if self._draw is None:
                 return
@@ -156,6 +159,8 @@ class Replicas(abc.Sequence):
     def of_engine(self) -> list[base.Replica]:
         """The engine's own replicas. RuntimeError before they have
         values."""
+        if self._draw is not None:
+            self._complete()        # a native call may have found the shapes
         if self._draw is not None:
             raise RuntimeError(
                 "the parameters have no values yet: a shape is unknown until "
@@ -521,13 +526,20 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
     return base.Options(bool(hybridize), bool(channels_last), autocast)
 
 
-def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
-               sample: Any = None, force_reinit: bool = False,
+def initialize(net: Any, devices: Any, init: Any = None,
+               seed: int | None = None, sample: Any = None,
+               force_reinit: bool = False,
                dtype: str | None = None, *,
                batch_norm: str = "per_device", hybridize: bool = False,
                channels_last: bool = False, autocast: str | None = None
                ) -> Replicas:
     """Put a network on a list of devices, all with the same values.
+
+    The network's own values stay. What has none is drawn: networks of
+    `mgpu.models`, and Gluon networks without ``net.initialize()``. A
+    deferred ``net.initialize(X)`` is carried out by Gluon when shapes are
+    known, and lazy torch layers get what torch gives them. `init` draws
+    everything. ``repr(replicas)`` says what was kept and what was drawn.
 
     Parameters
     ----------
@@ -535,20 +547,24 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         Trained in place: see `Replicas.net`.
     devices : sequence of distinct devices
     init : Initializer, str, "keep" or None
-        Weights are drawn once, in NumPy, from (`seed`, number of the
+        Draws all weights, once, in NumPy, from (`seed`, number of the
         parameter): bit-identical on all devices and, for the same layers in
-        the same order, on both backends. None is Gluon's default,
-        ``Uniform(0.07)``; "keep" keeps the network's own values. Biases,
-        gammas, betas and running statistics follow Gluon's rules (0, 1, 0,
-        0 and 1), and a layer's own Gluon initialiser wins.
-    seed : int
+        the same order, on both backends. Biases, gammas, betas and running
+        statistics follow Gluon's rules then (0, 1, 0, 0 and 1), and a
+        layer's own Gluon initialiser wins. Parameters that mgpu does not
+        know (a vector that scales a layer, names of the user's own) keep
+        the network's values. None draws only what has no value, by Gluon's
+        default, ``Uniform(0.07)``; "keep" refuses to draw.
+    seed : int, optional
+        Of what is drawn; 0 if not given.
     sample : array, or tuple or list of arrays, optional
         What the network is called with, for deferred or lazy shapes; floats
         from NumPy take the dtype of the network. Without it the shapes are
         completed once, at the first forward pass.
     force_reinit : bool
-        Draw again a network that has been through `initialize`, running
-        statistics included. Replicas from the earlier call are void.
+        Take a network that has been through `initialize`, and draw it again,
+        running statistics included; with ``init="keep"``: the same values
+        on new devices. Replicas from the earlier call are void.
     dtype : str, optional
         Cast the network, for example to ``"float64"``.
     batch_norm : {"per_device", "average", "sync"}
@@ -582,7 +598,8 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         "keep" and it has no values; or `hybridize` without a compiler.
     ValueError
         A wrong option or device, or an option that the engine cannot give
-        this network. Nothing has changed then.
+        this network; a `seed` where nothing is drawn. Nothing has changed
+        then.
     """
     backend = get_backend()
     devices = as_devices(devices)
@@ -592,44 +609,63 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
         one_of("dtype", dtype, _DTYPES)
     options = _options(network, batch_norm, dtype, hybridize, channels_last,
                        autocast)
-    seed = integer("seed", seed, 0)
+    start = 0 if seed is None else integer("seed", seed, 0)
     keep = isinstance(init, str) and init == "keep"
-    rule = None if keep else initializers.create(
-        initializers.Uniform(0.07) if init is None else init)
+    rule = initializers.create(
+        initializers.Uniform(0.07) if init is None or keep else init)
+    everything = not keep and (init is not None or force_reinit)
     if net in _initialized and not force_reinit:
         raise RuntimeError(
             f"the network is initialized already, on {_initialized[net]}; "
-            "pass force_reinit=True to draw it again.")
-    if keep and network.values() is None:
+            "pass force_reinit=True to draw it again, and init='keep' with "
+            "it to keep its values.")
+    missing = network.missing()
+    if keep and missing:
         raise RuntimeError(
             "init='keep' needs a network that has values; received one whose "
             "parameters are not initialized yet. Load or initialize it "
             "first, or choose an initialiser.")
 
+    def is_drawn(spec: base.Spec) -> bool:
+        return spec.kind != "other" and (
+            spec.name in missing or everything and spec.kind != "unknown")
+
+    trained = [s for s in network.specs() if s.kind not in BUFFERS]
+    drawn = sum(map(is_drawn, trained))
+    if seed is not None and not (everything or missing):
+        raise ValueError(
+            "a seed is for values that are drawn; received "
+            f"seed={seed} for a network whose values stay. Pass init= "
+            "('uniform' is Gluon's default) to draw them, or no seed.")
+    origin = f"{len(trained) - drawn} parameters kept, {drawn} drawn" \
+        + (f" by {rule!r}" if drawn else "")
     values: dict[str, np.ndarray] = {}
 
-    def draw(specs: list[base.Spec]) -> dict[str, np.ndarray]:
-        if keep:
-            return network.values() or {}
+    def draw(number: int, spec: base.Spec, shape: tuple[int, ...]
+             ) -> np.ndarray:
+        return initializers.draw_parameter(
+            "weight" if spec.kind == "unknown" else spec.kind, shape,
+            dtype or spec.dtype, rule, seed=start, index=number,
+            own=spec.init)
+
+    def draw_known(specs: list[base.Spec]) -> dict[str, np.ndarray]:
         # Parameters come first, so their numbers are those of the layers.
         for number, spec in enumerate(specs):
             if spec.shape is None or spec.name in values:
                 continue
-            if spec.kind != "other":
-                values[spec.name] = initializers.draw_parameter(
-                    spec.kind, spec.shape, dtype or spec.dtype, rule,
-                    seed=seed, index=number, own=spec.init)
-            elif spec.name.endswith(_COUNTER):
+            if is_drawn(spec):
+                values[spec.name] = draw(number, spec, spec.shape)
+            elif everything and spec.name.endswith(_COUNTER):
                 values[spec.name] = np.zeros(spec.shape, spec.dtype)
         return values
 
     network.prepare(options, devices)
-    if not keep:    # what cannot be drawn is refused before a change
-        draw(network.specs())
+    draw_known(network.specs())     # refused before a change
     before = {s.dtype for s in network.specs() if "float" in s.dtype}
     if dtype is not None:
         network.cast(dtype)
-    replicas = Replicas(network, backend, devices, batch_norm, draw)
+    replicas = Replicas(network, backend, devices, batch_norm, draw_known,
+                        origin)
     try:
         if sample is not None:
             floats = dtype or min(before, default=None)
@@ -642,6 +678,12 @@ def initialize(net: Any, devices: Any, init: Any = None, seed: int = 0,
             replicas._complete(as_inputs(sample), devices[0])
         else:
             replicas._complete()
+            if not replicas.complete and network.defer(devices, {
+                    number: partial(draw, number, spec)
+                    for number, spec in enumerate(network.specs())
+                    if is_drawn(spec)}):
+                # The engine draws, so that what is loaded now stays.
+                replicas._draw = lambda specs: {}
     except BaseException:       # a sample that does not fit
         if dtype is not None and len(before) == 1:
             network.cast(*before)

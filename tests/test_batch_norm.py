@@ -108,7 +108,8 @@ def shards_of(X, k):
 def test_per_device_keeps_a_set_per_device(engine, devices, rows):
     """Each device normalises by its own rows and remembers them, biased as
     Gluon on a CPU does; a device without rows keeps what it had."""
-    replicas = mgpu.initialize(batch_norm(engine), devices, dtype="float64")
+    replicas = mgpu.initialize(batch_norm(engine), devices,
+                               "uniform", dtype="float64")
     assert replicas.batch_norm == "per_device"      # the default
     X = images(rows)
     for steps in (1, 2):
@@ -131,7 +132,8 @@ def test_per_device_keeps_a_set_per_device(engine, devices, rows):
 
 def test_a_single_value_has_variance_zero(engine):
     """Gluon's rule (only torch refuses one value per channel)."""
-    replicas = mgpu.initialize(batch_norm(engine), on(1), dtype="float64")
+    replicas = mgpu.initialize(batch_norm(engine), on(1),
+                               "uniform", dtype="float64")
     output, = pass_through(replicas, np.full((1, 2, 1, 1), 3.0))
     assert not output.any()
     found = statistics(replicas)
@@ -143,7 +145,7 @@ def test_a_single_value_has_variance_zero(engine):
 def test_a_momentum_of_one_keeps_the_statistics(engine):
     """Gluon's 1, torch's 0; in float32 too, whatever the number of passes."""
     options = {"momentum": 1.0 if engine.name == "mxnet" else 0.0}
-    replicas = mgpu.initialize(batch_norm(engine, **options), on(1),
+    replicas = mgpu.initialize(batch_norm(engine, **options), on(1), "uniform",
                                dtype="float32")
     variances, = (p for p in replicas.statistics() if "var" in p.name)
     start = np.array([0.7, 3.1], "float32")
@@ -157,7 +159,7 @@ def test_the_layers_own_momentum(engine):
     """Gluon's 0.875 and torch's 0.125 are the same rule, and exact."""
     options = {"momentum": 0.875} if engine.name == "mxnet" \
         else {"momentum": 0.125}
-    replicas = mgpu.initialize(batch_norm(engine, **options), on(1),
+    replicas = mgpu.initialize(batch_norm(engine, **options), on(1), "uniform",
                                dtype="float64")
     X = images(3)
     pass_through(replicas, X)
@@ -232,7 +234,8 @@ def test_average_is_the_plain_mean_after_each_step(engine, devices, rows):
 
 
 def test_export_of_per_device_statistics_warns_and_averages(engine, devices):
-    replicas = mgpu.initialize(batch_norm(engine), devices, dtype="float64")
+    replicas = mgpu.initialize(batch_norm(engine), devices,
+                               "uniform", dtype="float64")
     pass_through(replicas, images(8))
     found = statistics(replicas)
     if len(devices) == 1:

@@ -270,7 +270,8 @@ def test_the_process_keeps_its_mode(backend, devices):
         losses = backend.parallel([lambda x=x: x * x for x in xs])
     backend.backward(losses)
     mgpu.allreduce([backend.grad(x) for x in xs])
-    replicas = mgpu.initialize(mlp(backend), devices, dtype="float64")
+    replicas = mgpu.initialize(mlp(backend), devices,
+                               "uniform", dtype="float64")
     with recording(backend):
         backend.backward(replicas([backend.put(np.ones((2, 6)), d)
                                    for d in devices]))
@@ -749,7 +750,7 @@ def dropout(backend, devices):
         from mxnet.gluon import nn
         net = nn.HybridSequential()
         net.add(nn.Dropout(0.5))
-    replicas = mgpu.initialize(net, devices)
+    replicas = mgpu.initialize(net, devices, "uniform")
     ones = [backend.put(np.ones(256, "float32"), d) for d in devices]
 
     def masks():

@@ -12,7 +12,8 @@ def debug(monkeypatch):
 
 
 def made(backend, k=2, **options):
-    replicas = mgpu.initialize(convnet(backend), on(*range(k)), **options)
+    replicas = mgpu.initialize(convnet(backend), on(*range(k)), "uniform",
+                               **options)
     return replicas, mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1,
                                                     "momentum": 0.9})
 
@@ -169,10 +170,11 @@ def test_shared_layers_are_no_aliases(backend):
         from torch import nn
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         net[1].weight, net[1].bias = net[0].weight, net[0].bias
-    mgpu.initialize(net, on(0, 1)).check_equal()
+    mgpu.initialize(net, on(0, 1), "uniform").check_equal()
 
 
 def test_before_the_first_forward_pass(backend):
-    replicas = mgpu.initialize(convnet(backend, deferred=True), on(0, 1))
+    replicas = mgpu.initialize(convnet(backend, deferred=True), on(0, 1),
+                               "uniform")
     with pytest.raises(RuntimeError, match="no values yet"):
         replicas.check_equal()

@@ -42,7 +42,7 @@ def exact():
 
 def linear(engine, devices):
     """Replicas with those weights."""
-    replicas = mgpu.initialize(mlp(engine, units=(6, 4)), devices)
+    replicas = mgpu.initialize(mlp(engine, units=(6, 4)), devices, "uniform")
     replicas.import_numpy({"0.weight": integers()[2],
                            "0.bias": np.zeros(4)})
     return replicas

@@ -164,7 +164,7 @@ def test_resnet18_with_other_sizes(engine):
                               mgpu.cpu(0))])
     assert tuple(out.shape) == (1, 5)
     small = models.resnet18(np.int64(2), np.int64(1))
-    assert mgpu.initialize(small, on(0)).params()[-1].shape == (2,)
+    assert mgpu.initialize(small, on(0), "uniform").params()[-1].shape == (2,)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "10", None, True])

@@ -80,7 +80,7 @@ def test_shared_tensors(backend, build):
 def test_watch_is_told_of_every_call(backend, build, k):
     places = [mgpu.cpu(i) for i in range(k)]
     x = np.random.default_rng(0).normal(size=(5, 2, 8, 8)).astype("float32")
-    replicas = mgpu.initialize(build["plain"](), places, sample=x)
+    replicas = mgpu.initialize(build["plain"](), places, "uniform", sample=x)
     shards, _ = mgpu.split_batch(x, np.zeros(5, "int32"), places)
     seen = []
     with replicas.network.watch_layers(
@@ -100,7 +100,7 @@ def test_watch_is_told_of_every_call(backend, build, k):
 def test_dropout_takes_the_rules_masks(backend, build):
     places = [mgpu.cpu(0), mgpu.cpu(1)]
     x = np.ones((2, 4, 3, 3), "float32")
-    replicas = mgpu.initialize(build["dropout"](), places, sample=x)
+    replicas = mgpu.initialize(build["dropout"](), places, "uniform", sample=x)
     calls = []
 
     def rule(array, rate, axes, index):
@@ -127,7 +127,7 @@ def test_a_compiled_network_runs_layer_by_layer_for_that_time():
         from mxnet.gluon import nn
         net = nn.HybridSequential()
         net.add(nn.Dense(3, in_units=4, activation="relu"), nn.Dropout(0.5))
-        replicas = mgpu.initialize(net, [mgpu.cpu(0)])
+        replicas = mgpu.initialize(net, [mgpu.cpu(0)], "uniform")
         net.hybridize()
         x = mgpu.put(np.ones((2, 4), "float32"), mgpu.cpu(0))
         before = mgpu.to_numpy(replicas[0](x))
@@ -150,6 +150,7 @@ def test_native_arithmetic_is_the_frameworks_own():
         found = []
         for native in (False, True):
             replicas = mgpu.initialize(nn.BatchNorm1d(3), [mgpu.cpu(0)],
+                                       "uniform",
                                        dtype="float64")
             replicas.network.own_arithmetic = native
             with mgpu.record():

@@ -706,7 +706,8 @@ def refused(net, kind, text, **options):
     with pytest.raises(kind) as caught:
         mgpu.initialize(net, on(0, 1), **options)
     assert str(caught.value) == text
-    replicas = mgpu.initialize(net, on(0))      # not initialised before
+    replicas = mgpu.initialize(net, on(0),
+                               "uniform")      # not initialised before
     assert {p.dtype for p in replicas.params()} == {"float32"}
 
 
@@ -747,7 +748,7 @@ def test_a_missing_compiler_is_said_at_once(name, monkeypatch):
 @pytest.mark.parametrize("scale", [0, -2.0, float("inf"), float("nan"), True,
                                    "static", [2.0]], ids=str)
 def test_wrong_loss_scales(backend, scale):
-    replicas = mgpu.initialize(mlp(backend), on(0))
+    replicas = mgpu.initialize(mlp(backend), on(0), "uniform")
     with pytest.raises(ValueError) as caught:
         mgpu.Trainer(replicas, "sgd", loss_scale=scale)
     assert str(caught.value) == (

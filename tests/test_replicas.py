@@ -69,7 +69,7 @@ def assert_all_equal(a, b):
 # -- initialize: values -------------------------------------------------------
 
 @pytest.mark.parametrize("init", [
-    None, initializers.Normal(0.5), "xavier", initializers.MSRAPrelu(),
+    "uniform", initializers.Normal(0.5), "xavier", initializers.MSRAPrelu(),
     initializers.Orthogonal()], ids=str)
 def test_every_device_and_engine_start_from_the_drawn_bits(
         engine, devices, init):
@@ -96,14 +96,15 @@ def test_every_device_and_engine_start_from_the_drawn_bits(
 
 
 def test_another_seed_draws_other_weights(engine):
-    a, b = (mgpu.initialize(mlp(engine), on(0), seed=seed).export_numpy()
+    a, b = (mgpu.initialize(mlp(engine), on(0),
+                            "uniform", seed=seed).export_numpy()
             for seed in (0, 1))
     assert not (a["0.weight"] == b["0.weight"]).any()
 
 
 def test_devices_do_not_share_memory(engine):
     """Two logical devices share one RAM, and their values must not."""
-    replicas = mgpu.initialize(convnet(engine), on(0, 1, 2))
+    replicas = mgpu.initialize(convnet(engine), on(0, 1, 2), "uniform")
     for p in replicas.params() + replicas.statistics():
         with mgpu.no_grad():
             p.list_data()[1][:] = 7
@@ -113,7 +114,7 @@ def test_devices_do_not_share_memory(engine):
 
 def test_the_users_network_is_the_one_that_is_trained(engine):
     net = mlp(engine)
-    replicas = mgpu.initialize(net, on(0, 1))
+    replicas = mgpu.initialize(net, on(0, 1), "uniform")
     assert replicas.net is net
     train(replicas, table(4))
     x = mgpu.put(table(3), mgpu.cpu(0))
@@ -127,9 +128,11 @@ def test_the_users_network_is_the_one_that_is_trained(engine):
 @pytest.mark.parametrize("build, x", [(mlp, table(4)), (convnet, images(4))],
                          ids=["mlp", "convnet"])
 def test_a_sample_completes_unknown_shapes(engine, devices, build, x):
-    wanted = on_each(mgpu.initialize(build(engine), devices, seed=5))
+    wanted = on_each(mgpu.initialize(build(engine), devices,
+                                     "uniform", seed=5))
     for sample in (x[:1], mgpu.put(x[:1], devices[0])):
         replicas = mgpu.initialize(build(engine, deferred=True), devices,
+                                   "uniform",
                                    seed=5, sample=sample)
         assert_all_equal(on_each(replicas), wanted)
 
@@ -139,8 +142,9 @@ def test_a_sample_completes_unknown_shapes(engine, devices, build, x):
 @pytest.mark.parametrize("recording", [True, False])
 def test_the_first_forward_completes_unknown_shapes(
         engine, devices, build, x, recording):
-    explicit = mgpu.initialize(build(engine), devices, seed=5)
-    replicas = mgpu.initialize(build(engine, deferred=True), devices, seed=5)
+    explicit = mgpu.initialize(build(engine), devices, "uniform", seed=5)
+    replicas = mgpu.initialize(build(engine, deferred=True), devices,
+                               "uniform", seed=5)
     early = replicas.params()
     assert early[0].shape is None
     for read in (early[0].data, early[0].list_grad, replicas.export_numpy,
@@ -165,12 +169,319 @@ def test_the_first_forward_completes_unknown_shapes(
 
 def test_replicas_that_first_run_in_threads_are_drawn_once(engine, devices):
     """`parallel` calls each of them at the same time."""
-    explicit = on_each(mgpu.initialize(convnet(engine), devices))
+    explicit = on_each(mgpu.initialize(convnet(engine), devices, "uniform"))
     for _ in range(5):
-        replicas = mgpu.initialize(convnet(engine, deferred=True), devices)
+        replicas = mgpu.initialize(convnet(engine, deferred=True), devices,
+                                   "uniform")
         mgpu.parallel(lambda replica, x: replica(x), replicas,
                       shards_of(images(4), replicas))
         assert_all_equal(on_each(replicas), explicit)
+
+
+# -- initialize: whose values -------------------------------------------------
+
+def test_values_that_are_there_stay(engine, devices):
+    """On every device, running statistics too; the repr says so."""
+    net = with_values(engine, convnet(engine))
+    own = native_values(engine, net)
+    replicas = mgpu.initialize(net, devices)
+    assert_all_equal(native_values(engine, net), own)
+    for p in replicas.all_parameters():
+        name = p.name if engine.name == "mxnet" else \
+            p.name.replace("gamma", "weight").replace("beta", "bias")
+        for value in p.list_data():
+            assert_bit_equal(mgpu.to_numpy(value), own[name])
+    assert repr(replicas).endswith("; 10 parameters kept, 0 drawn)")
+
+
+def test_an_initialiser_and_force_reinit_draw_everything(engine):
+    wanted = on_each(mgpu.initialize(convnet(engine), on(0), "uniform"))
+    for net, options in ((with_values(engine, convnet(engine)),
+                          dict(init="uniform", seed=0)),
+                         (with_values(engine, convnet(engine)),
+                          dict(force_reinit=True))):
+        replicas = mgpu.initialize(net, on(0), **options)
+        assert_all_equal(on_each(replicas), wanted)
+        assert repr(replicas).endswith(
+            "; 0 parameters kept, 10 drawn by Uniform(scale=0.07))")
+
+
+def test_what_has_no_value_is_drawn(engine, devices):
+    """One layer of mgpu's own network is given values; the others draw
+    theirs by their numbers."""
+    net = mgpu.models.lenet()
+    with_values(engine, net[0])
+    own = native_values(engine, net[0])
+    replicas = mgpu.initialize(net, devices, seed=2)
+    for number, p in enumerate(replicas.params()):
+        wanted = own[p.name[2:]] if number < 2 else \
+            initializers.draw_parameter(p.kind, p.shape, "float32", None,
+                                        seed=2, index=number)
+        for value in p.list_data():
+            assert_bit_equal(mgpu.to_numpy(value), wanted)
+    assert "2 parameters kept, 6 drawn" in repr(replicas)
+
+
+def test_a_seed_where_nothing_is_drawn(engine):
+    for init in (None, "keep"):
+        net = with_values(engine, mlp(engine))
+        before = native_values(engine, net)
+        with pytest.raises(ValueError, match="a seed is for values that are "
+                           "drawn; received seed=3 .* Pass init="):
+            mgpu.initialize(net, on(1), init, seed=3, dtype="float64")
+        assert_all_equal(native_values(engine, net), before)
+
+
+def test_keep_wants_a_value_for_each_parameter(engine):
+    net = mgpu.models.lenet()
+    with_values(engine, net[0])
+    with pytest.raises(RuntimeError, match="init='keep' needs a network that "
+                       "has values; received one whose parameters are not "
+                       "initialized yet. Load or initialize it first"):
+        mgpu.initialize(net, on(0), "keep")
+
+
+def written_by_load(net):
+    other = torch_lenet()
+    net.load_state_dict(other.state_dict())
+    return net
+
+
+def written_through_data(net):
+    for p in net.parameters():
+        p.data[...] = 0.5
+    return net
+
+
+def written_and_copied(net):
+    return copy.deepcopy(written_through_data(net))
+
+
+def torch_lenet():
+    from mgpu.backends._torch.models import MODELS
+    return MODELS["lenet"](10, 1)
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("write", [written_by_load, written_through_data,
+                                   written_and_copied])
+def test_a_model_has_values_when_something_is_written_to_it(name, write):
+    with using_engine(name) as engine:
+        net = write(mgpu.models.lenet())
+        own = native_values(engine, net)
+        found = mgpu.initialize(net, on(0, 1)).export_numpy()
+        assert_all_equal(found, own)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_model_without_values_has_none_after_copies_and_casts(name):
+    with using_engine(name):
+        wanted = mgpu.initialize(mgpu.models.lenet(), on(0), "uniform",
+                                 dtype="float64").export_numpy()
+        net = copy.deepcopy(mgpu.models.lenet()).double()
+        assert_all_equal(mgpu.initialize(net, on(0, 1)).export_numpy(),
+                         wanted)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("init", [None, "keep"])
+def test_a_deferred_initialize_is_carried_out_by_gluon(name, init, devices):
+    with using_engine(name) as engine:
+        import mxnet as mx
+
+        class Own(mx.init.Initializer):     # that NumPy does not have
+            def _init_weight(self, _, arr):
+                arr[:] = mx.nd.random.normal(shape=arr.shape).asnumpy()
+
+        def build():
+            net = convnet(engine, deferred=True)
+            net.initialize(Own())
+            net[-1].weight.lr_mult = 2.0
+            mx.random.seed(7)
+            return net
+        plain = build()
+        plain(engine.put(images(1), mgpu.cpu(0)))
+        wanted = native_values(engine, plain)
+        for sample in (images(1), None):
+            net = build()
+            replicas = mgpu.initialize(net, devices, init, sample=sample)
+            if sample is None:
+                replicas(shards_of(images(4), replicas))
+            for found, *others in on_each(replicas).values():
+                for other in others:
+                    assert_bit_equal(found, other)
+            assert_all_equal(native_values(engine, net), wanted)
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("init", [None, "keep"])
+def test_lazy_layers_keep_what_torch_gives_them(name, init, devices):
+    with using_engine(name) as engine:
+        import torch
+        torch.manual_seed(5)
+        plain = convnet(engine, deferred=True)
+        plain.eval()(torch.zeros(1, 2, 6, 6))
+        for sample in (images(1), None):
+            torch.manual_seed(5)
+            net = convnet(engine, deferred=True)
+            replicas = mgpu.initialize(net, devices, init, sample=sample)
+            if sample is None:
+                replicas(shards_of(images(4), replicas))
+            assert_all_equal(native_values(engine, replicas.net),
+                             native_values(engine, plain))
+            assert "10 parameters kept" in repr(replicas)
+
+
+def test_a_native_call_completes_unknown_shapes(engine, devices):
+    """As ``net(x)`` after ``net.initialize()`` does in Gluon."""
+    wanted = on_each(mgpu.initialize(convnet(engine), devices, "uniform",
+                                     seed=5))
+    net = convnet(engine, deferred=True)
+    replicas = mgpu.initialize(net, devices, "uniform", seed=5)
+    net(mgpu.put(images(2), devices[-1]))
+    assert_all_equal(on_each(replicas), wanted)
+    train(replicas, images(4))
+
+
+def test_what_is_loaded_before_the_first_pass_stays(engine, devices):
+    """Also where shapes are not known yet."""
+    net, source = convnet(engine, deferred=True), convnet(engine)
+    with_values(engine, source)
+    own = native_values(engine, source)
+    replicas = mgpu.initialize(net, devices)
+    if engine.name == "mxnet":
+        for name, p in net._collect_params_with_prefix().items():
+            p.set_data(engine.put(own[name], mgpu.cpu(0)))
+    else:
+        net.load_state_dict(source.state_dict())
+    replicas(shards_of(images(4), replicas))
+    assert_all_equal(native_values(engine, net), own)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("init", [None, "keep"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_symbol_block_keeps_the_values_that_were_loaded(
+        name, init, ran, devices, tmp_path):
+    """Its parameters have values and no shapes."""
+    with using_engine(name) as engine:
+        import mxnet as mx
+        net = with_values(engine, convnet(engine))
+        net.hybridize()
+        x = engine.put(images(4), mgpu.cpu(0))
+        wanted = mgpu.to_numpy(net(x))
+        net.export(str(tmp_path / "net"))
+        block = mx.gluon.SymbolBlock.imports(
+            str(tmp_path / "net-symbol.json"), ["data"],
+            str(tmp_path / "net-0000.params"))
+        if ran:
+            assert_bit_equal(mgpu.to_numpy(block(x)), wanted)
+        replicas = mgpu.initialize(block, devices, init)
+        for i, device in enumerate(devices):
+            assert_bit_equal(mgpu.to_numpy(replicas[i](mgpu.put(
+                images(4), device))), wanted)
+        train(replicas, images(4))
+
+
+def test_a_sample_that_does_not_fit_leaves_the_network(engine):
+    """The first layers know their shapes when the last one refuses; the
+    network forgets them."""
+    net = convnet(engine, deferred=True)
+    before = engine.network(net).specs(), [*map(type, net)]
+
+    def refuse(*_):
+        raise ZeroDivisionError
+    hook = net[9].register_forward_pre_hook(refuse)
+    for init in (None, "uniform"):
+        with pytest.raises(ZeroDivisionError):
+            mgpu.initialize(net, on(0), init, dtype="float64",
+                            sample=np.ones((1, 7, 6, 6)))
+        assert (engine.network(net).specs(), [*map(type, net)]) == before
+    getattr(hook, "detach" if engine.name == "mxnet" else "remove")()
+    found = mgpu.initialize(net, on(0, 1), "uniform", sample=images(1))
+    assert_all_equal(on_each(found), on_each(mgpu.initialize(
+        convnet(engine), on(0, 1), "uniform")))
+
+
+def scaled_net(engine):
+    """A dense layer, and vectors that scale it."""
+    if engine.name == "mxnet":
+        from mxnet import gluon
+
+        class Net(gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.dense = gluon.nn.Dense(5, in_units=6)
+                for name in ("gamma", "weight", "layer_scale"):
+                    setattr(self, name, self.params.get(name, shape=(5,)))
+                self.logit_scale = self.params.get("logit_scale", shape=(1,))
+
+            def hybrid_forward(self, F, x, gamma, weight, layer_scale,
+                               logit_scale):
+                scale = gamma * weight * layer_scale * logit_scale
+                return self.dense(x) * scale
+        return Net()
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense = torch.nn.Linear(6, 5)
+            self.norm = torch.nn.RMSNorm((1, 5))
+            for name in ("gamma", "weight", "layer_scale"):
+                setattr(self, name, torch.nn.Parameter(torch.ones(5)))
+            self.logit_scale = torch.nn.Parameter(torch.tensor(2.0))
+            self.class_token = torch.nn.Parameter(torch.ones(1, 5))
+
+        def forward(self, x):
+            x = self.norm(self.dense(x)[:, None])[:, 0] + self.class_token
+            return x * self.gamma * self.weight * self.layer_scale \
+                * self.logit_scale
+    return Net()
+
+
+@pytest.mark.parametrize("options", [
+    dict(init="xavier"), dict(init="orthogonal"), dict(init="uniform"),
+    dict(force_reinit=True)], ids=str)
+def test_parameters_of_unknown_kinds_keep_their_values(
+        engine, devices, options):
+    """No framework draws the scale of a layer as it does weights."""
+    net = with_values(engine, scaled_net(engine))
+    own = native_values(engine, net)
+    replicas = mgpu.initialize(net, devices, **options)
+    for number, p in enumerate(replicas.params()):
+        if p.name.startswith("dense"):
+            wanted = initializers.draw_parameter(
+                p.kind, p.shape, "float32", options.get("init"), seed=0,
+                index=number)
+        else:
+            wanted = own[p.name]
+            assert p.kind == "unknown"
+        for value in p.list_data():
+            assert_bit_equal(mgpu.to_numpy(value), wanted)
+    assert "2 drawn by" in repr(replicas)
+    train(replicas, table(4))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_weights_of_torchs_layers_are_drawn(name):
+    """Those that have another name, too; the parts of a weight norm are
+    not weights."""
+    with using_engine(name):
+        from torch import nn
+        from torch.nn.utils import parametrizations
+        net = nn.ModuleList([
+            nn.Embedding(3, 4), nn.LSTM(4, 4, 2, proj_size=2),
+            nn.GRUCell(4, 4), nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            nn.Bilinear(2, 3, 4), parametrizations.weight_norm(
+                nn.Linear(3, 4))])
+        kinds = {p.name: p.kind
+                 for p in mgpu.initialize(net, on(0), "xavier").params()}
+        unknown = {n for n, kind in kinds.items() if kind == "unknown"}
+        assert unknown == {f"5.parametrizations.weight.original{i}"
+                           for i in (0, 1)}
+        assert all(kind == ("bias" if "bias" in n else "weight")
+                   for n, kind in kinds.items() if n not in unknown)
 
 
 # -- initialize: "keep", dtype, again -----------------------------------------
@@ -215,7 +526,7 @@ def test_keep_keeps_all_of_the_networks_own_values(engine, devices):
 
 def test_keep_goes_on_from_a_trained_network(engine):
     """Elsewhere, with more devices and in float64."""
-    replicas = mgpu.initialize(mlp(engine), on(0))
+    replicas = mgpu.initialize(mlp(engine), on(0), "uniform")
     train(replicas, table(4))
     trained = replicas.export_numpy()
     again = mgpu.initialize(replicas.net, on(1, 2), "keep",
@@ -226,23 +537,18 @@ def test_keep_goes_on_from_a_trained_network(engine):
             assert_bit_equal(value, trained[name].astype("float64"))
 
 
-def test_keep_wants_values(engine):
-    with pytest.raises(RuntimeError, match="init='keep' needs a network that "
-                       "has values; received one whose parameters are not "
-                       "initialized yet. Load or initialize it first"):
-        mgpu.initialize(mlp(engine, deferred=True), on(0), "keep")
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_dtype_casts_parameters_and_statistics(engine, devices, lazy):
     replicas = mgpu.initialize(convnet(engine, deferred=lazy), devices,
+                               "uniform",
                                seed=2, dtype="float64", sample=images(2))
     for p in replicas.params() + replicas.statistics():
         assert p.dtype == "float64"
         assert p.list_data()[-1].dtype == replicas[0].arrays()[0].dtype
         assert mgpu.to_numpy(p.data()).dtype == np.float64
     # float32 is the float64 draw, rounded once
-    rounded = on_each(mgpu.initialize(convnet(engine), devices, seed=2))
+    rounded = on_each(mgpu.initialize(convnet(engine), devices,
+                                      "uniform", seed=2))
     for name, values in on_each(replicas).items():
         assert_bit_equal(np.float32(values[0]), rounded[name][0])
     outputs = replicas(shards_of(images(4, "float64"), replicas))
@@ -251,20 +557,21 @@ def test_dtype_casts_parameters_and_statistics(engine, devices, lazy):
 
 def test_a_second_initialize_is_refused_and_changes_nothing(engine):
     net = mlp(engine)
-    replicas = mgpu.initialize(net, on(1, 2))
+    replicas = mgpu.initialize(net, on(1, 2), "uniform")
     train(replicas, table(4))
     before = on_each(replicas)
     with pytest.raises(RuntimeError, match=(
             r"the network is initialized already, on \[cpu\(1\), cpu\(2\)\]; "
-            "pass force_reinit=True to draw it again")):
-        mgpu.initialize(net, on(0), dtype="float64")
+            "pass force_reinit=True to draw it again, and init='keep' with it"
+            " to keep its values")):
+        mgpu.initialize(net, on(0), "uniform", dtype="float64")
     assert_all_equal(on_each(replicas), before)
 
 
 def test_force_reinit_redraws_a_trained_network(engine, devices):
     """Weights and running statistics, as if it had never been trained."""
     net = convnet(engine)
-    replicas = mgpu.initialize(net, on(0, 1), seed=4)
+    replicas = mgpu.initialize(net, on(0, 1), "uniform", seed=4)
     fresh = replicas.export_numpy()
     train(replicas, images(6), steps=2)
     with warnings.catch_warnings():     # the devices' statistics differ
@@ -272,7 +579,7 @@ def test_force_reinit_redraws_a_trained_network(engine, devices):
         trained = replicas.export_numpy()
     for name in ("0.weight", "5.running_mean", "1.running_var"):
         assert (trained[name] != fresh[name]).any()
-    again = mgpu.initialize(net, devices, seed=4, force_reinit=True)
+    again = mgpu.initialize(net, devices, "uniform", seed=4, force_reinit=True)
     assert again.net is net and again.devices == devices
     redrawn = again.export_numpy()
     assert_all_equal(redrawn, fresh)    # torch's batch counters too
@@ -324,7 +631,7 @@ def test_a_layers_own_initialiser_that_numpy_does_not_have(name, options):
         before = native_values(engine, net)
         with pytest.raises(ValueError, match="unknown initialiser; received "
                            "'own'"):
-            mgpu.initialize(net, on(0, 1))
+            mgpu.initialize(net, on(0, 1), "uniform")
         assert_all_equal(native_values(engine, net), before)
 
 
@@ -418,8 +725,8 @@ def test_prelu_starts_as_in_gluon(name):
      "seed must be an integer of 0 or more; received 1.5."),
     (dict(init="kaiming"), ValueError, "'kaiming'"),
     (dict(init=0.01), TypeError, "0.01"),
-    (dict(init="orthogonal", dtype="float64"), ValueError,
-     "Orthogonal needs a weight of at least two axes"),
+    (dict(init="bilinear", dtype="float64"), ValueError,
+     "Bilinear needs a weight of four axes"),
     (dict(devices=[]), ValueError, "at least one device is needed"),
     (dict(devices=["cpu:1", "cpu:0", "cpu:1"]), ValueError,
      "each device may be named once; received [cpu(1), cpu(0), cpu(1)]"),
@@ -428,41 +735,13 @@ def test_prelu_starts_as_in_gluon(name):
 ], ids=str)
 def test_wrong_arguments_are_refused_before_a_change(
         engine, wrong, error, text):
-    net = with_values(engine, vector_net(engine))
+    net = with_values(engine, mlp(engine))
     before = native_values(engine, net)
     with pytest.raises(error) as caught:
         mgpu.initialize(**{"net": net, "devices": on(0, 1), **wrong})
     assert text in str(caught.value)
     assert_all_equal(native_values(engine, net), before)
-    mgpu.initialize(net, on(0, 1))      # it was not initialised
-
-
-def vector_net(engine):
-    """A dense layer whose output is scaled by a vector."""
-    if engine.name == "mxnet":
-        from mxnet import gluon
-
-        class Net(gluon.HybridBlock):
-            def __init__(self):
-                super().__init__()
-                self.dense = gluon.nn.Dense(5, in_units=6)
-                self.scale = self.params.get("scale", shape=(5,))
-
-            def hybrid_forward(self, F, x, scale):
-                y = self.dense(x)
-                return y * scale if F is not None else y
-        return Net()
-    import torch
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.ones(5))
-            self.dense = torch.nn.Linear(6, 5)
-
-        def forward(self, x):
-            return self.dense(x) * self.scale
-    return Net()
+    mgpu.initialize(net, on(0, 1), "uniform")      # it was not initialised
 
 
 @pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS
@@ -473,7 +752,7 @@ def test_the_other_frameworks_network_is_refused(ours, other):
     with mgpu.using_backend(ours), pytest.raises(TypeError, match=(
             f"the {ours} backend takes a .*; received {other}.*Sequential. "
             "Choose the engine with mgpu.set_backend")):
-        mgpu.initialize(net, on(0))
+        mgpu.initialize(net, on(0), "uniform")
 
 
 # -- native networks of all kinds ---------------------------------------------
@@ -527,7 +806,8 @@ def test_gluon_code_of_each_array_family(name, devices):
 def test_a_network_runs_in_the_family_of_its_input(name):
     """Whatever mode the calling thread is in."""
     with using_engine(name):
-        replicas = mgpu.initialize(convnet(mgpu.get_backend()), on(0, 1))
+        replicas = mgpu.initialize(convnet(mgpu.get_backend()), on(0, 1),
+                                   "uniform")
         shards = shards_of(images(4), replicas)
         wanted = [mgpu.to_numpy(out) for out in replicas(shards)]
     for other in MXNET:
@@ -630,7 +910,7 @@ def test_nothing_of_a_torch_users_module_is_changed(name):
         members = [sorted(vars(m)) for m in net.modules()]
         kinds = [type(m) for m in net.modules()]
         forwards = [m.forward.__func__ for m in net.modules()]
-        replicas = mgpu.initialize(net, on(0, 1))
+        replicas = mgpu.initialize(net, on(0, 1), "uniform")
         train(replicas, table(5))
         replicas(shards_of(table(5), replicas))
         mgpu.evaluate_accuracy_gpus(replicas, [(table(5), np.zeros(5))])
@@ -675,7 +955,7 @@ def masks(replicas, seed, passes=2, rows=200):
 
 def test_dropout_is_reproducible_and_differs_between_devices(
         engine, devices):
-    replicas = mgpu.initialize(dropout(engine, 0.25), devices)
+    replicas = mgpu.initialize(dropout(engine, 0.25), devices, "uniform")
     first = masks(replicas, 5)
     for a, b in zip(first, masks(replicas, 5)):
         assert_bit_equal(a, b)
@@ -692,7 +972,7 @@ def test_dropout_is_reproducible_and_differs_between_devices(
 
 
 def test_dropout_masks_do_not_depend_on_how_threads_interleave(engine):
-    replicas = mgpu.initialize(dropout(engine, 0.5), on(0, 1, 2, 3))
+    replicas = mgpu.initialize(dropout(engine, 0.5), on(0, 1, 2, 3), "uniform")
     first = masks(replicas, 1, passes=1, rows=2000)
     for _ in range(20):
         for a, b in zip(first, masks(replicas, 1, passes=1, rows=2000)):
@@ -708,7 +988,7 @@ def test_functional_dropout_is_reproducible_too(name):
         class Net(torch.nn.Module):
             def forward(self, x):
                 return torch.nn.functional.dropout(x, 0.5, self.training)
-        replicas = mgpu.initialize(Net(), on(0, 1, 2, 3))
+        replicas = mgpu.initialize(Net(), on(0, 1, 2, 3), "uniform")
         first = masks(replicas, 2)
         assert all((a != b).any() for i, a in enumerate(first)
                    for b in first[:i])
@@ -722,7 +1002,7 @@ def test_functional_dropout_is_reproducible_too(name):
 def test_channel_dropout_drops_channels(name):
     with using_engine(name):
         from torch import nn
-        replicas = mgpu.initialize(nn.Dropout2d(0.5), on(0, 1))
+        replicas = mgpu.initialize(nn.Dropout2d(0.5), on(0, 1), "uniform")
         mgpu.seed(0)
         with mgpu.record():
             outputs = replicas(shards_of(np.ones((8, 16, 3, 3), "float32"),
@@ -779,7 +1059,7 @@ def test_one_replica_and_all_replicas(engine, devices):
 
 
 def test_replicas_without_rows_do_not_run(engine, devices):
-    replicas = mgpu.initialize(convnet(engine), devices)
+    replicas = mgpu.initialize(convnet(engine), devices, "uniform")
     k = len(devices)
     for shards in (shards_of(images(1), replicas),
                    [mgpu.put(images(1), devices[0])] + [None] * (k - 1),
@@ -816,7 +1096,7 @@ def test_several_inputs(engine, devices):
 
 
 def test_wrong_calls_are_refused(engine):
-    replicas = mgpu.initialize(mlp(engine), on(0, 1))
+    replicas = mgpu.initialize(mlp(engine), on(0, 1), "uniform")
     x = mgpu.put(table(4), mgpu.cpu(0))
     kind = type(x).__name__
 
@@ -856,9 +1136,10 @@ def test_wrong_calls_are_refused(engine):
 
 def test_the_other_frameworks_arrays_are_refused(engine):
     foreign, name = foreign_array(engine)
-    replicas = mgpu.initialize(mlp(engine), on(0, 1))
+    replicas = mgpu.initialize(mlp(engine), on(0, 1), "uniform")
     own = mgpu.put(table(4), mgpu.cpu(0))
-    bias = mgpu.initialize(mlp(engine, units=(6, 3)), on(0)).params()[1]
+    bias = mgpu.initialize(mlp(engine, units=(6, 3)), on(0),
+                           "uniform").params()[1]
     for call in (lambda: replicas(foreign),
                  lambda: replicas([foreign, foreign]),
                  lambda: replicas([own, (foreign,)]),
@@ -866,6 +1147,7 @@ def test_the_other_frameworks_arrays_are_refused(engine):
                  lambda: replicas[0](foreign),
                  lambda: bias.set_data(foreign),
                  lambda: mgpu.initialize(mlp(engine, deferred=True), on(0),
+                                         "uniform",
                                          sample=foreign),
                  lambda: mgpu.get_params([foreign], mgpu.cpu(0))):
         with pytest.raises(TypeError) as caught:
@@ -934,7 +1216,7 @@ def test_reading_a_parameter(engine):
 
 
 def test_writing_a_parameter(engine, devices):
-    replicas = mgpu.initialize(mlp(engine), devices)
+    replicas = mgpu.initialize(mlp(engine), devices, "uniform")
     p = replicas.params()[0]
     value = np.arange(30.0).reshape(5, 6)
     for given in (value, mgpu.put(value, devices[-1])):
@@ -997,7 +1279,7 @@ def test_freezing_and_unfreezing(engine, devices):
 
 
 def test_wrong_grad_reqs_are_refused(engine):
-    replicas = mgpu.initialize(convnet(engine), on(0, 1))
+    replicas = mgpu.initialize(convnet(engine), on(0, 1), "uniform")
     with pytest.raises(ValueError, match="unknown grad_req; received 'no'. "
                        "Use 'write', 'add' or 'null'."):
         replicas.params()[0].grad_req = "no"
@@ -1049,7 +1331,8 @@ def test_values_cross_engines_and_device_counts(source, target):
         x = images(3, "float64")
         wanted = mgpu.to_numpy(a[0](mgpu.put(x, mgpu.cpu(0))))
     with using_engine(target) as engine:
-        b = mgpu.initialize(convnet(engine), on(2, 3, 4), dtype="float64")
+        b = mgpu.initialize(convnet(engine), on(2, 3, 4),
+                            "uniform", dtype="float64")
         b.import_numpy(values)
         for p in b.params() + b.statistics():
             for value in p.list_data():
@@ -1064,7 +1347,7 @@ def test_values_cross_engines_and_device_counts(source, target):
 
 
 def test_every_devices_statistics_survive(engine, devices):
-    replicas = mgpu.initialize(convnet(engine), devices)
+    replicas = mgpu.initialize(convnet(engine), devices, "uniform")
     k = len(devices)
     for i in range(k):
         for p in replicas.statistics():
@@ -1153,14 +1436,3 @@ def test_wrong_get_params(engine, arguments, error, text):
     with pytest.raises(error) as caught:
         mgpu.get_params(*arguments)
     assert text in str(caught.value)
-
-
-def test_a_sample_that_does_not_fit_changes_nothing(engine):
-    net = convnet(engine, deferred=True)
-    with pytest.raises((RuntimeError, ValueError)):     # torch's, MXNet's
-        mgpu.initialize(net, on(0, 1), dtype="float64",
-                        sample=np.ones((2, 5), "float32"))
-    with pytest.raises(RuntimeError, match="needs a network that has values"):
-        mgpu.initialize(net, on(0, 1), "keep")
-    replicas = mgpu.initialize(net, on(0, 1), sample=images(2))
-    assert {p.dtype for p in replicas.params()} == {"float32"}

@@ -118,13 +118,13 @@ def _alias(replicas, number=0):
 def test_an_aliased_replica(backend, inside):
     """Also of replicas that are older than the block."""
     shards = mgpu.split_and_load(np.ones((4, 6), "f"), [A, B])
-    replicas = mgpu.initialize(mlp(backend), [A, B])
+    replicas = mgpu.initialize(mlp(backend), [A, B], "uniform")
     if not inside:
         _alias(replicas)
         replicas(shards)        # nothing is said
     with mgpu.strict_devices():
         if inside:
-            replicas = mgpu.initialize(mlp(backend), [A, B])
+            replicas = mgpu.initialize(mlp(backend), [A, B], "uniform")
             replicas(shards)
             _alias(replicas)
         with refused():
@@ -136,7 +136,7 @@ def test_an_aliased_replica(backend, inside):
 def test_a_forgotten_copy(backend, together):
     """Device 1 is handed the very array of device 0."""
     with mgpu.strict_devices():
-        replicas = mgpu.initialize(mlp(backend), [A, B])
+        replicas = mgpu.initialize(mlp(backend), [A, B], "uniform")
         x = mgpu.put(np.ones((2, 6), "f"), A)
         with pytest.raises(ValueError, match=r"the replica on cpu\(1\) takes "
                            r"arrays on cpu\(1\); received one on cpu\(0\)"):
@@ -303,7 +303,7 @@ def test_mxnet_compiled_networks_are_checked_at_their_door():
     with mgpu.using_backend("mxnet"), mgpu.strict_devices() as ledger:
         from mxnet import gluon, nd
         net = mlp(mgpu.get_backend())
-        replicas = mgpu.initialize(net, [A, B])
+        replicas = mgpu.initialize(net, [A, B], "uniform")
         net.hybridize()
         shards = mgpu.split_and_load(np.ones((4, 6), "f"), [A, B])
         replicas(shards)
@@ -362,7 +362,7 @@ def test_bytes_of_initialize(backend, devices):
     """One copy of all parameters and statistics for each device. Gluon fills
     parameters on cpu(0) first and copies those."""
     with mgpu.strict_devices() as ledger:
-        replicas = mgpu.initialize(convnet(backend), devices)
+        replicas = mgpu.initialize(convnet(backend), devices, "uniform")
     own = sum(int(np.prod(p.shape)) * np.dtype(p.dtype).itemsize
               for p in (*replicas.params(), *replicas.buffers()))
     wanted = {("host", d): own for d in devices}
@@ -547,7 +547,7 @@ def test_training_gives_the_same_numbers(backend, batch_norm):
     batches = [(X[:5], y[:5]), (X[5:10], y[5:10]), (X[10:], y[10:])]
 
     def run():
-        replicas = mgpu.initialize(convnet(backend), on(0, 1, 2),
+        replicas = mgpu.initialize(convnet(backend), on(0, 1, 2), "uniform",
                                    batch_norm=batch_norm)
         # no root: torch's and NumPy's differ in the last bit
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.01,

@@ -312,7 +312,8 @@ def next_step(backend, writer, optimizer, states=True):
         values = dict(np.load(OLD / f"{writer}-{optimizer}{what}.npz"))
         values.pop("1.num_batches_tracked", None)   # only torch has it
         return values
-    replicas = mgpu.initialize(network(backend.name), on(0, 1), sample=X,
+    replicas = mgpu.initialize(network(backend.name), on(0, 1),
+                               "uniform", sample=X,
                                dtype="float64")
     trainer = mgpu.Trainer(replicas, optimizer, MOMENTUM if optimizer == "sgd"
                            else {"learning_rate": 0.125},

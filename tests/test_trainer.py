@@ -851,7 +851,7 @@ def test_a_resumed_training_is_the_uninterrupted_one(
     trainer.save_states(tmp_path / "states")
     checkpoint = whole.export_numpy()
     train(whole, trainer, ROWS[3:], first=3)
-    resumed = mgpu.initialize(mlp(engine), devices, dtype="float64")
+    resumed = mgpu.initialize(mlp(engine), devices, "uniform", dtype="float64")
     resumed.import_numpy(checkpoint)
     again = trainer_of(resumed)
     again.load_states(str(tmp_path / "states"))

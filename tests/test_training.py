@@ -694,7 +694,7 @@ def test_no_array_of_the_engine_is_refused_alike(engine):
                          if len(conftest.BACKENDS) > 1 else [])
 def test_recording_on_the_other_engine_is_an_error(own, other):
     with mgpu.using_backend(own) as engine:
-        replicas = mgpu.initialize(mlp(engine), [mgpu.cpu(0)])
+        replicas = mgpu.initialize(mlp(engine), [mgpu.cpu(0)], "uniform")
         x = mgpu.put(np.ones((2, 6), "float32"), mgpu.cpu(0))
     with mgpu.using_backend(other), mgpu.record(), pytest.raises(
             RuntimeError, match=f"received one of '{other}'"):

@@ -55,8 +55,9 @@ class Spec(NamedTuple):
     """One parameter or buffer of a network; the same on every device."""
 
     name: str               # "layers.0.weight": path and Gluon's own suffix
-    kind: str               # weight bias gamma beta running_mean running_var,
-    #                         or "other" (never drawn, copied as it is)
+    kind: str               # weight bias gamma beta running_mean running_var;
+    #                         "unknown": trained, drawn only where the network
+    #                         has no value; "other": not trained, never drawn
     shape: tuple[int, ...] | None       # None: not known before a forward
     dtype: str
     grad_req: str           # write, add, null
@@ -307,18 +308,38 @@ class Network(ABC):
     @abstractmethod
     def infer_shapes(self, inputs: tuple[Array, ...], device: Device) -> None:
         """Complete deferred (lazy) shapes by one prediction-mode forward
-        pass on `device`; afterwards no `Spec.shape` is None."""
+        pass on `device`; afterwards no `Spec.shape` is None. Values that are
+        there stay, and what the framework was told to draw, it draws. After
+        an error the network is as it was before."""
 
     @abstractmethod
     def values(self) -> dict[str, np.ndarray] | None:
         """The network's own values, by name, or None if it has none yet."""
 
+    def missing(self) -> set[str]:
+        """Names of the entries that have no value, and that get none from
+        the framework when their shapes are completed."""
+        return {spec.name for spec in self.specs()} \
+            if self.values() is None else set()
+
+    def defer(self, devices: Sequence[Device],
+              draws: dict[int, Callable[[tuple[int, ...]], np.ndarray]]
+              ) -> bool:
+        """Shapes are unknown: let the framework take ``draws[number](shape)``
+        as the value of an entry as soon as it knows the shape, in a native
+        call too.
+
+        Returns whether it does; by default no, and the values are written
+        after `replicate`."""
+        return False
+
     @abstractmethod
     def replicate(self, devices: Sequence[Device]) -> list[Replica]:
         """One replica per device, each with storage of its own (also where
         two devices share memory) and gradients attached. Replica 0 is the
-        user's own object. Values are undefined until they are written
-        through `Replica.array`; shapes must be known."""
+        user's own object. All have the network's own values; an entry
+        without one is undefined until it is written through `Replica.array`.
+        Shapes must be known."""
 
     # passes of all replicas: override them where devices need not wait
 

@@ -153,8 +153,8 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
 def _watched(network: base.Network, sample: Any,
              shapes: dict[str, tuple[int, ...]]) -> base.Network:
     """Run the network, and keep the shape of each layer's first input."""
-    keep = "keep" if network.values() is not None else None
-    replicas = initialize(network.net, list_devices(1), init=keep,
+    init = None if network.missing() else "keep"
+    replicas = initialize(network.net, list_devices(1), init=init,
                           sample=sample, force_reinit=True)
 
     def watch(path: str, inputs: Any, outputs: Any, index: int) -> None:
@@ -289,7 +289,7 @@ def _slope(o, shape):
 
 # -- parameters ---------------------------------------------------------------
 
-@_rule("initial values")
+@_rule("initial values", port=True)
 def _initial(s):
     weights = [p for p in s.specs if p.kind == "weight" and p.init is None]
     biases = [p for p in s.specs if p.kind == "bias"]
@@ -318,7 +318,8 @@ def _shared(s):
 @_rule("frozen parameters", port=True)
 def _frozen(s):
     frozen = [p.name for p in s.specs if p.grad_req == "null"
-              and p.kind in ("weight", "bias", "other") and "float" in p.dtype]
+              and p.kind in ("weight", "bias", "unknown", "other")
+              and "float" in p.dtype]
     if frozen:
         yield _names(frozen), "grad_req='null'.", "requires_grad_(False)"
 

@@ -57,11 +57,12 @@ class LiveRun(Run):
             devices = side.devices if not isinstance(side.devices, int) \
                 else list_devices(side.devices)
             init = side.init
-            if init is None and self._before[0] is not None:
+            if init is None and not network.missing():
                 init = "keep"
             self.replicas = initialize(
-                self.net, devices, init=init, seed=side.seed or 0,
-                dtype=dtype, batch_norm=side.batch_norm, force_reinit=True,
+                self.net, devices, init=init,
+                seed=None if init == "keep" else side.seed, dtype=dtype,
+                batch_norm=side.batch_norm, force_reinit=True,
                 sample=cast_floats(sample, dtype))
             self.network, self.devices = (self.replicas.network,
                                           self.replicas.devices)
@@ -317,7 +318,7 @@ class LiveRun(Run):
 def _kind(p: Any) -> str:
     """The kind of a parameter. A constant of the network's own is "other",
     whether the engine keeps it as a buffer or as a frozen parameter."""
-    constant = p.grad_req == "null" and p.kind == "weight" \
+    constant = p.grad_req == "null" and p.kind in ("weight", "unknown") \
         and not p.name.endswith("weight")
     return "other" if constant else p.kind
 

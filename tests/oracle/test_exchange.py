@@ -189,7 +189,8 @@ def test_accuracy(devices):
     assert 0 < sum(counts) < 18
 
     def run(backend):
-        replicas = mgpu.initialize(mlp(backend), devices, dtype="float64")
+        replicas = mgpu.initialize(mlp(backend), devices,
+                                   "uniform", dtype="float64")
         replicas.import_numpy(values)
         return [mgpu.evaluate_accuracy_gpus(replicas, batches),
                 mgpu.evaluate_accuracy_gpu(replicas, batches, devices[-1]),
@@ -355,7 +356,7 @@ def test_masks_are_zero_or_scaled(devices):
         else:
             from torch import nn
             net = nn.Sequential(nn.Dropout(p))
-        replicas = mgpu.initialize(net, devices, dtype="float64")
+        replicas = mgpu.initialize(net, devices, "uniform", dtype="float64")
         shards = scatter([np.ones((1, n))] * len(devices), devices)
         masks = []
         for seed in (1, 1, 2):

@@ -221,7 +221,7 @@ def test_another_seed_number_or_rule_is_seen(wrong):
 def test_the_default_is_gluons(devices):
     """No initialiser: uniform within 0.07, biases zero; as in Gluon."""
     agree(lambda backend: split_state(mgpu.initialize(
-        mlp(backend), devices, dtype="float64"))[0], {
+        mlp(backend), devices, "uniform", dtype="float64"))[0], {
         "0.weight": oracle.drawn("uniform", (5, 6), 0, 0),
         "0.bias": np.zeros(5),
         "2.weight": oracle.drawn("uniform", (3, 5), 0, 2),

@@ -36,7 +36,8 @@ def stepwise(make, devices, data, values, optimizer, policy="per_device"):
     """A function of the backend: losses, summed gradients, weights and
     running statistics after each `train_batch`."""
     def run(backend):
-        replicas = mgpu.initialize(make(backend), devices, dtype="float64",
+        replicas = mgpu.initialize(make(backend), devices,
+                                   "uniform", dtype="float64",
                                    batch_norm=policy)
         replicas.import_numpy(values)
         trainer = mgpu.Trainer(replicas, *optimizer)
@@ -98,7 +99,7 @@ def test_train(devices):
     def run(backend):
         found = []
         for any_step in (False, True):
-            replicas = mgpu.initialize(mlp(backend), devices,
+            replicas = mgpu.initialize(mlp(backend), devices, "uniform",
                                        dtype="float64")
             replicas.import_numpy(values)
             trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
@@ -208,7 +209,8 @@ def test_batch_norm_predicts_from_the_running_statistics(network, devices):
     (X, _), = batches((7,), shape)
 
     def run(backend):
-        replicas = mgpu.initialize(make(backend), devices, dtype="float64")
+        replicas = mgpu.initialize(make(backend), devices,
+                                   "uniform", dtype="float64")
         replicas.import_numpy(values)
         return joined(replicas(mgpu.split_and_load(X, devices,
                                                    even_split=False)))

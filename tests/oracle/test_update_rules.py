@@ -49,7 +49,7 @@ def parts(gradient, k, seed):
 def replicas_on(backend, k):
     """On `k` devices with the weights of this module."""
     replicas = mgpu.initialize(mlp(backend),
-                               on(*range(k)), dtype="float64")
+                               on(*range(k)), "uniform", dtype="float64")
     replicas.import_numpy(WEIGHTS)
     return replicas
 

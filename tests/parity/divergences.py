@@ -90,7 +90,7 @@ def dropout_masks():
                 from mxnet.gluon import nn
                 net = nn.HybridSequential()
                 net.add(nn.Dropout(0.5))
-            replicas = mgpu.initialize(net, [mgpu.cpu(0)])
+            replicas = mgpu.initialize(net, [mgpu.cpu(0)], "uniform")
             with mgpu.record():
                 out, = replicas([mgpu.put(np.ones((64, 64), "float32"),
                                           mgpu.cpu(0))])
@@ -337,7 +337,8 @@ def label_clipping():
 
 @divergence("initialisation", "default weights: Uniform(0.07) in Gluon, "
             "+-1/sqrt(fan in) in torch", "each library's habit",
-            "Gluon's on both engines, drawn in NumPy",
+            "`init=` draws, in NumPy, for both engines; without it each "
+            "network keeps its own",
             "ratio of the standard deviations, fan in 128", 1.2, 1.3)
 def default_weights():
     mx, torch = frameworks()
@@ -350,7 +351,7 @@ def default_weights():
 
 
 @divergence("initialisation", "default biases: 0 in Gluon, random in torch",
-            "each library's habit", "0 on both engines",
+            "each library's habit", "0 on both engines with `init=`",
             "largest bias times sqrt(fan in)", 0.9, 1.0)
 def default_biases():
     mx, torch = frameworks()

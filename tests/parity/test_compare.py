@@ -214,7 +214,8 @@ def test_weights_from_the_port():
 def test_the_networks_are_given_back(backend):
     """Values and dtype of a user's network are what they were."""
     net = MAKE[backend.name]()
-    replicas = mgpu.initialize(net, [mgpu.cpu(0)], force_reinit=True,
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)],
+                               "uniform", force_reinit=True,
                                sample=np.zeros((1, 1, 8, 8), "float32"))
     before = replicas.export_numpy()
     parity.compare(net, MAKE[backend.name], batches=batches())

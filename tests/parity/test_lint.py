@@ -156,7 +156,8 @@ def test_values_of_the_users_network_stay():
     net = layers(dense)()
     with mgpu.using_backend("mxnet"):
         net.initialize()
-        replicas = mgpu.initialize(net, [mgpu.cpu(0)], sample=SAMPLE)
+        replicas = mgpu.initialize(net, [mgpu.cpu(0)],
+                                   "uniform", sample=SAMPLE)
         before = replicas.export_numpy()
         lint(net, sample=SAMPLE)
         after = mgpu.get_backend().network(net).values()

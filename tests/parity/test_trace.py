@@ -326,7 +326,8 @@ def test_layers_are_matched_by_what_arrives(file):
 
 def test_the_network_is_given_back(backend, file):
     net = MAKE[backend.name]()
-    replicas = mgpu.initialize(net, [mgpu.cpu(0)], force_reinit=True,
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)],
+                               "uniform", force_reinit=True,
                                sample=np.zeros((1, 1, 6, 6), "float32"))
     before = replicas.export_numpy()
     trace.record(net, batches=batches(), file=file)

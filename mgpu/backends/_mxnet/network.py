@@ -17,12 +17,34 @@ _KINDS = ("weight", "bias", "gamma", "beta", "running_mean", "running_var")
 
 
 def _kind(name: str, parameter: Any) -> str:
-    for kind in _KINDS:
-        if name.replace("moving_", "running_").endswith(kind):
-            # Gluon draws a bias that has no initialiser as it does weights.
-            return "weight" if kind in ("bias", "gamma", "beta") \
-                and parameter.init is None else kind
-    return "weight" if parameter.grad_req != "null" else "other"
+    kind = next((kind for kind in _KINDS if name.replace(
+        "moving_", "running_").endswith(kind)), None)
+    if kind is None and parameter.grad_req == "null":
+        return "other"
+    if kind in ("running_mean", "running_var"):
+        return kind
+    if parameter.init is not None:      # a rule of its own
+        return kind or "weight"
+    # Gluon draws all these as weights, also what scales or shifts a layer.
+    matrix = kind == "weight" and len(_shape(parameter) or (0, 0)) > 1
+    return "weight" if matrix else "unknown"
+
+
+def _value(parameter: Any) -> Any | None:
+    """The array on the first context, or None before there is one."""
+    try:
+        return parameter.list_data()[0]
+    except RuntimeError:        # not initialised, or deferred
+        return None
+
+
+def _shape(parameter: Any) -> tuple[int, ...] | None:
+    # What was loaded without a layer's description has only its array's.
+    value = _value(parameter)
+    shape = parameter.shape if value is None else value.shape
+    # 0 (legacy shapes) and -1 (NumPy shapes) stand for unknown.
+    known = shape is not None and all(n > 0 for n in shape)
+    return tuple(shape) if known else None
 
 
 def _own_init(parameter: Any) -> Any | None:
@@ -92,12 +114,9 @@ class MXNetNetwork(base.Network):
     def specs(self) -> list[base.Spec]:
         found = []
         for name, p, kind in self.entries:
-            # 0 (legacy shapes) and -1 (NumPy shapes) stand for unknown.
-            known = p.shape is not None and all(n > 0 for n in p.shape)
             found.append(base.Spec(
-                name, kind, tuple(p.shape) if known else None,
-                np.dtype(p.dtype).name, p.grad_req, _own_init(p),
-                p.lr_mult, p.wd_mult))
+                name, kind, _shape(p), np.dtype(p.dtype).name, p.grad_req,
+                _own_init(p), p.lr_mult, p.wd_mult))
         return found
 
     def grad_req(self, number: int) -> str:
@@ -142,40 +161,68 @@ class MXNetNetwork(base.Network):
 
     def cast(self, dtype: str) -> None:
         self.net.cast(dtype)
+        for _, p, _ in self.entries:    # values that wait, which Gluon forgets
+            *how, data = p._deferred_init or (None,)
+            if data is not None:
+                p._deferred_init = (*how, data.astype(dtype))
 
     def _allocate(self, contexts: Sequence[Any]) -> None:
-        # Arrays that are neither drawn nor trained keep their values.
-        others = {}
-        for _, parameter, kind in self.entries:
-            if kind == "other":
-                with contextlib.suppress(RuntimeError):     # no values yet
-                    others[parameter] = parameter.list_data()[0].copy()
-        self.net.initialize(init=mx.init.Zero(), ctx=list(contexts),
-                            force_reinit=True)
-        for parameter, value in others.items():
-            parameter.set_data(value)
+        """Arrays on `contexts`, with the values that are there; what Gluon
+        was told to draw is drawn as soon as its shape is known."""
+        contexts = list(contexts)
+        for _, p, _ in self.entries:
+            value = _value(p)
+            if value is not None:       # maybe of the other family
+                value = value.as_np_ndarray() if mx.util.is_np_array() \
+                    else value.as_nd_ndarray()
+                p._shape = value.shape
+                with mx.autograd.pause():
+                    p._init_impl(value, contexts)
+            elif p._deferred_init:
+                p.reset_ctx(contexts)
+                if _shape(p) is not None:
+                    p._finish_deferred_init()
+            else:
+                p.initialize(ctx=contexts, default_init=mx.init.Zero())
 
-    def infer_shapes(self, inputs, device) -> None:
+    @contextlib.contextmanager
+    def _undone_by_errors(self) -> Iterator[None]:
         before = [_keep(parameter) for _, parameter, _ in self.entries]
         try:
-            self._allocate([self.backend.handle(device)])
-            with mx.autograd.pause(train_mode=False):
-                with self.backend.family_of(inputs[0] if inputs else None):
-                    self.net(*inputs)
-        except BaseException:       # an input that does not fit
+            yield
+        except BaseException:
             for put_back in before:
                 put_back()
             raise
 
+    def infer_shapes(self, inputs, device) -> None:
+        with self._undone_by_errors():      # an input that does not fit
+            self._allocate([self.backend.handle(device)])
+            with mx.autograd.pause(train_mode=False):
+                with self.backend.family_of(inputs[0] if inputs else None):
+                    self.net(*inputs)
+
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
         for name, parameter, _ in self.entries:
-            try:
-                arrays = parameter.list_data()
-            except RuntimeError:    # not initialised, or deferred
+            value = _value(parameter)
+            if value is None:
                 return None
-            found[name] = self.backend.to_numpy(arrays[0])
+            found[name] = self.backend.to_numpy(value)
         return found
+
+    def missing(self) -> set[str]:
+        return {name for name, p, _ in self.entries
+                if not p._deferred_init and _value(p) is None}
+
+    def defer(self, devices, draws) -> bool:
+        contexts = [self.backend.handle(d) for d in devices]
+        with self._undone_by_errors():
+            self._allocate(contexts)
+            for number, draw in draws.items():
+                self.entries[number][1].initialize(
+                    _Drawn(draw), contexts, force_reinit=True)
+        return True
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.autocast is not None:
@@ -307,6 +354,17 @@ def _computed_by(forwards: Sequence[tuple[Any, Callable[[Any], Any]]]
     finally:
         for layer, _ in forwards:
             layer.__dict__.pop("forward", None)
+
+
+class _Drawn(mx.init.Initializer):
+    """An initialiser for one parameter: a function of its shape."""
+
+    def __init__(self, draw: Callable[[tuple[int, ...]], np.ndarray]):
+        super().__init__()
+        self._draw = draw
+
+    def _init_weight(self, _: Any, arr: Any) -> None:
+        arr[:] = self._draw(arr.shape)
 
 
 def _keep(parameter: Any) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.graph import disjoint, total
-from mgpu.backends._torch.network import TorchNetwork
+from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of, name_of_dtype
 from mgpu.backends._torch.weak import WeakTable
 from mgpu.backends._workers import Workers, inside_worker
@@ -317,7 +317,7 @@ class TorchBackend(base.Backend):
 
     def model(self, name: str, **options: int) -> Any:
         from mgpu.backends._torch.models import MODELS
-        return MODELS[name](**options)
+        return without_values(MODELS[name](**options))
 
     # -- advice -------------------------------------------------------------
 

@@ -1,14 +1,19 @@
 """Names and kinds of a torch module's arrays, in Gluon's terms."""
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
 
 NORMS = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm,
          nn.GroupNorm)
+# What torch's layers call the weights and biases that they draw.
+_DRAWN = re.compile(r"(weight|bias)(_[ih][hr](_l\d+(_reverse)?)?)?"
+                    r"|(in|out|[qkv])_proj_(weight|bias)|bias_[kv]")
 
 
 def joined(path: str, name: str) -> str:
@@ -23,12 +28,19 @@ def suffix_of(module: nn.Module, name: str) -> str:
     return name
 
 
-def kind_of(module: nn.Module, suffix: str) -> str:
-    """`Spec.kind` of a parameter whose name ends in `suffix`."""
+def kind_of(module: nn.Module, suffix: str, p: torch.Tensor) -> str:
+    """`Spec.kind` of the parameter `p`, whose name ends in `suffix`."""
     if isinstance(module, NORMS) and suffix in (
             "gamma", "beta", "running_mean", "running_var"):
         return suffix
-    return "bias" if "bias" in suffix else "weight"
+    if not _DRAWN.fullmatch(suffix) or isinstance(module, nn.RMSNorm):
+        return "unknown"
+    if "bias" in suffix:
+        return "bias"
+    # A vector of weights scales a layer; a PReLU's has a rule of its own.
+    scale = not is_lazy(p) and p.dim() < 2 and not isinstance(module,
+                                                              nn.PReLU)
+    return "unknown" if scale else "weight"
 
 
 def walk(net: nn.Module, which: str) -> Iterator[Any]:

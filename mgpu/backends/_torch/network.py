@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import base, messages
@@ -42,7 +43,7 @@ class TorchNetwork(base.Network):
             own = ("constant", {"value": 0.25}) \
                 if isinstance(module, nn.PReLU) else None
             found.append(base.Spec(
-                joined(path, suffix), kind_of(module, suffix), _shape(p),
+                joined(path, suffix), kind_of(module, suffix, p), _shape(p),
                 name_of_dtype(p), self.backend.grad_req(p), own))
         for path, module, name, b in walk(self.net, "_buffers"):
             kind = name if isinstance(module, NORMS) and name in (
@@ -78,12 +79,17 @@ class TorchNetwork(base.Network):
         self.net.to(dtype_of(dtype))
 
     def infer_shapes(self, inputs, device) -> None:
+        home, make_lazy = self.devices()[0], _lazy_layers(self.net)
         self.net.to(self.backend.handle(device))
         flags = {m: m.training for m in self.net.modules()}
         try:
             self.net.eval()
             with torch.no_grad():
                 self.net(*inputs)
+        except BaseException:       # an input that does not fit
+            make_lazy()
+            self.net.to(home)
+            raise
         finally:
             for module, flag in flags.items():
                 module.training = flag
@@ -94,6 +100,12 @@ class TorchNetwork(base.Network):
             return None
         return {spec.name: self.backend.to_numpy(array)
                 for spec, array in zip(specs, arrays_of(self.net))}
+
+    def missing(self) -> set[str]:
+        return {joined(path, suffix_of(module, name))
+                for path, module, name, p in walk(self.net, "_parameters")
+                if hasattr(module, _WITHOUT_VALUES)
+                and bool(p.isnan().all())}
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.hybridize:
@@ -219,3 +231,42 @@ class TorchNetwork(base.Network):
 
 def _shape(x: Any) -> tuple[int, ...] | None:
     return None if is_lazy(x) else tuple(x.shape)
+
+
+# An attribute of modules whose parameters begin as NaN. NaN stays through a
+# copy, a cast and a move, where a version counter would not.
+_WITHOUT_VALUES = "mgpu_without_values"
+
+
+def without_values(net: nn.Module) -> nn.Module:
+    """Take the values of `net` away: a parameter is `missing` until
+    something is written to it."""
+    for module in net.modules():
+        setattr(module, _WITHOUT_VALUES, True)
+    for p in net.parameters():
+        nn.init.constant_(p, float("nan"))
+    return net
+
+
+def _lazy_layers(net: nn.Module) -> Callable[[], None]:
+    """A function that makes the lazy layers of `net` lazy again, after a
+    forward pass has completed some of them in place."""
+    layers = [(m, type(m), dict(vars(m))) for m in net.modules()
+              if isinstance(m, LazyModuleMixin)]
+    # Handles of hooks know these very dictionaries.
+    tables = [(table, dict(table)) for _, _, state in layers
+              for table in state.values() if isinstance(table, dict)]
+    tensors = [(x, type(x), x.data) for x in arrays_of(net) if is_lazy(x)]
+
+    def make_lazy() -> None:
+        for x, kind, data in tensors:
+            x.data = data
+            x.__class__ = kind
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
+        for m, kind, state in layers:
+            m.__class__ = kind
+            vars(m).clear()
+            vars(m).update(state)
+    return make_lazy
