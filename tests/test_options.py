@@ -706,8 +706,7 @@ def refused(net, kind, text, **options):
     with pytest.raises(kind) as caught:
         mgpu.initialize(net, on(0, 1), **options)
     assert str(caught.value) == text
-    replicas = mgpu.initialize(net, on(0),
-                               "uniform")      # not initialised before
+    replicas = mgpu.initialize(net, on(0), "uniform")      # not before
     assert {p.dtype for p in replicas.params()} == {"float32"}
 
 
