@@ -9,7 +9,7 @@ A function here returns False, and does nothing, where the engine gives no
 views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
 `mgpu.strict_devices`, which is to see every copy.
 """
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -62,22 +62,62 @@ def reduce_blocks(columns: Sequence[list[np.ndarray]], begin: int,
                   end: int, op: str) -> None:
     """Reduce the bytes from `begin` to `end`, counted over all columns."""
     probes.at_once()
-    function, offset = _IN_PLACE[op], 0
+    function = _IN_PLACE[op]
     with np.errstate(all="ignore"):     # as the engines: NaN says enough
-        for column in columns:
-            size, n = column[0].itemsize, len(column[0])
-            low, high = (min(max(x - offset, 0) // size, n)
-                         for x in (begin, end))
-            offset += n * size
-            step = max(1, REDUCE_BLOCK // (len(column) * size))
-            for at in range(low, high, step):
-                first, *others = [x[at:min(at + step, high)] for x in column]
-                for x in others:
-                    function(first, x, first)
-                if op == "mean":
-                    first /= len(column)
-                for x in others:
-                    x[...] = first
+        for _, (first, *others) in _blocks(columns, begin, end):
+            for x in others:
+                function(first, x, first)
+            if op == "mean":
+                first /= 1 + len(others)
+            for x in others:
+                x[...] = first
+
+
+def _blocks(columns: Sequence[list[np.ndarray]], begin: int, end: int
+            ) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yield (number of the column, the same block of each of its arrays) for
+    the bytes from `begin` to `end`, counted over all columns."""
+    offset = 0
+    for j, column in enumerate(columns):
+        size, n = column[0].itemsize, len(column[0])
+        low, high = (min(max(x - offset, 0) // size, n) for x in (begin, end))
+        offset += n * size
+        step = max(1, REDUCE_BLOCK // (len(column) * size))
+        for at in range(low, high, step):
+            yield j, [x[at:min(at + step, high)] for x in column]
+
+
+# -- comparisons --------------------------------------------------------------
+
+def differing(backend: Backend, columns: Sequence[list[Array]]
+              ) -> list[list[int] | None]:
+    """For each list of arrays, the numbers of those whose bits are not those
+    of its first one; None where the engine gives no views of them."""
+    views = [backend.host_views(column, to_read=True) for column in columns]
+    seen = [j for j, found in enumerate(views) if found is not None]
+    bits = [[x.view(_BITS.get(x.itemsize, "u1")) for x in views[j] or ()]
+            for j in seen]
+    total = sum(column[0].nbytes for column in bits)
+    threads = threads_for(total, len(bits[0])) if bits else 1
+    pairs: set[tuple[int, int]] = set()
+
+    def compare(begin: int, end: int) -> None:
+        for j, (first, *others) in _blocks(bits, begin, end):
+            pairs.update((seen[j], i) for i, x in enumerate(others, 1)
+                         if not np.array_equal(first, x))
+    if threads == 1:
+        compare(0, total)
+    else:
+        backend.run_on_host_views(
+            [partial(compare, total * i // threads, total * (i + 1) // threads)
+             for i in range(threads)], [])
+    return [None if found is None else
+            [i for i in range(len(found)) if (j, i) in pairs]
+            for j, found in enumerate(views)]
+
+
+#: unsigned integers by their size: NaN differs from itself as a float
+_BITS = {2: "u2", 4: "u4", 8: "u8"}
 
 
 # -- updates ------------------------------------------------------------------
@@ -156,8 +196,10 @@ def _views(backend: Backend, work: Sequence[Update],
         for one in work:
             state = by_name[one.name]
             slots = [s for s, x in state.items() if backend.is_native(x)]
+            # All devices hold one sum, and what the user has written to
+            # replica 0's counts.
             views = backend.host_views(
-                [one.weights[i], one.gradients[i],
+                [one.weights[i], one.gradients[0],
                  *(state[s] for s in slots)])
             if views is None:
                 return None

@@ -76,13 +76,15 @@ class Parameter:
     spec : mgpu.backends.base.Spec
         What the engine knows of it.
     lr_mult, wd_mult : float
-        What its learning rate and weight decay are multiplied by.
+        What its learning rate and weight decay are multiplied by: those of
+        Gluon's own Parameter, as they are now, until they are set here.
     """
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
         self._replicas, self.number, self.spec = replicas, number, spec
         self.name, self.kind = spec.name, spec.kind
-        self.lr_mult, self.wd_mult = spec.lr_mult, spec.wd_mult
+        self._lr_mult: float | None = None      # None: as the network says
+        self._wd_mult: float | None = None
 
     def __repr__(self) -> str:
         return (f"Parameter {self.name} (shape={self.shape}, "
@@ -98,6 +100,24 @@ class Parameter:
         return self.spec.dtype
 
     @property
+    def lr_mult(self) -> float:
+        own, _ = self._replicas.network.multipliers(self.number)
+        return own if self._lr_mult is None else self._lr_mult
+
+    @lr_mult.setter
+    def lr_mult(self, factor: float) -> None:
+        self._lr_mult = factor
+
+    @property
+    def wd_mult(self) -> float:
+        _, own = self._replicas.network.multipliers(self.number)
+        return own if self._wd_mult is None else self._wd_mult
+
+    @wd_mult.setter
+    def wd_mult(self, factor: float) -> None:
+        self._wd_mult = factor
+
+    @property
     def grad_req(self) -> str:
         return self._replicas.network.grad_req(self.number)
 
@@ -111,6 +131,7 @@ class Parameter:
                 "see Replicas.params().")
         self._replicas.network.set_grad_req(
             self.number, grad_req, self.list_data())
+        self._replicas.watch()
 
     def list_devices(self) -> list[Device]:
         return list(self._replicas.devices)
@@ -175,6 +196,7 @@ class Parameter:
         with backend.scope(recording=False):
             for x in arrays:
                 x[...] = backend.put(value, x)
+        self._replicas.following.settle([self])
 
     def zero_grad(self) -> None:
         """Set the gradient to zero on all devices."""

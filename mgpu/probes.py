@@ -41,7 +41,7 @@ listener: ContextVar[Listener | None] = ContextVar("mgpu_profile",
 open_stage: ContextVar[OpenStage | None] = ContextVar("mgpu_stage",
                                                       default=None)
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_here = threading.local()       # .at_once: see `at_once`
+_here = threading.local()       # .at_once, .host: see the functions
 
 
 def step(devices: Sequence[Any], batch: Any = None
@@ -146,6 +146,21 @@ def timed(thunks: Thunks) -> Thunks:
     device i: the same functions, timed where a stage is open."""
     opened = open_stage.get()
     return thunks if opened is None else opened.timed(thunks)
+
+
+def host() -> int:
+    """The thread that the calling one works for: itself, or the one that an
+    engine has called `as_host` for."""
+    return getattr(_here, "host", None) or threading.get_ident()
+
+
+def as_host(thread: int, thunk: Callable[[], Any]) -> Any:
+    """``thunk()``, in the name of `thread`, which waits for it."""
+    _here.host = thread
+    try:
+        return thunk()
+    finally:
+        _here.host = None
 
 
 def at_once() -> None:

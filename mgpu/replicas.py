@@ -1,10 +1,12 @@
 """A network on a list of devices."""
+import contextlib
 import threading
 import warnings
 import weakref
 from collections import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from mgpu.backends import base, get_backend, messages, recording_elsewhere
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices
+from mgpu.following import Following
 from mgpu.nested import as_inputs, map_leaves, rows_of
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
@@ -28,6 +31,10 @@ BATCH_NORM = ("per_device", "average", "sync")
 _DTYPES = ("float16", "float32", "float64")
 # A counter of torch's batch norm; Gluon has none.
 _COUNTER = "num_batches_tracked"
+
+# Stands for the thread that a call comes from, also in the threads that
+# engines start for it.
+_thread: ContextVar[Any] = ContextVar("mgpu_thread", default=None)
 
 # "Initialised" means: has been through `initialize`. A torch module has
 # values from the start, so the engine cannot tell.
@@ -104,6 +111,14 @@ class Replicas(abc.Sequence):
                        for i in range(len(devices))]
         self.recorded = [False] * len(devices)
         self._found: list[Parameter] | None = None
+        self.following = Following(backend, devices, self._adopt)
+        self._turn = threading.Lock()       # replicas may run in threads
+        self._ran: set[int] = set()         # one by one, since all were equal
+        self._carried: list[Parameter] = []
+        #: why the replicas must not be used until values are loaded, or None
+        self.torn: str | None = None
+        self._owner: list[Any] = []         # see `owned`
+        self._claiming = threading.Lock()
 
     @property
     def net(self) -> Any:
@@ -155,6 +170,68 @@ class Replicas(abc.Sequence):
             for p, spec in zip(self._found or (), specs, strict=False):
                 p.spec = spec
             self._replicas, self._draw = replicas, None
+            self.watch()
+
+    def watch(self) -> None:
+        """Tell the engine which arrays are trained now."""
+        requests = self.grad_reqs()
+        trained = [p for p in self.params() if requests[p.name] != "null"]
+        self._watched = self.backend.watch_gradients(
+            list(zip(*(p.list_data() for p in trained))),
+            [requests[p.name] for p in trained])
+        self.following.settle(self.all_parameters())
+
+    def _adopt(self, p: Parameter, earlier: Any) -> None:
+        """The user has put another array in the place of replica 0's."""
+        array = p.data()
+        if array.shape != earlier.shape or array.dtype != earlier.dtype:
+            raise ValueError(
+                f"an array that takes the place of {p.name!r} has its shape "
+                f"and dtype, {p.shape} {p.dtype}; received "
+                f"{tuple(array.shape)} {array.dtype}. Make the network anew, "
+                "and call mgpu.initialize.")
+        self.network.adopt(p.number, p.list_data(), earlier)
+        self.watch()
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Inside the block, no other thread may use these replicas, but for
+        the threads that `mgpu.parallel` starts. It does not wait.
+
+        Raises
+        ------
+        RuntimeError
+            Another thread uses them; they were made void by
+            ``force_reinit``; or an update of theirs has failed midway.
+        """
+        with self._claiming:
+            self._owner.append(self._check_usable())
+        try:
+            yield
+        finally:
+            self._owner.pop()
+
+    def _check_usable(self) -> Any:
+        """Raise as `owned`; returns what stands for this thread."""
+        me = _thread.get()
+        if me is None:
+            me = object()
+            _thread.set(me)
+        if any(other is not me for other in self._owner):
+            raise RuntimeError(
+                "one thread at a time uses the replicas of a network; "
+                "received a call while another thread runs or trains them. "
+                "Give each thread a network of its own.")
+        if self.complete and _initialized.get(self.net) is not self.devices:
+            raise RuntimeError(
+                "these replicas are void: the network was initialized again, "
+                "with force_reinit=True. Use what that call returned.")
+        if self.torn is not None:
+            raise RuntimeError(
+                f"replicas may hold different values, since an update failed "
+                f"midway ({self.torn}). Load values with "
+                "Replicas.import_numpy, and states with Trainer.load_states.")
+        return me
 
     def of_engine(self) -> list[base.Replica]:
         """The engine's own replicas. RuntimeError before they have
@@ -291,6 +368,8 @@ class Replicas(abc.Sequence):
                 for i, x in enumerate(own[name].list_data()):
                     one = value if value.shape == own[name].shape else value[i]
                     x[...] = self.backend.put(one, x)
+        self.following.settle([own[name] for name in known])
+        self.torn = None
 
     # -- checking -----------------------------------------------------------
 
@@ -372,6 +451,7 @@ class Replicas(abc.Sequence):
                 "the backend with mgpu.using_backend before record().")
 
     def _run_one(self, i: int, inputs: tuple[Any, ...]) -> Any:
+        self._check_usable()
         self._check_recording()
         if len(inputs) == 1:
             inputs = as_inputs(inputs[0])
@@ -387,10 +467,38 @@ class Replicas(abc.Sequence):
                 f"{self.devices[i]} received none. Leave it out, or use "
                 "replicas(shards), which passes empty shards over.")
         self._complete(inputs, self.devices[i])
+        with self._turn:
+            # Once for all of them: what runs already may not be waited for.
+            if not self._ran or i in self._ran:
+                self._make_equal()
+            self._ran.add(i)
         result = self._replicas[i](*inputs)
         if self.backend.is_recording():
             self.recorded[i] = True
+        self._passed()
         return result
+
+    def _make_equal(self) -> None:
+        """Before a pass: all replicas as replica 0."""
+        self._ran = set()
+        self.following.follow(self.all_parameters())
+        if self._carried and self.backend.is_recording():
+            with self.backend.scope(recording=False):
+                for p in self._carried:
+                    for x, g in list(zip(p.list_data(), p.list_grad()))[1:]:
+                        g[...] = 0
+                        self.backend.settle(x)
+            self._carried = []
+
+    def carry_over(self, parameters: list[Parameter]) -> None:
+        """The gradients of `parameters` hold the same sum on all devices, to
+        which the next backward pass adds: replica 0 alone is to keep it, or
+        it would be summed K times."""
+        self._carried = parameters
+
+    def _passed(self) -> None:
+        if self.backend.is_training():
+            self.following.passed(self.buffers())
 
     def independent(self) -> bool:
         """Whether each replica may go through its forward and its backward
@@ -405,15 +513,16 @@ class Replicas(abc.Sequence):
             and self.backend.is_training()
 
     def __call__(self, *inputs: Sequence[Any]) -> list[Any]:
-        rows, active = self._prepared(inputs)
-        with probes.stage("compute", "forward", self.devices,
-                             lambda: results, active):
-            if self._syncs():
-                results = self._run_synchronised(rows, active)
-            else:
-                results = self.network.forward(
-                    self._replicas, _of(active, rows))
-        self._note(active)
+        with self.owned():
+            rows, active = self._prepared(inputs)
+            with probes.stage("compute", "forward", self.devices,
+                              lambda: results, active):
+                if self._syncs():
+                    results = self._run_synchronised(rows, active)
+                else:
+                    results = self.network.forward(
+                        self._replicas, _of(active, rows))
+            self._note(active)
         return results
 
     def compute_gradients(self, shards: Sequence[Any],
@@ -422,11 +531,27 @@ class Replicas(abc.Sequence):
         rows, a native array, and its backward pass; inside `record`. No
         device waits for another in between, if the engine can do that. Not
         with ``batch_norm="sync"``."""
-        rows, active = self._prepared((shards,))
-        self._note(active)
-        self.network.forward_backward(
-            self._replicas, _of(active, rows), head,
-            lambda i: self._views[i].arrays())
+        with self.owned():
+            rows, active = self._prepared((shards,))
+            self.void_gradients()
+            try:
+                self.network.forward_backward(
+                    self._replicas, _of(active, rows), head,
+                    lambda i: self._views[i].arrays())
+            except BaseException:
+                # Some devices may have gone through theirs.
+                self.void_gradients()
+                raise
+            self._note(active)
+
+    def void_gradients(self) -> None:
+        """A new batch begins: what the devices' gradients hold belongs to an
+        earlier one, and no step applies it. With ``grad_req="add"`` they
+        belong together."""
+        for p in self.params():
+            if p.grad_req == "write":
+                for x in p.list_data():
+                    self.backend.mark_used(x)
 
     #: the name in version 0.1
     forward_backward = compute_gradients
@@ -434,6 +559,7 @@ class Replicas(abc.Sequence):
     def _note(self, active: list[int]) -> None:
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
+        self._passed()
 
     def _prepared(self, inputs: tuple[Sequence[Any], ...]
                   ) -> tuple[list[tuple[Any, ...]], list[int]]:
@@ -465,6 +591,7 @@ class Replicas(abc.Sequence):
         for i in active:
             self._check_native(i, rows[i])
         self._complete(rows[active[0]], self.devices[active[0]])
+        self._make_equal()
         return rows, active
 
     def _run_synchronised(self, rows: list[tuple[Any, ...]],
@@ -489,6 +616,7 @@ class Replicas(abc.Sequence):
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")
+        self.following.settle(self.all_parameters())
 
 
 def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:

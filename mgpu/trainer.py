@@ -1,6 +1,6 @@
 """One optimiser step on all devices."""
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -142,6 +142,7 @@ class Trainer:
         self._states: list[DeviceState] = [{} for _ in replicas.devices]
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
+        self._torn = False          # by an update that has failed midway
 
     def __repr__(self) -> str:
         return f"Trainer({self.optimizer!r}, {self.replicas!r})"
@@ -200,21 +201,46 @@ class Trainer:
             What the summed gradients are divided by: the rows of the whole
             batch, over all devices.
         ignore_stale_grad : bool
-            Skip, on every device, a parameter whose gradient was not
-            written since the last step. By default that is an error.
+            Skip a parameter that no device's backward pass has reached since
+            the last step. By default that is an error.
 
         Raises
         ------
         StaleGradientError
-            Names the parameter and the device; nothing has changed. A
-            device whose replica did not run at all since the last step (it
-            had no rows) contributes zero and is no error.
+            No device's backward pass has reached a parameter, or a device
+            ran and had no backward pass. Names the parameter; nothing has
+            changed. Devices that did not run, or whose rows did not reach
+            the parameter, contribute zero: the result depends on the batch,
+            not on how it was cut.
+        RuntimeError
+            The gradients of some devices and not of all were changed after
+            the backward pass; another thread uses the replicas; or they
+            are void, or an update has failed midway. Nothing has changed.
         ValueError
             A batch size that is not a whole number, 1 or more.
         """
         check_batch_size(batch_size)
-        self.allreduce_grads(ignore_stale_grad)
-        self.update(batch_size)
+
+        def both() -> None:
+            self._allreduce(ignore_stale_grad)
+            self._update(batch_size)
+        self._whole(both)
+
+    def _whole(self, section: Callable[[], None]) -> None:
+        """Call `section` whole, or after Ctrl-C perhaps not at all, while no
+        other thread uses the replicas."""
+        if self._torn:
+            raise RuntimeError(
+                "an update of this trainer failed midway, so its states may "
+                "not fit the weights; load states with Trainer.load_states "
+                "and values with Replicas.import_numpy.")
+        backend = self.replicas.backend
+
+        def scoped() -> None:
+            with using_backend(backend.name), backend.scope(recording=False):
+                section()
+        with self.replicas.owned():
+            backend.uninterrupted(scoped)
 
     def _trained(self) -> list[Parameter]:
         self._check_complete()
@@ -229,50 +255,90 @@ class Trainer:
                 "there are no gradients; run a forward and a backward pass "
                 "before Trainer.step.")
 
-    @probes.staged("reduce", "all-reduce", probes.gradients)
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Sum every gradient over the devices, in place on each.
 
         Legal at any number of devices; between it and `update` a gradient
-        may be read, clipped or changed. The gradients are stale from now on:
-        what a backward pass wrote is summed once. How they are summed is
-        this trainer's ``allreduce=``. Raises as `step` does.
+        may be read, clipped or changed: what is written to replica 0's
+        reaches all. The gradients are stale from now on: what a backward
+        pass wrote is summed once. How they are summed is this trainer's
+        ``allreduce=``. Raises as `step` does.
         """
+        self._whole(partial(self._allreduce, ignore_stale_grad))
+
+    @probes.staged("reduce", "all-reduce", probes.gradients)
+    def _allreduce(self, ignore_stale_grad: bool) -> None:
         parameters, replicas = self._trained(), self.replicas
-        backend, devices = replicas.backend, replicas.devices
+        backend = replicas.backend
         columns = [p.list_data() for p in parameters]
         fresh = [[backend.is_fresh(x) for x in arrays] for arrays in columns]
-        idle = [i for i in range(len(devices)) if not replicas.recorded[i]
-                and not any(flags[i] for flags in fresh)]
-        if len(idle) == len(devices):
-            idle = []       # nothing ran at all
-        used, gradients = [], []
-        for p, arrays, flags in zip(parameters, columns, fresh):
-            stale = [i for i, flag in enumerate(flags)
-                     if not flag and i not in idle]
-            if stale and not ignore_stale_grad:
-                raise StaleGradientError(
-                    f"parameter {p.name!r} has no new gradient on "
-                    f"{devices[stale[0]]} since the last step: no backward "
-                    "pass reached it. Run the forward pass inside record() "
-                    "and call backward on every device's loss; freeze the "
-                    "parameter (grad_req='null', requires_grad=False); or "
-                    "pass ignore_stale_grad=True to skip it.")
-            if not stale:
-                used.append(p)
-                gradients.append([backend.grad(x) for x in arrays])
-        with using_backend(backend.name), backend.scope(recording=False):
-            for i in idle:
-                # Old gradients of a device without rows: exactly zero now.
-                for copies in gradients:
-                    copies[i][...] = 0
+        used = self._reached(parameters, fresh, ignore_stale_grad)
+        self._check_unedited(parameters, columns, fresh)
+        gradients = [[backend.grad(x) for x in columns[j]] for j in used]
+        try:
+            for j, arrays in zip(used, gradients):
+                for g, is_fresh in zip(arrays, fresh[j]):
+                    if not is_fresh:    # no row of the batch reached it there
+                        g[...] = 0
             allreduce_many(gradients, algorithm=self._strategy)
-        # Also those that were skipped: theirs belong to this step.
-        for arrays in columns:
-            for x in arrays:
-                backend.mark_used(x)
-        replicas.recorded = [False] * len(devices)
-        self._summed = used
+            self._summed = [parameters[j] for j in used]
+        except BaseException:
+            self._summed = None     # some may be sums already
+            raise
+        finally:
+            # Also those that were skipped: theirs belong to this step.
+            for arrays in columns:
+                for x in arrays:
+                    backend.mark_used(x)
+                    backend.settle(x)
+            replicas.recorded = [False] * len(replicas)
+        replicas.carry_over([p for p in self._summed if p.grad_req == "add"])
+
+    def _reached(self, parameters: Sequence[Parameter],
+                 fresh: Sequence[Sequence[bool]], ignore_stale_grad: bool
+                 ) -> list[int]:
+        """The numbers of the parameters that a row of the batch reached, on
+        any device. StaleGradientError for others, and for a device that ran
+        and had no backward pass, unless they are to be ignored."""
+        replicas, used = self.replicas, []
+        backward = [any(flags) for flags in zip(*fresh)]
+        for i, had in enumerate(backward):
+            if replicas.recorded[i] and not had and any(backward) \
+                    and not ignore_stale_grad:
+                raise self._stale(parameters[0], f"on {replicas.devices[i]}")
+        for j, (p, flags) in enumerate(zip(parameters, fresh)):
+            if any(flags):
+                used.append(j)
+            elif not ignore_stale_grad:
+                raise self._stale(p, "on any device")
+        return used
+
+    def _stale(self, p: Parameter, where: str) -> StaleGradientError:
+        return StaleGradientError(
+            f"parameter {p.name!r} has no new gradient {where} since the "
+            "last step: no backward pass reached it. Run the forward pass "
+            "inside record() and call backward on every device's loss; "
+            "freeze the parameter (grad_req='null', requires_grad=False); or "
+            "pass ignore_stale_grad=True to skip it.")
+
+    def _check_unedited(self, parameters: Sequence[Parameter],
+                        columns: Sequence[Sequence[Any]],
+                        fresh: Sequence[Sequence[bool]]) -> None:
+        """Refuse gradients that only some devices' were changed: each is a
+        part of the sum."""
+        if len(self.replicas) == 1:
+            return
+        for p, arrays, flags in zip(parameters, columns, fresh):
+            edited = [self.replicas.backend.edited(x)
+                      for x, is_fresh in zip(arrays, flags) if is_fresh]
+            if any(edited) and not all(edited):
+                raise RuntimeError(
+                    "before allreduce_grads a device's gradient is its part "
+                    f"of the sum; received the gradient of {p.name!r} "
+                    "changed on some devices and not on all, as clipping "
+                    "replicas.net does. Call trainer.allreduce_grads(), then "
+                    "trainer.clip_global_norm (or change the gradients of "
+                    "replicas.net, which reaches all), then trainer.update.")
 
     def summed(self, caller: str = "summed") -> list[Parameter]:
         """The parameters whose gradients `allreduce_grads` has summed since
@@ -285,42 +351,79 @@ class Trainer:
                 "allreduce_grads first, or step for both.")
         return self._summed
 
-    @probes.staged("update", "update", probes.weights)
     def update(self, batch_size: int) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.
 
         Does not touch the gradients; waits on CPU devices, as
-        `allreduce_grads` does. RuntimeError without an
-        `allreduce_grads` before it: an old gradient is never applied again.
-        While the environment variable ``MGPU_DEBUG`` is 1 it ends with
-        `Replicas.check_equal` (`ReplicaMismatchError`), which waits. With
-        ``loss_scale="dynamic"`` it may skip the step (`skipped_steps`).
+        `allreduce_grads` does. While the environment variable
+        ``MGPU_DEBUG`` is 1 it ends with `Replicas.check_equal`
+        (`ReplicaMismatchError`), which waits. With ``loss_scale="dynamic"``
+        it may skip the step (`skipped_steps`).
+
+        Raises
+        ------
+        RuntimeError
+            There was no `allreduce_grads` before it, so that an old gradient
+            would be applied again; a backward pass has written gradients
+            since then; only another replica's gradient than replica 0's was
+            changed since then; or an earlier update has failed midway.
         """
         check_batch_size(batch_size)
+        self._whole(partial(self._update, batch_size))
+
+    @probes.staged("update", "update", probes.weights)
+    def _update(self, batch_size: int) -> None:
         debug = environment.debug()     # first: a wrong value is refused
         parameters = self.summed("update")
         replicas, optimizer = self.replicas, self.optimizer
         backend, scale = replicas.backend, self._scale
-        with using_backend(backend.name), backend.scope(recording=False):
-            if scale.dynamic and not all_finite(
-                    # The sums are the same on all devices: one will do.
-                    backend, [p.list_grad()[0] for p in parameters]):
-                self._summed = None
-                scale.backoff()
-            else:
-                # Nothing is counted before every state and rate is there.
-                number = self.num_update + 1
-                work = self._work(parameters, self.rate(number))
-                counts = {one.name: one.t for one in work}
+        self._share_edits(parameters)
+        if scale.dynamic and not all_finite(
+                # The sums are the same on all devices: one will do.
+                backend, [p.list_grad()[0] for p in parameters]):
+            self._summed = None
+            scale.backoff()
+        else:
+            # Nothing is counted before every state and rate is there.
+            number = self.num_update + 1
+            work = self._work(parameters, self.rate(number))
+            counts = {one.name: one.t for one in work}
+            try:
                 if optimizer.has_begin_step:
                     self._begin_step(counts)
                 self._apply(work, 1.0 / batch_size)
-                self._counts.update(counts)
-                self.num_update, self._summed = number, None
-                scale.succeed()
-            replicas.after_step()
-            if debug:
-                replicas.check_equal()
+            except BaseException as error:
+                self._torn, replicas.torn = True, repr(error)
+                raise
+            self._counts.update(counts)
+            self.num_update, self._summed = number, None
+            scale.succeed()
+        replicas.after_step()
+        if debug:
+            replicas.check_equal()
+
+    def _share_edits(self, parameters: Sequence[Parameter]) -> None:
+        """Copy what the user has written to replica 0's sums to the others;
+        raises as `update`."""
+        backend = self.replicas.backend
+        for p in parameters:
+            arrays = p.list_data()
+            if any(backend.is_fresh(x) for x in arrays):
+                raise RuntimeError(
+                    "update applies what allreduce_grads has summed; "
+                    f"received a gradient of {p.name!r} that a backward pass "
+                    "has written since. Call allreduce_grads again.")
+            edited = [backend.edited(x) for x in arrays]
+            if not any(edited) or all(edited):
+                continue
+            if not edited[0]:
+                raise RuntimeError(
+                    "a summed gradient is changed on replica 0, or on all; "
+                    f"received the gradient of {p.name!r} changed only on "
+                    "another replica. Change that of replicas.net.")
+            first, *others = p.list_grad()
+            for g in others:
+                g[...] = backend.put(first, g)
 
     def _work(self, parameters: list[Parameter], rate: float) -> list[Update]:
         """What is to be done to each parameter; makes missing states."""
@@ -419,9 +522,11 @@ class Trainer:
                     "them.")
             scale = max_norm / (norm + 1e-8)
             if scale < 1.0:
-                for copies in gradients:
-                    for g in copies:
+                self._share_edits(parameters)
+                for p, copies in zip(parameters, gradients):
+                    for x, g in zip(p.list_data(), copies):
                         g *= scale
+                        backend.settle(x)
         return norm
 
     # -- states -------------------------------------------------------------
@@ -477,7 +582,8 @@ class Trainer:
             # Frozen ones too: they may have been trained before.
             {p.name: p.list_data() for p in replicas.params()},
             len(replicas))
-        self._counts = dict(saved.counts)
+        self._counts, self._summed = dict(saved.counts), None
+        self._torn = False
         self.num_update = saved.num_update
         self.optimizer.learning_rate = saved.learning_rate
         scale.skipped_steps = saved.skipped_steps

@@ -209,7 +209,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     _check_pair(replicas, trainer)
     devices, stage = replicas.devices, probes.stage
     with using_backend(replicas.backend.name) as backend, \
-            backend.scope(), probes.step(devices, X):
+            backend.scope(), replicas.owned(), probes.step(devices, X):
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
             X_shards, y_shards = split_f(X, y, devices)
@@ -267,7 +267,12 @@ def _stage_by_stage(replicas: Replicas, X_shards: list[Any],
         scaled = [_scaled(x, scale) for x in losses]
     with stage("compute", "backward", devices,
                partial(probes.gradients, replicas), active):
-        backward(scaled)
+        replicas.void_gradients()
+        try:
+            backward(scaled)
+        except BaseException:
+            replicas.void_gradients()
+            raise
     return losses
 
 

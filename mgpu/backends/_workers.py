@@ -46,13 +46,16 @@ class Workers:
         that sets the caller's per-thread modes in the worker.
     idle : float
         Seconds.
+    leading : bool
+        The thunks are not those of devices: they may give work to the
+        threads of other `Workers`, and no Profile times them.
     """
 
     def __init__(self, name: str, start: Callable[[], None],
                  carry: Callable[[], Callable[[], ContextManager]],
-                 idle: float = IDLE):
+                 idle: float = IDLE, leading: bool = False):
         self._name, self._start, self._carry = name, start, carry
-        self._idle = idle
+        self._idle, self._leading = idle, leading
         self._reset()
         # A forked child has none of its parent's threads.
         os.register_at_fork(after_in_child=self._reset)
@@ -76,7 +79,9 @@ class Workers:
         """
         if inside_worker():
             return run_in_turn(thunks)
-        call = _Call(probes.timed(thunks), self._carry())
+        call = _Call([partial(probes.as_host, probes.host(), thunk)
+                      for thunk in thunks] if self._leading
+                     else probes.timed(thunks), self._carry())
         if thunks:
             with self._one_call:
                 queues = self._queues(len(thunks))
@@ -104,7 +109,7 @@ class Workers:
         return [place[0] for place in places[:count] if place is not None]
 
     def _loop(self, i: int, jobs: Jobs) -> None:
-        _here.inside = True
+        _here.inside = not self._leading
         self._start()
         while True:
             try:

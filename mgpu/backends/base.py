@@ -285,11 +285,22 @@ class Network(ABC):
     def grad_req(self, number: int) -> str:
         """`Spec.grad_req` of one entry as it is now; cheap."""
 
+    def multipliers(self, number: int) -> tuple[float, float]:
+        """What the framework's own object multiplies the learning rate and
+        the weight decay of one entry by, as it is now."""
+        return 1.0, 1.0
+
     @abstractmethod
     def set_grad_req(self, number: int, grad_req: str,
                      arrays: Sequence[Array]) -> None:
         """Freeze or unfreeze one entry, whose array on each device is in
         `arrays`."""
+
+    def adopt(self, number: int, arrays: Sequence[Array],
+              earlier: Array) -> None:
+        """The user has put ``arrays[0]`` in the place of replica 0's array
+        `earlier`: give it the same gradient, on all devices."""
+        return
 
     @abstractmethod
     def devices(self) -> list[Any]:
@@ -528,6 +539,30 @@ class Backend(ABC):
     def mark_used(self, x: Array) -> None:
         """The gradient of `x` has been applied: it is stale from now on."""
 
+    def watch_gradients(self, leaves: Sequence[Sequence[Array]],
+                        requests: Sequence[str]) -> Any:
+        """Announce the trained arrays of one network: ``leaves[i]`` are those
+        of device i, `requests` their grad_req. It holds as long as the
+        caller keeps what is returned.
+
+        From then on a batch begins where a backward pass reaches a device
+        that holds a new gradient from an earlier pass: what the network's
+        other gradients hold is stale from then on, but for those of this
+        pass and those with ``grad_req="add"``. A call of `backward`, and of
+        `Network.forward_backward`, is one pass.
+        """
+        return None
+
+    def edited(self, x: Array) -> bool:
+        """Whether something else than a backward pass has written to the
+        gradient of the leaf `x` since one has written it, or since
+        `settle`."""
+        return False
+
+    def settle(self, x: Array) -> None:
+        """What was written to the gradient of the leaf `x` is known."""
+        return
+
     @abstractmethod
     def scope(self, recording: bool | None = None,
               training: bool | None = None) -> ContextManager:
@@ -610,6 +645,13 @@ class Backend(ABC):
         """Wrap a `gluon.Block` or a `torch.nn.Module`; TypeError for
         anything else."""
 
+    def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
+        """Call `thunk` where no signal cuts it short, and return its result:
+        after Ctrl-C it has run to its end, or not begun. Inside it,
+        `parallel` works as in the calling thread. A second Ctrl-C does not
+        wait for that end."""
+        return thunk()
+
     # optional: threads that the user starts, and data for GPUs
 
     def carry(self) -> Callable[[], ContextManager]:
@@ -631,16 +673,24 @@ class Backend(ABC):
         """Return when pending work on `x` is done."""
         self.to_numpy(x)
 
+    def mark(self, x: Array) -> Any:
+        """A value that becomes another one when an operation writes to `x`,
+        or when another array takes its memory or its place. None: the engine
+        does not count writes."""
+        return None
+
     # optional: fast reductions and updates
 
-    def host_views(self, arrays: Sequence[Array]) -> list[np.ndarray] | None:
+    def host_views(self, arrays: Sequence[Array], *, to_read: bool = False
+                   ) -> list[np.ndarray] | None:
         """One-dimensional NumPy views, each in its array's order of memory,
-        to be read and written inside `run_on_host_views` only.
+        to be read and written inside `run_on_host_views` only; `to_read`:
+        to be read at once, and not written.
 
         None unless every array has one, in the same order: not on a GPU, not
         in a dtype that NumPy lacks, not with gaps, and not inside
-        `mgpu.strict_devices`, which could not see what is done to them. May
-        wait for all queued work. What is queued between this call and
+        `mgpu.strict_devices`, which could not see what is written to them.
+        May wait for all queued work. What is queued between this call and
         `run_on_host_views` may move an array (MXNet).
         """
         return None

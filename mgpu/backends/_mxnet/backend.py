@@ -9,7 +9,7 @@ import numpy as np
 
 from mgpu import environment, probes
 from mgpu.backends import base, messages
-from mgpu.backends._mxnet import strict
+from mgpu.backends._mxnet import gradients, strict
 from mgpu.backends._mxnet.dispatch import disjoint
 from mgpu.backends._mxnet.framework import findings, mx, one_thread
 from mgpu.backends._mxnet.network import MXNetNetwork
@@ -87,6 +87,8 @@ class MXNetBackend(base.Backend):
         # The engine runs contexts side by side, whatever thread queued the
         # work; `dispatch` says what threads are used for nevertheless.
         self._workers = Workers("mgpu-mxnet", lambda: None, self.carry)
+        self._leader = Workers("mgpu-mxnet-step", lambda: None, self.carry,
+                               leading=True)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -161,8 +163,9 @@ class MXNetBackend(base.Backend):
 
     # -- the host's own memory ------------------------------------------------
 
-    def host_views(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
-        if strict.on():
+    def host_views(self, arrays: Sequence[Any], *, to_read: bool = False
+                   ) -> list[np.ndarray] | None:
+        if strict.on() and not to_read:
             return None
         for x in arrays:
             if x.ctx.device_type != "cpu" or x.stype != "default":
@@ -206,10 +209,19 @@ class MXNetBackend(base.Backend):
         return gradient
 
     def is_fresh(self, x: Any) -> bool:
-        return bool(x._fresh_grad)
+        return gradients.is_fresh(x)
 
     def mark_used(self, x: Any) -> None:
-        x._fresh_grad = False
+        gradients.mark_used(x)
+
+    def watch_gradients(self, leaves, requests) -> gradients.Watched:
+        return gradients.Watched(leaves, requests)
+
+    def edited(self, x: Any) -> bool:
+        return gradients.edited(x)
+
+    def settle(self, x: Any) -> None:
+        gradients.settle(x)
 
     def scope(self, recording=None, training=None) -> base.ContextManager:
         return Scope(_read_flags, _write_flags, (recording, training))
@@ -228,12 +240,13 @@ class MXNetBackend(base.Backend):
             seeds = [self.ops.zeros_like(x) + sum(y is x for y in losses)
                      for x in heads]
         try:
-            if seeds is None and self.side_by_side([x.ctx for x in heads]) \
-                    and disjoint(heads):
-                self.in_threads([functools.partial(autograd.backward, [x])
-                                 for x in heads])
-            else:
-                autograd.backward(heads, seeds)
+            with gradients.one_pass():
+                if seeds is None and disjoint(heads) \
+                        and self.side_by_side([x.ctx for x in heads]):
+                    self.in_threads([functools.partial(
+                        autograd.backward, [x]) for x in heads])
+                else:
+                    autograd.backward(heads, seeds)
         except mx.MXNetError as error:
             if not any(words in str(error) for words in (
                     "Cannot differentiate node",
@@ -274,6 +287,9 @@ class MXNetBackend(base.Backend):
             self._workers.run([functools.partial(queue, i)
                                for i in range(count)])
         return first_error_or(results, errors)
+
+    def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
+        return self._leader.run([thunk])[0]
 
     def carry(self) -> Callable[[], base.ContextManager]:
         # Inside mx.engine.bulk the thread holds back operations whose results

@@ -122,6 +122,10 @@ class MXNetNetwork(base.Network):
     def grad_req(self, number: int) -> str:
         return self.entries[number][1].grad_req
 
+    def multipliers(self, number: int) -> tuple[float, float]:
+        parameter = self.entries[number][1]
+        return parameter.lr_mult, parameter.wd_mult
+
     def set_grad_req(self, number, grad_req, arrays) -> None:
         messages.check_grad_req(grad_req)
         self.entries[number][1].grad_req = grad_req

@@ -1,10 +1,7 @@
 """`mgpu.strict_devices` on MXNet: checks every call into its library.
 
-Arrays have contexts, but MXNet does not compare CPU contexts. All ways from
-Python into the library (the generated functions of `mx.nd`, `mx.np` and
-`mx.npx`, its function interface, compiled networks) are a few C functions,
-which Python looks up by name in every call. While a mode is on, checking
-functions stand in for them.
+Arrays have contexts, but MXNet does not compare CPU contexts. While a mode is
+on, checking functions stand around the library's own (`calls`).
 """
 import contextlib
 import ctypes
@@ -16,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu.backends._mxnet import calls
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.base import Device
 from mgpu.backends.ledger import Ledgers
@@ -26,7 +24,6 @@ _ledgers = Ledgers()
 
 #: operators that copy an array from one context to another
 _COPIES = {"_copyto", "_npi_copyto"}
-_ARRAY = 14     # type code of an array in the function interface
 _CONTEXTS = {1: "cpu", 2: "gpu"}    # others (pinned, shared) are the host's
 
 
@@ -86,20 +83,10 @@ def _one_device(ledgers: tuple[Any, ...], operation: str,
             for device, handle in zip(devices, handles)])
 
 
-def _outputs(count: Any, arrays: Any) -> list[Any]:
-    """The handles that a caller passed by reference, to be written to."""
-    return list(_plain(arrays._obj, count._obj.value)) \
-        if count._obj.value else []
-
-
-def _plain(handles: Any, count: int) -> list[Any]:
-    return [getattr(handles[i], "value", handles[i]) for i in range(count)]
-
-
 def _operator(ledgers, operator, count, inputs, output_count, outputs, *_):
     name = _names().get(operator.value, "an operator")
-    handles = _plain(inputs, count.value)
-    written = _outputs(output_count, outputs)
+    handles = calls.handles(inputs, count.value)
+    written = calls.outputs(output_count, outputs)
     if name in _COPIES:
         if handles and written:
             for ledger in ledgers:
@@ -111,13 +98,14 @@ def _operator(ledgers, operator, count, inputs, output_count, outputs, *_):
 
 def _compiled(ledgers, operator, count, inputs, output_count, outputs, *_):
     _one_device(ledgers, "a hybridized network",
-                _plain(inputs, count.value) + _outputs(output_count, outputs))
+                calls.handles(inputs, count.value)
+                + calls.outputs(output_count, outputs))
 
 
 def _function(ledgers, function, values, codes, count, *_):
     _one_device(ledgers, "a function of mx.np", [
         values[i].v_handle for i in range(count.value)
-        if codes[i] == _ARRAY])
+        if codes[i] == calls.ARRAY])
 
 
 def _transfer(to_host, ledgers, array, data, size):
@@ -144,34 +132,31 @@ _CHECKS: dict[str, Callable[..., None]] = {
 
 # -- the mode -----------------------------------------------------------------
 
-def _watched(call: Callable[..., int], check: Callable[..., None]
-             ) -> Callable[..., int]:
-    def watched(*args: Any) -> int:
+def _checked(check: Callable[..., None]) -> calls.Around:
+    def around(call: Callable[..., int], *args: Any) -> int:
         ledgers = _ledgers.active()
         if ledgers:     # another thread may have none
             check(ledgers, *args)
         return call(*args)
-    return watched
+    return around
 
 
+_AROUND = {name: _checked(check) for name, check in _CHECKS.items()}
 _changing = threading.Lock()
 _blocks = 0
-_before: dict[str, Any] = {}
 
 
 def _watch(step: int) -> None:
-    """Put the checking functions in place with the first block, and the
-    library's own back with the end of the last one."""
+    """Put the checking functions in place with the first block, and remove
+    them with the end of the last one."""
     global _blocks
     with _changing:
         _blocks += step
-        if step > 0 and _blocks == 1:
-            for name, check in _CHECKS.items():
-                _before[name] = getattr(_LIB, name)
-                setattr(_LIB, name, _watched(_before[name], check))
-        elif not _blocks:
-            for name in _CHECKS:
-                setattr(_LIB, name, _before.pop(name))
+        for name, around in _AROUND.items():
+            if step > 0 and _blocks == 1:
+                calls.stand_around(name, around)
+            elif not _blocks:
+                calls.step_aside(name, around)
 
 
 def always(ledger: Any) -> None:

@@ -67,6 +67,8 @@ class TorchBackend(base.Backend):
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads),
             self.carry)
+        self._leader = Workers("mgpu-torch-step", lambda: None, self.carry,
+                               leading=True)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -130,8 +132,12 @@ class TorchBackend(base.Backend):
 
     # -- the host's own memory ------------------------------------------------
 
-    def host_views(self, arrays: Sequence[Any]) -> list[np.ndarray] | None:
-        if strict.on():
+    def mark(self, x: Any) -> Any:
+        return id(x), x._version, x.data_ptr()
+
+    def host_views(self, arrays: Sequence[Any], *, to_read: bool = False
+                   ) -> list[np.ndarray] | None:
+        if strict.on() and not to_read:
             return None
         views = []
         for x in arrays:
@@ -250,6 +256,9 @@ class TorchBackend(base.Backend):
         if rendezvous and inside_worker() and len(thunks) > 1:
             raise messages.nested_rendezvous()
         return self._workers.run(thunks)
+
+    def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
+        return self._leader.run([thunk])[0]
 
     def carry(self) -> Callable[[], base.ContextManager]:
         grad = torch.is_grad_enabled()

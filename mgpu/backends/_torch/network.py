@@ -63,6 +63,11 @@ class TorchNetwork(base.Network):
         for replica in self._replicas:
             replica.forget()
 
+    def adopt(self, number, arrays, earlier) -> None:
+        request = self.backend.grad_req(earlier) \
+            if arrays[0].requires_grad else "null"
+        self.set_grad_req(number, request, arrays)
+
     def devices(self) -> list[Any]:
         arrays = arrays_of(self.net)
         return [arrays[0].device if arrays else torch.device("cpu")]

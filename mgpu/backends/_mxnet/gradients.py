@@ -1,0 +1,165 @@
+"""Which batch the gradients of a network belong to, and who wrote them.
+
+MXNet marks an array whose gradient a backward pass has written, and counts no
+writes. So mgpu stands around the library's functions: backward passes, also
+those that a user starts, and operations that write to memory which is there.
+"""
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends._mxnet import calls
+
+
+class Watched:
+    """The gradients of one network. Watched as long as it lives.
+
+    Parameters
+    ----------
+    leaves : sequence of sequences of arrays
+        ``leaves[i]``: the trained arrays of device i.
+    requests : sequence of str
+        The grad_req of each.
+    """
+
+    def __init__(self, leaves: Sequence[Sequence[Any]],
+                 requests: Sequence[str]) -> None:
+        self.leaves = [list(zip(own, requests, strict=True))
+                       for own in leaves]
+        #: by identity: arrays whose gradient the user has written to
+        self.edited: set[int] = set()
+        self._places: list[tuple[int, int, int]] | None = None
+        _watched.add(self)
+
+    def fresh(self) -> list[list[bool]]:
+        return [[bool(x._fresh_grad) for x, _ in own] for own in self.leaves]
+
+    def begin_pass(self) -> list[list[bool]]:
+        """Returns what `end_pass` takes."""
+        fresh = self.fresh()
+        for own, flags in zip(self.leaves, fresh):
+            for (x, _), flag in zip(own, flags):
+                if flag:
+                    x._fresh_grad = False
+        return fresh
+
+    def end_pass(self, before: list[list[bool]]) -> None:
+        self._places = None     # memory may have moved
+        if self.edited:
+            self.edited -= {id(x) for own in self.leaves for x, _ in own
+                            if x._fresh_grad}
+        if not any(map(any, before)):
+            return
+        new_batch = any(any(now) and any(then) for now, then in
+                        zip(self.fresh(), before))
+        for own, flags in zip(self.leaves, before):
+            for (x, request), flag in zip(own, flags):
+                if flag and (request == "add" or not new_batch):
+                    x._fresh_grad = True
+
+    def written(self, address: int) -> None:
+        """An operation of the user's has written there."""
+        if self._places is None:
+            self._places = [_extent(x) for own in self.leaves
+                            for x, _ in own]
+        self.edited.update(key for begin, end, key in self._places
+                           if begin <= address < end)
+
+
+def _extent(x: Any) -> tuple[int, int, int]:
+    gradient = x.grad
+    begin = calls.data_of(gradient.handle.value)
+    return (begin, begin + gradient.size * np.dtype(gradient.dtype).itemsize,
+            id(x))
+
+
+def is_fresh(x: Any) -> bool:
+    """See `mgpu.backends.base.Backend.is_fresh`."""
+    with _passing:
+        return bool(x._fresh_grad)
+
+
+def mark_used(x: Any) -> None:
+    """See `mgpu.backends.base.Backend.mark_used`."""
+    with _passing:
+        x._fresh_grad = False
+
+
+def edited(x: Any) -> bool:
+    """See `mgpu.backends.base.Backend.edited`."""
+    return any(id(x) in one.edited for one in _watched)
+
+
+def settle(x: Any) -> None:
+    """See `mgpu.backends.base.Backend.settle`."""
+    for one in _watched:
+        one.edited.discard(id(x))
+
+
+_watched: "weakref.WeakSet[Watched]" = weakref.WeakSet()
+#: held during a pass, since freshness is cleared for that time
+_passing = threading.RLock()
+_inside: ContextVar[bool] = ContextVar("mgpu_inside_pass", default=False)
+
+
+@contextlib.contextmanager
+def one_pass() -> Iterator[None]:
+    """Backward passes inside the block, also in threads that it starts, are
+    one."""
+    with _passing:
+        watched = list(_watched)
+        before = [one.begin_pass() for one in watched]
+        token = _inside.set(True)
+        try:
+            yield
+        finally:
+            _inside.reset(token)
+            for one, flags in zip(watched, before):
+                one.end_pass(flags)
+
+
+def _backward(call: Any, *args: Any) -> int:
+    if _inside.get() or not _watched:
+        return call(*args)
+    with one_pass():
+        return call(*args)
+
+
+def _wrote(handle: Any) -> None:
+    address = calls.data_of(handle)
+    for one in list(_watched):
+        one.written(address)
+
+
+def _operator(call: Any, operator: Any, count: Any, inputs: Any,
+              output_count: Any, outputs: Any, *rest: Any) -> int:
+    # Those that are new arrays are not known before the call.
+    for handle in calls.outputs(output_count, outputs):
+        _wrote(handle)
+    return call(operator, count, inputs, output_count, outputs, *rest)
+
+
+def _function(call: Any, function: Any, values: Any, codes: Any, count: Any,
+              *rest: Any) -> int:
+    # Its last argument, if it is an array, is where the result goes.
+    last = count.value - 1
+    if last >= 0 and codes[last] == calls.ARRAY:
+        _wrote(values[last].v_handle)
+    return call(function, values, codes, count, *rest)
+
+
+def _filled(call: Any, array: Any, *rest: Any) -> int:
+    _wrote(array.value)
+    return call(array, *rest)
+
+
+for _name, _stand in (("MXAutogradBackwardEx", _backward),
+                      ("MXImperativeInvokeEx", _operator),
+                      ("MXNetFuncCall", _function),
+                      ("MXNDArraySyncCopyFromCPU", _filled)):
+    calls.stand_around(_name, _stand)

@@ -1,0 +1,130 @@
+"""Replica 0 is the user's network: what is written to it reaches all."""
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mgpu import host_memory
+from mgpu.backends.base import Array, Backend
+from mgpu.device import Device
+from mgpu.parameters import BUFFERS, Parameter
+
+
+class _Known(NamedTuple):
+    """One parameter or buffer when mgpu had last written to it."""
+
+    arrays: list[Array]             # one per device
+    marks: list[Any]                # see `Backend.mark`
+    contents: bytes | None          # a buffer of an engine without marks
+
+
+class Following:
+    """Makes all replicas equal to replica 0 before they are used.
+
+    Parameters are compared bit by bit where NumPy sees their memory: a write
+    through ``.data``, or through a NumPy view, leaves no other trace.
+    Elsewhere (GPUs) the engine's marks are all there is. Buffers may differ
+    by device. They are copied if replica 0's were written to since the last
+    pass or step of mgpu.
+
+    Parameters
+    ----------
+    backend : Backend
+    devices : sequence of Device
+    adopt : callable
+        ``adopt(parameter, earlier)`` is called when the user has put another
+        array in the place of replica 0's array `earlier`.
+    """
+
+    def __init__(self, backend: Backend, devices: Sequence[Device],
+                 adopt: Callable[[Parameter, Array], None]) -> None:
+        self._backend, self._devices, self._adopt = backend, devices, adopt
+        self._known: dict[str, _Known] = {}
+        self._warned = False
+
+    def settle(self, parameters: Sequence[Parameter]) -> None:
+        """What was written so far is known; what follows is the user's.
+        Waits for buffers, if the engine has no marks."""
+        for p in parameters:
+            arrays = p.list_data()
+            marks = [self._backend.mark(x) for x in arrays]
+            self._known[p.name] = _Known(
+                arrays, marks, self._contents(arrays[0])
+                if p.kind in BUFFERS and marks[0] is None else None)
+
+    def passed(self, buffers: Sequence[Parameter]) -> None:
+        """A training pass, which may write to `buffers`, has been queued.
+        Without marks nothing can be told of the user's writes to them until
+        `settle`."""
+        for p in buffers:
+            known = self._known[p.name]
+            self._known[p.name] = known._replace(contents=None) \
+                if known.marks[0] is None else known._replace(
+                    marks=[self._backend.mark(x) for x in p.list_data()])
+
+    def follow(self, parameters: Sequence[Parameter]) -> None:
+        """Copy replica 0's values to the replicas that have others.
+
+        Raises
+        ------
+        RuntimeError
+            Only another replica than replica 0 was written to.
+        ValueError
+            An array of another shape or dtype stands in the place of
+            replica 0's.
+        """
+        columns = [p.list_data() for p in parameters]
+        for p, arrays in zip(parameters, columns):
+            if arrays[0] is not self._known[p.name].arrays[0]:
+                self._adopt(p, self._known[p.name].arrays[0])
+        if len(self._devices) == 1:
+            return
+        weights = [j for j, p in enumerate(parameters)
+                   if p.kind not in BUFFERS]
+        differing: list[Sequence[int] | None] = [None] * len(parameters)
+        for j, found in zip(weights, host_memory.differing(
+                self._backend, [columns[j] for j in weights])):
+            differing[j] = found
+        copies = [(p, arrays, self._to_copy(p, arrays, found))
+                  for p, arrays, found in zip(parameters, columns, differing)
+                  if found != []]
+        with self._backend.scope(recording=False):
+            for _, arrays, targets in copies:
+                for i in targets:
+                    arrays[i][...] = self._backend.put(arrays[0], arrays[i])
+        self.settle([p for p, _, targets in copies if targets])
+
+    def _to_copy(self, p: Parameter, arrays: Sequence[Array],
+                 differing: Sequence[int] | None) -> Sequence[int]:
+        """The devices that replica 0's array is to be copied to. `differing`:
+        those that hold other bits; None: it is not known."""
+        known, others = self._known[p.name], range(1, len(arrays))
+        written = [self._backend.mark(x) != mark
+                   for x, mark in zip(arrays, known.marks)]
+        if p.kind in BUFFERS:
+            source = written[0] or known.contents is not None \
+                and known.contents != self._contents(arrays[0])
+            return others if source else ()
+        if differing is None:
+            if written[0]:
+                return others
+            differing = [i for i in others if written[i]]
+        for i in differing:
+            if written[i] and not written[0]:
+                raise RuntimeError(
+                    "what is written to a network is written to replica 0, "
+                    "which is the network itself; received other values of "
+                    f"{p.name!r} only on {self._devices[i]}. Write to "
+                    "replicas.net, or to all devices with "
+                    "Parameter.set_data.")
+            if not written[0] and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"{p.name!r} differed on {self._devices[0]} and on "
+                    f"{self._devices[i]}; all devices now have the values "
+                    f"of {self._devices[0]}, the network's own. (Said once.)",
+                    stacklevel=2)
+        return differing
+
+    def _contents(self, x: Array) -> bytes | None:
+        views = self._backend.host_views([x], to_read=True)
+        return None if views is None else views[0].tobytes()
