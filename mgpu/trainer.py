@@ -305,17 +305,17 @@ class Trainer:
         for i, had in enumerate(backward):
             if replicas.recorded[i] and not had and any(backward) \
                     and not ignore_stale_grad:
-                raise self._stale(parameters[0], f"on {replicas.devices[i]}")
+                raise self._stale(parameters[0], f" on {replicas.devices[i]}")
         for j, (p, flags) in enumerate(zip(parameters, fresh)):
             if any(flags):
                 used.append(j)
             elif not ignore_stale_grad:
-                raise self._stale(p, "on any device")
+                raise self._stale(p)
         return used
 
-    def _stale(self, p: Parameter, where: str) -> StaleGradientError:
+    def _stale(self, p: Parameter, where: str = "") -> StaleGradientError:
         return StaleGradientError(
-            f"parameter {p.name!r} has no new gradient {where} since the "
+            f"parameter {p.name!r} has no new gradient{where} since the "
             "last step: no backward pass reached it. Run the forward pass "
             "inside record() and call backward on every device's loss; "
             "freeze the parameter (grad_req='null', requires_grad=False); or "

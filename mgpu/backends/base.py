@@ -539,30 +539,6 @@ class Backend(ABC):
     def mark_used(self, x: Array) -> None:
         """The gradient of `x` has been applied: it is stale from now on."""
 
-    def watch_gradients(self, leaves: Sequence[Sequence[Array]],
-                        requests: Sequence[str]) -> Any:
-        """Announce the trained arrays of one network: ``leaves[i]`` are those
-        of device i, `requests` their grad_req. It holds as long as the
-        caller keeps what is returned.
-
-        From then on a batch begins where a backward pass reaches a device
-        that holds a new gradient from an earlier pass: what the network's
-        other gradients hold is stale from then on, but for those of this
-        pass and those with ``grad_req="add"``. A call of `backward`, and of
-        `Network.forward_backward`, is one pass.
-        """
-        return None
-
-    def edited(self, x: Array) -> bool:
-        """Whether something else than a backward pass has written to the
-        gradient of the leaf `x` since one has written it, or since
-        `settle`."""
-        return False
-
-    def settle(self, x: Array) -> None:
-        """What was written to the gradient of the leaf `x` is known."""
-        return
-
     @abstractmethod
     def scope(self, recording: bool | None = None,
               training: bool | None = None) -> ContextManager:
@@ -594,16 +570,20 @@ class Backend(ABC):
 
     # optional: whose batch a gradient belongs to, and who wrote it
 
-    def watch_gradients(self, leaves: Sequence[Sequence[Array]]) -> None:
-        """Announce the trainable arrays of one network, ``leaves[i]`` those
-        of device i, so that a step applies the gradients of one batch.
+    def watch_gradients(self, leaves: Sequence[Sequence[Array]],
+                        requests: Sequence[str]) -> Any:
+        """Announce the trained arrays of one network, ``leaves[i]`` those of
+        device i, and the grad_req of each, so that a step applies the
+        gradients of one batch.
 
         From then on a backward pass of the user's that reaches a device which
         holds a fresh gradient of an *earlier* pass begins a new batch: what
         earlier passes wrote on any device is not fresh any more. Exempt are
         leaves with "add". Passes that start together (`backward`,
         `Network.forward_backward`) count as one. A leaf that was announced
-        before belongs to the latest announcement. Keeps no array alive.
+        before belongs to the latest announcement. Keeps no array alive,
+        unless what it returns does; the announcement holds as long as the
+        caller keeps that.
         """
         return None
 
