@@ -39,7 +39,7 @@ LAYERS = {
     "devices, data and formulas": "nested device split datasets prefetching "
         "initializers optimizers lr_scheduler losses loss_scale host_memory "
         "collectives functional models strict",
-    "replicas": "batch_norm parameters replica_checks replicas",
+    "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "trainer_states trainer",
     "training": "evaluation training",
     "clocks and figures": "background timing profile_advice profiling "
