@@ -13,6 +13,7 @@ class _Known(NamedTuple):
     """One parameter or buffer when mgpu had last written to it."""
 
     arrays: list[Array]             # one per device
+    request: str                    # its grad_req
     marks: list[Any]                # see `Backend.mark`
     contents: bytes | None          # a buffer of an engine without marks
 
@@ -48,7 +49,7 @@ class Following:
             arrays = p.list_data()
             marks = [self._backend.mark(x) for x in arrays]
             self._known[p.name] = _Known(
-                arrays, marks, self._contents(arrays[0])
+                arrays, p.grad_req, marks, self._contents(arrays[0])
                 if p.kind in BUFFERS and marks[0] is None else None)
 
     def passed(self, buffers: Sequence[Parameter]) -> None:
@@ -74,8 +75,12 @@ class Following:
         """
         columns = [p.list_data() for p in parameters]
         for p, arrays in zip(parameters, columns):
-            if arrays[0] is not self._known[p.name].arrays[0]:
-                self._adopt(p, self._known[p.name].arrays[0])
+            known = self._known[p.name]
+            if arrays[0] is not known.arrays[0]:
+                self._adopt(p, known.arrays[0])
+            elif p.grad_req != known.request:
+                p.grad_req = p.grad_req     # on all devices
+                self.settle([p])
         if len(self._devices) == 1:
             return
         weights = [j for j, p in enumerate(parameters)

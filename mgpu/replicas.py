@@ -171,6 +171,7 @@ class Replicas(abc.Sequence):
                 p.spec = spec
             self._replicas, self._draw = replicas, None
             self.watch()
+            self.following.settle(self.all_parameters())
 
     def watch(self) -> None:
         """Tell the engine which arrays are trained now."""
@@ -179,7 +180,6 @@ class Replicas(abc.Sequence):
         self._watched = self.backend.watch_gradients(
             list(zip(*(p.list_data() for p in trained))),
             [requests[p.name] for p in trained])
-        self.following.settle(self.all_parameters())
 
     def _adopt(self, p: Parameter, earlier: Any) -> None:
         """The user has put another array in the place of replica 0's."""
@@ -192,6 +192,7 @@ class Replicas(abc.Sequence):
                 "and call mgpu.initialize.")
         self.network.adopt(p.number, p.list_data(), earlier)
         self.watch()
+        self.following.settle([p])
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:

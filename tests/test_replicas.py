@@ -1436,3 +1436,163 @@ def test_wrong_get_params(engine, arguments, error, text):
     with pytest.raises(error) as caught:
         mgpu.get_params(*arguments)
     assert text in str(caught.value)
+
+
+# -- replica 0 is the user's network ------------------------------------------
+
+def edits(engine):
+    """Ways to write to the first parameter of replica 0: the user's network.
+    Each takes the network and an array of its shape and writes that."""
+    if engine.name == "mxnet":
+        import mxnet as mx
+
+        def data(net, context=None):
+            p = next(iter(net.collect_params().values()))
+            return p.data(context or mx.cpu(0))
+
+        def in_place(net, value):
+            data(net)[:] = mgpu.put(value, mgpu.cpu())
+
+        def set_data(net, value):
+            next(iter(net.collect_params().values())).set_data(
+                mgpu.put(value, mgpu.cpu()))
+        return {"in place": in_place, "set_data": set_data}
+    import torch
+
+    def in_place(net, value):
+        with torch.no_grad():
+            net[0].weight.copy_(torch.from_numpy(value))
+
+    def through_data(net, value):
+        net[0].weight.data.copy_(torch.from_numpy(value))
+
+    def through_numpy(net, value):
+        net[0].weight.detach().numpy()[:] = value
+
+    def load(net, value, assign=False):
+        net.load_state_dict({**net.state_dict(),
+                             "0.weight": torch.from_numpy(value.copy())},
+                            assign=assign)
+
+    def assign(net, value):
+        load(net, value, assign=True)
+
+    def replace(net, value):
+        net[0].weight = torch.nn.Parameter(torch.from_numpy(value.copy()))
+    return {edit.__name__: edit for edit in (
+        in_place, through_data, through_numpy, load, assign, replace)}
+
+
+def all_edits():
+    return [(engine, name) for engine, names in (
+        ("mxnet-nd", ("in place", "set_data")),
+        ("mxnet-np", ("in place", "set_data")),
+        ("torch", ("in_place", "through_data", "through_numpy", "load",
+                   "assign", "replace"))) for name in names]
+
+
+@pytest.mark.filterwarnings("ignore:'0.weight' differed")
+@pytest.mark.parametrize("passes", ["together", "one by one"])
+@pytest.mark.parametrize("engine_name, how", all_edits())
+def test_what_is_written_to_the_network_reaches_all(
+        engine_name, how, passes, devices):
+    """Between steps, as averages of weights and clamps are: K devices train
+    as one that is edited alike."""
+    found = []
+    with using_engine(engine_name) as engine:
+        for places in (on(0), devices):
+            net = mlp(engine)
+            replicas = mgpu.initialize(net, places, "xavier",
+                                       dtype="float64")
+            trainer = mgpu.Trainer(replicas, "sgd", {
+                "learning_rate": 0.125, "momentum": 0.5})
+            for step in range(3):
+                shards = shards_of(table(7, "float64", step), replicas)
+                with mgpu.record():
+                    outputs = replicas(shards) if passes == "together" \
+                        else [r(x) for r, x in zip(replicas, shards)]
+                    losses = [(out * out).sum() for out in outputs]
+                mgpu.backward(losses)
+                trainer.step(7)
+                value = np.random.default_rng(step).normal(size=(5, 6))
+                edits(engine)[how](net, value)
+            shards = shards_of(table(8, "float64"), replicas)
+            outputs = replicas(shards) if passes == "together" \
+                else [r(x) for r, x in zip(replicas, shards)]
+            replicas.check_equal()
+            found.append((on_each(replicas), np.concatenate(
+                [mgpu.to_numpy(x) for x in outputs])))
+    for name, (first, *_) in found[0][0].items():
+        assert relative_difference(found[1][0][name][0], first) < 1e-12
+    assert relative_difference(found[1][1], found[0][1]) < 1e-12
+
+
+def test_a_difference_without_a_reason_is_told_once(engine, devices):
+    """What leaves no trace but the values: replica 0's win, with one
+    warning for all."""
+    replicas = mgpu.initialize(mlp(engine), devices, "xavier")
+    shards = shards_of(table(8), replicas)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = replicas.params()[1].list_data()[-1]
+            (x.data if engine.name == "torch" else x)[:] = 7.0
+            replicas(shards)
+    told = [str(w.message) for w in caught if "differed on" in str(w.message)]
+    assert len(told) == (len(devices) > 1)
+    replicas.check_equal()
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_a_write_to_another_replica_only_is_an_error(engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(
+            torch.nn.Linear(6, 3), devices, "xavier")
+        shards = shards_of(table(8), replicas)
+        with torch.no_grad():
+            replicas.params()[0].list_data()[-1].add_(1.0)
+        if len(devices) == 1:
+            replicas(shards)
+            return
+        with pytest.raises(RuntimeError, match=r"'weight' only on cpu\(\d\)"):
+            replicas(shards)
+        replicas.params()[0].set_data(np.ones((3, 6), "float32"))
+        replicas(shards)
+        replicas.check_equal()
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_an_array_of_another_form_is_refused(engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.Linear(6, 3)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        net.weight = torch.nn.Parameter(torch.zeros(4, 6))
+        with pytest.raises(ValueError, match=r"takes the place of 'weight'.*"
+                           r"received \(4, 6\)"):
+            replicas(shards_of(table(8), replicas))
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_buffers_follow_only_where_the_user_wrote_replica_0s(
+        engine_name, devices):
+    """Statistics differ by device, and stay so; what the user writes to the
+    network's reaches all."""
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        shards = shards_of(table(8), replicas)
+        with mgpu.record():
+            replicas(shards)
+        mean = replicas.statistics()[0]
+        own = [mgpu.to_numpy(x) for x in mean.list_data()]
+        replicas(shards)
+        for x, before in zip(mean.list_data(), own):
+            assert_bit_equal(mgpu.to_numpy(x), before)
+        with torch.no_grad():
+            net.running_mean.fill_(3.0)
+        replicas(shards)
+        for x in mean.list_data():
+            assert_bit_equal(mgpu.to_numpy(x), np.full(6, 3.0, "float32"))

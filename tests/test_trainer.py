@@ -660,6 +660,30 @@ def test_a_backward_pass_after_the_sum_is_refused(engine, devices):
     trainer.step(8)     # sums the new ones
 
 
+def test_freezing_the_users_network_freezes_all(engine, devices):
+    """By the framework's own means, between steps, and thawing it again."""
+    def freeze(replicas, frozen):
+        if engine.name == "torch":
+            replicas.net[0].requires_grad_(not frozen)
+        else:
+            replicas.net[0].collect_params().setattr(
+                "grad_req", "null" if frozen else "write")
+    found = []
+    for places in (on(0), devices):
+        replicas = initialize(mlp(engine), places)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for first, frozen in enumerate((False, True, False)):
+            freeze(replicas, frozen)
+            before = values(replicas)
+            train(replicas, trainer, [7, 2], 2 * first)
+            same = (values(replicas)["0.weight"][0]
+                    == before["0.weight"][0]).all()
+            assert same == frozen
+            assert_replicas_equal(values(replicas))
+        found.append(values(replicas))
+    assert_close(found[1], found[0])
+
+
 # -- who uses the replicas ----------------------------------------------------
 
 def test_replicas_made_void_are_refused(engine, devices):
