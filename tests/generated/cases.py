@@ -130,7 +130,7 @@ class _Drawing:
     def layer(self, depth: int, inside: str) -> Layer:
         rng = self.rng
         self.number += 1
-        if depth and rng.random() < 0.35:
+        if depth and rng.random() < 0.3:
             kind = rng.choice(self.containers)
             count = 2 if kind == "experts" else 1
             return (kind, self.number, *(self.layers(
@@ -149,7 +149,7 @@ def draw(engine: str, seed: int) -> Case:
     rng = random.Random(f"{engine} {seed}")
     recurrent = rng.random() < 0.15
     layers = (("dense", 0), *_Drawing(rng, engine, recurrent).layers(
-        rng.randint(1, 4)))
+        rng.randint(1, 3)))
     found = set(kinds(layers))
     recurrent = bool(found & set(RECURRENT))
     k = rng.randint(1, 4)
@@ -172,7 +172,7 @@ def draw(engine: str, seed: int) -> Case:
         schedule=(rng.randint(1, 3), 0.5) if rng.random() < 0.3 else None,
         adds=rng.random() < 0.15, skips=rng.random() < 0.5)
     return replace(case, steps=tuple(_step(rng, case)
-                                     for _ in range(rng.randint(3, 6))))
+                                     for _ in range(rng.randint(3, 5))))
 
 
 def _step(rng: random.Random, case: Case) -> Step:

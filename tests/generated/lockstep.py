@@ -145,7 +145,7 @@ class _Lockstep:
     def refusal(self, why: str | None, required: bool = False):
         """mgpu may (`required`: must) refuse what the block does, for the
         reason `why`; weights and states stay then."""
-        before = self.trainer and self.state()
+        before = why and self.trainer and self.state()
         try:
             with self.ours():
                 yield
@@ -303,7 +303,8 @@ class _Lockstep:
         """`train_batch`, which refuses what the batch does not reach."""
         self.masks.clear()
         losses, refused = [], len(self.refused)
-        with self.refusal("stale"):
+        with self.refusal("stale" if self.case.kinds() & {"experts", "switch"}
+                          else None):
             losses = mgpu.train_batch(_inputs(data), y, self.replicas,
                                       self.loss, self.trainer)
         self.plainly(data, y, losses)

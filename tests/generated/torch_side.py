@@ -223,4 +223,5 @@ class Plain:
 def _biased(m, inputs, output):
     if m.training:
         x = inputs[0].detach()
-        m.running_var.data -= m.momentum * (x.var(0) - x.var(0, unbiased=False))
+        m.running_var.data -= m.momentum * (
+            x.var(0) - x.var(0, unbiased=False))
