@@ -32,9 +32,9 @@ class Step(_Short):
     rows : tuple of int
         Of each micro-batch; more than one only where gradients accumulate.
     before : tuple of tuples
-        ("load",), ("edit", number of the parameter, way), ("freeze", number),
-        ("unfreeze", number), ("save",), ("restore",), ("resume", devices),
-        ("rate", learning rate), ("predict",).
+        ("load",), ("edit", number of the parameter, way), ("freeze" or
+        "unfreeze", number, "net" or "mgpu"), ("save",), ("restore",),
+        ("resume", devices), ("rate", learning rate), ("predict",).
     how : str
         "train_batch", "replicas" (all at once, by hand) or "one by one".
     clip : str
@@ -62,7 +62,7 @@ class Case(_Short):
     seed: int = 0                   # of the first values
     k: int = 1
     dtype: str = "float64"
-    init: str | None = "keep"
+    init: str | None = None         # or "keep", which means the same here
     layers: tuple[Layer, ...] = (("dense", 0),)
     words: bool = False             # a second input, of integers
     batch_norm: str = "per_device"
@@ -91,7 +91,7 @@ def kinds(layers: tuple[Layer, ...]) -> Iterator[str]:
 
 RECURRENT = ("rnn", "gru", "lstm")
 LEAVES = ("dense", "dense", "frozen", "layer_norm", "conv", "dropout",
-          "embedding", "batch_norm")
+          "embedding", "batch_norm", "frozen_norm")
 CONTAINERS = ("block", "experts", "switch")
 #: layers whose weights two places may share
 SHARED = ("dense", "hook", "weight_norm")
@@ -167,6 +167,7 @@ def draw(engine: str, seed: int) -> Case:
         "float32" if recurrent else "float64", layers=layers,
         words="embedding" in found or rng.random() < 0.2,
         batch_norm=rng.choice(policies) if normed else "per_device",
+        init=rng.choice([None, "keep"]),
         loss=rng.choice(["SoftmaxCrossEntropyLoss", "L2Loss"]),
         optimizer=optimizer, options=options,
         schedule=(rng.randint(1, 3), 0.5) if rng.random() < 0.3 else None,
@@ -201,7 +202,7 @@ def _action(rng: random.Random, case: Case) -> tuple[Any, ...]:
     if kind == "edit":
         return kind, rng.randrange(20), rng.choice(EDITS[case.engine])
     if kind in ("freeze", "unfreeze"):
-        return kind, rng.randrange(20)
+        return kind, rng.randrange(20), rng.choice(["net", "mgpu"])
     if kind == "resume":
         return kind, rng.randint(1, 4) if case.batch_norm == "sync" or \
             "batch_norm" not in case.kinds() else 1
@@ -225,7 +226,7 @@ def smaller(case: Case) -> Iterator[Case]:
     rate = {"learning_rate": case.options["learning_rate"]}
     for changed in ({"optimizer": "sgd", "options": rate}, {"schedule": None},
                     {"words": False}, {"batch_norm": "per_device"},
-                    {"adds": False}, {"skips": False}, {"init": "keep"},
+                    {"adds": False}, {"skips": False}, {"init": None},
                     {"loss": "L2Loss"}):
         if any(getattr(case, name) != x for name, x in changed.items()):
             yield replace(case, **changed)

@@ -27,6 +27,10 @@ LEAVES = {
     "dense": dense, "frozen": dense,
     "layer_norm": lambda: [nn.LayerNorm(in_channels=WIDTH)],
     "batch_norm": lambda: [nn.BatchNorm(momentum=0.75, in_channels=WIDTH)],
+    "frozen_norm": lambda: [nn.BatchNorm(
+        in_channels=WIDTH, use_global_stats=True,
+        running_mean_initializer=mx.init.Constant(0.5),
+        running_variance_initializer=mx.init.Constant(2))],
     "conv": lambda: [nn.Conv1D(2, 3, 2, padding=1, in_channels=1),
                      nn.GroupNorm(1)],
     "dropout": lambda: [nn.Dropout(0.5)],
@@ -73,8 +77,8 @@ def _all(net):
     return net._collect_params_with_prefix()
 
 
-def freeze(p):
-    p.grad_req = "null"
+def freeze(p, case, frozen=True):
+    p.grad_req = "null" if frozen else "add" if case.adds else "write"
 
 
 def is_training(layer):
@@ -128,9 +132,12 @@ def edit(p, way, new):
 
 def clip(net, max_norm):
     """The user's habit, on the user's own parameters."""
-    gluon.utils.clip_global_norm(
-        [p.grad(mx.cpu(0)) for p in parameters(net)
-         if p.grad_req != "null"], max_norm)
+    found = [p.grad(mx.cpu(0)) for p in parameters(net)
+             if p.grad_req != "null"]
+    # Gluon's clip_global_norm fails with float64; this is its formula.
+    norm = sum((host(g) ** 2).sum() for g in found) ** 0.5
+    for g in found:
+        g *= min(1.0, max_norm / (norm + 1e-8))
 
 
 class Plain:
@@ -185,10 +192,6 @@ class Plain:
 
     def set_rate(self, rate):
         self.trainer.set_learning_rate(rate)
-
-    def freeze(self, number, frozen):
-        parameters(self.net)[number].grad_req = "null" if frozen else \
-            "add" if self.case.adds else "write"
 
     def save(self):
         with tempfile.NamedTemporaryFile() as file:

@@ -61,11 +61,9 @@ def gap(a, b) -> float:
 
 
 def tolerance(case: Case) -> float:
-    if case.dtype == "float32":
-        return 1e-5
-    # Gluon's kernel takes the rate with the bias correction as a float32.
-    return 1e-6 if (case.engine, case.optimizer) == ("mxnet", "adam") \
-        else 1e-12
+    # Gluon's Adam takes the rate with the bias correction as a float32.
+    return 1e-5 if case.dtype == "float32" or (
+        case.engine, case.optimizer) == ("mxnet", "adam") else 1e-12
 
 
 class _Lockstep:
@@ -210,17 +208,22 @@ class _Lockstep:
         for net in (self.replicas.net, self.plain.net):
             self.side.load(net, new)
 
-    def freeze(self, number: int, frozen: bool = True) -> None:
+    def freeze(self, number: int, where: str, frozen: bool = True) -> None:
         # Not the first layer, nor the last one.
         count = len(self.replicas.params()) - 4
         if count > 0:
             number = 2 + number % count
-            self.replicas.params()[number].grad_req = "null" if frozen else \
-                "add" if self.case.adds else "write"
-            self.plain.freeze(number, frozen)
+            nets = [self.plain.net, self.replicas.net]
+            if where == "mgpu":
+                self.replicas.params()[number].grad_req = "null" \
+                    if frozen else "add" if self.case.adds else "write"
+                nets.pop()
+            for net in nets:
+                self.side.freeze(self.side.parameters(net)[number],
+                                 self.case, frozen)
 
-    def unfreeze(self, number: int) -> None:
-        self.freeze(number, False)
+    def unfreeze(self, number: int, where: str) -> None:
+        self.freeze(number, where, False)
 
     def rate(self, rate: float) -> None:
         self.trainer.set_learning_rate(rate)

@@ -116,7 +116,7 @@ def network(side, case: Case):
     for (kind, _), layer in shared.items():
         if kind == "frozen":
             for p in side.parameters(layer):
-                side.freeze(p)
+                side.freeze(p, case)
         if kind == "hook":
             side.hook(layer)
     return net

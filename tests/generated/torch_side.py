@@ -33,6 +33,14 @@ def tied():
     return [a, nn.Tanh(), b]
 
 
+def frozen_norm():
+    """In eval mode, under a root that trains."""
+    norm = nn.BatchNorm1d(WIDTH).eval()
+    norm.running_mean.fill_(0.5)
+    norm.running_var.fill_(2.0)
+    return [norm]
+
+
 LEAVES = {
     "dense": lambda: [linear(), nn.Tanh()], "tied": tied,
     "frozen": lambda: [linear(), nn.Tanh()],
@@ -41,6 +49,7 @@ LEAVES = {
                             parametrizations.weight_norm(linear())],
     "layer_norm": lambda: [nn.LayerNorm(WIDTH)],
     "batch_norm": lambda: [nn.BatchNorm1d(WIDTH, momentum=0.25)],
+    "frozen_norm": frozen_norm,
     "conv": lambda: [nn.Conv1d(1, 2, 3, 2, padding=1), nn.GroupNorm(1, 2)],
     "dropout": lambda: [nn.Dropout(0.5)],
     "embedding": lambda: [nn.Embedding(WORDS, WIDTH)],
@@ -77,8 +86,9 @@ def ready(net, dtype):
     return net.to(getattr(torch, dtype))
 
 
-def freeze(p):
-    p.requires_grad_(False)
+def freeze(p, case, frozen=True):
+    p.requires_grad_(not frozen)
+    p.grad = None
 
 
 def hook(layer):
@@ -121,7 +131,7 @@ def load(net, new):
 
 def edit(p, way, new):
     """Give the user's own parameter other values, in one of several ways."""
-    x = torch.from_numpy(new).to(p.dtype)
+    x = torch.tensor(new, dtype=p.dtype)
     if way == "data":
         p.data.mul_(0.5)
     elif way == "numpy":
@@ -156,11 +166,12 @@ class Plain:
     def __init__(self, case: Case):
         self.case, self.net, self.masks = case, network(SELF, case), {}
         for path, layer in dropouts(SELF, self.net):
-            layer.forward = lambda h, path=path: h * torch.from_numpy(
-                self.masks[path]).to(h.dtype) if self.net.training else h
+            layer.forward = lambda h, path=path, layer=layer: \
+                h * torch.from_numpy(
+                self.masks[path]).to(h.dtype) if layer.training else h
         for m in self.net.modules():
             m.plain = True
-            if isinstance(m, nn.BatchNorm1d):
+            if isinstance(m, nn.BatchNorm1d) and m.training:
                 m.register_forward_hook(_biased)
         self.optimizer = RULES[case.optimizer](self.net.parameters(), **{
             {"learning_rate": "lr", "wd": "weight_decay"}.get(name, name): x
@@ -180,10 +191,12 @@ class Plain:
         self.optimizer.zero_grad()
 
     def predict(self, data):
+        trains = [m for m in self.net.modules() if m.training]
         self.net.eval()
         with torch.no_grad():
             out = self.net(*map(torch.from_numpy, data)).numpy()
-        self.net.train()
+        for m in trains:
+            m.training = True
         return out
 
     def gradients(self):
@@ -202,11 +215,6 @@ class Plain:
     def set_rate(self, rate):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-
-    def freeze(self, number, frozen):
-        p = parameters(self.net)[number]
-        p.requires_grad_(not frozen)
-        p.grad = None
 
     def save(self):
         return copy.deepcopy([x and x.state_dict() for x in self._parts()])
