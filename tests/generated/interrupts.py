@@ -90,17 +90,18 @@ def _digest(arrays):
 
 
 class Presser:
-    """Presses Ctrl-C once, after some time."""
+    """Presses Ctrl-C once, some time after `go` is set."""
 
     def __init__(self, after):
-        self.caught = threading.Event()
+        self.go, self.caught = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self.press, args=(after,))
         self.thread.start()
 
     def press(self, after):
+        self.go.wait()
         while not self.caught.wait(after):
             os.kill(os.getpid(), signal.SIGINT)
-            after = 2   # lost in a finalizer of MXNet's: once more
+            after = 10  # lost in a finalizer of MXNet's: once more
 
     def end(self):
         self.caught.set()
@@ -123,6 +124,7 @@ def interrupted(backend, count, seed):
             a_step = (time.perf_counter() - began) / 5
         presser = Presser(order.uniform(0, 3 * a_step))
         try:
+            presser.go.set()
             while True:
                 training.step()
         except KeyboardInterrupt:
