@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from mgpu.backends import base
+from mgpu.environment import cpu_cores
 
 Array = Any
 
@@ -19,55 +20,98 @@ class _OthersStopped(Exception):
     """Another replica failed or finished: the error is its own."""
 
 
+class _Round:
+    """What the threads of a `Meeting` give once, and what they make of it."""
+
+    def __init__(self) -> None:
+        self.given: dict[int, tuple[str, Any]] = {}
+        self.ready = threading.Event()      # for the first thread to join
+        self.joined = threading.Event()     # for all others
+        self.result: Any = None
+
+    def cancel(self) -> None:
+        self.ready.set()
+        self.joined.set()
+
+
 class Meeting:
-    """Threads, one per active device, that exchange arrays in rounds."""
+    """Threads, one per active device, that join arrays in rounds."""
 
     def __init__(self, active: Sequence[int]):
         self._members = list(active)
-        self._changed = threading.Condition()
-        self._rounds: list[dict[int, tuple[str, Any]]] = []
-        self._at = {i: 0 for i in self._members}
+        self._changing = threading.Lock()
+        # Hundreds of threads that run at once ask each other for Python's
+        # lock, in time that grows with the square of their number.
+        self._cores = threading.Semaphore(cpu_cores())
+        self._rounds: list[_Round] = []
+        self._at = dict.fromkeys(self._members, 0)
         self._stopped: list[int] = []
         self._errors: dict[int, BaseException] = {}
 
-    def exchange(self, index: int, place: str, value: Any) -> list[Any]:
-        """Give `value`, return all active devices' values in order."""
-        with self._changed:
+    def exchange(self, index: int, place: str, value: Any,
+                 join: Callable[[list[Any]], Any]) -> Any:
+        """Give `value`, return ``join(values)`` of all active devices'
+        values in order.
+
+        The first device's thread joins them, for all: the work grows with
+        the number of devices, not with its square, and what the thread
+        records has the same order in every run.
+        """
+        with self._changing:
             number = self._at[index]
             self._at[index] += 1
             if number == len(self._rounds):
-                self._rounds.append({})
+                self._rounds.append(_Round())
             here = self._rounds[number]
-            here[index] = (place, value)
-            self._changed.notify_all()
-            self._changed.wait_for(
-                lambda: len(here) == len(self._members)
-                or any(i not in here for i in self._stopped))
-            if len(here) < len(self._members):
-                raise _OthersStopped
-            places = {i: here[i][0] for i in self._members}
+            here.given[index] = place, value
+            if len(here.given) == len(self._members):
+                here.ready.set()
+            elif any(i not in here.given for i in self._stopped):
+                here.cancel()
+        if index == self._members[0]:
+            self._wait(here.ready)
+            try:
+                if len(here.given) == len(self._members):
+                    here.result = join(self._values(here))
+            finally:
+                here.joined.set()
+        else:
+            self._wait(here.joined)
+        if here.result is None:
+            raise _OthersStopped
+        return here.result
+
+    def _wait(self, event: threading.Event) -> None:
+        self._cores.release()
+        event.wait()
+        self._cores.acquire()
+
+    def _values(self, here: _Round) -> list[Any]:
+        places = {i: here.given[i][0] for i in self._members}
         if len(set(places.values())) > 1:
             raise RuntimeError(
                 "synchronised batch normalisation needs the same layers in "
                 f"the same order on every device; received {places}. Use "
                 "batch_norm='per_device' for such a network.")
-        return [here[i][1] for i in self._members]
+        return [here.given[i][1] for i in self._members]
 
     def run(self, backend: base.Backend,
             thunks: Sequence[Callable[[], Any] | None]) -> list[Any]:
         """Call each thunk in a thread of its own; those of one step meet."""
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
-                return thunk()
+                with self._cores:
+                    return thunk()
             except _OthersStopped:
                 return None
             except BaseException as error:
                 self._errors[i] = error
                 return None
             finally:
-                with self._changed:
+                with self._changing:
                     self._stopped.append(i)
-                    self._changed.notify_all()
+                    for here in self._rounds[self._at[i]:]:
+                        here.cancel()
 
         results = backend.parallel(
             [(lambda: None) if thunk is None
@@ -75,7 +119,7 @@ class Meeting:
              for i, thunk in enumerate(thunks)], rendezvous=True)
         if self._errors:    # of several, the same one in every run
             raise self._errors[min(self._errors)]
-        if any(len(r) < len(self._members) for r in self._rounds):
+        if any(len(r.given) < len(self._members) for r in self._rounds):
             raise RuntimeError(
                 "synchronised batch normalisation needs the same layers in "
                 "the same order on every device; received different numbers "
@@ -95,27 +139,32 @@ class SyncBatchNorm:
     def __init__(self, backend: base.Backend, meeting: Meeting):
         self._backend, self._meeting = backend, meeting
 
-    def _total(self, index: int, layer: str, part: Array, like: Array
-               ) -> Array:
-        parts = self._meeting.exchange(index, layer, part)
-        total = None
-        for x in parts:     # the same order, so the same bits, everywhere
-            x = self._backend.put(x, like)
-            total = x if total is None else total + x
-        return total
+    def _joined(self, given: list[tuple[int, Array]]) -> tuple[int, Array]:
+        """The number of values and their sum, on the first device."""
+        count, total = given[0]
+        for n, x in given[1:]:      # x[0] + x[1] + ...
+            count, total = count + n, total + self._backend.put(x, total)
+        return count, total
+
+    def _mean(self, index: int, layer: str, count: int, part: Array,
+              like: Array) -> Array:
+        """The sums `part` of all devices, added up and divided by all their
+        `count`: the same bits everywhere."""
+        count, total = self._meeting.exchange(index, layer, (count, part),
+                                              self._joined)
+        return self._backend.put(total, like) / count
 
     def __call__(self, call: base.BatchNormCall, index: int) -> Array:
         x, ops = call.x, self._backend.ops
         axis = call.axis % len(x.shape)
         axes = tuple(i for i in range(len(x.shape)) if i != axis)
         shape = tuple(n if i == axis else 1 for i, n in enumerate(x.shape))
-        count = sum(self._meeting.exchange(
-            index, call.layer, prod(x.shape) // x.shape[axis]))
-        mean = self._total(index, call.layer,
-                           ops.sum(x, axes, keepdims=True), x) / count
+        count = prod(x.shape) // x.shape[axis]
+        mean = self._mean(index, call.layer, count,
+                          ops.sum(x, axes, keepdims=True), x)
         centred = x - mean
-        var = self._total(index, call.layer, ops.sum(
-            centred * centred, axes, keepdims=True), x) / count
+        var = self._mean(index, call.layer, count, ops.sum(
+            centred * centred, axes, keepdims=True), x)
         y = centred * (var + call.epsilon) ** -0.5
         if call.gamma is not None:
             y = y * call.gamma.reshape(shape)

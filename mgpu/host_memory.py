@@ -10,12 +10,14 @@ views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
 `mgpu.strict_devices`, which is to see every copy.
 """
 from collections.abc import Iterator, Sequence
+from ctypes import addressof, c_char
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu import probes
+from mgpu.backends import messages
 from mgpu.backends.base import Array, Backend
 from mgpu.environment import cpu_cores
 
@@ -38,13 +40,17 @@ def threads_for(size: int, k: int) -> int:
 def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
               ) -> bool:
     """Reduce each list of arrays and leave the result in all of its
-    elements. The order of additions is ``x[0] + x[1] + ...``."""
+    elements. The order of additions is ``x[0] + x[1] + ...``.
+    ValueError for arrays that share memory (`messages.check_apart`)."""
     views = []
     for column in columns:
         found = backend.host_views(column)
         if found is None:
             return False
         views.append(found)
+    messages.check_apart([      # the quickest way to an address
+        (0, begin := addressof(c_char.from_buffer(x)), begin + x.nbytes)
+        for column in views for x in column])
     total = sum(column[0].nbytes for column in views)
     threads = threads_for(total, len(columns[0]))
     backend.run_on_host_views(

@@ -116,17 +116,17 @@ class SoftmaxCrossEntropyLoss(Loss):
         The classes.
     sparse_label : bool
         True: `label` holds class numbers, shape of `pred` without `axis`
-        (floats are truncated, as in Gluon). False: probabilities, shape of
-        `pred`.
+        (floats if they are whole: 1.5 is no class). False:
+        probabilities, shape of `pred`.
     from_logits : bool
         `pred` holds log-probabilities already.
 
     Raises
     ------
-    ValueError
-        A class number outside 0 .. classes - 1 (Gluon's own loss takes the
-        nearest class in silence). Checking reads the labels, which waits
-        for them.
+    LabelError
+        A class number outside 0 .. classes - 1, or not whole (Gluon's own
+        loss takes the nearest class, and truncates, in silence). Checking
+        reads the labels, which waits for them.
     """
 
     def __init__(self, axis: int = -1, sparse_label: bool = True,
@@ -173,19 +173,38 @@ class SoftmaxCrossEntropyLoss(Loss):
 SoftmaxCELoss = SoftmaxCrossEntropyLoss
 
 
+class LabelError(ValueError):
+    """A label that is not the number of a class.
+
+    Attributes
+    ----------
+    row : int
+        Of the labels that a loss was given; from `mgpu.train_batch`, of the
+        whole batch, its shards in the order of the devices.
+    """
+
+    def __init__(self, label: Any, row: int, classes: int):
+        super().__init__(label, row, classes)
+        self.label, self.row, self.classes = label, row, classes
+
+    def __str__(self) -> str:
+        return (f"labels must be class numbers 0 to {self.classes - 1}; "
+                f"received {self.label} in row {self.row}. Check the data, or "
+                "give the network as many outputs as there are classes.")
+
+
 def check_classes(labels: np.ndarray, classes: int) -> None:
-    """Refuse class numbers outside 0 .. classes - 1 (ValueError)."""
-    whole = labels if labels.dtype.kind in "iu" else np.trunc(labels)
+    """Refuse what is not a class number, 0 .. classes - 1 (LabelError)."""
+    whole = labels.dtype.kind != "f" or (labels == np.trunc(labels)).all()
     # Nearly always so, and in a third of the time of looking for the wrong
     # one.
-    if not whole.size or (whole.min() >= 0 and whole.max() < classes):
+    if not labels.size or (
+            whole and labels.min() >= 0 and labels.max() < classes):
         return
-    wrong = ~((whole >= 0) & (whole < classes))      # NaN is wrong too
-    at = tuple(int(i) for i in np.argwhere(wrong)[0])
-    raise ValueError(
-        f"labels must be class numbers 0 to {classes - 1}; received "
-        f"{labels[at]} in row {at[0]}. Check the data, or give the "
-        "network as many outputs as there are classes.")
+    right = (labels >= 0) & (labels < classes) \
+        & (labels == np.trunc(labels))      # NaN is wrong too
+    at = tuple(int(i) for i in np.argwhere(~right)[0])
+    raise LabelError(labels[at], at[0], classes)
 
 
 class L2Loss(Loss):

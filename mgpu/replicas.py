@@ -736,6 +736,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
     one_of("batch_norm", batch_norm, BATCH_NORM)
     if dtype is not None:
         one_of("dtype", dtype, _DTYPES)
+    network.check(dtype, devices)
     options = _options(network, batch_norm, dtype, hybridize, channels_last,
                        autocast)
     start = 0 if seed is None else integer("seed", seed, 0)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from operator import length_hint
 from typing import Any
 
@@ -15,7 +16,7 @@ from mgpu.arguments import integer
 from mgpu.backends import Backend, get_backend, messages, using_backend
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
-from mgpu.losses import check_per_example
+from mgpu.losses import LabelError, check_per_example
 from mgpu.nested import rows_of
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
@@ -242,10 +243,11 @@ def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
     one in between."""
     losses: list[Any] = [None] * len(replicas)
     active = [i for i, shard in enumerate(X_shards) if rows_of(shard)]
+    firsts = _first_rows(y_shards)
 
     def head(i: int, output: Any) -> Any:
         with replicas.autocast():       # the backward pass is outside of it
-            losses[i] = _loss_of(loss, output, y_shards[i])
+            losses[i] = _loss_of(loss, output, y_shards[i], firsts[i])
             return _scaled(losses[i], scale)
     with record(), probes.stage(
             "compute", "forward and backward", replicas.devices,
@@ -263,7 +265,8 @@ def _stage_by_stage(replicas: Replicas, X_shards: list[Any],
         outputs = replicas(X_shards)
         active = [i for i, x in enumerate(outputs) if x is not None]
         with stage("compute", "loss", devices, lambda: losses, active):
-            losses = parallel(partial(_loss_of, loss), outputs, y_shards)
+            losses = parallel(partial(_loss_of, loss), outputs, y_shards,
+                              _first_rows(y_shards))
         scaled = [_scaled(x, scale) for x in losses]
     with stage("compute", "backward", devices,
                partial(probes.gradients, replicas), active):
@@ -280,10 +283,20 @@ def _scaled(losses: Any, scale: float) -> Any:
     return losses if losses is None or scale == 1.0 else losses * scale
 
 
-def _loss_of(loss: Loss, output: Any, y: Any) -> Any:
+def _first_rows(shards: list[Any]) -> list[int]:
+    """Which row of the batch is the first of each shard."""
+    counts = [rows_of(shard) or 0 for shard in shards]
+    return list(accumulate(counts[:-1], initial=0))
+
+
+def _loss_of(loss: Loss, output: Any, y: Any, first: int) -> Any:
     if output is None:
         return None
-    values = loss(output, y)
+    try:
+        values = loss(output, y)
+    except LabelError as error:
+        error.row += first      # of the batch, not of the shard
+        raise
     check_per_example(values, rows_of(y) or 0)
     return values
 

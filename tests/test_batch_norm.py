@@ -283,6 +283,20 @@ def test_sync_equals_one_device_on_the_whole_batch(engine, devices, rows):
         assert (end[name] != start[name]).any()
 
 
+def test_the_work_of_sync_grows_with_the_devices(engine, monkeypatch):
+    """Not with their square: each gives its sums once and gets the total."""
+    def copies(k):
+        replicas = initialize(batch_norm(engine), on(k), "sync")
+        shards = mgpu.split_and_load(images(k), replicas.devices)
+        put, made = engine.put, []
+        with monkeypatch.context() as patch, mgpu.record():
+            patch.setattr(engine, "put", lambda *a, **options: (
+                made.append(a), put(*a, **options))[1])
+            replicas(shards)
+        return len(made)
+    assert 0 < copies(12) < 4 * copies(4)
+
+
 def test_sync_differs_from_per_device(engine):
     """What the test above would not see if all policies were one."""
     outputs = {}

@@ -272,7 +272,7 @@ def test_allgather(backend, devices, axis):
 def test_reducescatter(backend, op, devices):
     """Slices are empty where axis 0 is shorter than the list."""
     k = len(devices)
-    for shape in SHAPES[1:]:
+    for shape in [*SHAPES[1:], (3, 0)]:
         hosts = integers(k, shape)
         data = put(backend, hosts)
         made = reducescatter(data, op=op)
@@ -461,17 +461,51 @@ def test_reductions_of_another_dtype_are_refused(backend, function, dtype,
     assert backend.to_numpy(data[0]).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("function", [allreduce, broadcast, reduce])
-def test_one_array_for_two_devices_is_refused(backend, function):
-    """It would be added to itself: the step of a training becomes 2^(k-1)
-    times too large (framework-differences, 2.1)."""
-    x, y = put(backend, [np.ones(2), np.ones(2)])
-    with pytest.raises(ValueError) as refused:
-        function([x, y, x])
-    assert str(refused.value) == (
-        "data must hold an array of its own for each device; received one "
-        "array more than once. Copy it with mgpu.put(x, device).")
-    assert backend.to_numpy(x).tolist() == [1, 1]
+SHARED = ("arrays that a collective writes must not overlap in memory; "
+          "received one array twice, or views that share memory. Copy one of "
+          "them with mgpu.put(x, device).")
+WRITING = {"broadcast": broadcast, "reduce": reduce, **{
+    a: functools.partial(allreduce, algorithm=a)
+    for a in collectives.ALGORITHMS}}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_arrays_that_share_memory_are_refused(backend, name):
+    """Sums would be added to themselves: the step of a training becomes
+    2^(k-1) times too large (framework-differences, 2.1)."""
+    whole = backend.put(np.arange(6.0), cpu(0))
+    x, y = put(backend, [np.ones(4), np.ones(4)])
+    for data in ([x, y, x], [x, y[0:], y], [whole[:4], whole[2:]],
+                 [whole[0:4], x, whole[1:5]]):
+        with pytest.raises(ValueError) as refused:
+            WRITING[name](data)
+        assert str(refused.value) == SHARED
+    for a, before in ((whole, np.arange(6.0)), (x, np.ones(4))):
+        assert_bit_equal(backend.to_numpy(a), before)
+
+
+def test_parts_of_one_array_may_stand_for_devices(backend):
+    """They lie side by side."""
+    for algorithm in ALGORITHMS:
+        whole = backend.put(np.arange(6.0), cpu(0))
+        allreduce([whole[:3], whole[3:]], algorithm=algorithm)
+        assert backend.to_numpy(whole).tolist() == [3, 5, 7, 3, 5, 7]
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_arrays_without_a_place_for_each_element_are_refused(backend,
+                                                             name):
+    """Tensors of torch that repeat elements, and sparse arrays."""
+    x, = put(backend, [np.ones((2, 3), "float32")])
+    wrong = [x[0].as_strided((2, 2), (1, 1)), x[:1, ::2].expand(2, 2),
+             x.to_sparse()] if backend.name == "torch" \
+        else [x.as_nd_ndarray().tostype("row_sparse")]
+    for y in wrong:
+        other = backend.put(np.ones(y.shape, "float32"), cpu(1))
+        with pytest.raises(ValueError, match="must have a place in memory "
+                           "for each of its elements; received "):
+            WRITING[name]([other, y])
+        assert (backend.to_numpy(other) == 1).all()
 
 
 def test_one_array_may_be_read_twice(backend):
@@ -609,9 +643,11 @@ def test_many_lists_of_different_lengths_are_refused(backend):
 
 def test_many_lists_are_checked_before_one_changes(backend):
     x, y, z = (mgpu.put(np.ones(2, "float32"), mgpu.cpu(i)) for i in range(3))
-    with pytest.raises(ValueError, match="one array more than once"):
-        mgpu.allreduce_many([[x, y], [z, z]])
-    assert (mgpu.to_numpy(x) == 1).all()
+    for algorithm in ALGORITHMS:
+        for lists in ([[x, y], [z, z]], [[x, y], [z, x]]):
+            with pytest.raises(ValueError, match="must not overlap"):
+                mgpu.allreduce_many(lists, algorithm=algorithm)
+        assert (mgpu.to_numpy(x) == 1).all()
 
 
 # -- the seam that training uses ----------------------------------------------

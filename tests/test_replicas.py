@@ -1596,3 +1596,73 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
         replicas(shards)
         for x in mean.list_data():
             assert_bit_equal(mgpu.to_numpy(x), np.full(6, 3.0, "float32"))
+
+
+# -- what a network cannot be trained with ------------------------------------
+
+def layers_of(engine, gluon, torch):
+    """A network of the layers that one of the two functions makes."""
+    if engine.name == "mxnet":
+        import mxnet as mx
+        net = mx.gluon.nn.Sequential()
+        net.add(*gluon(mx.gluon))
+        return net
+    from torch import nn
+    return nn.Sequential(*torch(nn))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_sparse_gradients_are_refused(engine, k):
+    net = layers_of(
+        engine, lambda gluon: [gluon.nn.Embedding(4, 3, sparse_grad=True)],
+        lambda nn: [nn.Embedding(4, 3, sparse=True)])
+    with pytest.raises(ValueError, match="gradients must hold all rows of a "
+                       "parameter; received sparse ones for '0.weight'. "):
+        mgpu.initialize(net, on(*range(k)), dtype="float64")
+    assert "float32" in str((net[0].weight).dtype)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+def test_recurrent_layers_of_mxnet_are_refused_in_float64(name, kind):
+    """Their gradients there are wrong, without mgpu too."""
+    with using_engine(name) as engine:
+        def make(dtype="float32"):
+            net = layers_of(engine, lambda gluon: [
+                gluon.nn.Dense(3, flatten=False),
+                getattr(gluon.rnn, kind)(4, layout="NTC", dtype=dtype)], None)
+            return net
+        for net, dtype in ((make(), "float64"), (make("float64"), None)):
+            with pytest.raises(ValueError, match=r"received float64 for "
+                               r"\['1'\]. Use dtype='float32'"):
+                mgpu.initialize(net, on(0, 1), dtype=dtype)
+        mgpu.initialize(make("float64"), on(0, 1), dtype="float32")
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("build, x", [(mlp, table(4)), (convnet, images(4))],
+                         ids=["dense", "conv"])
+@pytest.mark.parametrize("dtype", ["uint8", "float64", "int64"])
+def test_inputs_of_another_dtype_are_named(engine, build, x, dtype, deferred):
+    """Where the framework's layers refuse them, in one text for both."""
+    replicas = mgpu.initialize(build(engine, deferred=deferred), on(0, 1))
+    shards = shards_of(x.astype(dtype), replicas)
+    text = ("a layer takes inputs of its own dtype, float32; received "
+            f"{dtype}. Convert the data first: X.astype('float32') in NumPy, "
+            "or mgpu.put(x, device, dtype='float32').")
+    for call in (lambda: replicas(shards), lambda: replicas[1](shards[1])):
+        with mgpu.record(), pytest.raises(TypeError) as refused:
+            call()
+        assert str(refused.value) == text
+    replicas(shards_of(x, replicas))
+
+
+def test_a_network_may_convert_its_inputs_itself(engine):
+    net = layers_of(
+        engine, lambda gluon: [
+            gluon.nn.Lambda(lambda x: x.astype("float32")),
+            gluon.nn.Dense(3)],
+        lambda nn: [type("Float", (nn.Module,), {
+            "forward": lambda self, x: x.float()})(), nn.LazyLinear(3)])
+    replicas = mgpu.initialize(net, on(0, 1))
+    replicas(shards_of(table(4).astype("uint8"), replicas))

@@ -415,6 +415,19 @@ def test_wrong_batches_and_losses_change_nothing(engine):
     assert_close(values(replicas), values(one[0]))
 
 
+@pytest.mark.parametrize("batch_norm", ["per_device", "sync"])
+def test_a_wrong_label_is_named_by_its_row_in_the_batch(engine, devices,
+                                                        batch_norm):
+    """Not in its shard; both ways through a step."""
+    replicas, loss, trainer = set_up(engine, devices, batch_norm=batch_norm)
+    X, y = batch(7)
+    y[5] = 3
+    with pytest.raises(mgpu.losses.LabelError,
+                       match="received 3 in row 5. ") as caught:
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+    assert caught.value.row == 5
+
+
 def test_a_trainer_of_other_replicas_is_refused(engine):
     a, loss, _ = set_up(engine, on(0))
     b, _, trainer = set_up(engine, on(0, 1))
@@ -422,6 +435,81 @@ def test_a_trainer_of_other_replicas_is_refused(engine):
                        "it was made with; received one of .* Make a new "
                        "Trainer after each initialize"):
         mgpu.train_batch(*batch(4), a, loss, trainer)
+
+
+# -- recurrent layers ---------------------------------------------------------
+
+def recurrent(engine, kind):
+    """Two layers of `kind` and a dense one, for 5 numbers at each time."""
+    if engine.name == "mxnet":
+        from mxnet.gluon import Block as base, nn, rnn
+        layers = [getattr(rnn, kind)(6, 2, layout="NTC", input_size=5),
+                  nn.Dense(3, in_units=6)]
+    else:
+        from torch import nn
+        base = nn.Module
+        layers = [getattr(nn, kind)(5, 6, 2, batch_first=True),
+                  nn.Linear(6, 3)]
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = layers
+
+        def forward(self, x):
+            y = self.rnn(x)
+            return self.out((y[0] if isinstance(y, tuple) else y)[:, -1])
+    return Net()
+
+
+def plain_steps(engine, net, values, data, labels, steps):
+    """Train `net`, from `values`, without mgpu; return its values."""
+    if engine.name == "mxnet":
+        from mxnet import autograd, gluon
+        net.initialize()
+        parameters = net._collect_params_with_prefix()
+        for name, p in parameters.items():
+            p.set_data(mgpu.put(values[name], mgpu.cpu(0)))
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        trainer = gluon.Trainer(net.collect_params(), "sgd",
+                                {"learning_rate": 0.25, "momentum": 0.5})
+        x, y = (mgpu.put(a, mgpu.cpu(0)) for a in (data, labels))
+        for _ in range(steps):
+            with autograd.record():
+                losses = loss(net(x), y)
+            losses.backward()
+            trainer.step(len(data))
+        return {name: p.data().asnumpy() for name, p in parameters.items()}
+    import torch
+    net.load_state_dict({n: torch.tensor(v) for n, v in values.items()})
+    optimizer = torch.optim.SGD(net.parameters(), 0.25, momentum=0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(
+            net(torch.tensor(data)), torch.tensor(labels)).backward()
+        optimizer.step()
+    return {n: p.detach().numpy() for n, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+def test_recurrent_layers_train_as_without_mgpu(engine, devices, kind):
+    """In float32: MXNet's own are wrong in float64."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(7, 4, 5)).astype("float32")
+    y = rng.integers(0, 3, 7)
+    replicas = mgpu.initialize(recurrent(engine, kind), devices,
+                               mgpu.initializers.Uniform(0.5), seed=1)
+    start = replicas.export_numpy()
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.25,
+                                             "momentum": 0.5})
+    for _ in range(3):
+        mgpu.train_batch(X, y, replicas,
+                         mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+    wanted = plain_steps(engine, recurrent(engine, kind), start, X, y, 3)
+    for name, found in replicas.export_numpy().items():
+        assert relative_difference(found, wanted[name]) < 1e-5
+        assert relative_difference(found, start[name]) > 1e-3
+    replicas.check_equal()
 
 
 # -- the loop -----------------------------------------------------------------

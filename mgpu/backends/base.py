@@ -383,6 +383,11 @@ class Network(ABC):
 
     # optional: ways to compute (`Options`)
 
+    def check(self, dtype: str | None, devices: Sequence[Device]) -> None:
+        """Refuse a network that would be trained wrongly on `devices`, cast
+        to `dtype` (None: as it is). ValueError; nothing has changed then."""
+        return None
+
     def prepare(self, options: Options, devices: Sequence[Device]) -> None:
         """Announce that `replicate` is to make replicas on `devices` with
         `options`.
@@ -711,12 +716,18 @@ class Backend(ABC):
         raise messages.not_supported(self.name, "strict devices")
 
     def memory(self, x: Array) -> tuple[Any, int, int]:
-        """Where `x` lies: (address space, first byte, end).
+        """Where `x` lies: (address space, first byte, end), with the gaps in
+        between.
 
-        All logical CPU devices have one address space. Waits for pending work
-        on `x`. The default gives every array an address space of its own.
+        All logical CPU devices have one address space. May wait for pending
+        work on `x`. The default gives every array an address space of its own.
         """
         return "objects", id(x), id(x) + 1
+
+    def check_writable(self, x: Array) -> None:
+        """ValueError (`messages.no_places`) unless each element of `x` has a
+        place of its own in memory."""
+        return None
 
     # optional: networks that mgpu brings, and Gluon's arithmetic for good
 

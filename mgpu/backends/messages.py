@@ -3,6 +3,9 @@
 A check returns nothing and raises; the other functions make an exception for
 their caller to raise.
 """
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -135,3 +138,48 @@ def not_supported(backend: str, what: str) -> NotImplementedError:
     """The engine has not written an optional method of the contract."""
     return NotImplementedError(
         f"the {backend} backend has no {what}; use another backend for it.")
+
+
+# -- memory and dtypes --------------------------------------------------------
+
+def check_apart(places: Iterable[tuple[Any, int, int]]) -> None:
+    """ValueError where two arrays, given by their `Backend.memory`, overlap;
+    to be called before they are written."""
+    for (space, _, end), (other, begin, _) in pairwise(sorted(places)):
+        if begin < end and space == other:
+            raise ValueError(
+                "arrays that a collective writes must not overlap in memory; "
+                "received one array twice, or views that share memory. Copy "
+                "one of them with mgpu.put(x, device).")
+
+
+def no_places(what: str, cure: str) -> ValueError:
+    """An array was to be written whose elements have no place of their own
+    in memory."""
+    return ValueError(
+        "an array that is written must have a place in memory for each of "
+        f"its elements; received {what}. Use {cure}.")
+
+
+def sparse_gradient(names: Sequence[str]) -> ValueError:
+    """Parameters whose gradients would hold only the rows that were used."""
+    return ValueError(
+        "gradients must hold all rows of a parameter; received sparse ones "
+        f"for {', '.join(map(repr, names))}. Make the layer without "
+        "sparse_grad=True (Gluon) or sparse=True (torch): optimisers then "
+        "update every row in each step.")
+
+
+def explain_dtype(error: Exception, words: str, inputs: Iterable[str],
+                  own: Iterable[str]) -> None:
+    """TypeError if an engine's `error` has one of the `words` that it uses
+    about dtypes (a regular expression), and one of the `inputs` of a network
+    has a dtype other than its `own`."""
+    own = sorted({x for x in own if "float" in x})
+    others = sorted({*inputs} - {*own})
+    if own and others and re.search(words, str(error)):
+        raise TypeError(
+            f"a layer takes inputs of its own dtype, {own[0]}; received "
+            f"{', '.join(others)}. Convert the data first: "
+            f"X.astype('{own[0]}') in NumPy, or mgpu.put(x, device, "
+            f"dtype='{own[0]}').") from error

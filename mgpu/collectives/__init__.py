@@ -11,7 +11,7 @@ from math import prod
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend
 from mgpu.backends.base import Array
-from mgpu.collectives.checks import (OPS, check_distinct, check_joinable,
+from mgpu.collectives.checks import (OPS, check_apart, check_joinable,
                                      check_list, check_op, check_reducible,
                                      check_root, forms)
 from mgpu.collectives.strategies import (STRATEGIES, AllReduce,
@@ -70,15 +70,15 @@ AllReduce
     ------
     TypeError, ValueError
         No list, different shapes or dtypes, an array of the other
-        framework, one array for two devices, an unknown op or algorithm, an
-        impossible root, a mean of integers, any reduction of booleans; with
-        "ring" and "sharded" a tensor that is not contiguous; with "native"
-        what the framework has no collective for. Nothing has changed then.
+        framework, arrays that share memory or interleave there, an expanded
+        or sparse array, an unknown op or algorithm, an impossible root, a
+        mean of integers, any reduction of booleans; with "ring" and
+        "sharded" a tensor that is not contiguous; with "native" what the
+        framework has no collective for. Nothing has changed then.
     """
     arrays = check_reducible(data, op)
     strategy = strategy_of(algorithm)
     check_root(root, len(arrays))
-    check_distinct(arrays)
     _in_place(lambda lists: _run(strategy, lists, op, [root]), [arrays])
 
 
@@ -106,8 +106,6 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
     """
     strategy = strategy_of(algorithm)
     columns = [check_reducible(data, op) for data in lists]
-    for column in columns:
-        check_distinct(column)
     lengths = sorted({len(column) for column in columns})
     if len(lengths) > 1:
         raise ValueError(f"every list must hold one array per device; "
@@ -121,8 +119,6 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
 def _run(strategy: AllReduce, lists: list[list[Array]], op: str,
          roots: Sequence[int]) -> None:
     """Reduce `lists` by `strategy`, if it can reduce all of them."""
-    for data in lists:
-        strategy.check(data)
     given = [tuple(data) for data in lists]
     allreduce_by(strategy, lists, op, roots)
     if any(x is not y for data, own in zip(lists, given)
@@ -138,8 +134,8 @@ def broadcast(data: list[Array], *, root: int = 0) -> None:
     `allreduce` does."""
     arrays = check_list(data)
     check_root(root, len(arrays))
-    check_distinct(arrays)
-    _in_place(lambda lists: broadcast_from(lists[0], root), [arrays])
+    _in_place(lambda lists: broadcast_from(
+        check_apart(lists[0]), root), [arrays])
 
 
 def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
@@ -147,8 +143,8 @@ def reduce(data: list[Array], *, op: str = "sum", root: int = 0) -> None:
     they are. Raises as `allreduce` does."""
     arrays = check_reducible(data, op)
     check_root(root, len(arrays))
-    check_distinct(arrays)
-    _in_place(lambda lists: reduce_to(lists[0], op, root), [arrays])
+    _in_place(lambda lists: reduce_to(
+        check_apart(lists[0]), op, root), [arrays])
 
 
 def allgather(data: list[Array], *, axis: int = 0) -> list[Array]:

@@ -81,12 +81,14 @@ def check_root(root: int, k: int) -> None:
                          f"{k - 1}; received {root!r}.")
 
 
-def check_distinct(data: list[Array]) -> None:
-    """ValueError for one array that stands for two devices."""
-    if len({id(x) for x in data}) < len(data):
-        raise ValueError(
-            "data must hold an array of its own for each device; received "
-            "one array more than once. Copy it with mgpu.put(x, device).")
+def check_apart(arrays: list[Array]) -> list[Array]:
+    """`arrays`, which a collective is to write: ValueError unless each of
+    their elements has a place of its own in memory."""
+    backend = get_backend()
+    for x in arrays:
+        backend.check_writable(x)
+    messages.check_apart([backend.memory(x) for x in arrays])
+    return arrays
 
 
 def check_joinable(data: Any, axis: int) -> list[Array]:

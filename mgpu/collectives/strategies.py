@@ -26,7 +26,7 @@ from typing import Any
 from mgpu import host_memory
 from mgpu.backends import get_backend
 from mgpu.backends.base import Array
-from mgpu.collectives.checks import ITEMSIZE, dtype_name
+from mgpu.collectives.checks import ITEMSIZE, check_apart, dtype_name
 from mgpu.split import shard_bounds
 
 
@@ -43,6 +43,9 @@ class AllReduce:
 
     #: whether it takes `op` "mean" too, because it can divide at less cost
     divides = False
+    #: whether it refuses arrays that share memory, because it sees it at
+    #: less cost
+    checks_memory = False
 
     def __init_subclass__(cls) -> None:
         if cls.allreduce is AllReduce.allreduce \
@@ -101,7 +104,12 @@ def broadcast_from(data: list[Array], root: int) -> None:
 
 def allreduce_by(strategy: AllReduce, lists: Sequence[list[Array]], op: str,
                  roots: Sequence[int]) -> None:
-    """`strategy.allreduce`, and the division that it leaves to its caller."""
+    """`strategy.allreduce`, after all checks, and the division that it
+    leaves to its caller."""
+    if not strategy.checks_memory:
+        check_apart([x for data in lists for x in data])
+    for data in lists:
+        strategy.check(data)
     if op != "mean" or strategy.divides:
         strategy.allreduce(lists, op, roots)
         return
@@ -241,7 +249,7 @@ class HostMemory(AllReduce):
     the memory that CPU devices have in common. The sum is
     ``x[0] + x[1] + ...``. Elsewhere: `Balanced`, with the same order."""
 
-    divides = True      # while a block is in the cache
+    divides = checks_memory = True      # while a block is in the cache
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
@@ -277,7 +285,7 @@ class Auto(AllReduce):
     """`Buckets` for arrays on CUDA cards that the framework's collective
     connects, `HostMemory` for all others."""
 
-    divides = True
+    divides = checks_memory = True
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:

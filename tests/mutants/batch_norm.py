@@ -2,6 +2,7 @@
 from mutants.planting import Mutant, edit
 
 _CALL = "mgpu.batch_norm:SyncBatchNorm.__call__"
+_MEAN = "mgpu.batch_norm:SyncBatchNorm._mean"
 _SYNC = "test_batch_norm.py::test_sync_equals_one_device_on_the_whole_batch"
 _TORCH = "mgpu.backends._torch.arithmetic:gluon_batch_norm"
 _OWN = ("test_batch_norm.py::test_per_device_keeps_a_set_per_device"
@@ -33,21 +34,23 @@ MUTANTS = [
                 "(x - ops.mean(x, axes, keepdims=True)) ** 2, axes"),
            (_SYNC + "[torch-2dev-8]",)),
     Mutant("sync-not-weighted", "a short shard's mean counts like a long one's"
-           , edit(_CALL, "ops.sum(x, axes, keepdims=True), x) / count",
-                  "ops.mean(x, axes, keepdims=True), x) "
-                  "/ len(self._meeting._members)"),
+           , edit(_CALL, "count,\n                      ops.sum(x",
+                  "1,\n                      ops.mean(x"),
            (_SYNC + "[torch-2dev-7]",)),
     Mutant("sync-of-own-rows", "each device normalises by its own count",
-           edit(_CALL, "count = sum(self._meeting.exchange(\n"
-                "        index, call.layer, prod(x.shape) // x.shape[axis]))",
-                "count = prod(x.shape) // x.shape[axis]"),
+           edit(_MEAN, "count, total =", "_, total ="),
            (_SYNC + "[torch-2dev-8]",)),
     Mutant("sync-without-gradient", "the joint statistics are constants for "
-           "the gradient", edit("mgpu.batch_norm:SyncBatchNorm._total",
-                                "self._backend.put(x, like)",
+           "the gradient", edit(_MEAN, "self._backend.put(total, like)",
                                 "self._backend.ops.stop_gradient("
-                                "self._backend.put(x, like))"),
+                                "self._backend.put(total, like))"),
            (_SYNC + "[torch-2dev-8]",)),
+    Mutant("sync-everyone-adds", "the work grows with the square of the "
+           "number of devices",
+           edit("mgpu.batch_norm:Meeting.exchange", "return here.result",
+                "return join(self._values(here))"),
+           ("test_batch_norm.py::test_the_work_of_sync_grows_with_the_devices"
+            "[torch]",)),
     Mutant("sync-without-beta", "the shift is left out",
            edit(_CALL, "call.beta is not None", "False"),
            (_SYNC + "[torch-2dev-8]",)),

@@ -5,6 +5,9 @@ _TEST = "test_collectives.py::test_allreduce_is_exact_and_in_place[torch-"
 _STRATEGIES = "mgpu.collectives.strategies:"
 _COMBINE, _REDUCE = _STRATEGIES + "combine", _STRATEGIES + "reduce_to"
 _BROADCAST = _STRATEGIES + "broadcast_from"
+_ALL = _STRATEGIES + "allreduce_by"
+_SHARED = ("test_collectives.py::test_arrays_that_share_memory_are_refused"
+           "[torch-")
 _BLOCKS = "mgpu.host_memory:reduce_blocks"
 _CUT = "test_collectives.py::test_arrays_are_cut_between_threads[torch-"
 
@@ -36,21 +39,19 @@ MUTANTS = [
            edit(_BROADCAST, "enumerate(data)", "enumerate(data[:-1])"),
            ("test_collectives.py::test_broadcast[torch-2dev]",)),
     Mutant("root-ignored", "everything is collected on device 0",
-           edit("mgpu.collectives:reduce", "reduce_to(lists[0], op, root)",
-                "reduce_to(lists[0], op, 0)"),
+           edit("mgpu.collectives:reduce", "lists[0]), op, root)",
+                "lists[0]), op, 0)"),
            ("test_collectives.py::test_reduce_leaves_the_others[torch-*",)),
     Mutant("mean-is-a-sum", "the mean is not divided",
-           edit("mgpu.collectives:_in_place", 'op == "mean"', "False"),
+           edit(_ALL, "x /= len(data)", "pass"),
            (_TEST + "naive-mean-2]",)),
     Mutant("mean-divides-at-the-root", "the others keep the sum",
-           edit("mgpu.collectives:_in_place", "data if root is None else",
-                "data[:1] if root is None else"),
+           edit(_ALL, "for x in data:", "for x in data[:1]:"),
            (_TEST + "naive-mean-2]",)),
     Mutant("average-of-averages", "each addition halves: later devices weigh "
            "more", together(
-               edit(_COMBINE, "into += other", "into[:] = (into + other) / 2 "
-                    'if op == "mean" else into + other'),
-               edit("mgpu.collectives:_in_place", 'op == "mean"', "False")),
+               edit(_COMBINE, "into += other", "into[:] = (into + other) / 2"),
+               edit(_ALL, 'op != "mean" or strategy.divides', "True")),
            (_TEST + "naive-mean-3]",)),
     Mutant("max-is-min", "the largest value is lost",
            edit(_COMBINE, "ops.maximum", "ops.minimum"),
@@ -116,4 +117,15 @@ MUTANTS = [
            edit("mgpu.collectives:assign_roots",
                 "min(range(k), key=lambda d: (load[d], d))", "0"),
            ("test_collectives.py::test_equal_sizes_go_round[2]",)),
+    Mutant("memory-unchecked", "a part of an array is added to the whole",
+           edit(_ALL, "not strategy.checks_memory", "False"),
+           (_SHARED + "naive]",)),
+    Mutant("host-memory-unchecked", "the same in the host's memory",
+           edit("mgpu.backends.messages:check_apart", "begin < end", "False"),
+           (_SHARED + "auto]",)),
+    Mutant("expanded-written", "an element is added as often as it is "
+           "repeated", edit("mgpu.collectives.checks:check_apart",
+                            "backend.check_writable(x)", "pass"),
+           ("test_collectives.py::test_arrays_without_a_place_for_each_"
+            "element_are_refused[torch-*",)),
 ]

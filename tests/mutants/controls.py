@@ -22,8 +22,8 @@ CONTROLS = {
         Mutant("subtracts", "the sum is a difference",
                edit(WHERE, OLD, "into -= other"), EXACT),
         Mutant("refuses", "an error of mgpu's own where there is none",
-               edit("mgpu.collectives.checks:check_distinct",
-                    "len({id(x) for x in data}) < len(data)", "True"), EXACT),
+               edit("mgpu.backends.messages:check_apart", "begin < end",
+                    "True"), EXACT),
     ],
     "not planted": [
         Mutant("old text", "the code has moved on",

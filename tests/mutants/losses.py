@@ -48,7 +48,11 @@ MUTANTS = [
            edit(_LOSS + "Loss.__call__", "loss = loss * _as(", "_ = loss * "
                 "_as("), ("test_losses.py::test_weights[torch-*",)),
     Mutant("classes-unchecked", "class -1 is taken for another one",
-           edit(_LOSS + "check_classes", "whole.min() >= 0 and ", ""),
+           edit(_LOSS + "check_classes", "labels.min() >= 0 and ", ""),
+           ("test_losses.py::test_labels_out_of_range_are_refused[torch-*",)),
+    Mutant("classes-truncated", "1.5 is taken for class 1",
+           edit(_LOSS + "check_classes", "(labels == np.trunc(labels)).all()",
+                "True"),
            ("test_losses.py::test_labels_out_of_range_are_refused[torch-*",)),
     Mutant("per-example-divides", "the mean is spread over the rows",
            edit(_LOSS + "per_example", "mean.reshape((1,))",

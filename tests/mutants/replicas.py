@@ -81,4 +81,18 @@ MUTANTS = [
                         "[False] * len(self.devices)"),
            ("test_trainer.py::test_a_step_without_a_backward_pass[torch-2dev-*"
             ,)),
+    Mutant("sparse-accepted", "gradients hold only the rows that were used",
+           edit("mgpu.replicas:initialize", "network.check(dtype, devices)",
+                "pass"),
+           ("test_replicas.py::test_sparse_gradients_are_refused[torch-*",)),
+    Mutant("recurrent-float64", "MXNet's wrong gradients go through",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.check",
+                "wide and any", "False and any"),
+           ("test_replicas.py::test_recurrent_layers_of_mxnet_are_refused_in_"
+            "float64[RNN-*",)),
+    Mutant("dtype-misnamed", "the wrong dtype is said to be the right one",
+           edit("mgpu.backends.messages:explain_dtype",
+                "', '.join(others)", "own[0]"),
+           ("test_replicas.py::test_inputs_of_another_dtype_are_named["
+            "torch-*",)),
 ]

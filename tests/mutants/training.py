@@ -14,6 +14,11 @@ MUTANTS = [
                 "rows_of(y_shards[0])"),
            ("test_training.py::test_train_batch_is_one_step_of_the_whole_batch"
             "[torch-2dev]",)),
+    Mutant("row-of-the-shard", "a wrong label is named by its row in its "
+           "shard", edit(_TRAINING + "_loss_of", "error.row += first",
+                         "error.row += 0"),
+           ("test_training.py::test_a_wrong_label_is_named_by_its_row_in_the_"
+            "batch[torch-2dev-*",)),
     Mutant("sgd-not-divided", "sgd applies the sum",
            edit(_TRAINING + "sgd", "lr * g / batch_size", "lr * g"),
            ("test_training.py::test_sgd[torch-1dev]",)),

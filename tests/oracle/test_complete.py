@@ -51,6 +51,7 @@ NO_NUMBERS = {
     "synchronize": "waits",
     "strict_devices": "refuses what crosses devices, and changes no number",
     "losses.check_classes": "refuses labels",
+    "losses.LabelError": _ERROR,
     "losses.check_per_example": "refuses shapes",
     "initializers.Initializer": "the base class: each rule is covered",
     "losses.Loss": "the base class: each loss is covered",

@@ -34,7 +34,7 @@ CASES = [
     (CE, PRED[:, 0], CLASSES[:, 0], None, {}),
     (CE, PRED[:, 0], CLASSES[:, 0].astype("int32"), WEIGHTS[:, 0], {}),
     (CE, PRED, CLASSES, WEIGHTS, {"weight": 2.5}),
-    (CE, PRED, CHANNELS + 0.75, WEIGHTS, {"axis": 1}),      # truncated
+    (CE, PRED, CHANNELS.astype(float), WEIGHTS, {"axis": 1}),
     (CE, PRED, UNIT, None, {"sparse_label": False}),
     (CE, KL, CLASSES, WEIGHTS, {"from_logits": True}),
     (CE, EDGE, np.array([0, 2, 0, 1, 2]), None, {}),

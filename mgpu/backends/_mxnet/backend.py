@@ -325,6 +325,11 @@ class MXNetBackend(base.Backend):
         begin = _address(x)
         return space, begin, begin + x.size * np.dtype(x.dtype).itemsize
 
+    def check_writable(self, x: Any) -> None:
+        if isinstance(x, mx.nd.sparse.BaseSparseNDArray):
+            raise messages.no_places(f"a {x.stype} array",
+                                     "x.tostype('default')")
+
     # -- networks -----------------------------------------------------------
 
     def network(self, net: Any) -> MXNetNetwork:

@@ -70,14 +70,17 @@ def disjoint(losses: Sequence[Any]) -> bool:
     """
     if len({x.ctx for x in losses}) < len(losses):
         return False
-    leaves: list[str] = []
+    leaves: set[str] = set()
     for x in losses:
         names = set(mx.autograd.get_symbol(x).list_arguments())
         if len(names) < BUFFERS:    # and hardly more operations
             return False
-        leaves += [name for name in names
-                   if name.startswith("var")]       # "null": a constant
-    return len(set(leaves)) == len(leaves)
+        names = {name for name in names
+                 if name.startswith("var")}     # "null": a constant
+        if names & leaves:      # at once: a symbol may be of all devices
+            return False
+        leaves |= names
+    return True
 
 
 def _compiled(block: Any) -> bool:

@@ -13,6 +13,8 @@ from mgpu.backends._mxnet.dispatch import Passes
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import describe, is_layer
 
+_FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
+
 _KINDS = ("weight", "bias", "gamma", "beta", "running_mean", "running_var")
 
 
@@ -82,10 +84,8 @@ class MXNetReplica(base.Replica):
         return self._network.entries[number][1].data(self._context)
 
     def __call__(self, *inputs: Any) -> Any:
-        backend = self._network.backend
-        backend.check_inputs(inputs, self.device)
-        with backend.family_of(inputs[0] if inputs else None):
-            return self._network.net(*inputs)
+        self._network.backend.check_inputs(inputs, self.device)
+        return self._network.run(inputs)
 
 
 class MXNetNetwork(base.Network):
@@ -203,8 +203,19 @@ class MXNetNetwork(base.Network):
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([self.backend.handle(device)])
             with mx.autograd.pause(train_mode=False):
-                with self.backend.family_of(inputs[0] if inputs else None):
-                    self.net(*inputs)
+                self.run(inputs)
+
+    def run(self, inputs: tuple[Any, ...]) -> Any:
+        """The network's outputs, in the array family of its inputs."""
+        with self.backend.family_of(inputs[0] if inputs else None):
+            try:
+                return self.net(*inputs)
+            except mx.MXNetError as error:
+                messages.explain_dtype(error, r"type|expected \w+\d, got", [
+                    np.dtype(x.dtype).name for x in inputs
+                    if isinstance(x, mx.nd.NDArray)],
+                    [spec.dtype for spec in self.specs()])
+                raise
 
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
@@ -227,6 +238,20 @@ class MXNetNetwork(base.Network):
                 self.entries[number][1].initialize(
                     _Drawn(draw), contexts, force_reinit=True)
         return True
+
+    def check(self, dtype, devices) -> None:
+        sparse = [name for name, p, _ in self.entries
+                  if {p._stype, p._grad_stype} != {"default"}]
+        if sparse:
+            raise messages.sparse_gradient(sparse)
+        wide = [path for path, block in _blocks(self.net)
+                if isinstance(block, _FUSED)
+                and np.dtype(dtype or block.l0_i2h_weight.dtype) == np.float64]
+        if wide and any(d.kind == "cpu" for d in devices):
+            raise ValueError(
+                "MXNet computes wrong float64 gradients of its recurrent "
+                f"layers on CPUs; received float64 for {wide}. Use "
+                "dtype='float32', or cells (gluon.rnn.LSTMCell).")
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.autocast is not None:

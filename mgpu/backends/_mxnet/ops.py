@@ -109,9 +109,9 @@ class MXNetOps(base.Ops):
         return mx.nd.concat(*[x for x in xs if x.shape[axis]], dim=axis)
 
     def slice_axis(self, x, axis, begin, end):
-        if begin == end and not is_np(x):
+        if (begin == end or 0 in x.shape) and not is_np(x):
             shape = list(x.shape)
-            shape[axis] = 0
+            shape[axis] = end - begin
             return _empty_like(x, shape)
         index = (slice(None),) * (axis % x.ndim) + (slice(begin, end),)
         return x[index]

@@ -306,10 +306,25 @@ class TorchBackend(base.Backend):
             torch.cuda.synchronize(x.device)
 
     def memory(self, x: Any) -> tuple[Any, int, int]:
-        self.wait_for(x)
-        storage = x.untyped_storage()
-        begin = storage.data_ptr()
-        return x.device, begin, begin + storage.nbytes()
+        begin = x.data_ptr()
+        end = begin + x.nbytes
+        if not x.is_contiguous():       # nor without elements
+            end = begin + x.element_size() * (1 + sum(
+                (n - 1) * step for n, step in zip(x.shape, x.stride())))
+        return x.get_device(), begin, end
+
+    def check_writable(self, x: Any) -> None:
+        if x.layout is not torch.strided:
+            raise messages.no_places("a sparse tensor", "x.to_dense()")
+        if x.is_contiguous():
+            return
+        reach = 0
+        for step, n in sorted(zip(x.stride(), x.shape)):
+            if n > 1 and step <= reach:
+                raise messages.no_places(
+                    f"a tensor of shape {tuple(x.shape)} with strides "
+                    f"{x.stride()}, as of expand()", "x.contiguous()")
+            reach += (n - 1) * step
 
     # -- networks -----------------------------------------------------------
 

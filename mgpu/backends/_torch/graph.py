@@ -35,5 +35,12 @@ def total(loss: Any) -> Any:
 
 def disjoint(losses: Sequence[Any]) -> bool:
     """Whether no node of one loss's graph belongs to another's."""
-    graphs = [set(_nodes(loss)) for loss in losses]
-    return sum(map(len, graphs)) == len(set().union(*graphs))
+    known: set[Any] = set()
+    for loss in losses:
+        own = set()
+        for node in _nodes(loss):
+            if node in known:       # at once: a graph may be of all devices
+                return False
+            own.add(node)
+        known |= own
+    return True

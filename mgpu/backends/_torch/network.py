@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
@@ -91,13 +92,23 @@ class TorchNetwork(base.Network):
             self.net.eval()
             with torch.no_grad():
                 self.net(*inputs)
-        except BaseException:       # an input that does not fit
+        except BaseException as error:      # an input that does not fit
             make_lazy()
             self.net.to(home)
+            if isinstance(error, RuntimeError):
+                self.explain(error, inputs)
             raise
         finally:
             for module, flag in flags.items():
                 module.training = flag
+
+    def explain(self, error: RuntimeError, inputs: Any) -> None:
+        """Raise torch's error about a dtype of `inputs` in mgpu's words."""
+        messages.explain_dtype(
+            error, "dtype|scalar type|Input type|not implemented for", [
+                name_of_dtype(x) for x in tree_leaves(inputs)
+                if isinstance(x, torch.Tensor)],
+            [spec.dtype for spec in self.specs()])
 
     def values(self) -> dict[str, np.ndarray] | None:
         specs = self.specs()
@@ -111,6 +122,13 @@ class TorchNetwork(base.Network):
                 for path, module, name, p in walk(self.net, "_parameters")
                 if hasattr(module, _WITHOUT_VALUES)
                 and bool(p.isnan().all())}
+
+    def check(self, dtype, devices) -> None:
+        sparse = [joined(path, "weight")
+                  for path, m in self.net.named_modules() if isinstance(
+                      m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+        if sparse:
+            raise messages.sparse_gradient(sparse)
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.hybridize:

@@ -115,6 +115,9 @@ class TorchReplica(base.Replica):
                 result = self._run(inputs, training)
                 return result if options.autocast is None else tree_map(
                     partial(_widened, dtype_of(options.autocast)), result)
+        except RuntimeError as error:
+            network.explain(error, inputs)
+            raise
         finally:
             for layer in patched:
                 del layer.__dict__["forward"]
