@@ -485,7 +485,7 @@ class Replicas(abc.Sequence):
         self.following.follow(self.all_parameters())
         if self._carried and self.backend.is_recording():
             with self.backend.scope(recording=False):
-                for p in self._carried:
+                for p in (p for p in self._carried if p.grad_req == "add"):
                     for x, g in list(zip(p.list_data(), p.list_grad()))[1:]:
                         g[...] = 0
                         self.backend.settle(x)

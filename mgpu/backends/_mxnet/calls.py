@@ -20,31 +20,31 @@ Around = Callable[..., int]
 ARRAY = 14      # type code of an array in the function interface
 
 _changing = threading.Lock()
-_library: dict[str, Any] = {}
-_around: dict[str, list[Around]] = {}
+#: by name: (what stands around, the function with it), the outermost last
+_around: dict[str, list[tuple[Any, Any]]] = {}
 
 
 def stand_around(name: str, around: Around) -> None:
     """Let each call of the library's function `name` go through `around`."""
     with _changing:
-        _library.setdefault(name, getattr(_LIB, name))
-        _set(name, [*_around.get(name, ()), around])
+        chain = _around.setdefault(name, [(None, getattr(_LIB, name))])
+        _add(name, chain, around)
 
 
 def step_aside(name: str, around: Around) -> None:
     """End what `stand_around` has begun."""
     with _changing:
-        left = list(_around[name])
-        left.remove(around)
-        _set(name, left)
+        chain = _around[name]
+        place = [one for one, _ in chain].index(around)
+        outer, chain[place:] = chain[place + 1:], []
+        setattr(_LIB, name, chain[-1][1])
+        for one, _ in outer:
+            _add(name, chain, one)
 
 
-def _set(name: str, around: list[Around]) -> None:
-    call = _library[name]
-    for one in around:
-        call = partial(one, call)
-    setattr(_LIB, name, call)
-    _around[name] = around
+def _add(name: str, chain: list[tuple[Any, Any]], around: Around) -> None:
+    chain.append((around, partial(around, chain[-1][1])))
+    setattr(_LIB, name, chain[-1][1])
 
 
 def handles(arrays: Any, count: int) -> list[Any]:
