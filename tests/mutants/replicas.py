@@ -15,6 +15,29 @@ MUTANTS = [
                 "spec.shape),"),
            ("test_replicas.py::test_every_device_and_engine_start_from_the_"
             "drawn_bits[torch-2dev-uniform]",)),
+    Mutant("edits-stay-on-one", "what the user writes to the network does not "
+           "reach the other devices", edit(
+               "mgpu.following:Following.follow",
+               "arrays[i][...] = self._backend.put(arrays[0], arrays[i])",
+               "pass"),
+           ("test_replicas.py::test_what_is_written_to_the_network_reaches_"
+            "all[2dev-torch-in_place-together]",)),
+    Mutant("edits-without-a-count", "only writes that torch counts reach all",
+           edit("mgpu.host_memory:differing",
+                "if not np.array_equal(first, x)", "if False"),
+           ("test_replicas.py::test_what_is_written_to_the_network_reaches_"
+            "all[2dev-torch-through_data-together]",)),
+    Mutant("write-elsewhere-lost", "what is written to another replica is "
+           "overwritten without a word", edit(
+               "mgpu.following:Following._to_copy",
+               "written[i] and not written[0]", "False"),
+           ("test_replicas.py::test_a_write_to_another_replica_only_is_an_"
+            "error[2dev-torch]",)),
+    Mutant("statistics-made-equal", "buffers follow replica 0 always",
+           edit("mgpu.following:Following._to_copy",
+                "return others if source else ()", "return others"),
+           ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
+            "replica_0s[2dev-torch]",)),
     Mutant("values-drawn-over", "loaded weights are lost",
            edit("mgpu.replicas:initialize",
                 "not keep and (init is not None or force_reinit)",

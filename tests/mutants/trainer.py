@@ -1,8 +1,8 @@
 """Steps that are not those of the whole batch."""
 from mutants.planting import Mutant, edit
 
-_REDUCE = "mgpu.trainer:Trainer.allreduce_grads"
-_UPDATE = "mgpu.trainer:Trainer.update"
+_REDUCE = "mgpu.trainer:Trainer._allreduce"
+_UPDATE = "mgpu.trainer:Trainer._update"
 _WORK, _FACTORS = "mgpu.trainer:Trainer._work", "mgpu.trainer:" \
     "Trainer.multipliers"
 _APPLY, _BLOCKS = "mgpu.host_memory:update", "mgpu.host_memory:update_blocks"
@@ -12,17 +12,56 @@ _GLUON = ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
 _RESUMED = "test_trainer.py::test_a_resumed_training_is_the_uninterrupted_one"
 
 MUTANTS = [
-    Mutant("stale-gradient-applied", "an old gradient counts again",
-           edit(_REDUCE, "if stale and not ignore_stale_grad", "if False",
-                "if not stale:", "if True:"),
+    Mutant("stale-gradient-passed-over", "a layer that nothing reached is "
+           "skipped without a word", edit(
+               "mgpu.trainer:Trainer._reached",
+               "elif not ignore_stale_grad:", "elif False:"),
            ("test_trainer.py::test_a_stale_gradient_is_an_error_that_names_it"
             "[torch-*",)),
     Mutant("gradient-stays-fresh", "a second step without a backward pass "
            "goes through", edit(_REDUCE, "backend.mark_used(x)", "pass"),
            ("test_trainer.py::test_gradients_are_summed_once[torch-2dev]",)),
     Mutant("idle-device-counts", "the old gradient of a device without rows "
-           "is added", edit(_REDUCE, "copies[i][...] = 0", "pass"),
+           "is added", edit(_REDUCE, "g[...] = 0", "pass"),
            ("test_trainer.py::test_a_device_without_rows_contributes_zero"
+            "[torch-2dev]",)),
+    Mutant("old-batch-applied", "an abandoned batch counts with the next one",
+           edit("mgpu.backends._mxnet.gradients:Watched.end_pass",
+                "not new_batch", "True"),
+           ("test_trainer.py::test_a_step_applies_one_batch[mxnet-nd-2dev-"
+            "native]",)),
+    Mutant("part-clipped", "one device's part of the sum may be clipped",
+           edit("mgpu.trainer:Trainer._check_unedited",
+                "any(edited) and not all(edited)", "False"),
+           ("test_trainer.py::test_clipping_one_devices_part_is_refused"
+            "[mxnet-nd-2dev]",)),
+    Mutant("sum-edit-lost", "what is written to replica 0's sum stays there",
+           edit("mgpu.trainer:Trainer._share_edits",
+                "g[...] = backend.put(first, g)", "pass"),
+           ("test_trainer.py::test_a_change_of_replica_0s_sum_reaches_all"
+            "[mxnet-nd-2dev]",)),
+    Mutant("sums-summed-again", "a sum that grows is counted on each device",
+           edit("mgpu.replicas:Replicas._make_equal", "g[...] = 0", "pass"),
+           ("test_trainer.py::test_sums_that_grow_are_summed_once"
+            "[torch-2dev]",)),
+    Mutant("passes-after-the-sum", "gradients that are no sums are applied",
+           edit("mgpu.trainer:Trainer._share_edits",
+                "any(backend.is_fresh(x) for x in arrays)", "False"),
+           ("test_trainer.py::test_a_backward_pass_after_the_sum_is_refused"
+            "[torch-2dev]",)),
+    Mutant("torn-and-silent", "an update that failed midway is forgotten",
+           edit(_UPDATE, "self._torn, replicas.torn = True, repr(error)",
+                "pass"),
+           ("test_trainer.py::test_an_update_that_fails_midway_breaks_the_"
+            "trainer[torch-2dev]",)),
+    Mutant("two-threads", "two threads may train the same replicas",
+           edit("mgpu.replicas:Replicas._check_usable",
+                "other is not me", "False"),
+           ("test_trainer.py::test_one_thread_at_a_time[torch-2dev]",)),
+    Mutant("void-replicas-train", "replicas of an earlier initialize go on",
+           edit("mgpu.replicas:Replicas._check_usable",
+                "_initialized.get(self.net) is not self.devices", "False"),
+           ("test_trainer.py::test_replicas_made_void_are_refused"
             "[torch-2dev]",)),
     Mutant("gradients-averaged", "the mean over devices instead of the sum",
            edit(_REDUCE, "algorithm=self._strategy",
