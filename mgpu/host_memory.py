@@ -49,7 +49,8 @@ def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
             return False
         views.append(found)
     messages.check_apart([      # the quickest way to an address
-        (0, begin := addressof(c_char.from_buffer(x)), begin + x.nbytes)
+        (0, begin := addressof(c_char.from_buffer(x.data)),
+         begin + x.nbytes)
         for column in views for x in column])
     total = sum(column[0].nbytes for column in views)
     threads = threads_for(total, len(columns[0]))

@@ -1666,3 +1666,46 @@ def test_a_network_may_convert_its_inputs_itself(engine):
             "forward": lambda self, x: x.float()})(), nn.LazyLinear(3)])
     replicas = mgpu.initialize(net, on(0, 1))
     replicas(shards_of(table(4).astype("uint8"), replicas))
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_sparse_gradient_of_the_networks_own_code(name, devices):
+    """It is seen in the first step, which changes nothing; one device has
+    nothing to add up."""
+    import torch
+    with using_engine(name):
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.ones(5, 3))
+
+            def forward(self, x):
+                return torch.nn.functional.embedding(
+                    x, self.weight, sparse=True)
+        replicas = mgpu.initialize(Net(), devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        with contextlib.nullcontext() if len(devices) == 1 else pytest.raises(
+                ValueError, match="received a sparse tensor. Use x.to_dense"):
+            mgpu.train_batch(np.arange(4), np.zeros(4, "int64"), replicas,
+                             mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+        replicas.check_equal()
+        moved = (replicas.export_numpy()["weight"] != 1).any(axis=1)
+        assert moved.tolist() == [len(devices) == 1] * 4 + [False]
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_parameter_without_elements(name, devices):
+    import torch
+    with using_engine(name) as engine:
+        net = mlp(engine)
+        net.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 3)))
+        replicas = mgpu.initialize(net, devices, "xavier")
+        trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+        with mgpu.record():
+            losses = [(out * out).sum() + replica.arrays()[0].sum()
+                      for replica, out in zip(replicas, replicas(
+                          shards_of(table(8), replicas)))]
+        mgpu.backward(losses)
+        trainer.step(8)
+        replicas.check_equal()
+        assert replicas.export_numpy()["none"].shape == (0, 3)

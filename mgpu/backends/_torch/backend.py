@@ -306,6 +306,8 @@ class TorchBackend(base.Backend):
             torch.cuda.synchronize(x.device)
 
     def memory(self, x: Any) -> tuple[Any, int, int]:
+        if x.layout is not torch.strided:   # a sparse tensor is many
+            return x.get_device(), 0, 0
         begin = x.data_ptr()
         end = begin + x.nbytes
         if not x.is_contiguous():       # nor without elements
@@ -315,7 +317,9 @@ class TorchBackend(base.Backend):
 
     def check_writable(self, x: Any) -> None:
         if x.layout is not torch.strided:
-            raise messages.no_places("a sparse tensor", "x.to_dense()")
+            raise messages.no_places(
+                "a sparse tensor", "x.to_dense(), and layers without "
+                "sparse=True")
         if x.is_contiguous():
             return
         reach = 0
