@@ -201,8 +201,10 @@ class Parameter:
     def zero_grad(self) -> None:
         """Set the gradient to zero on all devices."""
         if self.grad_req != "null":
-            with self._replicas.backend.scope(recording=False):
-                for g in self.list_grad():
+            backend = self._replicas.backend
+            with backend.scope(recording=False):
+                for x, g in zip(self.list_data(), self.list_grad()):
                     g[...] = 0
+                    backend.settle(x)
 
 

@@ -582,6 +582,22 @@ def test_sums_that_grow_are_summed_once(engine, devices):
     assert_close(found[1], found[0])
 
 
+def test_zeroed_gradients_are_no_change_of_the_users(engine, devices):
+    """Devices without rows hold the zeros that `zero_grad` wrote."""
+    found = []
+    for places in (on(0), devices):
+        replicas = initialize(mlp(engine), places)
+        for p in replicas.params():
+            p.grad_req = "add"
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        backward(replicas, *batch(8))
+        replicas.zero_grad()
+        backward(replicas, *batch(1))
+        trainer.step(1)
+        found.append(values(replicas))
+    assert_close(found[1], found[0])
+
+
 # -- gradients that the user changes ------------------------------------------
 
 def clip_natively(replicas, max_norm):
