@@ -492,6 +492,139 @@ def test_the_same_loss_twice_counts_twice(backend):
     assert gradient(backend, x) == [4, 4]
 
 
+# -- whose batch a gradient is of, and who wrote it ---------------------------
+
+TORCH = pytest.mark.parametrize("engine", [
+    name for name in ENGINES if name == "torch"])
+
+
+def watch(backend, columns, requests=None):
+    return backend.watch_gradients(columns,
+                                   requests or ["write"] * len(columns[0]))
+
+
+def losses_of(backend, columns):
+    with recording(backend):
+        return [sum((x * 2.0 for x in leaves), 0.0) for leaves in columns]
+
+
+def fresh(backend, columns):
+    return [backend.is_fresh(x) for leaves in columns for x in leaves]
+
+
+def test_a_second_pass_on_a_device_begins_a_new_batch(backend, devices):
+    """Device by device is one batch; "add" goes on through batches."""
+    k = len(devices)
+    columns = [[leaf(backend, [1.0], d)] for d in devices]
+    adding = [leaf(backend, [1.0], d, "add") for d in devices]
+    _kept = watch(
+        backend, [[*x, y] for x, y in zip(columns, adding)],
+        ["write", "add"])
+    for _ in range(2):
+        for i in range(k):
+            backend.backward(losses_of(backend, [[*columns[i], adding[i]]]))
+            assert fresh(backend, columns) == [j <= i for j in range(k)]
+        assert fresh(backend, [adding]) == [True] * k
+    for x in columns[0]:        # a step
+        backend.mark_used(x)
+    backend.backward(losses_of(backend, columns[:1]))
+    assert all(fresh(backend, columns))
+
+
+@pytest.mark.parametrize("abandoned", [[0], [1], [0, 1, 2], [2, 0]])
+def test_losses_that_are_given_together_are_one_batch(backend, abandoned):
+    """Whatever was left on some of the devices."""
+    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(3)]
+    _kept = watch(backend, columns)
+    for i in abandoned:
+        backend.backward(losses_of(backend, [columns[i]]))
+    for some in ([0, 1, 2], [1, 2], [1]):
+        backend.backward(losses_of(backend, [columns[i] for i in some]))
+        assert fresh(backend, columns) == [i in some for i in range(3)]
+
+
+def test_a_new_batch_voids_what_its_pass_does_not_reach(backend):
+    columns = [[leaf(backend, [1.0], cpu(i)) for _ in range(2)]
+               for i in range(2)]
+    _kept = watch(backend, columns)
+    backend.backward(losses_of(backend, columns))
+    backend.backward(losses_of(backend, [columns[0][:1]]))
+    assert fresh(backend, columns) == [True, False, False, False]
+
+
+@TORCH
+def test_a_pass_that_fails_leaves_nothing_fresh(backend):
+    x, y = leaf(backend, [1.0]), leaf(backend, [1.0])
+    watch(backend, [[x, y]])
+    loss, = losses_of(backend, [[x, y]])
+
+    def fail(_):
+        raise ValueError("by the test")
+    handle = y.register_hook(fail)
+    with pytest.raises(ValueError, match="by the test"):
+        backend.backward([loss])
+    handle.remove()
+    assert fresh(backend, [[x, y]]) == [False, False]
+    for _ in range(2):
+        backend.backward(losses_of(backend, [[x, y]]))
+        assert gradient(backend, x) == gradient(backend, y) == [2]
+        assert fresh(backend, [[x, y]]) == [True, True]
+
+
+@TORCH
+@pytest.mark.parametrize("edit", [
+    lambda x: x.grad.mul_(0.5), lambda x: setattr(x, "grad", x.grad * 1),
+    lambda x: setattr(x, "grad", None),
+    lambda x: __import__("torch").nn.utils.clip_grad_norm_([x], 1e9)])
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_a_gradient_that_something_else_wrote_is_edited(
+        backend, edit, grad_req):
+    x = leaf(backend, [1.0], grad_req=grad_req)
+    assert not backend.edited(x)
+    for _ in range(2):
+        backend.backward(losses_of(backend, [[x]]))
+        assert not backend.edited(x)
+        edit(x)
+        assert backend.edited(x)
+        backend.mark_used(x)
+        assert backend.edited(x)
+        backend.grad(x)
+        backend.settle(x)
+        assert not backend.edited(x)
+    backend.backward(losses_of(backend, [[x]]))
+    edit(x)
+    backend.backward(losses_of(backend, [[x]]))     # "add" keeps the edit
+    assert backend.edited(x) == (grad_req == "add")
+
+
+@TORCH
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_asking_for_gradients_changes_none(backend, grad_req):
+    """`torch.autograd.grad` after and before a backward pass."""
+    import torch
+    x, y = (leaf(backend, [1.0], grad_req=grad_req) for _ in range(2))
+    watch(backend, [[x], [y]], [grad_req])
+    loss, = losses_of(backend, [[x, y]])
+    torch.autograd.grad(loss.sum(), [x], retain_graph=True)
+    assert fresh(backend, [[x, y]]) == [False, False]
+    backend.backward([loss])
+    found = torch.autograd.grad(losses_of(backend, [[x, y]])[0].sum(), [x])
+    assert found[0].tolist() == gradient(backend, x) == [2]
+    assert fresh(backend, [[x, y]]) == [True, True]
+    assert not backend.edited(x)
+
+
+@TORCH
+@pytest.mark.parametrize("inputs", [False, True])
+def test_torchs_own_backward_writes_too(backend, inputs):
+    x, y = leaf(backend, [1.0]), leaf(backend, [1.0])
+    for n in range(1, 3):
+        loss, = losses_of(backend, [[x * n, y]])
+        loss.sum().backward(inputs=[x] if inputs else None)
+        assert gradient(backend, x) == [2 * n]
+        assert fresh(backend, [[x, y]]) == [True, not inputs]
+
+
 UNRECORDED = ("backward needs losses that were computed inside mgpu.record() "
               "from arrays with gradients attached; received one that was "
               "not. Put the forward pass inside `with mgpu.record():`.")

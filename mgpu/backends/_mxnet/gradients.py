@@ -55,8 +55,9 @@ class Watched:
                             if x._fresh_grad}
         if not any(map(any, before)):
             return
-        new_batch = any(any(now) and any(then) for now, then in
-                        zip(self.fresh(), before))
+        new_batch = any(any(now) and any(
+            flag and request == "write" for (_, request), flag in zip(own, then))
+            for own, now, then in zip(self.leaves, self.fresh(), before))
         for own, flags in zip(self.leaves, before):
             for (x, request), flag in zip(own, flags):
                 if flag and (request == "add" or not new_batch):

@@ -29,9 +29,8 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     x, count = call.x, call.x.numel() // call.x.shape[1]
     running_mean: Any = call.running_mean
     running_var: Any = call.running_var
-    # Gluon updates statistics only in a pass that is recorded. With a
-    # momentum of 1 they stay exactly as they are.
-    keep = torch.is_grad_enabled() and call.momentum != 1
+    # With a momentum of 1 statistics stay exactly as they are.
+    keep = call.momentum != 1
     # torch adds (1 - momentum) times the unbiased variance, which is `factor`
     # times the biased one; so it gets a running variance times `factor`. Few
     # operations: each costs host time in every layer.
@@ -54,23 +53,34 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     return y
 
 
-def batch_norm_call(layer: nn.Module, x: Any, path: str) -> base.BatchNormCall:
-    """A training call of `layer` in Gluon's terms; counts the call."""
+def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
+                    ) -> base.BatchNormCall:
+    """A training call of `layer` in Gluon's terms; if `keep`, it is counted
+    and updates the running statistics."""
     # float32, as MXNet stores the momentum of a layer
     momentum = float(np.float32(1 - layer.momentum)) \
         if layer.momentum is not None \
         else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
-    if torch.is_grad_enabled() and layer.running_mean is not None:
-        layer.num_batches_tracked.add_(1)
-    return base.BatchNormCall(
-        x, layer.weight, layer.bias, layer.running_mean, layer.running_var,
-        layer.eps, momentum, 1, path)
+    mean, var = layer.running_mean, layer.running_var
+    if mean is not None:
+        if keep:
+            layer.num_batches_tracked.add_(1)
+        else:   # of the same form, as a graph may keep them
+            mean, var = mean.clone(), var.clone()
+    return base.BatchNormCall(x, layer.weight, layer.bias, mean, var,
+                              layer.eps, momentum, 1, path)
 
 
 def batch_norm_forward(layer: nn.Module, path: str,
-                       normalise: base.Normalise, index: int) -> Forward:
-    """A ``forward`` for `layer` that computes by `normalise`."""
-    return lambda x: normalise(batch_norm_call(layer, x, path), index)
+                       normalise: base.Normalise, index: int,
+                       keeps: Callable[[], bool]) -> Forward:
+    """A ``forward`` for `layer` that computes by `normalise`, and updates the
+    running statistics if ``keeps()``."""
+    def forward(x: Any) -> Any:
+        keep = torch.is_grad_enabled() \
+            if torch.compiler.is_dynamo_compiling() else keeps()
+        return normalise(batch_norm_call(layer, x, path, keep), index)
+    return forward
 
 
 def mask_shape(x: Any, leading: int) -> Any:
@@ -79,14 +89,15 @@ def mask_shape(x: Any, leading: int) -> Any:
         x.shape[:leading] + (1,) * (x.dim() - leading)
 
 
-def draw_mask(x: Any, leading: int, keep: float, generator: torch.Generator
-              ) -> Any:
+def draw_mask(x: Any, leading: int, keep: float,
+              generator: torch.Generator | None) -> Any:
     """A mask of ones with probability `keep` and zeros, not scaled."""
     mask = torch.empty(mask_shape(x, leading), dtype=x.dtype, device=x.device)
     return mask.bernoulli_(keep, generator=generator)
 
 
-def dropout_forward(layer: nn.Module, generator: Callable[[], torch.Generator],
+def dropout_forward(layer: nn.Module,
+                    generator: Callable[[], torch.Generator | None],
                     ticket: torch.Tensor) -> Forward:
     """A ``forward`` for `layer` that draws masks from `generator`; compiled
     code draws them from the generator of the replica of `ticket`."""
@@ -103,12 +114,22 @@ def dropout_forward(layer: nn.Module, generator: Callable[[], torch.Generator],
     return forward
 
 
-def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int
-                   ) -> Forward:
-    """A ``forward`` for the dropout layer `layer` with masks from `draw`."""
+def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
+                   generator: Callable[[], torch.Generator | None],
+                   again: dict[int, Any]) -> Forward:
+    """A ``forward`` for the dropout layer `layer` with masks from `draw`.
+
+    What a backward pass may need again (no `generator`) is kept in `again`,
+    by a number that is then drawn again too.
+    """
     leading = DROPOUTS[type(layer)]
 
     def forward(x: Any) -> Any:
         axes = tuple(range(leading, x.dim())) if leading else ()
-        return x * draw(x, layer.p, axes, index)
+        if generator() is not None:
+            return x * draw(x, layer.p, axes, index)
+        number = int(torch.randint(1 << 62, (), device=x.device))
+        if number not in again:
+            again[number] = draw(x, layer.p, axes, index)
+        return x * again[number]
     return forward

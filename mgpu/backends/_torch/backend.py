@@ -1,9 +1,7 @@
 """The PyTorch engine."""
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,9 +13,9 @@ from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.graph import disjoint, total
+from mgpu.backends._torch.leaves import Leaves, together
 from mgpu.backends._torch.network import TorchNetwork, without_values
-from mgpu.backends._torch.ops import TorchOps, dtype_of, name_of_dtype
-from mgpu.backends._torch.weak import WeakTable
+from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._workers import Workers, inside_worker
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
@@ -40,25 +38,16 @@ def _write_flags(recording: bool | None, training: bool | None,
         torch.set_grad_enabled(grad)
 
 
-@dataclass(slots=True)
-class _Leaf:
-    """The state of the gradient of one leaf."""
-
-    request: str            # "write" or "add"
-    fresh: bool = False     # written by a backward pass since `mark_used`
-    hook: Any = None
-
-
-class TorchBackend(base.Backend):
+class TorchBackend(Leaves, base.Backend):
     """PyTorch as an engine of mgpu."""
 
     name = semantics = "torch"
     version = torch.__version__
 
     def __init__(self) -> None:
+        super().__init__()
         keep_freed_memory()
         self.ops = TorchOps()
-        self._leaves = WeakTable()      # of `_Leaf` by tensor
         self._seed = 0
         self._generators: dict[Any, torch.Generator] = {}
         # set_num_threads acts on the calling thread only, so each device gets
@@ -178,56 +167,7 @@ class TorchBackend(base.Backend):
         torch.cuda.nccl.all_reduce(list(arrays),
                                    op={"sum": 0, "max": 2, "min": 3}[op])
 
-    # -- gradients ----------------------------------------------------------
-
-    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
-        messages.check_grad_req(grad_req)
-        if not x.dtype.is_floating_point:
-            raise messages.no_float(name_of_dtype(x))
-        known = self._leaves.pop(id(x))
-        if known is not None and known.hook is not None:
-            known.hook.remove()
-        if not x.is_leaf:
-            x.detach_()     # a result becomes a leaf, as on MXNet
-        x.grad = None
-        x.requires_grad_(grad_req != "null")
-        if grad_req == "null":
-            return
-        leaf = _Leaf(grad_req)
-        self._leaves.put(id(x), torch._C._WeakTensorRef(x), leaf)
-        # A hook must not keep its tensor alive.
-        target: Callable[[], Any] = weakref.ref(x)
-
-        def arrived(_: Any) -> None:
-            # Called once in a backward pass, before torch adds the gradient
-            # to the old one: "write" drops the old one here, as Gluon does.
-            leaf.fresh = True
-            if leaf.request == "write" and target().grad is not None:
-                target().grad.zero_()   # in place: the caller may hold it
-        leaf.hook = x.register_hook(arrived)
-
-    def grad_req(self, x: Any) -> str:
-        """What `backward` does to the gradient of `x`."""
-        leaf = self._leaves.get(id(x))
-        if not x.requires_grad:
-            return "null"
-        return leaf.request if leaf is not None else "write"
-
-    def grad(self, x: Any) -> Any:
-        if not x.requires_grad or not x.is_leaf:
-            raise messages.no_gradient()
-        if x.grad is None:
-            x.grad = torch.zeros_like(x, requires_grad=False)
-        return x.grad
-
-    def is_fresh(self, x: Any) -> bool:
-        leaf = self._leaves.get(id(x))
-        return leaf is not None and leaf.fresh
-
-    def mark_used(self, x: Any) -> None:
-        leaf = self._leaves.get(id(x))
-        if leaf is not None:
-            leaf.fresh = False
+    # -- gradients: see `Leaves` ---------------------------------------------
 
     def scope(self, recording=None, training=None) -> base.ContextManager:
         return Scope(_read_flags, _write_flags,
@@ -240,9 +180,16 @@ class TorchBackend(base.Backend):
         return _training.get()
 
     def backward(self, losses: Sequence[Any]) -> None:
+        self.run_backward(losses, together())
+
+    def run_backward(self, losses: Sequence[Any],
+                     join: Callable[[Any], Any]) -> None:
+        """`backward`, as a part of the pass that `join` stands for."""
         if not all(loss.requires_grad for loss in losses):
             raise messages.not_recorded()
         totals = [total(loss) for loss in losses]
+        for x in totals:
+            join(x)
         if len(losses) == 1 or not disjoint(losses):
             # One pass for all: threads must not write to the same leaves.
             self._workers.run([lambda: torch.autograd.backward(totals)])

@@ -105,7 +105,7 @@ def define_mask() -> None:
                      ticket: torch.Tensor) -> torch.Tensor:
         ticket[1] += 1
         return draw_mask(x, leading, keep,
-                         _by_number[int(ticket[0])].generator())
+                         _by_number[int(ticket[0])].own_generator())
 
     @dropout_mask.register_fake
     def _(x, leading, keep, ticket):

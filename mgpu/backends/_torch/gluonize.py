@@ -1,10 +1,12 @@
 """Torch's batch-norm layers with Gluon's arithmetic, by a change of class."""
 from typing import Any
 
+import torch
 from torch import nn
 
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, batch_norm_call,
                                              gluon_batch_norm)
+from mgpu.backends._torch.graph import recomputing, saved_by_hooks
 
 
 class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
@@ -15,7 +17,12 @@ class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
         if not self.training or self.running_mean is None:
             return super().forward(x)
         self._check_input_dim(x)
-        return gluon_batch_norm(batch_norm_call(self, x, ""))
+        # A reentrant checkpoint records only what it recomputes, others
+        # record both times.
+        keep = torch.is_grad_enabled() and (
+            torch.compiler.is_dynamo_compiling()
+            or not (recomputing() and saved_by_hooks()))
+        return gluon_batch_norm(batch_norm_call(self, x, "", keep))
 
 
 class GluonBatchNorm1d(_GluonArithmetic, nn.BatchNorm1d):

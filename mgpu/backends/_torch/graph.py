@@ -34,13 +34,28 @@ def total(loss: Any) -> Any:
 
 
 def disjoint(losses: Sequence[Any]) -> bool:
-    """Whether no node of one loss's graph belongs to another's."""
+    """Whether no node of one loss's graph belongs to another's, as far as
+    can be seen: reentrant checkpoints hide what is inside them."""
     known: set[Any] = set()
     for loss in losses:
         own = set()
         for node in _nodes(loss):
-            if node in known:       # at once: a graph may be of all devices
+            # at once: a graph may be of all devices
+            if node in known or "Checkpoint" in type(node).__name__:
                 return False
             own.add(node)
         known |= own
     return True
+
+
+def recomputing() -> bool:
+    """Whether this thread is inside a backward pass: what a network computes
+    there it has computed before."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_by_hooks() -> bool:
+    """Whether hooks decide what this thread saves for the backward pass: so
+    do checkpoints that are not reentrant, also when they recompute."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) \
+        is not None

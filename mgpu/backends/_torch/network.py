@@ -1,6 +1,7 @@
 """A user's `torch.nn.Module` on several devices."""
 import contextlib
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +16,9 @@ from torch.utils._pytree import tree_leaves
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
 from mgpu.backends._torch.compiled import check_compiler
-from mgpu.backends._torch.graph import leaves_of, total
+from mgpu.backends._torch.graph import leaves_of, recomputing, total
 from mgpu.backends._torch.layers import describe
+from mgpu.backends._torch.leaves import together
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
 from mgpu.backends._torch.ops import dtype_of, name_of_dtype
@@ -35,7 +37,9 @@ class TorchNetwork(base.Network):
         self.draw_mask: base.DrawMask | None = None
         self.options = base.Options()
         self._watchers = 0
-        self._replicas: list[TorchReplica] = []
+        self.replicas: list[TorchReplica] = []
+        #: held while a replica's training flags are read and saved
+        self.reading = threading.Lock()
 
     def specs(self) -> list[base.Spec]:
         found = []
@@ -54,20 +58,24 @@ class TorchNetwork(base.Network):
         return found
 
     def grad_req(self, number: int) -> str:
-        if not self._replicas:
+        if not self.replicas:
             return self.specs()[number].grad_req
-        return self.backend.grad_req(self._replicas[0].array(number))
+        return self.backend.grad_req(self.replicas[0].array(number))
 
     def set_grad_req(self, number, grad_req, arrays) -> None:
         for x in arrays:
             self.backend.attach_grad(x, grad_req)
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.forget()
 
     def adopt(self, number, arrays, earlier) -> None:
         request = self.backend.grad_req(earlier) \
             if arrays[0].requires_grad else "null"
         self.set_grad_req(number, request, arrays)
+
+    def first(self, replica: TorchReplica) -> TorchReplica:
+        """The replica that is the user's own module."""
+        return self.replicas[0] if self.replicas else replica
 
     def devices(self) -> list[Any]:
         arrays = arrays_of(self.net)
@@ -77,7 +85,7 @@ class TorchNetwork(base.Network):
         here = [self.backend.handle(d) for d in devices] == self.devices()
         # Flags are set on a module while it runs: threads need copies.
         return [TorchReplica(
-            self, self.net if here else copy.deepcopy(self.net).to(
+            self, self.net if here else _copy(self.net).to(
                 self.backend.handle(device)), device, i)
             for i, device in enumerate(devices)]
 
@@ -160,7 +168,7 @@ class TorchNetwork(base.Network):
         requests = [spec.grad_req for spec in self.specs()]
         # Copied before the first one moves: a copy of a copy on another
         # card would cross the bus twice.
-        copies = [self.net] + [copy.deepcopy(self.net) for _ in devices[1:]]
+        copies = [self.net] + [_copy(self.net) for _ in devices[1:]]
         replicas: list[TorchReplica] = []
         for i, (module, device) in enumerate(zip(copies, devices)):
             module.to(self.backend.handle(device))
@@ -171,11 +179,14 @@ class TorchNetwork(base.Network):
                 if request != "null":
                     self.backend.attach_grad(array, request)
             replicas.append(TorchReplica(self, module, device, i))
-        self._replicas = replicas
+            if i:
+                replicas[i].borrow_hooks()
+        self.replicas = replicas
         return list(replicas)
 
     def forward_backward(self, replicas, inputs, head, leaves) -> None:
         owner = {id(x): i for i in range(len(inputs)) for x in leaves(i)}
+        join = together()
 
         def both(i: int) -> Any:
             """Both passes of device i. Returns its loss instead where the
@@ -190,13 +201,15 @@ class TorchNetwork(base.Network):
                 return loss     # depends on a leaf that devices may share
             for other in owners - {i}:
                 raise messages.foreign_leaf(i, other)
-            torch.autograd.backward(total(loss))
+            root = total(loss)
+            join(root)
+            torch.autograd.backward(root)
             return None
         waiting = [loss for loss in self.backend.parallel(
             [partial(both, i) for i in range(len(inputs))])
             if loss is not None]
         if waiting:
-            self.backend.backward(waiting)
+            self.backend.run_backward(waiting, join)
 
     def layers(self) -> list[base.Layer]:
         names = {id(tensor): joined(path, suffix_of(module, own))
@@ -222,12 +235,13 @@ class TorchNetwork(base.Network):
     @contextlib.contextmanager
     def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 for path, module in replica.module.named_modules():
                     if not module._modules:
                         def told(_, inputs, outputs, path=path,
                                  index=replica.index):
-                            seen(path, inputs, outputs, index)
+                            if not recomputing():
+                                seen(path, inputs, outputs, index)
                         handle = module.register_forward_hook(told)
                         stack.callback(handle.remove)
             self._watchers += 1
@@ -250,6 +264,26 @@ class TorchNetwork(base.Network):
             yield
         finally:
             setattr(self, name, before)
+
+
+def _copy(net: nn.Module) -> nn.Module:
+    """A copy of `net`. Refuses tensors with a history, except what a hook
+    computes anew before each pass (legacy ``weight_norm``, pruning)."""
+    copies: dict[int, Any] = {}
+    for path, module in net.named_modules():
+        computed = {getattr(hook, name, None) for name in (
+            "name", "_tensor_name") for hook in
+            module._forward_pre_hooks.values()}
+        for name, x in vars(module).items():
+            if isinstance(x, torch.Tensor) and not x.is_leaf:
+                if name not in computed:
+                    raise ValueError(
+                        "a network on several devices computes its tensors "
+                        "from its parameters in each forward pass; received "
+                        f"{joined(path, name)!r}, which was computed once. "
+                        "Compute it in forward().")
+                copies[id(x)] = x.detach().clone()
+    return copy.deepcopy(net, copies)
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:

@@ -21,6 +21,8 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              gluon_batch_norm, masked_forward)
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
+from mgpu.backends._torch.graph import recomputing, saved_by_hooks
+from mgpu.backends._torch.leaves import Pass, Place, users_hooks
 from mgpu.backends._torch.names import arrays_of, walk
 from mgpu.backends._torch.ops import dtype_of
 
@@ -29,7 +31,10 @@ if TYPE_CHECKING:
 
 # Held while a thread draws from torch's default stream, which all threads
 # share.
-_turn = threading.Lock()
+_turn = threading.RLock()
+
+#: layers, and what each computes by
+Forwards = Sequence[tuple[nn.Module, Callable[..., Any]]]
 
 
 class TorchReplica(base.Replica):
@@ -49,24 +54,35 @@ class TorchReplica(base.Replica):
         self.module, self.device, self.index = module, device, index
         self._network = network
         self._handle = network.backend.handle(device)
-        self._layers = list(module.modules())
+        self.layers = list(module.modules())
         strict.place(arrays_of(module), device)
-        self._owners = [(getattr(m, which), name)
-                        for which in ("_parameters", "_buffers")
-                        for _, m, name, _ in walk(module, which)]
+        self._weights, buffers = (
+            [(getattr(m, of), name) for _, m, name, _ in walk(module, of)]
+            for of in ("_parameters", "_buffers"))
+        self._owners = self._weights + buffers
+        #: the user's training flags, while others are set
+        self.users: list[bool] | None = None
+        own = [k for k, m in enumerate(self.layers) if getattr(
+            m.train, "__func__", None) is not nn.Module.train]
+        below = {id(m) for k in own for m in self.layers[k].modules()
+                 if m is not self.layers[k]}
+        self._inside = [id(m) in below for m in self.layers]
+        #: the modules whose ``train`` the user has written
+        self._switches = [k for k in own if not self._inside[k]]
         self._batch_norms = [
             (path, m) for path, m in module.named_modules()
             if isinstance(m, BATCH_NORMS)]
         self.ticket = ticket_for(self)
-        if any(type(m) in DROPOUTS for m in self._layers):
+        if any(type(m) in DROPOUTS for m in self.layers):
             define_mask()      # the user may have compiled the network
         # The same functions in every call: compiled code checks that they
         # are those it was made from.
         self._dropouts = [(m, dropout_forward(m, self.generator, self.ticket))
-                          for m in self._layers if type(m) in DROPOUTS]
+                          for m in self.layers if type(m) in DROPOUTS]
         # A layer without running statistics computes as torch does.
         self._own = self._dropouts + [
-            (m, batch_norm_forward(m, path, gluon_batch_norm, index))
+            (m, batch_norm_forward(m, path, gluon_batch_norm, index,
+                                   self._keeps_statistics))
             for path, m in self._batch_norms if m.running_mean is not None]
         #: by training flag: the compiled network
         self._compiled: dict[bool, Callable[..., Any]] = {}
@@ -74,15 +90,55 @@ class TorchReplica(base.Replica):
         #: whether it draws from torch's default stream (functional dropout,
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
+        self._masks: dict[int, Any] = {}    # that a backward pass needs again
+        self._met = False   # replicas met in the pass that is computed again
 
     def array(self, number: int) -> Any:
         # Looked up in every call: a user may replace the tensor.
         owner, name = self._owners[number]
         return owner[name]
 
-    def generator(self) -> torch.Generator:
+    def own_generator(self) -> torch.Generator:
         """The stream of the masks of dropout layers."""
         return self._network.backend.generator(self.device)
+
+    def generator(self) -> torch.Generator | None:
+        """`own_generator`; or None, torch's default stream, for what a
+        backward pass computes again: checkpoints restore that one."""
+        network = self._network
+        if self._again():
+            return None
+        if not network.backend.is_recording() or network.normalise is not None\
+                or not saved_by_hooks() and torch.is_grad_enabled():
+            return self.own_generator()
+        if self._draws is False:
+            # Others may have drawn since the checkpoint read its state.
+            self._draws = True
+            if len(network.replicas) > 1:
+                raise RuntimeError(
+                    "a dropout layer inside a checkpoint must be met in a "
+                    "replica's first training pass; received one in a later "
+                    f"pass, on {self.device}. Run this step again: from now "
+                    "on the replicas take turns.")
+        return None
+
+    def _again(self) -> bool:
+        """Whether a backward pass computes again what layers have
+        computed."""
+        if not recomputing():
+            return False
+        if self._met:
+            raise RuntimeError(
+                "with batch_norm='sync' the replicas meet in the forward "
+                "pass only; received a checkpoint around a batch-norm or "
+                f"dropout layer, which {self.device} computes again by "
+                "itself. Use batch_norm='per_device' or 'average', or leave "
+                "such layers out of checkpoints.")
+        return True
+
+    def _keeps_statistics(self) -> bool:
+        """Whether batch-norm layers update their running statistics now."""
+        return not self._again() and self._network.backend.is_recording()
 
     def __call__(self, *inputs: Any) -> Any:
         network = self._network
@@ -91,53 +147,154 @@ class TorchReplica(base.Replica):
         training, recording = backend.is_training(), backend.is_recording()
         if options.channels_last:
             inputs = tuple(map(channels_last, inputs))
-        wrong = [(m, m.training) for m in self._layers
-                 if m.training is not training]
-        patched: list[nn.Module] = []
-        try:
-            for module, _ in wrong:
-                _set_training(module, training)
-            for layer, forward in self._forwards() if training else ():
-                if "forward" not in layer.__dict__:
-                    patched.append(layer)
-                    layer.__dict__["forward"] = forward
-            in_turn = training and self._draws is not False \
-                and network.normalise is None   # they wait for each other
-            if not in_turn and options.autocast is None \
-                    and recording is torch.is_grad_enabled():
-                return self._run(inputs, training)
-            with contextlib.ExitStack() as stack:
-                if in_turn:
-                    stack.enter_context(self._in_turn())
-                if options.autocast is not None:
-                    stack.enter_context(autocast(self._handle, options))
+        forwards = self._forwards() if training else ()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._dress(self._modes(training), forwards))
+            if training and self._draws is not False \
+                    and network.normalise is None:  # they wait for each other
+                stack.enter_context(self._in_turn())
+            if options.autocast is not None:
+                stack.enter_context(autocast(self._handle, options))
+            if recording is not torch.is_grad_enabled():
                 stack.enter_context(torch.set_grad_enabled(recording))
+            try:
                 result = self._run(inputs, training)
-                return result if options.autocast is None else tree_map(
+            except RuntimeError as error:
+                network.explain(error, inputs)
+                raise
+            if options.autocast is not None:
+                result = tree_map(
                     partial(_widened, dtype_of(options.autocast)), result)
-        except RuntimeError as error:
-            network.explain(error, inputs)
-            raise
-        finally:
+            if recording:
+                begins = partial(
+                    self._backward_begins, [m.training for m in self.layers],
+                    forwards, network.normalise is not None)
+                for x in tree_leaves(result):
+                    if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+                        x.register_hook(begins)
+            return result
+
+    # -- whose modes and hooks: those of replica 0 ---------------------------
+
+    def _modes(self, training: bool) -> list[bool | None]:
+        """The training flag that each layer is to have; None: the one that
+        its parent's own ``train`` gives it.
+
+        A layer in eval mode under a network in training mode is frozen.
+        """
+        first = self._network.first(self)
+        with self._network.reading:
+            users = first.users or [m.training for m in first.layers]
+        if first is not self:
+            self._set_modes(users)
+        if training and users[0]:
+            return list(users)
+        if training and any(users):
+            name = next(path for (path, _), mode in zip(
+                first.module.named_modules(), users) if mode)
+            raise ValueError(
+                "a network in eval mode has no part in training mode while "
+                f"it trains; received one whose {name!r} is. Call net.train()"
+                ", then .eval() on the layers that are to stay frozen.")
+        return [None if inside else training for inside in self._inside]
+
+    def _set_modes(self, modes: Sequence[bool | None]) -> None:
+        layers = self.layers
+        for number in self._switches:   # the user may change more than flags
+            mode = modes[number]
+            if mode is not None and layers[number].training is not mode:
+                layers[number].train(mode)
+        for module, mode in zip(layers, modes):
+            if mode is not None and module.training is not mode:
+                _set_training(module, mode)
+
+    def _dress(self, modes: Sequence[bool | None], forwards: Forwards
+               ) -> Callable[[], None]:
+        """Give the layers `modes`, and those that train `forwards`. Returns
+        a function that puts back what was there."""
+        patched: list[nn.Module] = []
+        with self._network.reading:
+            before = [m.training for m in self.layers]
+            outermost = self.users is None
+            self.users = self.users or before
+
+        def put_back() -> None:
             for layer in patched:
                 del layer.__dict__["forward"]
-            for module, flag in wrong:
-                _set_training(module, flag)
+            self._set_modes(before)
+            if outermost:
+                self.users = None
+        try:
+            self._set_modes(modes)
+            for layer, forward in forwards:
+                if layer.training and "forward" not in layer.__dict__:
+                    patched.append(layer)
+                    layer.__dict__["forward"] = forward
+        except BaseException:
+            put_back()
+            raise
+        return put_back
 
-    def _forwards(self) -> Sequence[tuple[nn.Module, Callable[..., Any]]]:
+    def borrow_hooks(self) -> None:
+        """Let the hooks that the user puts on replica 0's parameters, now or
+        later, act here too."""
+        for number, (owner, name) in enumerate(self._weights):
+            self._network.backend.borrow_hooks(
+                owner[name], partial(self._hooks, number))
+
+    def _hooks(self, number: int, table: str) -> list[Callable[[Any], Any]]:
+        """The user's hooks on parameter `number` of replica 0, each bound to
+        the module here that it is bound to there."""
+        first, found = self._network.first(self), []
+        owner, name = first._weights[number]
+        for hook in users_hooks(owner[name], table):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, nn.Module) and owner in first.layers:
+                hook = hook.__func__.__get__(
+                    self.layers[first.layers.index(owner)])
+            found.append(hook)
+        return found
+
+    # -- a backward pass ----------------------------------------------------
+
+    def _backward_begins(self, modes: list[bool], forwards: Forwards,
+                         met: bool, _: Any) -> None:
+        """Let what the backward pass computes again (checkpoints) see the
+        modes and the functions of the forward pass."""
+        trained = next((owner[name] for owner, name in self._weights
+                        if owner[name].requires_grad), None)
+        place = Place() if trained is None \
+            else self._network.backend.place_of(trained)
+        running = place.under_way() or Pass(place)
+        if running.undo is not None:
+            return
+        with contextlib.ExitStack() as stack:
+            if self._draws and self._handle.type == "cpu":
+                # Checkpoints set the default stream, which threads share.
+                stack.enter_context(_turn)
+            stack.callback(self._masks.clear)
+            stack.callback(self._dress(modes, forwards))
+            self._met = met
+            running.undo = stack.pop_all().close
+
+    # -- computing ----------------------------------------------------------
+
+    def _forwards(self) -> Forwards:
         """The layers that compute by functions of mgpu in training."""
         network = self._network
         normalise, masks = network.normalise, network.draw_mask
         if normalise is None and masks is None:
             return self._dropouts if network.own_arithmetic else self._own
         found = list(self._dropouts) if masks is None else [
-            (m, masked_forward(m, masks, self.index))
+            (m, masked_forward(m, masks, self.index, self.generator,
+                               self._masks))
             for m, _ in self._dropouts]
         for path, m in self._batch_norms:
             if normalise is not None or not (network.own_arithmetic
                                         or m.running_mean is None):
                 found.append((m, batch_norm_forward(
-                    m, path, normalise or gluon_batch_norm, self.index)))
+                    m, path, normalise or gluon_batch_norm, self.index,
+                    self._keeps_statistics)))
         return found
 
     def _run(self, inputs: tuple[Any, ...], training: bool) -> Any:

@@ -1,0 +1,310 @@
+"""The gradients of leaves, and what a backward pass of the user's does there.
+
+torch cuts such a pass into graph tasks: a reentrant checkpoint starts another
+one inside it, and several losses may have one each, in threads. Here a pass
+is what the user calls one: "write" forgets the old gradient once in it, and
+adds up what arrives in pieces.
+"""
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mgpu.backends import messages
+from mgpu.backends._torch.ops import name_of_dtype
+from mgpu.backends._torch.weak import WeakTable
+
+_here = threading.local()       # .start: weak reference to a `_Start`
+_numbers = itertools.count(1)
+_nothing: Callable[[], Any] = lambda: None      # noqa: E731
+_BEFORE, _AFTER = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+# -- passes -------------------------------------------------------------------
+
+def _at_end(callback: Callable[[], Any]) -> None:
+    """Call `callback` when the running graph task is done; an error in it
+    drops the callback."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+class _Start:
+    """Lives as long as a graph task of a pass that has a number."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+    def __call__(self) -> None:
+        _here.start = _nothing
+
+
+def together() -> Callable[[Any], None]:
+    """A function that makes the backward passes from all tensors that it is
+    called with count as one."""
+    number = -next(_numbers)        # graph tasks count from 0
+
+    def begin(_: Any) -> None:
+        start = _Start(number)
+        _here.start = weakref.ref(start)
+        _at_end(start)
+    return lambda root: root.register_hook(begin)
+
+
+def _pass_number() -> int:
+    start = getattr(_here, "start", _nothing)()
+    return torch._C._current_graph_task_id() if start is None \
+        else start.number
+
+
+@dataclass(slots=True)
+class _Mark:
+    """One pass of the user's, for the leaves that it has written."""
+
+    number: int
+    batch: int              # it belongs to
+
+
+class _Group:
+    """All devices of one network."""
+
+    def __init__(self) -> None:
+        self.batch, self.last = 0, _Mark(0, 0)
+        self.lock = threading.Lock()
+
+
+class Place:
+    """The leaves of one network on one device."""
+
+    def __init__(self) -> None:
+        self.group, self.leaves = _Group(), list[_Leaf]()
+        #: the `Pass` that is under way here, or None
+        self.under_way: Callable[[], Pass | None] = _nothing
+
+    def reached(self, number: int) -> _Mark:
+        """The pass `number` writes here: see `Backend.watch_gradients`."""
+        group = self.group
+        with group.lock:
+            if group.last.number != number:
+                group.last = _Mark(number, group.batch)
+            mark = group.last
+            if any(leaf.request == "write" and leaf.is_fresh()
+                   and leaf.mark is not mark for leaf in self.leaves):
+                group.batch += 1
+                mark.batch = group.batch
+            return mark
+
+
+class Pass:
+    """A backward pass of the user's through one `Place`, up to its end or to
+    an error in it.
+
+    Attributes
+    ----------
+    undo : callable or None
+        Called when the pass ends.
+    """
+
+    def __init__(self, place: Place):
+        self.undo: Callable[[], Any] | None = None
+        self._place, self._number = place, _pass_number()
+        self._mark: _Mark | None = None
+        self._old: dict[_Leaf, Any] = {}    # gradients, until new ones come
+        self._edited: set[_Leaf] = set()
+        self._written: set[_Leaf] = set()
+        place.under_way = weakref.ref(self)
+        _at_end(self)       # torch holds the only reference
+
+    def arrives(self, leaf: "_Leaf", x: Any) -> None:
+        """A piece of the gradient of `x` is there. It may not be added:
+        ``torch.autograd.grad`` gives it to its caller."""
+        if leaf.mark is not None and leaf.mark.number == self._number:
+            return      # a later piece
+        if leaf.request == "add":
+            if leaf.fresh and leaf.edited():
+                self._edited.add(leaf)
+        elif x.grad is not None:
+            self._old[leaf], x.grad = x.grad, None
+
+    def added(self, leaf: "_Leaf", x: Any) -> None:
+        """A piece was added to the gradient of `x`."""
+        old, new = self._old.pop(leaf, None), x.grad
+        if old is not None and old.layout is torch.strided \
+                and not new.requires_grad:      # create_graph
+            # In place: the caller may hold it.
+            x.grad = old.copy_(new) if new.layout is old.layout \
+                else old.zero_().add_(new)
+        if leaf not in self._written:
+            self._written.add(leaf)
+            if self._mark is None:
+                self._mark = self._place.reached(self._number)
+            # After an error in this pass the gradient is of no use.
+            leaf.mark, leaf.fresh = self._mark, False
+
+    def __call__(self) -> None:
+        for leaf in self._written:
+            leaf.fresh = True
+            if leaf not in self._edited:
+                leaf.settle()
+        self._end()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        while self._old:
+            leaf, gradient = self._old.popitem()
+            x = leaf.tensor()
+            if x is not None and x.grad is None:
+                x.grad = gradient
+        undo, self.undo = self.undo, None
+        if undo is not None:
+            undo()
+        self._place.under_way = _nothing
+
+
+# -- leaves -------------------------------------------------------------------
+
+@dataclass(slots=True, eq=False)
+class _Leaf:
+    """The state of the gradient of one tensor."""
+
+    tensor: Callable[[], Any]       # weak: a hook must not keep it alive
+    place: Place
+    request: str = "null"
+    fresh: bool = False     # written by a backward pass since `mark_used`
+    mark: _Mark | None = None       # the last pass that wrote it
+    #: the gradient and its version when it was last known
+    seen: tuple[Callable[[], Any], int] | None = None
+    hooks: tuple[Any, ...] = ()
+    #: on other devices than the first: the hooks that the user has put on the
+    #: tensor of the first one, by the name of torch's table
+    borrowed: Callable[[str], Sequence[Any]] | None = None
+
+    def is_fresh(self) -> bool:
+        return self.fresh and (self.request == "add" or self.mark is None
+                               or self.mark.batch == self.place.group.batch)
+
+    def edited(self) -> bool:
+        if self.seen is None:
+            return False
+        gradient, (known, version) = self.tensor().grad, self.seen
+        return gradient is None or gradient is not known() \
+            or gradient._version != version
+
+    def settle(self) -> None:
+        gradient = self.tensor().grad
+        self.seen = None if gradient is None \
+            else (weakref.ref(gradient), gradient._version)
+
+    def arrived(self, gradient: Any) -> Any:
+        """Called by torch for each piece, before it is added."""
+        running = self.place.under_way() or Pass(self.place)
+        running.arrives(self, self.tensor())
+        if self.borrowed is None:
+            return None
+        for hook in self.borrowed(_BEFORE):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        return gradient
+
+    def added(self, x: Any) -> None:
+        """Called by torch for each piece, after it was added."""
+        running = self.place.under_way() or Pass(self.place)
+        running.added(self, x)
+        for hook in self.borrowed(_AFTER) if self.borrowed else ():
+            hook(x)
+
+
+def users_hooks(x: Any, table: str) -> list[Any]:
+    """The hooks in a table of torch's that the user has put on a leaf."""
+    return [hook for hook in (getattr(x, table) or {}).values()
+            if getattr(hook, "__func__", None) not in (
+                _Leaf.arrived, _Leaf.added)]
+
+
+class Leaves:
+    """What a `Backend` says of gradients."""
+
+    def __init__(self) -> None:
+        self._leaves = WeakTable()      # of `_Leaf` by tensor
+
+    def _leaf(self, x: Any) -> _Leaf:
+        leaf = self._leaves.get(id(x))
+        if leaf is None:
+            leaf = _Leaf(weakref.ref(x), Place())
+            leaf.place.leaves.append(leaf)
+            self._leaves.put(id(x), torch._C._WeakTensorRef(x), leaf)
+        return leaf
+
+    def place_of(self, x: Any) -> Place:
+        """The place of the leaf `x`."""
+        return self._leaf(x).place
+
+    def watch_gradients(self, leaves: Sequence[Sequence[Any]],
+                        requests: Sequence[str]) -> None:
+        # Its own one, which knows the batch, if it was announced before.
+        places = [self._leaf(arrays[0]).place for arrays in leaves]
+        for place, arrays in zip(places, leaves):
+            place.group = places[0].group
+            place.leaves = [self._leaf(x) for x in arrays]
+            for leaf in place.leaves:
+                leaf.place = place
+
+    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
+        messages.check_grad_req(grad_req)
+        if not x.dtype.is_floating_point:
+            raise messages.no_float(name_of_dtype(x))
+        leaf = self._leaf(x)
+        for hook in leaf.hooks:
+            hook.remove()
+        if not x.is_leaf:
+            x.detach_()     # a result becomes a leaf, as on MXNet
+        x.grad = leaf.seen = None
+        leaf.request, leaf.fresh, leaf.hooks = grad_req, False, ()
+        x.requires_grad_(grad_req != "null")
+        if grad_req != "null":
+            leaf.hooks = (
+                x.register_hook(leaf.arrived),
+                x.register_post_accumulate_grad_hook(leaf.added))
+
+    def borrow_hooks(self, x: Any, borrowed: Callable[[str], Sequence[Any]]
+                     ) -> None:
+        """Let the hooks that ``borrowed(table)`` returns act on the leaf `x`
+        as if they were its own."""
+        self._leaf(x).borrowed = borrowed
+
+    def grad_req(self, x: Any) -> str:
+        """What `backward` does to the gradient of `x`."""
+        leaf = self._leaves.get(id(x))
+        if not x.requires_grad:
+            return "null"
+        return "write" if leaf is None or not leaf.hooks else leaf.request
+
+    def grad(self, x: Any) -> Any:
+        if not x.requires_grad or not x.is_leaf:
+            raise messages.no_gradient()
+        if x.grad is None:
+            x.grad = torch.zeros_like(x, requires_grad=False)
+        return x.grad
+
+    def is_fresh(self, x: Any) -> bool:
+        leaf = self._leaves.get(id(x))
+        return leaf is not None and leaf.is_fresh()
+
+    def mark_used(self, x: Any) -> None:
+        leaf = self._leaves.get(id(x))
+        if leaf is not None:
+            leaf.fresh = False
+
+    def edited(self, x: Any) -> bool:
+        leaf = self._leaves.get(id(x))
+        return leaf is not None and leaf.edited()
+
+    def settle(self, x: Any) -> None:
+        leaf = self._leaves.get(id(x))
+        if leaf is not None:
+            leaf.settle()
