@@ -2,6 +2,7 @@
 from mutants.planting import Mutant, edit
 
 _TORCH = "mgpu.backends._torch.backend:TorchBackend."
+_LEAVES = "mgpu.backends._torch.leaves:"
 _MXNET = "mgpu.backends._mxnet.backend:MXNetBackend."
 _COPIES = "test_contract.py::test_put_always_copies["
 _DROPOUT = "mgpu.backends._torch.arithmetic:dropout_forward"
@@ -20,15 +21,32 @@ MUTANTS = [
            edit(_TORCH + "to_numpy", ".numpy().copy()", ".numpy()"),
            ("test_contract.py::test_to_numpy_gives_a_fresh_copy[torch]",)),
     Mutant("torch-add-overwrites", "grad_req='add' forgets the old gradient",
-           edit(_TORCH + "attach_grad", 'leaf.request == "write" and ', ""),
+           edit(_LEAVES + "Pass.arrives", 'leaf.request == "add"', "False"),
            ("test_contract.py::test_backward_writes_or_adds[torch-*",)),
     Mutant("torch-write-adds", "grad_req='write' keeps the old gradient",
-           edit(_TORCH + "attach_grad", 'leaf.request == "write" and ',
-                "False and "),
+           edit(_LEAVES + "Pass.arrives", "elif x.grad is not None:",
+                "elif False:"),
            ("test_contract.py::test_backward_writes_or_adds[torch-*",)),
     Mutant("torch-never-fresh", "nobody notes that a gradient arrived",
-           edit(_TORCH + "attach_grad", "leaf.fresh = True", "pass"),
+           edit(_LEAVES + "Pass.__call__", "leaf.fresh = True", "pass"),
            ("test_contract.py::test_fresh_until_used[torch]",)),
+    Mutant("torch-batches-mix", "a second pass on a device is the same batch",
+           edit(_LEAVES + "Place.reached", "group.batch += 1", "pass"),
+           ("test_contract.py::test_a_second_pass_on_a_device_begins_a_new_"
+            "batch[torch-2dev]",)),
+    Mutant("torch-losses-apart", "losses that are given together are batches",
+           edit(_LEAVES + "_pass_number", "start is None", "True"),
+           ("test_contract.py::test_losses_that_are_given_together_are_one_"
+            "batch[torch-abandoned*",)),
+    Mutant("torch-edits-unseen", "a write to a gradient is not noticed",
+           edit(_LEAVES + "_Leaf.edited", "gradient._version != version",
+                "False"),
+           ("test_contract.py::test_a_gradient_that_something_else_wrote_is_"
+            "edited[torch-write-*",)),
+    Mutant("torch-asking-writes", "torch.autograd.grad changes gradients",
+           edit(_LEAVES + "Pass._end", "while self._old:", "while False:"),
+           ("test_contract.py::test_asking_for_gradients_changes_none["
+            "torch-write]",)),
     Mutant("torch-losses-averaged", "a loss is averaged over its rows",
            edit("mgpu.backends._torch.graph:total", "loss.sum()",
                 "loss.mean()"),

@@ -56,7 +56,8 @@ class Watched:
         if not any(map(any, before)):
             return
         new_batch = any(any(now) and any(
-            flag and request == "write" for (_, request), flag in zip(own, then))
+            flag and request == "write"
+            for (_, request), flag in zip(own, then))
             for own, now, then in zip(self.leaves, self.fresh(), before))
         for own, flags in zip(self.leaves, before):
             for (x, request), flag in zip(own, flags):
