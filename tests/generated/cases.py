@@ -79,6 +79,14 @@ class Case(_Short):
     def kinds(self) -> set[str]:
         return set(kinds(self.layers))
 
+    def refused(self) -> str | None:
+        """Why `mgpu.initialize` must refuse the network."""
+        found = self.kinds()
+        if "sparse" in found:
+            return "sparse"
+        return "rnn" if self.engine == "mxnet" and self.dtype == "float64" \
+            and found & set(RECURRENT) else None
+
 
 def kinds(layers: tuple[Layer, ...]) -> Iterator[str]:
     for kind, _, *inner in layers:
@@ -89,7 +97,7 @@ def kinds(layers: tuple[Layer, ...]) -> Iterator[str]:
 
 # -- drawing ------------------------------------------------------------------
 
-RECURRENT = ("rnn", "gru", "lstm")
+RECURRENT, EMBEDDINGS = ("rnn", "gru", "lstm"), {"embedding", "sparse"}
 LEAVES = ("dense", "dense", "frozen", "layer_norm", "conv", "dropout",
           "embedding", "batch_norm", "frozen_norm")
 CONTAINERS = ("block", "experts", "switch")
@@ -138,6 +146,8 @@ class _Drawing:
                 "experts" if "experts" in (kind, inside) else kind)
                 for _ in range(count)))
         kind = rng.choice(self.leaves)
+        if kind == "embedding" and rng.random() < 0.1:
+            kind = "sparse"
         if kind == "batch_norm" and inside == "experts":
             kind = "dense"      # one may get a single row
         shared = kind in SHARED and rng.random() < 0.25
@@ -153,6 +163,7 @@ def draw(engine: str, seed: int) -> Case:
     found = set(kinds(layers))
     recurrent = bool(found & set(RECURRENT))
     k = rng.randint(1, 4)
+    narrow = recurrent and (engine == "torch" or rng.random() < 0.8)
     normed = "batch_norm" in found
     policies = ("sync",) if k > 1 else ("sync", "per_device", "average")
     family = SGD if normed or rng.random() < 0.5 else OTHERS[engine]
@@ -164,8 +175,8 @@ def draw(engine: str, seed: int) -> Case:
         options["clip_gradient"] = 0.25
     case = Case(
         engine, rng.randrange(10 ** 6), k,
-        "float32" if recurrent else "float64", layers=layers,
-        words="embedding" in found or rng.random() < 0.2,
+        "float32" if narrow else "float64", layers=layers,
+        words=bool(found & EMBEDDINGS) or rng.random() < 0.2,
         batch_norm=rng.choice(policies) if normed else "per_device",
         init=rng.choice([None, "keep"]),
         loss=rng.choice(["SoftmaxCrossEntropyLoss", "L2Loss"]),
@@ -280,9 +291,8 @@ def legal(case: Case) -> bool:
                               for action in step.before
                               if action[0] == "resume"]) > 1
     return case.layers[0][0] == "dense" and (
-        case.words or "embedding" not in found) and (
+        case.words or not found & EMBEDDINGS) and (
         case.adds or all(len(step.rows) == 1 for step in case.steps)) and (
         not normed or (case.batch_norm == "sync" or not several) and all(
             min(step.rows) > 1 and (step.how != "one by one" or not several)
-            for step in case.steps)) and (
-        case.dtype == "float32" or not found & set(RECURRENT))
+            for step in case.steps))

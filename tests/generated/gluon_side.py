@@ -35,6 +35,7 @@ LEAVES = {
                      nn.GroupNorm(1)],
     "dropout": lambda: [nn.Dropout(0.5)],
     "embedding": lambda: [nn.Embedding(WORDS, WIDTH)],
+    "sparse": lambda: [nn.Embedding(WORDS, WIDTH, sparse_grad=True)],
     "rnn": partial(recurrent, rnn.RNN), "gru": partial(recurrent, rnn.GRU),
     "lstm": partial(recurrent, rnn.LSTM)}
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import mgpu
 
-from .cases import CLASSES, RECURRENT, WIDTH, WORDS, Case, Step
+from .cases import CLASSES, WIDTH, WORDS, Case, Step
 from .networks import network, watch_dropout
 
 PACKAGE = str(Path(mgpu.__file__).parent)
@@ -19,7 +19,8 @@ MAX_NORM = 0.5
 #: what mgpu may refuse, in whose words
 REFUSALS = {"clip": "(?s)(?=.*allreduce_grads)(?=.*clip_global_norm)",
             "stale": "has no new gradient", "batch_size": "batch_size must",
-            "rnn": "float32"}
+            "rnn": "float64 gradients.*float32",
+            "sparse": "hold all rows.*sparse"}
 
 
 class Failure(AssertionError):
@@ -77,9 +78,8 @@ class _Lockstep:
 
     def run(self) -> list[str]:
         case, side = self.case, self.side
-        if case.engine == "mxnet" and case.dtype == "float64" \
-                and case.kinds() & set(RECURRENT):
-            with self.refusal("rnn", required=True):
+        if case.refused():
+            with self.refusal(case.refused(), required=True):
                 self.initialize(network(side, case), case.k)
             return self.refused
         self.plain = side.Plain(case)

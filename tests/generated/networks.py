@@ -104,7 +104,8 @@ def network(side, case: Case):
         if inner:
             return classes[kind](list(map(make, *inner)))
         if layer not in shared:     # layers that come twice
-            of = {"conv": "conv", "embedding": "embedded", "rnn": "recurrent",
+            of = {"conv": "conv", "embedding": "embedded",
+                  "sparse": "embedded", "rnn": "recurrent",
                   "gru": "recurrent", "lstm": "recurrent"}.get(kind, "on")
             shared[layer] = classes[of](side.LEAVES[kind]())
         return shared[layer]

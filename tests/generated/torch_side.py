@@ -53,6 +53,7 @@ LEAVES = {
     "conv": lambda: [nn.Conv1d(1, 2, 3, 2, padding=1), nn.GroupNorm(1, 2)],
     "dropout": lambda: [nn.Dropout(0.5)],
     "embedding": lambda: [nn.Embedding(WORDS, WIDTH)],
+    "sparse": lambda: [nn.Embedding(WORDS, WIDTH, sparse=True)],
     "rnn": lambda: [nn.RNN(2, WIDTH, batch_first=True)],
     "gru": lambda: [nn.GRU(2, WIDTH, batch_first=True)],
     "lstm": lambda: [nn.LSTM(2, WIDTH, batch_first=True)]}
