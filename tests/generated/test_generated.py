@@ -1,4 +1,10 @@
-"""The judge of the generated cases judged."""
+"""The judges of the generated cases and of the interrupts judged, and forty
+interrupts."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from conftest import BACKENDS
@@ -106,3 +112,56 @@ def test_a_failing_case_is_made_small(engine):
     assert [kind for kind in kinds(small.layers)] == ["dense", "layer_norm"]
     assert [step.before for step in small.steps] == [(("load",),)]
     assert small.k == 1 and run(small) == []
+
+
+# -- Ctrl-C -------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: weights that are moved in two halves
+TORN = """
+import time
+import mgpu
+from tests.generated import interrupts
+
+class Torn(interrupts.Training):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        step = self.trainer.step
+
+        def torn(n):
+            x = self.replicas.params()[0].list_data()[0]
+            with self.replicas.backend.scope(recording=False):
+                x[:] = x * 2
+                time.sleep(0.01)
+                x[:] = x / 2
+            step(n)
+        self.trainer.step = torn
+
+interrupts.Training = Torn
+with mgpu.using_backend("{engine}") as backend:
+    print(any(list(interrupts.interrupted(backend, 10, 0))))
+"""
+
+
+def python(*arguments):
+    """What a process of its own prints: Ctrl-C may come anywhere in it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *arguments], cwd=ROOT, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True)
+    return done.stdout + done.stderr * bool(done.returncode)
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_ctrl_c_leaves_a_step_whole_or_not_begun(engine):
+    """Twenty times; half of them on strict devices."""
+    out = python("-m", "tests.generated.interrupts", "--count", "20",
+                 "--engine", engine)
+    assert out == (f"{engine}: 0 of 10 wrong\n"
+                   f"{engine}, strict devices: 0 of 10 wrong\n")
+
+
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_a_torn_step_is_seen(engine):
+    assert python("-c", TORN.format(engine=engine)) == "True\n"
