@@ -10,7 +10,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from mgpu.backends import base
+from mgpu.backends import base, messages
+from mgpu.collectives.checks import ITEMSIZE, dtype_name
 from mgpu.environment import cpu_cores
 
 Array = Any
@@ -156,6 +157,7 @@ class SyncBatchNorm:
 
     def __call__(self, call: base.BatchNormCall, index: int) -> Array:
         x, ops = call.x, self._backend.ops
+        _check_dtype(call)
         axis = call.axis % len(x.shape)
         axes = tuple(i for i in range(len(x.shape)) if i != axis)
         shape = tuple(n if i == axis else 1 for i, n in enumerate(x.shape))
@@ -178,3 +180,13 @@ class SyncBatchNorm:
                     running += (1 - call.momentum) * ops.stop_gradient(
                         value).reshape(running.shape)
         return y
+
+
+def _check_dtype(call: base.BatchNormCall) -> None:
+    """TypeError for inputs that the layer refuses on one device: integers,
+    whose sums would overflow, and floats wider than its own arrays."""
+    own = [dtype_name(x) for x in (call.running_mean, call.gamma, call.x)
+           if x is not None][0]
+    given = dtype_name(call.x)
+    if "float" not in given or ITEMSIZE[given] > ITEMSIZE[own]:
+        raise messages.wrong_dtype(own, [given])

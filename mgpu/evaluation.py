@@ -128,10 +128,13 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                 outputs = backend.parallel([
                     partial(_run, run, shard)
                     for run, shard in zip(runners, X_shards)])
-                for output, labels in zip(outputs, y_shards):
-                    if output is not None:
-                        correct += accuracy(output, labels)
-                        total += rows_of(labels) or 0
+                # Of all devices, also where one fails: MXNet raises what
+                # nobody has waited for in a later call.
+                correct += sum(backend.parallel([
+                    partial(_correct, *pair)
+                    for pair in zip(outputs, y_shards)]))
+                total += sum(rows_of(labels) or 0 for output, labels in zip(
+                    outputs, y_shards) if output is not None)
     if not total:
         raise ValueError("an accuracy needs one example or more; received "
                          "none. Use a data iterator that can be gone through "
@@ -141,6 +144,10 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
 
 def _run(run: Callable[[Any], Any], shard: Any) -> Any:
     return run(*as_inputs(shard)) if rows_of(shard) else None
+
+
+def _correct(output: Any, labels: Any) -> int:
+    return 0 if output is None else accuracy(output, labels)
 
 
 def _devices_of(net: Any, wanted: Any) -> list[Device]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import (assert_bit_equal, convnet, foreign_array, mlp, on,
-                     refusal_of_foreign)
+from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
+                     on, refusal_of_foreign, using_engine)
 from mgpu import models
 
 #: rows of the batches: uneven, and fewer than the devices
@@ -368,3 +368,23 @@ def test_a_list_of_native_networks_predicts(engine):
         assert all((old[name] == new[name]).all() for name in old)
     with pytest.raises(TypeError, match="received builtins.str"):
         mgpu.evaluate_accuracy_gpus(["a"], [(X, y)], devices=devices[:1])
+
+
+@pytest.mark.parametrize("engine_name", [
+    engine for engine in ENGINES if engine.startswith("mxnet")])
+def test_an_error_of_mxnet_does_not_come_up_in_a_later_call(engine_name):
+    """Its engine keeps what nobody has waited for, and raises it anywhere.
+    (It has no float16 Dense on CPUs.)"""
+    with using_engine(engine_name) as engine:
+        x = np.ones((4, 6), "float16")
+
+        def evaluate():
+            replicas = mgpu.initialize(mlp(engine), on(0, 1, 2),
+                                       dtype="float16")
+            mgpu.evaluate_accuracy_gpus(replicas, [(x, np.zeros(4))])
+        for call in (evaluate, lambda: mgpu.initialize(
+                mlp(engine, deferred=True), on(0, 1), dtype="float16",
+                sample=x)):
+            with pytest.raises(Exception, match="float16 fully connected"):
+                call()
+            mgpu.synchronize(on(0, 1, 2))       # waits for everything

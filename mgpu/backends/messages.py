@@ -170,6 +170,15 @@ def sparse_gradient(names: Sequence[str]) -> ValueError:
         "update every row in each step.")
 
 
+def wrong_dtype(own: str, received: Sequence[str]) -> TypeError:
+    """A layer that computes in `own` was given arrays of other dtypes."""
+    return TypeError(
+        f"a layer takes inputs of its own dtype, {own}; received "
+        f"{', '.join(received)}. Convert the data first: "
+        f"X.astype('{own}') in NumPy, or mgpu.put(x, device, "
+        f"dtype='{own}').")
+
+
 def explain_dtype(error: Exception, words: str, inputs: Iterable[str],
                   own: Iterable[str]) -> None:
     """TypeError if an engine's `error` has one of the `words` that it uses
@@ -178,8 +187,4 @@ def explain_dtype(error: Exception, words: str, inputs: Iterable[str],
     own = sorted({x for x in own if "float" in x})
     others = sorted({*inputs} - {*own})
     if own and others and re.search(words, str(error)):
-        raise TypeError(
-            f"a layer takes inputs of its own dtype, {own[0]}; received "
-            f"{', '.join(others)}. Convert the data first: "
-            f"X.astype('{own[0]}') in NumPy, or mgpu.put(x, device, "
-            f"dtype='{own[0]}').") from error
+        raise wrong_dtype(own[0], others) from error

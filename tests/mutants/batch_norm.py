@@ -51,6 +51,11 @@ MUTANTS = [
                 "return join(self._values(here))"),
            ("test_batch_norm.py::test_the_work_of_sync_grows_with_the_devices"
             "[torch]",)),
+    Mutant("sync-of-integers", "their sums overflow",
+           edit("mgpu.batch_norm:_check_dtype", "\"float\" not in given or ",
+                "False and "),
+           ("test_batch_norm.py::test_inputs_of_another_dtype_are_refused["
+            "torch-2dev-sync-uint8]",)),
     Mutant("sync-without-beta", "the shift is left out",
            edit(_CALL, "call.beta is not None", "False"),
            (_SYNC + "[torch-2dev-8]",)),

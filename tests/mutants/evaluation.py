@@ -27,4 +27,9 @@ MUTANTS = [
            edit("mgpu.evaluation:accuracy", "y_hat.argmax(axis=1)",
                 "y_hat.shape[1] - 1 - y_hat[:, ::-1].argmax(axis=1)"),
            ("test_evaluation.py::test_accuracy_counts[torch]",)),
+    Mutant("sample-not-waited-for", "its error comes up in a later call",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
+                "_wait(self.run(inputs))", "self.run(inputs)"),
+           ("test_evaluation.py::test_an_error_of_mxnet_does_not_come_up_in_a_"
+            "later_call[mxnet-nd]",)),
 ]

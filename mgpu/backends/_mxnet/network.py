@@ -203,7 +203,7 @@ class MXNetNetwork(base.Network):
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([self.backend.handle(device)])
             with mx.autograd.pause(train_mode=False):
-                self.run(inputs)
+                _wait(self.run(inputs))
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
         """The network's outputs, in the array family of its inputs."""
@@ -394,6 +394,15 @@ class _Drawn(mx.init.Initializer):
 
     def _init_weight(self, _: Any, arr: Any) -> None:
         arr[:] = self._draw(arr.shape)
+
+
+def _wait(outputs: Any) -> None:
+    """Until they are computed; their errors would come up in a later call."""
+    if isinstance(outputs, mx.nd.NDArray):
+        outputs.wait_to_read()
+    elif isinstance(outputs, (list, tuple)):
+        for x in outputs:
+            _wait(x)
 
 
 def _keep(parameter: Any) -> Callable[[], None]:

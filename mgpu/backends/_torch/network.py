@@ -103,17 +103,18 @@ class TorchNetwork(base.Network):
         except BaseException as error:      # an input that does not fit
             make_lazy()
             self.net.to(home)
-            if isinstance(error, RuntimeError):
+            if isinstance(error, (RuntimeError, ValueError)):
                 self.explain(error, inputs)
             raise
         finally:
             for module, flag in flags.items():
                 module.training = flag
 
-    def explain(self, error: RuntimeError, inputs: Any) -> None:
+    def explain(self, error: Exception, inputs: Any) -> None:
         """Raise torch's error about a dtype of `inputs` in mgpu's words."""
         messages.explain_dtype(
-            error, "dtype|scalar type|Input type|not implemented for", [
+            error, r"(?s)^(?!.*'indices').*(dtype|[Ss]calar type|Input type|"
+            "[Pp]romoti|not implemented for)", [     # indices: no floats
                 name_of_dtype(x) for x in tree_leaves(inputs)
                 if isinstance(x, torch.Tensor)],
             [spec.dtype for spec in self.specs()])

@@ -159,7 +159,7 @@ class TorchReplica(base.Replica):
                 stack.enter_context(torch.set_grad_enabled(recording))
             try:
                 result = self._run(inputs, training)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 network.explain(error, inputs)
                 raise
             if options.autocast is not None:
