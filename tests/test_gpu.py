@@ -67,3 +67,45 @@ def test_wrong_card():
         with pytest.raises(ValueError, match="is not there"):
             mgpu.initialize(convnet(mgpu.get_backend()), [mgpu.gpu(64)],
                             "uniform")
+
+
+def small(devices):
+    import torch
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(),
+                              torch.nn.Dropout(0.5), torch.nn.Linear(5, 3))
+    replicas = mgpu.initialize(net, devices, dtype="float64")
+    return net, replicas, mgpu.Trainer(replicas, "sgd", {
+        "learning_rate": 0.125, "momentum": 0.5})
+
+
+def step(replicas, trainer, seed=0):
+    rng = np.random.default_rng(seed)
+    mgpu.train_batch(rng.normal(size=(7, 6)), rng.integers(0, 3, 7), replicas,
+                     mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+
+
+def test_edits_of_the_network_reach_all_cards(gpus):
+    """By torch's count of writes: NumPy does not see a card's memory."""
+    import torch
+    net, replicas, trainer = small(gpus)
+    step(replicas, trainer)
+    with torch.no_grad():
+        net[0].weight.clamp_(-0.01, 0.01)
+    step(replicas, trainer)
+    replicas.check_equal()
+
+
+def test_clipping_one_cards_part_is_refused(gpus):
+    import torch
+    net, replicas, trainer = small(gpus)
+    shards = mgpu.split_and_load(np.ones((8, 6)), gpus, even_split=False)
+    with mgpu.record():
+        losses = [out.sum() for out in replicas(shards)]
+    mgpu.backward(losses)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+    if len(gpus) == 1:
+        trainer.step(8)
+        return
+    with pytest.raises(RuntimeError, match="clip_global_norm"):
+        trainer.step(8)
