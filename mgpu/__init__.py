@@ -14,6 +14,7 @@ from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, mxnet_compat, set_backend,
                            using_backend)
+from mgpu.checkpoint import load_checkpoint, save_checkpoint
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
@@ -47,13 +48,13 @@ __all__ = [
     "assign_roots", "attach_grad", "available_backends", "backward",
     "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
     "evaluate_accuracy_gpus", "functional", "get_backend", "get_params", "gpu",
-    "grad", "initialize", "initializers", "list_devices", "losses",
-    "lr_scheduler", "models", "mxnet_compat", "no_grad", "num_gpus",
+    "grad", "initialize", "initializers", "list_devices", "load_checkpoint",
+    "losses", "lr_scheduler", "models", "mxnet_compat", "no_grad", "num_gpus",
     "optimizers", "parallel", "prefetch", "put", "record", "reduce",
-    "reducescatter", "seed", "set_backend", "sgd", "shard_bounds",
-    "split_and_load", "split_batch", "strict_devices", "synchronize",
-    "to_numpy", "train", "train_batch", "train_epochs", "try_all_gpus",
-    "try_gpu", "using_backend",
+    "reducescatter", "save_checkpoint", "seed", "set_backend", "sgd",
+    "shard_bounds", "split_and_load", "split_batch", "strict_devices",
+    "synchronize", "to_numpy", "train", "train_batch", "train_epochs",
+    "try_all_gpus", "try_gpu", "using_backend",
 ]
 
 

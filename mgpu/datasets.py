@@ -22,6 +22,8 @@ import functools
 import math
 import os
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ import numpy as np
 
 from mgpu import environment
 from mgpu.arguments import integer, one_of
-from mgpu.files import FilePath
+from mgpu.files import FilePath, part_of
 
 _NAMES = ("digits", "fashion-mnist", "synthetic")
 _DTYPES = ("float32", "float64")
@@ -51,6 +53,8 @@ _MIRRORS = (
 )
 _ROUNDS = 2         # how often all mirrors are tried
 _TIMEOUT = 30       # seconds that a server may be silent
+_MOST_SECONDS = 1800        # that a file may take
+_MOST_BYTES = 64 << 20      # of a file; the largest has 26,421,880
 
 # IDX: two zero bytes, the type of the values (8: unsigned byte), the number
 # of dimensions; then each dimension, as four bytes, big end first.
@@ -102,6 +106,14 @@ class BatchIterator:
     shuffle, drop_last : bool
     epoch : int
         The epoch that the next ``iter()`` starts; 0 at first, may be set.
+    position : (int, int)
+        The epoch and the number in it of the batch after the last one that
+        was handed out: where a training that has used them all goes on. May
+        be set; the next ``iter()`` then starts there. Only the latest
+        ``iter()`` moves it, under `mgpu.prefetch` as batches are taken. In a
+        loop that was left early it stays in that epoch: set `epoch` if the
+        rest is not wanted. Reading it is a RuntimeError while another thread
+        draws the batches.
     info : dict or None
         For the data sets of this module ``{"name": str, "train": int,
         "test": int, "shape": [c, h, w], "source": str}``: the numbers of
@@ -160,26 +172,50 @@ class BatchIterator:
 
     @epoch.setter
     def epoch(self, value: int) -> None:
-        self._epoch = integer("epoch", value, 0)
+        self.position = value, 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """The epoch and the number of the batch that come next."""
+        if self._thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                "a position counts batches that were taken; those of "
+                f"{self!r} are drawn by another thread, which may be ahead. "
+                "Ask in the thread that takes them, and draw ahead with "
+                "mgpu.prefetch of this object itself.")
+        return self._position
+
+    @position.setter
+    def position(self, value: tuple[int, int]) -> None:
+        epoch, number = value
+        epoch, number = integer("epoch", epoch, 0), integer("batch", number, 0)
+        if number >= len(self):
+            raise ValueError(f"an epoch has {len(self)} batches; received a "
+                             f"position before batch {number}, from 0.")
+        self._epoch, self._position = epoch, (epoch, number)
+        self._thread: int | None = None     # that took the last batch
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
         whole, rest = divmod(self.num_examples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[Arrays]:
-        # Not a generator itself: the epoch is taken here, by iter(), not
-        # when the first batch is asked for.
-        epoch, self.epoch = self.epoch, self.epoch + 1
+    def __iter__(self) -> "Epoch":
+        # The epoch is taken here, by iter(), not when the first batch is
+        # asked for.
+        epoch, number = self._epoch, 0
+        if self._position[0] == epoch:      # it was set
+            number = self._position[1]
+        self._epoch, self._position = epoch + 1, (epoch, number)
+        return Epoch(self, epoch, number)
+
+    def _batches(self, epoch: int, first: int) -> Iterator[Arrays]:
         if self.shuffle:
             order = np.random.default_rng(
                 [self.seed, epoch]).permutation(self.num_examples)
         else:
             order = np.arange(self.num_examples)
-        return self._batches(order)
-
-    def _batches(self, order: np.ndarray) -> Iterator[Arrays]:
-        for i in range(len(self)):
+        for i in range(first, len(self)):
             rows = order[i * self.batch_size:(i + 1) * self.batch_size]
             X = self._X[rows]       # an index array: a copy, not a view
             yield (X if self._transform is None else self._transform(X),
@@ -189,6 +225,38 @@ class BatchIterator:
         return (f"BatchIterator({self.num_examples} examples, batch_size="
                 f"{self.batch_size}, seed={self.seed}, shuffle="
                 f"{self.shuffle}, epoch={self.epoch})")
+
+
+class Epoch(Iterator[Arrays]):
+    """What ``iter()`` of a `BatchIterator` returns: the batches of one epoch.
+
+    Attributes
+    ----------
+    moves : bool
+        Whether handing out a batch moves the position of the `BatchIterator`.
+        Who draws ahead sets it to False, and calls `taken` for each batch
+        that he hands on.
+    """
+
+    def __init__(self, data: BatchIterator, epoch: int, first: int) -> None:
+        self.moves = True
+        self._data, self._epoch, self._number = data, epoch, first
+        self._batches = data._batches(epoch, first)
+
+    def __next__(self) -> Arrays:
+        batch = next(self._batches)
+        if self.moves:
+            self.taken()
+        return batch
+
+    def taken(self) -> None:
+        """The next batch, in their order, was handed to this thread."""
+        data = self._data
+        self._number += 1
+        if data._epoch == self._epoch + 1:      # no later iter()
+            data._thread = threading.get_ident()
+            data._position = (self._epoch, self._number) \
+                if self._number < len(data) else (self._epoch + 1, 0)
 
 
 def fashion_mnist(batch_size: int, resize: Size = None,
@@ -641,15 +709,18 @@ def _download(names: Sequence[str], folder: str) -> None:
             ) from error
     print(f"Fashion-MNIST: downloading {len(names)} files to {folder}",
           file=sys.stderr, flush=True)
-    pooch.get_logger().setLevel("WARNING")      # or it says that again
+    os.makedirs(folder, exist_ok=True)
     for name in names:
         for mirror in _ROUNDS * _MIRRORS:
             url = f"{mirror}{name}.gz"
             try:
-                path = pooch.retrieve(
-                    url, f"md5:{_MD5[name]}", f"{name}.gz", folder,
-                    downloader=pooch.HTTPDownloader(timeout=_TIMEOUT))
-                os.chmod(path, 0o644)   # a temporary file is its owner's only
+                with part_of(os.path.join(folder, f"{name}.gz")) as part:
+                    pooch.HTTPDownloader(progressbar=_Limits(),
+                                         timeout=_TIMEOUT)(url, part, None)
+                    found = pooch.file_hash(part, "md5")
+                    if found != _MD5[name]:
+                        raise ValueError(f"deleted: its MD5 is {found}, not "
+                                         f"{_MD5[name]}")
                 break
             except (ValueError, OSError) as error:
                 failure = error
@@ -661,3 +732,25 @@ def _download(names: Sequence[str], folder: str) -> None:
                 f"Fashion-MNIST is not in {folder!r}, and {url} cannot be "
                 f"downloaded ({' '.join(str(failure).split())}). Run it "
                 f"again, or {_cures(folder)}") from failure
+
+
+class _Limits:
+    """A progress bar for pooch that shows nothing and ends what is too large
+    or, though the server is never silent for long, takes too long."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self._bytes, self._end = 0, time.monotonic() + _MOST_SECONDS
+
+    def update(self, more: int) -> None:
+        self._bytes += more
+        if self._bytes > _MOST_BYTES or time.monotonic() > self._end:
+            raise OSError(f"a file has {_MOST_BYTES} bytes and takes "
+                          f"{_MOST_SECONDS} seconds at most")
+
+    def reset(self) -> None:
+        self._bytes = 0
+
+    def close(self) -> None:
+        pass

@@ -1,9 +1,12 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and files of arrays."""
 import contextlib
+import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 #: what names a file
 FilePath = str | os.PathLike[str]
@@ -20,12 +23,14 @@ def check_folder(file: str, option: str) -> None:
 
 @contextlib.contextmanager
 def part_of(file: Any) -> Iterator[str]:
-    """The path of an empty file to fill, which becomes `file` when the block
-    ends without an error, and else disappears.
+    """The path of a file to make, which becomes `file` when the block ends
+    without an error, and else disappears, also after Ctrl-C.
 
-    A link stays, and the file that it names is replaced. What is not an
-    ordinary file, such as a pipe or /dev/null, is written to directly.
-    IsADirectoryError for a folder.
+    Each call has a path of its own, so several processes may write one
+    `file`: it is that of the last. A file that was there keeps its mode, a
+    new one has what the umask leaves. A link stays, and the file that it
+    names is replaced. What is not an ordinary file, such as a pipe or
+    /dev/null, is written to directly. IsADirectoryError for a folder.
     """
     path = os.path.realpath(file)
     if os.path.isdir(path):
@@ -34,16 +39,16 @@ def part_of(file: Any) -> Iterator[str]:
     if os.path.exists(path) and not os.path.isfile(path):
         yield path
         return
-    import tempfile     # of no use to `import mgpu`, which it slows down
-    handle, temporary = tempfile.mkstemp(dir=os.path.dirname(path),
-                                         suffix=".part")
-    os.close(handle)
+    # A name, not a file: Ctrl-C finds nothing here that it could leave.
+    part = os.path.join(os.path.dirname(path), os.urandom(8).hex() + ".part")
     try:
-        yield temporary
-        os.chmod(temporary, 0o644)      # only the owner reads mkstemp's
-        os.replace(temporary, path)
+        yield part
+        with contextlib.suppress(FileNotFoundError):    # it is new
+            os.chmod(part, os.stat(path).st_mode & 0o777)
+        os.replace(part, path)
     except BaseException:
-        os.unlink(temporary)
+        with contextlib.suppress(FileNotFoundError):    # not made, or moved
+            os.unlink(part)
         raise
 
 
@@ -60,3 +65,54 @@ def write_json(file: Any, data: Any) -> None:
     text = json.dumps(data, indent=1, allow_nan=False)
     with replacing(file) as part:
         part.write(text + "\n")
+
+
+def write_arrays(file: FilePath, header: Mapping[str, Any],
+                 arrays: Mapping[str, np.ndarray]) -> None:
+    """Write npz (no pickle, a CRC-32 for each array) whose array "header" is
+    `header` in JSON, whole or not at all. Returns when it is on the disk."""
+    with part_of(file) as part, open(part, "wb") as stream:
+        np.savez(stream, **arrays, header=np.array(json.dumps(header)))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_arrays(file: FilePath, form: str, expected: str,
+                unpack: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
+                ) -> Any:
+    """``unpack(header, arrays)`` of a file of `write_arrays`; read only.
+
+    Nothing in it is executed, and it takes as much memory as it has bytes.
+    OSError for a file that cannot be opened; ValueError, saying what was
+    `expected`, for one that is damaged, whose header has another "format"
+    than `form`, or that `unpack` raises an Exception for.
+    """
+    import zipfile      # of no use to `import mgpu`, which it slows down
+    with open(file, "rb") as stream:
+        try:
+            archive = zipfile.ZipFile(stream)
+            members = archive.infolist()
+            if sum(m.file_size for m in members) > os.path.getsize(file):
+                raise ValueError("its arrays are larger than it is: they "
+                                 "are compressed, or in one place")
+            arrays = {m.filename.removesuffix(".npy"): _array(archive.read(m))
+                      for m in members}
+            header = json.loads(str(arrays.pop("header")))
+            if header["format"] != form:
+                raise ValueError(f"its format is {header['format']!r}")
+            return unpack(header, arrays)
+        except Exception as error:  # zip, NumPy, JSON: each has its own
+            raise ValueError(
+                f"expected {expected}; {os.fspath(file)!r} is not one, or is "
+                f"damaged ({error}). Use a whole file.") from error
+
+
+def _array(data: bytes) -> np.ndarray:
+    """The array of an npy file, in the memory of `data`: what its header says
+    about size allocates nothing, as in NumPy's own reader."""
+    stream = io.BytesIO(data)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("its arrays are not in version 1.0 of npy")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    flat = np.frombuffer(data, dtype, offset=stream.tell())
+    return flat.reshape(shape, order="F" if fortran else "C")

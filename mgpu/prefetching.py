@@ -6,10 +6,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from mgpu.arguments import integer
 from mgpu.backends import get_backend
+from mgpu.datasets import Epoch
 from mgpu.device import Device, as_devices, try_all_gpus
 from mgpu.nested import map_leaves
 
@@ -23,6 +25,9 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
     to be taken. ``iter(data)`` itself is called by ``iter()``, in the
     caller's thread; the thread has the caller's context variables and the
     modes of the current backend (MXNet's NumPy mode, recording, autocast).
+    While it draws a batch, no replica of torch has its stream in the place of
+    torch's default one, so `data` draws from that what it draws without
+    `prefetch`.
 
     Parameters
     ----------
@@ -69,29 +74,41 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
 
 
 class Prefetched:
-    """What `prefetch` returns."""
+    """What `prefetch` returns.
+
+    Attributes
+    ----------
+    data : iterable
+        Where the batches come from.
+    """
 
     def __init__(self, data: Iterable[Any], depth: int,
                  devices: list[Device] | None) -> None:
-        self._data, self._depth, self._devices = data, depth, devices
+        self.data, self._depth, self._devices = data, depth, devices
 
     def __len__(self) -> int:
-        return len(self._data)      # type: ignore[arg-type]
+        return len(self.data)      # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator itself: `data` may count its epochs by iter().
         backend = get_backend()
         pin = backend.pinner(self._devices or try_all_gpus())
-        return _batches(iter(self._data), self._depth, pin,
-                        backend.carry(), contextvars.copy_context())
+        source = iter(self.data)
+        taken = None
+        if isinstance(source, Epoch):
+            source.moves, taken = False, source.taken
+        return _batches(source, self._depth, pin, taken, backend.carry(),
+                        backend.undisturbed, contextvars.copy_context())
 
     def __repr__(self) -> str:
-        return f"prefetch({self._data!r}, depth={self._depth})"
+        return f"prefetch({self.data!r}, depth={self._depth})"
 
 
 def _batches(source: Iterator[Any], depth: int,
              pin: Callable[[Any], Any] | None,
+             taken: Callable[[], None] | None,
              modes: Callable[[], AbstractContextManager[None]],
+             undisturbed: Callable[..., AbstractContextManager[None]],
              context: contextvars.Context) -> Iterator[Any]:
     # What the thread knows does not lead to this generator: dropping that
     # is what ends the thread. No semaphore and no event: Ctrl-C inside one
@@ -104,7 +121,8 @@ def _batches(source: Iterator[Any], depth: int,
         wanted.put(True)
     thread = threading.Thread(
         target=context.run, name="mgpu-prefetch", daemon=True,
-        args=(_draw, source, pin, modes, drawn, wanted, stop, failure))
+        args=(_draw, source, pin, modes, partial(undisturbed, stop), drawn,
+              wanted, stop, failure))
     del source, pin
     try:
         thread.start()
@@ -113,6 +131,8 @@ def _batches(source: Iterator[Any], depth: int,
             wanted.put(True)
             if not box:
                 break
+            if taken is not None:
+                taken()
             yield box.pop()     # no reference to it stays here
         if failure:
             raise failure.pop()
@@ -128,13 +148,15 @@ def _batches(source: Iterator[Any], depth: int,
 
 def _draw(source: Iterator[Any], pin: Callable[[Any], Any] | None,
           modes: Callable[[], AbstractContextManager[None]],
+          undisturbed: Callable[[], AbstractContextManager[None]],
           drawn: queue.SimpleQueue, wanted: queue.SimpleQueue,
           stop: list[bool], failure: list[BaseException]) -> None:
     """Boxes with a batch each, then an empty one."""
     try:
         with modes():
             while wanted.get() and not stop:
-                box = list(itertools.islice(source, 1))
+                with undisturbed():
+                    box = list(itertools.islice(source, 1))
                 if not box:
                     break
                 if pin is not None:

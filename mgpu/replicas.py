@@ -14,7 +14,9 @@ import numpy as np
 
 from mgpu import initializers, notebook, probes
 from mgpu.arguments import integer, one_of
-from mgpu.backends import base, get_backend, messages, recording_elsewhere
+from mgpu.backends import (base, get_backend, give_back, messages,
+                           recording_elsewhere)
+from mgpu.backends.scope import check_task
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices
@@ -134,6 +136,13 @@ class Replicas(abc.Sequence):
 
     def __getitem__(self, i: Any) -> Any:
         return self._views[i]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "replicas are tied to their devices and to one network, so they "
+            f"are neither copied nor pickled; received {self!r}. Copy the "
+            "network and mgpu.initialize the copy, or keep "
+            "Replicas.export_numpy.")
 
     def __repr__(self) -> str:
         return (f"Replicas of {type(self.net).__name__} on {self.devices} "
@@ -331,8 +340,8 @@ class Replicas(abc.Sequence):
 
     def import_numpy(self, values: Mapping[str, np.ndarray]) -> None:
         """Write values by name on all devices: what `export_numpy` gave, of
-        this engine or of the other one. Statistics may have a leading axis
-        of length K. Buffers of kind "other" may be missing.
+        this engine or of the other one, each read once. Buffers may have a
+        leading axis of length K. Those of kind "other" may be missing.
 
         Raises
         ------
@@ -340,7 +349,15 @@ class Replicas(abc.Sequence):
             Missing or unknown names, other shapes, or values that are not
             numbers; all of them are listed. Nothing has changed then.
         """
+        self.fit_numpy(values)()
+
+    def fit_numpy(self, values: Mapping[str, np.ndarray]
+                  ) -> Callable[[], None]:
+        """A function that does what `import_numpy` of `values` would do now,
+        and refuses nothing; raises as that does."""
         self.of_engine()
+        # Copies: a mapping may read them anew each time, or change.
+        values = {name: np.array(values[name]) for name in values}
         own = {p.name: p for p in self.all_parameters()}
         k = len(self.devices)
         wrong = [f"missing {name}" for name, p in own.items()
@@ -350,27 +367,30 @@ class Replicas(abc.Sequence):
         wrong += [f"unknown {name}" for name in values
                   if name not in own and not name.endswith(_COUNTER)]
         for name in known:
-            value, p = np.asarray(values[name]), own[name]
-            each = p.kind in STATISTICS \
+            value, p = values[name], own[name]
+            each = p.kind in BUFFERS \
                 and value.shape == (k, *(p.shape or ()))
             if value.shape != p.shape and not each:
                 wrong.append(f"{name}: shape {value.shape} instead of "
                              f"{p.shape}")
-            elif value.dtype.kind not in "fiub":
+            elif value.dtype.name not in messages.DTYPES:
                 wrong.append(f"{name}: dtype {value.dtype}")
         if wrong:
             raise ValueError(
                 "the values must be those of this network; received "
                 + "; ".join(wrong) + ". Use what export_numpy of a network "
                 "with the same layers gave.")
-        with self.backend.scope(recording=False):
-            for name in known:
-                value = np.asarray(values[name])
-                for i, x in enumerate(own[name].list_data()):
-                    one = value if value.shape == own[name].shape else value[i]
-                    x[...] = self.backend.put(one, x)
-        self.following.settle([own[name] for name in known])
-        self.torn = None
+
+        def write() -> None:
+            with self.backend.scope(recording=False):
+                for name in known:
+                    value, shape = values[name], own[name].shape
+                    for i, x in enumerate(own[name].list_data()):
+                        one = value if value.shape == shape else value[i]
+                        x[...] = self.backend.put(one, x)
+            self.following.settle([own[name] for name in known])
+            self.torn = None
+        return write
 
     # -- checking -----------------------------------------------------------
 
@@ -444,6 +464,7 @@ class Replicas(abc.Sequence):
             f"mgpu.put(x, {self.devices[i]}).")
 
     def _check_recording(self) -> None:
+        check_task()
         elsewhere = recording_elsewhere(self.backend)
         if elsewhere:
             raise RuntimeError(
@@ -769,6 +790,8 @@ def initialize(net: Any, devices: Any, init: Any = None,
             "('uniform' is Gluon's default) to draw them, or no seed.")
     origin = f"{len(trained) - drawn} parameters kept, {drawn} drawn" \
         + (f" by {rule!r}" if drawn else "")
+    if not _initialized:    # the networks before are gone
+        give_back()
     values: dict[str, np.ndarray] = {}
 
     def draw(number: int, spec: base.Spec, shape: tuple[int, ...]

@@ -155,6 +155,11 @@ class Trainer:
     def skipped_steps(self) -> int:
         return self._scale.skipped_steps
 
+    @property
+    def pending(self) -> bool:
+        """Whether summed gradients wait for `update`."""
+        return self._summed is not None
+
     # -- rates --------------------------------------------------------------
 
     @property

@@ -1,17 +1,15 @@
 """What a `Trainer` remembers between steps, and its file."""
-import json
-import os
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu import files
+from mgpu.arguments import is_integer, is_number
 from mgpu.backends.base import Array, Backend
-from mgpu.loss_scale import check_loss_scale
-
-if TYPE_CHECKING:
-    from mgpu.optimizers import Optimizer
+from mgpu.loss_scale import LossScale, check_loss_scale
+from mgpu.optimizers.base import NEVER_NEGATIVE, Optimizer
 
 FORMAT = "mgpu trainer states 1"
 
@@ -43,7 +41,7 @@ def export_slots(backend: Backend, state: Mapping[str, Mapping[str, Any]]
 
 
 def fit(saved: TrainerStates, source: str, backend: Backend,
-        optimizer: "Optimizer", arrays: Mapping[str, Sequence[Array]],
+        optimizer: Optimizer, arrays: Mapping[str, Sequence[Array]],
         devices: int) -> list[DeviceState]:
     """The states of `saved` as native arrays, for each device.
 
@@ -57,11 +55,12 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     Raises
     ------
     ValueError
-        The states of another optimiser, or states that do not fit `arrays`:
-        all differences are listed.
+        The states of another optimiser, states that do not fit `arrays`, or
+        numbers that no training reaches (a rate of NaN, a count below 0, a
+        variance below 0): all of them are listed.
     """
     own = type(optimizer).__name__
-    wrong = []
+    wrong = _impossible(saved)
     if saved.optimizer != own:
         wrong.append(f"the state of {saved.optimizer} instead of {own}")
     known = {*saved.counts, *(name for name, _ in saved.slots)}
@@ -80,9 +79,13 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
                     shape = tuple(getattr(value, "shape", ()))
                     if found is None:
                         wrong.append(f"no {slot} of {name}")
-                    elif found.shape != shape:
+                    elif found.shape != shape or found.dtype.kind != "f":
                         wrong.append(f"{slot} of {name} with shape "
-                                     f"{found.shape} instead of {shape}")
+                                     f"{found.shape} instead of {shape}, "
+                                     f"dtype {found.dtype}")
+                    elif optimizer.elementwise and slot in NEVER_NEGATIVE \
+                            and (found < 0).any():
+                        wrong.append(f"{slot} of {name} below 0")
                     elif backend.is_native(value):
                         value[...] = backend.put(found, value)
                     else:
@@ -96,47 +99,60 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     return states
 
 
+def _impossible(saved: TrainerStates) -> list[str]:
+    """The numbers of `saved` that no training reaches."""
+    counts = {"num_update": saved.num_update,
+              "skipped_steps": saved.skipped_steps,
+              **{f"the count of {name}": t
+                 for name, t in saved.counts.items()}}
+    wrong = [f"{what} {t!r}" for what, t in counts.items()
+             if not is_integer(t, 0) or t >= 2 ** 53]
+    if not is_integer(saved.good_steps, 0) \
+            or saved.good_steps >= LossScale.GROWTH_INTERVAL:
+        wrong.append(f"good_steps {saved.good_steps!r}")
+    if not is_number(saved.learning_rate) \
+            or not 0 <= saved.learning_rate < float("inf"):
+        wrong.append(f"learning_rate {saved.learning_rate!r}")
+    return wrong
+
+
+def pack(states: TrainerStates
+         ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What fits JSON, and the arrays, by names without a leading '/'."""
+    header = states._asdict()
+    return header, {f"{name}|{slot}": value for (name, slot), value
+                    in header.pop("slots").items()}
+
+
+def unpack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+           ) -> TrainerStates:
+    """What `pack` packed. An Exception for what it cannot have packed."""
+    slots = {}
+    for key, array in arrays.items():
+        name, _, slot = key.rpartition("|")
+        slots[name, slot] = array
+    loss_scale = header.get("loss_scale")   # older files have none
+    if loss_scale is not None:
+        check_loss_scale(loss_scale)
+    return TrainerStates(
+        str(header["optimizer"]), operator.index(header["num_update"]),
+        float(header["learning_rate"]),
+        {name: operator.index(t) for name, t in header["counts"].items()},
+        slots, loss_scale, operator.index(header.get("good_steps", 0)),
+        operator.index(header.get("skipped_steps", 0)))
+
+
 def write(states: TrainerStates, file: files.FilePath) -> None:
-    """Write npz with a JSON header, no pickle, whole or not at all."""
-    header = {"format": FORMAT, **states._asdict()}
-    arrays = {f"{name}|{slot}": value
-              for (name, slot), value in header.pop("slots").items()}
-    arrays["header"] = np.array(json.dumps(header))
-    with files.part_of(file) as part, open(part, "wb") as stream:
-        np.savez(stream, **arrays)
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write `states`, whole or not at all: see `files.write_arrays`."""
+    header, arrays = pack(states)
+    files.write_arrays(file, {"format": FORMAT, **header}, arrays)
 
 
 def read(file: files.FilePath) -> TrainerStates:
     """What `write` wrote. ValueError for any other contents, OSError for a
     file that cannot be opened."""
-    try:
-        with np.load(file, allow_pickle=False) as loaded:
-            arrays = {name: loaded[name] for name in loaded.files}
-        header = json.loads(str(arrays.pop("header")))
-        if header["format"] != FORMAT:
-            raise ValueError(f"its format is {header['format']!r}")
-        slots = {}
-        for key, array in arrays.items():
-            name, _, slot = key.rpartition("|")
-            slots[name, slot] = array
-        loss_scale = header.get("loss_scale")   # older files have none
-        if loss_scale is not None:
-            check_loss_scale(loss_scale)
-        return TrainerStates(
-            str(header["optimizer"]), int(header["num_update"]),
-            float(header["learning_rate"]),
-            {name: int(t) for name, t in header["counts"].items()}, slots,
-            loss_scale, int(header.get("good_steps", 0)),
-            int(header.get("skipped_steps", 0)))
-    except OSError:
-        raise
-    except Exception as error:      # zip, NumPy, JSON: each has its own
-        raise ValueError(
-            f"expected a file of Trainer.save_states; {os.fspath(file)!r} "
-            f"is not one, or is damaged ({error}). Use a whole file.") \
-            from error
+    return files.read_arrays(file, FORMAT, "a file of Trainer.save_states",
+                             unpack)
 
 
 def by_layer(names: Sequence[str]) -> Callable[[str], Any]:

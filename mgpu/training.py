@@ -13,7 +13,8 @@ import numpy as np
 
 from mgpu import notebook, prefetching, probes
 from mgpu.arguments import integer
-from mgpu.backends import Backend, get_backend, messages, using_backend
+from mgpu.backends import (Backend, get_backend, give_back, messages,
+                           using_backend)
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
 from mgpu.losses import LabelError, check_per_example
@@ -207,7 +208,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         On torch, where devices do not wait: a loss of one device that
         depends on the parameters of another one's replica.
     """
-    _check_pair(replicas, trainer)
+    check_pair(replicas, trainer)
     devices, stage = replicas.devices, probes.stage
     with using_backend(replicas.backend.name) as backend, \
             backend.scope(), replicas.owned(), probes.step(devices, X):
@@ -220,7 +221,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     return losses
 
 
-def _check_pair(replicas: Any, trainer: Any) -> None:
+def check_pair(replicas: Any, trainer: Any) -> None:
+    """Refuse what is not replicas and their trainer."""
     if not isinstance(replicas, Replicas):
         raise TypeError(
             "expected the Replicas that mgpu.initialize returns; received "
@@ -491,6 +493,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
             bar.note(f"loss {history.train_loss[-1]:.3f}" + (
                 f", test acc {history.test_acc[-1]:.3f}"
                 if history.test_acc else ""))
+    give_back()
     return history
 
 
@@ -528,7 +531,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     NonFiniteLoss, ValueError
         See `train_epochs`.
     """
-    _check_pair(replicas, trainer)
+    check_pair(replicas, trainer)
     with using_backend(replicas.backend.name):
         return train_epochs(
             lambda X, y: train_batch(X, y, replicas, loss, trainer, split_f),

@@ -442,3 +442,40 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
     with pytest.raises(IsADirectoryError, match="expected the name of a file"):
         files.write_json(tmp_path, [1])
     assert sorted(tmp_path.iterdir()) == [link, pipe, target]
+
+
+def test_a_file_has_the_mode_that_open_gives_it(tmp_path):
+    """What the umask leaves; that of a file that was there."""
+    file = tmp_path / "file.json"
+    before = os.umask(0o027)
+    try:
+        files.write_json(file, [1])
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o640
+    file.chmod(0o604)
+    files.write_json(file, [2])
+    assert file.stat().st_mode & 0o777 == 0o604
+
+
+@pytest.mark.parametrize("moment", ["open", "write", "chmod", "replace"])
+def test_ctrl_c_leaves_no_part_of_a_file(tmp_path, patch, moment):
+    """And is what the caller sees, also where the file is in place."""
+    file = tmp_path / "file.json"
+
+    def press(*arguments, really=os.replace):
+        if moment == "replace":
+            really(*arguments)
+        raise KeyboardInterrupt
+    file.touch()
+    if moment in ("chmod", "replace"):
+        patch.setattr(os, moment, press)
+    with pytest.raises(KeyboardInterrupt), files.part_of(file) as part:
+        if moment == "open":
+            press()
+        with open(part, "w") as stream:
+            stream.write("[1]")
+            if moment == "write":
+                press()
+    assert list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == ("[1]" if moment == "replace" else "")

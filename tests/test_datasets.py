@@ -136,6 +136,43 @@ def test_two_iterators_at_once_are_two_epochs():
     assert np.array_equal(second, rows(again))
 
 
+def test_a_position_is_after_the_last_batch_that_was_handed_out():
+    it = numbered(10, 4, seed=2)
+    first, second = list(it), list(it)
+    assert it.position == (2, 0)
+    for at, (_, y) in enumerate(it, 1):
+        assert it.position == ((2, at) if at < 3 else (3, 0))
+        resumed = numbered(10, 4, seed=2)
+        resumed.position = 0, at % 3
+        assert np.array_equal(rows(resumed), np.concatenate(
+            [y for _, y in first[at % 3:]]))
+        assert resumed.epoch == 1 and resumed.position == (1, 0)
+        assert np.array_equal(rows(resumed), np.concatenate(
+            [y for _, y in second]))
+    early, late = iter(it), iter(it)        # only the latest one counts
+    next(late), next(early)
+    assert it.position == (4, 1)
+    it.epoch = 7
+    assert it.position == (7, 0) and next(early)[1].size == 4
+    assert it.position == (7, 0)
+    for wrong in ((-1, 0), (0, 3), (0, -1), (0, 0.5)):
+        with pytest.raises(ValueError):
+            it.position = wrong
+    assert it.position == (7, 0)
+
+
+def test_a_position_of_batches_that_another_thread_draws_is_refused():
+    """It may be ahead; `mgpu.prefetch` counts those that are taken."""
+    it = numbered(10, 4)
+    for at, _ in enumerate(mgpu.prefetch(it, 3), 1):
+        assert it.position == ((0, at) if at < 3 else (1, 0))
+    for _ in mgpu.prefetch(map(tuple, it), 3):
+        with pytest.raises(RuntimeError, match="drawn by another thread"):
+            it.position
+    it.epoch = 0
+    assert it.position == (0, 0)
+
+
 def test_without_shuffle_the_order_is_that_of_the_data():
     it = numbered(10, 4, shuffle=False)
     for _ in range(2):
@@ -502,7 +539,10 @@ def test_a_download_fills_the_cache_once(server, cache, capsys):
     assert (train.num_examples, test.num_examples) == (41, 13)
     assert train.info["source"] == str(cache)
     assert server.log == [name + ".gz" for name in FILES]
-    assert {p.stat().st_mode & 0o777 for p in cache.iterdir()} == {0o644}
+    plain = cache.parent / "plain"
+    plain.touch()       # its mode is what the umask leaves
+    assert {p.stat().st_mode for p in cache.iterdir()} == {
+        plain.stat().st_mode}
     assert str(cache) in capsys.readouterr().err
     datasets.fashion_mnist(16)
     assert len(server.log) == 4, "the second call must use the cache"
@@ -539,6 +579,41 @@ def test_a_server_that_is_silent_is_left(server, cache, env):
     assert os.listdir(cache) == []
 
 
+@pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_SECONDS"])
+def test_a_download_is_limited(server, cache, env, limit):
+    env.setattr(datasets, limit, 0)
+    with pytest.raises(ConnectionError, match="at most"):
+        datasets.fashion_mnist(16)
+    assert os.listdir(cache) == []
+
+
+def test_several_may_download_at_once(server, cache):
+    """Each has a part of its own, and leaves none."""
+    failures = []
+
+    def download():
+        try:
+            datasets.fashion_mnist(16)
+        except BaseException as error:
+            failures.append(error)
+    threads = [threading.Thread(target=download) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert_complete(cache, server)
+
+
+def test_nothing_is_left_after_ctrl_c(server, cache, env):
+    def press(*_):
+        raise KeyboardInterrupt
+    env.setattr(datasets._Limits, "update", press)
+    with pytest.raises(KeyboardInterrupt):
+        datasets.fashion_mnist(16)
+    assert os.listdir(cache) == []
+
+
 def test_a_download_says_when_pooch_is_missing(server, cache, env):
     env.setitem(sys.modules, "pooch", None)     # import refuses
     with pytest.raises(ImportError) as error:
@@ -558,7 +633,7 @@ def test_a_wrong_checksum_is_refused_and_the_file_removed(server, cache):
     with pytest.raises(ValueError, match="MD5") as error:
         datasets.fashion_mnist(16)
     for part in (server.url + name, found, datasets._MD5[LABELS],
-                 "Deleted", "MGPU_DATA", str(cache)):
+                 "deleted", "MGPU_DATA", str(cache)):
         assert part in str(error.value)
     assert os.listdir(cache) == [IMAGES + ".gz"]
 

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mgpu import environment
+from mgpu.backends._allocator import give_back as give_back
 from mgpu.backends.base import Backend
 
 

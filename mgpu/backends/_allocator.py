@@ -1,4 +1,5 @@
-"""The C library's allocator, told to keep memory that the process frees."""
+"""The C library's allocator, told to keep memory that the process frees, and
+to give it back."""
 import ctypes
 import functools
 
@@ -6,6 +7,9 @@ from mgpu import environment
 
 # of malloc.h
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+
+#: bytes that are worth giving back, which takes 65 ms a GB
+WORTH = 256 << 20
 
 
 @functools.cache
@@ -16,8 +20,9 @@ def keep_freed_memory() -> bool:
     for it again, page by page, in every step. A thread other than the first
     one does so whatever the threshold, because its own heap is cut into
     pieces of 64 MB; so new threads share the first one's heap. Resident
-    memory stays at its highest value. With ``MGPU_KEEP_MEMORY=0``, and with
-    another C library than glibc, nothing is changed.
+    memory stays at its highest value until `give_back`. With
+    ``MGPU_KEEP_MEMORY=0``, and with another C library than glibc, nothing is
+    changed.
 
     Returns
     -------
@@ -36,3 +41,25 @@ def keep_freed_memory() -> bool:
                     and mallopt(_ARENA_MAX, 1))
     except (AttributeError, OSError, TypeError):    # no glibc
         return False
+
+
+class _Info(ctypes.Structure):
+    """``struct mallinfo2`` of malloc.h, of glibc 2.33 or newer."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
+        "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def give_back() -> None:
+    """Give the system what `keep_freed_memory` keeps, if that is `WORTH` or
+    more: at the end of a training, not in one and not in a finaliser."""
+    if not keep_freed_memory():
+        return
+    library = ctypes.CDLL(None)
+    try:
+        library.mallinfo2.restype = _Info
+        if library.mallinfo2().fordblks >= WORTH:
+            library.malloc_trim(0)
+    except AttributeError:      # an older glibc
+        return

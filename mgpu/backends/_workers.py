@@ -4,6 +4,7 @@ Both engines run thunks (functions without arguments) through `Workers`: torch
 always, because a CPU backward pass runs in the thread that calls it; MXNet
 only where thunks wait for each other.
 """
+import atexit
 import contextvars
 import itertools
 import os
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from mgpu import probes
+from mgpu.backends._allocator import give_back
 from mgpu.backends.base import ContextManager
 
 #: seconds without work after which a thread ends
@@ -21,7 +23,7 @@ IDLE = 30.0
 
 _here = threading.local()       # .inside: this thread is a worker
 
-Jobs = queue.SimpleQueue        # of callables
+Jobs = queue.SimpleQueue        # of callables; None: end
 
 
 def inside_worker() -> bool:
@@ -33,7 +35,9 @@ class Workers:
     """Runs number i of a list of thunks in thread i.
 
     A thread starts when there is first work for it, and ends after `idle`
-    seconds without any; the next work for it starts another.
+    seconds without any; the next work for it starts another. The last one to
+    end gives freed memory back. At the end of the interpreter all are ended,
+    which waits for their work: it cannot be cut short in the engine's code.
 
     Parameters
     ----------
@@ -59,6 +63,7 @@ class Workers:
         self._reset()
         # A forked child has none of its parent's threads.
         os.register_at_fork(after_in_child=self._reset)
+        atexit.register(self.end)
 
     def _reset(self) -> None:
         self._places: list[tuple[Jobs, threading.Thread] | None] = []
@@ -66,6 +71,7 @@ class Workers:
         # interleaved with those of another caller. Who holds it may also
         # change `_places`.
         self._one_call = threading.Lock()
+        self._call: _Call | None = None     # that runs, or was left
 
     def run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return the results when all thunks have returned, or raise the
@@ -85,6 +91,7 @@ class Workers:
         if thunks:
             with self._one_call:
                 queues = self._queues(len(thunks))
+                self._call = call
                 try:
                     call.hand_out(queues)
                     call.wait()
@@ -92,6 +99,7 @@ class Workers:
                     call.hand_out(queues)   # those that were not, yet
                     call.wait()
                     raise
+                self._call = None
         return call.outcome()
 
     def _queues(self, count: int) -> list[Jobs]:
@@ -108,6 +116,17 @@ class Workers:
                 places[i] = jobs, thread
         return [place[0] for place in places[:count] if place is not None]
 
+    def end(self) -> None:
+        """End all threads, and wait for them: also for work that a second
+        Ctrl-C has left."""
+        places, self._places = [p for p in self._places if p], []
+        if self._call is not None:      # who has begun may wait for the rest
+            self._call.hand_out([jobs for jobs, _ in places])
+        for jobs, _ in places:
+            jobs.put(None)
+        for _, thread in places:
+            thread.join()
+
     def _loop(self, i: int, jobs: Jobs) -> None:
         _here.inside = not self._leading
         self._start()
@@ -118,6 +137,8 @@ class Workers:
                 if self._leaves(i, jobs):
                     return
                 continue
+            if job is None:
+                return
             job()
             del job     # and what the thunk refers to
 
@@ -135,6 +156,8 @@ class Workers:
             place = self._places[i] if i < len(self._places) else None
             if place is not None and place[0] is jobs:
                 self._places[i] = None
+            if not any(self._places):
+                give_back()
             return True
         finally:
             self._one_call.release()
@@ -158,7 +181,7 @@ class _Call:
         self._ending.acquire()
 
     def hand_out(self, queues: Sequence[Jobs]) -> None:
-        for i, jobs in enumerate(queues):
+        for i, jobs in enumerate(queues[:len(self._once)]):
             jobs.put(partial(self._do, i))
 
     def _do(self, i: int) -> None:

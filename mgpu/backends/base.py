@@ -22,7 +22,7 @@ Neutral code may use these directly on native arrays of either engine:
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -622,6 +622,28 @@ class Backend(ABC):
     def seed(self, seed: int) -> None:
         """Restart the engine's random streams (dropout masks): one for each
         device, from (seed, device)."""
+
+    # optional: random streams in a checkpoint
+
+    def export_streams(self) -> dict[str, np.ndarray]:
+        """The random streams as arrays by name. A run that goes on from here
+        draws what another one draws after `fit_streams`. An engine that
+        cannot read its streams starts new ones here, from a seed that the
+        ones before determine."""
+        raise messages.not_supported(self.name, "random streams in a file")
+
+    def fit_streams(self, streams: Mapping[str, np.ndarray]
+                    ) -> Callable[[], None]:
+        """A function that puts `export_streams` back and raises nothing. An
+        Exception, with nothing changed, for other arrays."""
+        raise messages.not_supported(self.name, "random streams in a file")
+
+    def undisturbed(self, stop: Sequence[Any]) -> ContextManager:
+        """Inside the block, in a thread that is not a device's, code of the
+        user's draws from the framework's own stream what it draws where no
+        network runs. Waits for replicas that have theirs in its place; once
+        `stop` holds something, with an InterruptedError instead."""
+        return nullcontext()
 
     # networks
 

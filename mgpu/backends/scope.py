@@ -1,9 +1,34 @@
 """A context manager that sets the flags of a thread and restores them."""
+import inspect
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from typing import Any
 
 Flags = tuple[bool | None, ...]
+
+_here = threading.local()       # .tasks: in which blocks were entered
+
+
+def _task() -> Any:
+    """The asyncio task that this thread runs, or None."""
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None or asyncio._get_running_loop() is None:
+        return None
+    return asyncio.current_task()
+
+
+def check_task() -> None:
+    """Refuse to compute while another task of this thread awaits inside a
+    block: its flags would hold here (RuntimeError)."""
+    tasks = getattr(_here, "tasks", None)
+    if tasks and tasks[-1] is not None and tasks[-1] is not _task() \
+            and not tasks[-1].done():
+        raise RuntimeError(
+            "record() and no_grad() set flags of the thread, so their blocks "
+            f"hold no await; received another task's: {tasks[-1]!r} awaits "
+            "inside one. Leave the block before each await.")
 
 
 class Scope(ContextDecorator):
@@ -21,6 +46,13 @@ class Scope(ContextDecorator):
         Sets as many flags; None leaves a flag as it is.
     flags : tuple
         What to write.
+
+    Raises
+    ------
+    RuntimeError
+        See `check_task`.
+    TypeError
+        It decorates a function whose body runs after the call.
     """
 
     def __init__(self, read: Callable[[], Flags],
@@ -32,9 +64,25 @@ class Scope(ContextDecorator):
     def _recreate_cm(self) -> "Scope":      # each call of a decorated function
         return Scope(self._read, self._write, self._flags)
 
+    def __call__(self, func: Any) -> Any:
+        if inspect.iscoroutinefunction(func) \
+                or inspect.isgeneratorfunction(func) \
+                or inspect.isasyncgenfunction(func):
+            raise TypeError(
+                "record() and no_grad() decorate functions that are done "
+                f"when they return; received {func!r}. Write the block "
+                "inside it.")
+        return super().__call__(func)
+
     def __enter__(self) -> None:
+        check_task()
         self._before.append(self._read())
+        if not hasattr(_here, "tasks"):
+            _here.tasks = []
+        _here.tasks.append(_task())
         self._write(*self._flags)
 
     def __exit__(self, *_: Any) -> None:
         self._write(*self._before.pop())
+        if getattr(_here, "tasks", None):   # not where another thread closes
+            _here.tasks.pop()

@@ -19,6 +19,11 @@ else:
 #: arrays and Python floats by name
 State = dict[str, Any]
 
+#: slots of the rules of this package that no update makes negative: sums of
+#: squares, largest sizes, products of momenta
+NEVER_NEGATIVE = frozenset(("variance", "max_variance", "delta_variance",
+                            "norm", "history", "n", "schedule"))
+
 
 # -- options ----------------------------------------------------------------
 

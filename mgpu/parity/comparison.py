@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.arguments import is_number, one_of
+from mgpu.backends import give_back
 from mgpu.nested import map_leaves
 from mgpu.parity import matching, measure
 from mgpu.parity.accuracy import compare_accuracy
@@ -191,9 +192,11 @@ class Comparison:
         return LiveRun(side, self.first_batch[0], self.dtype, self.masks)
 
     def close(self) -> None:
-        """Give both networks their values and dtype back."""
+        """Give both networks their values and dtype back, and the system the
+        memory that the comparison took."""
         for run in (self.a, self.b):
             run.restore()
+        give_back()
 
     # -- before the first step ----------------------------------------------
 

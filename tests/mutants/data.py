@@ -7,10 +7,10 @@ _ORDER = ("test_datasets.py::test_the_order_depends_only_on_the_seed_and_the_"
 
 MUTANTS = [
     Mutant("order-ignores-the-epoch", "every epoch has the same order",
-           edit(_ITER + "__iter__", "[self.seed, epoch]", "[self.seed, 0]"),
+           edit(_ITER + "_batches", "[self.seed, epoch]", "[self.seed, 0]"),
            _ORDER),
     Mutant("order-ignores-the-seed", "every seed gives the same order",
-           edit(_ITER + "__iter__", "[self.seed, epoch]", "[0, epoch]"),
+           edit(_ITER + "_batches", "[self.seed, epoch]", "[0, epoch]"),
            _ORDER),
     Mutant("short-batch-dropped", "the rows left over are never seen",
            edit(_ITER + "__len__", "rest > 0 and", "False and"),
@@ -20,6 +20,22 @@ MUTANTS = [
                 "self.batch_size:(i + 1) * self.batch_size]"),
            ("test_datasets.py::test_an_epoch_holds_every_example_once_with_"
             "its_label",)),
+    Mutant("position-ahead", "batches that a thread draws ahead count as "
+           "taken", edit("mgpu.prefetching:Prefetched.__iter__",
+                         "source.moves, taken = False, source.taken",
+                         "pass"),
+           ("test_datasets.py::test_a_position_of_batches_that_another_"
+            "thread_draws_is_refused",)),
+    Mutant("position-behind", "the batch in use is drawn again",
+           edit("mgpu.datasets:Epoch.taken", "self._number += 1", "pass"),
+           ("test_datasets.py::test_a_position_is_after_the_last_batch_that_"
+            "was_handed_out",)),
+    Mutant("part-is-left", "Ctrl-C leaves a part of a file",
+           edit("mgpu.files:part_of", "os.unlink(part)", "pass"),
+           ("test_cli.py::test_ctrl_c_leaves_no_part_of_a_file",)),
+    Mutant("download-without-limit", "a file of any size is taken",
+           edit("mgpu.datasets:_Limits.update", "raise OSError", "OSError"),
+           ("test_datasets.py::test_a_download_is_limited",)),
     Mutant("corners-aligned", "pictures are resized from corner to corner",
            edit("mgpu.datasets:bilinear",
                 "(np.arange(n) + 0.5) * (old / n) - 0.5",

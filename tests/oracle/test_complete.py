@@ -39,6 +39,9 @@ NO_NUMBERS = {
                      "StaleGradientError"), _ERROR),
     **dict.fromkeys(("Benchmark", "Timer"), _CLOCK),
     "Animator": "draws what it is given",
+    **dict.fromkeys(("Replicas.fit_numpy", "load_checkpoint",
+                     "save_checkpoint"),
+                    "tests/test_checkpoint.py: the same bits after it"),
     "Profile": "seconds; tests/test_profiling.py: the same bits with it",
     "prefetch": "the batches of its source; tests/test_prefetch.py",
     "collectives.native": "the frameworks' own, which only one engine has on "
@@ -62,7 +65,7 @@ NO_NUMBERS = {
     **dict.fromkeys(("Parameter.place", "Replicas.all_parameters",
                      "Replicas.complete", "Replicas.of_engine",
                      "Trainer.loss_scale", "Trainer.skipped_steps",
-                     "Trainer.summed",
+                     "Trainer.pending", "Trainer.summed",
                      "Replicas.buffers", "Replicas.grad_reqs", "Replicas.net",
                      "Replicas.independent",
                      "Replicas.statistics", "Parameter.dtype",

@@ -2,12 +2,13 @@
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mgpu import environment, probes
+from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet import gradients, strict
 from mgpu.backends._mxnet.dispatch import disjoint
@@ -84,6 +85,7 @@ class MXNetBackend(base.Backend):
 
     def __init__(self) -> None:
         self.ops = MXNetOps()
+        self._seed = 0
         # The engine runs contexts side by side, whatever thread queued the
         # work; `dispatch` says what threads are used for nevertheless.
         self._workers = Workers("mgpu-mxnet", lambda: None, self.carry)
@@ -309,7 +311,19 @@ class MXNetBackend(base.Backend):
 
     def seed(self, seed: int) -> None:
         # One number for all devices: MXNet mixes the context into it.
+        self._seed = seed
         mx.random.seed(seed & 0x7FFFFFFF)
+
+    def export_streams(self) -> dict[str, np.ndarray]:
+        # MXNet shows no state of a stream: both runs begin one here.
+        following, = np.random.SeedSequence([self._seed, 1]).generate_state(1)
+        self.seed(int(following))
+        return {"seed": np.array(str(self._seed))}
+
+    def fit_streams(self, streams: Mapping[str, np.ndarray]
+                    ) -> Callable[[], None]:
+        return functools.partial(self.seed, integer(
+            "seed", int(str(streams["seed"])), 0))
 
     # -- debugging ----------------------------------------------------------
 

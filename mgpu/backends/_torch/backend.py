@@ -1,6 +1,6 @@
 """The PyTorch engine."""
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mgpu import environment
+from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import strict
@@ -16,6 +17,7 @@ from mgpu.backends._torch.graph import disjoint, total
 from mgpu.backends._torch.leaves import Leaves, together
 from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of
+from mgpu.backends._torch.replica import undisturbed
 from mgpu.backends._workers import Workers, inside_worker
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
@@ -242,6 +244,43 @@ class TorchBackend(Leaves, base.Backend):
             self._generators[device, use] = torch.Generator(
                 self.handle(device)).manual_seed(int(seed))
         return self._generators[device, use]
+
+    def export_streams(self) -> dict[str, np.ndarray]:
+        found = {"seed": np.array(str(self._seed)),
+                 "cpu 0 default": torch.get_rng_state().numpy()}
+        if torch.cuda.is_initialized():
+            found |= {f"gpu {i} default": state.numpy() for i, state
+                      in enumerate(torch.cuda.get_rng_state_all())}
+        for (device, use), generator in self._generators.items():
+            found[f"{device.kind} {device.index} {use}"] = \
+                generator.get_state().numpy()
+        return found
+
+    def fit_streams(self, streams: Mapping[str, np.ndarray]
+                    ) -> Callable[[], None]:
+        streams = dict(streams)
+        seed = integer("seed", int(str(streams.pop("seed"))), 0)
+        found = {}
+        for name, state in streams.items():
+            kind, index, use = name.split()
+            device = base.Device(("cpu", "gpu")[kind == "gpu"], int(index))
+            found[device, use] = torch.Generator(self.handle(device))
+            found[device, use].set_state(torch.from_numpy(state.copy()))
+
+        def put_back() -> None:
+            self.seed(seed)
+            for (device, use), generator in found.items():
+                if use != "default":
+                    self._generators[device, use] = generator
+                elif device.kind == "cpu":
+                    torch.set_rng_state(generator.get_state())
+                else:
+                    torch.cuda.set_rng_state(generator.get_state(),
+                                             device.index)
+        return put_back
+
+    def undisturbed(self, stop: Sequence[Any]) -> base.ContextManager:
+        return undisturbed(stop)
 
     # -- debugging ----------------------------------------------------------
 

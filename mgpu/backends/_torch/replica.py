@@ -6,6 +6,7 @@ forward functions of batch-norm and dropout layers, are restored after it.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 
 # Held while a thread draws from torch's default stream, which all threads
 # share.
-_turn = threading.RLock()
+_everyone = threading.RLock()
+# The lock of work that is done for the holder of `_everyone`.
+_inner: ContextVar[Any] = ContextVar("mgpu_turn", default=None)
 
 #: layers, and what each computes by
 Forwards = Sequence[tuple[nn.Module, Callable[..., Any]]]
@@ -327,7 +330,7 @@ class TorchReplica(base.Replica):
         default = torch.default_generator if handle.type == "cpu" \
             else torch.cuda.default_generators[handle.index]
         own = self._network.backend.generator(self.device, "functional")
-        with _turn:
+        with _inner.get() or _everyone:
             users, before = default.get_state(), own.get_state()
             default.set_state(before)
             try:
@@ -338,6 +341,22 @@ class TorchReplica(base.Replica):
                 default.set_state(users)
                 self._draws = bool(self._draws) \
                     or not torch.equal(before, after)
+
+
+@contextlib.contextmanager
+def undisturbed(stop: Sequence[Any]) -> Iterator[None]:
+    """See `mgpu.backends.base.Backend.undisturbed`."""
+    turn = _inner.get() or _everyone
+    # The holder may wait for this thread, having said `stop`.
+    while not turn.acquire(timeout=0.05):
+        if stop:
+            raise InterruptedError("nobody waits for this work any more")
+    token = _inner.set(threading.RLock())
+    try:
+        yield
+    finally:
+        _inner.reset(token)
+        turn.release()
 
 
 def _set_training(module: nn.Module, training: bool) -> None:

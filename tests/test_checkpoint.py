@@ -1,0 +1,380 @@
+"""`mgpu.save_checkpoint`: the run that goes on from the file is the run that
+goes on from there, to the bit; or the file is refused and nothing changes."""
+import json
+import random
+import zipfile
+
+import numpy as np
+import pytest
+
+import mgpu
+import networks
+from conftest import BACKENDS
+from helpers import assert_bit_equal, mlp, on, relative_difference
+from mgpu import datasets, lr_scheduler
+
+LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+
+rng = np.random.default_rng(0)
+ROWS = rng.normal(size=(30, 6)).astype("float32")
+LABELS = rng.integers(0, 3, 30).astype("int32")
+
+
+def network(engine):
+    """Dropout as a layer and as a function of the framework."""
+    if engine.name == "mxnet":
+        return networks.rows_gluon()
+    import torch
+
+    class Net(torch.nn.Module):
+
+        def __init__(self):
+            super().__init__()
+            self.body = networks.rows_torch()
+
+        def forward(self, x):
+            return self.body(torch.nn.functional.dropout(
+                x, 0.3, self.training))
+    return Net()
+
+
+def noisy(X):
+    """Numbers of NumPy's and of Python's own streams."""
+    return X + (np.random.normal(0, 0.1, X.shape)
+                + random.gauss(0, 0.1)).astype(X.dtype)
+
+
+#: by the number of devices: optimiser, options, arguments of the trainer
+TRAINERS = [
+    ("sgd", {"momentum": 0.9}, {"lr_scheduler": lr_scheduler.FactorScheduler(
+        2, 0.5, base_lr=0.25)}),
+    ("adam", {}, {"lr_scheduler": lr_scheduler.CosineScheduler(
+        20, 0.01, warmup_steps=4)}),
+    ("nadam", {"learning_rate": 0.01}, {"loss_scale": "dynamic"}),
+    ("rmsprop", {"centered": True}, {"lr_scheduler":
+                                     lr_scheduler.PolyScheduler(20, 0.01)})]
+
+
+def training(engine, devices, transform=noisy, kind=None, **options):
+    """Replicas, their trainer and their data, as a program begins."""
+    options = {"init": mgpu.initializers.Xavier(), **options}
+    replicas = mgpu.initialize(network(engine), devices, **options)
+    name, params, others = TRAINERS[kind or len(devices) - 1]
+    return (replicas, mgpu.Trainer(replicas, name, params, **others),
+            datasets.BatchIterator(ROWS, LABELS, 7, 3, transform=transform))
+
+
+def go_on(run, until, save_at=None, file=None, ahead=False):
+    """Steps over the ends of epochs, up to number `until`."""
+    replicas, trainer, data = run
+    batches = mgpu.prefetch(data, 2) if ahead else data
+    while trainer.num_update < until:
+        for X, y in batches:
+            mgpu.train_batch(X, y, replicas, LOSS, trainer)
+            if trainer.num_update == save_at:
+                mgpu.save_checkpoint(file, replicas, trainer, batches)
+            if trainer.num_update == until:
+                break
+
+
+def everything(run):
+    """All arrays of all devices, and all numbers."""
+    replicas, trainer, data = run
+    states = trainer.export_states()
+    arrays = {(p.name, i): mgpu.to_numpy(x)
+              for p in replicas.all_parameters()
+              for i, x in enumerate(p.list_data())}
+    if replicas.backend.name == "torch":        # MXNet's cannot be read
+        arrays |= replicas.backend.export_streams()
+    return {**arrays, **states.slots}, (
+        states._replace(slots={}), data.position, replicas.grad_reqs(),
+        random.getstate(), np.random.get_state()[1].tolist())
+
+
+def assert_same(found, wanted):
+    assert found[1] == wanted[1]
+    assert found[0].keys() == wanted[0].keys()
+    for key, x in wanted[0].items():
+        assert_bit_equal(found[0][key], x)
+
+
+def disturb(engine):
+    """Streams elsewhere than where a save or a program left them."""
+    mgpu.seed(99)
+    np.random.seed(99)
+    random.seed(99)
+    if engine.name == "torch":
+        import torch
+        torch.manual_seed(99)
+
+
+@pytest.mark.parametrize("save_at", [3, 5], ids=["in an epoch", "between two"])
+def test_a_resumed_run_is_the_uninterrupted_one(
+        engine, devices, tmp_path, save_at):
+    """Bit for bit: dropout, batch norm per device, schedules, every kind of
+    slot, a dynamic loss scale, noise in the data, idle devices."""
+    mgpu.seed(7)
+    whole = training(engine, devices)
+    whole[0].params()[0].grad_req = "null"      # at its first step
+    go_on(whole, 11, save_at, tmp_path / "saved")
+    disturb(engine)
+    resumed = training(engine, devices, seed=5)
+    mgpu.load_checkpoint(tmp_path / "saved", *resumed)
+    assert resumed[1].num_update == save_at
+    go_on(resumed, 11)
+    assert_same(everything(resumed), everything(whole))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_batches_drawn_ahead_are_not_lost(engine, devices, tmp_path):
+    """`mgpu.prefetch`: the position is that of the batch in use."""
+    whole = training(engine, devices, transform=None)
+    go_on(whole, 9, 3, tmp_path / "saved", ahead=True)
+    resumed = training(engine, devices, transform=None)
+    mgpu.load_checkpoint(tmp_path / "saved", *resumed)
+    assert resumed[2].position == (0, 3)
+    go_on(resumed, 9, ahead=True)
+    assert_same(everything(resumed), everything(whole))
+
+
+def test_saving_changes_nothing(engine, tmp_path):
+    """But for MXNet's streams, which cannot be read: as documented."""
+    found = []
+    for save_at in (2, None):
+        run = training(engine, on(0, 1))
+        disturb(engine)
+        go_on(run, 2, save_at, tmp_path / "saved")
+        if engine.name == "mxnet":
+            mgpu.seed(7)
+        go_on(run, 4)
+        found.append(everything(run))
+    assert_same(*found)
+
+
+# -- other devices, the other engine ------------------------------------------
+
+def plain(backend, devices, **options):
+    """Without random numbers in it, float64."""
+    replicas = mgpu.initialize(
+        mlp(backend), devices, dtype="float64", **options)
+    return (replicas, mgpu.Trainer(replicas, "adam"),
+            datasets.BatchIterator(ROWS.astype("float64"), LABELS, 7))
+
+
+@pytest.mark.parametrize("source", BACKENDS)
+@pytest.mark.parametrize("target", BACKENDS)
+@pytest.mark.parametrize("k, other", [(1, 3), (4, 2)])
+def test_another_number_of_devices_or_engine(source, target, k, other,
+                                             tmp_path):
+    """Once new random streams are asked for; numbers agree to rounding."""
+    with mgpu.using_backend(source) as backend:
+        whole = plain(backend, on(*range(k)), init=mgpu.initializers.Xavier())
+        go_on(whole, 9, 3, tmp_path / "saved")
+        wanted = whole[0].export_numpy()
+    with mgpu.using_backend(target) as backend:
+        resumed = plain(backend, on(*range(other)))
+        before = everything(resumed)
+        with pytest.raises(ValueError, match="streams belong to.*Pass seed="):
+            mgpu.load_checkpoint(tmp_path / "saved", *resumed)
+        assert_same(everything(resumed), before)
+        mgpu.load_checkpoint(tmp_path / "saved", *resumed, seed=0)
+        go_on(resumed, 9)
+        for name, x in resumed[0].export_numpy().items():
+            assert relative_difference(x, wanted[name]) < 1e-12
+
+
+def test_statistics_that_differ_belong_to_as_many_devices(engine, tmp_path):
+    """`per_device`; those of "sync" are one set, for any number."""
+    for policy in ("per_device", "sync"):
+        run = training(engine, on(0, 1), None, batch_norm=policy)
+        go_on(run, 3, 3, tmp_path / policy)
+        other = training(engine, on(0), None, 1, batch_norm=policy)
+        if policy == "sync":
+            mgpu.load_checkpoint(tmp_path / policy, *other, seed=0)
+            for name, x in run[0].export_numpy().items():
+                assert_bit_equal(other[0].export_numpy()[name], x)
+            continue
+        before = everything(other)
+        with pytest.raises(ValueError, match="the buffers of 2 devices"):
+            mgpu.load_checkpoint(tmp_path / policy, *other, seed=0)
+        assert_same(everything(other), before)
+
+
+# -- what is refused ----------------------------------------------------------
+
+def test_a_save_between_the_halves_of_a_step_is_refused(engine, tmp_path):
+    replicas, trainer, data = run = plain(engine, on(0, 1))
+    X, y = next(iter(data))
+    shards, labels = mgpu.split_batch(X, y, replicas.devices)
+
+    def refused(match):
+        with pytest.raises(RuntimeError, match=match):
+            mgpu.save_checkpoint(tmp_path / "saved", *run)
+        assert not list(tmp_path.iterdir())
+    with mgpu.record():
+        losses = mgpu.parallel(LOSS, replicas(shards), labels)
+    mgpu.backward(losses)
+    refused("Save after Trainer.step")
+    trainer.allreduce_grads()
+    refused("Save after Trainer.step")
+    trainer.update(len(X))
+    mgpu.save_checkpoint(tmp_path / "saved", *run)
+    (tmp_path / "saved").unlink()
+    for p in replicas.params():
+        p.grad_req = "add"
+    mgpu.train_batch(X, y, replicas, LOSS, trainer)
+    refused("Save after Replicas.zero_grad")
+    replicas.zero_grad()
+    mgpu.save_checkpoint(tmp_path / "saved", *run)
+
+
+def test_other_data_is_refused(engine, tmp_path):
+    replicas, trainer, data = run = plain(engine, on(0))
+    go_on(run, 2, 2, tmp_path / "saved")
+    stranger = plain(engine, on(0))[1]
+    before = everything(run)
+    for other, error, match in (
+            (None, ValueError, "a position in the file without data"),
+            (datasets.BatchIterator(ROWS, LABELS, 6), ValueError,
+             "batch_size=6 for a position with 7"),
+            (datasets.BatchIterator(ROWS, LABELS, 7, 1), ValueError,
+             "seed=1 for"),
+            ([(ROWS, LABELS)], TypeError, "received list")):
+        with pytest.raises(error, match=match):
+            mgpu.load_checkpoint(tmp_path / "saved", replicas, trainer, other)
+    with pytest.raises(TypeError, match="received list"):
+        mgpu.save_checkpoint(tmp_path / "saved", replicas, trainer, [1])
+    mgpu.save_checkpoint(tmp_path / "saved", replicas, trainer)
+    with pytest.raises(ValueError, match="data without a position"):
+        mgpu.load_checkpoint(tmp_path / "saved", *run)
+    with pytest.raises(ValueError, match="steps the replicas that it was"):
+        mgpu.save_checkpoint(tmp_path / "saved", replicas, stranger)
+    assert_same(everything(run), before)
+
+
+def change(file, edit):
+    """Write the file again, with its header and arrays after `edit`."""
+    with np.load(file) as loaded:
+        arrays = dict(loaded)
+    header = json.loads(str(arrays["header"]))
+    edit(header, arrays)
+    # json.dumps writes no number of 400 digits, where Python allows it
+    arrays["header"] = np.array(json.dumps(header).replace(
+        '"HUGE"', "1" + "0" * 400))
+    with open(file, "wb") as stream:
+        np.savez(stream, **arrays)
+
+
+def of_states(**numbers):
+    return lambda header, arrays: header["states"].update(numbers)
+
+
+def to_slot(slot, value):
+    return lambda header, arrays: arrays[f"slot:0.weight|{slot}"].__setitem__(
+        (0, 0), value)
+
+
+HOSTILE = {
+    "rate": of_states(learning_rate=float("nan")),
+    "infinite rate": of_states(learning_rate=float("inf")),
+    "huge rate": of_states(learning_rate="HUGE"),
+    "negative rate": of_states(learning_rate=-1.0),
+    "updates": of_states(num_update=-1),
+    "huge updates": of_states(num_update="HUGE"),
+    "half an update": of_states(num_update=1.5),
+    "count": of_states(counts={"0.weight": -3}),
+    "huge count": of_states(counts={"0.weight": "HUGE"}),
+    "good steps": of_states(good_steps=5000),
+    "skipped": of_states(skipped_steps=-1),
+    "scale": of_states(loss_scale=-1.0),
+    "variance": to_slot("variance", -1e-9),
+    "slot of text": lambda header, arrays: arrays.update(
+        {"slot:0.weight|mean": np.full((5, 6), "x")}),
+}
+HOSTILE_CHECKPOINT = {
+    "format": lambda header, arrays: header.update(format="mgpu 2"),
+    "numpy": lambda header, arrays: header["numpy"][1].pop(),
+    "python": lambda header, arrays: header["python"][1].pop(),
+    "grad_req": lambda header, arrays: header["grad_req"].update(x="both"),
+    "group": lambda header, arrays: arrays.update({"code:x": np.ones(1)}),
+    "stream": lambda header, arrays: arrays.update(
+        {"stream:seed": np.array("-1")}),
+    "shape": lambda header, arrays: arrays.update(
+        {"value:0.weight": np.ones(3)}),
+    "dtype": lambda header, arrays: arrays.update(
+        {"value:0.weight": np.ones((5, 6), "float32")}),
+    "missing": lambda header, arrays: arrays.pop("value:0.weight"),
+    "batch": lambda header, arrays: header["position"].update(
+        position=[0, 77]),
+    "epoch": lambda header, arrays: header["position"].update(
+        position=[-1, 0]),
+}
+
+
+@pytest.mark.parametrize("kind", [*HOSTILE, *HOSTILE_CHECKPOINT])
+def test_hostile_numbers_are_refused_and_nothing_changes(
+        backend, tmp_path, kind):
+    """In a checkpoint, and in a file of states."""
+    replicas, trainer, _ = run = plain(backend, on(0, 1))
+    go_on(run, 3, 2, tmp_path / "saved")
+    before = everything(run)
+    change(tmp_path / "saved", {**HOSTILE, **HOSTILE_CHECKPOINT}[kind])
+    with pytest.raises(ValueError):
+        mgpu.load_checkpoint(tmp_path / "saved", *run)
+    if kind in HOSTILE:
+        trainer.save_states(tmp_path / "states")
+
+        def edit(header, arrays):
+            inner = {f"slot:{key}": x for key, x in arrays.items()}
+            HOSTILE[kind]({"states": header}, inner)
+            arrays.update({key[5:]: x for key, x in inner.items()})
+        change(tmp_path / "states", edit)
+        with pytest.raises(ValueError):
+            trainer.load_states(tmp_path / "states")
+    assert_same(everything(run), before)
+
+
+def test_damaged_files_are_refused_and_nothing_changes(backend, tmp_path):
+    """Cut anywhere; a bit flipped anywhere, or the file is read as written."""
+    run = plain(backend, on(0, 1))
+    file = tmp_path / "saved"
+    go_on(run, 2, 2, file)
+    whole, saved = file.read_bytes(), everything(run)
+    go_on(run, 3)
+    before, refusals = everything(run), 0
+    places = np.random.default_rng(0).integers(0, len(whole), 60)
+    for bad in [whole[:n] for n in (0, 1, *places[:20])] + [
+            whole[:n] + bytes([whole[n] ^ 16]) + whole[n + 1:]
+            for n in places]:
+        file.write_bytes(bad)
+        try:
+            mgpu.load_checkpoint(file, *run)
+        except ValueError:
+            refusals += 1
+            assert_same(everything(run), before)
+        else:       # in bytes that say nothing, such as a date
+            assert_same(everything(run), saved)
+            file.write_bytes(whole)
+            go_on(run, 3)
+            before = everything(run)
+    assert refusals > 60
+    with pytest.raises(OSError):
+        mgpu.load_checkpoint(tmp_path / "missing", *run)
+
+
+def test_a_file_takes_as_much_memory_as_it_has_bytes(backend, tmp_path):
+    """No array that is compressed, and none whose header promises more."""
+    run = plain(backend, on(0))
+    file = tmp_path / "bomb"
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("x.npy", bytes(1 << 24))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="damaged"):
+            mgpu.load_checkpoint(file, *run)
+        with pytest.raises(ValueError, match="damaged"):
+            run[1].load_states(file)
+        text = b"{'descr': '<f8', 'fortran_order': False, " \
+            b"'shape': (1099511627776,), }"
+        with zipfile.ZipFile(file, "w") as out:
+            out.writestr("x.npy", b"\x93NUMPY\x01\x00" + bytes([118, 0])
+                         + text.ljust(117) + b"\n" + bytes(80))
