@@ -1,4 +1,5 @@
 """The next batches, drawn in the background while the devices compute."""
+import atexit
 import contextvars
 import itertools
 import queue
@@ -14,6 +15,9 @@ from mgpu.backends import get_backend
 from mgpu.datasets import Epoch
 from mgpu.device import Device, as_devices, try_all_gpus
 from mgpu.nested import map_leaves
+
+#: seconds that the end of the interpreter waits for a batch that is drawn
+AT_EXIT = 10.0
 
 
 def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
@@ -124,6 +128,15 @@ def _batches(source: Iterator[Any], depth: int,
         args=(_draw, source, pin, modes, partial(undisturbed, stop), drawn,
               wanted, stop, failure))
     del source, pin
+
+    def end(seconds: float | None = None) -> None:
+        stop.append(True)
+        wanted.put(True)
+        # The last reference may go while the thread itself runs.
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(seconds)
+    # Code of an engine aborts where the interpreter ends under it.
+    atexit.register(end, AT_EXIT)
     try:
         thread.start()
         while True:
@@ -137,13 +150,9 @@ def _batches(source: Iterator[Any], depth: int,
         if failure:
             raise failure.pop()
     finally:
-        stop.append(True)
-        wanted.put(True)
-        # The last reference may go while the thread itself runs, or when
-        # the interpreter ends, which stops daemon threads where they are.
-        if thread.is_alive() and thread is not threading.current_thread() \
-                and not sys.is_finalizing():
-            thread.join()
+        atexit.unregister(end)
+        if not sys.is_finalizing():     # that has waited already
+            end()
 
 
 def _draw(source: Iterator[Any], pin: Callable[[Any], Any] | None,

@@ -321,6 +321,56 @@ def test_the_same_training(engine, devices):
             assert_bit_equal(others[name], value)
 
 
+@pytest.mark.parametrize("name", {"torch"} & set(BACKENDS))
+def test_data_and_functional_dropout_draw_the_same_numbers_in_every_run(name):
+    """From torch's default stream, for which each replica has its own."""
+    import torch
+
+    class Net(torch.nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = torch.nn.functional.dropout(layer(x), 0.3, self.training)
+            return x
+
+    def data():
+        for X, y in batches(12):
+            # so often that a replica runs meanwhile
+            noise = sum(torch.randn(X.shape) for _ in range(300))
+            yield X + noise.numpy() / 100, y
+    found = []
+    with mgpu.using_backend(name):
+        for ahead in (0, 1, 3):
+            torch.manual_seed(0)
+            net = Net(*(torch.nn.Linear(6, 6) for _ in range(5)))
+            mgpu.seed(1)
+            replicas = mgpu.initialize(net, on(0, 1), dtype="float64")
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+            found.append(mgpu.train_epochs(
+                lambda X, y, r=replicas, t=trainer: mgpu.train_batch(
+                    X, y, r, mgpu.losses.SoftmaxCrossEntropyLoss(), t),
+                list(data()) if not ahead else data(), 1, on(0, 1),
+                prefetch=ahead).loss_per_step)
+    assert found[1:] == found[:1] * 2
+
+
+def test_a_training_may_run_inside_the_data(backend):
+    """Which has the turn to draw: its replicas do not wait for it. Nor does
+    who closes a source that waits for its turn."""
+    def data():
+        replicas, loss, trainer = set_up(backend, on(0, 1))
+        for X, y in batches():
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+            yield trainer.num_update
+    assert list(mgpu.prefetch(data())) == [1, 2, 3, 4, 5]
+    source = Source(9)
+    waiting = iter(mgpu.prefetch(source))
+    next(waiting)
+    eventually(lambda: source.drawn == 2)
+    with backend.undisturbed([]):
+        next(waiting)
+        waiting.close()
+
+
 def test_a_training_that_fails_leaves_no_thread(engine):
     replicas, loss, trainer = set_up(engine, on(0, 1))
     data = batches(20)

@@ -10,6 +10,7 @@ import itertools
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from mgpu.backends.base import ContextManager
 
 #: seconds without work after which a thread ends
 IDLE = 30.0
+#: seconds that the end of the interpreter waits for work
+AT_EXIT = 60.0
 
 _here = threading.local()       # .inside: this thread is a worker
 
@@ -117,15 +120,16 @@ class Workers:
         return [place[0] for place in places[:count] if place is not None]
 
     def end(self) -> None:
-        """End all threads, and wait for them: also for work that a second
-        Ctrl-C has left."""
+        """End all threads, and wait `AT_EXIT` seconds for them at most: also
+        for work that a second Ctrl-C has left."""
         places, self._places = [p for p in self._places if p], []
         if self._call is not None:      # who has begun may wait for the rest
             self._call.hand_out([jobs for jobs, _ in places])
         for jobs, _ in places:
             jobs.put(None)
+        end = time.monotonic() + AT_EXIT
         for _, thread in places:
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()))
 
     def _loop(self, i: int, jobs: Jobs) -> None:
         _here.inside = not self._leading
