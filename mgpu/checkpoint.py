@@ -55,8 +55,9 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     ------
     RuntimeError
         A gradient waits for `Trainer.step`, or was added up
-        (``grad_req="add"``) and not set to zero; the parameters have no
-        values yet; or another thread draws from `data`.
+        (``grad_req="add"``) and not set to zero; an update failed midway;
+        the parameters have no values yet; or another thread uses the
+        replicas or draws from `data`.
     TypeError, ValueError
         What is not replicas, their trainer, or such data.
 
@@ -68,18 +69,20 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     saved at other steps or never. On torch saving changes nothing.
     """
     check_pair(replicas, trainer)
-    _check_between_steps(replicas, trainer)
     position = None if data is None else _position(data)
-    states, slots = trainer_states.pack(trainer.export_states())
     backend = replicas.backend
-    arrays = {f"slot:{name}": x for name, x in slots.items()}
-    for p in replicas.all_parameters():
-        copies = p.list_data() if p.kind in BUFFERS else p.list_data()[:1]
-        every = [backend.to_numpy(x) for x in copies]
-        alike = len({x.tobytes() for x in every}) == 1
-        arrays[f"value:{p.name}"] = every[0] if alike else np.stack(every)
-    arrays |= {f"stream:{name}": x
-               for name, x in backend.export_streams().items()}
+    with replicas.owned():
+        _check_between_steps(replicas, trainer)
+        replicas.following.follow(replicas.all_parameters())
+        states, slots = trainer_states.pack(trainer.export_states())
+        arrays = {f"slot:{name}": x for name, x in slots.items()}
+        for p in replicas.all_parameters():
+            copies = p.list_data() if p.kind in BUFFERS else p.list_data()[:1]
+            every = [backend.to_numpy(x) for x in copies]
+            alike = len({x.tobytes() for x in every}) == 1
+            arrays[f"value:{p.name}"] = every[0] if alike else np.stack(every)
+        arrays |= {f"stream:{name}": x
+                   for name, x in backend.export_streams().items()}
     numpy: Any = np.random.get_state()
     files.write_arrays(file, {
         "format": FORMAT, "engine": backend.name,
@@ -95,7 +98,8 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
     """Go on from a file of `save_checkpoint`.
 
     On the same engine and devices the run has the bits of the one that saved.
-    After Ctrl-C inside the call, load again.
+    What an update that failed midway has torn is whole after it. After Ctrl-C
+    inside the call, load again.
 
     Parameters
     ----------
@@ -155,13 +159,17 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
             f"{replicas!r}. Pass seed= to begin new streams, or use the same "
             "devices.")
     _check_position(position, source)
-    trainer.import_states(states)       # the last that may refuse
-    put_values()
-    for p in replicas.params():
-        if requests.get(p.name, p.grad_req) != p.grad_req:
-            p.grad_req = requests[p.name]
-    if source is not None:
-        source.position = position["position"]
+
+    def apply() -> None:
+        trainer.import_states(states)       # the last that may refuse
+        put_values()
+        for p in replicas.params():
+            if requests.get(p.name, p.grad_req) != p.grad_req:
+                p.grad_req = requests[p.name]
+        if source is not None:
+            source.position = position["position"]
+    backend.uninterrupted(apply)
+    # In this thread: MXNet's streams are those of the thread that queues.
     if seed is not None:
         backend.seed(seed)
     for put in put_back:

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from mgpu.arguments import integer
@@ -29,9 +28,9 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
     to be taken. ``iter(data)`` itself is called by ``iter()``, in the
     caller's thread; the thread has the caller's context variables and the
     modes of the current backend (MXNet's NumPy mode, recording, autocast).
-    While it draws a batch, no replica of torch has its stream in the place of
-    torch's default one, so `data` draws from that what it draws without
-    `prefetch`.
+    Random numbers of the framework that `data` draws are the same in every
+    run after one `mgpu.seed`: on torch those of its default stream, as
+    without `prefetch`; on MXNet, where each thread has streams, new ones.
 
     Parameters
     ----------
@@ -102,7 +101,7 @@ class Prefetched:
         if isinstance(source, Epoch):
             source.moves, taken = False, source.taken
         return _batches(source, self._depth, pin, taken, backend.carry(),
-                        backend.undisturbed, contextvars.copy_context())
+                        backend.drawing, contextvars.copy_context())
 
     def __repr__(self) -> str:
         return f"prefetch({self.data!r}, depth={self._depth})"
@@ -112,7 +111,7 @@ def _batches(source: Iterator[Any], depth: int,
              pin: Callable[[Any], Any] | None,
              taken: Callable[[], None] | None,
              modes: Callable[[], AbstractContextManager[None]],
-             undisturbed: Callable[..., AbstractContextManager[None]],
+             drawing: Callable[..., Callable[[], Any]],
              context: contextvars.Context) -> Iterator[Any]:
     # What the thread knows does not lead to this generator: dropping that
     # is what ends the thread. No semaphore and no event: Ctrl-C inside one
@@ -125,8 +124,8 @@ def _batches(source: Iterator[Any], depth: int,
         wanted.put(True)
     thread = threading.Thread(
         target=context.run, name="mgpu-prefetch", daemon=True,
-        args=(_draw, source, pin, modes, partial(undisturbed, stop), drawn,
-              wanted, stop, failure))
+        args=(_draw, source, pin, modes, drawing(stop), drawn, wanted,
+              stop, failure))
     del source, pin
 
     def end(seconds: float | None = None) -> None:
@@ -157,14 +156,14 @@ def _batches(source: Iterator[Any], depth: int,
 
 def _draw(source: Iterator[Any], pin: Callable[[Any], Any] | None,
           modes: Callable[[], AbstractContextManager[None]],
-          undisturbed: Callable[[], AbstractContextManager[None]],
+          drawing: Callable[[], AbstractContextManager[None]],
           drawn: queue.SimpleQueue, wanted: queue.SimpleQueue,
           stop: list[bool], failure: list[BaseException]) -> None:
     """Boxes with a batch each, then an empty one."""
     try:
         with modes():
             while wanted.get() and not stop:
-                with undisturbed():
+                with drawing():
                     box = list(itertools.islice(source, 1))
                 if not box:
                     break

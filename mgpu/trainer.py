@@ -234,11 +234,7 @@ class Trainer:
     def _whole(self, section: Callable[[], None]) -> None:
         """Call `section` whole, or after Ctrl-C perhaps not at all, while no
         other thread uses the replicas."""
-        if self._torn:
-            raise RuntimeError(
-                "an update of this trainer failed midway, so its states may "
-                "not fit the weights; load states with Trainer.load_states "
-                "and values with Replicas.import_numpy.")
+        self._check_whole()
         backend = self.replicas.backend
 
         def scoped() -> None:
@@ -246,6 +242,13 @@ class Trainer:
                 section()
         with self.replicas.owned():
             backend.uninterrupted(scoped)
+
+    def _check_whole(self) -> None:
+        if self._torn:
+            raise RuntimeError(
+                "an update of this trainer failed midway, so its states may "
+                "not fit the weights; load states with Trainer.load_states "
+                "and values with Replicas.import_numpy.")
 
     def _trained(self) -> list[Parameter]:
         self._check_complete()
@@ -564,7 +567,9 @@ class Trainer:
 
     def export_states(self) -> TrainerStates:
         """The optimiser's state as NumPy copies, whatever the engine and the
-        number of devices. Waits for pending updates."""
+        number of devices. Waits for pending updates. RuntimeError after an
+        update that failed midway."""
+        self._check_whole()
         scale = self._scale
         return TrainerStates(
             type(self.optimizer).__name__, self.num_update,

@@ -353,6 +353,24 @@ def test_data_and_functional_dropout_draw_the_same_numbers_in_every_run(name):
     assert found[1:] == found[:1] * 2
 
 
+@pytest.mark.parametrize("name", {"mxnet"} & set(BACKENDS))
+def test_each_epoch_of_mxnet_data_draws_numbers_of_its_own(name):
+    """The same in every run; each thread has streams there."""
+    with mgpu.using_backend(name):
+        import mxnet as mx
+
+        class Data:
+            def __iter__(self):
+                return (float(mx.nd.random.uniform().asscalar())
+                        for _ in range(3))
+        runs = []
+        for _ in range(2):
+            mgpu.seed(3)
+            source = mgpu.prefetch(Data())
+            runs.append([*source, *source])
+    assert runs[0] == runs[1] and len(set(runs[0])) == 6
+
+
 def test_a_training_may_run_inside_the_data(backend):
     """Which has the turn to draw: its replicas do not wait for it. Nor does
     who closes a source that waits for its turn."""
@@ -366,7 +384,7 @@ def test_a_training_may_run_inside_the_data(backend):
     waiting = iter(mgpu.prefetch(source))
     next(waiting)
     eventually(lambda: source.drawn == 2)
-    with backend.undisturbed([]):
+    with backend.drawing([])():
         next(waiting)
         waiting.close()
 

@@ -638,12 +638,13 @@ class Backend(ABC):
         Exception, with nothing changed, for other arrays."""
         raise messages.not_supported(self.name, "random streams in a file")
 
-    def undisturbed(self, stop: Sequence[Any]) -> ContextManager:
-        """Inside the block, in a thread that is not a device's, code of the
-        user's draws from the framework's own stream what it draws where no
-        network runs. Waits for replicas that have theirs in its place; once
-        `stop` holds something, with an InterruptedError instead."""
-        return nullcontext()
+    def drawing(self, stop: Sequence[Any]) -> Callable[[], ContextManager]:
+        """For a thread that draws data: a function that makes a block for
+        each batch. In it, code of the user's draws from the framework's own
+        streams the same numbers in every run, whatever networks draw
+        meanwhile. It may wait for replicas; once `stop` holds something,
+        with an InterruptedError instead."""
+        return nullcontext
 
     # networks
 

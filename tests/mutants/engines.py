@@ -64,6 +64,14 @@ MUTANTS = [
     Mutant("torch-seed-ignored", "masks go on after a seed",
            edit(_TORCH + "seed", "self._generators.clear()", "pass"),
            ("test_contract.py::test_random_streams[torch-2dev]",)),
+    Mutant("torch-data-draws-from-replicas", "data is drawn while a replica's "
+           "stream stands in for torch's default one",
+           edit("mgpu.prefetching:_draw", "with drawing():", "if True:"),
+           ("test_prefetch.py::test_data_and_functional_dropout_draw_the_same_"
+            "numbers_in_every_run[torch]",)),
+    Mutant("mxnet-threads-not-seeded", "the threads of devices draw on",
+           edit(_MXNET + "parallel", "self._begin_streams(1)", "pass"),
+           ("test_checkpoint.py::test_a_resumed_run_under_sync[mxnet-nd]",)),
     Mutant("torch-results-in-no-order", "results of devices change places",
            edit("mgpu.backends._workers:_Call.outcome",
                 "first_error_or(results, errors)",

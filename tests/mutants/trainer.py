@@ -9,6 +9,7 @@ _APPLY, _BLOCKS = "mgpu.host_memory:update", "mgpu.host_memory:update_blocks"
 _ONE = ("test_trainer.py::test_k_devices_are_one_device[torch-sgd-2]",)
 _GLUON = ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
           "[torch-1dev-sgd]",)
+_GOES_ON = "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
 _RESUMED = "test_trainer.py::test_a_resumed_training_is_the_uninterrupted_one"
 
 MUTANTS = [
@@ -112,6 +113,32 @@ MUTANTS = [
            edit("mgpu.trainer_states:export_slots", "in slots.items()}",
                 "in list(slots.items())[:-1]}"),
            (_RESUMED + "[torch-2dev-adam]",)),
+    Mutant("streams-not-restored", "masks after a checkpoint are others",
+           edit("mgpu.checkpoint:load_checkpoint", "        put()", "        pass"),
+           (_GOES_ON + "[torch-2dev-in an epoch]",
+            _GOES_ON + "[mxnet-nd-2dev-in an epoch]")),
+    Mutant("buffers-of-one-device", "all devices get those of the first",
+           edit("mgpu.checkpoint:save_checkpoint", "np.stack(every)",
+                "every[0]"), (_GOES_ON + "[torch-2dev-in an epoch]",)),
+    Mutant("impossible-states", "a rate of NaN is loaded",
+           edit("mgpu.trainer_states:_impossible", "return wrong",
+                "return []"),
+           ("test_checkpoint.py::test_hostile_numbers_are_refused_and_nothing_"
+            "changes[torch-rate]",)),
+    Mutant("negative-variance", "a variance below 0 is loaded",
+           edit("mgpu.trainer_states:fit", "slot in NEVER_NEGATIVE", "False"),
+           ("test_checkpoint.py::test_hostile_numbers_are_refused_and_nothing_"
+            "changes[torch-variance]",)),
+    Mutant("size-bomb", "an array is believed to be as large as it says",
+           edit("mgpu.files:read_arrays", "raise ValueError(\"its arrays",
+                "ValueError(\"its arrays"),
+           ("test_checkpoint.py::test_a_file_takes_as_much_memory_as_it_has_"
+            "bytes",)),
+    Mutant("half-a-step-saved", "a gradient that waits is forgotten",
+           edit("mgpu.checkpoint:_check_between_steps", "trainer.pending or "
+                "any(map(backend.is_fresh, p.list_data()))", "False"),
+           ("test_checkpoint.py::test_a_save_between_the_halves_of_a_step_is_"
+            "refused[torch]",)),
     Mutant("counts-not-loaded", "Adam corrects its bias from the start again",
            edit("mgpu.trainer:Trainer._load", "dict(saved.counts)", "{}"),
            (_RESUMED + "[torch-2dev-adam]",)),

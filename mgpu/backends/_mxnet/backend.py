@@ -2,6 +2,8 @@
 import contextlib
 import ctypes
 import functools
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +24,8 @@ from mgpu.backends.scope import Scope
 from mgpu.environment import cpu_cores
 
 autograd, npx = mx.autograd, mx.npx
+
+_here = threading.local()       # .drawers: of the seed that its streams have
 
 
 @contextlib.contextmanager
@@ -85,10 +89,12 @@ class MXNetBackend(base.Backend):
 
     def __init__(self) -> None:
         self.ops = MXNetOps()
-        self._seed = 0
+        self._seed, self._drawers = 0, itertools.count(2)
         # The engine runs contexts side by side, whatever thread queued the
         # work; `dispatch` says what threads are used for nevertheless.
-        self._workers = Workers("mgpu-mxnet", lambda: None, self.carry)
+        # A thread that ended would take its random streams along.
+        self._workers = Workers("mgpu-mxnet", lambda: None, self.carry,
+                                idle=threading.TIMEOUT_MAX)
         self._leader = Workers("mgpu-mxnet-step", lambda: None, self.carry,
                                leading=True)
 
@@ -263,7 +269,15 @@ class MXNetBackend(base.Backend):
             return run_in_turn(thunks)
         if inside_worker():
             raise messages.nested_rendezvous()
-        return self._workers.run(thunks)
+        drawers = self._drawers
+
+        def seeded(thunk: Callable[[], Any]) -> Any:
+            if getattr(_here, "drawers", None) is not drawers:
+                _here.drawers = drawers
+                self._begin_streams(1)
+            return thunk()
+        return self._workers.run([functools.partial(seeded, thunk)
+                                  for thunk in thunks])
 
     def side_by_side(self, contexts: Sequence[Any]) -> bool:
         """Whether work on these contexts may be faster when several threads
@@ -310,14 +324,34 @@ class MXNetBackend(base.Backend):
         return modes
 
     def seed(self, seed: int) -> None:
-        # One number for all devices: MXNet mixes the context into it.
-        self._seed = seed
+        # One number for all devices: MXNet mixes the context into it. Its
+        # streams are those of the thread that queues an operation: another
+        # thread begins its own when it first draws after this.
+        self._seed, self._drawers = seed, itertools.count(2)
         mx.random.seed(seed & 0x7FFFFFFF)
+
+    def _child(self, number: int) -> int:
+        """The seed of other streams: 0, of those after a save; 1, of the
+        devices' threads; from 2, of threads that draw data."""
+        child, = np.random.SeedSequence([self._seed, number]).generate_state(1)
+        return int(child) & 0x7FFFFFFF
+
+    def _begin_streams(self, number: int) -> None:
+        mx.random.seed(self._child(number))
+
+    def drawing(self, stop: Sequence[Any]
+                ) -> Callable[[], base.ContextManager]:
+        begin = [functools.partial(self._begin_streams, next(self._drawers))]
+
+        def block() -> base.ContextManager:
+            while begin:        # in the thread that draws, once
+                begin.pop()()
+            return contextlib.nullcontext()
+        return block
 
     def export_streams(self) -> dict[str, np.ndarray]:
         # MXNet shows no state of a stream: both runs begin one here.
-        following, = np.random.SeedSequence([self._seed, 1]).generate_state(1)
-        self.seed(int(following))
+        self.seed(self._child(0))
         return {"seed": np.array(str(self._seed))}
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]

@@ -279,8 +279,9 @@ class TorchBackend(Leaves, base.Backend):
                                              device.index)
         return put_back
 
-    def undisturbed(self, stop: Sequence[Any]) -> base.ContextManager:
-        return undisturbed(stop)
+    def drawing(self, stop: Sequence[Any]
+                ) -> Callable[[], base.ContextManager]:
+        return partial(undisturbed, stop)
 
     # -- debugging ----------------------------------------------------------
 

@@ -345,7 +345,7 @@ class TorchReplica(base.Replica):
 
 @contextlib.contextmanager
 def undisturbed(stop: Sequence[Any]) -> Iterator[None]:
-    """See `mgpu.backends.base.Backend.undisturbed`."""
+    """See `mgpu.backends.base.Backend.drawing`."""
     turn = _inner.get() or _everyone
     # The holder may wait for this thread, having said `stop`.
     while not turn.acquire(timeout=0.05):
