@@ -274,7 +274,7 @@ class TorchReplica(base.Replica):
         with contextlib.ExitStack() as stack:
             if self._draws and self._handle.type == "cpu":
                 # Checkpoints set the default stream, which threads share.
-                stack.enter_context(_turn)
+                stack.enter_context(_inner.get() or _everyone)
             stack.callback(self._masks.clear)
             stack.callback(self._dress(modes, forwards))
             self._met = met
