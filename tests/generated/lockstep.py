@@ -20,7 +20,8 @@ MAX_NORM = 0.5
 REFUSALS = {"clip": "(?s)(?=.*allreduce_grads)(?=.*clip_global_norm)",
             "stale": "has no new gradient", "batch_size": "batch_size must",
             "rnn": "float64 gradients.*float32",
-            "sparse": "hold all rows.*sparse"}
+            "sparse": "hold all rows.*sparse",
+            "again": "Run this step again", "sync": "meet in the forward pass"}
 
 
 class Failure(AssertionError):
@@ -91,10 +92,28 @@ class _Lockstep:
                 with self.ours():
                     getattr(self, action[0])(*action[1:])
             self.where = f"step {number}"
-            self.step(step)
+            if not self.tried(step):
+                return self.refused
         self.where = "at the end"
         self.predict()
         return self.refused
+
+    def tried(self, step: Step) -> bool:
+        """Take a step. A checkpoint may be refused in its pass: for good
+        around synchronised batch norm (False), or until the next try."""
+        try:
+            self.step(step)
+        except Failure as failure:
+            why = [why for why in ("again", "sync") if re.search(
+                       REFUSALS[why], str(failure.__cause__))]
+            if not why or not self.case.kinds() & {"checkpoint", "reentrant"}:
+                raise
+            self.refused += why
+            self.promised = self.promised and \
+                "batch_norm" not in self.case.kinds()
+            self.abandon()
+            return why == ["again"] and self.tried(step)
+        return True
 
     def initialize(self, net, k: int):
         return mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)],

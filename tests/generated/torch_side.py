@@ -89,7 +89,6 @@ def ready(net, dtype):
 
 def freeze(p, case, frozen=True):
     p.requires_grad_(not frozen)
-    p.grad = None
 
 
 def hook(layer):
@@ -204,6 +203,9 @@ class Plain:
         """Those that a backward pass has reached, and whether it were all."""
         trained = [p for p in self.net.parameters() if p.requires_grad]
         found = [p.grad for p in trained if p.grad is not None]
+        for p in self.net.parameters():
+            if not p.requires_grad:
+                p.grad = None       # frozen since
         return found, len(found) == len(trained)
 
     def step(self):
