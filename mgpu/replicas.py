@@ -496,9 +496,19 @@ class Replicas(abc.Sequence):
             self._ran.add(i)
         result = self._replicas[i](*inputs)
         if self.backend.is_recording():
-            self.recorded[i] = True
+            with self._turn:
+                # What has had its backward pass may be of an earlier batch.
+                self.recorded = [flag and not self._is_fresh(j)
+                                 for j, flag in enumerate(self.recorded)]
+                self.recorded[i] = True
         self._passed()
         return result
+
+    def _is_fresh(self, i: int) -> bool:
+        """Whether a backward pass has reached device `i` since the last
+        step."""
+        return any(self.backend.is_fresh(p.list_data()[i])
+                   for p in self.params())
 
     def _make_equal(self) -> None:
         """Before a pass: all replicas as replica 0."""

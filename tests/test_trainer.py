@@ -523,7 +523,8 @@ def native_backward(loss):
     (loss.sum() if hasattr(loss, "grad_fn") else loss).backward()
 
 
-@pytest.mark.parametrize("passes", ["together", "one by one", "native"])
+@pytest.mark.parametrize("passes", ["together", "one by one", "native",
+                                    "device by device"])
 def test_a_step_applies_one_batch(engine, devices, passes):
     """A batch that was abandoned after its backward pass is not applied with
     the next one, though that leaves devices idle."""
@@ -538,15 +539,27 @@ def test_a_step_applies_one_batch(engine, devices, passes):
             mgpu.backward(losses)
         for one in losses if passes != "together" else ():
             (native_backward if passes == "native" else mgpu.backward)(one)
+
+    def go_by_device(replicas, X, y):
+        for replica, x, label in zip(
+                replicas, *mgpu.split_batch(X, y, replicas.devices)):
+            if len(x):
+                with mgpu.record():
+                    one = loss(replica(x), label)
+                (native_backward if passes == "native" else mgpu.backward)(one)
+    if passes == "device by device":
+        go = go_by_device
     for abandoned in (False, True):
         replicas = initialize(mlp(engine), devices)
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
         if abandoned:
             go(replicas, *batch(8, 7))
         go(replicas, *batch(1))
-        with mgpu.record():     # a look at the outputs changes nothing
+        if passes == "together":    # a look at the outputs changes nothing
             replicas(mgpu.split_batch(*batch(8), devices)[0])
-        trainer.step(1, ignore_stale_grad=True)
+            with mgpu.record():
+                replicas(mgpu.split_batch(*batch(1), devices)[0])
+        trainer.step(1)
         found.append(values(replicas))
     assert_close(found[1], found[0])
 
