@@ -114,8 +114,8 @@ MUTANTS = [
            ("test_replicas.py::test_recurrent_layers_of_mxnet_are_refused_in_"
             "float64[RNN-*",)),
     Mutant("dtype-misnamed", "the wrong dtype is said to be the right one",
-           edit("mgpu.backends.messages:explain_dtype",
-                "', '.join(others)", "own[0]"),
+           edit("mgpu.backends.messages:wrong_dtype", "', '.join(received)",
+                "own"),
            ("test_replicas.py::test_inputs_of_another_dtype_are_named["
             "torch-*",)),
 ]
