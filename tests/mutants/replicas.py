@@ -61,12 +61,12 @@ MUTANTS = [
             "gluon",)),
     Mutant("loaded-values-zeroed", "values without shapes become zeros",
            edit("mgpu.backends._mxnet.network:MXNetNetwork._allocate",
-                "if value is not None:", "if False:"),
+                "p._init_impl(value,", "p._init_impl(value * 0,"),
            ("test_replicas.py::test_a_symbol_block_keeps_the_values_that_"
             "were_loaded",)),
-    Mutant("native-call-forgotten", "only mgpu completes shapes",
-           edit("mgpu.replicas:initialize",
-                "not replicas.complete and network", "False and network"),
+    Mutant("native-call-draws-zeros", "only mgpu draws values",
+           edit("mgpu.backends._mxnet.network:_Drawn._init_weight",
+                "self._draw(arr.shape)", "0"),
            ("test_replicas.py::test_a_native_call_completes_unknown_shapes"
             "[mxnet-nd-2dev]",)),
     Mutant("wrong-shapes-stay", "lazy layers keep the shape of a wrong sample",
