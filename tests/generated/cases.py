@@ -34,7 +34,8 @@ class Step(_Short):
     before : tuple of tuples
         ("load",), ("edit", number of the parameter, way), ("freeze" or
         "unfreeze", number, "net" or "mgpu"), ("save",), ("restore",),
-        ("resume", devices), ("rate", learning rate), ("predict",).
+        ("resume", devices, "states" or "checkpoint"), ("rate", learning
+        rate), ("predict",), ("multiply", number, "lr_mult" or "wd_mult").
     how : str
         "train_batch", "replicas" (all at once, by hand) or "one by one".
     clip : str
@@ -71,6 +72,7 @@ class Case(_Short):
     options: dict[str, Any] = field(
         default_factory=lambda: {"learning_rate": 0.125})
     schedule: tuple[int, float] | None = None       # updates, factor
+    allreduce: str = "auto"
     adds: bool = False              # gradients accumulate
     skips: bool = False             # ignore_stale_grad, where steps are taken
     #                                 by hand
@@ -120,6 +122,12 @@ OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
               ("rmsprop", {"eps": 2.0 ** -10, "momentum": 0.5})]}
 
 
+#: Gluon keeps their states in float32
+NARROW: list[tuple[str, dict[str, Any]]] = [
+    ("rmsprop", {"gamma1": 0.75, "epsilon": 2.0 ** -10}),
+    ("adagrad", {"eps": 2.0 ** -10}), ("adadelta", {"epsilon": 2.0 ** -10})]
+
+
 class _Drawing:
     """Draws the layers of one network."""
 
@@ -166,7 +174,8 @@ def draw(engine: str, seed: int) -> Case:
     narrow = recurrent and (engine == "torch" or rng.random() < 0.8)
     normed = "batch_norm" in found
     policies = ("sync",) if k > 1 else ("sync", "per_device", "average")
-    family = SGD if normed or rng.random() < 0.5 else OTHERS[engine]
+    family = SGD if normed or rng.random() < 0.5 else OTHERS[engine] \
+        + NARROW * (engine == "mxnet" and narrow)
     optimizer, options = rng.choice(family)
     options = {"learning_rate": rng.choice([0.125, 0.0625]), **options}
     if rng.random() < 0.4:
@@ -182,6 +191,8 @@ def draw(engine: str, seed: int) -> Case:
         loss=rng.choice(["SoftmaxCrossEntropyLoss", "L2Loss"]),
         optimizer=optimizer, options=options,
         schedule=(rng.randint(1, 3), 0.5) if rng.random() < 0.3 else None,
+        allreduce=rng.choice(["auto", "auto", "naive", "tree", "ring",
+                              "sharded"]),
         adds=rng.random() < 0.15, skips=rng.random() < 0.5)
     return replace(case, steps=tuple(_step(rng, case)
                                      for _ in range(rng.randint(3, 5))))
@@ -209,14 +220,18 @@ def _step(rng: random.Random, case: Case) -> Step:
 
 def _action(rng: random.Random, case: Case) -> tuple[Any, ...]:
     kind = rng.choice(["edit", "edit", "edit", "load", "freeze", "unfreeze",
-                       "save", "restore", "resume", "rate", "predict"])
+                       "save", "restore", "resume", "rate", "predict"]
+                      + ["multiply"] * (case.engine == "mxnet"))
     if kind == "edit":
         return kind, rng.randrange(20), rng.choice(EDITS[case.engine])
     if kind in ("freeze", "unfreeze"):
         return kind, rng.randrange(20), rng.choice(["net", "mgpu"])
     if kind == "resume":
-        return kind, rng.randint(1, 4) if case.batch_norm == "sync" or \
+        k = rng.randint(1, 4) if case.batch_norm == "sync" or \
             "batch_norm" not in case.kinds() else 1
+        return kind, k, rng.choice(["states", "checkpoint"])
+    if kind == "multiply":
+        return kind, rng.randrange(20), rng.choice(["lr_mult", "wd_mult"])
     if kind == "rate":
         return ("predict",) if case.schedule else (
             kind, rng.choice([0.25, 0.03125]))
@@ -238,7 +253,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for changed in ({"optimizer": "sgd", "options": rate}, {"schedule": None},
                     {"words": False}, {"batch_norm": "per_device"},
                     {"adds": False}, {"skips": False}, {"init": None},
-                    {"loss": "L2Loss"}):
+                    {"allreduce": "auto"}, {"loss": "L2Loss"}):
         if any(getattr(case, name) != x for name, x in changed.items()):
             yield replace(case, **changed)
     for i, step in enumerate(case.steps):

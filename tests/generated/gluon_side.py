@@ -172,10 +172,11 @@ class Plain:
         losses.backward()
         return losses.asnumpy()
 
-    def zero_grad(self):
+    def zero_grad(self, done=True):
+        """Not `done`: what a batch that was given up has reached is zero."""
         for p in self._trained():
             p.zero_grad()
-            p.data()._fresh_grad = False
+            p.data()._fresh_grad &= not done
 
     def predict(self, data):
         return self.net(*map(_array, data)).asnumpy()

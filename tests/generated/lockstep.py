@@ -21,6 +21,7 @@ REFUSALS = {"clip": "(?s)(?=.*allreduce_grads)(?=.*clip_global_norm)",
             "stale": "has no new gradient", "batch_size": "batch_size must",
             "rnn": "float64 gradients.*float32",
             "sparse": "hold all rows.*sparse",
+            "checkpoint": "a checkpoint holds no gradients",
             "again": "Run this step again", "sync": "meet in the forward pass"}
 
 
@@ -73,6 +74,7 @@ class _Lockstep:
         self.case, self.side, self.tamper = case, side, tamper
         self.refused, self.masks, self.saved = [], {}, None
         self.trainer, self.where = None, "at the start"
+        self.done = True        # no gradient waits
         #: whether running statistics are those of one device
         self.promised = "batch_norm" not in case.kinds() or case.k == 1 \
             or case.batch_norm == "sync"
@@ -128,7 +130,7 @@ class _Lockstep:
             self.replicas = self.initialize(net, k)
             self.trainer = mgpu.Trainer(
                 self.replicas, case.optimizer, case.options,
-                semantics=side.semantics,
+                semantics=side.semantics, allreduce=case.allreduce,
                 lr_scheduler=case.schedule and mgpu.lr_scheduler
                 .FactorScheduler(*case.schedule))
             for p in self.replicas.params() if case.adds else ():
@@ -219,11 +221,11 @@ class _Lockstep:
 
     def load(self) -> None:
         buffers = self.side.statistics(self.plain.net)
-        shared = {}         # tied weights stay tied
-        new = {name: x if name in buffers else shared.setdefault(
-                   x.tobytes(), self.rng.normal(0, 0.5, x.shape)
-                   .astype(x.dtype))
-               for name, x in self.side.values(self.plain.net).items()}
+        new, tied = {}, {}
+        for name, x in self.side.values(self.plain.net).items():
+            other = x + 0.25 if name in buffers else tied.setdefault(
+                x.tobytes(), self.rng.normal(0, 0.5, x.shape))
+            new[name] = np.array(other, x.dtype)
         for net in (self.replicas.net, self.plain.net):
             self.side.load(net, new)
 
@@ -262,17 +264,32 @@ class _Lockstep:
             self.trainer.import_states(self.saved[1])
             self.plain.restore(self.saved[2])
 
-    def resume(self, k: int) -> None:
+    def resume(self, k: int, how: str) -> None:
         """In a network of its own, as in another process."""
         values, before = self.export(), self.replicas
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "states"
-            self.trainer.save_states(file)
+            file, refused = Path(folder) / "file", len(self.refused)
+            if how == "checkpoint":
+                with self.refusal(None if self.done else "checkpoint"):
+                    mgpu.save_checkpoint(file, before, self.trainer)
+            if how == "states" or len(self.refused) > refused:
+                how = "states"
+                self.trainer.save_states(file)
             self.set_up(k)
-            self.replicas.import_numpy(values)
-            self.trainer.load_states(file)
+            if how == "states":
+                self.replicas.import_numpy(values)
+                self.trainer.load_states(file)
+            else:
+                mgpu.load_checkpoint(file, self.replicas, self.trainer,
+                                     seed=None if k == len(before) else 1)
         for p, old in zip(self.replicas.params(), before.params()):
             p.grad_req = old.grad_req
+            p.lr_mult, p.wd_mult = old.lr_mult, old.wd_mult
+
+    def multiply(self, number: int, factor: str) -> None:
+        for net in (self.replicas.net, self.plain.net):
+            found = self.side.parameters(net)
+            setattr(found[number % len(found)], factor, 2.0)
 
     def predict(self) -> None:
         """On every device."""
@@ -366,10 +383,12 @@ class _Lockstep:
             self.side.clip(self.plain.net, MAX_NORM)
         self.taken(n)
 
-    def abandon(self) -> None:
-        """The batch is given up; what accumulates is cleared by the user."""
+    def abandon(self, done: bool = False) -> None:
+        """The batch is given up (or `done`); what accumulates is cleared by
+        the user."""
+        self.done = done
         if self.case.adds:
-            self.plain.zero_grad()
+            self.plain.zero_grad(done)
             self.replicas.zero_grad()
         self.compare()
 
@@ -377,7 +396,7 @@ class _Lockstep:
         for g in self.plain.gradients()[0]:
             g /= n      # by itself: Gluon's rescale_grad is a float32
         self.plain.step()
-        self.abandon()
+        self.abandon(done=True)
         with self.ours():
             self.replicas.check_equal()
 
