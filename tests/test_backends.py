@@ -369,3 +369,61 @@ def test_freed_memory_is_kept(backend, keep):
              "MALLOC_MMAP_THRESHOLD_": "131072"},
         stdout=subprocess.PIPE).stdout.split()
     assert [int(n) < 8 * 10 for n in found] == [keep == "1"] * 2, found
+
+
+_GIVEN_BACK = """
+import gc, os, sys, time
+import numpy as np
+import mgpu
+from mgpu import parity
+from networks import mlp
+mgpu.set_backend(sys.argv[1])
+backend, rows = mgpu.get_backend(), np.ones((4, 6), "float32")
+backend._workers._idle = backend._leader._idle = 0.2
+def resident():     # in MB
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
+def use():
+    arrays = [np.ones(1 << 20, "float32") for _ in range(150)]
+def train(replicas):
+    trainer = mgpu.Trainer(replicas, "sgd")
+    def step(X, y):
+        use()
+        return mgpu.train_batch(X, y, replicas,
+                                mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+    mgpu.train_epochs(step, [(rows, np.zeros(4, "int32"))] * 2, 1,
+                      replicas.devices)
+def new():
+    return mgpu.initialize(mlp(backend), mgpu.list_devices(2))
+replicas = new()
+train(replicas)
+before = resident()
+use()
+kept = resident()
+if sys.argv[2] == "train":
+    train(replicas)
+elif sys.argv[2] == "initialize":
+    del replicas
+    gc.collect()
+    new()
+elif sys.argv[2] == "compare":
+    sides = mlp(backend), mlp(backend)
+    [mgpu.initialize(net, mgpu.list_devices(1), "xavier") for net in sides]
+    parity.compare(*sides, batches=[(rows, np.zeros(4, "int32"))])
+else:
+    backend.uninterrupted(use)
+    time.sleep(3)
+print(kept - before, resident() - before)
+"""
+
+
+@pytest.mark.parametrize("by", ["train", "initialize", "compare", "idle"])
+def test_freed_memory_is_given_back_after_its_use(backend, by):
+    """600 MB of arrays: kept within a training, and not after it."""
+    out = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _GIVEN_BACK, backend.name, by],
+        check=True, text=True, stdout=subprocess.PIPE, env={
+            **os.environ, "PYTHONPATH": os.pathsep.join(
+                [os.path.dirname(__file__), *sys.path])}).stdout
+    kept, after = map(int, out.split())
+    assert kept > 500 and after < 200, out

@@ -1,5 +1,6 @@
 """The specification `mgpu.backends.base`, on both engines and on both array
 families of MXNet: one body for all."""
+import asyncio
 import contextlib
 import contextvars
 import inspect
@@ -699,6 +700,38 @@ def test_a_scope_belongs_to_its_thread(backend):
         thread.join()
         assert flags(backend) == (True, True)
     assert seen == [(False, False)]
+
+
+def test_a_scope_holds_no_await(backend):
+    """Where another task computes meanwhile: its flags would be wrong."""
+    replicas = mgpu.initialize(mlp(backend), [cpu(0)])
+    x, seen = mgpu.put(np.ones((2, 6), "float32"), mgpu.cpu(0)), []
+
+    async def awaits():
+        with mgpu.record():
+            await asyncio.sleep(0)
+
+    async def computes():
+        for use in (lambda: replicas[0](x), mgpu.no_grad().__enter__):
+            with pytest.raises(RuntimeError, match="blocks hold no await"):
+                use()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        with mgpu.no_grad():
+            seen.append(replicas[0](x).shape)
+
+    async def main():
+        await asyncio.gather(awaits(), computes())
+        with mgpu.record():     # a block without one is as ever
+            seen.append(replicas[0](x).shape)
+        await awaits()          # nobody else computes
+
+    with mgpu.no_grad():        # and what holds outside holds in all tasks
+        asyncio.run(main())
+    assert seen == [(2, 3)] * 2 and not backend.is_recording()
+    for function in (awaits, lambda: (yield)):
+        with pytest.raises(TypeError, match="done when they return"):
+            mgpu.record()(function)
 
 
 def test_training_without_recording(backend):

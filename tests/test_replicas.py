@@ -2,7 +2,10 @@
 native networks."""
 import contextlib
 import copy
+import gc
+import pickle
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -1709,3 +1712,49 @@ def test_a_parameter_without_elements(name, devices):
         trainer.step(8)
         replicas.check_equal()
         assert replicas.export_numpy()["none"].shape == (0, 3)
+
+
+def test_a_network_that_nobody_uses_ends(engine, devices):
+    """mgpu's own tables keep none, nor its memory."""
+    replicas = mgpu.initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    mgpu.train_batch(np.ones((4, 6), "float32"), np.zeros(4, "int32"),
+                     replicas, mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+    alive = weakref.ref(replicas), weakref.ref(replicas.net)
+    del replicas, trainer
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_replicas_are_not_copied(backend, copied):
+    """A copy would share devices, and leave the trainer behind."""
+    replicas = mgpu.initialize(mlp(backend), on(0, 1))
+    for thing in (replicas, {"model": replicas}):
+        if copied is copy.copy and thing is not replicas:
+            continue
+        with pytest.raises(TypeError, match="neither copied nor pickled"):
+            copied(thing)
+
+
+class Changing(dict):
+    """Each value is another one when it is read again."""
+
+    def __getitem__(self, name):
+        value = super().__getitem__(name)
+        self[name] = np.full(99, "gone")
+        return value
+
+
+def test_values_are_read_once(engine):
+    """And before anything is written."""
+    replicas = mgpu.initialize(mlp(engine), on(0, 1), "xavier")
+    wanted = {name: x + 1 for name, x in replicas.export_numpy().items()}
+    replicas.import_numpy(Changing(wanted))
+    assert_all_equal(replicas.export_numpy(), wanted)
+    for dtype in ("complex64", "uint16", np.longdouble):    # no engine's
+        with pytest.raises(ValueError, match="2.bias: dtype"):
+            replicas.import_numpy({
+                **{name: x * 0 for name, x in wanted.items()},
+                "2.bias": np.zeros(3, dtype)})
+    assert_all_equal(replicas.export_numpy(), wanted)

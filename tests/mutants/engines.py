@@ -64,6 +64,15 @@ MUTANTS = [
     Mutant("torch-seed-ignored", "masks go on after a seed",
            edit(_TORCH + "seed", "self._generators.clear()", "pass"),
            ("test_contract.py::test_random_streams[torch-2dev]",)),
+    Mutant("a-block-awaits", "a task computes under another's flags",
+           edit("mgpu.backends.scope:check_task", "raise RuntimeError(",
+                "RuntimeError("),
+           ("test_contract.py::test_a_scope_holds_no_await[torch]",)),
+    Mutant("torch-hooks-keep-replicas", "no network of torch ends",
+           edit("mgpu.backends._torch.replica:TorchReplica.borrow_hooks",
+                "weakref.WeakMethod(self._hooks)", "lambda: self._hooks"),
+           ("test_replicas.py::test_a_network_that_nobody_uses_ends[torch-"
+            "2dev]",)),
     Mutant("torch-data-draws-from-replicas", "data is drawn while a replica's "
            "stream stands in for torch's default one",
            edit("mgpu.prefetching:_draw", "with drawing():", "if True:"),

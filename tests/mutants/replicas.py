@@ -4,6 +4,11 @@ from mutants.planting import Mutant, edit
 _REPLICAS = "mgpu.replicas:Replicas."
 
 MUTANTS = [
+    Mutant("values-read-twice", "a mapping that changes is not what was "
+           "checked", edit("mgpu.replicas:Replicas.fit_numpy",
+                           "np.array(values[name]) for name in values}",
+                           "None for name in values} and values"),
+           ("test_replicas.py::test_values_are_read_once[torch]",)),
     Mutant("replica-aliased", "all devices hold the user's own module",
            edit("mgpu.backends._torch.network:TorchNetwork.replicate",
                 "copy.deepcopy(self.net)", "self.net"),
@@ -75,7 +80,7 @@ MUTANTS = [
            ("test_replicas.py::test_a_sample_that_does_not_fit_leaves_the_"
             "network[torch]",)),
     Mutant("import-on-one-device", "the other devices keep their values",
-           edit(_REPLICAS + "import_numpy", "enumerate(own[name].list_data())",
+           edit(_REPLICAS + "fit_numpy", "enumerate(own[name].list_data())",
                 "enumerate(own[name].list_data()[:1])"),
            ("test_replicas.py::test_values_cross_engines_and_device_counts"
             "[torch-torch]",)),

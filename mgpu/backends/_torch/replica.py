@@ -5,6 +5,7 @@ forward functions of batch-norm and dropout layers, are restored after it.
 """
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -241,9 +242,14 @@ class TorchReplica(base.Replica):
     def borrow_hooks(self) -> None:
         """Let the hooks that the user puts on replica 0's parameters, now or
         later, act here too."""
+        found = weakref.WeakMethod(self._hooks)     # or no network would end
+
+        def hooks(number: int, table: str) -> list[Callable[[Any], Any]]:
+            here = found()
+            return [] if here is None else here(number, table)
         for number, (owner, name) in enumerate(self._weights):
-            self._network.backend.borrow_hooks(
-                owner[name], partial(self._hooks, number))
+            self._network.backend.borrow_hooks(owner[name],
+                                               partial(hooks, number))
 
     def _hooks(self, number: int, table: str) -> list[Callable[[Any], Any]]:
         """The user's hooks on parameter `number` of replica 0, each bound to
