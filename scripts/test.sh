@@ -11,4 +11,6 @@ if [ "$engines" = torch ] && [ -z "${MGPU_TEST_BACKENDS:-}" ]; then
     export MGPU_TEST_BACKENDS=torch
 fi
 say "testing on ${MGPU_TEST_BACKENDS:-$engines}"
-exec "$python" -m pytest "$@"
+# Two processes: one alone leaves half of two cores idle. A file's tests share
+# what they start.
+exec "$python" -m pytest -n 2 --dist loadfile "$@"

@@ -111,3 +111,18 @@ def pytest_report_header(config):
                      f"{', '.join(collect_ignore)}; tests/oracle compares "
                      f"{', '.join(BACKENDS)} with only the oracle")
     return lines
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many mutants were killed. Here, since where several processes test
+    this file's hooks are those of the one that reports."""
+    killed, survived = (
+        sum("::test_is_killed[" in report.nodeid
+            for report in terminalreporter.stats.get(outcome, ()))
+        for outcome in ("passed", "failed"))
+    if killed or survived:
+        terminalreporter.write_line(
+            f"mutants: killed {killed} of {killed + survived}")
+    elif collect_ignore:
+        terminalreporter.write_line(
+            "mutants: NOT RUN, for want of the other engine")

@@ -15,8 +15,6 @@ TESTS = Path(__file__).resolve().parents[1]
 collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
     else ["test_mutants.py"]
 
-_verdicts = {}      # of the mutants proper, for the summary
-
 #: seconds for all of them, a good multiple of what they take: only a mutant
 #: that hangs gets there
 _LIMIT = 480
@@ -51,22 +49,6 @@ def verdicts(request, tmp_path_factory):
 
 
 @pytest.fixture
-def verdict(verdicts, mutant, request):
-    """That of one mutant; counted, unless it is a control."""
-    if request.node.originalname == "test_is_killed":
-        _verdicts[mutant.name] = verdicts[mutant.name]
+def verdict(verdicts, mutant):
+    """That of one mutant."""
     return verdicts[mutant.name]
-
-
-def pytest_terminal_summary(terminalreporter):
-    if collect_ignore:
-        terminalreporter.write_line(
-            "mutants: NOT RUN, for want of the other engine")
-    if not _verdicts:
-        return
-    killed = sum(verdict == "killed" for verdict, _ in _verdicts.values())
-    terminalreporter.write_line(
-        f"mutants: killed {killed} of {len(_verdicts)}")
-    for name, (verdict, why) in _verdicts.items():
-        if verdict != "killed":
-            terminalreporter.write_line(f"  {name}: {verdict} ({why})")
