@@ -39,7 +39,7 @@ def accuracy(y_hat: Any, y: Any) -> int:
     Raises
     ------
     ValueError
-        Other shapes, or different numbers of rows.
+        Other shapes, different numbers of rows, or labels such as 1.5.
     TypeError
         An array of the other framework.
     """
@@ -53,6 +53,10 @@ def accuracy(y_hat: Any, y: Any) -> int:
                 "accuracy compares scores (n, classes) or class numbers (n,) "
                 f"with class numbers (n,); received shapes {shapes[0]} and "
                 f"{shapes[1]}. Cut or reshape them.")
+    wrong = y[y != np.trunc(y)] if y.dtype.kind == "f" else y[:0]
+    if len(wrong):
+        raise ValueError("accuracy compares with class numbers, which are "
+                         f"whole; received {wrong[0]}. Check the data.")
     return int((y_hat.reshape(-1) == y.reshape(-1)).sum())
 
 

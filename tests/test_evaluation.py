@@ -86,6 +86,14 @@ def test_accuracy_of_shapes_that_do_not_fit(engine, y_hat, y):
         "Cut or reshape them.")
 
 
+@pytest.mark.parametrize("wrong", [1.5, -0.5, np.nan])
+def test_accuracy_refuses_labels_that_are_no_class_numbers(engine, wrong):
+    """They would count as wrong predictions."""
+    y = np.array([1, wrong])
+    with pytest.raises(ValueError, match=f"are whole; received {wrong}. "):
+        mgpu.accuracy(mgpu.put(np.eye(2), mgpu.cpu(0)), y)
+
+
 def test_accuracy_refuses_the_other_frameworks_arrays(engine):
     foreign, name = foreign_array(engine)
     for pair in ((foreign, np.ones(3)), (np.ones(3), foreign)):

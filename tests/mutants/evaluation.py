@@ -27,6 +27,10 @@ MUTANTS = [
            edit("mgpu.evaluation:accuracy", "y_hat.argmax(axis=1)",
                 "y_hat.shape[1] - 1 - y_hat[:, ::-1].argmax(axis=1)"),
            ("test_evaluation.py::test_accuracy_counts[torch]",)),
+    Mutant("parts-of-classes", "a label such as 1.5 is a wrong prediction",
+           edit("mgpu.evaluation:accuracy", "if len(wrong)", "if False"),
+           ("test_evaluation.py::test_accuracy_refuses_labels_that_are_no_class_"
+            "numbers[torch-*",)),
     Mutant("sample-not-waited-for", "its error comes up in a later call",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
                 "_wait(self.run(inputs))", "self.run(inputs)"),
