@@ -80,7 +80,6 @@ class Following:
                 self._adopt(p, known.arrays[0])
             elif p.grad_req != known.request:
                 p.grad_req = p.grad_req     # on all devices
-                self.settle([p])
         if len(self._devices) == 1:
             return
         weights = [j for j, p in enumerate(parameters)

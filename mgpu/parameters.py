@@ -132,6 +132,7 @@ class Parameter:
         self._replicas.network.set_grad_req(
             self.number, grad_req, self.list_data())
         self._replicas.watch()
+        self._replicas.following.settle([self])
 
     def list_devices(self) -> list[Device]:
         return list(self._replicas.devices)

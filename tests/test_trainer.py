@@ -689,17 +689,21 @@ def test_a_backward_pass_after_the_sum_is_refused(engine, devices):
     trainer.step(8)     # sums the new ones
 
 
-def test_freezing_the_users_network_freezes_all(engine, devices):
-    """By the framework's own means, between steps, and thawing it again."""
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_freezing_the_users_network_freezes_all(engine, devices, grad_req):
+    """By the framework's own means, between steps, and thawing it again. What
+    adds up goes on doing so."""
     def freeze(replicas, frozen):
         if engine.name == "torch":
             replicas.net[0].requires_grad_(not frozen)
         else:
             replicas.net[0].collect_params().setattr(
-                "grad_req", "null" if frozen else "write")
+                "grad_req", "null" if frozen else grad_req)
     found = []
     for places in (on(0), devices):
         replicas = initialize(mlp(engine), places)
+        for p in replicas.params():
+            p.grad_req = grad_req
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
         for first, frozen in enumerate((False, True, False)):
             freeze(replicas, frozen)
@@ -708,6 +712,8 @@ def test_freezing_the_users_network_freezes_all(engine, devices):
             same = (values(replicas)["0.weight"][0]
                     == before["0.weight"][0]).all()
             assert same == frozen
+            assert [p.grad_req for p in replicas.params()[:2]] \
+                == 2 * ["null" if frozen else grad_req]
             assert_replicas_equal(values(replicas))
         found.append(values(replicas))
     assert_close(found[1], found[0])

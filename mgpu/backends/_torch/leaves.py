@@ -175,6 +175,7 @@ class _Leaf:
     tensor: Callable[[], Any]       # weak: a hook must not keep it alive
     place: Place
     request: str = "null"
+    trained: str = "write"  # the last request but "null"
     fresh: bool = False     # written by a backward pass since `mark_used`
     mark: _Mark | None = None       # the last pass that wrote it
     #: the gradient and its version when it was last known
@@ -267,6 +268,7 @@ class Leaves:
         leaf.request, leaf.fresh, leaf.hooks = grad_req, False, ()
         x.requires_grad_(grad_req != "null")
         if grad_req != "null":
+            leaf.trained = grad_req
             leaf.hooks = (
                 x.register_hook(leaf.arrived),
                 x.register_post_accumulate_grad_hook(leaf.added))
@@ -282,7 +284,8 @@ class Leaves:
         leaf = self._leaves.get(id(x))
         if not x.requires_grad:
             return "null"
-        return "write" if leaf is None or not leaf.hooks else leaf.request
+        # Without hooks it was frozen, and torch knows nothing of "add".
+        return "write" if leaf is None else leaf.trained
 
     def grad(self, x: Any) -> Any:
         if not x.requires_grad or not x.is_leaf:
