@@ -81,8 +81,12 @@ class Place:
 
     def __init__(self) -> None:
         self.group, self.leaves = _Group(), list[_Leaf]()
-        #: the `Pass` that is under way here, or None
         self.under_way: Callable[[], Pass | None] = _nothing
+
+    def running(self) -> "Pass":
+        """The backward pass that is under way here; it begins now, if none
+        is."""
+        return self.under_way() or Pass(self)
 
     def reached(self, number: int) -> _Mark:
         """The pass `number` writes here: see `Backend.watch_gradients`."""
@@ -203,8 +207,9 @@ class _Leaf:
 
     def arrived(self, gradient: Any) -> Any:
         """Called by torch for each piece, before it is added."""
-        running = self.place.under_way() or Pass(self.place)
-        running.arrives(self, self.tensor())
+        # No name for the pass: an error in a hook keeps this frame, and its
+        # pass would not end.
+        self.place.running().arrives(self, self.tensor())
         if self.borrowed is None:
             return None
         for hook in self.borrowed(_BEFORE):
@@ -214,8 +219,7 @@ class _Leaf:
 
     def added(self, x: Any) -> None:
         """Called by torch for each piece, after it was added."""
-        running = self.place.under_way() or Pass(self.place)
-        running.added(self, x)
+        self.place.running().added(self, x)
         for hook in self.borrowed(_AFTER) if self.borrowed else ():
             hook(x)
 

@@ -24,7 +24,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
 from mgpu.backends._torch.graph import recomputing, saved_by_hooks
-from mgpu.backends._torch.leaves import Pass, Place, users_hooks
+from mgpu.backends._torch.leaves import Place, users_hooks
 from mgpu.backends._torch.names import arrays_of, walk
 from mgpu.backends._torch.ops import dtype_of
 
@@ -274,7 +274,7 @@ class TorchReplica(base.Replica):
                         if owner[name].requires_grad), None)
         place = Place() if trained is None \
             else self._network.backend.place_of(trained)
-        running = place.under_way() or Pass(place)
+        running = place.running()
         if running.undo is not None:
             return
         with contextlib.ExitStack() as stack:

@@ -1,0 +1,236 @@
+"""Activation checkpoints (torch): what a backward pass computes again is what
+the forward pass has computed, and the gradients are those without them.
+
+Networks are in float64, and the judge is plain torch without checkpoints,
+with the masks of the forward pass.
+"""
+import copy
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import on, relative_difference, using_engine
+from mgpu.parity.masks import Masks
+
+pytestmark = [pytest.mark.parametrize("name", [
+    name for name in BACKENDS if name == "torch"]),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")]
+
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False])
+
+
+@pytest.fixture(autouse=True)
+def engine(name):
+    with using_engine(name) as backend:
+        yield backend
+
+
+def network(reentrant, *, rate=0.5, functional=False, first=False):
+    """A network whose middle is called twice, inside checkpoints; ``masks``
+    are those of its dropout, ``masks_again`` those of the recomputation."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.start, self.end = nn.Linear(6, 8), nn.Linear(8, 4)
+            self.shared, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+            self.drop = nn.Dropout(rate)
+            self.checkpointed, self.given = True, None
+            self.masks, self.masks_again = [], []
+
+        def middle(self, x):
+            y = self.norm(self.shared(x).tanh())
+            if self.given is not None:
+                return y * self.given.pop(0)
+            z = nn.functional.dropout(y, rate, self.training) if functional \
+                else self.drop(y)
+            masks = self.masks if torch._C._current_graph_task_id() == -1 \
+                else self.masks_again
+            masks.append((z / y).detach().nan_to_num())
+            return z
+
+        def call(self, function, x):
+            return checkpoint(function, x, use_reentrant=reentrant) \
+                if self.checkpointed else function(x)
+
+        def forward(self, x):
+            x = self.call(self.start, x) if first else self.start(x)
+            return self.end(self.call(self.middle, self.call(self.middle, x)))
+    torch.manual_seed(0)
+    return Network().double()
+
+
+def start(net, k, **options):
+    replicas = mgpu.initialize(net, on(*range(k)), **options)
+    return replicas, mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+
+
+def batch(k, rows=11):
+    rng = np.random.default_rng(0)
+    return mgpu.split_batch(rng.normal(size=(rows, 6)),
+                            rng.integers(0, 4, rows), on(*range(k)))
+
+
+def loss_of(output, y):
+    from torch.nn.functional import cross_entropy
+    return cross_entropy(output, y, reduction="none")
+
+
+def forward_backward(replicas, shards, apart):
+    X, y = shards
+    with mgpu.record():
+        if apart:
+            replicas.compute_gradients(X, lambda i, out: loss_of(out, y[i]))
+        else:
+            losses = [loss_of(out, labels)
+                      for out, labels in zip(replicas(X), y)]
+    if not apart:
+        mgpu.backward(losses)
+
+
+def judges(replicas):
+    """A plain copy of each replica, without checkpoints."""
+    found = []
+    for replica in replicas.of_engine():
+        judge = mgpu.parity.gluonize(copy.deepcopy(replica.module)).train()
+        judge.checkpointed = False
+        found.append(judge)
+        replica.module.masks, replica.module.masks_again = [], []
+    return found
+
+
+@REENTRANT
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("rate, functional", [
+    (0.0, False), (0.5, False), (0.5, True)])
+def test_gradients_and_statistics_are_those_without_checkpoints(
+        devices, reentrant, apart, rate, functional):
+    k = len(devices)
+    replicas, trainer = start(network(
+        reentrant, rate=rate, functional=functional), k)
+    shards = batch(k)
+    for _ in range(2):
+        plain = judges(replicas)
+        forward_backward(replicas, shards, apart)
+        for i, (judge, replica) in enumerate(zip(plain, replicas.of_engine())):
+            module = replica.module
+            judge.given = list(module.masks)
+            loss_of(judge(shards[0][i]), shards[1][i]).sum().backward()
+            for expected, p in zip(judge.parameters(), module.parameters()):
+                assert relative_difference(p.grad, expected.grad) < 1e-12
+            for expected, b in zip(judge.buffers(), module.buffers()):
+                assert relative_difference(b, expected) < 1e-12
+            if reentrant:       # others stop when they have what they need
+                again = reversed(module.masks_again)
+                for mask, other in zip(module.masks, again, strict=True):
+                    assert (mask == other).all()
+        trainer.step(11)
+
+
+@REENTRANT
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_checkpoint_may_be_the_first_layer(k, reentrant):
+    """With a reentrant one torch needs an input with a gradient."""
+    replicas, trainer = start(network(reentrant, first=True), k)
+    X, y = batch(k)
+    for x in X:
+        x.requires_grad_(reentrant)
+    plain = judges(replicas)
+    forward_backward(replicas, (X, y), True)
+    for i, (judge, replica) in enumerate(zip(plain, replicas.of_engine())):
+        judge.given = list(replica.module.masks)
+        loss_of(judge(X[i].detach()), y[i]).sum().backward()
+        for expected, p in zip(judge.parameters(),
+                               replica.module.parameters()):
+            assert relative_difference(p.grad, expected.grad) < 1e-12
+    trainer.step(11)
+
+
+@REENTRANT
+def test_replicas_that_draw_in_checkpoints_take_turns(reentrant):
+    """All threads share torch's default stream, which checkpoints set."""
+    replicas, _ = start(network(reentrant, functional=True), 4)
+    shards, modules = batch(4), [r.module for r in replicas.of_engine()]
+    for _ in range(40):
+        judges(replicas)
+        forward_backward(replicas, shards, True)
+        for module in modules:
+            again = module.masks_again[::-1]
+            assert len(again) in (0, len(module.masks))
+            assert all((a == b).all() for a, b in zip(module.masks, again))
+
+
+@REENTRANT
+@pytest.mark.parametrize("k", [1, 2])
+def test_given_masks_are_used_again(k, reentrant):
+    replicas, _ = start(network(reentrant), k)
+    shards, masks = batch(k), Masks(seed=0)
+    masks.begin(0, [len(x) for x in shards[0]])
+    judges(replicas)
+    with replicas.network.use_masks(masks):
+        forward_backward(replicas, shards, False)
+    masks.begin(0, [len(x) for x in shards[0]])
+    plain, _ = start(network(reentrant), k)
+    for replica in plain.of_engine():
+        replica.module.checkpointed = False
+    with plain.network.use_masks(masks):
+        forward_backward(plain, shards, False)
+    for p, expected in zip(replicas.params(), plain.params()):
+        for g, h in zip(p.list_grad(), expected.list_grad()):
+            assert relative_difference(g, h) < 1e-12
+
+
+@REENTRANT
+def test_a_network_is_as_it_was_after_a_pass(reentrant):
+    """Also after an error in the backward pass."""
+    net = network(reentrant).eval()
+    replicas, trainer = start(net, 2)
+    for fails in (False, True, False):
+        handle = net.start.weight.register_hook(
+            lambda g, fails=fails: 1 / (1 - fails) and None)
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                forward_backward(replicas, batch(2), False)
+        else:
+            forward_backward(replicas, batch(2), False)
+            trainer.step(11)
+        handle.remove()
+        assert not any(m.training for m in net.modules())
+        assert not any("forward" in vars(m) for m in net.modules())
+
+
+@REENTRANT
+def test_layers_that_meet_in_a_checkpoint_are_refused(reentrant):
+    replicas, _ = start(network(reentrant, rate=0.0), 2, batch_norm="sync")
+    with pytest.raises(RuntimeError, match="Use batch_norm='per_device'"):
+        forward_backward(replicas, batch(2), False)
+
+
+@REENTRANT
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_dropout_layer_may_not_move_into_a_checkpoint(k, reentrant):
+    """For one step: the other replicas did not wait for this one."""
+    net = network(reentrant)
+    net.checkpointed = False
+    replicas, trainer = start(net, k)
+    modules = [r.module for r in replicas.of_engine()]
+    for _ in range(2):
+        forward_backward(replicas, batch(k), False)
+        trainer.step(11)
+    for module in modules:
+        module.checkpointed = True
+    if k > 1:
+        with pytest.raises(RuntimeError, match="Run this step again"):
+            forward_backward(replicas, batch(k), False)
+    plain = judges(replicas)
+    forward_backward(replicas, batch(k), False)
+    for i, (judge, module) in enumerate(zip(plain, modules)):
+        judge.given = list(module.masks)
+        loss_of(judge(batch(k)[0][i]), batch(k)[1][i]).sum().backward()
+        assert relative_difference(module.shared.weight.grad,
+                                   judge.shared.weight.grad) < 1e-12
