@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import mgpu
+from conftest import BACKENDS
 
 
 @pytest.fixture
@@ -160,3 +161,162 @@ def test_native_arithmetic_is_the_frameworks_own():
         share = [(v - 0.9) / 0.1 / x.var(0) for v in found]
         assert np.allclose(share[0], 1, rtol=1e-6)
         assert np.allclose(share[1], 4 / 3, rtol=1e-6)
+
+
+# -- what the user has put on a module (torch) --------------------------------
+
+TORCH = pytest.mark.parametrize("backend", [
+    name for name in BACKENDS if name == "torch"], indirect=True)
+
+
+def trained(net, k, steps=2, prepare=None):
+    """`net` after steps of mgpu on `k` devices, or of plain torch (0)."""
+    import torch
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(12, 6)), rng.normal(size=(12, 4))
+    if k:
+        replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if prepare is not None:
+        prepare(net)
+    for _ in range(steps):
+        if k:
+            mgpu.train_batch(X, y, replicas, mgpu.losses.L2Loss(), trainer)
+            replicas.check_equal()
+        else:
+            optimizer.zero_grad()
+            (net(torch.from_numpy(X)) - torch.from_numpy(y)).square().mean(
+                1).sum().div(2 * len(X)).backward()
+            optimizer.step()
+    return {name: p.detach().numpy().copy()
+            for name, p in net.named_parameters()}
+
+
+def perceptron():
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def mask_by_hand(net):
+    import torch
+    mask = (torch.arange(48) % 3 > 0).double().reshape(8, 6)
+    net[0].weight.register_hook(lambda g: g * mask)
+
+
+def scale_afterwards(net):
+    net[0].weight.register_post_accumulate_grad_hook(
+        lambda p: setattr(p, "grad", p.grad * 3))
+
+
+def prune(net):
+    from torch.nn.utils import prune
+    prune.l1_unstructured(net[0], "weight", 0.5)
+
+
+def legacy_weight_norm(net):
+    from torch.nn.utils import weight_norm
+    weight_norm(net[0])
+
+
+@TORCH
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("when, what", [
+    ("before", mask_by_hand), ("after", mask_by_hand),
+    ("before", scale_afterwards), ("after", scale_afterwards),
+    ("before", prune), ("before", legacy_weight_norm)])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_hooks_on_parameters_act_on_every_device(backend, k, when, what):
+    """Put on the network before `initialize` and after it."""
+    found = []
+    for devices in (0, k):
+        net = perceptron()
+        if when == "before":
+            what(net)
+        found.append(trained(net, devices, prepare=what if when == "after"
+                             else None))
+    for name, value in found[0].items():
+        assert np.abs(found[1][name] - value).max() < 1e-12, name
+
+
+@TORCH
+def test_a_tensor_that_was_computed_once_is_refused(backend):
+    """A copy would hold the value, and not how it was computed."""
+    net = perceptron()
+    net[0].twice = net[0].weight * 2
+    with pytest.raises(ValueError, match=r"received '0\.twice'"):
+        mgpu.initialize(net, [mgpu.cpu(0), mgpu.cpu(1)])
+    del net[0].twice
+    assert len(mgpu.initialize(net, [mgpu.cpu(0), mgpu.cpu(1)])) == 2
+
+
+def normalised():
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4),
+                         nn.Linear(4, 4)).double()
+
+
+@TORCH
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_layer_in_eval_mode_is_frozen(backend, k, when):
+    """Under a network in training mode; it normalises by its statistics,
+    which stay. Evaluation leaves the modes as they are."""
+    found = []
+    for devices in (0, k):
+        net = normalised()
+        net[1].running_mean += 0.5
+        if when == "before":
+            net[1].eval()
+        found.append(trained(net, devices, prepare=lambda net: net[1].eval()))
+        assert [m.training for m in net] == [True, False, True]
+        assert (net[1].running_mean == 0.5).all()
+    for name, value in found[0].items():
+        assert np.abs(found[1][name] - value).max() < 1e-12, name
+
+
+@TORCH
+def test_a_network_in_eval_mode_trains_as_a_whole_or_not_at_all(backend):
+    net = normalised().eval()
+    moved = trained(net, 2)
+    assert not any(m.training for m in net.modules())
+    assert np.abs(moved["0.weight"] - normalised()[0].weight.detach().numpy()
+                  ).max() > 1e-3 and net[1].running_mean.any()
+    net = normalised().eval()
+    net[2].train()
+    with pytest.raises(ValueError, match=r"received one whose '2' is"):
+        trained(net, 2)
+
+
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_users_own_train_is_called_where_the_mode_changes(
+        backend, k, mode):
+    """It may freeze layers, or change more than flags."""
+    from torch import nn
+
+    class Frozen(nn.Sequential):
+        calls = 0
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.calls += 1
+            self[1].eval()
+            return self
+
+    def made():
+        return Frozen(*normalised()).double().train(mode)
+    plain = trained(made().train(), 0)
+    net = made()
+    calls = net.calls
+    found = trained(net, k)
+    for name, value in plain.items():
+        assert np.abs(found[name] - value).max() < 1e-12, name
+    assert (net.calls > calls) is not mode
+    assert [m.training for m in net] == [mode, False, mode]
