@@ -116,6 +116,8 @@ class Replicas(abc.Sequence):
         self.following = Following(backend, devices, self._adopt)
         self._turn = threading.Lock()       # replicas may run in threads
         self._ran: set[int] = set()         # one by one, since all were equal
+        self._moved: list[int] = []     # whose buffers a recorded pass moved
+        self._all_passed = False        # in a pass of all devices
         self._carried: list[Parameter] = []
         #: why the replicas must not be used until values are loaded, or None
         self.torn: str | None = None
@@ -495,13 +497,15 @@ class Replicas(abc.Sequence):
                 self._make_equal()
             self._ran.add(i)
         result = self._replicas[i](*inputs)
-        if self.backend.is_recording():
-            with self._turn:
+        with self._turn:
+            if self.backend.is_recording():
                 # What has had its backward pass may be of an earlier batch.
                 self.recorded = [flag and not self._is_fresh(j)
                                  for j, flag in enumerate(self.recorded)]
                 self.recorded[i] = True
-        self._passed()
+                if self._all_passed:
+                    self._catch_up()
+                self._passed(i)
         return result
 
     def _is_fresh(self, i: int) -> bool:
@@ -528,8 +532,24 @@ class Replicas(abc.Sequence):
         it would be summed K times."""
         self._carried = parameters
 
-    def _passed(self) -> None:
+    def _passed(self, *devices: int) -> None:
+        """The pass of `devices` has been queued."""
         if self.backend.is_training():
+            if self.backend.is_recording():
+                self._moved += [i for i in devices if i not in self._moved]
+            self.following.passed(self.buffers())
+
+    def _catch_up(self) -> None:
+        """Devices without rows take the buffers of the first that ran. Only
+        now: MXNet moves statistics in the backward pass."""
+        moved, self._moved, self._all_passed = self._moved, [], False
+        idle = [i for i in range(len(self)) if i not in moved]
+        if moved and idle:
+            with self.backend.scope(recording=False):
+                for arrays in [p.list_data() for p in self.buffers()]:
+                    for i in idle:
+                        arrays[i][...] = self.backend.put(arrays[moved[0]],
+                                                          arrays[i])
             self.following.passed(self.buffers())
 
     def independent(self) -> bool:
@@ -591,7 +611,8 @@ class Replicas(abc.Sequence):
     def _note(self, active: list[int]) -> None:
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
-        self._passed()
+        self._passed(*active)
+        self._all_passed = bool(self._moved)
 
     def _prepared(self, inputs: tuple[Sequence[Any], ...]
                   ) -> tuple[list[tuple[Any, ...]], list[int]]:
@@ -623,6 +644,8 @@ class Replicas(abc.Sequence):
         for i in active:
             self._check_native(i, rows[i])
         self._complete(rows[active[0]], self.devices[active[0]])
+        if self._all_passed:
+            self._catch_up()
         self._make_equal()
         return rows, active
 
@@ -631,20 +654,15 @@ class Replicas(abc.Sequence):
         meeting = Meeting(active)
         rule = SyncBatchNorm(self.backend, meeting)
         with self.network.use_batch_norm(rule):
-            results = meeting.run(self.backend, [
+            return meeting.run(self.backend, [
                 partial(self._replicas[i], *rows[i]) if i in active
                 else None for i in range(len(rows))])
-        idle = [i for i in range(len(rows)) if i not in active]
-        if idle and self.backend.is_recording():
-            with self.backend.scope(recording=False):
-                for arrays in [p.list_data() for p in self.statistics()]:
-                    for i in idle:
-                        arrays[i][:] = arrays[active[0]]
-        return results
 
     def after_step(self) -> None:
-        """What `Trainer` calls when a step is done: ``"average"`` replaces
-        the statistics by their means over devices."""
+        """What `Trainer` calls when a step is done: devices without rows
+        take the buffers of the first that had some, then ``"average"``
+        replaces the statistics by their means over devices."""
+        self._catch_up()
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")
