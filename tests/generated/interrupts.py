@@ -101,7 +101,7 @@ class Presser:
         self.go.wait()
         while not self.caught.wait(after):
             os.kill(os.getpid(), signal.SIGINT)
-            after = 10  # lost in a finalizer of MXNet's: once more
+            after = 3   # lost in a finalizer of MXNet's: once more
 
     def end(self):
         self.caught.set()

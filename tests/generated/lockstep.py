@@ -133,9 +133,10 @@ class _Lockstep:
                 semantics=side.semantics, allreduce=case.allreduce,
                 lr_scheduler=case.schedule and mgpu.lr_scheduler
                 .FactorScheduler(*case.schedule))
-            for p in self.replicas.params() if case.adds else ():
-                if p.grad_req != "null":
-                    p.grad_req = "add"
+            self.adding = {p.number for p in self.replicas.params()
+                           if case.adds and p.grad_req != "null"}
+            for number in self.adding:
+                self.replicas.params()[number].grad_req = "add"
         self.loss = getattr(mgpu.losses, case.loss)()
         if self.tamper:
             update = self.trainer.update
@@ -235,7 +236,10 @@ class _Lockstep:
         if count > 0:
             number = 2 + number % count
             nets = [self.plain.net, self.replicas.net]
-            if where == "mgpu":
+            # On torch, the flag of what was frozen at first means "write".
+            if where == "mgpu" or self.case.adds and not frozen \
+                    and number not in self.adding:
+                self.adding.add(number)
                 self.replicas.params()[number].grad_req = "null" \
                     if frozen else "add" if self.case.adds else "write"
                 nets.pop()
@@ -284,7 +288,11 @@ class _Lockstep:
                                      seed=None if k == len(before) else 1)
         for p, old in zip(self.replicas.params(), before.params()):
             p.grad_req = old.grad_req
-            p.lr_mult, p.wd_mult = old.lr_mult, old.wd_mult
+        for p, old in zip(*map(self.side.parameters, (self.replicas.net,
+                                                      before.net))):
+            for factor in ("lr_mult", "wd_mult"):
+                if hasattr(old, factor):
+                    setattr(p, factor, getattr(old, factor))
 
     def multiply(self, number: int, factor: str) -> None:
         for net in (self.replicas.net, self.plain.net):

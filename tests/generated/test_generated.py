@@ -1,5 +1,5 @@
-"""The judges of the generated cases and of the interrupts judged, and forty
-interrupts."""
+"""A hundred of the generated cases, forty interrupts, and their judges
+judged."""
 import os
 import subprocess
 import sys
@@ -14,6 +14,17 @@ from .cases import kinds, legal, shrink
 
 STEPS = tuple(Step(i, (5,), how="replicas") for i in range(4))
 PLAIN = {"k": 3, "optimizer": "sgd", "steps": STEPS}
+
+
+@pytest.mark.filterwarnings("ignore")       # of what users do
+@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("engine", BACKENDS)
+def test_equal_to_the_plain_loop_or_refused(engine, seed):
+    """The same as one device, whatever the user does; see the package.
+    ``python -m tests.generated --engine torch --seed 17`` shrinks a case."""
+    case = draw(engine, seed)
+    assert legal(case)
+    run(case)
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
@@ -34,7 +45,7 @@ def test_the_cases_hold_what_they_promise(engine):
         "step", "skip", "retry", "look", "refused"}
     assert {action[0] for step in steps for action in step.before} == {
         "edit", "load", "freeze", "unfreeze", "save", "restore", "resume",
-        "rate", "predict"}
+        "rate", "predict", *["multiply"] * (engine == "mxnet")}
 
 
 # -- the judge judged ---------------------------------------------------------
