@@ -105,7 +105,7 @@ class Replicas(abc.Sequence):
                  draw: Any, origin: str) -> None:
         self.network, self.backend = network, backend
         self.devices, self.batch_norm = devices, batch_norm
-        self._draw = draw           # specs -> values; None once complete
+        self._draw = draw           # gives values; None once complete
         self._origin = origin       # of the values, in words
         self._completing = threading.Lock()
         self._replicas: list[base.Replica] = []
@@ -170,7 +170,7 @@ class Replicas(abc.Sequence):
                     return
                 self.network.infer_shapes(inputs, device or self.devices[0])
             specs = self.network.specs()
-            values = self._draw(specs)
+            values = self._draw()
             with self.backend.scope(recording=False):
                 replicas = self.network.replicate(self.devices)
                 for replica in replicas:
@@ -824,24 +824,27 @@ def initialize(net: Any, devices: Any, init: Any = None,
 
     def draw(number: int, spec: base.Spec, shape: tuple[int, ...]
              ) -> np.ndarray:
+        if spec.kind == "other":
+            return np.zeros(shape, spec.dtype)      # a counter
         return initializers.draw_parameter(
             "weight" if spec.kind == "unknown" else spec.kind, shape,
             dtype or spec.dtype, rule, seed=start, index=number,
             own=spec.init)
 
-    def draw_known(specs: list[base.Spec]) -> dict[str, np.ndarray]:
+    def to_draw() -> Iterator[tuple[int, base.Spec]]:
         # Parameters come first, so their numbers are those of the layers.
-        for number, spec in enumerate(specs):
-            if spec.shape is None or spec.name in values:
-                continue
-            if is_drawn(spec):
+        return ((number, spec) for number, spec in enumerate(network.specs())
+                if is_drawn(spec)
+                or everything and spec.name.endswith(_COUNTER))
+
+    def draw_known() -> dict[str, np.ndarray]:
+        for number, spec in to_draw():
+            if spec.shape is not None and spec.name not in values:
                 values[spec.name] = draw(number, spec, spec.shape)
-            elif everything and spec.name.endswith(_COUNTER):
-                values[spec.name] = np.zeros(spec.shape, spec.dtype)
         return values
 
     network.prepare(options, devices)
-    draw_known(network.specs())     # refused before a change
+    draw_known()        # what cannot be drawn is refused before a change
     before = {s.dtype for s in network.specs() if "float" in s.dtype}
     if dtype is not None:
         network.cast(dtype)
@@ -861,10 +864,8 @@ def initialize(net: Any, devices: Any, init: Any = None,
             replicas._complete()
             if not replicas.complete and network.defer(devices, {
                     number: partial(draw, number, spec)
-                    for number, spec in enumerate(network.specs())
-                    if is_drawn(spec)}):
-                # The engine draws, so that what is loaded now stays.
-                replicas._draw = lambda specs: {}
+                    for number, spec in to_draw()}):
+                replicas._draw = dict       # the engine draws
     except BaseException:       # a sample that does not fit
         if dtype is not None and len(before) == 1:
             network.cast(*before)

@@ -338,7 +338,7 @@ class Network(ABC):
               ) -> bool:
         """Shapes are unknown: let the framework take ``draws[number](shape)``
         as the value of an entry as soon as it knows the shape, in a native
-        call too.
+        call too. What is loaded before stays.
 
         Returns whether it does; by default no, and the values are written
         after `replicate`."""

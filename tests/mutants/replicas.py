@@ -74,6 +74,11 @@ MUTANTS = [
                 "self._draw(arr.shape)", "0"),
            ("test_replicas.py::test_a_native_call_completes_unknown_shapes"
             "[mxnet-nd-2dev]",)),
+    Mutant("loaded-before-the-pass-lost", "the first pass draws over a load",
+           edit("mgpu.backends._torch.network:TorchNetwork.defer",
+                "arrays_of(module) if is_lazy(x)]", "arrays_of(module)]"),
+           ("test_replicas.py::test_what_is_loaded_before_the_first_pass_"
+            "stays",)),
     Mutant("wrong-shapes-stay", "lazy layers keep the shape of a wrong sample",
            edit("mgpu.backends._torch.network:TorchNetwork.infer_shapes",
                 "make_lazy()", "pass"),

@@ -132,6 +132,27 @@ class TorchNetwork(base.Network):
                 if hasattr(module, _WITHOUT_VALUES)
                 and bool(p.isnan().all())}
 
+    def defer(self, devices, draws) -> bool:
+        numbers = {id(x): i for i, x in enumerate(arrays_of(self.net))}
+
+        def fill(arrays: Sequence[Any]) -> None:
+            for x in arrays:
+                if numbers.get(id(x)) in draws:
+                    value = draws[numbers[id(x)]](tuple(x.shape))
+                    x.data.copy_(torch.from_numpy(value))
+
+        def complete(module: Any, *inputs: Any, **options: Any) -> None:
+            lazy = [x for x in arrays_of(module) if is_lazy(x)]
+            del module.initialize_parameters        # torch's own follows
+            module.initialize_parameters(*inputs, **options)
+            fill(lazy)      # and not what was loaded
+        fill([x for x in arrays_of(self.net) if not is_lazy(x)])
+        for module in self.net.modules():
+            if isinstance(module, LazyModuleMixin):
+                vars(module)["initialize_parameters"] = partial(
+                    complete, module)
+        return True
+
     def check(self, dtype, devices) -> None:
         sparse = [joined(path, "weight")
                   for path, m in self.net.named_modules() if isinstance(
