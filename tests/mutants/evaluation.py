@@ -7,9 +7,8 @@ _COUNTS = ("test_evaluation.py::test_integer_networks_have_the_exact_count"
 
 MUTANTS = [
     Mutant("mean-of-means", "a short batch weighs as much as a long one",
-           edit(_ALL, "+= accuracy(output, labels)",
-                "+= accuracy(output, labels) / rows_of(labels)",
-                "+= rows_of(labels) or 0", "+= 1"), _COUNTS),
+           edit(_ALL, "correct += sum(", "correct += 1 / len(X) * sum(",
+                "total += sum(", "total += bool("), _COUNTS),
     Mutant("last-batch-dropped", "the last batch is not counted",
            edit(_ALL, "in data_iter:", "in list(data_iter)[:-1]:"), _COUNTS),
     Mutant("first-shard-only", "the shards of the other devices are not "
