@@ -104,7 +104,7 @@ VARIABLES = (
              "are equal.", debug),
     Variable("MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it "
              "is. Without it: a process that has loaded an engine keeps the "
-             "memory that it frees.", keep_memory),
+             "memory that it frees, until a training ends.", keep_memory),
     Variable("MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
              "with commas between them. Without it: both.",
              lambda: _text("MGPU_TEST_BACKENDS")),

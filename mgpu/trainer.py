@@ -543,7 +543,8 @@ class Trainer:
         """Write the optimiser's state to `fname` (npz with a JSON header, no
         pickle), whole or not at all. The same file loads on either engine
         and any number of devices. Weights are not in it: see
-        `Replicas.export_numpy`. Waits for pending updates."""
+        `Replicas.export_numpy`, and `mgpu.save_checkpoint` for all in one
+        file. Waits for pending updates."""
         trainer_states.write(self.export_states(), fname)
 
     def load_states(self, fname: FilePath) -> None:
