@@ -49,6 +49,10 @@ class Meeting:
         self._stopped: list[int] = []
         self._errors: dict[int, BaseException] = {}
 
+    def place(self, index: int) -> int:
+        """The place of a device among the active ones."""
+        return self._members.index(index)
+
     def exchange(self, index: int, place: str, value: Any,
                  join: Callable[[list[Any]], Any]) -> Any:
         """Give `value`, return ``join(values)`` of all active devices'
@@ -140,20 +144,23 @@ class SyncBatchNorm:
     def __init__(self, backend: base.Backend, meeting: Meeting):
         self._backend, self._meeting = backend, meeting
 
-    def _joined(self, given: list[tuple[int, Array]]) -> tuple[int, Array]:
-        """The number of values and their sum, on the first device."""
+    def _joined(self, given: list[tuple[int, Array]]
+                ) -> tuple[int, list[Array]]:
+        """The number of values, and their sum, on the first device, for each
+        of those that gave."""
         count, total = given[0]
         for n, x in given[1:]:      # x[0] + x[1] + ...
             count, total = count + n, total + self._backend.put(x, total)
-        return count, total
+        return count, self._backend.fan_out(total, len(given))
 
     def _mean(self, index: int, layer: str, count: int, part: Array,
               like: Array) -> Array:
         """The sums `part` of all devices, added up and divided by all their
         `count`: the same bits everywhere."""
-        count, total = self._meeting.exchange(index, layer, (count, part),
-                                              self._joined)
-        return self._backend.put(total, like) / count
+        count, totals = self._meeting.exchange(index, layer, (count, part),
+                                               self._joined)
+        return self._backend.put(totals[self._meeting.place(index)],
+                                 like) / count
 
     def __call__(self, call: base.BatchNormCall, index: int) -> Array:
         x, ops = call.x, self._backend.ops

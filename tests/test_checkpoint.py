@@ -134,15 +134,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 
 
 def test_a_resumed_run_under_sync(engine, tmp_path):
-    """Where the threads of devices draw."""
-    found = []
-    for _ in range(2):
+    """Where the threads of devices draw; and whatever each of them has
+    recorded before, by which torch orders a backward pass."""
+    found, x = [], mgpu.put(ROWS, mgpu.cpu(1))
+    mgpu.attach_grad(x)
+
+    def record_much():
+        with mgpu.record():
+            return [x * 2 for _ in range(5000)]
+    for thread in (2, 0, 1):
         run = training(engine, on(0, 1, 2), None, net=layers(engine),
                        batch_norm="sync")
         disturb(engine)
         go_on(run, 6, 3, tmp_path / "saved")
         found.append(everything(run))
-    assert_same(*found)
+        engine.parallel([record_much if i == thread else int
+                         for i in range(3)], rendezvous=True)
+        assert_same(found[-1], found[0])
     disturb(engine)
     mgpu.load_checkpoint(tmp_path / "saved", *run)
     go_on(run, 6)

@@ -623,6 +623,13 @@ class Backend(ABC):
         """Restart the engine's random streams (dropout masks): one for each
         device, from (seed, device)."""
 
+    # optional: bits that depend on no history
+
+    def fan_out(self, x: Array, count: int) -> list[Array]:
+        """`x`, `count` times. Gradients of all are added in their order, in
+        whatever order threads have recorded what follows."""
+        return [x] * count
+
     # optional: random streams in a checkpoint
 
     def export_streams(self) -> dict[str, np.ndarray]:

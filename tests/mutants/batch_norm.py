@@ -9,6 +9,11 @@ _OWN = ("test_batch_norm.py::test_per_device_keeps_a_set_per_device"
         "[torch-2dev-8]",)
 
 MUTANTS = [
+    Mutant("torch-sync-order-of-threads", "the gradients of joint statistics "
+           "are added in an order that depends on what ran before",
+           edit("mgpu.backends._torch.backend:TorchBackend.fan_out",
+                "list(x.expand(count, *x.shape).unbind())", "[x] * count"),
+           ("test_checkpoint.py::test_a_resumed_run_under_sync[torch]",)),
     Mutant("running-variance-unbiased", "torch's n / (n - 1) stays",
            edit(_TORCH, "count / (count - 1) if count > 1 else 1.0", "1.0"),
            _OWN),

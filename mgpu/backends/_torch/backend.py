@@ -245,6 +245,11 @@ class TorchBackend(Leaves, base.Backend):
                 self.handle(device)).manual_seed(int(seed))
         return self._generators[device, use]
 
+    def fan_out(self, x: Any, count: int) -> list[Any]:
+        # A backward pass adds in an order that depends on how much each
+        # thread has recorded in its life.
+        return list(x.expand(count, *x.shape).unbind())
+
     def export_streams(self) -> dict[str, np.ndarray]:
         found = {"seed": np.array(str(self._seed)),
                  "cpu 0 default": torch.get_rng_state().numpy()}
