@@ -9,25 +9,25 @@ from . import Case, Failure, draw, run
 from .cases import legal, shrink
 
 
-def failure_of(case: Case) -> Failure | None:
+def outcome(case: Case) -> Failure | list[str]:
+    """The failure, or what was refused."""
     faulthandler.dump_traceback_later(120, exit=True)   # a case that hangs
     try:
-        run(case)
+        return run(case)
     except Failure as failure:
         return failure
     finally:
         faulthandler.cancel_dump_traceback_later()
-    return None
 
 
 def report(engine: str, seed: int, case: Case, failure: Failure) -> None:
     def fails(less: Case) -> bool:
         if not legal(less):
             return False
-        found = failure_of(less)
-        return found is not None and found.kind == failure.kind
+        found = outcome(less)
+        return isinstance(found, Failure) and found.kind == failure.kind
     small = shrink(case, fails)
-    print(f"\n{engine}, seed {seed}: {failure_of(small)}\n\n"
+    print(f"\n{engine}, seed {seed}: {outcome(small)}\n\n"
           "from tests.generated import Case, Step, run\n"
           f"run({small!r})\n", flush=True)
 
@@ -48,13 +48,14 @@ def main() -> int:
     for engine in engines:
         for seed in range(first, first + count):
             case = draw(engine, seed)
-            print(f"{engine} {seed}\r", end="", file=sys.stderr, flush=True)
-            failure = failure_of(case)
-            if failure is not None:
+            if sys.stderr.isatty():     # to know which one hangs
+                print(f"{engine} {seed}", end="\r", file=sys.stderr)
+            found = outcome(case)
+            if isinstance(found, Failure):
                 failed += 1
-                report(engine, seed, case, failure)
+                report(engine, seed, case, found)
             else:
-                refused.update(run(case)[:1])
+                refused.update(found[:1])
     print(f"{count * len(engines)} cases, {failed} failed, "
           f"{sum(refused.values())} refused by name {dict(refused)}, "
           f"{time.time() - began:.0f} s")
