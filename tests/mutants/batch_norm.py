@@ -14,6 +14,11 @@ MUTANTS = [
            edit("mgpu.backends._torch.backend:TorchBackend.fan_out",
                 "list(x.expand(count, *x.shape).unbind())", "[x] * count"),
            ("test_checkpoint.py::test_a_resumed_run_under_sync[torch]",)),
+    Mutant("idle-buffers-lag", "a device without rows keeps its buffers",
+           edit("mgpu.replicas:Replicas._catch_up", "if moved and idle:",
+                "if False:"),
+           ("test_batch_norm.py::test_per_device_keeps_a_set_per_device"
+            "[torch-3dev-2]",)),
     Mutant("running-variance-unbiased", "torch's n / (n - 1) stays",
            edit(_TORCH, "count / (count - 1) if count > 1 else 1.0", "1.0"),
            _OWN),
@@ -21,8 +26,9 @@ MUTANTS = [
            edit(_TORCH, "1 - call.momentum, call.eps",
                 "call.momentum, call.eps"), _OWN),
     Mutant("predicting-moves-statistics", "a pass that is not recorded "
-           "updates them", edit(_TORCH, "keep = torch.is_grad_enabled()",
-                                "keep = True"),
+           "updates them", edit("mgpu.backends._torch.replica:TorchReplica."
+                               "_keeps_statistics", " and self._network."
+                               "backend.is_recording()", ""),
            ("test_batch_norm.py::test_a_forward_pass_without_recording_moves_"
             "nothing[torch-1dev]",)),
     Mutant("sync-momentum-swapped", "m and 1 - m change places",

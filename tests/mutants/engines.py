@@ -3,6 +3,9 @@ from mutants.planting import Mutant, edit
 
 _TORCH = "mgpu.backends._torch.backend:TorchBackend."
 _LEAVES = "mgpu.backends._torch.leaves:"
+_REPLICA = "mgpu.backends._torch.replica:TorchReplica."
+_RECOMPUTED = ("test_recomputation.py::test_gradients_and_statistics_are_"
+               "those_without_checkpoints[1dev-")
 _MXNET = "mgpu.backends._mxnet.backend:MXNetBackend."
 _COPIES = "test_contract.py::test_put_always_copies["
 _DROPOUT = "mgpu.backends._torch.arithmetic:dropout_forward"
@@ -47,6 +50,34 @@ MUTANTS = [
            edit(_LEAVES + "Pass._end", "while self._old:", "while False:"),
            ("test_contract.py::test_asking_for_gradients_changes_none["
             "write-torch]",)),
+    Mutant("torch-pieces-overwrite", "what arrives later in a pass overwrites",
+           edit(_LEAVES + "Pass.arrives",
+                "leaf.mark.number == self._number", "False"),
+           (_RECOMPUTED + "0.0-False-True-True-torch]",)),
+    Mutant("torch-recomputes-undressed", "a checkpoint computes again by "
+           "torch's own layers", edit(
+               _REPLICA + "_backward_begins",
+               "stack.callback(self._dress(modes, forwards))", "pass"),
+           (_RECOMPUTED + "0.5-False-True-True-torch]",)),
+    Mutant("torch-statistics-move-twice", "a checkpoint moves them again",
+           edit(_REPLICA + "_keeps_statistics", "not self._again() and ", ""),
+           (_RECOMPUTED + "0.0-False-True-False-torch]",)),
+    Mutant("torch-masks-drawn-anew", "a checkpoint draws other masks",
+           edit(_REPLICA + "generator", "self._again()", "False"),
+           (_RECOMPUTED + "0.5-False-True-True-torch]",)),
+    Mutant("torch-frozen-layers-train", "eval mode of a layer is not heeded",
+           edit(_REPLICA + "_modes", "return list(users)",
+                "return [True] * len(users)"),
+           ("test_network_hooks.py::test_a_layer_in_eval_mode_is_frozen*",)),
+    Mutant("torch-train-not-called", "the user's own train is passed over",
+           edit(_REPLICA + "_set_modes", "layers[number].train(mode)", "pass"),
+           ("test_network_hooks.py::test_the_users_own_train_is_called_where_"
+            "the_mode_changes*",)),
+    Mutant("torch-hooks-lost", "hooks act on the first device only",
+           edit("mgpu.backends._torch.network:TorchNetwork.replicate",
+                "if i:", "if False:"),
+           ("test_network_hooks.py::test_hooks_on_parameters_act_on_every_"
+            "device*",)),
     Mutant("torch-losses-averaged", "a loss is averaged over its rows",
            edit("mgpu.backends._torch.graph:total", "loss.sum()",
                 "loss.mean()"),
