@@ -18,11 +18,20 @@ def made(backend, k=2, **options):
                                                     "momentum": 0.9})
 
 
-def step(replicas, trainer, rows=5, seed=0):
-    rng = np.random.default_rng(seed)
+def step(replicas, trainer, rows=5, seed=0, meanwhile=None):
+    """One step; `meanwhile` is called between its passes and its update."""
+    rng, loss = np.random.default_rng(seed), \
+        mgpu.losses.SoftmaxCrossEntropyLoss()
     X = rng.standard_normal((rows, 2, 4, 4)).astype("float32")
-    mgpu.train_batch(X, rng.integers(0, 3, rows), replicas,
-                     mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+    Xs, ys = mgpu.split_batch(X, rng.integers(0, 3, rows), replicas.devices)
+    with mgpu.record():
+        losses = [None if out is None else loss(out, label)
+                  for out, label in zip(replicas(Xs), ys)]
+    mgpu.backward(losses)
+    if meanwhile is not None:
+        with mgpu.no_grad():
+            meanwhile()
+    trainer.step(rows)
 
 
 @pytest.mark.parametrize("batch_norm", ["per_device", "average", "sync"])
@@ -40,10 +49,11 @@ def test_a_weight_that_one_device_alone_has(backend, debug):
     replicas, trainer = made(backend, 3)
     step(replicas, trainer)
     parameter = replicas.params()[3]
-    with mgpu.no_grad():
+
+    def change():       # as no pass would leave it
         parameter.list_data()[2][1:2] += 0.25
     with pytest.raises(mgpu.ReplicaMismatchError) as raised:
-        step(replicas, trainer)
+        step(replicas, trainer, meanwhile=change)
     text = str(raised.value)
     assert f"{parameter.name!r} on cpu(0) and on cpu(2) does not: 1 of " in \
         text and "set_data" in text
@@ -53,17 +63,19 @@ def test_a_weight_that_one_device_alone_has(backend, debug):
 
 
 def test_the_switch_is_read_when_it_is_used(backend, monkeypatch):
-    replicas, trainer = made(backend)
-    with mgpu.no_grad():
+    def change():
         replicas.params()[0].list_data()[1][:] = 1.0
     for value in (None, "0", ""):
+        replicas, trainer = made(backend)
         monkeypatch.delenv("MGPU_DEBUG", raising=False)
         if value is not None:
             monkeypatch.setenv("MGPU_DEBUG", value)
-        step(replicas, trainer)
+        step(replicas, trainer, meanwhile=change)
+    replicas, trainer = made(backend)
     monkeypatch.setenv("MGPU_DEBUG", "1")
     with pytest.raises(mgpu.ReplicaMismatchError):
-        step(replicas, trainer)
+        step(replicas, trainer, meanwhile=change)
+    replicas, trainer = made(backend)
     monkeypatch.setenv("MGPU_DEBUG", "yes")
     before = trainer.num_update
     with pytest.raises(ValueError, match="MGPU_DEBUG must be 0 or 1; received "
