@@ -62,6 +62,11 @@ class Following:
                 if known.marks[0] is None else known._replace(
                     marks=[self._backend.mark(x) for x in p.list_data()])
 
+    def written(self, parameters: Sequence[Parameter]) -> bool:
+        """Whether the engine has counted a write to replica 0's arrays."""
+        return any(self._backend.mark(p.data()) != self._known[p.name].marks[0]
+                   for p in parameters)
+
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Copy replica 0's values to the replicas that have others.
 

@@ -493,7 +493,8 @@ class Replicas(abc.Sequence):
         self._complete(inputs, self.devices[i])
         with self._turn:
             # Once for all of them: what runs already may not be waited for.
-            if not self._ran or i in self._ran:
+            if not self._ran or i in self._ran \
+                    or self.following.written(self.params()):
                 self._make_equal()
             self._ran.add(i)
         result = self._replicas[i](*inputs)
@@ -644,9 +645,9 @@ class Replicas(abc.Sequence):
         for i in active:
             self._check_native(i, rows[i])
         self._complete(rows[active[0]], self.devices[active[0]])
-        if self._all_passed:
-            self._catch_up()
         self._make_equal()
+        if self._all_passed:    # without a step: after the user's own writes
+            self._catch_up()
         return rows, active
 
     def _run_synchronised(self, rows: list[tuple[Any, ...]],
@@ -662,6 +663,7 @@ class Replicas(abc.Sequence):
         """What `Trainer` calls when a step is done: devices without rows
         take the buffers of the first that had some, then ``"average"``
         replaces the statistics by their means over devices."""
+        self._ran = set()
         self._catch_up()
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],

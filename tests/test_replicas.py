@@ -1542,6 +1542,25 @@ def test_what_is_written_to_the_network_reaches_all(
     assert relative_difference(found[1][1], found[0][1]) < 1e-12
 
 
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_what_is_written_between_two_replicas_calls(engine_name, devices):
+    """Each replica is called by itself, and the network is loaded in
+    between."""
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        shards = shards_of(np.ones((8, 6), "float32"), replicas)
+        for step, (replica, x) in enumerate(zip(replicas, shards)):
+            net.load_state_dict({**net.state_dict(), **{
+                "running_mean": torch.full((6,), float(step)),
+                "bias": torch.full((6,), float(step))}})
+            out = mgpu.to_numpy(replica(x))
+            # (1 - step) / sqrt(1 + 1e-5) + step, in float32
+            assert np.abs(out - 1.0).max() < 1e-4
+        replicas.check_equal()
+
+
 def test_a_difference_without_a_reason_is_told_once(engine, devices):
     """What leaves no trace but the values: replica 0's win, with one
     warning for all."""
