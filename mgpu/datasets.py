@@ -195,6 +195,11 @@ class BatchIterator:
         self._epoch, self._position = epoch, (epoch, number)
         self._thread: int | None = None     # that took the last batch
 
+    @property
+    def fixed(self) -> bool:
+        """Whether no code of the user's (`transform`) makes the batches."""
+        return self._transform is None
+
     def __len__(self) -> int:
         """The number of batches in an epoch."""
         whole, rest = divmod(self.num_examples, self.batch_size)

@@ -202,7 +202,7 @@ def test_torch_compiles_while_no_other_replica_draws(name, monkeypatch):
         from mgpu.backends._torch import replica
         in_turn, put_back = [], torch.random.set_rng_state
         monkeypatch.setattr(torch.random, "set_rng_state", lambda state: (
-            in_turn.append(replica._turn._is_owned()), put_back(state)))
+            in_turn.append(replica._everyone._is_owned()), put_back(state)))
         with torch._inductor.config.patch(force_disable_caches=True):
             step(*start(small(backend, dropout=0), on(0), hybridize=True),
                  2)

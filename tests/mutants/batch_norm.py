@@ -49,12 +49,13 @@ MUTANTS = [
                   "1,\n                      ops.mean(x"),
            (_SYNC + "[torch-2dev-7]",)),
     Mutant("sync-of-own-rows", "each device normalises by its own count",
-           edit(_MEAN, "count, total =", "_, total ="),
+           edit(_MEAN, "count, totals =", "_, totals ="),
            (_SYNC + "[torch-2dev-8]",)),
     Mutant("sync-without-gradient", "the joint statistics are constants for "
-           "the gradient", edit(_MEAN, "self._backend.put(total, like)",
-                                "self._backend.ops.stop_gradient("
-                                "self._backend.put(total, like))"),
+           "the gradient", edit(
+               _MEAN, "totals[self._meeting.place(index)]",
+               "self._backend.ops.stop_gradient("
+               "totals[self._meeting.place(index)])"),
            (_SYNC + "[torch-2dev-8]",)),
     Mutant("sync-everyone-adds", "the work grows with the square of the "
            "number of devices",
@@ -71,8 +72,8 @@ MUTANTS = [
            edit(_CALL, "call.beta is not None", "False"),
            (_SYNC + "[torch-2dev-8]",)),
     Mutant("sync-idle-left-behind", "a device without rows keeps its old "
-           "statistics", edit("mgpu.replicas:Replicas._run_synchronised",
-                              "arrays[i][:] = arrays[active[0]]", "pass"),
+           "statistics", edit("mgpu.replicas:Replicas._catch_up",
+                              "if moved and idle:", "if False:"),
            (_SYNC + "[torch-2dev-1]",)),
     Mutant("average-of-nothing", "the policy 'average' does nothing",
            edit("mgpu.replicas:Replicas.after_step",

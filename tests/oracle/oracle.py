@@ -489,6 +489,8 @@ class Network:
         for names, back in reversed(backs):
             ds, own = back(ds)
             found.update(zip(names, own))
+        for r in self.running.values():     # devices without rows follow
+            r[[i for i in range(self.k) if i not in active]] = r[active[0]]
         return np.concatenate(losses), {n: found[n] for n in self.weights}
 
     def step(self, X, y, optimizer):
