@@ -87,33 +87,37 @@ class Following:
                 p.grad_req = p.grad_req     # on all devices
         if len(self._devices) == 1:
             return
-        weights = [j for j, p in enumerate(parameters)
-                   if p.kind not in BUFFERS]
-        differing: list[Sequence[int] | None] = [None] * len(parameters)
-        for j, found in zip(weights, host_memory.differing(
-                self._backend, [columns[j] for j in weights])):
-            differing[j] = found
-        copies = [(p, arrays, self._to_copy(p, arrays, found))
-                  for p, arrays, found in zip(parameters, columns, differing)
-                  if found != []]
+        buffers, weights = (
+            [(p, arrays) for p, arrays in zip(parameters, columns)
+             if (p.kind in BUFFERS) is kind] for kind in (True, False))
+        everywhere: Sequence[int] = range(1, len(self._devices))
+        copies = [(p, arrays, everywhere) for p, arrays in buffers
+                  if self._buffer_written(p, arrays[0])]
+        copies += [(p, arrays, self._to_copy(p, arrays, found))
+                   for (p, arrays), found in zip(
+                       weights, host_memory.differing(
+                           self._backend, [arrays for _, arrays in weights]))
+                   if found != []]
         with self._backend.scope(recording=False):
             for _, arrays, targets in copies:
                 for i in targets:
                     arrays[i][...] = self._backend.put(arrays[0], arrays[i])
         self.settle([p for p, _, targets in copies if targets])
 
+    def _buffer_written(self, p: Parameter, x: Array) -> bool:
+        """Whether the user has written to replica 0's buffer `x`."""
+        known = self._known[p.name]
+        return self._backend.mark(x) != known.marks[0] \
+            or known.contents not in (None, self._contents(x))
+
     def _to_copy(self, p: Parameter, arrays: Sequence[Array],
                  differing: Sequence[int] | None) -> Sequence[int]:
-        """The devices that replica 0's array is to be copied to. `differing`:
-        those that hold other bits; None: it is not known."""
-        known, others = self._known[p.name], range(1, len(arrays))
-        written = [self._backend.mark(x) != mark
-                   for x, mark in zip(arrays, known.marks)]
-        if p.kind in BUFFERS:
-            source = written[0] or known.contents is not None \
-                and known.contents != self._contents(arrays[0])
-            return others if source else ()
+        """The devices that replica 0's parameter is to be copied to.
+        `differing`: those that hold other bits; None: it is not known."""
+        written = [self._backend.mark(x) != mark for x, mark
+                   in zip(arrays, self._known[p.name].marks)]
         if differing is None:
+            others = range(1, len(arrays))
             if written[0]:
                 return others
             differing = [i for i in others if written[i]]

@@ -20,6 +20,7 @@ from mgpu import probes
 from mgpu.backends import messages
 from mgpu.backends.base import Array, Backend
 from mgpu.environment import cpu_cores
+from mgpu.split import shard_bounds
 
 #: a share smaller than this (bytes of one array) is not worth a thread
 SHARE = 1 << 20
@@ -55,8 +56,8 @@ def allreduce(backend: Backend, columns: Sequence[list[Array]], op: str
     total = sum(column[0].nbytes for column in views)
     threads = threads_for(total, len(columns[0]))
     backend.run_on_host_views(
-        [partial(reduce_blocks, views, total * i // threads,
-                 total * (i + 1) // threads, op) for i in range(threads)],
+        [partial(reduce_blocks, views, begin, end, op)
+         for begin, end in shard_bounds(total, threads)],
         [x for column in columns for x in column])
     return True
 
@@ -116,8 +117,8 @@ def differing(backend: Backend, columns: Sequence[list[Array]]
         compare(0, total)
     else:
         backend.run_on_host_views(
-            [partial(compare, total * i // threads, total * (i + 1) // threads)
-             for i in range(threads)], [])
+            [partial(compare, *bounds)
+             for bounds in shard_bounds(total, threads)], [])
     return [None if found is None else
             [i for i in range(len(found)) if (j, i) in pairs]
             for j, found in enumerate(views)]

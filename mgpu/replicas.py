@@ -192,6 +192,11 @@ class Replicas(abc.Sequence):
             list(zip(*(p.list_data() for p in trained))),
             [requests[p.name] for p in trained])
 
+    def note_edits(self, on: bool) -> None:
+        """Whether the engine is to note what the user writes to gradients;
+        a backward pass begins it."""
+        self.backend.note_edits(self._watched, on)
+
     def _adopt(self, p: Parameter, earlier: Any) -> None:
         """The user has put another array in the place of replica 0's."""
         array = p.data()
@@ -512,8 +517,7 @@ class Replicas(abc.Sequence):
     def _is_fresh(self, i: int) -> bool:
         """Whether a backward pass has reached device `i` since the last
         step."""
-        return any(self.backend.is_fresh(p.list_data()[i])
-                   for p in self.params())
+        return any(map(self.backend.is_fresh, self._views[i].arrays()))
 
     def _make_equal(self) -> None:
         """Before a pass: all replicas as replica 0."""
@@ -586,21 +590,27 @@ class Replicas(abc.Sequence):
         with ``batch_norm="sync"``."""
         with self.owned():
             rows, active = self._prepared((shards,))
-            self.void_gradients()
-            try:
+            with self.new_batch():
                 self.network.forward_backward(
                     self._replicas, _of(active, rows), head,
                     lambda i: self._views[i].arrays())
-            except BaseException:
-                # Some devices may have gone through theirs.
-                self.void_gradients()
-                raise
             self._note(active)
 
-    def void_gradients(self) -> None:
-        """A new batch begins: what the devices' gradients hold belongs to an
-        earlier one, and no step applies it. With ``grad_req="add"`` they
-        belong together."""
+    @contextlib.contextmanager
+    def new_batch(self) -> Iterator[None]:
+        """The block holds the backward passes of a batch on all devices. What
+        their gradients hold belongs to an earlier one, and no step applies
+        it; nor what the block leaves after an error, which some devices may
+        not have met. With ``grad_req="add"`` batches belong together."""
+        self._void_gradients()
+        try:
+            yield
+        except BaseException:
+            self._void_gradients()
+            raise
+
+    def _void_gradients(self) -> None:
+        self.note_edits(False)
         for p in self.params():
             if p.grad_req == "write":
                 for x in p.list_data():

@@ -9,7 +9,7 @@ import numpy as np
 from mgpu import environment, host_memory, optimizers, probes, trainer_states
 from mgpu.arguments import is_integer, is_number
 from mgpu.backends import using_backend
-from mgpu.collectives import AllReduce, allreduce_many
+from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
 from mgpu.files import FilePath
 from mgpu.host_memory import Update
@@ -282,6 +282,7 @@ class Trainer:
         fresh = [[backend.is_fresh(x) for x in arrays] for arrays in columns]
         used = self._reached(parameters, fresh, ignore_stale_grad)
         self._check_unedited(parameters, columns, fresh)
+        replicas.note_edits(False)      # what follows is mgpu's own
         gradients = [[backend.grad(x) for x in columns[j]] for j in used]
         try:
             for j, arrays in zip(used, gradients):
@@ -300,6 +301,7 @@ class Trainer:
                     backend.mark_used(x)
                     backend.settle(x)
             replicas.recorded = [False] * len(replicas)
+        replicas.note_edits(True)
         replicas.carry_over([p for p in self._summed if p.grad_req == "add"])
 
     def _reached(self, parameters: Sequence[Parameter],
@@ -386,6 +388,7 @@ class Trainer:
         replicas, optimizer = self.replicas, self.optimizer
         backend, scale = replicas.backend, self._scale
         self._share_edits(parameters)
+        replicas.note_edits(False)
         if scale.dynamic and not all_finite(
                 # The sums are the same on all devices: one will do.
                 backend, [p.list_grad()[0] for p in parameters]):
@@ -429,9 +432,7 @@ class Trainer:
                     "a summed gradient is changed on replica 0, or on all; "
                     f"received the gradient of {p.name!r} changed only on "
                     "another replica. Change that of replicas.net.")
-            first, *others = p.list_grad()
-            for g in others:
-                g[...] = backend.put(first, g)
+            broadcast(p.list_grad())
 
     def _work(self, parameters: list[Parameter], rate: float) -> list[Update]:
         """What is to be done to each parameter; makes missing states."""

@@ -272,12 +272,8 @@ def _stage_by_stage(replicas: Replicas, X_shards: list[Any],
         scaled = [_scaled(x, scale) for x in losses]
     with stage("compute", "backward", devices,
                partial(probes.gradients, replicas), active):
-        replicas.void_gradients()
-        try:
+        with replicas.new_batch():
             backward(scaled)
-        except BaseException:
-            replicas.void_gradients()
-            raise
     return losses
 
 

@@ -553,6 +553,25 @@ def test_a_new_batch_voids_what_its_pass_does_not_reach(backend):
     assert fresh(backend, columns) == [True, False, False, False]
 
 
+@pytest.mark.parametrize("when", ["before a pass", "before a step",
+                                  "after a step"])
+def test_watching_gradients_changes_no_operation_in_place(backend, when):
+    """On MXNet the memory of a result may not be there yet."""
+    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
+    kept = watch(backend, columns)
+    if when != "before a pass":
+        backend.backward(losses_of(backend, columns))
+        backend.note_edits(kept, when == "before a step")
+    x, y = (backend.put(np.full(2000, value, "float32"), cpu(0))
+            for value in (1.0, 0.5))
+    for _ in range(20):
+        results = []
+        for _ in range(100):
+            results.append(x * 2)
+            results[-1] += y    # while the other one runs, or before
+        assert all((backend.to_numpy(one) == 2.5).all() for one in results)
+
+
 @TORCH
 def test_a_pass_that_fails_leaves_nothing_fresh(backend):
     x, y = leaf(backend, [1.0]), leaf(backend, [1.0])

@@ -529,6 +529,7 @@ def test_a_step_applies_one_batch(engine, devices, passes):
     """A batch that was abandoned after its backward pass is not applied with
     the next one, though that leaves devices idle."""
     loss, found = mgpu.losses.SoftmaxCrossEntropyLoss(), []
+    backward_of = native_backward if passes == "native" else mgpu.backward
 
     def go(replicas, X, y):
         Xs, ys = mgpu.split_batch(X, y, replicas.devices)
@@ -536,9 +537,9 @@ def test_a_step_applies_one_batch(engine, devices, passes):
             losses = [loss(out, label) for out, label
                       in zip(replicas(Xs), ys) if out is not None]
         if passes == "together":
-            mgpu.backward(losses)
-        for one in losses if passes != "together" else ():
-            (native_backward if passes == "native" else mgpu.backward)(one)
+            losses = [losses]       # in one call
+        for one in losses:
+            backward_of(one)
 
     def go_by_device(replicas, X, y):
         for replica, x, label in zip(
@@ -546,7 +547,7 @@ def test_a_step_applies_one_batch(engine, devices, passes):
             if len(x):
                 with mgpu.record():
                     one = loss(replica(x), label)
-                (native_backward if passes == "native" else mgpu.backward)(one)
+                backward_of(one)
     if passes == "device by device":
         go = go_by_device
     for abandoned in (False, True):

@@ -592,6 +592,13 @@ class Backend(ABC):
         """
         return None
 
+    def note_edits(self, watched: Any, on: bool) -> None:
+        """Begin or end noting what `edited` tells of the leaves of an
+        announcement, `watched` being what `watch_gradients` returned. A
+        backward pass that reaches one begins it. For engines where it costs
+        something while nobody asks."""
+        return None
+
     def edited(self, x: Array) -> bool:
         """Whether something else than a backward pass has written to the
         gradient of the leaf `x` since it became fresh, or since `settle`, as

@@ -39,8 +39,8 @@ MUTANTS = [
            ("test_replicas.py::test_a_write_to_another_replica_only_is_an_"
             "error[2dev-torch]",)),
     Mutant("statistics-made-equal", "buffers follow replica 0 always",
-           edit("mgpu.following:Following._to_copy",
-                "return others if source else ()", "return others"),
+           edit("mgpu.following:Following._buffer_written",
+                "return self", "return True or self"),
            ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
             "replica_0s[2dev-torch]",)),
     Mutant("values-drawn-over", "loaded weights are lost",

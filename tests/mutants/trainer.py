@@ -36,9 +36,14 @@ MUTANTS = [
                 "any(edited) and not all(edited)", "False"),
            ("test_trainer.py::test_clipping_one_devices_part_is_refused"
             "[mxnet-nd-2dev]",)),
+    Mutant("address-asked-for-at-once", "memory that is not there yet",
+           edit("mgpu.backends._mxnet.gradients:_wrote",
+                "calls.wait_for(handle)", "0"),
+           ("test_contract.py::test_watching_gradients_changes_no_operation_"
+            "in_place[mxnet-*",)),
     Mutant("sum-edit-lost", "what is written to replica 0's sum stays there",
            edit("mgpu.trainer:Trainer._share_edits",
-                "g[...] = backend.put(first, g)", "pass"),
+                "broadcast(p.list_grad())", "pass"),
            ("test_trainer.py::test_a_change_of_replica_0s_sum_reaches_all"
             "[mxnet-nd-2dev]",)),
     Mutant("sums-summed-again", "a sum that grows is counted on each device",

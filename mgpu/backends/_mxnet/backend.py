@@ -225,6 +225,9 @@ class MXNetBackend(base.Backend):
     def watch_gradients(self, leaves, requests) -> gradients.Watched:
         return gradients.Watched(leaves, requests)
 
+    def note_edits(self, watched: gradients.Watched, on: bool) -> None:
+        watched.note(on)
+
     def edited(self, x: Any) -> bool:
         return gradients.edited(x)
 
@@ -249,8 +252,9 @@ class MXNetBackend(base.Backend):
                      for x in heads]
         try:
             with gradients.one_pass():
-                if seeds is None and disjoint(heads) \
-                        and self.side_by_side([x.ctx for x in heads]):
+                if seeds is None \
+                        and self.side_by_side([x.ctx for x in heads]) \
+                        and disjoint(heads):    # last: it reads the graphs
                     self.in_threads([functools.partial(
                         autograd.backward, [x]) for x in heads])
                 else:

@@ -57,8 +57,15 @@ def outputs(count: Any, arrays: Any) -> list[Any]:
     return handles(arrays._obj, count._obj.value) if count._obj.value else []
 
 
+def wait_for(handle: Any) -> int:
+    """Wait until nothing that is queued writes to an array. Returns the
+    library's status: not 0 if one of the operations failed."""
+    return _LIB.MXNDArrayWaitToRead(ctypes.c_void_p(handle))
+
+
 def data_of(handle: Any) -> int:
-    """Where the data of an array begin; 0 for none."""
+    """Where the data of an array begin; 0 for none. Nothing that is queued
+    may write to it: its memory may not be there yet."""
     pointer = ctypes.c_void_p()
     _LIB.MXNDArrayGetData(ctypes.c_void_p(handle), ctypes.byref(pointer))
     return pointer.value or 0

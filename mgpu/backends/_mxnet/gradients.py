@@ -3,11 +3,17 @@
 MXNet marks an array whose gradient a backward pass has written, and counts no
 writes. So mgpu stands around the library's functions: backward passes, also
 those that a user starts, and operations that write to memory which is there.
+
+Whether an operation writes to a gradient is told by the address of its
+result. The library allots that memory when the operation before it runs, in
+another thread, and to ask for the address sooner allots it a second time: the
+result is lost. So the result is waited for, and only while it matters what
+writes to a gradient: between a backward pass and the step.
 """
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,6 +39,8 @@ class Watched:
                        for own in leaves]
         #: by identity: arrays whose gradient the user has written to
         self.edited: set[int] = set()
+        #: whether it matters who writes to a gradient
+        self.noting = False
         self._places: list[tuple[int, int, int]] | None = None
         _watched.add(self)
 
@@ -50,6 +58,8 @@ class Watched:
 
     def end_pass(self, before: list[list[bool]]) -> None:
         self._places = None     # memory may have moved
+        if any(map(any, self.fresh())):
+            self.note(True)
         if self.edited:
             self.edited -= {id(x) for own in self.leaves for x, _ in own
                             if x._fresh_grad}
@@ -64,6 +74,10 @@ class Watched:
                 if flag and (request == "add" or not new_batch):
                     x._fresh_grad = True
 
+    def note(self, on: bool) -> None:
+        """Begin or end noting. One device's gradients are nobody's parts."""
+        self.noting = on and len(self.leaves) > 1
+
     def written(self, address: int) -> None:
         """An operation of the user's has written there."""
         if self._places is None:
@@ -75,6 +89,7 @@ class Watched:
 
 def _extent(x: Any) -> tuple[int, int, int]:
     gradient = x.grad
+    gradient.wait_to_read()
     begin = calls.data_of(gradient.handle.value)
     return (begin, begin + gradient.size * np.dtype(gradient.dtype).itemsize,
             id(x))
@@ -132,32 +147,38 @@ def _backward(call: Any, *args: Any) -> int:
         return call(*args)
 
 
-def _wrote(handle: Any) -> None:
-    address = calls.data_of(handle)
-    for one in list(_watched):
-        one.written(address)
+def _wrote(handles: Iterable[Any]) -> int:
+    """Note that an operation writes to these arrays. The status is that of
+    the library: not 0 if an earlier operation on one of them failed."""
+    watched = [one for one in list(_watched) if one.noting]
+    for handle in handles if watched else ():
+        status = calls.wait_for(handle)
+        if status:
+            return status
+        address = calls.data_of(handle)
+        for one in watched:
+            one.written(address)
+    return 0
 
 
 def _operator(call: Any, operator: Any, count: Any, inputs: Any,
               output_count: Any, outputs: Any, *rest: Any) -> int:
     # Those that are new arrays are not known before the call.
-    for handle in calls.outputs(output_count, outputs):
-        _wrote(handle)
-    return call(operator, count, inputs, output_count, outputs, *rest)
+    return _wrote(calls.outputs(output_count, outputs)) or call(
+        operator, count, inputs, output_count, outputs, *rest)
 
 
 def _function(call: Any, function: Any, values: Any, codes: Any, count: Any,
               *rest: Any) -> int:
     # Its last argument, if it is an array, is where the result goes.
     last = count.value - 1
-    if last >= 0 and codes[last] == calls.ARRAY:
-        _wrote(values[last].v_handle)
-    return call(function, values, codes, count, *rest)
+    written = [values[last].v_handle] \
+        if last >= 0 and codes[last] == calls.ARRAY else []
+    return _wrote(written) or call(function, values, codes, count, *rest)
 
 
 def _filled(call: Any, array: Any, *rest: Any) -> int:
-    _wrote(array.value)
-    return call(array, *rest)
+    return _wrote([array.value]) or call(array, *rest)
 
 
 for _name, _stand in (("MXAutogradBackwardEx", _backward),
