@@ -677,6 +677,33 @@ def test_a_change_of_replica_0s_sum_reaches_all(engine, devices):
             trainer.update(8)
 
 
+@pytest.mark.parametrize("engine_name", [e for e in ENGINES if e == "torch"])
+@pytest.mark.parametrize("edit", [
+    lambda g: g.data.clamp_(-1e-3, 1e-3), lambda g: g.data.neg_(),
+    lambda g: g.numpy().__imul__(0.5)])
+def test_writes_that_torch_does_not_count_are_seen(
+        engine_name, devices, edit):
+    """Of the user's network, as in `p.grad.data.clamp_`."""
+    found = []
+    with using_engine(engine_name) as engine:
+        for places in (on(0), devices):
+            replicas = initialize(mlp(engine), places)
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+            backward(replicas, *batch(8))
+            if len(places) > 1:
+                edit(replicas.params()[0].list_grad()[0])
+                with pytest.raises(RuntimeError, match="on some devices"):
+                    trainer.step(8)
+                backward(replicas, *batch(8))
+            trainer.allreduce_grads()
+            for p in replicas.params():
+                edit(p.list_grad()[0])
+            trainer.update(8)
+            found.append(values(replicas))
+    assert_replicas_equal(found[1])
+    assert_close(found[1], found[0])
+
+
 def test_a_backward_pass_after_the_sum_is_refused(engine, devices):
     replicas = initialize(mlp(engine), devices)
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})

@@ -41,6 +41,11 @@ MUTANTS = [
                 "calls.wait_for(handle)", "0"),
            ("test_contract.py::test_watching_gradients_changes_no_operation_"
             "in_place[mxnet-*",)),
+    Mutant("contents-not-looked-at", "writes that no version counts",
+           edit("mgpu.backends._torch.leaves:_Leaf.edited",
+                "contents != _contents(gradient)", "False"),
+           ("test_trainer.py::test_writes_that_torch_does_not_count_are_seen"
+            "*",)),
     Mutant("sum-edit-lost", "what is written to replica 0's sum stays there",
            edit("mgpu.trainer:Trainer._share_edits",
                 "broadcast(p.list_grad())", "pass"),

@@ -8,10 +8,12 @@ adds up what arrives in pieces.
 import itertools
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from mgpu.backends import messages
@@ -81,6 +83,8 @@ class Place:
 
     def __init__(self) -> None:
         self.group, self.leaves = _Group(), list[_Leaf]()
+        #: whether it is the first of several: the user's own network
+        self.leads = False
         self.under_way: Callable[[], Pass | None] = _nothing
 
     def running(self) -> "Pass":
@@ -172,6 +176,22 @@ class Pass:
 
 # -- leaves -------------------------------------------------------------------
 
+def _contents(gradient: Any) -> Any:
+    """What changes with the contents of a gradient in the host's memory, for
+    writes that no version counts; None elsewhere."""
+    if not gradient.is_cpu or gradient.layout is not torch.strided:
+        return None
+    storage = gradient.untyped_storage()
+    if storage.nbytes() != gradient.nbytes:
+        return None     # others' too
+    raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    if raw.nbytes % 8 or raw.nbytes < 1 << 14:
+        return zlib.crc32(raw)
+    # Faster. The upper halves by themselves: their sum does not overflow.
+    words = raw.view(np.uint64)
+    return int(words.sum()), int((words >> np.uint64(32)).sum())
+
+
 @dataclass(slots=True, eq=False)
 class _Leaf:
     """The state of the gradient of one tensor."""
@@ -182,8 +202,8 @@ class _Leaf:
     trained: str = "write"  # the last request but "null"
     fresh: bool = False     # written by a backward pass since `mark_used`
     mark: _Mark | None = None       # the last pass that wrote it
-    #: the gradient and its version when it was last known
-    seen: tuple[Callable[[], Any], int] | None = None
+    #: the gradient, its version and its contents when it was last known
+    seen: tuple[Callable[[], Any], int, Any] | None = None
     hooks: tuple[Any, ...] = ()
     #: on other devices than the first: the hooks that the user has put on the
     #: tensor of the first one, by the name of torch's table
@@ -196,14 +216,17 @@ class _Leaf:
     def edited(self) -> bool:
         if self.seen is None:
             return False
-        gradient, (known, version) = self.tensor().grad, self.seen
+        gradient, (known, version, contents) = self.tensor().grad, self.seen
         return gradient is None or gradient is not known() \
-            or gradient._version != version
+            or gradient._version != version \
+            or contents is not None and contents != _contents(gradient)
 
     def settle(self) -> None:
         gradient = self.tensor().grad
-        self.seen = None if gradient is None \
-            else (weakref.ref(gradient), gradient._version)
+        self.seen = None if gradient is None else (
+            weakref.ref(gradient), gradient._version,
+            # `.data` and NumPy write to the user's network, if to any.
+            _contents(gradient) if self.place.leads else None)
 
     def arrived(self, gradient: Any) -> Any:
         """Called by torch for each piece, before it is added."""
@@ -255,6 +278,7 @@ class Leaves:
         places = [self._leaf(arrays[0]).place for arrays in leaves]
         for place, arrays in zip(places, leaves):
             place.group = places[0].group
+            place.leads = place is places[0] and len(places) > 1
             place.leaves = [self._leaf(x) for x in arrays]
             for leaf in place.leaves:
                 leaf.place = place
