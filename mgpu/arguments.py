@@ -1,4 +1,5 @@
 """Checks that arguments of many functions share."""
+import math
 import operator
 from collections.abc import Collection
 from numbers import Real
@@ -30,6 +31,18 @@ def integer(name: str, value: Any, least: int) -> int:
         raise ValueError(f"{name} must be an integer of {least} or more; "
                          f"received {value!r}.")
     return operator.index(value)
+
+
+def number(name: str, value: Any, least: float = -math.inf,
+           most: float = math.inf) -> float:
+    """`value` as a finite float from `least` to `most`, or ValueError."""
+    if not is_number(value) or not math.isfinite(value) \
+            or not least <= value <= most:
+        low = "" if least == -math.inf else f" of {least:g} or more"
+        high = "" if most == math.inf else f" and {most:g} or less"
+        raise ValueError(f"{name} must be a finite number{low}{high}; "
+                         f"received {value!r}.")
+    return float(value)
 
 
 def one_of(name: str, value: Any, known: Collection[Any]) -> Any:

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import environment
-from mgpu.arguments import integer, one_of
+from mgpu.arguments import integer, number, one_of
 from mgpu.files import FilePath, part_of
 
 _NAMES = ("digits", "fashion-mnist", "synthetic")
@@ -437,9 +437,7 @@ def synthetic(batch_size: int, num_train: int = 1024, num_test: int = 256,
     except TypeError:
         raise ValueError("shape must be a sequence of integers, for example "
                          f"(1, 28, 28); received {shape!r}.") from None
-    if not 0 <= noise < np.inf:
-        raise ValueError("noise must be a finite number of 0 or more; "
-                         f"received {noise!r}.")
+    number("noise", noise, 0)
     # Three words, the last not 0: no epoch of BatchIterator has this stream.
     rng = np.random.default_rng([seed, 0, 1])
     patterns = rng.uniform(size=(num_classes, *shape))

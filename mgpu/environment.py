@@ -1,9 +1,12 @@
-"""What mgpu reads from the environment of its process.
+"""What mgpu reads from the environment of its process, and the packages that
+it can do without.
 
 Each variable stands here once, with its meaning and its reader. `mgpu doctor`,
 README's table and the guide are made from `VARIABLES`.
 """
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -116,6 +119,18 @@ def table() -> str:
     rows = ["| variable | meaning |", "|---|---|"]
     rows += [f"| `{v.name}` | {v.meaning} |" for v in VARIABLES]
     return "\n".join(rows) + "\n"
+
+
+def package(name: str, user: str, *modules: str) -> Any:
+    """The optional package `name`, with these modules of it loaded.
+    ImportError with the cure where it is missing; `user`: what needs it."""
+    try:
+        for module in (name, *modules):
+            importlib.import_module(module)
+        return sys.modules[name]
+    except ImportError as error:
+        raise ImportError(f"{user} needs {name} ({error}). Run pip install "
+                          f"{name}.", name=error.name) from error
 
 
 def cpu_cores() -> int:

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu.arguments import integer, is_number, one_of
+from mgpu.arguments import integer, number, one_of
 
 __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
            "Orthogonal", "Xavier", "MSRAPrelu", "Bilinear", "LSTMBias",
@@ -118,14 +118,8 @@ class Initializer(ABC):
 
     def _number(self, name: str, minimum: float = -math.inf) -> None:
         """Keep the option `name` as a float, or refuse it."""
-        value = getattr(self, name)
-        if not is_number(value) or not math.isfinite(value) \
-                or value < minimum:
-            least = "" if minimum == -math.inf else f" of {minimum:g} or more"
-            raise ValueError(
-                f"{name} of {type(self).__name__} must be a finite number"
-                f"{least}; received {value!r}.")
-        object.__setattr__(self, name, float(value))
+        object.__setattr__(self, name, number(
+            f"{name} of {type(self).__name__}", getattr(self, name), minimum))
 
     def _choice(self, name: str, choices: Sequence[str]) -> None:
         """Refuse an option `name` that is not one of `choices`."""

@@ -14,20 +14,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from mgpu.arguments import integer, is_number
+from mgpu.arguments import integer, number, one_of
 
 __all__ = ["LRScheduler", "FactorScheduler", "MultiFactorScheduler",
            "PolyScheduler", "CosineScheduler"]
-
-
-def _number(name: str, value: Any, maximum: float = math.inf) -> float:
-    """`value` as a finite float from 0 to `maximum`, or ValueError."""
-    if not is_number(value) or not math.isfinite(value) \
-            or not 0 <= value <= maximum:
-        most = "" if maximum == math.inf else f" and {maximum:g} or less"
-        raise ValueError(f"{name} must be a finite number of 0 or more{most};"
-                         f" received {value!r}.")
-    return float(value)
 
 
 class LRScheduler:
@@ -65,19 +55,17 @@ class LRScheduler:
     def __init__(self, base_lr: float = 0.01, warmup_steps: int = 0,
                  warmup_begin_lr: float = 0, warmup_mode: str = "linear"
                  ) -> None:
-        self.base_lr = _number("base_lr", base_lr)
+        self.base_lr = number("base_lr", base_lr, 0)
         self.warmup_steps = integer("warmup_steps", warmup_steps, 0)
-        self.warmup_begin_lr = _number("warmup_begin_lr", warmup_begin_lr)
+        self.warmup_begin_lr = number("warmup_begin_lr", warmup_begin_lr, 0)
         self.warmup_final_lr = self.base_lr
         if self.warmup_begin_lr > self.base_lr:
             raise ValueError(
                 "a warm-up starts at or below base_lr; received "
                 f"warmup_begin_lr={warmup_begin_lr!r} and base_lr="
                 f"{base_lr!r}. Lower the one or raise the other.")
-        if warmup_mode not in ("linear", "constant"):
-            raise ValueError(f"unknown warmup_mode; received {warmup_mode!r}."
-                             " Use 'linear' or 'constant'.")
-        self.warmup_mode = warmup_mode
+        self.warmup_mode = one_of("warmup_mode", warmup_mode,
+                                  ("linear", "constant"))
 
     def get_warmup_lr(self, num_update: int) -> float:
         """The rate at an update before `warmup_steps`."""
@@ -139,8 +127,8 @@ class FactorScheduler(LRScheduler):
                  warmup_mode: str = "linear") -> None:
         super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
         self.step = integer("step", step, 1)
-        self.factor = _number("factor", factor, 1)
-        self.stop_factor_lr = _number("stop_factor_lr", stop_factor_lr)
+        self.factor = number("factor", factor, 0, 1)
+        self.stop_factor_lr = number("stop_factor_lr", stop_factor_lr, 0)
         # The last answer, from which the next one is reached without going
         # through all changes again: (options, number of changes, rate).
         self._last: tuple[Any, int, float] = (None, 0, 0.0)
@@ -188,7 +176,7 @@ class MultiFactorScheduler(LRScheduler):
         if any(a >= b for a, b in zip(self.step, self.step[1:])):
             raise ValueError("step must increase from each entry to the "
                              f"next; received {step!r}.")
-        self.factor = _number("factor", factor, 1)
+        self.factor = number("factor", factor, 0, 1)
 
     def after_warmup(self, num_update: int) -> float:
         lr = self.base_lr
@@ -212,7 +200,7 @@ class _Decay(LRScheduler):
                 f"max_update={max_update!r} and warmup_steps="
                 f"{warmup_steps!r}. Raise the one or lower the other.")
         self.base_lr_orig = self.base_lr
-        self.final_lr = _number("final_lr", final_lr)
+        self.final_lr = number("final_lr", final_lr, 0)
         self.max_steps = self.max_update - self.warmup_steps
 
     def curve(self, done: int) -> float:
@@ -254,7 +242,7 @@ class PolyScheduler(_Decay):
                  ) -> None:
         super().__init__(max_update, base_lr, final_lr, warmup_steps,
                          warmup_begin_lr, warmup_mode)
-        self.power = _number("pwr", pwr)
+        self.power = number("pwr", pwr, 0)
 
     def curve(self, done: int) -> float:
         return (1 - done / self.max_steps) ** self.power

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu import environment
 from mgpu.arguments import is_integer
 from mgpu.backends import using_backend
 from mgpu.evaluation import evaluate_accuracy_gpus
@@ -25,12 +26,7 @@ POWER = 0.8
 
 
 def _stats() -> Any:
-    try:
-        from scipy import stats
-    except ImportError as error:
-        raise ImportError("accuracy mode needs SciPy; run pip install "
-                          "scipy.") from error
-    return stats
+    return environment.package("scipy", "accuracy mode", "scipy.stats").stats
 
 
 def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,

@@ -58,7 +58,9 @@ def diagnose(result: Result) -> list[Cause]:
     with np.errstate(all="ignore"):
         for evidence in (result.evidence, *result.evidence.later):
             try:
-                causes = _explain(Difference(result, evidence))
+                difference = Difference(result, evidence)
+                causes = [cause for stage in _stages(difference)
+                          for cause in _causes(difference, stage)]
             except Exception as error:
                 # The comparison stands without a diagnosis, which runs
                 # parts of the user's own code again.
@@ -74,15 +76,6 @@ def diagnose(result: Result) -> list[Cause]:
         c.residual))
 
 
-def _explain(difference: Difference) -> list[Cause]:
-    """The causes of one step's differences."""
-    found: list[Cause] = []
-    for stage in _stages(difference):
-        found += explain_update(difference) if stage == "update" \
-            else _causes(difference, stage)
-    return found
-
-
 def _stages(difference: Difference) -> list[str]:
     """The stages whose differences are not consequences of others."""
     wrong = difference.wrong
@@ -96,6 +89,8 @@ def _stages(difference: Difference) -> list[str]:
 
 def _causes(difference: Difference, stage: str) -> list[Cause]:
     """The causes of a stage, of the first resort that finds any."""
+    if stage == "update":
+        return explain_update(difference)
     found: list[Cause] = []
     resort = 0
     for rule in sorted(RULES, key=lambda rule: rule.resort):

@@ -64,12 +64,8 @@ class _Subject(NamedTuple):
         return [layer for layer in self.layers if layer.kind in kinds]
 
 
-class _Rule(NamedTuple):
-    find: Callable[[_Subject], Iterator[tuple[str, str, str]]]
-    port: bool
-
-
-_RULES: dict[str, _Rule] = {}
+#: by name, the function that finds a difference, and `port` of `_rule`
+_RULES: dict[str, tuple[Callable, bool]] = {}
 
 
 def _rule(name: str, port: bool = False) -> Callable[[Callable], Callable]:
@@ -77,7 +73,7 @@ def _rule(name: str, port: bool = False) -> Callable[[Callable], Callable]:
     torch). `port`: it concerns only a Gluon network that is to be written in
     torch, not a torch network."""
     def register(find: Callable) -> Callable:
-        _RULES[name] = _Rule(find, port)
+        _RULES[name] = find, port
         return find
     return register
 
@@ -144,10 +140,9 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
         subject = _Subject(
             network.layers(), network.specs(), network.aliases(), shapes,
             rule, schedule is not None, loss, batch_size, examples)
-        rules = {name: rule.find for name, rule in _RULES.items()
-                 if backend.semantics == "gluon" or not rule.port}
-    return [Finding(name, *found) for name, find in rules.items()
-            for found in find(subject)]
+        gluon = backend.semantics == "gluon"
+    return [Finding(name, *found) for name, (find, port) in _RULES.items()
+            if gluon or not port for found in find(subject)]
 
 
 def _watched(network: base.Network, sample: Any,

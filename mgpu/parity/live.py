@@ -230,17 +230,13 @@ class LiveRun(Run):
         backward([x for x in losses if x is not None])
         return outputs, losses, rows
 
-    def _values(self, losses: Sequence[Any]) -> np.ndarray:
-        return np.concatenate([np.atleast_1d(self.backend.to_numpy(x))
-                               for x in losses if x is not None])
-
     def train(self, X: Any, y: Any, step: int = 0) -> np.ndarray:
         """Take one step of training and return only the losses."""
         with using_backend(self.name):
             _, losses, rows = self._backward(X, y, step)
             self.trainer.allreduce_grads(ignore_stale_grad=True)
             self.trainer.update(self.side.divisor or sum(rows))
-            return self._values(losses)
+            return self._joined(losses)[0]
 
     def step(self, X: Any, y: Any, step: int = 0) -> StepResult:
         with using_backend(self.name):
@@ -261,7 +257,7 @@ class LiveRun(Run):
                     apart[p.name] = max(apart.get(p.name, 0.0), _spread(
                         [self.backend.to_numpy(x) for x in p.list_data()]))
             return StepResult(
-                self._joined(outputs), self._values(losses), gradients,
+                self._joined(outputs), self._joined(losses)[0], gradients,
                 after, {n: d for n, d in apart.items() if d},
                 self.trainer.learning_rate, rows, divisor)
 

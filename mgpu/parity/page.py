@@ -1,6 +1,5 @@
 """A result as an HTML page with figures."""
 import html
-import importlib.util
 import io
 import math
 import os
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import files
+from mgpu import environment, files
 from mgpu.parity import tables
 from mgpu.parity.measure import STAGES
 from mgpu.parity.result import Result
@@ -66,11 +65,8 @@ def check_page(file: files.FilePath) -> None:
 
 def check_packages() -> None:
     """ImportError where a page could not be made, before the work."""
-    missing = [name for name in ("jinja2", "matplotlib")
-               if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ImportError(f"an HTML report needs {' and '.join(missing)}. "
-                          f"Run pip install {' '.join(missing)}.")
+    for name in ("jinja2", "matplotlib"):
+        environment.package(name, "an HTML report")
 
 
 def to_html(result: Result, *, command: str | None = None) -> str:
@@ -86,19 +82,10 @@ def to_html(result: Result, *, command: str | None = None) -> str:
         resources("mgpu.parity").joinpath("report.html.j2").read_text(
             encoding="utf-8"))
     return template.render(
-        result=result, mode=tables.MODE_WORDS[result.mode],
-        sentence=tables.sentence(result),
-        first=tables.first_rows(result.first) if result.first else [],
-        location=tables.location_rows(result.location)
-        if result.location else [],
-        charts=_charts(result), accuracy=tables.accuracy_rows(result),
+        result=result, tables=tables, charts=_charts(result),
+        mode=tables.MODE_WORDS[result.mode],
         stages=tables.stage_table(result), layers=tables.layer_table(result),
-        plan=tables.plan_table(result), sides=tables.side_table(result),
-        words={stage: tables.STAGE_WORDS[stage][0]
-               for stage in result.worst},
-        settings=[(k.replace("_", " "), tables.text(v))
-                  for k, v in result.settings.items()],
-        versions=tables.versions(result), command=command)
+        accuracy=tables.accuracy_rows(result), command=command)
 
 
 # -- the charts ---------------------------------------------------------------
@@ -196,9 +183,8 @@ def _draw_steps(result: Result) -> str:
                       linewidth=1.3, **_stage_style(stage, len(steps)))
     scale.apply(axes)
     return _svg(figure, "Line chart: the largest relative difference of "
-                "each stage in every step. " + "; ".join(
-                    f"{stage}: at most {gap.relative:.1e}, in step {gap.step}"
-                    for stage, gap in result.worst.items()) + ".")
+                "each stage in every step. The table by stage has the "
+                "largest of all.")
 
 
 def _draw_layers(result: Result) -> str:
@@ -215,13 +201,9 @@ def _draw_layers(result: Result) -> str:
                   **{**_stage_style(stage, 0), "linestyle": "none"})
     scale.apply(axes)
     axes.set_xlim(0.5, len(order) + 0.5)
-    top = sorted(worst, key=worst.__getitem__)[:-4:-1]
     return _svg(figure, "Dot chart: the largest relative difference of each "
-                f"stage in each of {len(order)} layers, over all steps. "
-                "Largest: " + "; ".join(
-                    f"{name or 'the network'}, {stage}: "
-                    f"{worst[name, stage]:.1e}" for name, stage in top)
-                + ". The table below has all.")
+                f"stage in each of {len(order)} layers, over all steps. The "
+                "table below has all.")
 
 
 def _two(axes: Any, x: Sequence[float], a: Sequence[float],

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import files
+from mgpu import environment, files
 from mgpu.parity.measure import STAGES
 from mgpu.parity.page import check_packages, check_page, to_html, write_html
 from mgpu.parity.result import Result
@@ -37,14 +37,10 @@ def print_result(result: Result, console: Any = None, *,
     ImportError
         The package rich is not installed.
     """
-    try:
-        from rich.console import Console
-        from rich.table import Table as Grid
-        from rich.text import Text
-    except ImportError as error:
-        raise ImportError(f"a table in the terminal needs rich ({error}). "
-                          "Run pip install rich, or print(result)."
-                          ) from error
+    environment.package("rich", "a table in the terminal")
+    from rich.console import Console
+    from rich.table import Table as Grid
+    from rich.text import Text
     console = console or Console()
 
     def show(*parts: Any, **options: Any) -> None:

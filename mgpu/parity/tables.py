@@ -132,6 +132,12 @@ def side_table(result: Result) -> Table:
         for name in {**a, **b}]
 
 
+def setting_rows(result: Result) -> Rows:
+    """The settings of the comparison, as (name, value)."""
+    return [(name.replace("_", " "), text(value))
+            for name, value in result.settings.items()]
+
+
 def accuracy_rows(result: Result) -> Rows:
     """The test of the accuracies, as (name, value)."""
     rows = [(f"each seed of {side}", text(list(result.curves[side])))

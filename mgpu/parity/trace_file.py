@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import files
+from mgpu import environment, files
 from mgpu.backends import messages
 from mgpu.parity.run import LayerCall, State
 from mgpu.trainer_states import TrainerStates
@@ -19,12 +19,7 @@ FORMAT = "mgpu trace 1"
 
 def safetensors() -> Any:
     """The library. ImportError with the cure where it is missing."""
-    try:
-        import safetensors.numpy
-    except ImportError as error:
-        raise ImportError("traces need safetensors; run pip install "
-                          "safetensors.") from error
-    return safetensors
+    return environment.package("safetensors", "a trace", "safetensors.numpy")
 
 
 class Writer:

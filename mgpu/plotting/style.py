@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mgpu import files
+from mgpu import environment, files
 from mgpu.files import FilePath
 
 # Okabe and Ito's palette, which people with any colour vision can tell
@@ -50,12 +50,9 @@ def new_figure(figsize: tuple[float, float], dpi: int = 100,
     ImportError
         Matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(f"a figure needs matplotlib ({error}). Run "
-                          "pip install matplotlib.") from error
+    environment.package("matplotlib", "a figure")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
     figure = Figure(figsize=figsize, dpi=dpi, facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     return figure

@@ -1,6 +1,5 @@
 """Causes of other initial values."""
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -9,29 +8,19 @@ from mgpu.parity.causes.difference import Difference, once
 from mgpu.parity.causes.registry import Found, cause
 
 
-def _fan_in(shape: Sequence[int]) -> float:
-    return math.prod(shape[1:])
-
-
-def _average_fan(shape: Sequence[int]) -> float:
-    return sum(initializers.fans(shape)) / 2
-
-
-#: formula -> (uniform?, half width or standard deviation of a shape)
-_FORMULAS: dict[str, tuple[bool, Callable[[Sequence[int]], float]]] = {
-    "Uniform(0.07), Gluon's default": (True, lambda s: 0.07),
-    "U(+-1/sqrt(fan_in)), torch's default": (
-        True, lambda s: _fan_in(s) ** -0.5),
-    "Xavier uniform": (True, lambda s: (3 / _average_fan(s)) ** 0.5),
-    "He uniform, kaiming_uniform_": (
-        True, lambda s: (6 / _fan_in(s)) ** 0.5),
-    "Normal(0.01)": (False, lambda s: 0.01),
-    "N(0, 1), torch's default for embeddings": (False, lambda s: 1.0),
-    "Xavier normal": (False, lambda s: _average_fan(s) ** -0.5),
-    "He normal, kaiming_normal_": (
-        False, lambda s: (2 / _fan_in(s)) ** 0.5),
+#: formula -> (uniform?, half width or standard deviation, from the numbers of
+#: inputs and of outputs of one unit)
+_FORMULAS: dict[str, tuple[bool, Callable[[int, int], float]]] = {
+    "Uniform(0.07), Gluon's default": (True, lambda i, o: 0.07),
+    "U(+-1/sqrt(fan_in)), torch's default": (True, lambda i, o: i ** -0.5),
+    "Xavier uniform": (True, lambda i, o: (6 / (i + o)) ** 0.5),
+    "He uniform, kaiming_uniform_": (True, lambda i, o: (6 / i) ** 0.5),
+    "Normal(0.01)": (False, lambda i, o: 0.01),
+    "N(0, 1), torch's default for embeddings": (False, lambda i, o: 1.0),
+    "Xavier normal": (False, lambda i, o: (2 / (i + o)) ** 0.5),
+    "He normal, kaiming_normal_": (False, lambda i, o: (2 / i) ** 0.5),
     "MSRAPrelu(), Gluon's": (
-        False, lambda s: (2 / (1.0625 * _average_fan(s))) ** 0.5),
+        False, lambda i, o: (4 / (1.0625 * (i + o))) ** 0.5),
 }
 
 
@@ -58,8 +47,9 @@ def _formulas(d: Difference) -> tuple[list[str], list[list[str]]]:
                and d.evidence.initial[0][g.name].ndim > 1]
     return weights, [[
         text for text, (uniform, size) in _FORMULAS.items() if weights
-        and all(_fits(values[n], uniform, size(values[n].shape))
-                for n in weights)] for values in d.evidence.initial]
+        and all(_fits(values[n], uniform, size(*initializers.fans(
+            values[n].shape))) for n in weights)]
+        for values in d.evidence.initial]
 
 
 @cause("initialiser", "initial")

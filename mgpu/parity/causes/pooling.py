@@ -1,7 +1,6 @@
 """Causes in pooling layers."""
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,19 +46,15 @@ def pool(x: np.ndarray, average: bool, rule: Pooling) -> np.ndarray:
     return y
 
 
-def _rules(options: Mapping[str, Any]) -> list[Pooling]:
-    """The options of a layer, with either fate of a window in the
-    padding."""
-    return [Pooling(options["kernel"], options["stride"], options["padding"],
-                    options["ceil"], options.get("count_include_pad", True),
-                    keep) for keep in (False, True)]
-
-
 @once
 def rules(d: Difference) -> tuple[Pooling, Pooling, float] | None:
     """The rules of both sides that explain their outputs, and the
     residual."""
-    own, theirs = (_rules(layer.options) for layer in (d.place.a, d.place.b))
+    # the options of the layers, with either fate of a window in the padding
+    own, theirs = ([Pooling(o["kernel"], o["stride"], o["padding"], o["ceil"],
+                            o.get("count_include_pad", True), keep)
+                    for keep in (False, True)]
+                   for o in (d.place.a.options, d.place.b.options))
     tried = dict.fromkeys(own + theirs + [
         r._replace(**{f: value}) for r in own + theirs  # type: ignore
         for f in ("ceil", "count_include_pad") for value in (False, True)])

@@ -1,6 +1,5 @@
 """Causes of other running statistics."""
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,14 +77,15 @@ def _reading(d: Difference, kind: str, names: tuple[str, ...]
     mine = _shares(d.a, names)
     tried = [*_shares(d.b, names), *mine,
              dict.fromkeys(names, 1 - 1 / d.evidence.step)]
+    hows = ("", "unbiased", "biased") if kind == "running_var" else ("",)
     fits = []
     for given in mine[:2]:
         batch = {n: (own[n] - given[n] * old[n]) / (1 - given[n])
                  for n in names}
-        for kept, (how, factor), times in itertools.product(
-                tried, _factors(d, kind), (1, 0, 2)):
-            predicted = {n: _updated(old[n], factor(n) * batch[n], kept[n],
-                                     times) for n in names}
+        for kept, how, times in itertools.product(tried, hows, (1, 0, 2)):
+            share = {n: kept[n] ** times for n in names}
+            predicted = {n: share[n] * old[n] + (1 - share[n]) * batch[n]
+                         * _factor(d, n, how) for n in names}
             reading = Reading(names, given, kept, how, times, d.residual(
                 own, bad, predicted, scales))
             # without an update nothing else matters
@@ -93,13 +93,6 @@ def _reading(d: Difference, kind: str, names: tuple[str, ...]
                     times or kept is tried[0] and not how):
                 fits.append(reading)
     return min(fits, key=lambda reading: reading.cost, default=None)
-
-
-def _updated(old: np.ndarray, batch: np.ndarray, kept: float, times: int
-             ) -> np.ndarray:
-    for _ in range(times):
-        old = kept * old + (1 - kept) * batch
-    return old
 
 
 def _shares(side: View, names: tuple[str, ...]) -> list[Shares]:
@@ -115,15 +108,13 @@ def _shares(side: View, names: tuple[str, ...]) -> list[Shares]:
             {n: as_single(1 - m) for n, m in known.items()}]
 
 
-def _factors(d: Difference, kind: str
-             ) -> list[tuple[str, Callable[[str], Any]]]:
-    """What the statistic of the batch on `b` may be, times that of `a`."""
-    def unbiased(name: str) -> np.ndarray:
-        n = _counts(d, name)
-        return np.where(n > 1, n / np.maximum(n - 1, 1), 1.0)
-    same: list[tuple[str, Callable[[str], Any]]] = [("", lambda name: 1.0)]
-    return same if kind != "running_var" else [
-        *same, ("unbiased", unbiased), ("biased", lambda n: 1 / unbiased(n))]
+def _factor(d: Difference, name: str, how: str) -> Any:
+    """What the statistic of the batch on `b` is, times that of `a`."""
+    if not how:
+        return 1.0
+    n = _counts(d, name)
+    unbiased = np.where(n > 1, n / np.maximum(n - 1, 1), 1.0)
+    return unbiased if how == "unbiased" else 1 / unbiased
 
 
 @once
