@@ -522,6 +522,7 @@ class Replicas(abc.Sequence):
     def _make_equal(self) -> None:
         """Before a pass: all replicas as replica 0."""
         self._ran = set()
+        self.network.follow()
         self.following.follow(self.all_parameters())
         if self._carried and self.backend.is_recording():
             with self.backend.scope(recording=False):

@@ -242,6 +242,131 @@ def test_hooks_on_parameters_act_on_every_device(backend, k, when, what):
         assert np.abs(found[1][name] - value).max() < 1e-12, name
 
 
+def configured():
+    """A network whose forward pass depends on what is no array."""
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    class Configured(nn.Sequential):
+        temperature, calls = 1.0, 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls * self.table["scale"][
+                0] / (self.temperature * self.config.divisor)
+    net = Configured(*perceptron())
+    net.handle = net[0].register_forward_hook(lambda m, x, out: 2 * out)
+    net.table = {"scale": [1.0]}
+    net.config = SimpleNamespace(divisor=1.0)
+    return net
+
+
+def as_temperature(net):
+    net.temperature = 2.0
+
+
+def in_a_table(net):
+    net.table["scale"][0] = 3.0
+
+
+def in_an_object(net):
+    net.config.divisor = 2.0
+
+
+def as_forward_hook(net):
+    net[2].register_forward_hook(lambda m, x, out: 3 * out)
+
+
+def as_backward_hook(net):
+    net[1].register_full_backward_hook(lambda m, before, after: (
+        2 * before[0],))
+
+
+def as_a_hook_that_goes(net):
+    net.handle.remove()
+
+
+def as_count(net):
+    net.calls = 5
+
+
+@TORCH
+@pytest.mark.parametrize("change", [
+    as_temperature, in_a_table, in_an_object, as_forward_hook,
+    as_backward_hook, as_a_hook_that_goes, as_count])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_attributes_and_hooks_of_layers_follow_replica_0(backend, k, change):
+    """What is no array acts on every device too, however it is changed."""
+    plain, here = (trained(configured(), devices, prepare=change)
+                   for devices in (0, k))
+    for name, value in plain.items():
+        assert np.abs(here[name] - value).max() < 1e-12, name
+
+
+@TORCH
+def test_tensors_that_a_pass_keeps_stay_with_their_device(backend):
+    from torch import nn
+
+    class Sum(nn.Linear):
+        so_far = None
+
+        def forward(self, x):
+            self.so_far = x if self.so_far is None else self.so_far + x
+            return super().forward(self.so_far)
+    net = Sum(6, 6).double()
+    nn.init.zeros_(net.bias)
+    nn.init.eye_(net.weight)
+    replicas = mgpu.initialize(net, [mgpu.cpu(0), mgpu.cpu(1)])
+    shards = mgpu.split_and_load(np.eye(6)[:4], replicas.devices)
+    for calls in (1, 2, 3):
+        for shard, output in zip(shards, replicas(shards)):
+            assert (output == calls * shard).all()
+
+
+def replace_layer(net):
+    from torch import nn
+    net[1] = nn.Sigmoid()
+
+
+def append_layer(net):
+    from torch import nn
+    net.append(nn.Tanh())
+
+
+def change_class(net):
+    net[1].__class__ = type("Other", (type(net[1]),), {})
+
+
+def remove_parameter(net):
+    net[2].bias = None
+
+
+def tie_parameters(net):
+    net[0].bias = net[0].weight
+
+
+@TORCH
+@pytest.mark.parametrize("change, where", [
+    (replace_layer, "1"), (append_layer, "3"), (change_class, "1"),
+    (prune, r"0\.weight"), (remove_parameter, r"2\.bias"),
+    (tie_parameters, r"0\.bias")])
+@pytest.mark.parametrize("k", [1, 2])
+def test_other_layers_are_refused_until_the_network_is_made_anew(
+        backend, k, change, where):
+    net, devices = perceptron(), [mgpu.cpu(i) for i in range(k)]
+    replicas = mgpu.initialize(net, devices)
+    shards = mgpu.split_and_load(np.eye(6)[:4], devices)
+    replicas(shards)
+    change(net)
+    with pytest.raises(RuntimeError, match=f"others under .*'{where}'"):
+        replicas(shards)
+    if change is not tie_parameters:
+        replicas = mgpu.initialize(net, devices, init="keep",
+                                   force_reinit=True)
+        assert len(replicas(shards)) == k
+
+
 @TORCH
 def test_a_tensor_that_was_computed_once_is_refused(backend):
     """A copy would hold the value, and not how it was computed."""

@@ -302,6 +302,11 @@ class Network(ABC):
         `earlier`: give it the same gradient, on all devices."""
         return
 
+    def follow(self) -> None:
+        """Before a pass: what the user has changed of the network, besides
+        its arrays, is so on all devices. Refuses other layers."""
+        return
+
     @abstractmethod
     def devices(self) -> list[Any]:
         """Native handles of the devices that the network is on now."""

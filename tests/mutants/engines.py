@@ -4,6 +4,9 @@ from mutants.planting import Mutant, edit
 _TORCH = "mgpu.backends._torch.backend:TorchBackend."
 _LEAVES = "mgpu.backends._torch.leaves:"
 _REPLICA = "mgpu.backends._torch.replica:TorchReplica."
+_ATTRIBUTES = "mgpu.backends._torch.attributes:"
+_FOLLOW = ("test_network_hooks.py::test_attributes_and_hooks_of_layers_"
+           "follow_replica_0[2-")
 _RECOMPUTED = ("test_recomputation.py::test_gradients_and_statistics_are_"
                "those_without_checkpoints[1dev-")
 _MXNET = "mgpu.backends._mxnet.backend:MXNetBackend."
@@ -50,6 +53,25 @@ MUTANTS = [
            edit(_LEAVES + "Pass._end", "while self._old:", "while False:"),
            ("test_contract.py::test_asking_for_gradients_changes_none["
             "write-torch]",)),
+    Mutant("torch-attributes-stay", "attributes are those of replica 0 only",
+           edit(_ATTRIBUTES + "Attributes.follow", "known.holds(layer)",
+                "True"), (_FOLLOW + "as_temperature-torch]",)),
+    Mutant("torch-contents-unseen", "a change inside a table is not noticed",
+           edit(_ATTRIBUTES + "_Seen.holds", "_content(x) == content",
+                "True"), (_FOLLOW + "in_a_table-torch]",)),
+    Mutant("torch-added-hooks-unseen", "a first hook is not noticed",
+           edit(_ATTRIBUTES + "_Seen.holds", "not any(self._empty)", "True"),
+           (_FOLLOW + "as_forward_hook-torch]",)),
+    Mutant("torch-kept-tensors-follow", "what a pass keeps is replica 0's",
+           edit(_ATTRIBUTES + "Attributes.follow",
+                "content is not _ARRAYS", "True"),
+           ("test_network_hooks.py::test_tensors_that_a_pass_keeps_stay_with_"
+            "their_device[torch]",)),
+    Mutant("torch-layers-change", "other layers on replica 0 only",
+           edit(_ATTRIBUTES + "Attributes.check_layers",
+                "now != self._names", "False"),
+           ("test_network_hooks.py::test_other_layers_are_refused_until_the_"
+            "network_is_made_anew[2-replace_layer-1-torch]",)),
     Mutant("torch-pieces-overwrite", "what arrives later in a pass overwrites",
            edit(_LEAVES + "Pass.arrives",
                 "leaf.mark.number == self._number", "False"),

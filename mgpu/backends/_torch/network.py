@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
+from mgpu.backends._torch.attributes import Attributes
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
 from mgpu.backends._torch.layers import describe
@@ -204,7 +205,16 @@ class TorchNetwork(base.Network):
             if i:
                 replicas[i].borrow_hooks()
         self.replicas = replicas
+        self._attributes = Attributes([r.layers for r in replicas])
         return list(replicas)
+
+    def follow(self) -> None:
+        self._attributes.check_layers()
+        if len(self.replicas) > 1 and not self._watchers \
+                and self.replicas[0].users is None \
+                and self._attributes.follow():
+            for replica in self.replicas:
+                replica.forget()
 
     def forward_backward(self, replicas, inputs, head, leaves) -> None:
         owner = {id(x): i for i in range(len(inputs)) for x in leaves(i)}

@@ -21,6 +21,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              batch_norm_forward,
                                              dropout_forward,
                                              gluon_batch_norm, masked_forward)
+from mgpu.backends._torch.attributes import changed_layers
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
 from mgpu.backends._torch.graph import recomputing, saved_by_hooks
@@ -100,7 +101,10 @@ class TorchReplica(base.Replica):
     def array(self, number: int) -> Any:
         # Looked up in every call: a user may replace the tensor.
         owner, name = self._owners[number]
-        return owner[name]
+        array = owner.get(name)
+        if array is None:
+            raise changed_layers([name])
+        return array
 
     def own_generator(self) -> torch.Generator:
         """The stream of the masks of dropout layers."""
