@@ -94,16 +94,6 @@ def test_the_environment_chooses_where_nothing_else_does(patch, value, name):
     assert type(get_backend()).__name__ == "torch"
 
 
-def test_the_choice_comes_back_after_an_error(patch):
-    for name in ("mxnet", "torch"):
-        install(patch, name, type(name, (Engine,), {}))
-    set_backend("torch")
-    with pytest.raises(ZeroDivisionError):
-        with using_backend("mxnet"):
-            1 / 0
-    assert type(get_backend()).__name__ == "torch"
-
-
 @pytest.mark.parametrize("choose", [set_backend,
                                     lambda name: using_backend(name)
                                     .__enter__()])

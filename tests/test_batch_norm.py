@@ -237,25 +237,6 @@ def test_average_is_the_plain_mean_after_each_step(engine, devices, rows):
         replicas.export_numpy()
 
 
-def test_export_of_per_device_statistics_warns_and_averages(engine, devices):
-    replicas = mgpu.initialize(batch_norm(engine), devices,
-                               "uniform", dtype="float64")
-    pass_through(replicas, images(8))
-    found = statistics(replicas)
-    if len(devices) == 1:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            exported = replicas.export_numpy()
-    else:
-        with pytest.warns(UserWarning, match="2 running statistics differ "
-                          r"between devices \(0.running_mean, ...\); their "
-                          "mean was exported. Pass all_devices=True"):
-            exported = replicas.export_numpy()
-    for name, values in found.items():
-        assert relative_difference(exported[name],
-                                   np.mean(values, axis=0)) < 1e-15
-
-
 # -- sync ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("rows", [8, 7, 5, 2, 1])
@@ -313,16 +294,6 @@ def test_inputs_of_another_dtype_are_refused(engine, devices, policy, dtype):
     text = "a layer takes inputs of its own dtype, float32; received " + dtype
     with mgpu.record(), pytest.raises(TypeError, match=text):
         replicas(shards)
-
-
-def test_sync_differs_from_per_device(engine):
-    """What the test above would not see if all policies were one."""
-    outputs = {}
-    for policy in ("per_device", "sync"):
-        replicas = initialize(convnet(engine), on(2), policy)
-        trainer = mgpu.Trainer(replicas, "sgd")
-        outputs[policy], _ = run(replicas, trainer, images(8), labels(8))
-    assert relative_difference(*outputs.values()) > 1e-3
 
 
 def test_sync_is_the_same_in_every_repetition(engine):

@@ -96,15 +96,6 @@ def test_a_prediction_without_a_contender_on_one_device(backend):
     assert report["contenders"][0]["predicted"]["devices"] == 2
 
 
-@pytest.mark.parametrize("model, side, arrays", [
-    ("lenet", 28, 8), ("resnet18", 8, 76)])
-def test_the_books_networks(backend, model, side, arrays):
-    report = bench.run(model, [2], batch_size=2, steps=1, rounds=2,
-                       shape=(1, side, side))
-    assert report["model"] == model
-    assert report["measurements"][backend.name]["arrays"] == arrays
-
-
 @pytest.mark.parametrize("options, text", [
     (dict(batch_size=0), "batch_size must be an integer of 1"),
     (dict(steps=0), "steps must be an integer of 1"),
@@ -160,12 +151,6 @@ def test_predict(k, room, parts):
                              if crowded else "")
 
 
-def test_more_rows_than_devices_are_not_needed():
-    """A device has a row or none; one with a row takes a row's time."""
-    found = bench.predict({**ONE, "rows": 2}, 8)
-    assert found["parts"]["compute"] == 4.5
-
-
 @pytest.mark.parametrize("k", [0, -1, 1.5, True, "2"])
 def test_predict_refuses(k):
     with pytest.raises(ValueError, match="the number of devices must be"):
@@ -219,16 +204,6 @@ def test_end_to_end(tmp_path):
         assert text in shown
     for file in files.values():
         assert f"written: {file}" in result.output
-
-
-def test_named_devices_and_a_default_engine():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MGPU_BACKEND", BACKENDS[-1])
-        result = command("--model", f"{__file__}:small_net", "--input",
-                         "4", "--classes", "3", "--devices",
-                         "cpu:2,cpu:1", *OPTIONS)
-    assert result.exit_code == 0, result.output
-    assert f"{BACKENDS[-1]} on [cpu(2), cpu(1)]" in result.output
 
 
 @pytest.mark.parametrize("arguments, text", [

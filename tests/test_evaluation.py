@@ -9,7 +9,6 @@ import pytest
 import mgpu
 from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
                      on, refusal_of_foreign, using_engine)
-from mgpu import models
 
 #: rows of the batches: uneven, and fewer than the devices
 ROWS = (16, 7, 3, 1)
@@ -117,51 +116,6 @@ def test_integer_networks_have_the_exact_count(engine, devices):
             assert find(replicas, data(), device) == exact()
 
 
-@functools.lru_cache
-def lenet_reference():
-    """LeNet's hits on 40 pictures, in NumPy and float64."""
-    rng = np.random.default_rng(1)
-    # Coarse patterns: on fine noise all pictures are of one class.
-    X = np.kron(rng.normal(size=(40, 1, 4, 4)), np.ones((7, 7))
-                ).astype("float32")
-    params = models.lenet_params(scale=0.2, seed=3)
-    W1, b1, W2, b2, W3, b3, W4, b4 = (p.astype("float64") for p in params)
-
-    def conv(x, w, b):
-        windows = np.lib.stride_tricks.sliding_window_view(
-            x, w.shape[2:], axis=(2, 3))
-        return np.maximum(np.einsum("nchwij,ocij->nohw", windows, w)
-                          + b[:, None, None], 0)
-
-    def pool(x):
-        n, c, h, w = x.shape
-        return x[:, :, :h // 2 * 2, :w // 2 * 2].reshape(
-            n, c, h // 2, 2, w // 2, 2).mean((3, 5))
-    h = pool(conv(pool(conv(X.astype("float64"), W1, b1)), W2, b2))
-    scores = np.maximum(h.reshape(40, 800) @ W3 + b3, 0) @ W4 + b4
-    top = np.sort(scores, 1)
-    # So clear that no float32 rounding (1e-6 of a score) changes a winner.
-    assert ((top[:, -1] - top[:, -2]) > 1e-4 * top[:, -1]).all()
-    y = scores.argmax(1)
-    assert len(np.unique(y)) > 5
-    y[::3] = (y[::3] + 1) % 10
-    return X, y, params, int((scores.argmax(1) == y).sum()) / 40
-
-
-def test_lenet_has_the_same_count_everywhere(engine, devices):
-    """The book's functional LeNet, as a list of functions."""
-    X, y, params, wanted = lenet_reference()
-    device_params = [mgpu.get_params(params, d) for d in devices]
-    nets = [functools.partial(models.lenet, params=ps)
-            for ps in device_params]
-    found = mgpu.evaluate_accuracy_gpus(
-        nets, batches_of(X, y, (37, 3)), devices=devices)
-    assert found == wanted
-    assert mgpu.evaluate_accuracy_gpu(
-        lambda X: models.lenet(X, device_params[-1]),
-        batches_of(X, y, (40,)), devices[-1]) == wanted
-
-
 # -- forms of `net` -----------------------------------------------------------
 
 def native(engine, devices):
@@ -224,13 +178,6 @@ def test_a_split_of_ones_own(engine, devices):
     assert mgpu.evaluate_accuracy_gpus(linear(engine, devices), data(),
                                        split) == exact()
     assert seen == [devices] * len(ROWS)
-
-
-def test_native_batches(engine, devices):
-    batches = [(mgpu.put(X, mgpu.cpu(0)), mgpu.put(y, mgpu.cpu(0)))
-               for X, y in data()]
-    assert mgpu.evaluate_accuracy_gpus(linear(engine, devices), batches) \
-        == exact()
 
 
 # -- nothing is touched -------------------------------------------------------

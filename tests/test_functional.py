@@ -110,17 +110,6 @@ def test_results_are_new_arrays_on_their_devices(backend, devices):
             assert_bit_equal(backend.to_numpy(x), host)
 
 
-def test_gradients_add_up_where_asked_to(backend, devices):
-    xs = leaves(backend, [np.ones(2)] * len(devices), "add")
-    for n in (1, 2, 3):
-        with mgpu.record():
-            losses = [y * 2 for y in F.allreduce(xs)]
-        mgpu.backward(losses)
-        for x in xs:
-            assert backend.to_numpy(mgpu.grad(x)).tolist() \
-                == [2 * n * len(devices)] * 2
-
-
 # -- allgather ----------------------------------------------------------------
 
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -137,24 +126,6 @@ def test_allgather(backend, devices, axis):
         assert_bit_equal(backend.to_numpy(y), expected)
     check_gradients(backend, lambda xs: F.allgather(xs, axis=axis), joined,
                     hosts)
-
-
-# -- together, as synchronised statistics use them ----------------------------
-
-def test_a_chain_of_both(backend, devices):
-    """Normalise with the mean over all devices, join, reduce again."""
-    def native(xs):
-        means = F.allreduce([F.mean(x, 0, keepdims=True) for x in xs],
-                            op="mean")
-        centred = F.allgather([F.exp(x - m) for x, m in zip(xs, means)])
-        return F.allreduce([F.sum(y * y, 1) for y in centred])
-
-    def answer(xs):
-        mean = sum(x.mean(0, keepdims=True) for x in xs) / len(xs)
-        joined = np.concatenate([np.exp(x - mean) for x in xs])
-        return [len(xs) * (joined * joined).sum(1)] * len(xs)
-    hosts = [x / 4 for x in random(*[(3, 2)] * len(devices))]
-    check_gradients(backend, native, answer, hosts)
 
 
 # -- errors -------------------------------------------------------------------
@@ -195,16 +166,6 @@ def test_an_axis_that_is_not_there(backend):
 # -- the engine's functions ---------------------------------------------------
 
 PUBLIC = sorted(name for name in vars(base.Ops) if name[0] != "_")
-
-
-def test_the_functions_of_the_engine(backend):
-    x = backend.put(np.array([[0.5, 2.0], [1.0, 4.0]]), cpu(1))
-    assert_bit_equal(backend.to_numpy(F.relu(x - 1)),
-                     np.array([[0, 1.0], [0, 3.0]]))
-    assert_bit_equal(backend.to_numpy(F.sum(x, axis=1, keepdims=True)),
-                     np.array([[2.5], [5.0]]))
-    assert_bit_equal(backend.to_numpy(F.concat([x, x], 1)),
-                     np.array([[0.5, 2, 0.5, 2], [1, 4, 1, 4]]))
 
 
 @pytest.mark.parametrize("name", PUBLIC)

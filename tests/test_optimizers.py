@@ -343,14 +343,6 @@ def engine(request):
             yield backend
 
 
-@pytest.mark.parametrize("number", numbered())
-def test_rule_is_its_formula(engine, number):
-    case, (weights, grads) = CASES[number], problem()
-    # 1e-12: float64 rounding, over seven steps and some ten operations each.
-    path = by_mgpu(engine, case, weights, grads)
-    assert gap(path, by_formula(case, weights, grads), weights) < 1e-12
-
-
 @pytest.mark.parametrize("number", numbered(
     keep=lambda case: {"gluon": "mxnet", "torch": "torch"}[case.semantics]
     in BACKENDS))
@@ -409,93 +401,6 @@ def test_nadam_without_the_hook_has_a_schedule_for_each_weight(backend):
         alone = by_formula(rest, [w], [[step[i]] for step in grads])
         # 1e-12: float64 rounding.
         assert gap([[step[i]] for step in path], alone, [w]) < 1e-12
-
-
-# Where the two meanings part, and where they do not: the distance of the ends,
-# relative to the move, is below a bound or inside a range.
-# (name, Gluon's options, torch's options, gradient scale, rate falls, gap)
-EQUAL = 1e-4    # an epsilon of 1e-8 (AdaGrad: 1e-7) next to gradients of 1
-MOMENTUM = {"momentum": 0.5}
-CONTROLS = [
-    ("sgd", {}, {}, 1.0, True, EQUAL),
-    ("sgd", MOMENTUM, MOMENTUM, 1.0, False, EQUAL),
-    ("sgd", MOMENTUM, MOMENTUM, 1.0, True, (0.05, 1.0)),
-    ("nag", MOMENTUM, MOMENTUM, 1.0, False, EQUAL),
-    ("nag", MOMENTUM, MOMENTUM, 1.0, True, (0.05, 1.0)),
-    ("nag", {**MOMENTUM, "wd": 0.125}, {**MOMENTUM, "wd": 0.125}, 1.0, False,
-     (1e-4, 0.1)),
-    ("adam", {}, {}, 1.0, True, EQUAL),      # 31.6 times the epsilon at t = 1
-    ("adam", {}, {}, 1e-7, True, (0.3, 2.0)),
-    ("adam", {"wd": 0.125}, {"wd": 0.125}, 1.0, True, EQUAL),
-    ("adamw", {"wd": 0.125}, {"wd": 0.125}, 1.0, True, EQUAL),
-    ("adamw", {}, {}, 1.0, True, (1e-4, 0.1)),  # 0.01 is torch's default
-    ("adamax", {}, {}, 1.0, True, EQUAL),
-    ("adamax", {}, {}, 1e-7, True, (0.01, 1.0)),
-    ("nadam", {}, {"momentum_decay": 0.004}, 1.0, True, EQUAL),
-    ("rmsprop", {}, {"alpha": 0.9}, 1.0, True, EQUAL),
-    ("rmsprop", {}, {}, 1.0, True, (1.0, 3.0)),
-    ("rmsprop", {}, {"alpha": 0.9}, 1e-4, True, (0.2, 3.0)),
-    ("rmsprop", {"centered": True},
-     {"centered": True, "momentum": 0.9, "alpha": 0.9}, 1.0, False, EQUAL),
-    ("adagrad", {}, {}, 1.0, True, EQUAL),
-    ("adagrad", {}, {}, 1e-4, True, (0.5, 3.0)),
-    ("adagrad", {"wd": 0.125}, {"wd": 0.125}, 1.0, True, (0.01, 1.0)),
-    ("adadelta", {}, {"eps": 1e-5, "lr": 1.0}, 1.0, False, EQUAL),
-    ("adadelta", {}, {"eps": 1e-5, "lr": LR}, 1.0, False, (0.5, 1.0)),
-    ("adadelta", {"wd": 0.125}, {"eps": 1e-5, "lr": 1.0, "wd": 0.125}, 1.0,
-     False, (0.5, 100.0)),
-]
-
-
-@pytest.mark.parametrize(
-    "name, gluon, torch, scale, falls, expected", CONTROLS,
-    ids=[f"{i}-{row[0]}" for i, row in enumerate(CONTROLS)])
-def test_where_gluon_and_torch_differ(backend, name, gluon, torch, scale,
-                                      falls, expected):
-    rng = np.random.default_rng(3)
-    weight, grads = rng.normal(size=40), scale * rng.normal(size=(6, 40))
-    ends = []
-    for semantics, options in (("gluon", gluon), ("torch", torch)):
-        rate = {} if "lr" in options else {"learning_rate": LR}
-        rule = optimizers.create(name, semantics, **rate, **options)
-        w = backend.put(weight, Device("cpu", 0))
-        state = rule.create_state(w, backend.ops)
-        for t, g in enumerate(grads, 1):
-            lr = rule.learning_rate / (8 if falls and t > 3 else 1)
-            rule.update(w, backend.put(g, w), state, lr=lr, wd=rule.wd, t=t,
-                        ops=backend.ops)
-        ends.append(backend.to_numpy(w))
-    move = abs(ends[0] - weight).max()
-    assert move > 0
-    found = abs(ends[0] - ends[1]).max() / move
-    if isinstance(expected, tuple):
-        assert expected[0] < found < expected[1]
-    else:
-        assert found < expected
-
-
-def test_where_clipping_and_decay_meet(backend):
-    """One step from w = 1 with g = 3: in Gluon sgd decays after clipping,
-    adam before; in torch's meaning every rule clips first."""
-    common = {"clip_gradient": 0.5, "wd": 0.125}
-    ends = {}
-    for name, semantics, slot in (("sgd", "gluon", None),
-                                  ("adam", "gluon", "mean"),
-                                  ("adam", "torch", "mean")):
-        beta = {"beta1": 0.5} if semantics == "gluon" \
-            else {"betas": (0.5, 0.5)}
-        rule = optimizers.create(name, semantics, **common,
-                                 **(beta if slot else {}))
-        w = backend.put(np.ones(1), Device("cpu", 0))
-        state = rule.create_state(w, backend.ops)
-        rule.update(w, backend.put(np.full(1, 3.0), w), state, lr=0.5,
-                    wd=rule.wd, t=1, ops=backend.ops)
-        ends[name, semantics] = float(backend.to_numpy(
-            state[slot] if slot else w)[0])
-    # Dyadic numbers: exact.
-    assert ends == {("sgd", "gluon"): 1 - 0.5 * (0.5 + 0.125),
-                    ("adam", "gluon"): 0.5 * 0.5,
-                    ("adam", "torch"): 0.5 * (0.5 + 0.125)}
 
 
 @pytest.mark.parametrize("semantics, finite", [("gluon", False),

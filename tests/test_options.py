@@ -58,23 +58,6 @@ def small(backend, dropout=0.5):
                          *middle, nn.Flatten(), nn.Linear(48, 3))
 
 
-def lenet(backend):
-    if backend.name == "mxnet":
-        from mxnet.gluon import nn
-        net = nn.HybridSequential()
-        net.add(nn.Conv2D(6, 5, padding=2, in_channels=1),
-                nn.Activation("sigmoid"), nn.AvgPool2D(2, 2),
-                nn.Conv2D(16, 5, in_channels=6), nn.Activation("sigmoid"),
-                nn.AvgPool2D(2, 2), nn.Flatten(), nn.Dense(84, in_units=400),
-                nn.Activation("sigmoid"), nn.Dense(10, in_units=84))
-        return net
-    from torch import nn
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2), nn.Sigmoid(), nn.AvgPool2d(2, 2),
-        nn.Conv2d(6, 16, 5), nn.Sigmoid(), nn.AvgPool2d(2, 2), nn.Flatten(),
-        nn.Linear(400, 84), nn.Sigmoid(), nn.Linear(84, 10))
-
-
 def start(net, devices, dtype="float64", loss_scale=None, optimizer="sgd",
           rate=0.125, **options):
     mgpu.seed(5)
@@ -236,58 +219,6 @@ def test_a_hybridized_network_shows_its_layers_where_it_is_watched(backend):
     with replicas.network.watch_layers(lambda path, *_: seen.append(path)):
         step(replicas, trainer, 2)
     assert seen == ["0", "1", "2", "3", "4"]
-
-
-def test_a_hybridized_run_goes_on_after_load(backend, tmp_path):
-    values, states = {}, tmp_path / "states"
-    ends = []
-    for resumed in (False, True):
-        replicas, trainer = start(small(backend, dropout=0), on(0, 1),
-                                  hybridize=True, optimizer="adam")
-        if resumed:
-            replicas.import_numpy(values)
-            trainer.load_states(states)
-        else:
-            step(replicas, trainer, 4)
-            values = everything(replicas)
-            trainer.save_states(states)
-        step(replicas, trainer, 4, seed=1)
-        ends.append(everything(replicas))
-    for name, value in ends[0].items():     # the same code on the same bits
-        assert_bit_equal(ends[1][name], value)
-
-
-if {"mxnet", "torch"} <= set(BACKENDS):
-    @pytest.mark.parametrize("make, shape, classes", [
-        (lenet, (1, 28, 28), 10),
-        (lambda backend: small(backend, dropout=0), (2, 6, 6), 3)],
-        ids=["lenet", "batch_norm"])
-    def test_hybridized_engines_agree(make, shape, classes):
-        """In lock-step: both start each step from MXNet's values, so that
-        the limit is on one step's rounding."""
-        rng = np.random.default_rng(3)
-        batches = [(rng.normal(size=(4, *shape)), rng.integers(0, classes, 4))
-                   for _ in range(3)]
-        runs = []
-        for name in ("mxnet", "torch"):
-            with using_engine(name) as backend:
-                replicas, trainer = start(make(backend), on(0, 1),
-                                          hybridize=True)
-            runs.append((name, replicas, trainer))
-        for X, y in batches:
-            after, before = [], None
-            for name, replicas, trainer in runs:
-                with using_engine(name):
-                    if before is not None:
-                        replicas.import_numpy(before)
-                    before = floats(everything(replicas))
-                    mgpu.train_batch(
-                        X, y, replicas,
-                        mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
-                    after.append(floats(everything(replicas)))
-            assert worst(*after)[0] < ROUNDING
-            assert any((after[0][name] != x).any()
-                       for name, x in before.items())
 
 
 # -- channels_last ------------------------------------------------------------
@@ -594,32 +525,6 @@ def test_a_dynamic_scale_doubles_after_good_steps(backend, monkeypatch):
         exponents.append(int(np.log2(trainer.loss_scale)))
     assert exponents == [16, 16, 15, 15, 15, 16, 16, 16, 17, 16]
     assert (trainer.num_update, trainer.skipped_steps) == (8, 2)
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_the_rule_is_that_of_torchs_scaler(name, monkeypatch):
-    """Against ``torch.amp.GradScaler`` itself, for 40 steps of which some are
-    not finite."""
-    with using_engine(name) as backend:
-        import torch
-        monkeypatch.setattr(LossScale, "GROWTH_INTERVAL", 4)
-        scaler = torch.amp.GradScaler("cpu", growth_interval=4)
-        assert scaler.get_scale() == 2.0 ** 16
-        weight = torch.nn.Parameter(torch.ones(1))
-        native = torch.optim.SGD([weight], 0.0)
-        replicas, trainer = start(mlp(backend), on(0), loss_scale="dynamic")
-        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
-        goods = np.random.default_rng(0).random(40) < 0.8
-        assert 0 < goods.sum() < 40
-        for good in goods:
-            X = np.full((2, 6), 1.0 if good else np.inf)
-            mgpu.train_batch(X, labels(2), replicas, loss, trainer)
-            native.zero_grad()
-            scaler.scale(weight * float(X[0, 0])).sum().backward()
-            scaler.step(native)
-            scaler.update()
-            assert trainer.loss_scale == scaler.get_scale()
-        assert trainer.skipped_steps == 40 - goods.sum()
 
 
 def test_clipping_sees_unscaled_gradients(backend):

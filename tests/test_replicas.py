@@ -98,13 +98,6 @@ def test_every_device_and_engine_start_from_the_drawn_bits(
     assert len(replicas) == len(devices) and replicas.devices == devices
 
 
-def test_another_seed_draws_other_weights(engine):
-    a, b = (mgpu.initialize(mlp(engine), on(0),
-                            "uniform", seed=seed).export_numpy()
-            for seed in (0, 1))
-    assert not (a["0.weight"] == b["0.weight"]).any()
-
-
 def test_devices_do_not_share_memory(engine):
     """Two logical devices share one RAM, and their values must not."""
     replicas = mgpu.initialize(convnet(engine), on(0, 1, 2), "uniform")
@@ -1056,21 +1049,6 @@ def two_inputs(engine):
                 a, b = a["a"], a["b"]
             return self.dense(a) + b
     return Net()
-
-
-def test_one_replica_and_all_replicas(engine, devices):
-    replicas = mgpu.initialize(mlp(engine), devices, "xavier")
-    x = table(9)
-    shards = shards_of(x, replicas)
-    whole = mgpu.to_numpy(replicas[0](mgpu.put(x, devices[0])))
-    outputs = replicas(shards)
-    alone = [replica(shard) for replica, shard in zip(replicas, shards)]
-    assert [r.device for r in replicas] == devices
-    for a, b in zip(outputs, alone):
-        assert_bit_equal(mgpu.to_numpy(a), mgpu.to_numpy(b))
-    # Another number of rows is another kernel: float32.
-    assert relative_difference(np.concatenate(
-        [mgpu.to_numpy(out) for out in outputs]), whole) < 1e-6
 
 
 def test_replicas_without_rows_do_not_run(engine, devices):

@@ -40,19 +40,6 @@ def test_bounds(k):
         assert all(type(i) is int for pair in bounds for i in pair)
 
 
-@pytest.mark.parametrize("k", range(1, 9))
-def test_weighted_bounds(k):
-    weights = [1.0, 2.5, 0.1, 7, 3, 1e-3, 40, 5][:k]
-    for n in range(71):
-        bounds = shard_bounds(n, k, weights)
-        assert bounds[0][0] == 0 and bounds[-1][1] == n
-        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
-        for (begin, end), weight in zip(bounds, weights):
-            share = n * weight / sum(weights)
-            assert end - begin in (int(share), int(share) + 1)
-        assert shard_bounds(n, k, [0.7] * k) == shard_bounds(n, k)
-
-
 @pytest.mark.parametrize("n, weights, sizes", [
     (9, [2, 1], [6, 3]), (10, [2, 1], [7, 3]), (11, [2, 1], [7, 4]),
     (1, [1, 9], [0, 1]), (2, [1, 1, 1], [1, 1, 0]), (0, [3, 1], [0, 0]),
@@ -139,16 +126,6 @@ def test_the_signature():
 
 # -- what else it promises ----------------------------------------------------
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
-def test_any_axis(backend, devices, axis):
-    x = np.arange(5 * 6 * 7.0).reshape(5, 6, 7)
-    for data in (x, backend.put(x, cpu(2))):
-        shards = on_host(backend, split_and_load(data, devices, axis, False))
-        for shard, part in zip(shards, np.array_split(x, len(devices), axis),
-                               strict=True):
-            assert_bit_equal(shard, part)
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float16",
                                    "float32", "float64", "bool"])
 @pytest.mark.parametrize("native", [False, True])
@@ -166,18 +143,6 @@ def test_shards_are_copies(backend, devices, native):
     for shard in split_and_load(data, devices, even_split=False):
         shard += 5
     assert (backend.to_numpy(data) if native else data).tolist() == [1] * 8
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 3])
-def test_shards_may_be_empty(backend, rows, native, axis):
-    x = np.ones((rows, 2) if axis == 0 else (2, rows), "float32")
-    data = backend.put(x, cpu(0)) if native else x
-    shards = split_and_load(data, [cpu(i) for i in range(4)], axis, False)
-    for shard, part in zip(on_host(backend, shards),
-                           np.array_split(x, 4, axis), strict=True):
-        assert_bit_equal(shard, part)
 
 
 def test_gradients_flow_back(backend, devices):
@@ -354,14 +319,6 @@ def test_split_batch(backend, devices):
                 assert_bit_equal(shard, part)
 
 
-def test_fewer_rows_than_devices(backend):
-    X_shards, y_shards = split_batch(np.ones((2, 3)), [0, 1],
-                                     [cpu(i) for i in range(3)])
-    assert [x.shape for x in on_host(backend, X_shards)] \
-        == [(1, 3), (1, 3), (0, 3)]
-    assert [len(y) for y in y_shards] == [1, 1, 0]
-
-
 def test_an_even_split_when_asked_to(backend):
     with pytest.raises(ValueError, match="cannot be evenly split into 2"):
         split_batch(np.ones((3, 2)), np.ones(3), [cpu(0), cpu(1)], True)
@@ -398,12 +355,3 @@ def test_an_empty_batch_is_refused(backend, X, y):
     assert str(refused.value) == (
         "a batch needs at least one row; received an empty one. Leave it "
         "out.")
-
-
-def test_the_texts_example(backend):
-    """`arange(20)` as four rows on two devices."""
-    shards = on_host(backend, split_and_load(
-        np.arange(20).reshape(4, 5), ["cpu:0", "cpu:1"]))
-    assert [s.tolist() for s in shards] == [
-        [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]],
-        [[10, 11, 12, 13, 14], [15, 16, 17, 18, 19]]]

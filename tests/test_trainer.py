@@ -5,7 +5,6 @@ so that K devices differ from one by rounding only, about 1e-16 a step, and
 1e-12 leaves no room for another formula.
 """
 import json
-import os
 import pickle
 import signal
 import threading
@@ -175,36 +174,6 @@ def test_blocks_of_a_weight_are_the_whole(backend, semantics, name,
     # To rounding: torch's square root is a unit in the last place off now
     # and then, and MXNet's compiled expressions round in another order.
     assert_close(*results)
-
-
-def test_torch_semantics_on_every_engine(engine, devices):
-    """The same numbers as the real torch.optim, where torch is tested."""
-    options = {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}
-    replicas = initialize(mlp(engine), devices)
-    train(replicas, mgpu.Trainer(replicas, "sgd", options, semantics="torch"))
-    found = values(replicas)
-    assert_replicas_equal(found)
-    gluon = initialize(mlp(engine), devices)
-    train(gluon, mgpu.Trainer(gluon, "sgd", {
-        "learning_rate": 0.125, "momentum": 0.5, "wd": 0.25}))
-    # At a constant rate the two are one rule.
-    assert_close(found, values(gluon))
-    if "torch" in BACKENDS:
-        with mgpu.using_backend("torch") as backend:
-            import torch
-            one = initialize(mlp(backend), on(0))
-            environment = set(os.environ)   # torch.optim loads a compiler
-            native = torch.optim.SGD(one.net.parameters(), **options)
-            for name in set(os.environ) - environment:
-                del os.environ[name]
-            for seed, rows in enumerate(ROWS):
-                X, y = batch(rows, seed)
-                native.zero_grad()
-                torch.nn.functional.cross_entropy(
-                    one.net(torch.from_numpy(X)),
-                    torch.from_numpy(y)).backward()
-                native.step()
-            assert_close(found, values(one))
 
 
 # -- the real gluon.Trainer ---------------------------------------------------
@@ -868,24 +837,6 @@ def test_a_device_without_rows_contributes_zero(engine, devices):
                 assert_bit_equal(copy + 0.0, own[name] + 0.0)
 
 
-def test_replicas_one_by_one(engine, devices):
-    """A loop over ``replicas[i](x)`` that leaves empty shards out."""
-    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
-    replicas, one = (initialize(mlp(engine), d) for d in (devices, on(0)))
-    options = {"learning_rate": 0.125, "momentum": 0.5}
-    trainer = mgpu.Trainer(replicas, "sgd", options)
-    for seed, rows in enumerate(ROWS):
-        X, y = batch(rows, seed)
-        with mgpu.record():
-            losses = [loss(replica(X), y) for replica, X, y in zip(
-                replicas, *mgpu.split_batch(X, y, devices)) if len(X)]
-        mgpu.backward(losses)
-        trainer.step(rows)
-    train(one, mgpu.Trainer(one, "sgd", options))
-    assert_close(values(replicas), values(one))
-    assert_replicas_equal(values(replicas))
-
-
 def test_a_failed_pass_leaves_no_trace(engine):
     """A device that ran in a pass that failed is idle in the next one."""
     replicas = initialize(mlp(engine), on(0, 1, 2))
@@ -902,29 +853,6 @@ def test_a_failed_pass_leaves_no_trace(engine):
 
 
 # -- between allreduce_grads and update ---------------------------------------
-
-def test_allreduce_then_update_is_a_step(engine, devices):
-    results = []
-    for both in (True, False):
-        replicas = initialize(mlp(engine), devices)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        backward(replicas, *batch(7))
-        local = gradients(replicas)
-        if both:
-            trainer.step(7)
-        else:
-            trainer.allreduce_grads()
-            summed = gradients(replicas)
-            for name, copies in summed.items():
-                for copy in copies:
-                    assert_bit_equal(copy, copies[0])
-                    assert relative_difference(copy, sum(local[name])) < 1e-14
-            trainer.update(7)
-            # The update leaves the gradients as they are.
-            assert_unchanged(gradients(replicas), summed)
-        results.append(values(replicas))
-    assert_unchanged(*results)
-
 
 class Interrupted(mgpu.optimizers.SGD):
     """Ctrl-C comes while the second weight is updated."""
@@ -991,21 +919,6 @@ def test_a_prediction_that_nobody_has_read(backend, k):
     assert_unchanged(found[1], found[0])
 
 
-def test_changed_gradients_are_applied(engine, devices):
-    replicas = initialize(mlp(engine), devices)
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
-    before = values(replicas)
-    backward(replicas, *batch(4))
-    trainer.allreduce_grads()
-    for p in replicas.params():
-        for g in p.list_grad():
-            g[:] = 1
-    trainer.update(4)
-    for name, copies in values(replicas).items():
-        for copy in copies:
-            assert_bit_equal(copy, before[name][0] - 0.125)
-
-
 @pytest.mark.parametrize("max_norm", [0.25, 1e6])
 def test_clip_global_norm(engine, devices, max_norm):
     """Once per parameter, not per device; with `batch_size` the norm of what
@@ -1066,89 +979,6 @@ def test_a_norm_that_is_not_finite_is_refused(engine, devices):
                          ("1", TypeError), (float("nan"), ValueError)):
         with pytest.raises(error, match="max_norm must be .*; received"):
             trainer.clip_global_norm(wrong)
-
-
-# -- grad_req and frozen parameters -------------------------------------------
-
-def test_accumulated_gradients(engine, devices):
-    """``grad_req="add"``: four small batches, one step, are one batch of all
-    their rows; idle devices in between do no harm."""
-    parts = [batch(rows, rows) for rows in (4, 1, 3, 2)]
-    X, y = (np.concatenate(column) for column in zip(*parts))
-    whole = initialize(mlp(engine), on(0))
-    trainer = mgpu.Trainer(whole, "sgd", {"learning_rate": 0.125})
-    replicas = initialize(mlp(engine), devices)
-    adding = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-    for p in replicas.params():
-        p.grad_req = "add"
-    for _ in range(2):
-        backward(whole, X, y)
-        trainer.step(len(X))
-        for part in parts:
-            backward(replicas, *part)
-        adding.step(len(X))
-        replicas.zero_grad()
-        assert_close(values(replicas), values(whole))
-        assert_replicas_equal(values(replicas))
-        for copies in gradients(replicas).values():
-            assert not any(g.any() for g in copies)
-
-
-def test_a_recorded_backward_overwrites(engine, devices):
-    """By default: two backward passes and a step use the second one."""
-    replicas = initialize(mlp(engine), devices)
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-    one = initialize(mlp(engine), on(0))
-    backward(replicas, *batch(8, seed=5))
-    train(replicas, trainer, [8])
-    train(one, mgpu.Trainer(one, "sgd", {"learning_rate": 0.125}), [8])
-    assert_close(values(replicas), values(one))
-
-
-def test_frozen_parameters_stay(engine, devices):
-    """Frozen by `Parameter`, or on the native network, before or between
-    steps; the others train as ever."""
-    replicas = initialize(mlp(engine), devices)
-    trainer = mgpu.Trainer(replicas, "adam")
-    train(replicas, trainer, [8])
-    if engine.name == "mxnet":
-        replicas.net[0].bias.grad_req = "null"
-    else:
-        replicas.net[0].bias.requires_grad_(False)
-    replicas.params()[3].grad_req = "null"
-    before = values(replicas)
-    train(replicas, trainer, ROWS)
-    after = values(replicas)
-    assert_replicas_equal(after)
-    for name in before:
-        frozen = (after[name][0] == before[name][0]).all()
-        assert frozen == (name in ("0.bias", "2.bias")), name
-    replicas.params()[3].grad_req = "write"
-    train(replicas, trainer, ROWS)
-    assert (values(replicas)["2.bias"][0] != after["2.bias"][0]).any()
-
-
-def test_edited_weights_are_respected(engine, devices):
-    """`set_data`, an edit in place, or an import: the step starts there."""
-    replicas = initialize(mlp(engine), devices)
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125,
-                                             "momentum": 0.5})
-    train(replicas, trainer, ROWS)
-    p = replicas.params()[3]
-
-    def in_place():
-        with mgpu.no_grad():
-            for x in p.list_data():
-                x[:] = 3
-    for edit in (lambda: p.set_data(np.full(3, 3.0)), in_place,
-                 lambda: replicas.import_numpy(
-                     {**replicas.export_numpy(), p.name: np.full(3, 3.0)})):
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        edit()
-        train(replicas, trainer, [6])
-        wanted = 3 - 0.125 * gradients(replicas)[p.name][0] / 6
-        for copy in values(replicas)[p.name]:
-            assert relative_difference(copy, wanted) < 1e-15
 
 
 # -- states in files ----------------------------------------------------------
@@ -1300,10 +1130,6 @@ def wider(engine):
     return mlp(engine, units=(6, 7, 3))
 
 
-def deeper(engine):
-    return mlp(engine, units=(6, 5, 4, 3))
-
-
 @pytest.mark.parametrize("build, name, options, text", [
     (mlp, "adam", {}, "the state of SGD instead of Adam"),
     (wider, "sgd", {"momentum": 0.5},
@@ -1425,17 +1251,6 @@ def test_a_trainer_takes_replicas(engine):
             "a Trainer takes the Replicas that mgpu.initialize returns; "
             f"received {type(wrong).__name__}. For lists of arrays use "
             "mgpu.sgd.")
-
-
-def test_an_optimizer_object(engine, devices):
-    replicas = initialize(mlp(engine), devices)
-    by_object = mgpu.Trainer(replicas, mgpu.optimizers.SGD(
-        learning_rate=0.125, momentum=0.5))
-    train(replicas, by_object)
-    named = initialize(mlp(engine), devices)
-    train(named, mgpu.Trainer(named, "sgd", {"learning_rate": 0.125,
-                                             "momentum": 0.5}))
-    assert_unchanged(values(replicas), values(named))
 
 
 def test_a_network_with_unknown_shapes(engine, devices, tmp_path):

@@ -1,5 +1,4 @@
 """Recording, backward, `parallel`, the step and the loop."""
-import contextlib
 import re
 import weakref
 
@@ -101,34 +100,6 @@ def leaf(value, device=None):
     x = mgpu.put(np.array([value]), device or mgpu.cpu(0))
     mgpu.attach_grad(x)
     return x
-
-
-def test_gradients(engine, devices):
-    """Zeros before the first pass; then each loss summed over its elements;
-    overwritten by the next pass."""
-    xs = [leaf(i + 2.0, d) for i, d in enumerate(devices)]
-    for x in xs:
-        assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [0]
-    with mgpu.record():
-        losses = [F.concat([x * x, 3 * x]) for x in xs]
-    mgpu.backward([*losses, None])
-    for i, x in enumerate(xs):
-        assert mgpu.to_numpy(mgpu.grad(x)).tolist() == [2 * (i + 2) + 3]
-    with mgpu.record():
-        loss = xs[0] * 5
-    mgpu.backward(loss)         # a bare loss
-    assert mgpu.to_numpy(mgpu.grad(xs[0])).tolist() == [5]
-    # Two losses of one leaf in one pass add up.
-    with mgpu.record():
-        pair = [xs[0] * 2, xs[0] * 3]
-    mgpu.backward(pair)
-    assert mgpu.to_numpy(mgpu.grad(xs[0])).tolist() == [5]
-    mgpu.attach_grad(xs[0], "add")      # from zero
-    for n in (1, 2):
-        with mgpu.record():
-            loss = xs[0] * 3
-        mgpu.backward(loss)
-        assert mgpu.to_numpy(mgpu.grad(xs[0])).tolist() == [3 * n]
 
 
 def test_wrong_losses_are_refused(engine):
@@ -303,21 +274,6 @@ def test_several_inputs_and_labels(engine, devices):
     assert sum(len(loss) for loss in losses if loss is not None) == 5
     assert (values(replicas)["dense.weight"][0]
             != before["dense.weight"][0]).any()
-
-
-def test_an_own_loss(engine, devices):
-    """One value per example; one that averages can be wrapped."""
-    X, y = batch(6)
-    ce = mgpu.losses.SoftmaxCrossEntropyLoss()
-    results = []
-    for loss in (ce, lambda out, y: ce(out, y) * 1.0,
-                 mgpu.losses.per_example(
-                     lambda out, y: F.mean(ce(out, y)))):
-        replicas, _, trainer = set_up(engine, devices)
-        mgpu.train_batch(X, y, replicas, loss, trainer)
-        results.append(values(replicas))
-    for found in results[1:]:
-        assert_close(found, results[0])
 
 
 def test_a_leaf_that_all_losses_share(engine, devices):
@@ -740,16 +696,6 @@ def test_the_engine_of_the_replicas_is_used(backend):
             history = mgpu.train(replicas, batches(4, 1), batches(3), loss,
                                  trainer, 1, progress=False)
             assert len(history.loss_per_step) == 2
-
-
-# -- from scratch -------------------------------------------------------------
-
-def test_training_leaves_no_scope_open(engine):
-    replicas, loss, trainer = set_up(engine, on(0, 1))
-    with contextlib.suppress(mgpu.NonFiniteLoss):
-        mgpu.train(replicas, [(np.full((4, 6), np.nan), np.zeros(4))], None,
-                   loss, trainer, 2, progress=False)
-    assert flags() == (False, False)
 
 
 # -- what a review found ------------------------------------------------------

@@ -59,8 +59,7 @@ MUTANTS = [
     Mutant("order-of-additions", "the naive sum is taken from the last device "
            "on", edit(_REDUCE, "enumerate(data)",
                       "reversed(list(enumerate(data)))"),
-           ("test_collectives.py::test_sums_are_taken_in_the_documented_order"
-            "[torch-naive-*",)),
+           ("oracle/test_exchange.py::test_allreduce[3dev-naive-sum]",)),
     Mutant("ring-loses-the-remainder", "what does not divide by K stays",
            edit(_STRATEGIES + "chunks_of",
                 "bounds = shard_bounds(len(flat[0]), len(data))",

@@ -116,7 +116,8 @@ MUTANTS = [
             "between_devices[torch-2dev]",)),
     Mutant("torch-seed-ignored", "masks go on after a seed",
            edit(_TORCH + "seed", "self._generators.clear()", "pass"),
-           ("test_contract.py::test_random_streams[torch-2dev]",)),
+           ("test_replicas.py::test_dropout_is_reproducible_and_differs_"
+            "between_devices[torch-2dev]",)),
     Mutant("a-block-awaits", "a task computes under another's flags",
            edit("mgpu.backends.scope:check_task", "raise RuntimeError(",
                 "RuntimeError("),

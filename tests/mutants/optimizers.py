@@ -6,7 +6,7 @@ _OPT = "mgpu.optimizers.gluon_rules:"
 
 
 def _gluon(start):
-    return (f"test_optimizers.py::test_rule_is_its_formula[torch-gluon-{start}"
+    return (f"test_optimizers.py::test_rule_is_the_library[torch-gluon-{start}"
             "*",)
 
 

@@ -107,8 +107,8 @@ MUTANTS = [
     Mutant("export-of-device-0", "statistics of the other devices are "
            "dropped in silence", edit(_REPLICAS + "export_numpy",
                                       "every.mean(axis=0)", "every[0]"),
-           ("test_batch_norm.py::test_export_of_per_device_statistics_warns_"
-            "and_averages[torch-2dev]",)),
+           ("test_replicas.py::test_every_devices_statistics_survive[torch-2dev]"
+            ,)),
     Mutant("recording-forgotten", "a device that ran counts as one without "
            "rows", edit(_REPLICAS + "_note",
                         "[i in active for i in range(len(self.devices))]",

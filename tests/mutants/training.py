@@ -7,7 +7,7 @@ MUTANTS = [
     Mutant("first-loss-only", "the losses of the other devices have no "
            "gradient", edit(_TRAINING + "backward", "backend.backward(losses)",
                             "backend.backward(losses[:1])"),
-           ("test_training.py::test_gradients[torch-2dev]",)),
+           ("test_trainer.py::test_k_devices_are_one_device[torch-sgd-2]",)),
     Mutant("rows-of-one-shard", "the step divides by the rows of device 0",
            edit(_TRAINING + "train_batch",
                 "sum(rows_of(shard) or 0 for shard in y_shards)",

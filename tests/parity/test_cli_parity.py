@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import mgpu
 from conftest import BACKENDS
 from mgpu import cli, losses
 from mgpu import backends as registry
@@ -97,12 +96,6 @@ def test_a_difference_is_status_1():
     assert "Traceback" not in result.output
 
 
-def test_free_running():
-    result = mgpu_command("parity", A, B, *SMALL, "--mode", "free")
-    assert result.exit_code == 0, result.output
-    assert "SAME (free run)" in result.stdout
-
-
 def test_accuracies(folder):
     (folder / "own.py").write_text('''
 import numpy as np
@@ -133,16 +126,6 @@ def test_a_module_of_the_current_folder(folder):
     assert result.exit_code == 0, result.output
 
 
-def test_files_of_one_name_in_two_folders(folder):
-    name = f"nets_{BACKENDS[0]}.py"
-    (folder / "other").mkdir()
-    (folder / "other" / name).write_text(
-        NETS[BACKENDS[0]].replace("=1e-5", "=1e-3"))
-    result = mgpu_command("parity", f"{name}:make", f"other/{name}:make",
-                          *SMALL)
-    assert result.exit_code == 1, result.output
-
-
 @pytest.mark.parametrize("options", [
     ["--optimizer", "adam", "--semantics", "torch"],
     ["--b-devices", "cpu:1,cpu:2", "--devices", "2"],
@@ -155,14 +138,6 @@ def test_files_of_one_name_in_two_folders(folder):
 def test_options_reach_the_comparison(options):
     result = mgpu_command("parity", A, B, *SMALL, *options)
     assert result.exit_code == 0, result.output
-
-
-def test_other_rules_for_the_second_side():
-    result = mgpu_command(
-        "parity", A, B, *SMALL, "--b-optimizer-params",
-        '{"learning_rate": 0.5}')
-    assert result.exit_code == 1, result.output
-    assert "updated weight" in result.stdout
 
 
 def test_a_map_and_rules(folder):
@@ -274,12 +249,6 @@ def test_parameters_that_do_not_match_are_listed():
     assert any(line.startswith("  left in b: 0.weight") for line in rest)
 
 
-def test_a_map_with_a_slip(folder):
-    (folder / "map.json").write_text('["0.weight"]')
-    assert "--map takes a JSON file" in refused(
-        "parity", A, B, *SMALL, "--map", "map.json")
-
-
 def test_an_engine_that_is_missing_matters_where_it_is_needed(folder):
     (folder / "needs.py").write_text("import absent_framework")
     with pytest.MonkeyPatch.context() as patch:
@@ -324,27 +293,3 @@ def test_random_batches_are_the_same_again(loss, check):
         assert X.shape == (5, 2, 3) and check(y)
         assert (X == X2).all() and (y == y2).all()
     assert (first[0][0] != first[1][0]).any()
-
-
-def test_digits_in_the_shape_asked_for():
-    data = find.find_data("digits", (1, 14, 14), None, 4, 1, None, 0,
-                          "float64", 8)
-    X, y = next(iter(data.batches))
-    assert X.shape == (4, 1, 14, 14) and X.dtype == "float64"
-    assert data.test is not None
-    with pytest.raises(ValueError, match="grey pictures"):
-        find.find_data("digits", (3, 14, 14), None, 4, 1, None, 0,
-                       "float64", 8)
-
-
-def test_reproduce_loads_nothing_of_parity():
-    import subprocess
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; from mgpu import cli; cli.cli("
-         "['reproduce', '--help'], standalone_mode=False); "
-         "print([m for m in sys.modules if m.startswith('mgpu.parity')])"],
-        capture_output=True, text=True, timeout=120,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(
-            os.path.dirname(mgpu.__file__))})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"

@@ -268,11 +268,6 @@ def test_a_wrong_tolerance(tolerance):
         parity.compare(gluon, port, batches=batches(), tolerance=tolerance)
 
 
-def test_a_tolerance_of_zero_is_kept():
-    result = parity.compare(gluon, gluon, batches=batches(), tolerance=0)
-    assert result.same and result.settings["tolerance"] == 0
-
-
 def test_no_batch():
     with pytest.raises(ValueError, match="received none"):
         parity.compare(gluon, port, batches=[])

@@ -61,17 +61,6 @@ def test_without_batch_norm_every_policy_is_exact(backend, optimizer):
     assert report.exact and not report.synced
 
 
-def test_the_first_number_need_not_be_one(backend):
-    """Statistics of two devices and of three."""
-    report = parity.invariance(
-        lambda: network(backend), batches=batches(6, 2), devices=(2, 3),
-        batch_norm="sync")
-    assert report.exact
-    names = {g.name for g in report.results[3].gaps
-             if g.stage == "statistic"}
-    assert names == {"1.running_mean", "1.running_var"}
-
-
 def test_a_schedule_is_that_of_each_run(backend):
     """One object would count the updates of all runs together."""
     class Schedule:         # Gluon's own schedules do not go back either
@@ -87,19 +76,6 @@ def test_a_schedule_is_that_of_each_run(backend):
     assert report.exact, str(report)
     one, two = report.results.values()      # both beside one device
     assert one.losses["a"] == two.losses["a"] and schedule.last == 0
-
-
-def test_compiled_networks_of_gluon():
-    with mgpu.using_backend("mxnet") as backend:
-        def compiled():
-            net = network(backend)
-            net.hybridize()
-            return net
-        for policy, verdict in (("per_device", "batch statistics"),
-                                ("sync", "exact")):
-            report = parity.invariance(compiled, batches=batches(5),
-                                       devices=(1, 2), batch_norm=policy)
-            assert report.verdict == verdict
 
 
 # -- not exact ----------------------------------------------------------------
@@ -143,21 +119,6 @@ def test_a_replica_that_drops_rows(backend, monkeypatch, policy):
     assert "3 devices: step 1" in str(report)
 
 
-def test_a_replica_that_repeats_a_row(backend, monkeypatch):
-    """All shapes are right."""
-    def split_batch(X, y, devices):
-        Xs, ys = mgpu.split_batch(X, y, devices)
-        if len(devices) > 1:
-            Xs[1][-1:] = Xs[1][:1]
-        return Xs, ys
-    monkeypatch.setattr(live, "split_batch", split_batch)
-    report = parity.invariance(
-        lambda: network(backend, batch_norm=False), batches=batches(8),
-        devices=(1, 2))
-    assert report.verdict == "wrong"
-    assert {x.status[2] for x in report.layers} == {"wrong"}
-
-
 def test_gradients_that_are_averaged(backend, monkeypatch):
     """What the layers put out in the first step is right."""
     summed = mgpu.Trainer.allreduce_grads
@@ -198,34 +159,6 @@ def test_copies_that_part(backend, monkeypatch):
     assert {p for p, x in by_path(report).items()
             if x.status[2] == "wrong"} == {"0"}
     assert report.results[2].first.stage == "devices"
-
-
-def test_a_layer_that_counts_its_rows(backend):
-    """What depends on the size of the shard arises where it is."""
-    if backend.name == "mxnet":
-        from mxnet.gluon import nn
-        dense, layer = (lambda n, m: nn.Dense(m, in_units=n)), nn.Block
-    else:
-        from torch import nn
-        dense, layer = nn.Linear, nn.Module
-
-    class Counting(layer):
-        def forward(self, x):
-            return x * (1.0 / x.shape[0])
-
-    def make():
-        layers = dense(36, 4), Counting(), dense(4, 3)
-        if backend.name == "torch":
-            return nn.Sequential(*layers)
-        net = nn.Sequential()
-        net.add(*layers)
-        return net
-    rng = np.random.default_rng(0)
-    data = [(rng.random((6, 36)), np.arange(6) % 3)]
-    report = parity.invariance(make, batches=data, devices=(1, 2))
-    layers = by_path(report)
-    assert report.verdict == "wrong"
-    assert {p for p, x in layers.items() if x.origin} == {"1"}
 
 
 # -- the report ---------------------------------------------------------------
