@@ -116,13 +116,13 @@ def auto_parallelism(devices: Any, *, size: int | None = None,
           lambda: _products_and_copies(first, repeat))
 
     gpu1, gpu2, both, run, copy, joint = seconds.values()
-    verdict = [
-        f"GPU1 & GPU2: {_verdict(both, gpu1, gpu2)} {_shared_by(devices)}",
-        f"Run on GPU1 and copy to CPU: {_verdict(joint, run, copy)} "
-        + ("The copies cross the bus between GPU and host." if
-           devices[0].kind == "gpu" else
-           "A CPU's host copies cross no bus: they share the memory, and its "
-           "bandwidth, with the products.")]
+    verdict = [f"GPU1 & GPU2: {_verdict(both, gpu1, gpu2)}",
+               f"Run on GPU1 and copy to CPU: {_verdict(joint, run, copy)}"]
+    if all(d.kind == "cpu" for d in devices):
+        verdict[0] += (f" Logical CPU devices share {environment.cpu_cores()} "
+                       "cores, their caches and the memory.")
+        verdict[1] += (" The copies share the memory, and its bandwidth, with "
+                       "the products.")
     print(*verdict, sep="\n", flush=True)
     return {"backend": backend.name, "devices": [str(d) for d in devices],
             "size": size, "repeat": repeat, "dtype": dtype, "seed": seed,
@@ -166,18 +166,6 @@ def _verdict(joint: Any, a: Any, b: Any) -> str:
     else:
         found = "no overlap."
     return f"{ratio:.2f} of the time of one after the other: {found}"
-
-
-def _shared_by(devices: Sequence[Device]) -> str:
-    kinds = {d.kind for d in devices}
-    if kinds == {"cpu"}:
-        cores = environment.cpu_cores()
-        return (f"Logical CPU devices share {cores} core"
-                f"{'s' * (cores != 1)}, their caches and the memory.")
-    if kinds == {"gpu"}:
-        return "Logical GPUs share a card." if environment.logical_gpus() \
-            else "Two GPUs share nothing but the host."
-    return "A GPU and a CPU share the host's cores, which feed the GPU."
 
 
 # -- B. from scratch ----------------------------------------------------------

@@ -155,6 +155,8 @@ class BatchIterator:
                 f"{self.batch_size}. Use a smaller batch_size.")
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
         self._transform = transform
+        # Whether no code of the user's makes the batches.
+        self.fixed = transform is None
         self.info = None if info is None else dict(info)
         self.epoch = 0
 
@@ -194,11 +196,6 @@ class BatchIterator:
                              f"position before batch {number}, from 0.")
         self._epoch, self._position = epoch, (epoch, number)
         self._thread: int | None = None     # that took the last batch
-
-    @property
-    def fixed(self) -> bool:
-        """Whether no code of the user's (`transform`) makes the batches."""
-        return self._transform is None
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""

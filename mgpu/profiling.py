@@ -493,11 +493,10 @@ def write_chrome_trace(file: Any, profiles: dict[str, Profile]) -> None:
         threads = {place: tid for tid, place in enumerate(dict.fromkeys(
             [HOST, *(s.device for s in profile.spans)]))}
         for place, tid in threads.items():
-            events.append({"ph": "M", "pid": pid, "tid": tid,
-                           "name": "thread_name", "args": {"name": place}})
-            events.append({"ph": "M", "pid": pid, "tid": tid,
-                           "name": "thread_sort_index",
-                           "args": {"sort_index": tid}})
+            about = {"thread_name": {"name": place},
+                     "thread_sort_index": {"sort_index": tid}}
+            events += [{"ph": "M", "pid": pid, "tid": tid, "name": name,
+                        "args": args} for name, args in about.items()]
         for s in profile.spans:
             own = s.stage == s.during
             events.append({

@@ -23,7 +23,7 @@ from mgpu.parity.measure import STAGES, TOLERANCE, Gap
 from mgpu.parity.result import Evidence, Result
 from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              at_one_device, join_devices, translate)
-from mgpu.parity.side import Side, check_common, complete
+from mgpu.parity.side import check_common, complete
 
 __all__ = ["CHAOS", "Comparison", "Evidence", "Location", "MODES", "NUDGES",
            "Result", "STAGES", "TOLERANCE", "check_deterministic", "compare",
@@ -149,8 +149,8 @@ class Comparison:
 
     Parameters
     ----------
-    a, b : Side
-        Complete.
+    a, b : Side or Run
+        A `Side` is complete.
     given, rules
         See `matching.match`.
     others
@@ -171,7 +171,7 @@ class Comparison:
         self.progress = progress or (lambda done, steps: None)
         self.epsilon = float(np.finfo(dtype).eps)
         self.notes: list[str] = []
-        self.a, self.b = self._runs(a, b)
+        self.a, self.b = self._run(a), self._run(b)
         self.settings: dict[str, Any] = {
             "steps": self.steps, "dtype": dtype, "tolerance": self.tolerance,
             "seed": seed, "weights": weights,
@@ -184,12 +184,11 @@ class Comparison:
                 f"the optimisers remember different things ({slots[0]} and "
                 f"{slots[1]}), which are neither made equal nor compared")
 
-    def _runs(self, a: Any, b: Any) -> tuple[Run, Run]:
-        return self.live_run(a), self.live_run(b)
-
-    def live_run(self, side: Side) -> LiveRun:
-        """The run of a network, initialised for the first batch."""
-        return LiveRun(side, self.first_batch[0], self.dtype, self.masks)
+    def _run(self, side: Any) -> Run:
+        """The run of a network, initialised for the first batch; one of a
+        file is there already."""
+        return side if isinstance(side, Run) else LiveRun(
+            side, self.first_batch[0], self.dtype, self.masks)
 
     def close(self) -> None:
         """Give both networks their values and dtype back, and the system the
@@ -217,14 +216,12 @@ class Comparison:
             self.a.load(translate(start[1], self.plan.inverse(), self.b,
                                   self.a), memory=False)
             self.initial = self.a.state(), start[1]
-        self._check_deterministic()
+        for run in (self.a, self.b):
+            if isinstance(run, LiveRun):
+                check_deterministic(run, *self.first_batch)
         if any(layer.kind == "dropout" for run in (self.a, self.b)
                for layer in run.layers):
             self.notes.append("dropout: " + self.settings["dropout"])
-
-    def _check_deterministic(self) -> None:
-        for run in (self.a, self.b):
-            check_deterministic(run, *self.first_batch)
 
     # -- lock-step ----------------------------------------------------------
 

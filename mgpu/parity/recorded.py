@@ -162,13 +162,10 @@ class RecordedRun(Run):
         """The state that a kept step started from."""
         return self._reader.state(self._kept[step]["before"])
 
-    def summarised_calls(self, step: int) -> Calls:
-        return self._reader.calls(self._kept[step]["calls"])
-
-    def rows_of_calls(self, step: int) -> Calls:
-        """The first rows of the layers' outputs. Only the first kept step
-        has them."""
-        return self._reader.calls(self._kept[step].get("rows_of_calls", ()))
+    def kept_calls(self, step: int, what: str) -> Calls:
+        """`what`: "calls", which are summarised, or "rows_of_calls", the
+        first rows of outputs, which only the first kept step has."""
+        return self._reader.calls(self._kept[step].get(what, ()))
 
     # as of any run
 

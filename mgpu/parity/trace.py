@@ -22,7 +22,7 @@ from mgpu.parity.measure import PARTS, PLACES, TOLERANCE, Gap
 from mgpu.parity.recorded import (ROWS, RecordedRun, describe, describe_probe,
                                   summarised)
 from mgpu.parity.result import Evidence, Result
-from mgpu.parity.run import Calls, LayerCall, Run, State, StepResult
+from mgpu.parity.run import Calls, LayerCall, State, StepResult
 from mgpu.parity.side import Side, check_common, complete
 from mgpu.parity.trace_file import FORMAT, Writer, safetensors
 
@@ -201,12 +201,6 @@ class _Replay(Comparison):
         super().__init__(a, b, **options)
         a.lent_calls = self._calls_of_b
 
-    def _runs(self, a: RecordedRun, b: Side) -> tuple[Run, Run]:
-        return a, self.live_run(b)
-
-    def _check_deterministic(self) -> None:
-        check_deterministic(self.b, *self.first_batch)
-
     def _walk(self) -> Iterator[tuple[int, Any, Any, State]]:
         for number in self.a.kept():
             yield (number, *self.a.batch(number), self.a.before(number))
@@ -219,7 +213,8 @@ class _Replay(Comparison):
 
     def _calls(self, X: Any, y: Any, number: int) -> tuple[Calls, Calls]:
         self._live, = self.b.calls(X, y, number, first=True)
-        self._seen = self.a.summarised_calls(number), summarised(self._live)
+        self._seen = self.a.kept_calls(number, "calls"), summarised(
+            self._live)
         return self._seen
 
     def _evidence(self, number: int, *rest: Any) -> tuple[Evidence, list[Gap]]:
@@ -252,7 +247,7 @@ class _Replay(Comparison):
         """The place with calls for the diagnosis. Where the inputs agree,
         those of `b` stand for both; of outputs the trace has the first
         rows."""
-        rows = self.a.rows_of_calls(number)
+        rows = self.a.kept_calls(number, "rows_of_calls")
         # the same call of the same layer, of those that have several
         at, other = (next(i for i, c in enumerate(calls) if c is call)
                      for calls, call in zip(self._seen, (place.call_a,

@@ -98,16 +98,18 @@ def plot_graph(file: FilePath | None = None) -> Any:
     boxes: dict[str, _Box] = {}
     for k, side, nodes in ((1, -1, {**HOST_NODES, **GPU_NODES}),
                            (2, 1, GPU_NODES)):
-        for name, (text, kind, *place) in nodes.items():
-            boxes[name] = x, y, width, height = _box(side, *place)
+        for name, (text, kind, column, first, last) in nodes.items():
+            boxes[name] = x, y, width, height = (
+                side * _COLUMN_X[column], -(first + last) / 2 * _ROW,
+                _COLUMN_WIDTH[column], (last - first) * _ROW + _BOX)
             rounded((x - width / 2, y - height / 2), width, height, zorder=3,
                     facecolor=_FILLS[kind], edgecolor=style.GREY,
                     linewidth=0.9)
             axes.text(x, y, text.replace("{k}", str(k)), fontsize=11,
                       zorder=4, **centred)
-        for first, then in EDGES:
-            if first in nodes or then in nodes:     # the CPU's own: once
-                start, end = _ends(boxes[first], boxes[then])
+        for before, then in EDGES:
+            if before in nodes or then in nodes:    # the CPU's own: once
+                start, end = _ends(boxes[before], boxes[then])
                 axes.annotate("", end, start, arrowprops=dict(
                     arrowstyle="-|>", color=style.INK, linewidth=1.3,
                     shrinkA=0, shrinkB=0.5, mutation_scale=12))
@@ -126,11 +128,6 @@ def plot_graph(file: FilePath | None = None) -> Any:
 
 
 _Box = tuple[float, float, float, float]    # centre x and y, width, height
-
-
-def _box(side: int, column: int, first: int, last: int) -> _Box:
-    return (side * _COLUMN_X[column], -(first + last) / 2 * _ROW,
-            _COLUMN_WIDTH[column], (last - first) * _ROW + _BOX)
 
 
 def _ends(start: _Box, end: _Box

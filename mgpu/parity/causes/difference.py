@@ -44,34 +44,23 @@ class View:
     step : StepResult
     names : dict of str -> str
         The side's own names, by the names of `a`.
+    devices : int
+    rows : list of int
+        The numbers of rows of the devices that have some.
+    gradients, values : dict of str -> ndarray
+        Those of the step, and those after it.
     """
 
     def __init__(self, letter: str, evidence: Evidence, run: Run,
                  step: StepResult, names: Mapping[str, str]):
         self._evidence, self._letter = evidence, letter
         self.run, self.step, self.names = run, step, names
+        self.devices, self.rows = len(run.devices), [*filter(None, step.rows)]
+        self.gradients, self.values = step.gradients, step.after.values
         self.known: dict[Any, Any] = {}     # see `once`
 
     def __str__(self) -> str:
         return f"{self._letter} ({self.run.name})"
-
-    @property
-    def devices(self) -> int:
-        return len(self.run.devices)
-
-    @property
-    def gradients(self) -> Arrays:
-        return self.step.gradients
-
-    @property
-    def values(self) -> Arrays:
-        """After the step."""
-        return self.step.after.values
-
-    @property
-    def rows(self) -> list[int]:
-        """The numbers of rows of the devices that have some."""
-        return [n for n in self.step.rows if n]
 
     def layer(self, name: str) -> Any:
         """The layer of a parameter that `a` calls `name`, or None."""
