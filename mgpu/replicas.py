@@ -206,9 +206,9 @@ class Replicas(abc.Sequence):
                 f"and dtype, {p.shape} {p.dtype}; received "
                 f"{tuple(array.shape)} {array.dtype}. Make the network anew, "
                 "and call mgpu.initialize.")
-        self.network.adopt(p.number, p.list_data(), earlier)
-        self.watch()
-        self.following.settle([p])
+        if p.kind not in BUFFERS:
+            self.network.adopt(p.number, p.list_data(), earlier)
+            self.watch()
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:

@@ -1586,9 +1586,10 @@ def test_an_array_of_another_form_is_refused(engine_name, devices):
             replicas(shards_of(table(8), replicas))
 
 
+@pytest.mark.parametrize("how", ["in place", "replaced", "assigned"])
 @pytest.mark.parametrize("engine_name", TORCH)
 def test_buffers_follow_only_where_the_user_wrote_replica_0s(
-        engine_name, devices):
+        engine_name, how, devices):
     """Statistics differ by device, and stay so; what the user writes to the
     network's reaches all."""
     import torch
@@ -1603,11 +1604,39 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
         replicas(shards)
         for x, before in zip(mean.list_data(), own):
             assert_bit_equal(mgpu.to_numpy(x), before)
-        with torch.no_grad():
-            net.running_mean.fill_(3.0)
+        new = torch.full((6,), 3.0)
+        if how == "in place":
+            net.running_mean.copy_(new)
+        elif how == "replaced":
+            net.running_mean = new
+        else:
+            net.load_state_dict({**net.state_dict(), "running_mean": new},
+                                assign=True)
         replicas(shards)
         for x in mean.list_data():
             assert_bit_equal(mgpu.to_numpy(x), np.full(6, 3.0, "float32"))
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_a_buffer_that_a_pass_replaces_is_its_devices(engine_name, devices):
+    import torch
+
+    class Last(torch.nn.Linear):
+        def forward(self, x):
+            if self.training:
+                self.last = x[:1].clone()
+            return super().forward(x)
+    with using_engine(engine_name):
+        net = Last(6, 3)
+        net.register_buffer("last", torch.zeros(1, 6))
+        replicas = mgpu.initialize(net, devices, "xavier")
+        shards = shards_of(table(8), replicas)
+        with mgpu.record():
+            replicas(shards)
+        for _ in range(2):
+            replicas(shards)
+            for x, shard in zip(replicas.buffers()[0].list_data(), shards):
+                assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(shard[:1]))
 
 
 # -- what a network cannot be trained with ------------------------------------

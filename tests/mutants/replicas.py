@@ -42,7 +42,17 @@ MUTANTS = [
            edit("mgpu.following:Following._buffer_written",
                 "return self", "return True or self"),
            ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
-            "replica_0s[2dev-torch]",)),
+            "replica_0s[2dev-torch-in place]",)),
+    Mutant("other-buffers-stay", "a buffer in another one's place is replica "
+           "0's only", edit("mgpu.following:Following._is_written",
+                            "x is not known.arrays[i]", "False"),
+           ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
+            "replica_0s[2dev-torch-assigned]",)),
+    Mutant("passes-are-the-users", "what a pass puts in a buffer's place "
+           "reaches all", edit("mgpu.following:Following.passed",
+                               "arrays=p.list_data(),", ""),
+           ("test_replicas.py::test_a_buffer_that_a_pass_replaces_is_its_"
+            "devices[2dev-torch]",)),
     Mutant("values-drawn-over", "loaded weights are lost",
            edit("mgpu.replicas:initialize",
                 "not keep and (init is not None or force_reinit)",
