@@ -1604,17 +1604,18 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
         replicas(shards)
         for x, before in zip(mean.list_data(), own):
             assert_bit_equal(mgpu.to_numpy(x), before)
-        new = torch.full((6,), 3.0)
-        if how == "in place":
-            net.running_mean.copy_(new)
-        elif how == "replaced":
-            net.running_mean = new
-        else:
-            net.load_state_dict({**net.state_dict(), "running_mean": new},
-                                assign=True)
-        replicas(shards)
-        for x in mean.list_data():
-            assert_bit_equal(mgpu.to_numpy(x), np.full(6, 3.0, "float32"))
+        for value in (3.0, 4.0):
+            new = torch.full((6,), value)
+            if how == "in place":
+                net.running_mean.copy_(new)
+            elif how == "replaced":
+                net.running_mean = new
+            else:
+                net.load_state_dict({**net.state_dict(), "running_mean": new},
+                                    assign=True)
+            replicas(shards)
+            for x in mean.list_data():
+                assert_bit_equal(mgpu.to_numpy(x), new.numpy())
 
 
 @pytest.mark.parametrize("engine_name", TORCH)
