@@ -485,8 +485,9 @@ def test_the_same_loss_twice_counts_twice(backend):
 
 # -- whose batch a gradient is of, and who wrote it ---------------------------
 
-TORCH = pytest.mark.parametrize("engine", [
-    name for name in ENGINES if name == "torch"])
+TORCH, MXNET = (pytest.mark.parametrize("engine", [
+    name for name in ENGINES if (name == "torch") is torch])
+    for torch in (True, False))
 
 
 def watch(backend, columns, requests=None):
@@ -560,6 +561,55 @@ def test_watching_gradients_changes_no_operation_in_place(backend, when):
             results.append(x * 2)
             results[-1] += y    # while the other one runs, or before
         assert all((backend.to_numpy(one) == 2.5).all() for one in results)
+
+
+@MXNET
+def test_a_function_of_the_users_is_part_of_the_pass(backend):
+    """The library calls it in a thread of its own, when the pass has long
+    been queued, and lets it write to the gradient itself."""
+    import mxnet as mx
+    go = threading.Event()
+
+    class Triple(mx.autograd.Function):
+        def forward(self, x):
+            return x * 3
+
+        def backward(self, dy):
+            assert go.wait(30)
+            return dy * 3
+
+    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
+    _kept = watch(backend, columns)
+    functions = [Triple() for _ in columns]
+    with recording(backend):
+        losses = [function(x) for function, (x,) in zip(functions, columns)]
+    backend.backward(losses)
+    go.set()
+    for x, in columns:
+        assert gradient(backend, x) == [3]
+        assert backend.is_fresh(x) and not backend.edited(x)
+
+
+@MXNET
+def test_networks_come_while_another_one_is_trained(backend):
+    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
+    _kept = [watch(backend, columns) for _ in range(100)]
+    end = threading.Event()
+
+    def come():
+        while not end.is_set():
+            _other = watch(backend, columns)    # the one before goes
+    thread = threading.Thread(target=come)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(500):
+            backend.settle(columns[0][0])
+    finally:
+        end.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 @TORCH

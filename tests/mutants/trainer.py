@@ -1,5 +1,5 @@
 """Steps that are not those of the whole batch."""
-from mutants.planting import Mutant, edit
+from mutants.planting import Mutant, edit, together
 
 _REDUCE = "mgpu.trainer:Trainer._allreduce"
 _UPDATE = "mgpu.trainer:Trainer._update"
@@ -41,6 +41,15 @@ MUTANTS = [
                 "calls.wait_for(handle)", "0"),
            ("test_contract.py::test_watching_gradients_changes_no_operation_"
             "in_place[mxnet-*",)),
+    Mutant("users-functions-edit", "a pass that runs late is an edit", together(
+        edit("mgpu.backends._mxnet.gradients:_wrote",
+             "isinstance(threading.current_thread(),", "isinstance(None,",
+             "calls.wait_for(handle)", "0"),
+        # Or it would wait for what waits for it.
+        edit("mgpu.backends._mxnet.gradients:_extent",
+             "gradient.wait_to_read()", "pass")),
+        ("test_contract.py::test_a_function_of_the_users_is_part_of_the_pass"
+         "[mxnet-*",)),
     Mutant("contents-not-looked-at", "writes that no version counts",
            edit("mgpu.backends._torch.leaves:_Leaf.edited",
                 "contents != _contents(gradient)", "False"),

@@ -42,7 +42,7 @@ class Watched:
         #: whether it matters who writes to a gradient
         self.noting = False
         self._places: list[tuple[int, int, int]] | None = None
-        _watched.add(self)
+        _watch(self)
 
     def fresh(self) -> list[list[bool]]:
         return [[bool(x._fresh_grad) for x, _ in own] for own in self.leaves]
@@ -80,10 +80,11 @@ class Watched:
 
     def written(self, address: int) -> None:
         """An operation of the user's has written there."""
-        if self._places is None:
-            self._places = [_extent(x) for own in self.leaves
-                            for x, _ in own]
-        self.edited.update(key for begin, end, key in self._places
+        places = self._places
+        if places is None:
+            places = self._places = [_extent(x) for own in self.leaves
+                                     for x, _ in own]
+        self.edited.update(key for begin, end, key in places
                            if begin <= address < end)
 
 
@@ -109,16 +110,30 @@ def mark_used(x: Any) -> None:
 
 def edited(x: Any) -> bool:
     """See `mgpu.backends.base.Backend.edited`."""
-    return any(id(x) in one.edited for one in _watched)
+    return any(id(x) in one.edited for one in _alive())
 
 
 def settle(x: Any) -> None:
     """See `mgpu.backends.base.Backend.settle`."""
-    for one in _watched:
+    for one in _alive():
         one.edited.discard(id(x))
 
 
-_watched: "weakref.WeakSet[Watched]" = weakref.WeakSet()
+#: replaced and never changed: any thread goes through it at any moment
+_watched: "tuple[weakref.ref[Watched], ...]" = ()
+_adding = threading.Lock()
+
+
+def _watch(one: Watched) -> None:
+    global _watched
+    with _adding:
+        _watched = (*map(weakref.ref, _alive()), weakref.ref(one))
+
+
+def _alive() -> list[Watched]:
+    return [one for ref in _watched if (one := ref()) is not None]
+
+
 #: held during a pass, since freshness is cleared for that time
 _passing = threading.RLock()
 _inside: ContextVar[bool] = ContextVar("mgpu_inside_pass", default=False)
@@ -129,7 +144,7 @@ def one_pass() -> Iterator[None]:
     """Backward passes inside the block, also in threads that it starts, are
     one."""
     with _passing:
-        watched = list(_watched)
+        watched = _alive()
         before = [one.begin_pass() for one in watched]
         token = _inside.set(True)
         try:
@@ -141,7 +156,7 @@ def one_pass() -> Iterator[None]:
 
 
 def _backward(call: Any, *args: Any) -> int:
-    if _inside.get() or not _watched:
+    if _inside.get() or not _alive():
         return call(*args)
     with one_pass():
         return call(*args)
@@ -150,8 +165,13 @@ def _backward(call: Any, *args: Any) -> int:
 def _wrote(handles: Iterable[Any]) -> int:
     """Note that an operation writes to these arrays. The status is that of
     the library: not 0 if an earlier operation on one of them failed."""
-    watched = [one for one in list(_watched) if one.noting]
-    for handle in handles if watched else ():
+    watched = [one for one in _alive() if one.noting]
+    # The library runs custom operators in threads of its own. What they write
+    # is part of a pass, which would not end if they waited for it.
+    if not watched or isinstance(threading.current_thread(),
+                                 threading._DummyThread):
+        return 0
+    for handle in handles:
         status = calls.wait_for(handle)
         if status:
             return status
