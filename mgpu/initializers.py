@@ -19,7 +19,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -116,15 +116,15 @@ class Initializer(ABC):
                 f"NaN or infinity for the shape {shape}.")
         return values
 
-    def _number(self, name: str, minimum: float = -math.inf) -> None:
-        """Keep the option `name` as a float, or refuse it."""
-        object.__setattr__(self, name, number(
-            f"{name} of {type(self).__name__}", getattr(self, name), minimum))
+    #: what an option may be: a number of so much or more, or one of these
+    _options: ClassVar[dict[str, float | tuple[str, ...]]] = {}
 
-    def _choice(self, name: str, choices: Sequence[str]) -> None:
-        """Refuse an option `name` that is not one of `choices`."""
-        one_of(f"{name} of {type(self).__name__}", getattr(self, name),
-               choices)
+    def __post_init__(self) -> None:
+        for name, rule in self._options.items():
+            check: Any = one_of if isinstance(rule, tuple) else number
+            object.__setattr__(self, name, check(
+                f"{name} of {type(self).__name__}", getattr(self, name),
+                rule))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,9 +200,7 @@ class Uniform(Initializer):
     """Uniform on [-`scale`, `scale`]; Gluon's default for weights."""
 
     scale: float = 0.07
-
-    def __post_init__(self):
-        self._number("scale", 0)
+    _options = {"scale": 0}
 
     def sample(self, shape, rng):
         return rng.uniform(-self.scale, self.scale, shape)
@@ -213,9 +211,7 @@ class Normal(Initializer):
     """Normal with mean 0 and standard deviation `sigma`."""
 
     sigma: float = 0.01
-
-    def __post_init__(self):
-        self._number("sigma", 0)
+    _options = {"sigma": 0}
 
     def sample(self, shape, rng):
         return rng.normal(0.0, self.sigma, shape)
@@ -242,10 +238,7 @@ class Orthogonal(Initializer):
 
     scale: float = 1.414
     rand_type: str = "uniform"
-
-    def __post_init__(self):
-        self._number("scale", 0)
-        self._choice("rand_type", ("uniform", "normal"))
+    _options = {"scale": 0, "rand_type": ("uniform", "normal")}
 
     def sample(self, shape, rng):
         if len(shape) < 2:
@@ -283,11 +276,8 @@ class Xavier(Initializer):
     rnd_type: str = "uniform"
     factor_type: str = "avg"
     magnitude: float = 3
-
-    def __post_init__(self):
-        self._choice("rnd_type", ("uniform", "gaussian"))
-        self._choice("factor_type", _FACTOR_TYPES)
-        self._number("magnitude", 0)
+    _options = {"rnd_type": ("uniform", "gaussian"),
+                "factor_type": _FACTOR_TYPES, "magnitude": 0}
 
     def sample(self, shape, rng):
         fan_in, fan_out = fans(shape)
@@ -313,10 +303,7 @@ class MSRAPrelu(Initializer):
 
     factor_type: str = "avg"
     slope: float = 0.25
-
-    def __post_init__(self):
-        self._choice("factor_type", _FACTOR_TYPES)
-        self._number("slope")
+    _options = {"factor_type": _FACTOR_TYPES, "slope": -math.inf}
 
     def sample(self, shape, rng):
         magnitude = 2.0 / (1 + self.slope ** 2)
@@ -346,9 +333,7 @@ class LSTMBias(Initializer):
     the four blocks of axis 0, and 0 elsewhere."""
 
     forget_bias: float = 1.0
-
-    def __post_init__(self):
-        self._number("forget_bias")
+    _options = {"forget_bias": -math.inf}
 
     def sample(self, shape, rng):
         if not shape or shape[0] % 4:

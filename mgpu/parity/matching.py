@@ -258,13 +258,10 @@ def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
             pairs.append(Pair(e.name, other.name))
         elif e.kind != "other":
             return None
-    return pairs if _complete(pairs, b) else None
-
-
-def _complete(pairs: list[Pair], b: Sequence[Entry]) -> bool:
-    taken = [pair.b for pair in pairs]
-    return len(set(taken)) == len(taken) and all(
+    taken = {pair.b for pair in pairs}
+    complete = len(taken) == len(pairs) and all(
         e.name in taken for e in _needed(b))
+    return pairs if complete else None
 
 
 def _by_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Pair] | None:

@@ -72,15 +72,11 @@ def check_packages() -> None:
 def to_html(result: Result, *, command: str | None = None) -> str:
     """The page of `write_html`."""
     check_packages()
-    from importlib.resources import files as resources
-
     import jinja2
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined)
-    template = environment.from_string(
-        resources("mgpu.parity").joinpath("report.html.j2").read_text(
-            encoding="utf-8"))
+    template = jinja2.Environment(
+        loader=jinja2.PackageLoader("mgpu.parity", ""), autoescape=True,
+        trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined).get_template("report.html.j2")
     return template.render(
         result=result, tables=tables, charts=_charts(result),
         mode=tables.MODE_WORDS[result.mode],
