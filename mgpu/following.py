@@ -60,12 +60,12 @@ class Following:
             known = self._known[p.name]
             self._known[p.name] = known._replace(contents=None) \
                 if known.marks[0] is None else known._replace(
-                    arrays=p.list_data(),
                     marks=[self._backend.mark(x) for x in p.list_data()])
 
     def written(self, parameters: Sequence[Parameter]) -> bool:
         """Whether the engine has counted a write to replica 0's arrays."""
-        return any(self._is_written(p, 0, p.data()) for p in parameters)
+        return any(self._backend.mark(p.data()) != self._known[p.name].marks[0]
+                   for p in parameters)
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Copy replica 0's values to the replicas that have others.
@@ -107,23 +107,18 @@ class Following:
                     arrays[i][...] = self._backend.put(arrays[0], arrays[i])
         self.settle(replaced + [p for p, _, targets in copies if targets])
 
-    def _is_written(self, p: Parameter, i: int, x: Array) -> bool:
-        """Whether device `i` has another array of `p` than mgpu left there,
-        or the engine has counted a write to it."""
-        known = self._known[p.name]
-        return x is not known.arrays[i] \
-            or self._backend.mark(x) != known.marks[i]
-
     def _buffer_written(self, p: Parameter, x: Array) -> bool:
         """Whether the user has written to replica 0's buffer `x`."""
-        return self._is_written(p, 0, x) or self._known[
-            p.name].contents not in (None, self._contents(x))
+        known = self._known[p.name]
+        return self._backend.mark(x) != known.marks[0] \
+            or known.contents not in (None, self._contents(x))
 
     def _to_copy(self, p: Parameter, arrays: Sequence[Array],
                  differing: Sequence[int] | None) -> Sequence[int]:
         """The devices that replica 0's parameter is to be copied to.
         `differing`: those that hold other bits; None: it is not known."""
-        written = [self._is_written(p, i, x) for i, x in enumerate(arrays)]
+        written = [self._backend.mark(x) != mark for x, mark
+                   in zip(arrays, self._known[p.name].marks)]
         if differing is None:
             others = range(1, len(arrays))
             if written[0]:

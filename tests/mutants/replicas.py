@@ -44,13 +44,13 @@ MUTANTS = [
            ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
             "replica_0s[2dev-torch-in place]",)),
     Mutant("other-buffers-stay", "a buffer in another one's place is replica "
-           "0's only", edit("mgpu.following:Following._is_written",
-                            "x is not known.arrays[i]", "False"),
+           "0's only", edit("mgpu.following:Following.follow",
+                            "replaced.append(p)", "self.settle([p])"),
            ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
             "replica_0s[2dev-torch-assigned]",)),
     Mutant("passes-are-the-users", "what a pass puts in a buffer's place "
-           "reaches all", edit("mgpu.following:Following.passed",
-                               "arrays=p.list_data(),", ""),
+           "reaches all", edit("mgpu.replicas:Replicas._passed",
+                               "self.following.passed", "len"),
            ("test_replicas.py::test_a_buffer_that_a_pass_replaces_is_its_"
             "devices[2dev-torch]",)),
     Mutant("values-drawn-over", "loaded weights are lost",
