@@ -273,18 +273,6 @@ def test_bilinear_is_its_definition(old, new):
                                        atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bilinear_keeps_dtype_constants_and_range(dtype):
-    rng = np.random.default_rng(2)
-    x = (rng.integers(0, 2, (4, 1, 6, 6))).astype(dtype)
-    found = datasets.bilinear(x, 17)
-    assert found.dtype == dtype
-    assert found.min() >= 0 and found.max() <= 1
-    same = np.full((1, 1, 3, 3), 1 / 3, dtype)
-    assert (datasets.bilinear(same, 10) == same[0, 0, 0, 0]).all()
-    assert np.array_equal(datasets.bilinear(x, 6), x)
-
-
 # -- IDX files --------------------------------------------------------------
 
 @pytest.fixture(params=["packed", "plain"] + ["MGPU_DATA"] * bool(REAL))

@@ -145,11 +145,6 @@ def test_with_this_many_gpus(backend, gpus, devices, count):
                                else devices)
 
 
-def test_num_gpus_is_a_count(backend):
-    assert type(num_gpus()) is int and num_gpus() >= 0
-    assert num_gpus() == backend.num_gpus()
-
-
 @pytest.mark.parametrize("k", [0, -1, 2.0, "2", None, True])
 def test_impossible_numbers_of_devices(backend, k):
     with pytest.raises(ValueError) as refused:
@@ -157,13 +152,6 @@ def test_impossible_numbers_of_devices(backend, k):
     assert str(refused.value) == (
         "the number of devices must be a whole number, 1 or more; received "
         f"{k!r}. Use for example list_devices(2).")
-
-
-def test_numbers_may_come_from_numpy(backend, gpus):
-    gpus(0)
-    assert list_devices(np.int64(2)) == [cpu(0), cpu(1)]
-    assert [cpu(i) for i in np.arange(2)] == [try_gpu(i)
-                                              for i in np.arange(2)]
 
 
 def test_cpu_devices_are_logical_and_unlimited(backend):

@@ -1,7 +1,6 @@
 """Where a step's time goes: what is recorded, and what is made of it."""
 import json
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -152,16 +151,6 @@ def test_a_loop_of_ones_own(backend, devices):
         "split", "forward", "score", "backward", "all-reduce", "update"}
 
 
-def test_inside_train(backend, devices):
-    """`train` evaluates between its steps; that is in no step."""
-    replicas, trainer = trained(backend, devices)
-    data = [batch(8), batch(5)]
-    with Profile(plain=False) as profile:
-        mgpu.train(replicas, data, data, LOSS, trainer, 2, progress=False)
-    assert [s.rows for s in profile.steps] == [8, 5, 8, 5]
-    assert profile.parts()[2]["rows"] == 8
-
-
 def test_one_at_a_time(backend):
     replicas, trainer = trained(backend, [mgpu.cpu(0)])
     with Profile() as outer:
@@ -216,21 +205,6 @@ def test_off_is_off(backend):
             profiling.stage("x", "y")
     assert profile.table() == profile.parts() == []
     assert profile.cost() is None
-
-
-def test_another_thread_is_not_seen(backend):
-    """Though `parallel` hands the context on to its threads."""
-    replicas, trainer = trained(backend, [mgpu.cpu(0)])
-    done = []
-
-    def train(_):
-        done.append(threading.get_ident())
-        mgpu.train_batch(*batch(), replicas, LOSS, trainer)
-
-    with Profile() as profile:
-        backend.parallel([lambda: None, lambda: train(0)], rendezvous=True)
-    assert done != [threading.get_ident()]
-    assert profile.steps == [] and profile.spans == []
 
 
 # -- who gets the time --------------------------------------------------------
@@ -370,17 +344,6 @@ def test_table_and_parts():
     assert "<p>no step was measured</p>" in Profile()._repr_html_()
 
 
-def test_the_table_shows_the_devices_that_it_was_told():
-    profile = made((1, 2, 4, 0, 2, 1), devices=2)
-    profile.devices = [mgpu.cpu(1), mgpu.cpu(3)]
-    assert [row["device"] for row in profile.table()] == [
-        HOST, "cpu(1)", "cpu(3)"]
-    assert profile.table()[2]["compute_ms"] == 0
-    for wrong in ([], ["cpu:0", "cpu:0"], "tpu"):
-        with pytest.raises(ValueError):
-            Profile(wrong)
-
-
 def test_cost():
     profile = made(((2, 2, 2, 2, 2, 2), 8, True), ((1, 1, 2, 2, 2, 0), 8,
                                                    False),
@@ -486,11 +449,6 @@ def test_verdict_of_uneven_devices(cores, kind, advice):
 def test_fit(rows, seconds, line):
     assert np.allclose(profiling.fit(rows, seconds), line, rtol=1e-12,
                        atol=1e-12)      # rounding of float64
-
-
-def test_a_line_needs_two_batch_sizes():
-    with pytest.raises(ValueError, match=r"two batch sizes; received \[4"):
-        profiling.fit([4, 4], [1, 2])
 
 
 # -- the trace ----------------------------------------------------------------

@@ -161,55 +161,6 @@ def test_ctrl_c_ends_a_training(name, options):
     assert "\nKeyboardInterrupt\n" in err and "train_epochs" in err
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_training_goes_on_after_ctrl_c(name):
-    """With equal numbers, from values and states saved before it; wherever
-    in a step it came."""
-    out = run(name, """
-    data = batches(8)
-
-    def train(replicas, trainer, epochs):
-        return mgpu.train(replicas, data, None, loss, trainer, epochs,
-                          progress=False, prefetch=1).loss_per_step
-
-    def outcome(replicas, trainer):
-        losses = train(replicas, trainer, 2)
-        return losses, replicas.export_numpy(all_devices=True)
-    replicas, trainer = set_up(3)
-    train(replicas, trainer, 1)
-    saved = replicas.export_numpy(), trainer.export_states()
-    losses, wanted = outcome(replicas, trainer)
-
-    def press(caught, after):
-        while not caught.wait(after):
-            signal.raise_signal(signal.SIGINT)
-            after = 2   # lost in a finalizer of MXNet's: once more
-    moments, interrupted = random.Random(0), 0
-    for i in range(12):
-        caught = threading.Event()
-        presser = threading.Thread(target=press, args=(
-            caught, moments.uniform(0.01, 0.1)))
-        presser.start()
-        try:
-            while True:
-                train(replicas, trainer, 10 ** 3)
-        except KeyboardInterrupt:
-            interrupted += 1
-        caught.set()
-        presser.join()
-        assert not backend.is_recording() and not backend.is_training()
-        replicas.import_numpy(saved[0])
-        trainer.import_states(saved[1])
-        found, values = outcome(replicas, trainer)
-        assert found == losses, (i, found, losses)
-        for key, value in wanted.items():
-            assert_bit_equal(values[key], value)
-        assert not [t for t in workers() if "prefetch" in t.name]
-    print(interrupted)
-    """)
-    assert out == "12\n"
-
-
 def test_a_call_that_is_interrupted_runs_all_thunks_once_or_none():
     run(BACKENDS[0], """
     import contextlib

@@ -371,10 +371,6 @@ def avg_pool(x, size, stride=None):
         _scatter(lambda i, j: d / size ** 2, x.shape, size, size, stride),)
 
 
-def max_pool(x, size, stride=None):
-    return _windows(x, size, size, stride or size).max((4, 5))
-
-
 def global_mean(x):
     n, c, h, w = x.shape
     return x.mean((2, 3)), lambda d: (

@@ -7,7 +7,7 @@ import pytest
 
 import mgpu
 import oracle
-from helpers import convnet, mlp
+from helpers import convnet, mlp, on
 from mgpu import initializers, losses
 from threeway import (EXACT, ROUNDING, agree, compare, covers, host, joined,
                       split_state)
@@ -68,7 +68,7 @@ def on_devices(loss, devices, pred, label, weights=None):
     return [joined(values), joined([mgpu.grad(x) for x in shards[0]])]
 
 
-@covers(*(f"losses.{case[0]}" for case in CASES))
+@covers("parallel", *(f"losses.{case[0]}" for case in CASES))
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda i: "-".join(
     [str(i), CASES[i][0], *map(str, CASES[i][4])]))
 def test_losses(number, devices):
@@ -164,10 +164,10 @@ def judged(kind, shape, seed, number, options):
         *(f"initializers.{rule}" for _, rule, _ in RULES))
 @pytest.mark.parametrize("name, rule, options", RULES)
 @pytest.mark.parametrize("dtype", ("float64", "float32"))
-def test_initial_values(name, rule, options, dtype, devices):
+def test_initial_values(name, rule, options, dtype):
     """Bit for bit on every device: a draw in float64 from (seed, number of
     the parameter), rounded once."""
-    key = {"zeros": "zero", "ones": "one"}.get(name, name)
+    devices, key = on(0, 1), {"zeros": "zero", "ones": "one"}.get(name, name)
     made = initializers.create(name, **options)
     assert made == getattr(initializers, rule)(**options)
 

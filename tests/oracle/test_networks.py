@@ -58,23 +58,20 @@ def test_lenet(devices):
 
 
 @covers("models.resnet18")
-@pytest.mark.parametrize("k, steps", ((1, 1), (2, 3)))
-def test_resnet18(k, steps):
-    result = lockstep(mgpu.models.resnet18,
-                      [batch(16, seed) for seed in range(steps)], RESNET,
-                      devices=k, optimizer_params={"learning_rate":
+def test_resnet18():
+    """Two steps of two devices: the layers do not depend on their number."""
+    result = lockstep(mgpu.models.resnet18, [batch(6), batch(6, 1)], RESNET,
+                      devices=2, optimizer_params={"learning_rate":
                                                    2.0 ** -5})
-    assert len([g for g in result.gaps if g.stage == "gradient"]) \
-        == 76 * steps
+    assert len([g for g in result.gaps if g.stage == "gradient"]) == 2 * 76
 
 
 @pytest.mark.parametrize("policy", ("per_device", "average", "sync"))
-@pytest.mark.parametrize("rows", (5, 8))
-def test_convnet(policy, rows, devices):
-    """Batch norm under every policy, short and uneven batches included."""
+def test_convnet(policy, devices):
+    """Batch norm under every policy, over uneven shards."""
     # one batch again and again: the loss must fall
     result = lockstep(
-        lambda: convnet(mgpu.get_backend(), 1, 10), [batch(rows)] * 6, CONV,
+        lambda: convnet(mgpu.get_backend(), 1, 10), [batch(5)] * 6, CONV,
         devices=devices, batch_norm=policy,
         optimizer_params={"learning_rate": 0.125, "momentum": 0.5,
                           "wd": 2.0 ** -10})

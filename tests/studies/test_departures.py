@@ -4,10 +4,8 @@ import importlib.util
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-import mgpu
 
 SCRIPT = Path(__file__).resolve().parents[2] / "studies" / "departures.py"
 
@@ -80,95 +78,3 @@ def test_runs_of_other_settings_are_refused(departures, quick):
     _, folder, run = quick
     with pytest.raises(ValueError, match="must be of the settings"):
         run("--backend", "mxnet")
-
-
-def test_torchs_variance_is_that_of_torchs_own_layers(departures, backend):
-    """Two steps on 5 and on 3 rows. Where the engine is torch, a network of
-    plain `nn.BatchNorm2d` takes the same steps; on both engines the first
-    layer is computed by hand."""
-    rng = np.random.default_rng(0)
-    batches = [(rng.random((n, 1, 28, 28)), rng.integers(0, 10, n).astype(
-        "int32")) for n in (5, 3)]
-    replicas = departures.make(1, 0, "float64")
-    start = replicas.export_numpy()
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-    unbiased = departures.UnbiasedVariance(replicas)
-    by_hand = np.ones(64)
-    for X, y in batches:
-        w = replicas.export_numpy()["0.weight"][:, 0]       # (64, 3, 3)
-        padded = np.pad(X[:, 0], ((0, 0), (1, 1), (1, 1)))
-        windows = np.lib.stride_tricks.sliding_window_view(
-            padded, (3, 3), axis=(1, 2))
-        maps = np.einsum("nijkl,ckl->cnij", windows, w)
-        by_hand = departures.MOMENTUM * by_hand + (
-            1 - departures.MOMENTUM) * maps.var(axis=(1, 2, 3), ddof=1)
-        departures.step(replicas, trainer, X, y, len(y))
-        unbiased.stepped([len(y)])
-    # 1e-12: float64 rounding. Biased variances would be off by 1 / 2351.
-    np.testing.assert_allclose(unbiased.values["1.running_var"][0], by_hand,
-                               rtol=1e-12)
-    if backend.name != "torch":
-        return
-    import torch
-    net = mgpu.models.resnet18().double()
-    for name, layer in list(net.named_modules()):
-        if isinstance(layer, torch.nn.BatchNorm2d):
-            plain = torch.nn.BatchNorm2d(
-                layer.num_features,
-                momentum=1 - departures.MOMENTUM).double()
-            parent, _, own = name.rpartition(".")
-            setattr(net.get_submodule(parent), own, plain)
-    with torch.no_grad():
-        for name, x in net.state_dict().items():
-            ours = name.replace("weight", "gamma").replace("bias", "beta")
-            value = start.get(name, start.get(ours))
-            if value is not None:
-                x.copy_(torch.from_numpy(value))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.125)
-    for X, y in batches:
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(
-            net(torch.from_numpy(X)), torch.from_numpy(y).long()).backward()
-        optimizer.step()
-    found = net.state_dict()
-    for name, value in unbiased.values.items():
-        # 1e-9: rounding, amplified by the first step and twenty layers
-        np.testing.assert_allclose(value[0], found[name].numpy(), rtol=1e-9,
-                                   err_msg=name)
-
-
-def test_first_devices_statistics_are_put_on_all(departures, backend):
-    rng = np.random.default_rng(0)
-    replicas = departures.make(2, 0, "float32")
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-    unbiased = departures.UnbiasedVariance(replicas)
-    departures.step(replicas, trainer, rng.random(
-        (5, 1, 28, 28), dtype="float32"), np.arange(5, dtype="int32"), 5)
-    unbiased.stepped(departures.shard_rows(5, 2))
-    before = replicas.export_numpy(all_devices=True)
-    X = rng.random((4, 1, 28, 28), dtype="float32")
-    own, first = (departures.judge(replicas, unbiased, how, [(X, None)])
-                  for how in ("own", "first"))
-    # Device 0 judges the first two rows either way; the last ones change.
-    np.testing.assert_array_equal(own[:2], first[:2])
-    assert (own[2:] != first[2:]).any()
-    after = replicas.export_numpy(all_devices=True)
-    for name, value in before.items():
-        np.testing.assert_array_equal(after[name], value, err_msg=name)
-
-
-def test_biases_are_drawn_as_torch_draws_them(departures):
-    """Bounds and spread, against torch's own layers of the same shapes."""
-    with mgpu.using_backend("torch"):
-        import torch
-        layers = {"a": torch.nn.Conv2d(8, 4000, 3),
-                  "b": torch.nn.Linear(50, 4000)}
-    values = {f"{n}.{own}": x.detach().numpy() for n, layer in layers.items()
-              for own, x in layer.named_parameters()}
-    ours = departures.torch_biases(values, 0)
-    assert ours.keys() == {"a.bias", "b.bias"}
-    for name, biases in ours.items():
-        # 5 %: 4,000 draws; the spread of a uniform sample has 1.4 %
-        assert biases.std() == pytest.approx(values[name].std(), rel=0.05)
-        assert np.abs(biases).max() == pytest.approx(
-            np.abs(values[name]).max(), rel=0.05)

@@ -1,8 +1,7 @@
 """Published pairs of networks, of gluoncv2 and of pytorchcv, in lock-step.
 
-Ten small ones of as many families; studies/twins.py runs them all."""
+Five small ones of as many families; studies/twins.py runs them all."""
 import importlib.util
-import json
 import math
 import pathlib
 
@@ -14,10 +13,8 @@ twins = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(twins)
 
 #: inputs of 32 x 32, or little work on larger ones
-PAIRS = ("diapreresnet20_cifar10", "diaresnet20_cifar10",
-         "fdmobilenet_wd4", "mobilenet_wd4", "preresnet20_cifar10",
-         "resdropresnet20_cifar10", "resnet20_cifar10", "seresnet20_cifar10",
-         "shakedropresnet20_cifar10", "voca8flame")
+PAIRS = ("fdmobilenet_wd4", "preresnet20_cifar10", "resnet20_cifar10",
+         "seresnet20_cifar10", "voca8flame")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +35,9 @@ def compared(catalogue, name, devices, steps, torch_function=None):
                           steps)
 
 
-@pytest.mark.parametrize("devices", (1, 2))
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_pair_trains_the_same(catalogue, name, devices):
-    record = compared(catalogue, name, devices, steps=devices)
+def test_a_pair_trains_the_same(catalogue, name):
+    record = compared(catalogue, name, devices=2, steps=2)
     assert record["verdict"] == "same", record["first"]
     assert record["confirmed"]
     assert not twins.hollow(record)
@@ -49,7 +45,7 @@ def test_a_pair_trains_the_same(catalogue, name, devices):
     assert "rounding" not in record["statuses"]
     assert record["gradients"] > 3
     a, b = record["losses"]["a"], record["losses"]["b"]
-    assert len(a) == len(b) == devices and all(map(math.isfinite, a))
+    assert len(a) == len(b) == 2 and all(map(math.isfinite, a))
 
 
 def test_families_differ(catalogue):
@@ -80,17 +76,6 @@ def test_a_planted_difference_is_found(catalogue):
         "features.stage2.unit1.body.conv1.bn"
 
 
-def test_limits_end_a_worker():
-    worker = twins.Worker([(2, 3), (1, 1)], (60, 60, 0.001))
-    records = worker.run("resnet20_cifar10")
-    assert [(r["devices"], r["verdict"]) for r in records] == \
-        [(2, "none"), (1, "none")]
-    assert all("memory" in r["error"] for r in records)
-    assert worker.child is None
-    worker.limits = 60, 0.1, 8
-    assert "time" in worker.run("resnet20_cifar10")[0]["error"]
-
-
 def record(name, **changes):
     worst = {s: [1e-14, "w", "same", None] for s in twins.STAGES}
     return {"pair": name, "family": name[:-1], "devices": 1, "steps": 1,
@@ -116,15 +101,3 @@ def test_the_page():
     assert "| wide1 | step 1, a \\| b | 1 | 1e-13 |" in page
     assert "| slow1 | time: over 9 s |" in page
     assert "| dead1 | all gradients are zero" in page
-
-
-def test_the_newest_result_counts_and_cheap_families_come_first(tmp_path):
-    path = tmp_path / "results.jsonl"
-    path.write_text("\n".join(json.dumps(r) for r in (
-        record("good1", verdict="none"), record("good1"))))
-    assert twins.load(path)["good1", 1]["verdict"] == "same"
-    plans = {name: {"family": family, "macs": macs, "rows": 4,
-                    "parameters": 1.0} for name, family, macs in (
-        ("a_big", "a", 2), ("a_small", "a", 1), ("b", "b", 0.1),
-        ("a_cifar100", "a", 0.01))}
-    assert twins.order(plans) == (["b", "a_small"], ["a_big", "a_cifar100"])
