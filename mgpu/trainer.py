@@ -282,6 +282,9 @@ class Trainer:
         fresh = [[backend.is_fresh(x) for x in arrays] for arrays in columns]
         used = self._reached(parameters, fresh, ignore_stale_grad)
         self._check_unedited(parameters, columns, fresh)
+        used = [j for j in used if all(
+            backend.has_gradient(x)
+            for x, is_fresh in zip(columns[j], fresh[j]) if is_fresh)]
         replicas.note_edits(False)      # what follows is mgpu's own
         gradients = [[backend.grad(x) for x in columns[j]] for j in used]
         try:
@@ -352,14 +355,16 @@ class Trainer:
 
     def summed(self, caller: str = "summed") -> list[Parameter]:
         """The parameters whose gradients `allreduce_grads` has summed since
-        the last update. RuntimeError naming `caller` if there are none."""
+        the last update, without those that the user has taken away since.
+        RuntimeError naming `caller` if there was no `allreduce_grads`."""
         self._check_complete()
         if self._summed is None:
             raise RuntimeError(
                 f"{caller} works on gradients that allreduce_grads has "
                 "summed; received none since the last update. Call "
                 "allreduce_grads first, or step for both.")
-        return self._summed
+        return [p for p in self._summed
+                if self.replicas.backend.has_gradient(p.data())]
 
     def update(self, batch_size: int) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.

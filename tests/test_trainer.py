@@ -4,6 +4,7 @@ Networks are in float64 and without batch norm unless a test says otherwise,
 so that K devices differ from one by rounding only, about 1e-16 a step, and
 1e-12 leaves no room for another formula.
 """
+import copy
 import json
 import pickle
 import signal
@@ -620,6 +621,48 @@ def test_clipping_one_devices_part_is_refused(engine, devices):
     # And the next batch is a new one.
     backward(replicas, *batch(8))
     trainer.step(8)
+
+
+@pytest.mark.parametrize("when", ["before the sum", "after the sum"])
+def test_a_gradient_that_the_user_takes_away_is_not_applied(when, devices):
+    """As ``torch.optim`` passes over a parameter whose ``.grad`` is None: no
+    momentum, no weight decay, no count."""
+    if "torch" not in BACKENDS:
+        pytest.skip("a habit of torch")
+    import torch
+    torch.manual_seed(0)
+    with mgpu.using_backend("torch"):
+        plain = torch.nn.Linear(6, 3).double()
+        net = copy.deepcopy(plain)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.125)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "adamw", {"lr": 0.125},
+                               semantics="torch")
+        for step in range(4):
+            X = np.random.default_rng(step).normal(size=(8, 6))
+            optimizer.zero_grad()
+            plain(torch.from_numpy(X)).square().sum().div(8).backward()
+            with mgpu.record():
+                losses = [out.square() for out in replicas(
+                    mgpu.split_and_load(X, devices, even_split=False))]
+            mgpu.backward(losses)
+            if when == "after the sum":
+                trainer.allreduce_grads()
+            if step % 2:
+                plain.bias.grad = net.bias.grad = None
+            if when == "after the sum":
+                assert trainer.clip_global_norm(1e9, 8) > 0
+                trainer.update(8)
+            elif step % 2 and len(devices) > 1:
+                with pytest.raises(RuntimeError, match="'bias' changed on "):
+                    trainer.step(8)
+                return
+            else:
+                trainer.step(8)
+            optimizer.step()
+        replicas.check_equal()
+    for p, q in zip(net.parameters(), plain.parameters()):
+        assert (p - q).abs().max() < 1e-12
 
 
 def test_a_change_of_replica_0s_sum_reaches_all(engine, devices):

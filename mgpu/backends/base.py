@@ -549,6 +549,12 @@ class Backend(ABC):
     def mark_used(self, x: Array) -> None:
         """The gradient of `x` has been applied: it is stale from now on."""
 
+    def has_gradient(self, x: Array) -> bool:
+        """Whether the gradient of the leaf `x`, which a backward pass or
+        `grad` has made, is still there. One that the user has taken away
+        (``p.grad = None`` in torch) is not applied."""
+        return True
+
     @abstractmethod
     def scope(self, recording: bool | None = None,
               training: bool | None = None) -> ContextManager:

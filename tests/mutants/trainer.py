@@ -60,6 +60,15 @@ MUTANTS = [
                 "broadcast(p.list_grad())", "pass"),
            ("test_trainer.py::test_a_change_of_replica_0s_sum_reaches_all"
             "[mxnet-nd-2dev]",)),
+    Mutant("taken-away-is-zero", "a gradient that the user took away is zero",
+           edit(_REDUCE, "backend.has_gradient(x)", "True"),
+           ("test_trainer.py::test_a_gradient_that_the_user_takes_away_is_not_"
+            "applied[1dev-before the sum]",)),
+    Mutant("taken-away-afterwards", "a sum that the user took away is zero",
+           edit("mgpu.trainer:Trainer.summed",
+                "if self.replicas.backend.has_gradient(p.data())", ""),
+           ("test_trainer.py::test_a_gradient_that_the_user_takes_away_is_not_"
+            "applied[2dev-after the sum]",)),
     Mutant("sums-summed-again", "a sum that grows is counted on each device",
            edit("mgpu.replicas:Replicas._make_equal", "g[...] = 0", "pass"),
            ("test_trainer.py::test_sums_that_grow_are_summed_once"

@@ -331,6 +331,9 @@ class Leaves:
         if leaf is not None:
             leaf.fresh = False
 
+    def has_gradient(self, x: Any) -> bool:
+        return x.grad is not None
+
     def edited(self, x: Any) -> bool:
         leaf = self._leaves.get(id(x))
         return leaf is not None and leaf.edited()
