@@ -168,8 +168,14 @@ def run(model: str | Callable[[], Any] = "lenet",
         where the network raises an error of its own, because it cannot take
         data of this shape.
     """
-    settings = _checked(model, batch_size, steps, rounds, dtype, shape,
-                        classes, seed)
+    settings: dict[str, Any] = {
+        "batch_size": integer("batch_size", batch_size, 1),
+        "steps": integer("steps", steps, 1),
+        "rounds": integer("rounds", rounds, 2),
+        "dtype": one_of("dtype", dtype, ("float32", "float64")),
+        "shape": [integer("a side of the shape", n, 1) for n in shape],
+        "classes": integer("classes", classes, 1), "seed": seed}
+    _check_model(model, tuple(settings["shape"]), classes)
     counts = [integer("a number of devices to predict", k, 1)
               for k in predict_for]
     if not devices:
@@ -224,22 +230,12 @@ def plan(backends: Sequence[str], devices: Sequence[Any]
     return found
 
 
-def _checked(model: str | Callable[[], Any], batch_size: int, steps: int,
-             rounds: int, dtype: str, shape: Sequence[int], classes: int,
-             seed: int) -> dict[str, Any]:
-    """The settings as the report has them; ValueError for a wrong one."""
-    settings: dict[str, Any] = {
-        "batch_size": integer("batch_size", batch_size, 1),
-        "steps": integer("steps", steps, 1),
-        "rounds": integer("rounds", rounds, 2), "dtype": dtype,
-        "shape": [integer("a side of the shape", n, 1) for n in shape],
-        "classes": integer("classes", classes, 1), "seed": seed}
-    one_of("dtype", dtype, ("float32", "float64"))
+def _check_model(model: Any, sides: tuple[int, ...], classes: int) -> None:
+    """Refuse an unknown model, and pictures that it does not take."""
     if isinstance(model, str) and model not in MODELS:
         raise ValueError(f"unknown model; received {model!r}. Use one of "
                          f"{', '.join(map(repr, MODELS))}, or a function "
                          "that makes a network.")
-    sides = tuple(settings["shape"])
     if model == "lenet" and (sides, classes) != ((1, 28, 28), 10):
         raise ValueError("LeNet takes pictures of (1, 28, 28) in 10 classes; "
                          f"received {sides} and {classes}. Use resnet18, or "
@@ -248,7 +244,6 @@ def _checked(model: str | Callable[[], Any], batch_size: int, steps: int,
         raise ValueError("ResNet-18 takes pictures of (channels, height, "
                          f"width); received {sides}. Give three numbers, or "
                          "use a network of your own.")
-    return settings
 
 
 def _row(contender: _Contender, seconds: list[float], first: list[float],

@@ -119,9 +119,8 @@ def _threads(count: int) -> Findings:
     if count > cores:
         return [("warning", f"MGPU_THREADS_PER_DEVICE is {count}, more than "
                  f"the {cores} cores here; unset it or lower it.")]
-    return [("info", f"{max(1, cores // count)} logical CPU devices "
-             f"of {count} thread{'s' * (count != 1)} use the {cores} "
-             f"core{'s' * (cores != 1)} here; more devices run, but "
+    return [("info", f"{cores // count} logical CPU devices of {count} "
+             f"thread(s) use the {cores} core(s) here; more devices run, but "
              "no faster.")]
 
 

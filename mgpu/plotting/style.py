@@ -117,13 +117,6 @@ def check_figure(file: FilePath) -> None:
     new_figure((1.0, 1.0))
 
 
-def render(figure: Any, kind: str) -> bytes:
-    """The figure as the bytes of a file of this `kind`, "png" or "svg"."""
-    data = io.BytesIO()
-    figure.savefig(data, format=kind)
-    return data.getvalue()
-
-
 def write_figure(figure: Any, path: Path) -> None:
     """Write to a file next to `path` and then move it there: a viewer that
     watches the file never reads half a picture."""
@@ -151,7 +144,9 @@ def show(figure: Any, shown: Any = None) -> Any:
     """Display the figure in a notebook, in the place of what an earlier call
     has `shown`; returns what the next call takes."""
     from IPython.display import Image, display
-    image = Image(data=render(figure, "png"))
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    image = Image(data=data.getvalue())
     if shown is None:
         return display(image, display_id=True)
     shown.update(image)

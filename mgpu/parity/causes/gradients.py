@@ -39,23 +39,19 @@ def missing_broadcast(d: Difference) -> Found:
             f"({', '.join(names[:3])}): ")
     cure = ("Write the sum into every copy in place: data[i][:] = total. "
             "Rebinding a list entry changes no replica")
-    left = {how: _spread(d, copies, total, {n: seen[n] for n in names})
-            for how, copies in _copies(local, total).items() if names}
-    for how, residual in left.items():
-        yield f"{text}{how}. {cure}", residual
-    if not any(residual < d.limit for residual in left.values()):
-        yield text + cure, None
-
-
-def _copies(local: list[Arrays], total: Arrays) -> dict[str, list[Arrays]]:
-    """What the devices after the first one may hold instead of the sum."""
-    return {
+    held = {        # by the devices after the first one
         "the sum stays on the first device, the others keep their own "
         "gradients": local[1:],
         "the others add the sum to their own gradients": [
             {n: total[n] + g[n] for n in g if n in total}
             for g in local[1:]],
         "the others get nothing": [{n: 0.0 * g for n, g in total.items()}]}
+    left = {how: _spread(d, copies, total, {n: seen[n] for n in names})
+            for how, copies in held.items() if names}
+    for how, residual in left.items():
+        yield f"{text}{how}. {cure}", residual
+    if not any(residual < d.limit for residual in left.values()):
+        yield text + cure, None
 
 
 def _spread(d: Difference, copies: list[Arrays], total: Arrays,
