@@ -1459,6 +1459,12 @@ def edits(engine):
     def through_data(net, value):
         net[0].weight.data.copy_(torch.from_numpy(value))
 
+    def in_another_order(net, value):
+        weight = net[0].weight
+        if weight.is_contiguous():
+            weight.data = weight.data.t().contiguous().t()
+        weight.data.copy_(torch.from_numpy(value))
+
     def through_numpy(net, value):
         net[0].weight.detach().numpy()[:] = value
 
@@ -1473,15 +1479,17 @@ def edits(engine):
     def replace(net, value):
         net[0].weight = torch.nn.Parameter(torch.from_numpy(value.copy()))
     return {edit.__name__: edit for edit in (
-        in_place, through_data, through_numpy, load, assign, replace)}
+        in_place, through_data, in_another_order, through_numpy, load,
+        assign, replace)}
 
 
 def all_edits():
     return [(engine, name) for engine, names in (
         ("mxnet-nd", ("in place", "set_data")),
         ("mxnet-np", ("in place", "set_data")),
-        ("torch", ("in_place", "through_data", "through_numpy", "load",
-                   "assign", "replace"))) for name in names]
+        ("torch", ("in_place", "through_data", "in_another_order",
+                   "through_numpy", "load", "assign", "replace")))
+            for name in names]
 
 
 @pytest.mark.filterwarnings("ignore:'0.weight' differed")
@@ -1518,6 +1526,17 @@ def test_what_is_written_to_the_network_reaches_all(
     for name, (first, *_) in found[0][0].items():
         assert relative_difference(found[1][0][name][0], first) < 1e-12
     assert relative_difference(found[1][1], found[0][1]) < 1e-12
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+@pytest.mark.filterwarnings("ignore:'weight' differed")
+def test_what_is_written_in_bfloat16_reaches_all(engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(torch.nn.Linear(6, 3).bfloat16(), devices)
+        replicas.net.weight.data.mul_(2)
+        replicas(shards_of(torch.ones(8, 6).bfloat16(), replicas))
+        replicas.check_equal()
 
 
 @pytest.mark.parametrize("engine_name", TORCH)

@@ -4,12 +4,12 @@ Networks are in float64 and without batch norm unless a test says otherwise,
 so that K devices differ from one by rounding only, about 1e-16 a step, and
 1e-12 leaves no room for another formula.
 """
-import copy
 import json
 import pickle
 import signal
 import threading
 import zipfile
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -633,7 +633,7 @@ def test_a_gradient_that_the_user_takes_away_is_not_applied(when, devices):
     torch.manual_seed(0)
     with mgpu.using_backend("torch"):
         plain = torch.nn.Linear(6, 3).double()
-        net = copy.deepcopy(plain)
+        net = deepcopy(plain)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=0.125)
         replicas = mgpu.initialize(net, devices)
         trainer = mgpu.Trainer(replicas, "adamw", {"lr": 0.125},

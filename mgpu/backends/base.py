@@ -718,7 +718,8 @@ class Backend(ABC):
                    ) -> list[np.ndarray] | None:
         """One-dimensional NumPy views, each in its array's order of memory,
         to be read and written inside `run_on_host_views` only; `to_read`:
-        to be read at once, and not written.
+        to be read at once, and not written. Those may be copies in another
+        order, the same for all, or bits as whole numbers.
 
         None unless every array has one, in the same order: not on a GPU, not
         in a dtype that NumPy lacks, not with gaps, and not inside

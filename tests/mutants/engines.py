@@ -72,6 +72,13 @@ MUTANTS = [
                 "now != self._names", "False"),
            ("test_network_hooks.py::test_other_layers_are_refused_until_the_"
             "network_is_made_anew[2-replace_layer-1-torch]",)),
+    Mutant("torch-orders-apart", "a write to a weight in another order of "
+           "memory is lost", edit(
+               "mgpu.backends._torch.backend:TorchBackend.host_views",
+               "for x in arrays] if to_read else None",
+               "for x in arrays] if False else None"),
+           ("test_replicas.py::test_what_is_written_to_the_network_reaches_"
+            "all[2dev-torch-in_another_order-together]",)),
     Mutant("torch-pieces-overwrite", "what arrives later in a pass overwrites",
            edit(_LEAVES + "Pass.arrives",
                 "leaf.mark.number == self._number", "False"),

@@ -131,6 +131,9 @@ class TorchBackend(Leaves, base.Backend):
         if strict.on() and not to_read:
             return None
         views = []
+        if to_read:     # NumPy has no bfloat16, but its bits
+            arrays = [x.detach().view(torch.int16)
+                      if x.dtype is torch.bfloat16 else x for x in arrays]
         for x in arrays:
             if x.is_cuda or x.layout is not torch.strided \
                     or x.dtype is torch.bfloat16:
@@ -140,10 +143,12 @@ class TorchBackend(Leaves, base.Backend):
         if len(views) == len(arrays):
             return views
         if any(x.stride() != arrays[0].stride() for x in arrays):
-            return None
+            return [x.detach().numpy().reshape(-1)
+                    for x in arrays] if to_read else None
         views = [x.detach().numpy().ravel(order="K") for x in arrays]
         # An array without a base is a copy: there were gaps.
-        return views if all(x.base is not None for x in views) else None
+        return views if to_read or all(
+            x.base is not None for x in views) else None
 
     def run_on_host_views(self, thunks, written) -> None:
         try:
