@@ -1,6 +1,6 @@
 """Differences between Gluon and PyTorch that concern one network: `lint`."""
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import ceil, prod, sqrt
 from typing import Any, NamedTuple
 
@@ -70,8 +70,8 @@ _RULES: dict[str, tuple[Callable, bool]] = {}
 
 def _rule(name: str, port: bool = False) -> Callable[[Callable], Callable]:
     """Register a rule: a function of a `_Subject` that yields (where, text,
-    torch). `port`: it concerns only a Gluon network that is to be written in
-    torch, not a torch network."""
+    torch), which counts unless `where` is empty. `port`: it concerns only a
+    Gluon network that is to be written in torch, not a torch network."""
     def register(find: Callable) -> Callable:
         _RULES[name] = find, port
         return find
@@ -142,7 +142,7 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
             rule, schedule is not None, loss, batch_size, examples)
         gluon = backend.semantics == "gluon"
     return [Finding(name, *found) for name, (find, port) in _RULES.items()
-            if gluon or not port for found in find(subject)]
+            if gluon or not port for found in find(subject) if found[0]]
 
 
 def _watched(network: base.Network, sample: Any,
@@ -164,7 +164,7 @@ def _watched(network: base.Network, sample: Any,
     return replicas.network
 
 
-def _names(layers: Sequence[Any]) -> str:
+def _names(layers: Iterable[Any]) -> str:
     paths = [getattr(layer, "path", layer) or "the network"
              for layer in layers]
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more"
@@ -182,10 +182,9 @@ def _variance(s):
     size = f" For the batch given, n is {min(counts)} at least: " \
         f"{1 / (min(counts) - 1):.1e} of the variance." \
         if counts and min(counts) > 1 else ""
-    if norms:
-        yield (_names(norms), "Gluon's running variance is that of the batch "
-               "divided by n, torch's by n - 1; and MXNet stores the "
-               "momentum as float32." + size, "mgpu.parity.gluonize(net)")
+    yield (_names(norms), "Gluon's running variance is that of the batch "
+           "divided by n, torch's by n - 1; and MXNet stores the momentum as "
+           "float32." + size, "mgpu.parity.gluonize(net)")
 
 
 @_layer_rule("batch norm momentum", "batch_norm")
@@ -225,11 +224,10 @@ def _axis(o, shape):
 
 @_rule("batch norm with global statistics", port=True)
 def _global(s):
-    layers = [layer for layer in s.of("batch_norm")
-              if layer.options["use_global_stats"]]
-    if layers:
-        yield (_names(layers), "use_global_stats=True predicts in training "
-               "too.", "bn.eval() after every net.train()")
+    yield (_names(layer for layer in s.of("batch_norm")
+                  if layer.options["use_global_stats"]),
+           "use_global_stats=True predicts in training too.",
+           "bn.eval() after every net.train()")
 
 
 @_layer_rule("dense layers flatten", "dense")
@@ -257,12 +255,10 @@ def _pooling(o, shape):
 
 @_rule("average without the padding", port=True)
 def _average(s):
-    layers = [layer for layer in s.of("avg_pool")
-              if not layer.options["count_include_pad"]
-              and any(layer.options["padding"])]
-    if layers:
-        yield (_names(layers), "count_include_pad=False.",
-               "count_include_pad=False")
+    yield (_names(layer for layer in s.of("avg_pool")
+                  if not layer.options["count_include_pad"]
+                  and any(layer.options["padding"])),
+           "count_include_pad=False.", "count_include_pad=False")
 
 
 @_layer_rule("dropout along axes", "dropout")
@@ -287,20 +283,17 @@ def _slope(o, shape):
 @_rule("initial values", port=True)
 def _initial(s):
     weights = [p for p in s.specs if p.kind == "weight" and p.init is None]
-    biases = [p for p in s.specs if p.kind == "bias"]
     sizes = [f" ({p.name}: +-0.07 against +-"
              f"{1 / sqrt(prod(p.shape[1:])):.3f})"
              for p in weights if p.shape and len(p.shape) > 1]
-    if weights:
-        yield (_names([p.name for p in weights]), "Gluon draws weights from "
-               "Uniform(-0.07, 0.07), unless initialize() is told otherwise; "
-               "torch from +-1/sqrt(fan in), embeddings from N(0, 1)."
-               + "".join(sizes[:1]),
-               "copy the weights, or nn.init.uniform_(w, -0.07, 0.07)")
-    if biases:
-        yield (_names([p.name for p in biases]), "biases start at 0 in "
-               "Gluon whatever the initialiser, at random in torch.",
-               "nn.init.zeros_(bias)")
+    yield (_names(p.name for p in weights), "Gluon draws weights from "
+           "Uniform(-0.07, 0.07), unless initialize() is told otherwise; "
+           "torch from +-1/sqrt(fan in), embeddings from N(0, 1)."
+           + "".join(sizes[:1]),
+           "copy the weights, or nn.init.uniform_(w, -0.07, 0.07)")
+    yield (_names(p.name for p in s.specs if p.kind == "bias"), "biases "
+           "start at 0 in Gluon whatever the initialiser, at random in torch.",
+           "nn.init.zeros_(bias)")
 
 
 @_rule("shared parameters", port=True)
@@ -312,19 +305,17 @@ def _shared(s):
 
 @_rule("frozen parameters", port=True)
 def _frozen(s):
-    frozen = [p.name for p in s.specs if p.grad_req == "null"
-              and p.kind in ("weight", "bias", "unknown", "other")
-              and "float" in p.dtype]
-    if frozen:
-        yield _names(frozen), "grad_req='null'.", "requires_grad_(False)"
+    yield (_names(p.name for p in s.specs if p.grad_req == "null"
+                  and p.kind in ("weight", "bias", "unknown", "other")
+                  and "float" in p.dtype),
+           "grad_req='null'.", "requires_grad_(False)")
 
 
 @_rule("gradients that add up", port=True)
 def _adding(s):
-    adding = [p.name for p in s.specs if p.grad_req == "add"]
-    if adding:
-        yield (_names(adding), "grad_req='add' until zero_grad().",
-               "torch always adds: no zero_grad() between those passes")
+    yield (_names(p.name for p in s.specs if p.grad_req == "add"),
+           "grad_req='add' until zero_grad().",
+           "torch always adds: no zero_grad() between those passes")
 
 
 @_rule("multipliers of a parameter", port=True)
