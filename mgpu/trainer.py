@@ -293,6 +293,9 @@ class Trainer:
                     if not is_fresh:    # no row of the batch reached it there
                         g[...] = 0
             allreduce_many(gradients, algorithm=self._strategy)
+            # One device's have waited for nothing yet. What fails in a pass
+            # is an error here, before anything is updated.
+            backend.host_views([one[0] for one in gradients], to_read=True)
             self._summed = [parameters[j] for j in used]
         except BaseException:
             self._summed = None     # some may be sums already

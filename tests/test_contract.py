@@ -591,6 +591,20 @@ def test_a_function_of_the_users_is_part_of_the_pass(backend):
 
 
 @MXNET
+def test_an_error_stays_with_its_arrays(backend):
+    """The engine tells an error once: it belongs to who uses the result,
+    perhaps another thread."""
+    import mxnet as mx
+    good = backend.put(np.ones((1, 1)), cpu(0))
+    for read in (backend.to_numpy, lambda x: backend.host_views([x])):
+        bad = mx.nd.linalg.potrf(-good.as_nd_ndarray())
+        view, = backend.host_views([good])
+        backend.run_on_host_views([lambda view=view: view.fill(2)], [good])
+        with pytest.raises(mx.MXNetError):
+            read(bad)
+
+
+@MXNET
 def test_networks_come_while_another_one_is_trained(backend):
     columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
     _kept = [watch(backend, columns) for _ in range(100)]

@@ -805,6 +805,33 @@ def test_an_update_that_fails_midway_breaks_the_trainer(engine, devices):
     assert_replicas_equal(values(replicas))
 
 
+@pytest.mark.parametrize("engine", MXNET, indirect=True)
+def test_a_pass_that_fails_late_updates_nothing(engine, devices):
+    """Its error comes when its results are read, and only once."""
+    import mxnet as mx
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    train(replicas, trainer, [8])
+    before = replicas.export_numpy()
+    X, y = batch(8)
+    Xs, ys = mgpu.split_batch(X, y, devices)
+    with mgpu.record():
+        losses = mgpu.parallel(mgpu.losses.SoftmaxCrossEntropyLoss(),
+                               replicas(Xs), ys)
+        bad = mx.nd.linalg.potrf(mx.nd.zeros(
+            (1, 1), ctx=losses[-1].ctx, dtype="float64") - 1)[0]
+        losses[-1] = losses[-1].as_nd_ndarray() * bad
+    mgpu.backward(losses)
+    with pytest.raises(mx.MXNetError):
+        trainer.step(8)
+    with pytest.raises(RuntimeError, match="none since the last update"):
+        trainer.update(8)
+    after = replicas.export_numpy()
+    assert all((before[name] == after[name]).all() for name in before)
+    train(replicas, trainer, [8])
+    assert trainer.num_update == 2
+
+
 def test_one_thread_at_a_time(engine, devices):
     """A second thread is refused without waiting, and the first goes on."""
     replicas = initialize(mlp(engine), devices)

@@ -724,15 +724,15 @@ class Backend(ABC):
         None unless every array has one, in the same order: not on a GPU, not
         in a dtype that NumPy lacks, not with gaps, and not inside
         `mgpu.strict_devices`, which could not see what is written to them.
-        May wait for all queued work. What is queued between this call and
-        `run_on_host_views` may move an array (MXNet).
+        May wait for what is queued on the arrays, and raises its errors, not
+        those of other work. Nothing may be queued on them between this call
+        and `run_on_host_views`.
         """
         return None
 
     def run_on_host_views(self, thunks: Sequence[Callable[[], Any]],
                           written: Sequence[Array]) -> None:
-        """Run `parallel` once all work that is queued on arrays with
-        `host_views` is done.
+        """Run `parallel`, on the memory of arrays with `host_views`.
 
         The thunks change only the `written` arrays. After Ctrl-C all thunks
         have run, or none.

@@ -41,15 +41,22 @@ MUTANTS = [
                 "calls.wait_for(handle)", "0"),
            ("test_contract.py::test_watching_gradients_changes_no_operation_"
             "in_place[mxnet-*",)),
-    Mutant("users-functions-edit", "a pass that runs late is an edit", together(
-        edit("mgpu.backends._mxnet.gradients:_wrote",
-             "isinstance(threading.current_thread(),", "isinstance(None,",
-             "calls.wait_for(handle)", "0"),
-        # Or it would wait for what waits for it.
-        edit("mgpu.backends._mxnet.gradients:_extent",
-             "gradient.wait_to_read()", "pass")),
-        ("test_contract.py::test_a_function_of_the_users_is_part_of_the_pass"
-         "[mxnet-*",)),
+    Mutant("users-functions-edit", "a pass that runs late is an edit",
+           together(
+               edit("mgpu.backends._mxnet.gradients:_wrote",
+                    "threading.current_thread()", "None",
+                    "calls.wait_for(handle)", "0"),
+               # Or it would wait for what waits for it.
+               edit("mgpu.backends._mxnet.gradients:_extent",
+                    "gradient.wait_to_read()", "pass")),
+           ("test_contract.py::test_a_function_of_the_users_is_part_of_the_"
+            "pass[mxnet-*",)),
+    Mutant("late-errors-midway", "an update of one device meets the errors "
+           "of the pass", edit(
+               _REDUCE, "backend.host_views([one[0] for one in gradients], "
+               "to_read=True)", "pass"),
+           ("test_trainer.py::test_a_pass_that_fails_late_updates_nothing["
+            "1dev-mxnet-nd]",)),
     Mutant("contents-not-looked-at", "writes that no version counts",
            edit("mgpu.backends._torch.leaves:_Leaf.edited",
                 "contents != _contents(gradient)", "False"),

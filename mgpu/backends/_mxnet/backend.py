@@ -57,6 +57,16 @@ def _address(array: Any) -> int:
     return pointer.value or 0
 
 
+def _settle(array: Any) -> None:
+    """Wait for what is queued to read or write `array`; not for everything,
+    as an error of another thread's work would be raised here, and only here.
+    """
+    mx.base.check_call(mx.base._LIB.MXNDArrayWaitToWrite(array.handle))
+    # A pass that has read a convolution's weight may have queued its move to
+    # other memory, in another order.
+    array.wait_to_read()
+
+
 #: the dtype of any array; mx.np's own property takes four times as long
 _dtype = mx.nd.NDArray.dtype.fget
 
@@ -178,13 +188,11 @@ class MXNetBackend(base.Backend):
         for x in arrays:
             if x.ctx.device_type != "cpu" or x.stype != "default":
                 return None
-        # Before addresses are read: work that is queued may move a
-        # convolution's weight to other memory, in another order.
-        mx.nd.waitall()
+        for x in arrays:
+            _settle(x)
         return [_host_view(_address(x), x.size, _dtype(x)) for x in arrays]
 
     def run_on_host_views(self, thunks, written) -> None:
-        mx.nd.waitall()
         # A single thunk too: in a worker no signal cuts it short.
         self._workers.run(thunks)
 
