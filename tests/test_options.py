@@ -100,11 +100,12 @@ def compilations():
 
 # -- hybridize ----------------------------------------------------------------
 
-def test_hybridize_changes_no_number(backend, devices):
+def test_hybridize_changes_no_number(backend):
     """Three steps on full batches, a short last batch, a batch of one row
     that leaves devices without any, and predictions: dropout masks, running
-    statistics of every device, weights."""
-    k, found = len(devices), []
+    statistics of every device, weights. On three devices: each compiles by
+    itself."""
+    k, devices, found = 3, on(0, 1, 2), []
     for hybridize in (False, True):
         net = small(backend)
         replicas, trainer = start(net, devices, hybridize=hybridize)
@@ -362,11 +363,11 @@ def test_autocast_float16_with_a_dynamic_scale(name):
 
 @pytest.mark.parametrize("dtype, strict", [
     ("float32", False), ("float64", False), ("float64", True)])
-def test_a_power_of_two_changes_no_bit(backend, devices, dtype, strict):
+def test_a_power_of_two_changes_no_bit(backend, dtype, strict):
     """In strict mode the engine's own arrays are updated, as on GPUs, not
     the host's memory behind them."""
     with mgpu.strict_devices() if strict else contextlib.nullcontext():
-        power_of_two_changes_no_bit(backend, devices, dtype)
+        power_of_two_changes_no_bit(backend, on(0, 1, 2), dtype)
 
 
 def power_of_two_changes_no_bit(backend, devices, dtype):

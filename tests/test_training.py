@@ -562,7 +562,8 @@ def test_an_animator_gets_each_epoch(engine):
     (0, 0, 2), (0, 2, 2), (1, 1, 2), (0, 0, 1), (1, 1, 1), (0, 0, 4)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_names_its_step(
-        engine, devices, epoch, step, window, bad):
+        engine, epoch, step, window, bad):
+    devices = on(0, 1)
     replicas, loss, trainer = set_up(engine, devices)
 
     class Source:
