@@ -9,7 +9,7 @@ import numpy as np
 import mgpu
 from conftest import BACKENDS, ENGINES  # noqa: F401, for the tests
 from mgpu.parity import measure
-from networks import convnet, mlp  # noqa: F401, for the tests
+from networks import bricks, convnet, mlp  # noqa: F401, for the tests
 
 @contextlib.contextmanager
 def using_engine(engine):

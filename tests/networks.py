@@ -77,6 +77,16 @@ def conv_torch(eps=1e-5, batch_norm=True):
         nn.Linear(48, 3)], seed=0)()
 
 
+def bricks(engine):
+    """The base class of an engine's networks, and its dense layer of
+    (inputs, outputs)."""
+    if engine.name == "mxnet":
+        from mxnet.gluon import Block, nn
+        return Block, lambda n_in, n_out: nn.Dense(n_out, in_units=n_in)
+    from torch import nn
+    return nn.Module, nn.Linear
+
+
 def dense_norm(engine, epsilon):
     """Rows of 5 numbers: dense, batch norm, dense."""
     if engine == "mxnet":

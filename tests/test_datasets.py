@@ -687,7 +687,7 @@ def test_digits_options():
     assert (whole.num_examples, rest.num_examples) == (1796, 1)
 
 
-def test_synthetic_data_are_seeded_and_can_be_learnt():
+def test_synthetic_data_are_seeded():
     train, test = datasets.synthetic(64, seed=2)
     same, _ = datasets.synthetic(64, seed=2)
     other, _ = datasets.synthetic(64, seed=3)
@@ -700,20 +700,6 @@ def test_synthetic_data_are_seeded_and_can_be_learnt():
     assert train.X.dtype == np.float32 and train.y.dtype == np.int32
     counts = np.bincount(train.y)
     assert len(counts) == 10 and counts.max() - counts.min() <= 1
-    # A linear softmax classifier, three epochs of plain SGD.
-    W, losses = np.zeros((784, 10)), []
-    for _ in range(3):
-        for X, y in train:
-            X = X.reshape(len(X), -1) - 0.5
-            z = X @ W
-            p = np.exp(z - z.max(1, keepdims=True))
-            p /= p.sum(1, keepdims=True)
-            losses.append(-np.log(p[np.arange(len(y)), y]).mean())
-            p[np.arange(len(y)), y] -= 1
-            W -= 0.05 * X.T @ p / len(y)
-    assert losses[0] == pytest.approx(np.log(10)) and losses[-1] < 0.2
-    right = ((test.X.reshape(256, -1) - 0.5) @ W).argmax(1) == test.y
-    assert right.mean() > 0.95      # the patterns are far apart
 
 
 def test_synthetic_options():

@@ -261,25 +261,6 @@ class TestAgainstGluon:
             draw(shape=shape, dtype="float32", init=init), theirs.asnumpy(),
             strict=True)
 
-    @pytest.mark.parametrize("shape", [(32, 64), (16, 8, 3, 3)], ids=str)
-    def test_orthogonal_scale(self, mx, shape):
-        theirs = mx.nd.zeros(shape)
-        mx.init.Orthogonal()(mx.init.InitDesc("weight"), theirs)
-        # float32: 1e-7 an entry, grown by the size of the matrix.
-        for weight in theirs.asnumpy(), Orthogonal().draw(shape, rng()):
-            np.testing.assert_allclose(
-                np.linalg.svd(weight.reshape(shape[0], -1),
-                              compute_uv=False), 1.414, rtol=1e-5)
-
-    @pytest.mark.parametrize("init", [Xavier(), MSRAPrelu(), Orthogonal()],
-                             ids=str)
-    def test_vectors_are_refused_by_both(self, mx, init):
-        with pytest.raises((ValueError, mx.MXNetError)):
-            eval(repr(init), vars(mx.init))(mx.init.InitDesc("weight"),
-                                            mx.nd.zeros((3,)))
-        with pytest.raises(ValueError, match=r"two axes.*\(3,\)"):
-            init.draw((3,), rng())
-
     @staticmethod
     def own(parameter):
         """A parameter's initialiser as (name, options), or None."""

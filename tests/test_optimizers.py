@@ -392,17 +392,6 @@ if "mxnet" in BACKENDS:
         assert gap(alone, expected, weights) > 0.05     # it matters
 
 
-def test_nadam_without_the_hook_has_a_schedule_for_each_weight(backend):
-    case = Case("gluon", "nadam", {"learning_rate": LR})
-    weights, grads = problem()
-    path = by_mgpu(backend, case, weights, grads, hook=False)
-    for i, w in enumerate(weights):
-        rest = Case("gluon", "nadam", {"learning_rate": LR * LR_MULT[i]})
-        alone = by_formula(rest, [w], [[step[i]] for step in grads])
-        # 1e-12: float64 rounding.
-        assert gap([[step[i]] for step in path], alone, [w]) < 1e-12
-
-
 @pytest.mark.parametrize("semantics, finite", [("gluon", False),
                                                ("torch", True)])
 def test_adamax_without_any_gradient(backend, semantics, finite):

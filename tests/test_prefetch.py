@@ -100,12 +100,6 @@ def test_the_same_batches_in_the_same_order(backend, depth):
     assert list(once) == [0, 1, 2] and list(once) == []
 
 
-def test_two_iterators_at_the_same_time(backend):
-    source = mgpu.prefetch(Source(4), 2)
-    assert [(a, b) for (_, a), (_, b) in zip(source, source)] \
-        == [(i, i) for i in range(4)]
-
-
 def test_an_epoch_begins_with_iter_and_a_thread_with_the_first_batch(backend):
     source = Source(2)
     batches = iter(mgpu.prefetch(source))
@@ -165,19 +159,6 @@ def test_an_exception_comes_at_its_place(backend, place):
     for error in (LookupError, StopIteration):
         with pytest.raises(error):
             next(batches)
-
-
-def test_an_exception_that_is_no_error_comes_too(backend):
-    class Odd(BaseException):
-        pass
-
-    def source():
-        yield 1
-        raise Odd
-    batches = iter(mgpu.prefetch(source()))
-    assert next(batches) == 1
-    with pytest.raises(Odd):
-        next(batches)
 
 
 def end_by_break(source):

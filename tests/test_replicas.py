@@ -12,8 +12,9 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
-                     on, refusal_of_foreign, relative_difference, using_engine)
+from helpers import (ENGINES, assert_bit_equal, bricks, convnet,
+                     foreign_array, mlp, on, refusal_of_foreign,
+                     relative_difference, using_engine)
 from mgpu import initializers
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
@@ -178,16 +179,17 @@ def test_replicas_that_first_run_in_threads_are_drawn_once(engine, devices):
 
 def test_values_that_are_there_stay(engine, devices):
     """On every device, running statistics too; the repr says so."""
-    net = with_values(engine, convnet(engine))
-    own = native_values(engine, net)
-    replicas = mgpu.initialize(net, devices)
-    assert_all_equal(native_values(engine, net), own)
-    for p in replicas.all_parameters():
-        name = p.name if engine.name == "mxnet" else \
-            p.name.replace("gamma", "weight").replace("beta", "bias")
-        for value in p.list_data():
-            assert_bit_equal(mgpu.to_numpy(value), own[name])
-    assert repr(replicas).endswith("; 10 parameters kept, 0 drawn)")
+    for init in (None, "keep"):
+        net = with_values(engine, convnet(engine))
+        own = native_values(engine, net)
+        replicas = mgpu.initialize(net, devices, init)
+        assert_all_equal(native_values(engine, net), own)
+        for p in replicas.all_parameters():
+            name = p.name if engine.name == "mxnet" else \
+                p.name.replace("gamma", "weight").replace("beta", "bias")
+            for value in p.list_data():
+                assert_bit_equal(mgpu.to_numpy(value), own[name])
+        assert repr(replicas).endswith("; 10 parameters kept, 0 drawn)")
 
 
 def test_an_initialiser_and_force_reinit_draw_everything(engine):
@@ -514,22 +516,6 @@ def native_values(engine, net):
         return {name: p.data(p.list_ctx()[0]).asnumpy() for name, p
                 in net._collect_params_with_prefix().items()}
     return {name: engine.to_numpy(t) for name, t in net.state_dict().items()}
-
-
-def test_keep_keeps_all_of_the_networks_own_values(engine, devices):
-    net = with_values(engine, convnet(engine))
-    own = native_values(engine, net)
-    replicas = mgpu.initialize(net, devices, "keep")
-    assert_all_equal(native_values(engine, net), own)
-    x = images(4)
-    outputs = [mgpu.to_numpy(replicas[i](mgpu.put(x, device)))
-               for i, device in enumerate(devices)]
-    assert np.ptp(outputs[0]) > 0
-    for values in on_each(replicas).values():
-        for value in values:
-            assert_bit_equal(value, values[0])
-    for output in outputs:
-        assert_bit_equal(output, outputs[0])
 
 
 def test_keep_goes_on_from_a_trained_network(engine):
@@ -1024,25 +1010,12 @@ def test_channel_dropout_drops_channels(name):
 
 def two_inputs(engine):
     """``dense(a) + b``, also of one dict {"a": a, "b": b}."""
-    if engine.name == "mxnet":
-        from mxnet import gluon
+    base, dense = bricks(engine)
 
-        class Net(gluon.Block):
-            def __init__(self):
-                super().__init__()
-                self.dense = gluon.nn.Dense(3, in_units=6)
-
-            def forward(self, a, b=None):
-                if b is None:
-                    a, b = a["a"], a["b"]
-                return self.dense(a) + b
-        return Net()
-    import torch
-
-    class Net(torch.nn.Module):
+    class Net(base):
         def __init__(self):
             super().__init__()
-            self.dense = torch.nn.Linear(6, 3)
+            self.dense = dense(6, 3)
 
         def forward(self, a, b=None):
             if b is None:

@@ -8,7 +8,6 @@ import json
 import pickle
 import signal
 import threading
-import zipfile
 from copy import deepcopy
 
 import numpy as np
@@ -17,8 +16,9 @@ import pytest
 import mgpu
 import mgpu.trainer
 from conftest import BACKENDS
-from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp, on,
-                     relative_difference, using_engine)
+from helpers import (ENGINES, assert_bit_equal, bricks, convnet,
+                     foreign_array, mlp, on, relative_difference,
+                     using_engine)
 from mgpu.collectives.strategies import Balanced
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
@@ -348,23 +348,13 @@ def test_who_says_the_base_rate(engine):
 def gated(engine):
     """A layer `body`, then the layer `left` or `right`: which one, the sign
     of the first value says."""
-    if engine.name == "mxnet":
-        from mxnet import gluon
-        base = gluon.Block
-
-        def layer(n):
-            return gluon.nn.Dense(3, in_units=n)
-    else:
-        from torch import nn
-        base = nn.Module
-
-        def layer(n):
-            return nn.Linear(n, 3)
+    base, dense = bricks(engine)
 
     class Net(base):
         def __init__(self):
             super().__init__()
-            self.body, self.left, self.right = layer(6), layer(3), layer(3)
+            self.body = dense(6, 3)
+            self.left, self.right = dense(3, 3), dense(3, 3)
 
         def forward(self, x):
             y = self.body(x)
@@ -1146,8 +1136,6 @@ def damaged(folder, trainer, kind):
         at = whole.index(b"NUMPY") + 200    # in the data: the checksum fails
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 255])
                          + whole[at + 1:])
-    elif kind == "text":
-        path.write_text("learning_rate: 0.1\n")
     elif kind == "pickle":
         path.write_bytes(pickle.dumps(Attack()))
     elif kind == "object array":
@@ -1156,12 +1144,6 @@ def damaged(folder, trainer, kind):
     elif kind == "weights":
         with open(path, "wb") as file:
             np.savez(file, **trainer.replicas.export_numpy())
-    elif kind == "array":
-        with open(path, "wb") as file:
-            np.save(file, np.ones(3))
-    elif kind == "zip":
-        with zipfile.ZipFile(path, "w") as file:
-            file.writestr("header.npy", "no array")
     else:
         header = {"format": kind, "optimizer": "SGD"}
         with open(path, "wb") as file:
@@ -1170,9 +1152,8 @@ def damaged(folder, trainer, kind):
 
 
 @pytest.mark.parametrize("kind", [
-    "empty", "truncated", "flipped", "text", "pickle", "object array",
-    "weights", "array", "zip", "mgpu trainer states 0",
-    "mgpu trainer states 1"])
+    "empty", "truncated", "flipped", "pickle", "object array", "weights",
+    "mgpu trainer states 0", "mgpu trainer states 1"])
 def test_a_damaged_file_is_refused_and_nothing_changes(
         engine, tmp_path, kind):
     replicas = initialize(mlp(engine), on(0, 1))
@@ -1243,23 +1224,6 @@ def test_a_missing_file_is_an_os_error(engine, tmp_path):
         trainer.load_states(tmp_path / "states")
     with pytest.raises(FileNotFoundError):
         trainer.save_states(tmp_path / "absent" / "states")
-
-
-def test_a_failed_save_leaves_the_old_file(engine, tmp_path, monkeypatch):
-    replicas = initialize(mlp(engine), on(0))
-    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
-    train(replicas, trainer, [4])
-    trainer.save_states(tmp_path / "states")
-    before = (tmp_path / "states").read_bytes()
-
-    def full(file, **arrays):
-        file.write(b"half")
-        raise OSError("no space left")
-    monkeypatch.setattr(np, "savez", full)
-    with pytest.raises(OSError, match="no space left"):
-        trainer.save_states(tmp_path / "states")
-    assert (tmp_path / "states").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["states"]
 
 
 # -- arguments ----------------------------------------------------------------
@@ -1346,7 +1310,6 @@ def test_a_network_with_unknown_shapes(engine, devices, tmp_path):
 @pytest.mark.parametrize("policy", ["per_device", "average"])
 def test_a_trainer_remembers_its_engine(ours, other, policy, tmp_path):
     """A step, or a file, while the other one is in use."""
-    from helpers import convnet
     with mgpu.using_backend(ours) as backend:
         replicas = initialize(convnet(backend), on(0, 1), batch_norm=policy)
         trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})

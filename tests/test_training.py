@@ -7,8 +7,9 @@ import pytest
 
 import conftest
 import mgpu
-from helpers import (BACKENDS, assert_bit_equal, convnet, foreign_array, mlp,
-                     on, refusal_of_foreign, relative_difference)
+from helpers import (BACKENDS, assert_bit_equal, bricks, convnet,
+                     foreign_array, mlp, on, refusal_of_foreign,
+                     relative_difference)
 from mgpu import functional as F
 
 
@@ -250,17 +251,12 @@ def test_unequal_shards(engine, devices):
 
 def test_several_inputs_and_labels(engine, devices):
     """X a list, as data loaders give it, and y a dict."""
-    if engine.name == "mxnet":
-        from mxnet import gluon
-        base, layer = gluon.Block, gluon.nn.Dense(3, in_units=6)
-    else:
-        from torch import nn
-        base, layer = nn.Module, nn.Linear(6, 3)
+    base, dense = bricks(engine)
 
     class Net(base):
         def __init__(self):
             super().__init__()
-            self.dense = layer
+            self.dense = dense(6, 3)
 
         def forward(self, a, b):
             return self.dense(a) * b
