@@ -407,9 +407,10 @@ def test_adamax_without_any_gradient(backend, semantics, finite):
 @pytest.mark.parametrize("number", numbered(
     keep=lambda case: case.options.get("clip_gradient")
     and case.options.get("wd", case.options.get("weight_decay"))))
-def test_one_object_serves_all_devices(backend, devices, number):
+def test_one_object_serves_all_devices(backend, number):
     """Devices may be updated at the same time and end with equal bits."""
     case, (weights, grads) = CASES[number], problem()
+    devices = [Device("cpu", i) for i in range(3)]
     rule = optimizers.create(case.name, case.semantics, **case.options)
     expected = by_mgpu(backend, case, weights, grads)
     paths = backend.parallel([functools.partial(

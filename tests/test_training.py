@@ -444,8 +444,9 @@ def plain_steps(engine, net, values, data, labels, steps):
 
 
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
-def test_recurrent_layers_train_as_without_mgpu(engine, devices, kind):
+def test_recurrent_layers_train_as_without_mgpu(engine, kind):
     """In float32: MXNet's own are wrong in float64."""
+    devices = on(0, 1, 2)
     rng = np.random.default_rng(0)
     X = rng.normal(size=(7, 4, 5)).astype("float32")
     y = rng.integers(0, 3, 7)
