@@ -77,7 +77,7 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     record`, which stands for the first network.
 
     Exit status: 0, they train the same; 1, they do not; 2, they could not be
-    compared.
+    compared, or nothing was on trial.
     """
     shared.check_folders(report=report_file, json=json_file)
     if (b is None) is not invariance:
@@ -103,7 +103,7 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     if json_file is not None:
         report.write_json(found, json_file)
     shared.say_written(report_file, json_file)
-    ctx.exit(0 if (found.exact if invariance else found.same) else 1)
+    ctx.exit({"exact": 0, "same": 0, "no proof": 2}.get(found.verdict, 1))
 
 
 _SETTINGS = ("optimizer", "optimizer_params", "semantics", "batch_norm",

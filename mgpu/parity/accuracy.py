@@ -118,8 +118,7 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
          "dropout": "masks drawn in NumPy"},
         notes=_notes(found, len(seeds)), curves={**accuracies, "test": found})
     if not np.isfinite([*losses.values()]).all():
-        result.notes.append("a loss is not finite: the comparison proves "
-                            "nothing")
+        result.prove_nothing("a loss is not finite")
     return result
 
 

@@ -13,6 +13,7 @@ from mgpu.backends import give_back
 from mgpu.nested import map_leaves
 from mgpu.parity import matching, measure
 from mgpu.parity.accuracy import compare_accuracy
+from mgpu.parity.coverage import Coverage
 from mgpu.parity.batches import Batches, endless, first_rows
 from mgpu.parity.diagnosis import diagnose
 from mgpu.parity.live import LiveRun
@@ -235,10 +236,12 @@ class Comparison:
         evidence: list[Evidence] = []
         known: set = set()      # stages that differed in a step before
         earlier: list[tuple[StepResult, StepResult]] = []
+        seen = Coverage(self.a, self.b)
         for number, X, y, before in self._walk():
             self.load_b(before)
             one = self.a.step(X, y, number)
             two = self.in_terms_of_a(self.b.step(X, y, number))
+            seen.add(before, one, two)
             found = self.compare_results(number, one, two)
             if _different(found) - known:
                 found = self._against_rounding(found, before, X, y, one,
@@ -261,10 +264,22 @@ class Comparison:
             evidence = [self._evidence(number, X, y, before, one, two,
                                        earlier[:-1], [])[0]]
         result = self._result("lockstep", gaps, losses)
+        result.coverage = seen.to_dict()
         if evidence:
             self._explain(result, *evidence)
-        self._check_moved(result, self._last)
+        self._judge(result, seen)
         return result
+
+    def _judge(self, result: Result, seen: Coverage) -> None:
+        """Two dead networks agree perfectly: that is no proof."""
+        result.prove_nothing(seen.nothing())
+        if self.plan.confirmed is False:
+            result.prove_nothing(
+                "with equal values the outputs differ, although no step "
+                "shows a difference")
+        if not all(map(np.isfinite, result.losses["a"])):
+            result.notes.append("the loss is not finite: from there on the "
+                                "comparison proves nothing")
 
     def load_b(self, state: State) -> None:
         """Give `b` a state of `a`."""
@@ -277,12 +292,14 @@ class Comparison:
             first.initial = (self.initial[0].values,
                              self.plan.to_a(self.initial[1].values))
         first.later += later
-        result.evidence, place = first, first.location
+        result.evidence = first
+        place = first.location or first.predicting
         if place is not None:
             result.location = {
                 "a": place.a and place.a._asdict(),
                 "b": place.b and place.b._asdict(),
-                "inputs_agree": place.inputs_agree}
+                "inputs_agree": place.inputs_agree,
+                "predicting": first.location is None}
         result.causes = diagnose(result)
 
     def _walk(self) -> Iterator[tuple[int, Any, Any, State]]:
@@ -290,17 +307,6 @@ class Comparison:
         self._last = self.a.state()
         for number, (X, y) in enumerate(self.batches, 1):
             yield number, X, y, self._last
-
-    def _check_moved(self, result: Result, after: State) -> None:
-        """Two dead networks agree perfectly: say so."""
-        moved = [e.name for e in self.a.entries if e.trained and np.any(
-            self.initial[0].values[e.name] != after.values[e.name])]
-        if not moved:
-            result.notes.append("no weight moved: the comparison proves "
-                                "nothing")
-        if not all(map(np.isfinite, result.losses["a"])):
-            result.notes.append("the loss is not finite: from there on the "
-                                "comparison proves nothing")
 
     def in_terms_of_a(self, step: StepResult) -> StepResult:
         """A step of `b`, changed to the names and terms of `a`."""
@@ -314,10 +320,10 @@ class Comparison:
     def compare_results(self, step: int, one: StepResult, two: StepResult
                         ) -> list[Gap]:
         """The gaps of all stages of one step, stage after stage."""
-        gaps = [self.single_gap(
-            step, "output", str(i) if len(one.outputs) > 1 else "", x, z)
-            for i, (x, z) in enumerate(itertools.zip_longest(
-                one.outputs, two.outputs, fillvalue=np.zeros(0)))]
+        gaps = self._outputs_of(step, "output", one.outputs, two.outputs)
+        if one.predictions is not None and two.predictions is not None:
+            gaps += self._outputs_of(step, "prediction", one.predictions,
+                                     two.predictions)
         gaps.append(self.single_gap(step, "loss", "", one.losses, two.losses))
         gaps += self._tensors(step, "gradient", one.gradients, two.gradients)
         worst = max([0.0, *one.apart.values(), *two.apart.values()])
@@ -338,6 +344,13 @@ class Comparison:
                  in result.after.optimizer.slots.items() if np.ndim(value)}
                 for result in (one, two)))
         return sorted(gaps, key=lambda g: STAGES.index(g.stage))
+
+    def _outputs_of(self, step: int, stage: str, one: list[np.ndarray],
+                    two: list[np.ndarray]) -> list[Gap]:
+        return [self.single_gap(
+            step, stage, str(i) if len(one) > 1 else "", x, z)
+            for i, (x, z) in enumerate(itertools.zip_longest(
+                one, two, fillvalue=np.zeros(0)))]
 
     def _tensors(self, step: int, stage: str, x: Arrays, z: Arrays
                  ) -> list[Gap]:
@@ -406,14 +419,16 @@ class Comparison:
         self.a.load(start)
         return self.compare_results(number, one, self.a.step(X, y, number))
 
-    def _calls(self, X: Any, y: Any, number: int) -> tuple[Calls, Calls]:
+    def _calls(self, X: Any, y: Any, number: int, predict: bool
+               ) -> tuple[Calls, Calls]:
         if len(self.a.devices) == len(self.b.devices):
-            (one,), (two,) = (run.calls(X, y, number, first=True)
+            (one,), (two,) = (run.calls(X, y, number, first=True,
+                                        predict=predict)
                               for run in (self.a, self.b))
             return one, two
         # other shards: only the rows of all devices can be compared
-        return join_devices(self.a.calls(X, y, number)), \
-            join_devices(self.b.calls(X, y, number))
+        return join_devices(self.a.calls(X, y, number, predict=predict)), \
+            join_devices(self.b.calls(X, y, number, predict=predict))
 
     def _evidence(self, number: int, X: Any, y: Any, before: State,
                   one: StepResult, two: StepResult,
@@ -421,14 +436,19 @@ class Comparison:
                   found: list[Gap]) -> tuple[Evidence, list[Gap]]:
         """The evidence of a step. Where outputs differ, also the gap of the
         first layer whose output does."""
-        location, gaps = None, []
-        if "output" in _different(found):
+        location, predicting, gaps = None, None, []
+        wrong = _different(found)
+        if wrong & {"output", "prediction"}:
             after = translate(two.after, self.plan, self.a, self.b)
             self.a.load(before)
             self.load_b(before)
-            location = locate(*self._calls(X, y, number), self.a.layers,
-                              self.b.layers, self.plan, self.tolerance)
+            predict = "output" not in wrong
+            location = locate(*self._calls(X, y, number, predict),
+                              self.a.layers, self.b.layers, self.plan,
+                              self.tolerance)
             self.b.load(after, self._memory)
+            if predict:     # no cause of a training pass is looked for there
+                location, predicting = None, location
         if location is not None:
             x, z = (c.outputs[0] if c.outputs else np.zeros(0)
                     for c in (location.call_a, location.call_b))
@@ -436,7 +456,7 @@ class Comparison:
                 number, "layer", location.call_a.path, x, z
                 )._replace(status="different"))
         return Evidence(number, X, y, before, one, two, earlier, location,
-                        self.a, self.b, self.plan), gaps
+                        predicting, self.a, self.b, self.plan), gaps
 
     def _result(self, mode: str, gaps: list[Gap],
                 losses: dict[str, list[float]]) -> Result:
@@ -470,7 +490,8 @@ class Comparison:
             results = []
             for number, (X, y) in enumerate(batches, 1):
                 result = run.step(X, y, number)
-                result.outputs, result.gradients = [], {}
+                result.outputs = result.predictions = []
+                result.gradients = {}
                 results.append(result)
                 self.progress(next(done), 3 * len(batches))
             return results
@@ -496,6 +517,11 @@ class Comparison:
             side: [float(np.mean(r.losses)) for r in results]
             for side, results in (("a", one), ("b", two))})
         result.curves = curves
+        seen = Coverage(self.a, self.b)
+        for before, step, other in zip(
+                [start, *(x.after for x in one)], one, two):
+            seen.add(before, step, other)
+        result.prove_nothing(seen.nothing())
         result.notes.append(
             "the distance is judged against the chaos floor, that of a from "
             "itself after a change of the last bits at the start; where the "

@@ -254,6 +254,8 @@ def invariance(net_factory: Callable[[], Any], *, batches: Batches,
     statuses = {s for x in layers.values() for s in x.status.values()}
     verdict = max(statuses - {"not compared"}, key=STATUSES.index)
     first = next(iter(results.values()))
+    if verdict == "exact" and first.verdict == "no proof":
+        verdict = first.verdict
     return InvarianceReport(
         verdict, [int(k) for k in numbers], list(layers.values()), results,
         synced, {k: v for k, v in first.sides["a"].items()
@@ -300,9 +302,10 @@ class _Pair(Comparison):
                 seen[owner.get(name, NETWORK)].add(gap)
         return result, seen
 
-    def _calls(self, X: Any, y: Any, number: int) -> tuple[Calls, Calls]:
+    def _calls(self, X: Any, y: Any, number: int, predict: bool = False
+               ) -> tuple[Calls, Calls]:
         """With the rows of all devices joined, as far as they can be."""
-        columns = [list(zip(*run.calls(X, y, number)))
+        columns = [list(zip(*run.calls(X, y, number, predict=predict)))
                    for run in (self.a, self.b)]
         rows = rows_of(X) or 1
         calls: tuple[Calls, Calls] = [], []

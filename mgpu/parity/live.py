@@ -239,8 +239,11 @@ class LiveRun(Run):
             return self._joined(losses)[0]
 
     def step(self, X: Any, y: Any, step: int = 0) -> StepResult:
+        ran: set[str] = set()
         with using_backend(self.name):
-            outputs, losses, rows = self._backward(X, y, step)
+            predictions = self.predict(X, y)
+            with self.network.watch_layers(lambda path, *_: ran.add(path)):
+                outputs, losses, rows = self._backward(X, y, step)
             self.trainer.allreduce_grads(ignore_stale_grad=True)
             gradients, apart = {}, {}
             for p in self.trainer.summed():
@@ -259,7 +262,7 @@ class LiveRun(Run):
             return StepResult(
                 self._joined(outputs), self._joined(losses)[0], gradients,
                 after, {n: d for n, d in apart.items() if d},
-                self.trainer.learning_rate, rows, divisor)
+                self.trainer.learning_rate, rows, divisor, predictions, ran)
 
     def _loss(self, output: Any, y: Any) -> Any:
         if output is None:

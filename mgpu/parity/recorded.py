@@ -183,7 +183,11 @@ class RecordedRun(Run):
         return StepResult(
             [read.get(x) for x in node["outputs"]], read.get(node["losses"]),
             read.get_all(node["gradients"]), read.state(node["after"]),
-            node["apart"], node["rate"], node["rows"], node["divisor"])
+            node["apart"], node["rate"], node["rows"], node["divisor"],
+            # Traces of version 0.1 have none.
+            [read.get(x) for x in node["predictions"]]
+            if "predictions" in node else None,
+            {call.path for call in self.summarised_calls(step)})
 
     def probe(self, X: Any) -> RunWith:
         """See `describe_probe`: other values raise ValueError."""

@@ -69,6 +69,8 @@ def print_result(result: Result, console: Any = None, *,
     show(f"{result.verdict.upper()} ({MODE_WORDS[result.mode]})",
          style="bold green" if result.same else "bold red")
     show(sentence(result))
+    for line in result.on_trial():
+        show(line)
     for name, side in result.sides.items():
         show(f"{name}: " + ", ".join(text(side[key]) for key in (
             "network", "engine", "devices", "optimizer", "batch_norm")

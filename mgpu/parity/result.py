@@ -31,7 +31,8 @@ class Evidence:
     a, b : StepResult
     earlier : list of (StepResult, StepResult)
         Of up to two steps before.
-    location : Location or None
+    location, predicting : Location or None
+        In training mode; where that agrees, in prediction mode.
     run_a, run_b : Run
     plan : Plan
     initial : (dict, dict)
@@ -48,6 +49,7 @@ class Evidence:
     b: StepResult
     earlier: list[tuple[StepResult, StepResult]]
     location: Location | None
+    predicting: Location | None
     run_a: Run
     run_b: Run
     plan: Plan
@@ -63,7 +65,14 @@ class Result:
     ----------
     mode : str
     verdict : str
-        "same" or "different".
+        "same", "different", or "no proof": nothing differs, and for a
+        `reason` that proves nothing.
+    reason : str or None
+        Of "no proof".
+    coverage : dict
+        Lock-step: "parameters", how many a gradient moved, of how many;
+        "layers_a" and "layers_b", how many layers ran, of how many;
+        "not_on_trial", what no step reached, in words.
     gaps : list of Gap
         Lock-step: one for each tensor, stage and step.
     first : Gap or None
@@ -74,7 +83,8 @@ class Result:
         The largest relative difference of each stage.
     location : dict or None
         The first layer whose output differs: "a" and "b" (path, kind,
-        options) and "inputs_agree".
+        options), "inputs_agree", and "predicting": whether only its outputs
+        in prediction mode differ.
     causes : list of Cause
         Likely causes of `first`, the best first.
     plan : Plan
@@ -106,6 +116,8 @@ class Result:
     causes: list[Cause] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     curves: dict[str, Any] = field(default_factory=dict)
+    reason: str | None = None
+    coverage: dict[str, Any] = field(default_factory=dict)
     evidence: Evidence | None = None
 
     @property
@@ -133,10 +145,28 @@ class Result:
                              if counts[s])])
         return rows
 
+    def on_trial(self) -> list[str]:
+        """The coverage, and what was not on trial, as lines of text."""
+        if not self.coverage:
+            return []
+        moved, a, b = (
+            " of ".join(map(str, self.coverage[name]))
+            for name in ("parameters", "layers_a", "layers_b"))
+        return [f"on trial: {moved} parameters; {a} layers of a and {b} of b",
+                *(f"not on trial: {text}"
+                  for text in self.coverage["not_on_trial"])]
+
+    def prove_nothing(self, reason: str | None) -> None:
+        """Take "same" back for a reason."""
+        if reason is not None and self.same:
+            self.verdict, self.reason = "no proof", reason
+
     def _head(self, causes: int) -> list[str]:
         lines = [f"{self.verdict} ({self.mode}, "
                  f"{self.settings['steps']} steps, "
                  f"{self.settings['dtype']})"]
+        if self.reason is not None:
+            lines.append(f"nothing is proved: {self.reason}")
         if self.first is not None:
             lines.append(f"first difference: {self.first}")
         return lines + [f"likely cause: {cause}"
@@ -144,9 +174,9 @@ class Result:
 
     def __str__(self) -> str:
         return "\n".join([
-            *self._head(3), *(f"worst {stage}: {gap.relative:.1e} {gap.name}"
-                              for stage, gap in self.worst.items()),
-            *self.notes])
+            *self._head(3), *self.on_trial(), *(
+                f"worst {stage}: {gap.relative:.1e} {gap.name}"
+                for stage, gap in self.worst.items()), *self.notes])
 
     def __repr__(self) -> str:
         return f"<Result: {self._head(0)[0]}>"
@@ -159,7 +189,8 @@ class Result:
         """Everything but `evidence`, as lists, dicts, text and numbers."""
         return {
             "format": "mgpu parity 1", "mode": self.mode,
-            "verdict": self.verdict,
+            "verdict": self.verdict, "reason": self.reason,
+            "coverage": self.coverage,
             "first": self.first and self.first._asdict(),
             "location": self.location,
             "causes": [cause._asdict() for cause in self.causes],

@@ -55,6 +55,11 @@ class StepResult:
         The number of rows of each device.
     divisor : int
         The number that the gradients were divided by.
+    predictions : list of ndarray or None
+        What the network returned in prediction mode, from the state before
+        the step. None where it was not recorded.
+    ran : set of str
+        The paths of the innermost layers that ran in training mode.
     """
 
     outputs: list[np.ndarray]
@@ -65,6 +70,8 @@ class StepResult:
     rate: float = 0.0
     rows: list[int] = field(default_factory=list)
     divisor: int = 1
+    predictions: list[np.ndarray] | None = None
+    ran: set[str] = field(default_factory=set)
 
 
 class LayerCall(NamedTuple):

@@ -21,7 +21,9 @@ STAGE_WORDS = {
     "devices": ("copies on the devices", "what the devices hold of"),
     "weight": ("updated weights", "the updated weight"),
     "memory": ("the optimiser's memory", "the optimiser's memory"),
-    "statistic": ("running statistics", "the running statistic")}
+    "statistic": ("running statistics", "the running statistic"),
+    "prediction": ("outputs in prediction mode",
+                   "the output in prediction mode")}
 _TEST_WORDS = {
     "means": "means of a and b", "deviations": "standard deviations",
     "statistic": "Welch's t", "df": "degrees of freedom",
@@ -36,6 +38,8 @@ NETWORK = "(the network)"       # instead of an empty path
 
 def sentence(result: Result) -> str:
     """The verdict, in a sentence."""
+    if result.reason is not None:
+        return f"Nothing differs, and nothing is proved: {result.reason}."
     steps = result.settings.get("steps")
     times = f"{steps} step{'s' * (steps != 1)}" if steps else "all steps"
     each = "the one step" if steps == 1 else f"each of {times}"
@@ -66,7 +70,7 @@ def sentence(result: Result) -> str:
 def first_rows(gap: Gap) -> Rows:
     """The first difference, as (name, value)."""
     rows = [("step", str(gap.step)), ("stage", STAGE_WORDS[gap.stage][0])]
-    if gap.stage not in ("output", "loss"):
+    if gap.stage not in ("output", "loss", "prediction"):
         rows.append(("layer", layer_of_gap(gap) or NETWORK))
     if gap.name and gap.stage != "layer":
         rows.append(("tensor", gap.name))
@@ -92,6 +96,8 @@ def location_rows(location: Mapping[str, Any]) -> Rows:
         rows += [(f"its {name}", f"{one.get(name)!r} in a, "
                   f"{two.get(name)!r} in b") for name in {**one, **two}
                  if one.get(name) != two.get(name)]
+    if location.get("predicting"):
+        rows.append(("mode", "prediction; in training mode it agrees"))
     return [*rows, (
         "its input", "agrees: the layer itself makes the difference"
         if location.get("inputs_agree") else "differs already: a function "
@@ -182,7 +188,7 @@ def by_layer(result: Result
     and stage, over all steps; the stages."""
     worst: dict[tuple[str, str], float] = {}
     for gap in result.gaps:
-        if gap.name and gap.stage not in ("output", "layer"):
+        if gap.name and gap.stage not in ("output", "layer", "prediction"):
             key = layer_of_gap(gap), gap.stage
             worst[key] = max(worst.get(key, 0.0), gap.relative)
     named = {name for name, _ in worst}

@@ -176,6 +176,7 @@ def _step_node(writer: Writer, run: LiveRun, number: int, X: Any, y: Any,
         "step": number, "X": writer.batch(X), "y": writer.batch(y),
         "before": writer.state(before), "after": writer.state(one.after),
         "outputs": [writer.put(x) for x in one.outputs],
+        "predictions": [writer.put(x) for x in one.predictions or ()],
         "losses": writer.put(one.losses),
         "gradients": writer.put_all(one.gradients), "apart": one.apart,
         "rate": one.rate, "rows": one.rows, "divisor": one.divisor,
@@ -211,7 +212,10 @@ class _Replay(Comparison):
         return self.compare_results(number, two, self.in_terms_of_a(
             self.b.step(X, y, number)))
 
-    def _calls(self, X: Any, y: Any, number: int) -> tuple[Calls, Calls]:
+    def _calls(self, X: Any, y: Any, number: int, predict: bool
+               ) -> tuple[Calls, Calls]:
+        if predict:     # of predictions a trace has the outputs only
+            return [], []
         self._live, = self.b.calls(X, y, number, first=True)
         self._seen = self.a.kept_calls(number, "calls"), summarised(
             self._live)

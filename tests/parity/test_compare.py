@@ -33,7 +33,9 @@ def test_a_faithful_port_is_the_same(policy, rows, devices):
     assert result.same and result.first is None and not result.causes
     assert max(g.relative for g in result.gaps) < EXACT
     assert set(result.worst) == {"output", "loss", "gradient", "weight",
-                                 "memory", "statistic"}
+                                 "memory", "statistic", "prediction"}
+    assert result.coverage == {"parameters": [8, 8], "layers_a": [8, 8],
+                               "layers_b": [8, 8], "not_on_trial": []}
     # every parameter of every stage, in every step
     assert sum(g.stage == "gradient" for g in result.gaps) == 2 * 8
     assert result.plan.confirmed is True
@@ -126,6 +128,88 @@ def test_native_batch_norm_is_seen_in_the_statistics():
     wrong = {g.stage for g in result.gaps if g.status == "different"}
     assert wrong == {"statistic"}
     assert "framework's own" in result.sides["b"]["batch_norm"]
+
+
+# -- what SAME means ----------------------------------------------------------
+
+def torch_net(*layers):
+    from torch import nn
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 5), *layers,
+                         nn.Linear(5, 3))
+
+
+def when_training(training):
+    """A layer that does something in one of the two modes only."""
+    from torch import nn
+
+    class Sometimes(nn.Module):
+        def forward(self, x):
+            return x * 2 if self.training is training else x
+    return Sometimes()
+
+
+@pytest.mark.parametrize("training, stage", [(True, "layer"),
+                                             (False, "prediction")])
+def test_predictions_are_compared_too(devices, training, stage):
+    from torch import nn
+    result = parity.compare(
+        lambda: torch_net(nn.Identity()),
+        lambda: torch_net(when_training(training)), batches=batches(),
+        devices=devices)
+    assert result.verdict == "different" and result.first.stage == stage
+    assert result.location["predicting"] is (stage == "prediction")
+    assert result.location["b"]["path"] == "2"
+    if stage == "prediction":
+        assert {g.stage for g in result.gaps
+                if g.status == "different"} == {stage}
+        assert not result.causes
+
+
+@pytest.mark.parametrize("mode", ("lockstep", "free"))
+@pytest.mark.parametrize("case, reason", [
+    ("rate", "no parameter moved"), ("frozen", "no parameter moved"),
+    ("nan", "no step had a finite loss")])
+def test_dead_runs_prove_nothing(case, reason, mode):
+    data = batches()
+    if case == "nan":
+        data = [(X * np.nan, y) for X, y in data]
+
+    def make():
+        net = torch_net()
+        return net.requires_grad_(False) if case == "frozen" else net
+    result = parity.compare(
+        make, make, batches=data, mode=mode, optimizer_params={
+            "learning_rate": 0.0 if case == "rate" else 0.1})
+    assert result.verdict == "no proof" and not result.same
+    assert reason in result.reason and reason in str(result)
+
+
+def test_what_was_not_on_trial_is_named():
+    """A branch not taken, rows of an embedding, a layer that gets zeros."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.rare = nn.Embedding(9, 4), nn.Linear(4, 4)
+            self.dead, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            x = self.words(x.long()).mean(1)
+            if len(x) > 100:
+                x = self.rare(x)
+            return self.out(x + torch.relu(self.dead(x) - 1e3))
+    data = [(np.array([[0, 3], [3, 5]]), np.array([0, 1]))]
+    result = parity.compare(Net, Net, batches=data)
+    assert result.same
+    assert result.coverage["parameters"] == [3, 7]
+    assert result.coverage["layers_a"] == [3, 4]
+    text = "\n".join(result.on_trial())
+    for line in ("on trial: 3 of 7 parameters; 3 of 4 layers of a and 3 of 4 "
+                 "of b", "parameter 'dead.weight'", "a did not run layer "
+                 "'rare'", "6 of 9 rows of 'words.weight' were not reached"):
+        assert line in text and line in str(result)
 
 
 def test_gluonized_and_native_is_the_same():

@@ -49,7 +49,8 @@ def test_synchronised_training_is_that_of_one_device(backend):
     for result in report.results.values():
         assert any("dropout: masks" in note for note in result.notes)
         assert {g.stage for g in result.gaps} == {
-            "output", "loss", "gradient", "weight", "memory", "statistic"}
+            "output", "loss", "gradient", "weight", "memory", "statistic",
+            "prediction"}
 
 
 @pytest.mark.parametrize("optimizer", ("adam", "nag"))

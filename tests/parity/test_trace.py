@@ -60,7 +60,8 @@ def test_every_engine_repeats_the_trace(backend, devices, policy, file):
         assert result.same, str(result)
         assert max(g.relative for g in result.gaps) < EXACT
         assert set(result.worst) == {"output", "loss", "gradient", "weight",
-                                     "memory", "statistic"}
+                                     "memory", "statistic",
+                                     "prediction"}
         assert {g.step for g in result.gaps} == {1, 3}
         assert result.plan.confirmed is True
         assert len(result.plan.pairs) == 8
