@@ -241,7 +241,7 @@ OPTIONAL = ("click", "rich", "tqdm", "matplotlib", "scipy", "jinja2",
             "safetensors", "pooch")
 
 
-@pytest.mark.parametrize("without", [(), ("rich",), OPTIONAL], ids=len)
+@pytest.mark.parametrize("without", [(), OPTIONAL], ids=len)
 def test_version_and_doctor_need_numpy_only(without):
     done = python_m_mgpu("--version", without=without)
     assert (done.returncode, done.stdout, done.stderr) == (
