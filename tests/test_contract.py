@@ -605,6 +605,37 @@ def test_an_error_stays_with_its_arrays(backend):
 
 
 @MXNET
+@pytest.mark.timeout(60)
+def test_a_pass_does_not_wait_for_thunks_that_wait_for_it(backend):
+    """Such as those of another thread, whose network asks for gradients
+    while its replicas meet."""
+    losses = []
+    with recording(backend):
+        for i in range(2):
+            y = sum(leaf(backend, [1.0], cpu(i)) for _ in range(40))
+            losses.append(y)        # long enough for threads of its own
+    inside, begun = threading.Barrier(3, timeout=30), threading.Event()
+
+    def ask(i):
+        inside.wait()
+        assert begun.wait(30)
+        x = leaf(backend, [2.0], cpu(i))
+        with recording(backend):
+            y = x * x
+        backend.backward([y])
+        return gradient(backend, x)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(backend.parallel(
+        [lambda i=i: ask(i) for i in range(2)], rendezvous=True)))
+    thread.start()
+    inside.wait()
+    threading.Timer(0.2, begun.set).start()
+    backend.backward(losses)
+    thread.join()
+    assert found == [[[4], [4]]]
+
+
+@MXNET
 def test_networks_come_while_another_one_is_trained(backend):
     columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
     _kept = [watch(backend, columns) for _ in range(100)]

@@ -102,13 +102,13 @@ def threaded(monkeypatch):
     found = []
     run = package.MXNetBackend.in_threads
 
-    def in_threads(self, thunks):
+    def in_threads(self, thunks, *workers):
         def told(thunk):
             def call():
                 found.append(threading.current_thread().name)
                 return thunk()
             return call
-        return run(self, [told(thunk) for thunk in thunks])
+        return run(self, [told(thunk) for thunk in thunks], *workers)
     monkeypatch.setattr(package.MXNetBackend, "in_threads", in_threads)
     return found
 
@@ -141,7 +141,7 @@ def test_numbers_are_those_of_one_thread(family, threaded, monkeypatch, k,
     fast = trained(deep(), k, hybridize=hybridize)
     # The first forward pass is in turn; three steps of k devices.
     assert len(threaded) == 3 * k + 2 * k
-    assert len(set(threaded)) == 2
+    assert len(set(threaded)) == 2 * 2      # forward and backward
     threaded.clear()
     monkeypatch.setattr(package, "cpu_cores", lambda: 1)
     slow = trained(deep(), k, hybridize=hybridize)

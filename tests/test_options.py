@@ -659,3 +659,19 @@ def test_wrong_loss_scales(backend, scale):
     assert str(caught.value) == (
         "loss_scale must be None, 'dynamic' or a finite number above 0; "
         f"received {scale!r}. Use a power of two, such as 1024.0.")
+
+
+@pytest.mark.parametrize("name", [n for n in BACKENDS if n == "torch"])
+def test_hooks_of_a_compiled_network_may_change(name):
+    from torch import nn
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    with mgpu.using_backend(name):
+        replicas = mgpu.initialize(net, on(0, 1), hybridize=True)
+        shards = mgpu.split_and_load(np.eye(6)[:4], replicas.devices)
+        before = replicas(shards)
+        handle = net[2].register_forward_hook(lambda m, x, out: 3 * out)
+        for a, b in zip(replicas(shards), before):
+            assert (a - 3 * b).abs().max() < 1e-12
+        handle.remove()
+        for a, b in zip(replicas(shards), before):
+            assert (a - b).abs().max() < 1e-12

@@ -83,6 +83,12 @@ MUTANTS = [
                "for x in arrays] if False else None"),
            ("test_replicas.py::test_what_is_written_to_the_network_reaches_"
             "all[2dev-torch-in_another_order-together]",)),
+    Mutant("torch-compiled-hooks-stay", "compiled code keeps its hooks",
+           edit("mgpu.backends._torch.compiled:_options",
+                "skip_nnmodule_hook_guards=False",
+                "skip_nnmodule_hook_guards=True"),
+           ("test_options.py::test_hooks_of_a_compiled_network_may_"
+            "change[torch]",)),
     Mutant("torch-pieces-overwrite", "what arrives later in a pass overwrites",
            edit(_LEAVES + "Pass.arrives",
                 "leaf.mark.number == self._number", "False"),

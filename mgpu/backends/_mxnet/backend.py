@@ -105,6 +105,10 @@ class MXNetBackend(base.Backend):
         # A thread that ended would take its random streams along.
         self._workers = Workers("mgpu-mxnet", lambda: None, self.carry,
                                 idle=threading.TIMEOUT_MAX)
+        # Threads of their own: a pass that waited for those above, in which
+        # a network may ask for gradients, would be waited for there.
+        self._backward = Workers("mgpu-mxnet-backward", lambda: None,
+                                 self.carry, idle=threading.TIMEOUT_MAX)
         self._leader = Workers("mgpu-mxnet-step", lambda: None, self.carry,
                                leading=True)
 
@@ -264,7 +268,8 @@ class MXNetBackend(base.Backend):
                         and self.side_by_side([x.ctx for x in heads]) \
                         and disjoint(heads):    # last: it reads the graphs
                     self.in_threads([functools.partial(
-                        autograd.backward, [x]) for x in heads])
+                        autograd.backward, [x]) for x in heads],
+                        self._backward)
                 else:
                     autograd.backward(heads, seeds)
         except mx.MXNetError as error:
@@ -298,7 +303,8 @@ class MXNetBackend(base.Backend):
             and not inside_worker() \
             and all(c.device_type == "cpu" for c in contexts)
 
-    def in_threads(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+    def in_threads(self, thunks: Sequence[Callable[[], Any]],
+                   workers: Workers | None = None) -> list[Any]:
         """Call thunks that only queue work in as many threads as there are
         cores; otherwise as `parallel`."""
         results: list[Any] = [None] * len(thunks)
@@ -312,8 +318,8 @@ class MXNetBackend(base.Backend):
                 except Exception as error:
                     errors[i] = error
         with probes.only_queueing():   # a thread serves several devices
-            self._workers.run([functools.partial(queue, i)
-                               for i in range(count)])
+            (workers or self._workers).run([functools.partial(queue, i)
+                                            for i in range(count)])
         return first_error_or(results, errors)
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:

@@ -47,10 +47,7 @@ class _Compiling:
             self._running += 1
             self._exclusive = exclusive
         try:
-            # Backward passes too are compiled now, not when they first run:
-            # meanwhile torch sets its random state, which replicas share.
-            with functorch.patch(force_non_lazy_backward_lowering=True) \
-                    if exclusive else contextlib.nullcontext():
+            with _options() if exclusive else contextlib.nullcontext():
                 yield
         finally:
             with self._changed:
@@ -60,6 +57,17 @@ class _Compiling:
 
 
 compiling = _Compiling()
+
+
+@contextlib.contextmanager
+def _options() -> Iterator[None]:
+    """How torch compiles inside the block."""
+    from torch._dynamo import config as dynamo      # takes a second
+    # Backward passes too are compiled now, not when they first run:
+    # meanwhile torch sets its random state, which replicas share.
+    with functorch.patch(force_non_lazy_backward_lowering=True), \
+            dynamo.patch(skip_nnmodule_hook_guards=False):  # hooks may change
+        yield
 
 
 @contextlib.contextmanager

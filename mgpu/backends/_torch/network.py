@@ -210,8 +210,8 @@ class TorchNetwork(base.Network):
 
     def follow(self) -> None:
         self._attributes.check_layers()
-        if len(self.replicas) > 1 and not self._watchers \
-                and self.replicas[0].users is None \
+        if (len(self.replicas) > 1 or self.options.hybridize) \
+                and not self._watchers and self.replicas[0].users is None \
                 and self._attributes.follow():
             for replica in self.replicas:
                 replica.forget()
