@@ -393,6 +393,27 @@ def test_a_symbol_block_keeps_the_values_that_were_loaded(
         train(replicas, images(4))
 
 
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_what_gluon_saves_are_the_bits_of_replica_0(name, count, tmp_path):
+    """Gluon's own mean over 3 contexts changes last bits."""
+    with using_engine(name) as engine:
+        from mxnet import gluon
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Dense(30, in_units=30))
+        mgpu.initialize(net, on(*range(count)), "uniform", dtype="float64")
+        net[0].bias.data()[:] = 4       # no pass has followed it
+        apart = copy.deepcopy(net)
+        apart[0].bias.data()[:] = 2
+        for one in (net, apart):
+            wanted = native_values(engine, one)
+            one.save_parameters(str(tmp_path / "net"))
+            for x in one.collect_params().values():
+                x.set_data(x.data() * 0)
+            one.load_parameters(str(tmp_path / "net"))
+            assert_all_equal(native_values(engine, one), wanted)
+
+
 def test_a_sample_that_does_not_fit_leaves_the_network(engine):
     """The first layers know their shapes when the last one refuses; the
     network forgets them."""

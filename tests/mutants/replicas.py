@@ -79,6 +79,11 @@ MUTANTS = [
                 "p._init_impl(value,", "p._init_impl(value * 0,"),
            ("test_replicas.py::test_a_symbol_block_keeps_the_values_that_"
             "were_loaded",)),
+    Mutant("gluon-saves-the-mean", "what Gluon saves has other last bits",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.replicate",
+                "if kind not in _BUFFERS:", "if False:"),
+           ("test_replicas.py::test_what_gluon_saves_are_the_bits_of_"
+            "replica_0[3-mxnet-nd]",)),
     Mutant("native-call-draws-zeros", "only mgpu draws values",
            edit("mgpu.backends._mxnet.network:_Drawn._init_weight",
                 "self._draw(arr.shape)", "0"),

@@ -16,6 +16,7 @@ from mgpu.backends._mxnet.layers import describe, is_layer
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
 _KINDS = ("weight", "bias", "gamma", "beta", "running_mean", "running_var")
+_BUFFERS = ("running_mean", "running_var", "other")
 
 
 def _kind(name: str, parameter: Any) -> str:
@@ -38,6 +39,12 @@ def _value(parameter: Any) -> Any | None:
         return parameter.list_data()[0]
     except RuntimeError:        # not initialised, or deferred
         return None
+
+
+def _saved(parameter: Any) -> Any:
+    """The value that Gluon is to save: that of replica 0. Its own choice,
+    the mean over the contexts, has other bits even where all are equal."""
+    return parameter.list_data()[0].copyto(mx.cpu())
 
 
 def _shape(parameter: Any) -> tuple[int, ...] | None:
@@ -102,8 +109,8 @@ class MXNetNetwork(base.Network):
         for name, p in net._collect_params_with_prefix().items():
             found.setdefault(id(p), (name, p, _kind(name, p)))
         # Parameters first, then buffers, each in the order of the layers.
-        self.entries = sorted(found.values(), key=lambda entry: entry[2] in (
-            "running_mean", "running_var", "other"))
+        self.entries = sorted(
+            found.values(), key=lambda entry: entry[2] in _BUFFERS)
 
     def _batch_norm_layers(self) -> Iterator[tuple[str, Any]]:
         # A layer with use_global_stats predicts in training too.
@@ -265,6 +272,9 @@ class MXNetNetwork(base.Network):
         self._contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self._contexts)
         self._mend_frozen()
+        for _, p, kind in self.entries:
+            if kind not in _BUFFERS:    # how Gluon gets what it saves
+                p._reduce = partial(_saved, p)
         if self._options.hybridize:
             # Not static_shape, which is for one shape in all passes: shards
             # have two lengths, and the last batch is shorter.
