@@ -167,6 +167,8 @@ def test_native_arithmetic_is_the_frameworks_own():
 
 TORCH = pytest.mark.parametrize("backend", [
     name for name in BACKENDS if name == "torch"], indirect=True)
+MXNET = pytest.mark.parametrize("backend", [
+    name for name in BACKENDS if name == "mxnet"], indirect=True)
 
 
 def trained(net, k, steps=2, prepare=None):
@@ -365,6 +367,43 @@ def test_other_layers_are_refused_until_the_network_is_made_anew(
         replicas = mgpu.initialize(net, devices, init="keep",
                                    force_reinit=True)
         assert len(replicas(shards)) == k
+
+
+def mxnet_layer(net):
+    from mxnet.gluon import nn
+    new = nn.Dense(6, in_units=6)
+    new.initialize(ctx=net[0].weight.list_ctx())
+    return new
+
+
+def replace_dense(net):
+    net._children["1"] = mxnet_layer(net)
+
+
+def append_dense(net):
+    net.add(mxnet_layer(net))
+
+
+@MXNET
+@pytest.mark.parametrize("change, where", [
+    (replace_dense, "1.weight"), (append_dense, "2.weight")])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_other_parameters_are_refused_until_the_network_is_made_anew(
+        backend, k, change, where):
+    """No trainer would train them. What has no parameters acts at once."""
+    from mxnet.gluon import nn
+    net, devices = nn.HybridSequential(), [mgpu.cpu(i) for i in range(k)]
+    net.add(nn.Dense(6, in_units=6), nn.Dense(6, in_units=6))
+    replicas = mgpu.initialize(net, devices)
+    shards = mgpu.split_and_load(np.ones((2 * k, 6), "float32"), devices)
+    replicas(shards)
+    change(net)
+    with pytest.raises(RuntimeError, match=f"others under '{where}'"):
+        replicas(shards)
+    replicas = mgpu.initialize(net, devices, init="keep", force_reinit=True)
+    net.add(nn.Activation("tanh"))
+    assert len(replicas(shards)) == k
+    assert len(replicas.params()) == 2 * (len(net) - 1)
 
 
 @TORCH

@@ -57,6 +57,16 @@ def refuse_foreign(x: Any, backend: str) -> None:
             "backend, then mgpu.put.")
 
 
+def changed_layers(names: Iterable[str]) -> RuntimeError:
+    """Layers, or parameters, came, went or were replaced."""
+    return RuntimeError(
+        "a network keeps its layers, and a layer its parameters, from "
+        "initialize on; received others under "
+        f"{', '.join(map(repr, names))}. Change them before "
+        "mgpu.initialize, or call it again with force_reinit=True and "
+        "init='keep', and make a new Trainer.")
+
+
 def wrong_device(device: Any, actual: Any) -> ValueError:
     """An array on `actual` was given to the replica on `device`. Raised by
     the replicas of both engines when they are called."""

@@ -76,6 +76,11 @@ MUTANTS = [
                 "now != self._names", "False"),
            ("test_network_hooks.py::test_other_layers_are_refused_until_the_"
             "network_is_made_anew[2-replace_layer-1-torch]",)),
+    Mutant("mxnet-layers-change", "other layers that no trainer trains",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.follow",
+                "now != self._named", "False"),
+           ("test_network_hooks.py::test_other_parameters_are_refused_until_"
+            "the_network_is_made_anew[2-append_dense-2.weight-mxnet]",)),
     Mutant("torch-orders-apart", "a write to a weight in another order of "
            "memory is lost", edit(
                "mgpu.backends._torch.backend:TorchBackend.host_views",

@@ -106,7 +106,8 @@ class MXNetNetwork(base.Network):
         self._options = base.Options()
         self._passes = Passes(net)
         found: dict[int, Any] = {}
-        for name, p in net._collect_params_with_prefix().items():
+        self._named = net._collect_params_with_prefix()
+        for name, p in self._named.items():
             found.setdefault(id(p), (name, p, _kind(name, p)))
         # Parameters first, then buffers, each in the order of the layers.
         self.entries = sorted(
@@ -280,6 +281,13 @@ class MXNetNetwork(base.Network):
             # have two lengths, and the last batch is shorter.
             self.net.hybridize(static_alloc=True)
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
+
+    def follow(self) -> None:
+        now = self.net._collect_params_with_prefix()
+        if now != self._named:
+            raise messages.changed_layers(
+                name for name in {**self._named, **now}
+                if self._named.get(name) is not now.get(name))
 
     def forward(self, replicas, inputs) -> list[Any]:
         thunks = base.forward_calls(replicas, inputs)

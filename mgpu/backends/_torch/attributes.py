@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu.backends import messages
 from mgpu.backends._torch.names import joined
 
 # What reaches the copies by other ways, and what torch does not copy.
@@ -71,8 +72,9 @@ class Attributes:
             return
         now = _names(self._first[0])
         if now != self._names:
-            raise changed_layers([name for name in {**self._names, **now}
-                                  if self._names.get(name) != now.get(name)])
+            raise messages.changed_layers(
+                name for name in {**self._names, **now}
+                if self._names.get(name) != now.get(name))
         self._members = members     # a parameter took another one's place
 
 
@@ -96,16 +98,6 @@ class _Seen:
             and all(map(is_, values, self._values)) \
             and not any(self._empty) \
             and all(_content(x) == content for x, content in self._filled)
-
-
-def changed_layers(names: Sequence[str]) -> RuntimeError:
-    """Layers, or parameters, came, went or were replaced."""
-    return RuntimeError(
-        "a network keeps its layers, and a layer its parameters, from "
-        "initialize on; received others under "
-        f"{', '.join(map(repr, names))}. Change them before "
-        "mgpu.initialize, or call it again with force_reinit=True and "
-        "init='keep', and make a new Trainer.")
 
 
 def _members(layers: Sequence[nn.Module]) -> list[Any]:

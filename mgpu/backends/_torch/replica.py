@@ -15,13 +15,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mgpu.backends import base
+from mgpu.backends import base, messages
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              batch_norm_forward,
                                              dropout_forward,
                                              gluon_batch_norm, masked_forward)
-from mgpu.backends._torch.attributes import changed_layers
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
 from mgpu.backends._torch.graph import recomputing, saved_by_hooks
@@ -103,7 +102,7 @@ class TorchReplica(base.Replica):
         owner, name = self._owners[number]
         array = owner.get(name)
         if array is None:
-            raise changed_layers([name])
+            raise messages.changed_layers([name])
         return array
 
     def own_generator(self) -> torch.Generator:
