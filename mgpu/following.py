@@ -62,10 +62,23 @@ class Following:
                 if known.marks[0] is None else known._replace(
                     marks=[self._backend.mark(x) for x in p.list_data()])
 
-    def written(self, parameters: Sequence[Parameter]) -> bool:
-        """Whether the engine has counted a write to replica 0's arrays."""
-        return any(self._backend.mark(p.data()) != self._known[p.name].marks[0]
-                   for p in parameters)
+    def written(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """Those whose arrays of replica 0 the engine has counted a write
+        to."""
+        return [p for p in parameters if self._writes(p, [p.data()]) == [True]]
+
+    def standing(self, p: Parameter) -> list[Array]:
+        """The arrays of `p`, one per device: replica 0's instead of one that
+        is to follow it."""
+        first, *others = arrays = p.list_data()
+        written, *apart = self._writes(p, arrays)
+        return [first, *(first if written and not own else x
+                         for x, own in zip(others, apart))]
+
+    def _writes(self, p: Parameter, arrays: Sequence[Array]) -> list[bool]:
+        """Whether the engine has counted a write to each array of `p`."""
+        return [self._backend.mark(x) != mark for x, mark
+                in zip(arrays, self._known[p.name].marks)]
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Copy replica 0's values to the replicas that have others.
@@ -117,8 +130,7 @@ class Following:
                  differing: Sequence[int] | None) -> Sequence[int]:
         """The devices that replica 0's parameter is to be copied to.
         `differing`: those that hold other bits; None: it is not known."""
-        written = [self._backend.mark(x) != mark for x, mark
-                   in zip(arrays, self._known[p.name].marks)]
+        written = self._writes(p, arrays)
         if differing is None:
             others = range(1, len(arrays))
             if written[0]:

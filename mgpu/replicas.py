@@ -323,7 +323,7 @@ class Replicas(abc.Sequence):
                              "all_devices=True. Give one of them.")
         values, differ = {}, []
         for p in self.all_parameters():
-            arrays = p.list_data()
+            arrays = self.following.standing(p)
             place = p.place(device)
             if p.kind not in STATISTICS or len(self.devices) == 1 \
                     or device is not None:

@@ -396,6 +396,9 @@ class Trainer:
         replicas, optimizer = self.replicas, self.optimizer
         backend, scale = replicas.backend, self._scale
         self._share_edits(parameters)
+        written = replicas.following.written(replicas.all_parameters())
+        if written:     # since the backward pass
+            replicas.following.follow(written)
         replicas.note_edits(False)
         if scale.dynamic and not all_finite(
                 # The sums are the same on all devices: one will do.

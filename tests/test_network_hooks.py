@@ -1,5 +1,8 @@
 """What an engine tells of a user's network: layers, shared tensors, calls,
 dropout. One body for both engines."""
+import threading
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -244,6 +247,11 @@ def test_hooks_on_parameters_act_on_every_device(backend, k, when, what):
         assert np.abs(found[1][name] - value).max() < 1e-12, name
 
 
+@dataclass(slots=True)
+class Slots:
+    divisor: float = 1.0
+
+
 def configured():
     """A network whose forward pass depends on what is no array."""
     from types import SimpleNamespace
@@ -256,11 +264,13 @@ def configured():
         def forward(self, x):
             self.calls += 1
             return super().forward(x) * self.calls * self.table["scale"][
-                0] / (self.temperature * self.config.divisor)
+                0] / (self.temperature * self.config.divisor
+                      * self.config.nested.divisor) * self.array[0]
     net = Configured(*perceptron())
     net.handle = net[0].register_forward_hook(lambda m, x, out: 2 * out)
     net.table = {"scale": [1.0]}
-    net.config = SimpleNamespace(divisor=1.0)
+    net.config = SimpleNamespace(divisor=1.0, nested=Slots())
+    net.array = np.ones(1)
     return net
 
 
@@ -276,8 +286,39 @@ def in_an_object(net):
     net.config.divisor = 2.0
 
 
+def deep_in_an_object(net):
+    net.config.nested.divisor = 2.0
+
+
+def in_an_array(net):
+    net.array[0] = 2.0
+
+
+def beside_a_lock(net):
+    net.lock = threading.Lock()
+    net.temperature = 2.0
+
+
+def beside_a_cycle(net):
+    net.cycle = [net]
+    net.cycle.append(net.cycle)
+    net.temperature = 2.0
+
+
 def as_forward_hook(net):
     net[2].register_forward_hook(lambda m, x, out: 3 * out)
+
+
+def as_hook_with_a_tensor(net):
+    import torch
+
+    class Scale:
+        def __init__(self):
+            self.by = 2 * torch.ones((), dtype=torch.float64)
+
+        def __call__(self, module, x, out):
+            return out * self.by
+    net[2].register_forward_hook(Scale())
 
 
 def as_backward_hook(net):
@@ -295,7 +336,8 @@ def as_count(net):
 
 @TORCH
 @pytest.mark.parametrize("change", [
-    as_temperature, in_a_table, in_an_object, as_forward_hook,
+    as_temperature, in_a_table, in_an_object, deep_in_an_object, in_an_array,
+    beside_a_lock, beside_a_cycle, as_forward_hook, as_hook_with_a_tensor,
     as_backward_hook, as_a_hook_that_goes, as_count])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_attributes_and_hooks_of_layers_follow_replica_0(backend, k, change):

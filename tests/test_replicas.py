@@ -1588,6 +1588,25 @@ def test_a_write_to_another_replica_only_is_an_error(engine_name, devices):
 
 
 @pytest.mark.parametrize("engine_name", TORCH)
+def test_a_parameter_in_the_place_of_a_frozen_one_trains(
+        engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.Linear(6, 3)
+        net.weight.requires_grad_(False)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 1.0})
+        net.weight = torch.nn.Parameter(torch.zeros(3, 6))
+        with mgpu.record():
+            losses = replicas(shards_of(np.ones((8, 6), "float32"), replicas))
+        mgpu.backward(losses)
+        trainer.step(8)
+        assert replicas.params()[0].grad_req == "write"
+        for x in replicas.params()[0].list_data():
+            assert (mgpu.to_numpy(x) == -1.0).all()
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
 def test_an_array_of_another_form_is_refused(engine_name, devices):
     import torch
     with using_engine(engine_name):
@@ -1629,6 +1648,47 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
             replicas(shards)
             for x in mean.list_data():
                 assert_bit_equal(mgpu.to_numpy(x), new.numpy())
+
+
+@pytest.mark.parametrize("between", ["backward", "allreduce_grads"])
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_what_is_written_before_the_update_reaches_all(
+        engine_name, between, devices):
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
+        with mgpu.record():
+            losses = replicas(shards_of(table(8), replicas))
+        mgpu.backward(losses)
+        if between == "allreduce_grads":
+            trainer.allreduce_grads()
+        with torch.no_grad():
+            for x in (net.weight, net.running_mean):
+                x.fill_(3.0)
+        if between == "backward":
+            trainer.allreduce_grads()
+        trainer.update(8)
+        for p in (replicas.params()[0], replicas.statistics()[0]):
+            for x in p.list_data():
+                assert mgpu.to_numpy(x).tolist() == [3.0] * 6
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_what_is_written_to_the_network_is_exported(engine_name, devices):
+    """Before it has reached the other devices."""
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        with torch.no_grad():
+            for x in (net.weight, net.running_mean):
+                x.fill_(3.0)
+        for options in ({}, {"device": devices[-1]}, {"all_devices": True}):
+            values = replicas.export_numpy(**options)
+            for p in (replicas.params()[0], replicas.statistics()[0]):
+                assert (values[p.name] == 3.0).all()
 
 
 @pytest.mark.parametrize("engine_name", TORCH)

@@ -38,6 +38,23 @@ MUTANTS = [
                "written[i] and not written[0]", "False"),
            ("test_replicas.py::test_a_write_to_another_replica_only_is_an_"
             "error[2dev-torch]",)),
+    Mutant("torch-places-stay-frozen", "what takes the place of a frozen "
+           "parameter is frozen", edit(
+               "mgpu.backends._torch.network:TorchNetwork.adopt",
+               "trained_req", "grad_req"),
+           ("test_replicas.py::test_a_parameter_in_the_place_of_a_frozen_one_"
+            "trains[1dev-torch]",)),
+    Mutant("edits-before-the-update-stay", "what the user writes between "
+           "backward and update stays on replica 0", edit(
+               "mgpu.trainer:Trainer._update", "if written:", "if False:"),
+           ("test_replicas.py::test_what_is_written_before_the_update_reaches_"
+            "all[2dev-torch-backward]",)),
+    Mutant("old-values-exported", "an export mixes the network's values with "
+           "those that it had", edit(
+               "mgpu.following:Following.standing", "written and not own",
+               "False"),
+           ("test_replicas.py::test_what_is_written_to_the_network_is_"
+            "exported[2dev-torch]",)),
     Mutant("statistics-made-equal", "buffers follow replica 0 always",
            edit("mgpu.following:Following._buffer_written",
                 "return self", "return True or self"),

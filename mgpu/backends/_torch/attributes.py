@@ -1,10 +1,12 @@
 """What a module is besides its arrays: layers, attributes, hooks."""
 import copy
+from collections import deque
 from collections.abc import Sequence
 from operator import is_
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,6 +19,8 @@ _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
 _LARGE = 1000       # a collection with more items is data
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
 _ARRAYS = object()
+_COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
+_TABLES = "_hooks"      # the end of the names of torch's tables of hooks
 
 
 class Attributes:
@@ -35,17 +39,18 @@ class Attributes:
         self._first, *self._copies = layers
         self._members = _members(self._first)
         self._names = _names(self._first[0])
-        self._known = [_Seen(m) for m in self._first]
+        met: dict[int, Any] = {}
+        self._known = [_Seen(m, met) for m in self._first]
 
     def follow(self) -> bool:
         """Give the copies the attributes and hooks that the module has.
         Returns whether that changed something."""
-        changed = False
+        changed, met = False, dict[int, Any]()
         for number, (layer, known) in enumerate(zip(self._first,
                                                     self._known)):
-            if known.holds(layer):
+            if known.holds(layer, met):
                 continue
-            seen = self._known[number] = _Seen(layer)
+            seen = _Seen(layer, met)
             for name in {**known.content, **seen.content}:
                 content = seen.content.get(name)
                 if content is not _ARRAYS \
@@ -53,6 +58,7 @@ class Attributes:
                     changed = True
                     for copied in self._copies:
                         self._copy(name, number, copied)
+            self._known[number] = seen
         return changed
 
     def _copy(self, name: str, number: int, copied: list[nn.Module]) -> None:
@@ -60,7 +66,10 @@ class Attributes:
         if name in source:
             twins: dict[int, Any] = {id(x): twin for x, twin in zip(
                 _members(self._first), _members(copied))}
-            target[name] = copy.deepcopy(source[name], twins)
+            value = source[name]
+            target[name] = type(value)(
+                (key, _twin(hook, twins)) for key, hook in value.items()) \
+                if name.endswith(_TABLES) else _twin(value, twins)
         else:
             target.pop(name, None)
 
@@ -81,23 +90,25 @@ class Attributes:
 class _Seen:
     """The attributes of a layer, as they are now."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, met: dict[int, Any]) -> None:
         self._values = list(vars(layer).values())
-        self.content = {name: _content(x) for name, x in vars(layer).items()
-                        if name not in _ELSEWHERE}
-        inner = [(vars(layer)[name], x) for name, x in self.content.items()
+        self.content = {name: _read(name, x, met) for name, x
+                        in vars(layer).items() if name not in _ELSEWHERE}
+        inner = [(name, vars(layer)[name], x)
+                 for name, x in self.content.items()
                  if type(vars(layer)[name]) not in _PLAIN]
-        self._empty = [x for x, content in inner if content == []]
-        self._filled = [(x, content) for x, content in inner
+        self._empty = [x for _, x, content in inner if content == []]
+        self._filled = [(name, x, content) for name, x, content in inner
                         if content != [] and content is not _ARRAYS]
 
-    def holds(self, layer: nn.Module) -> bool:
+    def holds(self, layer: nn.Module, met: dict[int, Any]) -> bool:
         """Whether `layer` has these attributes; quick."""
         values = vars(layer).values()
         return len(values) == len(self._values) \
             and all(map(is_, values, self._values)) \
             and not any(self._empty) \
-            and all(_content(x) == content for x, content in self._filled)
+            and all(_read(name, x, met) == content
+                    for name, x, content in self._filled)
 
 
 def _members(layers: Sequence[nn.Module]) -> list[Any]:
@@ -120,19 +131,67 @@ def _names(net: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _content(x: Any, inside: bool = False) -> Any:
-    """What is another one when the user has changed `x`."""
-    if type(x) in _PLAIN:
-        return x
+def _read(name: str, x: Any, met: dict[int, Any]) -> Any:
+    """The content of an attribute; `met`: those of others, by `id`. Layers
+    share them: a configuration."""
+    if name.endswith(_TABLES):
+        return _hooks(x)
+    if id(x) not in met:
+        met[id(x)] = _content(x)
+    return met[id(x)]
+
+
+def _content(x: Any, around: tuple[int, ...] = ()) -> Any:
+    """What is another one when the user has changed `x`; `around`: the
+    objects that it lies in, by `id`."""
+    kind = type(x)
+    if kind in _PLAIN:
+        return kind, x      # 1 is not True
     if isinstance(x, torch.Tensor):
         return _ARRAYS
-    if isinstance(x, (dict, list, tuple, set)) and len(x) <= _LARGE:
-        content = [(key, _content(x[key], inside)) for key in x] \
-            if isinstance(x, dict) else [_content(item, inside) for item in x]
-        values = [c for _, c in content] if isinstance(x, dict) else content
-        return _ARRAYS if _ARRAYS in values else content
-    if inside or isinstance(x, (type, nn.Module)) \
-            or not hasattr(x, "__dict__"):
+    parts = None if id(x) in around else _parts(x)
+    if parts is None or len(parts) > _LARGE:
         return id(x), x     # never asks x whether it equals another one
-    content = _content(vars(x), True)
-    return _ARRAYS if content is _ARRAYS else (id(x), x, content)
+    if not parts and isinstance(x, _COLLECTIONS):
+        return []
+    contents = [_content(part, (*around, id(x))) for part in parts]
+    if _ARRAYS in contents:
+        return _ARRAYS
+    return (kind, contents) if isinstance(x, _COLLECTIONS) \
+        else (id(x), x, contents)
+
+
+def _parts(x: Any) -> list[Any] | None:
+    """What pickle would store of `x`; None: it is one thing."""
+    if isinstance(x, dict):
+        return [*x, *x.values(), *vars(x).values()] \
+            if hasattr(x, "__dict__") else [*x, *x.values()]
+    if isinstance(x, _COLLECTIONS):
+        return list(x)
+    if isinstance(x, np.ndarray):
+        return [x.shape, x.dtype.str, x.tobytes()] \
+            if x.size <= _LARGE and not x.dtype.hasobject else None
+    if isinstance(x, (type, nn.Module, ModuleType)):
+        return None
+    try:
+        reduced = x.__reduce_ex__(4)
+    except Exception:       # a lock, a file
+        return None
+    if isinstance(reduced, str):
+        return None
+    _, arguments, state, items, pairs = (*reduced, *[None] * 4)[:5]
+    return [*arguments, state, *(items or ()), *(pairs or ())]
+
+
+def _hooks(table: dict[int, Any]) -> list[Any]:
+    """The `_content` of a table of hooks. A hook may hold tensors."""
+    contents = [(key, _content(hook)) for key, hook in table.items()]
+    return [(key, id(table[key]) if content is _ARRAYS else content)
+            for key, content in contents]
+
+
+def _twin(x: Any, twins: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(x, twins)
+    except Exception:       # a file, a lock: there is only one
+        return x

@@ -309,9 +309,12 @@ class Leaves:
 
     def grad_req(self, x: Any) -> str:
         """What `backward` does to the gradient of `x`."""
+        return self.trained_req(x) if x.requires_grad else "null"
+
+    def trained_req(self, x: Any) -> str:
+        """What `backward` does to the gradient of `x`, or did until `x` was
+        frozen."""
         leaf = self._leaves.get(id(x))
-        if not x.requires_grad:
-            return "null"
         # Without hooks it was frozen, and torch knows nothing of "add".
         return "write" if leaf is None else leaf.trained
 

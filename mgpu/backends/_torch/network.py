@@ -70,7 +70,7 @@ class TorchNetwork(base.Network):
             replica.forget()
 
     def adopt(self, number, arrays, earlier) -> None:
-        request = self.backend.grad_req(earlier) \
+        request = self.backend.trained_req(earlier) \
             if arrays[0].requires_grad else "null"
         self.set_grad_req(number, request, arrays)
 
