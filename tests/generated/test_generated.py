@@ -144,7 +144,7 @@ class Torn(interrupts.Training):
             x = self.replicas.params()[0].list_data()[0]
             with self.replicas.backend.scope(recording=False):
                 x[:] = x * 2
-                time.sleep(0.01)
+                time.sleep(0.1)     # most of a step, on a busy machine too
                 x[:] = x / 2
             step(n)
         self.trainer.step = torn
