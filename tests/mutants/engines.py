@@ -27,7 +27,7 @@ MUTANTS = [
            edit(_TORCH + "to_numpy", ".numpy().copy()", ".numpy()"),
            ("test_contract.py::test_to_numpy_gives_a_fresh_copy[torch]",)),
     Mutant("mxnet-waits-for-all", "another thread's error is raised here",
-           edit(_MXNET + "host_views", "_settle(x)",
+           edit(_MXNET + "host_views", "_settle(arrays)",
                 "mx.base._LIB.MXNDArrayWaitAll()"),
            ("test_contract.py::test_an_error_stays_with_its_arrays[*",)),
     Mutant("torch-add-overwrites", "grad_req='add' forgets the old gradient",
