@@ -564,6 +564,35 @@ def test_watching_gradients_changes_no_operation_in_place(backend, when):
 
 
 @MXNET
+def test_an_address_is_asked_for_when_the_memory_is_there(backend,
+                                                          monkeypatch):
+    """Sooner loses the result, but only in the microseconds in which the
+    library allots the memory: the test above meets that by chance alone."""
+    from mgpu.backends._mxnet import calls
+    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(2)]
+    _kept = watch(backend, columns)
+    backend.backward(losses_of(backend, columns))
+    real_wait, real_data, waited, asked = (calls.wait_for, calls.data_of,
+                                           set(), [])
+
+    def wait_for(handle):
+        waited.add(handle)
+        return real_wait(handle)
+
+    def data_of(handle):
+        asked.append(handle)
+        return real_data(handle)
+
+    y = backend.put(np.ones(3), cpu(0))
+    result = y * 2
+    monkeypatch.setattr(calls, "wait_for", wait_for)
+    monkeypatch.setattr(calls, "data_of", data_of)
+    result += y
+    handle = result.handle.value
+    assert handle in asked and handle in waited
+
+
+@MXNET
 def test_a_function_of_the_users_is_part_of_the_pass(backend):
     """The library calls it in a thread of its own, when the pass has long
     been queued, and lets it write to the gradient itself."""

@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant("address-asked-for-at-once", "memory that is not there yet",
            edit("mgpu.backends._mxnet.gradients:_wrote",
                 "calls.wait_for(handle)", "0"),
-           ("test_contract.py::test_watching_gradients_changes_no_operation_"
-            "in_place[mxnet-*",)),
+           ("test_contract.py::test_an_address_is_asked_for_when_the_memory_"
+            "is_there[mxnet-*",)),
     Mutant("users-functions-edit", "a pass that runs late is an edit",
            together(
                edit("mgpu.backends._mxnet.gradients:_wrote",
