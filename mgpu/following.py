@@ -65,7 +65,7 @@ class Following:
     def written(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """Those whose arrays of replica 0 the engine has counted a write
         to."""
-        return [p for p in parameters if self._writes(p, [p.data()]) == [True]]
+        return [p for p in parameters if self._writes(p, [p.data()])[0]]
 
     def standing(self, p: Parameter) -> list[Array]:
         """The arrays of `p`, one per device: replica 0's instead of one that
@@ -76,7 +76,8 @@ class Following:
                          for x, own in zip(others, apart))]
 
     def _writes(self, p: Parameter, arrays: Sequence[Array]) -> list[bool]:
-        """Whether the engine has counted a write to each array of `p`."""
+        """Whether the engine has counted a write to each of the first
+        `arrays` of `p`."""
         return [self._backend.mark(x) != mark for x, mark
                 in zip(arrays, self._known[p.name].marks)]
 
@@ -122,9 +123,8 @@ class Following:
 
     def _buffer_written(self, p: Parameter, x: Array) -> bool:
         """Whether the user has written to replica 0's buffer `x`."""
-        known = self._known[p.name]
-        return self._backend.mark(x) != known.marks[0] \
-            or known.contents not in (None, self._contents(x))
+        return self._writes(p, [x])[0] or self._known[
+            p.name].contents not in (None, self._contents(x))
 
     def _to_copy(self, p: Parameter, arrays: Sequence[Array],
                  differing: Sequence[int] | None) -> Sequence[int]:

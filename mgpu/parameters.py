@@ -4,14 +4,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu.backends import base, get_backend, messages
+from mgpu.backends.base import BUFFERS, STATISTICS
 from mgpu.device import Device, as_device, as_devices
 
 if TYPE_CHECKING:
     from mgpu.replicas import Replicas
 
-STATISTICS = ("running_mean", "running_var")
-#: kinds of values without a gradient
-BUFFERS = (*STATISTICS, "other")
+__all__ = ["BUFFERS", "Parameter", "STATISTICS", "get_params"]
 
 
 def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:

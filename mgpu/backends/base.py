@@ -51,6 +51,11 @@ class Device(NamedTuple):
         return f"{self.kind}({self.index})"
 
 
+#: values of `Spec.kind`: running statistics, and all without a gradient
+STATISTICS = ("running_mean", "running_var")
+BUFFERS = (*STATISTICS, "other")
+
+
 class Spec(NamedTuple):
     """One parameter or buffer of a network; the same on every device."""
 

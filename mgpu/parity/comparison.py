@@ -13,8 +13,8 @@ from mgpu.backends import give_back
 from mgpu.nested import map_leaves
 from mgpu.parity import matching, measure
 from mgpu.parity.accuracy import compare_accuracy
-from mgpu.parity.coverage import Coverage
 from mgpu.parity.batches import Batches, endless, first_rows
+from mgpu.parity.coverage import Coverage
 from mgpu.parity.diagnosis import diagnose
 from mgpu.parity.live import LiveRun
 from mgpu.parity.location import Location, locate
@@ -489,9 +489,8 @@ class Comparison:
         def train(run: Run) -> list[StepResult]:
             results = []
             for number, (X, y) in enumerate(batches, 1):
-                result = run.step(X, y, number)
-                result.outputs = result.predictions = []
-                result.gradients = {}
+                result = run.step(X, y, number, predict=False)
+                result.outputs, result.gradients = [], {}
                 results.append(result)
                 self.progress(next(done), 3 * len(batches))
             return results

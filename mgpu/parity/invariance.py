@@ -79,7 +79,8 @@ class InvarianceReport:
     ----------
     verdict : str
         The worst status of all: "exact" (but for rounding), "batch
-        statistics" or "wrong".
+        statistics" or "wrong". "no proof": nothing differs, and the first
+        of `results` says why that proves nothing.
     devices : list of int
         The others are compared with the first.
     layers : list of LayerReport

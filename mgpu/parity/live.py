@@ -238,10 +238,11 @@ class LiveRun(Run):
             self.trainer.update(self.side.divisor or sum(rows))
             return self._joined(losses)[0]
 
-    def step(self, X: Any, y: Any, step: int = 0) -> StepResult:
+    def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
+             ) -> StepResult:
         ran: set[str] = set()
         with using_backend(self.name):
-            predictions = self.predict(X, y)
+            predictions = self.predict(X, y) if predict else None
             with self.network.watch_layers(lambda path, *_: ran.add(path)):
                 outputs, losses, rows = self._backward(X, y, step)
             self.trainer.allreduce_grads(ignore_stale_grad=True)

@@ -178,7 +178,8 @@ class RecordedRun(Run):
     def restore(self) -> None:
         """Nothing: there is no network to give back."""
 
-    def step(self, X: Any, y: Any, step: int = 0) -> StepResult:
+    def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
+             ) -> StepResult:
         node, read = self._kept[step], self._reader
         return StepResult(
             [read.get(x) for x in node["outputs"]], read.get(node["losses"]),

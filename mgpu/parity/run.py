@@ -161,7 +161,8 @@ class Run(ABC):
         """Give the user's network its values and dtype back."""
 
     @abstractmethod
-    def step(self, X: Any, y: Any, step: int = 0) -> StepResult:
+    def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
+             ) -> StepResult:
         """Take one step of training.
 
         Parameters
@@ -169,6 +170,8 @@ class Run(ABC):
         X, y : NumPy arrays with one row per example, or nested ones
         step : int
             Chooses the dropout masks.
+        predict : bool
+            Whether the predictions are asked for.
         """
 
     @abstractmethod

@@ -14,7 +14,8 @@ from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet import gradients, strict
 from mgpu.backends._mxnet.dispatch import disjoint
-from mgpu.backends._mxnet.framework import findings, mx, one_thread
+from mgpu.backends._mxnet.framework import (findings, mx,
+                                           native_context, one_thread)
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
@@ -59,13 +60,9 @@ def _address(array: Any) -> int:
 
 #: a function of C that needs no lock of Python's and does nothing
 _NOTHING = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p)
-#: MXNet's FnProperty::kAsync: run by the thread that ends the wait
+#: MXNet's FnProperty::kAsync: where nothing has to be waited for, run by the
+#: thread that queues it
 _AT_ONCE = ctypes.c_int(4)
-
-
-@functools.cache
-def _context_of(kind: int, number: int) -> Any:
-    return (ctypes.c_int32 * 4)(kind, number)       # mxnet::Context
 
 
 def _settle(arrays: Sequence[Any]) -> None:
@@ -76,9 +73,10 @@ def _settle(arrays: Sequence[Any]) -> None:
     that writes to the array and does nothing, and the wait for it.
     """
     for x in arrays:
-        context = _context_of(x.ctx.device_typeid, x.ctx.device_id)
+        context = x.ctx     # made anew each time
         mx.base.check_call(mx.base._LIB.MXEnginePushSyncND(
-            _NOTHING, None, None, ctypes.byref(context), None, 0,
+            _NOTHING, None, None,
+            native_context(context.device_typeid, context.device_id), None, 0,
             (ctypes.c_void_p * 1)(x.handle.value), 1,
             ctypes.byref(_AT_ONCE), 0, b"mgpu: settle"))
     # Twice: a pass that has read a convolution's weight may have queued its

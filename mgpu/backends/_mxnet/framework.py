@@ -106,6 +106,12 @@ def _openmp() -> ctypes.CDLL:
 
 
 @functools.cache
+def native_context(kind: int, index: int) -> Any:
+    """A pointer to an mxnet::Context; `kind`: ``Context.device_typeid``."""
+    return ctypes.byref((ctypes.c_int32 * 4)(kind, index))
+
+
+@functools.cache
 def one_thread(index: int) -> None:
     """Make the worker of ``mx.cpu(index)`` compute on one core from now on.
 
@@ -116,10 +122,9 @@ def one_thread(index: int) -> None:
         _openmp()
     except OSError:     # built against another OpenMP (macOS)
         return
-    context = (ctypes.c_int32 * 4)(1, index)    # mxnet::Context: CPU, index
     mx.base.check_call(mx.base._LIB.MXEnginePushSync(
-        _set_one_thread, None, None, ctypes.byref(context), None, 0, None, 0,
-        None, 0, b"mgpu: one thread"))
+        _set_one_thread, None, None, native_context(1, index), None, 0, None,
+        0, None, 0, b"mgpu: one thread"))
 
 
 # After a fork MXNet starts its workers anew, in the parent too.

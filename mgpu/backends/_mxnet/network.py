@@ -15,8 +15,7 @@ from mgpu.backends._mxnet.layers import describe, is_layer
 
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
-_KINDS = ("weight", "bias", "gamma", "beta", "running_mean", "running_var")
-_BUFFERS = ("running_mean", "running_var", "other")
+_KINDS = ("weight", "bias", "gamma", "beta", *base.STATISTICS)
 
 
 def _kind(name: str, parameter: Any) -> str:
@@ -24,7 +23,7 @@ def _kind(name: str, parameter: Any) -> str:
         "moving_", "running_").endswith(kind)), None)
     if kind is None and parameter.grad_req == "null":
         return "other"
-    if kind in ("running_mean", "running_var"):
+    if kind in base.STATISTICS:
         return kind
     if parameter.init is not None:      # a rule of its own
         return kind or "weight"
@@ -111,7 +110,7 @@ class MXNetNetwork(base.Network):
             found.setdefault(id(p), (name, p, _kind(name, p)))
         # Parameters first, then buffers, each in the order of the layers.
         self.entries = sorted(
-            found.values(), key=lambda entry: entry[2] in _BUFFERS)
+            found.values(), key=lambda entry: entry[2] in base.BUFFERS)
 
     def _batch_norm_layers(self) -> Iterator[tuple[str, Any]]:
         # A layer with use_global_stats predicts in training too.
@@ -274,7 +273,7 @@ class MXNetNetwork(base.Network):
         self._allocate(self._contexts)
         self._mend_frozen()
         for _, p, kind in self.entries:
-            if kind not in _BUFFERS:    # how Gluon gets what it saves
+            if kind not in base.BUFFERS:    # how Gluon gets what it saves
                 p._reduce = partial(_saved, p)
         if self._options.hybridize:
             # Not static_shape, which is for one shape in all passes: shards

@@ -52,8 +52,8 @@ class TorchNetwork(base.Network):
                 joined(path, suffix), kind_of(module, suffix, p), _shape(p),
                 name_of_dtype(p), self.backend.grad_req(p), own))
         for path, module, name, b in walk(self.net, "_buffers"):
-            kind = name if isinstance(module, NORMS) and name in (
-                "running_mean", "running_var") else "other"
+            kind = name if isinstance(module, NORMS) \
+                and name in base.STATISTICS else "other"
             found.append(base.Spec(joined(path, name), kind, _shape(b),
                                    name_of_dtype(b), "null"))
         return found
