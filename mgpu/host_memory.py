@@ -9,7 +9,7 @@ A function here returns False, and does nothing, where the engine gives no
 views of the arrays (`Backend.host_views`): on GPUs, for example, and inside
 `mgpu.strict_devices`, which is to see every copy.
 """
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from ctypes import addressof, c_char
 from functools import partial
 from typing import Any, NamedTuple
@@ -103,29 +103,30 @@ def differing(backend: Backend, columns: Sequence[list[Array]]
     of its first one; None where the engine gives no views of them."""
     views = [backend.host_views(column, to_read=True) for column in columns]
     seen = [j for j, found in enumerate(views) if found is not None]
-    bits = [[x.view(_BITS.get(x.itemsize, "u1")) for x in views[j] or ()]
-            for j in seen]
+    bits = [[x.view(_WORDS[x.nbytes % 8]) for x in views[j]
+             or ()] for j in seen]
     total = sum(column[0].nbytes for column in bits)
     threads = threads_for(total, len(bits[0])) if bits else 1
     pairs: set[tuple[int, int]] = set()
 
-    def compare(begin: int, end: int) -> None:
-        for j, (first, *others) in _blocks(bits, begin, end):
+    def compare(blocks: Iterable[tuple[int, list[np.ndarray]]]) -> None:
+        for j, (first, *others) in blocks:
             pairs.update((seen[j], i) for i, x in enumerate(others, 1)
-                         if not np.array_equal(first, x))
+                         if (first != x).any())
     if threads == 1:
-        compare(0, total)
+        compare(enumerate(bits))
     else:
         backend.run_on_host_views(
-            [partial(compare, *bounds)
+            [partial(compare, _blocks(bits, *bounds))
              for bounds in shard_bounds(total, threads)], [])
     return [None if found is None else
             [i for i in range(len(found)) if (j, i) in pairs]
             for j, found in enumerate(views)]
 
 
-#: unsigned integers by their size: NaN differs from itself as a float
-_BITS = {2: "u2", 4: "u4", 8: "u8"}
+#: Unsigned integers, since NaN differs from itself as a float; as wide as the
+#: number of bytes allows: how many are left over after words of 8.
+_WORDS = ("u8", "u1", "u2", "u1", "u4", "u1", "u2", "u1")
 
 
 # -- updates ------------------------------------------------------------------

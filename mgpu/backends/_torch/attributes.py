@@ -96,7 +96,7 @@ class _Seen:
                         in vars(layer).items() if name not in _ELSEWHERE}
         inner = [(name, vars(layer)[name], x)
                  for name, x in self.content.items()
-                 if type(vars(layer)[name]) not in _PLAIN]
+                 if not _is_constant(vars(layer)[name])]
         self._empty = [x for _, x, content in inner if content == []]
         self._filled = [(name, x, content) for name, x, content in inner
                         if content != [] and content is not _ARRAYS]
@@ -139,6 +139,12 @@ def _read(name: str, x: Any, met: dict[int, Any]) -> Any:
     if id(x) not in met:
         met[id(x)] = _content(x)
     return met[id(x)]
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether the content of `x` is the same as long as `x` is."""
+    return type(x) in _PLAIN \
+        or type(x) in (tuple, frozenset) and all(map(_is_constant, x))
 
 
 def _content(x: Any, around: tuple[int, ...] = ()) -> Any:
