@@ -122,6 +122,7 @@ class Replicas(abc.Sequence):
         #: why the replicas must not be used until values are loaded, or None
         self.torn: str | None = None
         self._owner: list[Any] = []         # see `owned`
+        self._watched = base.Watch()        # of gradients
         self._claiming = threading.Lock()
 
     @property
@@ -196,6 +197,26 @@ class Replicas(abc.Sequence):
         """Whether the engine is to note what the user writes to gradients;
         a backward pass begins it."""
         self.backend.note_edits(self._watched, on)
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """A step in the block: no code of the user's runs between its
+        backward pass and its update, so nobody looks for what that writes to
+        gradients."""
+        watched = self._watched
+        watched.observed = False
+        try:
+            yield
+        except BaseException:
+            watched.observed = True
+            if self.complete:           # gradients are the user's now
+                self.note_edits(True)
+                for p in self.params():
+                    for x in p.list_data():
+                        self.backend.settle(x)
+            raise
+        finally:
+            watched.observed = True
 
     def _adopt(self, p: Parameter, earlier: Any) -> None:
         """The user has put another array in the place of replica 0's."""

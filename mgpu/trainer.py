@@ -228,7 +228,11 @@ class Trainer:
 
         def both() -> None:
             self._allreduce(ignore_stale_grad)
-            self._update(batch_size)
+            try:
+                self._update(batch_size, edits=False)
+            except BaseException:
+                self._settle()      # an `update` may follow
+                raise
         self._whole(both)
 
     def _whole(self, section: Callable[[], None]) -> None:
@@ -272,7 +276,16 @@ class Trainer:
         pass wrote is summed once. How they are summed is this trainer's
         ``allreduce=``. Raises as `step` does.
         """
-        self._whole(partial(self._allreduce, ignore_stale_grad))
+        def section() -> None:
+            self._allreduce(ignore_stale_grad)
+            self._settle()
+        self._whole(section)
+
+    def _settle(self) -> None:
+        """What is written to gradients from now on is the user's."""
+        for p in self._summed or ():
+            for x in p.list_data():
+                self.replicas.backend.settle(x)
 
     @probes.staged("reduce", "all-reduce", probes.gradients)
     def _allreduce(self, ignore_stale_grad: bool) -> None:
@@ -305,7 +318,6 @@ class Trainer:
             for arrays in columns:
                 for x in arrays:
                     backend.mark_used(x)
-                    backend.settle(x)
             replicas.recorded = [False] * len(replicas)
         replicas.note_edits(True)
         replicas.carry_over([p for p in self._summed if p.grad_req == "add"])
@@ -390,12 +402,15 @@ class Trainer:
         self._whole(partial(self._update, batch_size))
 
     @probes.staged("update", "update", probes.weights)
-    def _update(self, batch_size: int) -> None:
+    def _update(self, batch_size: int, edits: bool = True) -> None:
+        """`edits`: the user may have written to gradients since `_settle`,
+        which reads all of them."""
         debug = environment.debug()     # first: a wrong value is refused
         parameters = self.summed("update")
         replicas, optimizer = self.replicas, self.optimizer
         backend, scale = replicas.backend, self._scale
-        self._share_edits(parameters)
+        if edits:
+            self._share_edits(parameters)
         written = replicas.following.written(replicas.all_parameters())
         if written:     # since the backward pass
             replicas.following.follow(written)

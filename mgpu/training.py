@@ -216,8 +216,10 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
             X_shards, y_shards = split_f(X, y, devices)
         passes = _at_once if replicas.independent() else _stage_by_stage
-        losses = passes(replicas, X_shards, y_shards, loss, trainer.loss_scale)
-        trainer.step(sum(rows_of(shard) or 0 for shard in y_shards))
+        with replicas.unobserved():
+            losses = passes(replicas, X_shards, y_shards, loss,
+                            trainer.loss_scale)
+            trainer.step(sum(rows_of(shard) or 0 for shard in y_shards))
     return losses
 
 

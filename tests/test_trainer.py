@@ -724,7 +724,7 @@ def test_freezing_the_users_network_freezes_all(engine, devices, grad_req):
     """By the framework's own means, between steps, and thawing it again. What
     adds up goes on doing so."""
     def freeze(replicas, frozen):
-        if engine.name == "torch":
+        if mgpu.get_backend().name == "torch":
             replicas.net[0].requires_grad_(not frozen)
         else:
             replicas.net[0].collect_params().setattr(

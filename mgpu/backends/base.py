@@ -238,6 +238,18 @@ class Ops(ABC):
 
 # -- a user's network ---------------------------------------------------------
 
+class Watch:
+    """An announcement of `Backend.watch_gradients`.
+
+    Attributes
+    ----------
+    observed : bool
+        Whether somebody may ask what the user writes to the gradients.
+    """
+
+    observed = True
+
+
 class Replica(ABC):
     """A network on one device.
 
@@ -592,7 +604,7 @@ class Backend(ABC):
     # optional: whose batch a gradient belongs to, and who wrote it
 
     def watch_gradients(self, leaves: Sequence[Sequence[Array]],
-                        requests: Sequence[str]) -> Any:
+                        requests: Sequence[str]) -> "Watch":
         """Announce the trained arrays of one network, ``leaves[i]`` those of
         device i, and the grad_req of each, so that a step applies the
         gradients of one batch.
@@ -606,7 +618,7 @@ class Backend(ABC):
         unless what it returns does; the announcement holds as long as the
         caller keeps that.
         """
-        return None
+        return Watch()
 
     def note_edits(self, watched: Any, on: bool) -> None:
         """Begin or end noting what `edited` tells of the leaves of an

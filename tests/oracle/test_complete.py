@@ -50,7 +50,7 @@ NO_NUMBERS = {
     **dict.fromkeys(("Replicas.compute_gradients", "Trainer.multipliers",
                      "Replicas.forward_backward", "Trainer.rate",
                      "Replicas.carry_over", "Replicas.new_batch",
-                     "Replicas.note_edits",
+                     "Replicas.note_edits", "Replicas.unobserved",
                      "Replicas.watch", "Trainer.gluon_order"),
                     "a piece of `train_batch`, which is covered"),
     **dict.fromkeys((f"Ops.{name}" for name in vars(base.Ops)

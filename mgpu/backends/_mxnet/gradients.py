@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends._mxnet import calls
+from mgpu.backends.base import Watch
 
 
-class Watched:
+class Watched(Watch):
     """The gradients of one network. Watched as long as it lives.
 
     Parameters
@@ -76,7 +77,7 @@ class Watched:
 
     def note(self, on: bool) -> None:
         """Begin or end noting. One device's gradients are nobody's parts."""
-        self.noting = on and len(self.leaves) > 1
+        self.noting = on and self.observed and len(self.leaves) > 1
 
     def written(self, address: int) -> None:
         """An operation of the user's has written there."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from mgpu.backends import messages
+from mgpu.backends.base import Watch
 from mgpu.backends._torch.ops import name_of_dtype
 from mgpu.backends._torch.weak import WeakTable
 
@@ -70,7 +71,7 @@ class _Mark:
     batch: int              # it belongs to
 
 
-class _Group:
+class _Group(Watch):
     """All devices of one network."""
 
     def __init__(self) -> None:
@@ -176,6 +177,10 @@ class Pass:
 
 # -- leaves -------------------------------------------------------------------
 
+#: words of 8 bytes
+_BLOCK, _HALF = 1 << 14, np.uint64(32)
+
+
 def _contents(gradient: Any) -> Any:
     """What changes with the contents of a gradient in the host's memory, for
     writes that no version counts; None elsewhere."""
@@ -187,9 +192,15 @@ def _contents(gradient: Any) -> Any:
     raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
     if raw.nbytes % 8 or raw.nbytes < 1 << 14:
         return zlib.crc32(raw)
-    # Faster. The upper halves by themselves: their sum does not overflow.
-    words = raw.view(np.uint64)
-    return int(words.sum()), int((words >> np.uint64(32)).sum())
+    # Faster: two sums, that of the words and that of their upper halves,
+    # which does not overflow. In blocks that stay in the core's cache.
+    words, total, upper = raw.view(np.uint64), 0, 0
+    halves = np.empty(min(words.size, _BLOCK), np.uint64)
+    for at in range(0, words.size, _BLOCK):
+        block = words[at:at + _BLOCK]
+        total += int(block.sum())
+        upper += int(np.right_shift(block, _HALF, halves[:block.size]).sum())
+    return total, upper
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +237,8 @@ class _Leaf:
         self.seen = None if gradient is None else (
             weakref.ref(gradient), gradient._version,
             # `.data` and NumPy write to the user's network, if to any.
-            _contents(gradient) if self.place.leads else None)
+            _contents(gradient) if self.place.leads
+            and self.place.group.observed else None)
 
     def arrived(self, gradient: Any) -> Any:
         """Called by torch for each piece, before it is added."""
@@ -273,7 +285,7 @@ class Leaves:
         return self._leaf(x).place
 
     def watch_gradients(self, leaves: Sequence[Sequence[Any]],
-                        requests: Sequence[str]) -> None:
+                        requests: Sequence[str]) -> Watch:
         # Its own one, which knows the batch, if it was announced before.
         places = [self._leaf(arrays[0]).place for arrays in leaves]
         for place, arrays in zip(places, leaves):
@@ -282,6 +294,7 @@ class Leaves:
             place.leaves = [self._leaf(x) for x in arrays]
             for leaf in place.leaves:
                 leaf.place = place
+        return places[0].group if places else Watch()
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
         messages.check_grad_req(grad_req)
