@@ -57,6 +57,11 @@ MUTANTS = [
                "to_read=True)", "pass"),
            ("test_trainer.py::test_a_pass_that_fails_late_updates_nothing["
             "1dev-mxnet-nd]",)),
+    Mutant("edits-after-an-error", "nobody looks after a refused step",
+           edit("mgpu.replicas:Replicas.unobserved",
+                "if self.complete:", "if False:"),
+           ("test_trainer.py::test_after_a_refused_step_gradients_are_the_"
+            "users*",)),
     Mutant("contents-not-looked-at", "writes that no version counts",
            edit("mgpu.backends._torch.leaves:_Leaf.edited",
                 "contents != _contents(gradient)", "False"),
