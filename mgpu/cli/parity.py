@@ -52,6 +52,8 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
 @option("--tolerance", type=float, help="The largest relative difference "
         "that counts as the same. Default: 1e-10 in float64, 1e-5 in "
         "float32.")
+@option("--strict", is_flag=True, help="Options of layers that differ count "
+        "as different, also where this data does not reach the difference.")
 @option("--weights", type=Choice(["a", "b", "own"]), default="a",
         help="The network whose initial parameters both start from; with "
         "own, each starts from its own.")
@@ -150,6 +152,7 @@ def _compare(a: str, b: Any, given: set[str], options: dict[str, Any],
         find.factory(a, options["kwargs_a"]), other, mode=options["mode"],
         devices=shared.one_run(options["devices"]), progress=progress,
         seeds=range(options["seeds"]), weights=options["weights"],
+        strict=options["strict"],
         **options["map"] or {}, **_training(options))
 
 
@@ -161,10 +164,10 @@ def _compare_trace(file: str, b: Any, given: set[str],
             " has written, or a network, as MODULE:FACTORY or "
             "FILE.py:FACTORY.")
     ours = {"loss", "optimizer", "optimizer_params", "semantics", "devices",
-            "batch_norm", "native", "tolerance"}
+            "batch_norm", "native", "tolerance", "strict"}
     _refuse(given & set(options) - ours - {"kwargs_b", "map"},
             "a trace says itself what was done")
-    settings = {**_settings(options),
+    settings = {**_settings(options), "strict": options["strict"],
                 "devices": shared.one_run(options["devices"])}
     return api.compare_trace(
         file, find.factory(b, options["kwargs_b"]), progress=progress,
@@ -175,7 +178,8 @@ def _compare_trace(file: str, b: Any, given: set[str],
 def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
                 progress: Any) -> Any:
     _refuse({name for name in given if name.startswith("b_")}
-            | given & {"kwargs_b", "map", "mode", "weights", "seeds"},
+            | given & {"kwargs_b", "map", "mode", "weights", "seeds",
+                       "strict"},
             "--invariance compares one network with itself")
     devices = shared.parse_counts(
         options["devices"] if "devices" in given else "1,2,4,8", "--devices")

@@ -49,8 +49,9 @@ def compare(a: Any, b: Any, *, batches: Batches,
             mode: str = "lockstep", weights: str = "a",
             map: Mapping[str, matching.Target] | None = None,
             rules: matching.Rules = (), dropout: str = "masks",
-            tolerance: float | None = None, seed: int = 0,
-            test: Batches | None = None, seeds: Sequence[int] = range(5),
+            tolerance: float | None = None, strict: bool = False,
+            seed: int = 0, test: Batches | None = None,
+            seeds: Sequence[int] = range(5),
             progress: Callable[[int, int], None] | None = None) -> Result:
     """Compare how two networks train.
 
@@ -88,6 +89,9 @@ def compare(a: Any, b: Any, *, batches: Batches,
         The same masks for both sides, drawn in NumPy, or no dropout at all.
     tolerance : float, optional
         Default: `TOLERANCE` of the dtype.
+    strict : bool
+        Lock-step: options of layers that differ, and whose difference these
+        batches do not reach, count as different.
     test, seeds
         Accuracy mode: the batches to count on, and the seeds of each side.
         `a` and `b` must be functions, so that each seed gets a new net.
@@ -114,6 +118,10 @@ def compare(a: Any, b: Any, *, batches: Batches,
     one_of("mode", mode, MODES)
     one_of("weights", weights, ("a", "b", "own"))
     check_common(dropout, dtype)
+    if strict and mode != "lockstep":
+        raise ValueError(
+            "only lock-step pairs the layers, whose options `strict` "
+            f"compares; received mode={mode!r}. Leave one of the two out.")
     sides = [complete(
         side, devices=devices, loss=loss, optimizer=optimizer,
         optimizer_params=optimizer_params, semantics=semantics,
@@ -124,8 +132,9 @@ def compare(a: Any, b: Any, *, batches: Batches,
                                 progress=progress)
     with closing(Comparison(
             *sides, batches=batches, steps=steps, dtype=dtype, seed=seed,
-            dropout=dropout, tolerance=tolerance, weights=weights, given=map,
-            rules=rules, progress=progress)) as work:
+            dropout=dropout, tolerance=tolerance, strict=strict,
+            weights=weights, given=map, rules=rules, progress=progress
+            )) as work:
         return work.lockstep() if mode == "lockstep" else work.free()
 
 
@@ -160,14 +169,16 @@ class Comparison:
 
     def __init__(self, a: Any, b: Any, *, batches: Batches,
                  steps: int | None, dtype: str, seed: int, dropout: str,
-                 tolerance: float | None = None, weights: str = "a",
-                 given: Any = None, rules: matching.Rules = (),
+                 tolerance: float | None = None, strict: bool = False,
+                 weights: str = "a", given: Any = None,
+                 rules: matching.Rules = (),
                  progress: Callable[[int, int], None] | None = None):
         self.tolerance = TOLERANCE[dtype] if tolerance is None else tolerance
         if not is_number(self.tolerance) or not 0 <= self.tolerance < 1:
             raise ValueError("tolerance is a relative difference, 0 or more "
                              f"and under 1; received {tolerance!r}.")
         self.first_batch, self.batches, self.steps = endless(batches, steps)
+        self.strict = strict
         self.dtype, self.masks = dtype, Masks(seed, dropout == "off")
         self.progress = progress or (lambda done, steps: None)
         self.epsilon = float(np.finfo(dtype).eps)
@@ -236,7 +247,7 @@ class Comparison:
         evidence: list[Evidence] = []
         known: set = set()      # stages that differed in a step before
         earlier: list[tuple[StepResult, StepResult]] = []
-        seen = Coverage(self.a, self.b)
+        seen = Coverage(self.a, self.b, self.plan)
         for number, X, y, before in self._walk():
             self.load_b(before)
             one = self.a.step(X, y, number)
@@ -277,6 +288,9 @@ class Comparison:
             result.prove_nothing(
                 "with equal values the outputs differ, although no step "
                 "shows a difference")
+        if self.strict and result.same and result.coverage["options"]:
+            result.verdict = "different"
+            result.reason = "options of layers differ, which no step reached"
         if not all(map(np.isfinite, result.losses["a"])):
             result.notes.append("the loss is not finite: from there on the "
                                 "comparison proves nothing")
@@ -516,7 +530,7 @@ class Comparison:
             side: [float(np.mean(r.losses)) for r in results]
             for side, results in (("a", one), ("b", two))})
         result.curves = curves
-        seen = Coverage(self.a, self.b)
+        seen = Coverage(self.a, self.b, self.plan)
         for before, step, other in zip(
                 [start, *(x.after for x in one)], one, two):
             seen.add(before, step, other)

@@ -1,12 +1,26 @@
 """What a lock-step puts on trial, and what it does not."""
+from collections.abc import Iterator, Mapping, Sequence
+from math import isclose
 from typing import Any
 
 import numpy as np
 
+from mgpu.backends.base import Layer
+from mgpu.parity.location import pairs
+from mgpu.parity.matching import Plan
 from mgpu.parity.run import Run, State, StepResult
 
 #: of each kind of thing that was not on trial, so many are named
 _NAMED = 8
+#: Options that every pass reaches, whatever the data: the outputs agree, so
+#: they mean the same. `flatten` would show in the shape.
+_REACHED = {"activation", "axis", "bias", "center", "flatten", "relu", "rows",
+            "scale", "units", "use_global_stats"}
+#: activations that are one for inputs of some sizes
+_ACTIVATIONS = {"elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
+                "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu",
+                "softplus", "softrelu", "softsign", "swish", "tanh"}
+_NAMES = {"silu": "swish", "softplus": "softrelu"}      # Gluon's
 
 
 class Coverage:
@@ -15,11 +29,12 @@ class Coverage:
     Parameters
     ----------
     a, b : Run
+    plan : Plan
     """
 
-    def __init__(self, a: Run, b: Run):
-        self._runs = {"a": a, "b": b}
-        self._ran: dict[str, set[str]] = {"a": set(), "b": set()}
+    def __init__(self, a: Run, b: Run, plan: Plan):
+        self._runs, self._plan = {"a": a, "b": b}, plan
+        self._ran: dict[str, dict[str, None]] = {"a": {}, "b": {}}
         self._trained = [e.name for e in a.entries if e.trained]
         self._moved: set[str] = set()
         self._reached: set[str] = set()
@@ -31,8 +46,8 @@ class Coverage:
 
     def add(self, before: State, one: StepResult, two: StepResult) -> None:
         """One step, from the state `before`."""
-        self._ran["a"] |= one.ran
-        self._ran["b"] |= two.ran
+        self._ran["a"] |= dict.fromkeys(one.ran)
+        self._ran["b"] |= dict.fromkeys(two.ran)
         self._finite |= bool(np.isfinite(one.losses).all()
                              and np.isfinite(two.losses).all())
         self._predicted &= None not in (one.predictions, two.predictions)
@@ -52,6 +67,25 @@ class Coverage:
             return ("no parameter moved (a rate of 0, or no gradient that "
                     "reaches one)")
         return None
+
+    def options(self) -> list[str]:
+        """Options that differ between layers that belong together. If the
+        outputs agree, no step has reached the difference."""
+        own, other = ({layer.path: layer for layer in run.layers}
+                      for run in self._runs.values())
+        one, two = (list(ran) for ran in self._ran.values())
+        found = []
+        for i, j in pairs(one, two, own, other, self._plan):
+            a, b = own.get(one[i]), other.get(two[j])
+            if a is not None and b is not None:
+                found += [f"layers {a.path!r} of a and {b.path!r} of b: "
+                          + difference for difference in _differences(a, b)]
+                acts = (_activation(a, one[i + 1:], own),
+                        _activation(b, two[j + 1:], other))
+                if a.parameters and None not in acts and len(set(acts)) > 1:
+                    found.append(f"behind layers {a.path!r} of a and "
+                                 f"{b.path!r} of b: {acts[0]} and {acts[1]}")
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """See `mgpu.parity.result.Result.coverage`."""
@@ -74,7 +108,7 @@ class Coverage:
                 **{f"layers_{side}": [len(run.layers) - len(idle[side]),
                                       len(run.layers)]
                    for side, run in self._runs.items()},
-                "not_on_trial": missing}
+                "not_on_trial": missing, "options": self.options()}
 
 
 def _named(what: str, names: list[str]) -> list[str]:
@@ -82,3 +116,50 @@ def _named(what: str, names: list[str]) -> list[str]:
         return [f"{what}s {', '.join(map(repr, names[:_NAMED]))} and "
                 f"{len(names) - _NAMED} more"]
     return [f"{what} {name!r}" for name in names]
+
+
+def _differences(a: Layer, b: Layer) -> Iterator[str]:
+    """The options in which two layers with equal outputs differ."""
+    if a.kind != b.kind:
+        yield f"{_words(a)} and {_words(b)}"
+        return
+    one, two = _effective(a), _effective(b)
+    for name in one:
+        x, z = one[name], two.get(name, one[name])
+        if x != z and not (isinstance(x, float) and isinstance(z, float)
+                           and isclose(x, z)):
+            yield f"{a.kind} with {name} {x!r} and {z!r}"
+
+
+def _words(layer: Layer) -> str:
+    options = ", ".join(f"{name} {x!r}" for name, x in layer.options.items())
+    return f"{layer.kind} ({options})" if options else layer.kind
+
+
+def _effective(layer: Layer) -> Mapping[str, Any]:
+    """The options without those that have no effect for any input."""
+    options = {name: x for name, x in layer.options.items()
+               if name not in _REACHED}
+    if "dilation" in options:
+        options["dilation"] = tuple(
+            1 if k == 1 else d
+            for k, d in zip(options["kernel"], options["dilation"]))
+        if isinstance(options["padding"], str):
+            options["padding"] = tuple(
+                (k - 1) * d // 2 if options["padding"] == "same" else 0
+                for k, d in zip(options["kernel"], options["dilation"]))
+    if "ceil" in options and set(options["stride"]) == {1}:
+        options["ceil"] = False     # every size divides
+    if not options.get("ceil") and not any(options.get("padding") or ()):
+        options.pop("count_include_pad", None)
+    return options
+
+
+def _activation(layer: Layer, following: Sequence[str],
+                layers: Mapping[str, Layer]) -> str | None:
+    """The activation inside `layer` or right behind it, in Gluon's words;
+    None where none is known."""
+    after = layers.get(following[0]) if following else None
+    kind = "relu" if layer.options.get("relu") \
+        else layer.options.get("activation") or (after and after.kind)
+    return _NAMES.get(kind, kind) if kind in _ACTIVATIONS else None

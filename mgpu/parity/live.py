@@ -240,10 +240,11 @@ class LiveRun(Run):
 
     def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
              ) -> StepResult:
-        ran: set[str] = set()
+        ran: dict[str, None] = {}
         with using_backend(self.name):
             predictions = self.predict(X, y) if predict else None
-            with self.network.watch_layers(lambda path, *_: ran.add(path)):
+            with self.network.watch_layers(
+                    lambda path, *_: ran.setdefault(path)):
                 outputs, losses, rows = self._backward(X, y, step)
             self.trainer.allreduce_grads(ignore_stale_grad=True)
             gradients, apart = {}, {}
@@ -263,7 +264,8 @@ class LiveRun(Run):
             return StepResult(
                 self._joined(outputs), self._joined(losses)[0], gradients,
                 after, {n: d for n, d in apart.items() if d},
-                self.trainer.learning_rate, rows, divisor, predictions, ran)
+                self.trainer.learning_rate, rows, divisor, predictions,
+                list(ran))
 
     def _loss(self, output: Any, y: Any) -> Any:
         if output is None:

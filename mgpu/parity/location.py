@@ -1,6 +1,6 @@
 """Where do two networks differ first?"""
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,11 @@ import numpy as np
 from mgpu.backends.base import Layer
 from mgpu.parity.matching import Plan, close
 from mgpu.parity.run import LayerCall
+
+
+#: kinds of layers that do the same for some sizes of the input
+POOLS = {f"{size}{kind}_pool": f"{kind}_pool" for kind in ("avg", "max")
+         for size in ("", "global_", "adaptive_")}
 
 
 class Location(NamedTuple):
@@ -30,22 +35,36 @@ class Location(NamedTuple):
     call_b: LayerCall
 
 
-def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
-           layers_a: Sequence[Layer], layers_b: Sequence[Layer], plan: Plan,
-           tolerance: float) -> Location | None:
-    """The first layer whose output differs, or None.
+def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
+          layers_a: Mapping[str, Layer], layers_b: Mapping[str, Layer],
+          plan: Plan) -> Iterator[tuple[int, int]]:
+    """The numbers of the calls of two sides that belong together.
 
     A layer with parameters is paired with the layer of their partners,
     others by kind, in the order of the calls between those.
     """
+    def key(path: str, layers: Mapping[str, Layer],
+            names: Mapping[str, str]) -> str:
+        layer = layers.get(path)
+        return "" if layer is None else next(
+            (names[n] for n in layer.parameters if n in names),
+            POOLS.get(layer.kind, layer.kind))
+    for block in difflib.SequenceMatcher(
+            None, [key(path, layers_a, {p.a: p.a for p in plan.pairs})
+                   for path in paths_a],
+            [key(path, layers_b, {p.b: p.a for p in plan.pairs})
+             for path in paths_b], autojunk=False).get_matching_blocks():
+        for k in range(block.size):
+            yield block.a + k, block.b + k
+
+
+def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
+           layers_a: Sequence[Layer], layers_b: Sequence[Layer], plan: Plan,
+           tolerance: float) -> Location | None:
+    """The first layer whose output differs, or None. `pairs` says which
+    belong together."""
     of_a, of_b = ({layer.path: layer for layer in layers}
                   for layers in (layers_a, layers_b))
-
-    def key(call: LayerCall, layers: Mapping[str, Layer],
-            names: Mapping[str, str]) -> str:
-        layer = layers.get(call.path)
-        return "" if layer is None else next(
-            (names[n] for n in layer.parameters if n in names), layer.kind)
 
     def activated(calls: Sequence[LayerCall], i: int,
                   layers: Mapping[str, Layer], other: Layer | None
@@ -57,20 +76,15 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         if inside and follows is not None and follows.kind == inside:
             i += 1
         return calls[i].outputs
-    for block in difflib.SequenceMatcher(
-            None, [key(c, of_a, {p.a: p.a for p in plan.pairs})
-                   for c in calls_a],
-            [key(c, of_b, {p.b: p.a for p in plan.pairs}) for c in calls_b],
-            autojunk=False).get_matching_blocks():
-        for k in range(block.size):
-            i, j = block.a + k, block.b + k
-            one, two = calls_a[i], calls_b[j]
-            layers = of_a.get(one.path), of_b.get(two.path)
-            if not _agree(one.outputs, two.outputs, tolerance) and not _agree(
-                    activated(calls_a, i, of_a, layers[1]),
-                    activated(calls_b, j, of_b, layers[0]), tolerance):
-                return Location(*layers, _agree(one.inputs, two.inputs,
-                                                tolerance), one, two)
+    for i, j in pairs([c.path for c in calls_a], [c.path for c in calls_b],
+                      of_a, of_b, plan):
+        one, two = calls_a[i], calls_b[j]
+        layers = of_a.get(one.path), of_b.get(two.path)
+        if not _agree(one.outputs, two.outputs, tolerance) and not _agree(
+                activated(calls_a, i, of_a, layers[1]),
+                activated(calls_b, j, of_b, layers[0]), tolerance):
+            return Location(*layers, _agree(one.inputs, two.inputs,
+                                            tolerance), one, two)
     return None
 
 

@@ -188,7 +188,8 @@ class RecordedRun(Run):
             # Traces of version 0.1 have none.
             [read.get(x) for x in node["predictions"]]
             if "predictions" in node else None,
-            {call.path for call in self.kept_calls(step, "calls")})
+            list(dict.fromkeys(
+                call.path for call in self.kept_calls(step, "calls"))))
 
     def probe(self, X: Any) -> RunWith:
         """See `describe_probe`: other values raise ValueError."""

@@ -68,11 +68,13 @@ class Result:
         "same", "different", or "no proof": nothing differs, and for a
         `reason` that proves nothing.
     reason : str or None
-        Of "no proof".
+        Of "no proof", and of "different" where no number differs.
     coverage : dict
         Lock-step: "parameters", how many a gradient moved, of how many;
         "layers_a" and "layers_b", how many layers ran, of how many;
-        "not_on_trial", what no step reached, in words.
+        "not_on_trial", what no step reached, in words; "options", the
+        options of layers that differ, in words: if nothing else differs, no
+        step reached the difference.
     gaps : list of Gap
         Lock-step: one for each tensor, stage and step.
     first : Gap or None
@@ -154,7 +156,10 @@ class Result:
             for name in ("parameters", "layers_a", "layers_b"))
         return [f"on trial: {moved} parameters; {a} layers of a and {b} of b",
                 *(f"not on trial: {text}"
-                  for text in self.coverage["not_on_trial"])]
+                  for text in self.coverage["not_on_trial"]),
+                *(f"warning: not reached by this data: {text}"
+                  for text in self.coverage["options"]
+                  if self.first is None)]
 
     def prove_nothing(self, reason: str | None) -> None:
         """Take "same" back for a reason."""
@@ -166,7 +171,9 @@ class Result:
                  f"{self.settings['steps']} steps, "
                  f"{self.settings['dtype']})"]
         if self.reason is not None:
-            lines.append(f"nothing is proved: {self.reason}")
+            lines.append(
+                self.reason if self.verdict == "different"
+                else f"nothing is proved: {self.reason}")
         if self.first is not None:
             lines.append(f"first difference: {self.first}")
         return lines + [f"likely cause: {cause}"

@@ -58,8 +58,9 @@ class StepResult:
     predictions : list of ndarray or None
         What the network returned in prediction mode, from the state before
         the step. None where it was not recorded.
-    ran : set of str
-        The paths of the innermost layers that ran in training mode.
+    ran : list of str
+        The paths of the innermost layers that ran in training mode, in the
+        order of their first calls.
     """
 
     outputs: list[np.ndarray]
@@ -71,7 +72,7 @@ class StepResult:
     rows: list[int] = field(default_factory=list)
     divisor: int = 1
     predictions: list[np.ndarray] | None = None
-    ran: set[str] = field(default_factory=set)
+    ran: list[str] = field(default_factory=list)
 
 
 class LayerCall(NamedTuple):

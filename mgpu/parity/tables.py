@@ -39,7 +39,9 @@ NETWORK = "(the network)"       # instead of an empty path
 def sentence(result: Result) -> str:
     """The verdict, in a sentence."""
     if result.reason is not None:
-        return f"Nothing differs, and nothing is proved: {result.reason}."
+        return ("No number differs, but " if result.verdict == "different"
+                else "Nothing differs, and nothing is proved: "
+                ) + f"{result.reason}."
     steps = result.settings.get("steps")
     times = f"{steps} step{'s' * (steps != 1)}" if steps else "all steps"
     each = "the one step" if steps == 1 else f"each of {times}"

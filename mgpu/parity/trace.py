@@ -273,7 +273,7 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
                   batch_norm: str | None = None, native: bool = False,
                   map: Mapping[str, matching.Target] | None = None,
                   rules: matching.Rules = (),
-                  tolerance: float | None = None,
+                  tolerance: float | None = None, strict: bool = False,
                   progress: Callable[[int, int], None] | None = None
                   ) -> Result:
     """Compare how a network trains with a run that `record` kept.
@@ -290,7 +290,7 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
     loss, optimizer, optimizer_params, semantics, devices, batch_norm
         Of `b`, if they are not to be those of the file. If the recorded side
         had a schedule, `b` without one follows the rates of the file.
-    native, map, rules, tolerance, progress
+    native, map, rules, tolerance, strict, progress
         As for `compare`.
 
     Returns
@@ -329,7 +329,7 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
     with closing(_Replay(
             a, side, batches=[a.batch(a.kept()[0])], steps=len(a.kept()),
             dtype=a.dtype, seed=header["seed"], dropout=header["dropout"],
-            tolerance=tolerance, given=map, rules=rules,
+            tolerance=tolerance, strict=strict, given=map, rules=rules,
             progress=progress)) as work:
         result = work.lockstep()
     result.settings["kept"] = a.kept()

@@ -11,6 +11,15 @@ MUTANTS = [
            edit(_RESULTS, '("statistic", True)', '("statistic", None)'),
            ("parity/test_compare.py::test_native_batch_norm_is_seen_in_the_"
             "statistics",)),
+    Mutant("options-are-not-compared", "what the data does not reach is "
+           "equal", edit("mgpu.parity.coverage:_differences", "if x != z",
+                         "if False"),
+           ("parity/test_compare.py::test_options_that_no_data_reaches_are_"
+            "named[*",)),
+    Mutant("strict-is-not", "--strict tolerates what no step reached",
+           edit("mgpu.parity.comparison:Comparison._judge",
+                "if self.strict and", "if False and"),
+           ("parity/test_cli_parity.py::test_strict",)),
     Mutant("states-are-not-made-equal", "the port trains on from its own "
            "state", edit(_LOCKSTEP, "self.load_b(before)", "pass"), _SAME),
     Mutant("nothing-is-rounding", "the chaos of one side is ignored",

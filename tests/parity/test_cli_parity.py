@@ -96,6 +96,21 @@ def test_a_difference_is_status_1():
     assert "Traceback" not in result.output
 
 
+def test_strict(folder):
+    """Rounding hides a difference of 1e-12 in an epsilon of 1e-5."""
+    for strict, code in (([], 0), (["--strict"], 1)):
+        result = mgpu_command("parity", A, B, *SMALL, *strict, "--kwargs-b",
+                              '{"epsilon": 1.0000001e-5}', "--tolerance",
+                              "1e-6", "--json", "found.json")
+        assert result.exit_code == code, result.output
+        assert "not reached by this data: layers '1' of a and '1' of b: " \
+            "batch_norm with epsilon 1e-05 and" in " ".join(
+                result.stdout.split())
+        found = json.loads((folder / "found.json").read_text())
+        assert found["coverage"]["options"]
+        assert (found["reason"] is None) is (not strict)
+
+
 def test_accuracies(folder):
     (folder / "own.py").write_text('''
 import numpy as np

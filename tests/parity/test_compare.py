@@ -35,7 +35,8 @@ def test_a_faithful_port_is_the_same(policy, rows, devices):
     assert set(result.worst) == {"output", "loss", "gradient", "weight",
                                  "memory", "statistic", "prediction"}
     assert result.coverage == {"parameters": [8, 8], "layers_a": [8, 8],
-                               "layers_b": [8, 8], "not_on_trial": []}
+                               "layers_b": [8, 8], "not_on_trial": [],
+                               "options": []}
     # every parameter of every stage, in every step
     assert sum(g.stage == "gradient" for g in result.gaps) == 2 * 8
     assert result.plan.confirmed is True
@@ -206,6 +207,86 @@ def test_what_was_not_on_trial_is_named():
                  "of b", "parameter 'dead.weight'", "a did not run layer "
                  "'rare'", "6 of 9 rows of 'words.weight' were not reached"):
         assert line in text and line in str(result)
+
+
+def pooled(**options):
+    from torch import nn
+    return nn.Sequential(nn.AvgPool2d(2, **options), nn.Flatten(),
+                         nn.Linear(16, 3))
+
+
+def activated(layer):
+    from torch import nn
+    return nn.Sequential(nn.Conv2d(1, 3, 3), layer, nn.MaxPool2d(6),
+                         nn.Flatten(), nn.Linear(3, 3))
+
+
+def convolved(**options):
+    def make():
+        from torch import nn
+        return nn.Sequential(nn.Conv2d(1, 3, **options), nn.Flatten(),
+                             nn.Linear(192, 3))
+    return make
+
+
+def relu6():
+    from torch import nn
+    return activated(nn.ReLU6())
+
+
+def relu():
+    from torch import nn
+    return activated(nn.ReLU())
+
+
+def adaptive():
+    from torch import nn
+    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(),
+                         nn.Linear(16, 3))
+
+
+def fused():
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(3, 3, activation="relu"), nn.MaxPool2D(6),
+            nn.Flatten(), nn.Dense(3))
+    return net
+
+
+@pytest.mark.parametrize("one, two, words", [
+    (pooled, lambda: pooled(ceil_mode=True), "ceil False and True"),
+    (pooled, adaptive, "adaptive_avg_pool (size 4)"),
+    (relu, relu6, "relu and relu6"),
+    (fused, relu6, "relu and relu6"),
+    (fused, relu, None),
+    # no effect for any data
+    (convolved(kernel_size=1), convolved(kernel_size=1, dilation=2), None),
+    (convolved(kernel_size=3, padding=1),
+     convolved(kernel_size=3, padding="same"), None),
+    (pooled, lambda: pooled(count_include_pad=False), None)],
+    ids=["ceil", "adaptive", "relu6", "fused", "fused_alike", "dilation",
+         "same", "count_include_pad"])
+@pytest.mark.parametrize("strict", (False, True))
+def test_options_that_no_data_reaches_are_named(one, two, words, strict,
+                                                devices):
+    result = parity.compare(one, two, batches=batches(), devices=devices,
+                            strict=strict)
+    assert result.verdict == (
+        "different" if strict and words else "same"), str(result)
+    assert [g for g in result.gaps if g.status == "different"] == []
+    if words is None:
+        assert result.coverage["options"] == []
+    else:
+        text, = result.coverage["options"]
+        assert words in text
+        assert f"warning: not reached by this data: {text}" in str(result)
+
+
+def test_strict_is_of_lock_step():
+    with pytest.raises(ValueError, match="strict.*received mode='free'"):
+        parity.compare(relu, relu, batches=batches(), mode="free",
+                       strict=True)
 
 
 def test_gluonized_and_native_is_the_same():
