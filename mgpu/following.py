@@ -55,12 +55,23 @@ class Following:
     def passed(self, buffers: Sequence[Parameter]) -> None:
         """A training pass, which may write to `buffers`, has been queued.
         Without marks nothing can be told of the user's writes to them until
-        `settle`."""
+        `settle`. ValueError for a buffer whose shape has changed: devices
+        without rows could not take it over."""
         for p in buffers:
             known = self._known[p.name]
             self._known[p.name] = known._replace(contents=None) \
                 if known.marks[0] is None else known._replace(
                     marks=[self._backend.mark(x) for x in p.list_data()])
+            for x, d in zip(p.list_data() if len(self._devices) > 1
+                            and known.marks[0] is not None else (),
+                            self._devices):
+                if tuple(x.shape) != p.shape:
+                    raise ValueError(
+                        f"on several devices buffer {p.name!r} keeps its "
+                        f"shape, {p.shape}; received {tuple(x.shape)} on {d}."
+                        " Make it as large as it gets before mgpu.initialize,"
+                        " or keep it in a plain attribute, which each device "
+                        "has for itself.")
 
     def written(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """Those whose arrays of replica 0 the engine has counted a write

@@ -119,6 +119,8 @@ class Replicas(abc.Sequence):
         self._moved: list[int] = []     # whose buffers a recorded pass moved
         self._all_passed = False        # in a pass of all devices
         self._carried: list[Parameter] = []
+        #: the trainer whose sums the gradients are, or were last
+        self.summed_by: Any = None
         #: why the replicas must not be used until values are loaded, or None
         self.torn: str | None = None
         self._owner: list[Any] = []         # see `owned`
@@ -738,6 +740,20 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
     return base.Options(bool(hybridize), bool(channels_last), autocast)
 
 
+def _check_alone(network: base.Network) -> None:
+    """Refuse a part of a network that is on devices already: it would get
+    copies of its own there, and the gradients of both would part."""
+    for other in list(_initialized):
+        shared = [] if other is network.net else network.shares(other)
+        if shared:
+            raise ValueError(
+                "a parameter belongs to one network that is initialized; "
+                f"received {', '.join(map(repr, shared))}, which "
+                f"{type(other).__name__} on {_initialized[other]} has too. "
+                "Initialize the network that holds both, once; freeze what "
+                "a step is not to move (Parameter.grad_req = 'null').")
+
+
 def initialize(net: Any, devices: Any, init: Any = None,
                seed: int | None = None, sample: Any = None,
                force_reinit: bool = False,
@@ -832,6 +848,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
             f"the network is initialized already, on {_initialized[net]}; "
             "pass force_reinit=True to draw it again, and init='keep' with "
             "it to keep its values.")
+    _check_alone(network)
     missing = network.missing()
     if keep and missing:
         raise RuntimeError(

@@ -2,6 +2,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -181,10 +182,14 @@ class Trainer:
 
     def rate(self, num_update: int) -> float:
         """The learning rate of update `num_update`, from 1, before any
-        multiplier."""
+        multiplier. ValueError or TypeError for a schedule that gives no
+        finite number, 0 or more."""
         if self.lr_scheduler is None:
             return self.optimizer.learning_rate
-        return float(self.lr_scheduler(max(1, num_update)))
+        rate = self.lr_scheduler(max(1, num_update))
+        _check_number("what a schedule returns", rate, ", 0 or more",
+                      lambda x: x >= 0)
+        return float(rate)
 
     def multipliers(self, p: Parameter) -> tuple[float, float]:
         """What a parameter's rate and weight decay are multiplied by: those
@@ -310,6 +315,7 @@ class Trainer:
             # is an error here, before anything is updated.
             backend.host_views([one[0] for one in gradients], to_read=True)
             self._summed = [parameters[j] for j in used]
+            replicas.summed_by = self
         except BaseException:
             self._summed = None     # some may be sums already
             raise
@@ -373,13 +379,13 @@ class Trainer:
         the last update, without those that the user has taken away since.
         RuntimeError naming `caller` if there was no `allreduce_grads`."""
         self._check_complete()
-        if self._summed is None:
+        if self._summed is None or self.replicas.summed_by is not self:
             raise RuntimeError(
                 f"{caller} works on gradients that allreduce_grads has "
                 "summed; received none since the last update. Call "
                 "allreduce_grads first, or step for both.")
-        return [p for p in self._summed
-                if self.replicas.backend.has_gradient(p.data())]
+        return [p for p in self._summed if p.grad_req != "null"
+                and self.replicas.backend.has_gradient(p.data())]
 
     def update(self, batch_size: int) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.
@@ -469,6 +475,11 @@ class Trainer:
                 if name not in state:
                     state[name] = optimizer.create_state(weight, backend.ops)
             lr_mult, wd_mult = self.multipliers(p)
+            for what, x in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
+                if not isfinite(x):
+                    raise ValueError(
+                        f"{what} must be a finite number; received {x!r} for "
+                        f"{name!r}. Set another one.")
             work.append(Update(
                 name, weights, [backend.grad(x) for x in weights],
                 rate * lr_mult, optimizer.wd * wd_mult,

@@ -503,6 +503,71 @@ def test_global_statistics_are_never_those_of_a_batch(name):
             assert_bit_equal(values[0], np.full(2, float("var" in name)))
 
 
+def predicting(engine):
+    """A network that ends the training mode of its layer in each call."""
+    if engine.name == "mxnet":
+        from mxnet import autograd, gluon
+
+        class Net(gluon.Block):
+            def __init__(self):
+                super().__init__()
+                self.norm = gluon.nn.BatchNorm(in_channels=2)
+
+            def forward(self, x):
+                with autograd.predict_mode():
+                    return self.norm(x)
+        return Net()
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(2)
+
+        def forward(self, x):
+            return self.norm.eval()(x)
+    return Net()
+
+
+@pytest.mark.parametrize("policy", ["per_device", "average", "sync"])
+def test_the_network_may_end_the_training_mode_of_a_layer(
+        engine, devices, policy):
+    replicas = initialize(predicting(engine), devices, policy)
+    X = images(4)
+    outputs = np.concatenate(pass_through(replicas, X))
+    # running mean 0 and variance 1
+    assert relative_difference(outputs, X / np.sqrt(1 + 1e-5)) < 1e-12
+    for name, values in statistics(replicas).items():
+        assert_bit_equal(values[0], np.full(2, float("var" in name)))
+
+
+def doubling(engine):
+    """A layer with a forward pass of the user's."""
+    net = batch_norm(engine)
+    kind = type(net[0])
+    name = "hybrid_forward" if engine.name == "mxnet" else "forward"
+    net[0].__class__ = type("Doubling", (kind,), {
+        name: lambda self, *args, **given: 2 * getattr(kind, name)(
+            self, *args, **given)})
+    return net
+
+
+@pytest.mark.parametrize("policy", ["per_device", "sync"])
+def test_a_layer_with_a_forward_pass_of_its_own(engine, devices, policy):
+    replicas = initialize(doubling(engine), devices, policy)
+    X = images(4)
+    if policy == "sync" and len(devices) > 1:
+        with pytest.raises(ValueError, match=r"of their own in \['0'\]"):
+            pass_through(replicas, X)
+        return
+    for shard, output in zip(shards_of(X, len(devices)),
+                             pass_through(replicas, X)):
+        mean, var = (f(shard, axis=(0, 2, 3), keepdims=True)
+                     for f in (np.mean, np.var))
+        assert relative_difference(
+            output, 2 * (shard - mean) / np.sqrt(var + 1e-5)) < 1e-12
+
+
 @pytest.mark.parametrize("name", TORCH)
 def test_layers_without_running_statistics_are_synchronised_too(name):
     with using_engine(name) as engine:

@@ -1,5 +1,6 @@
 """What an engine tells of a user's network: layers, shared tensors, calls,
 dropout. One body for both engines."""
+import contextlib
 import threading
 from dataclasses import dataclass
 
@@ -409,6 +410,50 @@ def test_other_layers_are_refused_until_the_network_is_made_anew(
         replicas = mgpu.initialize(net, devices, init="keep",
                                    force_reinit=True)
         assert len(replicas(shards)) == k
+
+
+def caching(grows):
+    import torch
+    from torch import nn
+
+    class Caching(nn.Linear):
+        def __init__(self):
+            super().__init__(6, 4, dtype=torch.float64)
+            self.register_buffer("cache", torch.zeros(1) if grows else None)
+
+        def forward(self, x):
+            if grows:
+                self.cache = torch.cat([self.cache, torch.zeros(1)])
+            elif self.cache is None:
+                self.register_buffer("cache", torch.ones(1))
+            return super().forward(x) + self.cache.sum()
+    torch.manual_seed(0)
+    return Caching()
+
+
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_buffers_that_passes_make_belong_to_their_device(backend, k):
+    """All devices have them then; on one device a buffer may even grow."""
+    outputs = []
+    for devices in (1, k):
+        replicas = mgpu.initialize(
+            caching(False), [mgpu.cpu(i) for i in range(devices)])
+        shards = mgpu.split_and_load(np.eye(6)[:4], replicas.devices,
+                                     even_split=False)
+        replicas(shards)
+        outputs.append(np.concatenate(
+            [mgpu.to_numpy(x) for x in replicas(shards)]))
+    assert np.abs(outputs[0] - outputs[1]).max() < 1e-12
+    replicas.net.register_buffer("late", mgpu.put(np.ones(1), mgpu.cpu(0)))
+    with contextlib.nullcontext() if k == 1 else pytest.raises(
+            RuntimeError, match="others under 'late'"):
+        replicas(shards)
+    replicas = mgpu.initialize(caching(True), replicas.devices)
+    with mgpu.record(), contextlib.nullcontext() if k == 1 else pytest.raises(
+            ValueError, match=r"'cache' keeps its shape, \(1,\); received "
+            r"\(2,\)"):
+        replicas(shards)
 
 
 def mxnet_layer(net):

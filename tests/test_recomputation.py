@@ -185,6 +185,34 @@ def test_given_masks_are_used_again(k, reentrant):
             assert relative_difference(g, h) < 1e-12
 
 
+@pytest.mark.parametrize("wrap", ["attribute", "mapping"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_outputs_in_an_object_of_the_users(k, wrap):
+    """The backward pass finds the tensors there: it counts no batch again."""
+    from collections import UserDict
+    from types import SimpleNamespace
+
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8))
+
+        def forward(self, x):
+            y = checkpoint(self.body, x, use_reentrant=False)
+            return SimpleNamespace(out=y) if wrap == "attribute" \
+                else UserDict(out=y)
+    net = Network().double()
+    replicas, trainer = start(net, k)
+    mgpu.train_batch(
+        np.random.default_rng(0).normal(size=(8, 6)), np.zeros(8), replicas,
+        lambda output, y: (vars(output).get("out") if wrap == "attribute"
+                           else output["out"]).sum(1), trainer)
+    assert net.body[1].num_batches_tracked == 1
+
+
 @REENTRANT
 def test_a_network_is_as_it_was_after_a_pass(reentrant):
     """Also after an error in the backward pass."""

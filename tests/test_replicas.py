@@ -1305,6 +1305,79 @@ def test_a_bias_learns_while_its_weight_is_frozen(engine, devices, dtype):
                 < {"float32": 1e-6, "float64": 1e-14}[dtype], name
 
 
+def freeze_weights(replicas, own):
+    """By the framework's own means, or mgpu's."""
+    for p in replicas.params()[:-2]:    # not of the last layer
+        if "weight" not in p.name:
+            continue
+        if not own:
+            p.grad_req = "null"
+        elif replicas.backend.name == "mxnet":
+            replicas.net.collect_params(f".*{p.name.split('.')[-1]}").setattr(
+                "grad_req", "null")
+        else:
+            p.data().requires_grad_(False)
+
+
+def with_cell(engine):
+    """Two matrices, each with a bias, in one layer."""
+    base, dense = bricks(engine)
+    if engine.name == "mxnet":
+        from mxnet import gluon as layers
+        cell = layers.rnn.RNNCell(4, input_size=6)
+    else:
+        from torch import nn as layers
+        cell = layers.RNNCell(6, 4)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.end = cell, dense(4, 3)
+
+        def forward(self, x):
+            state = 0 * x[:, :4]
+            return self.end(self.cell(x, [state])[0] if engine.name == "mxnet"
+                            else self.cell(x, state))
+    return Net()
+
+
+@pytest.mark.parametrize("name, make", [
+    *((name, mlp) for name in ENGINES),
+    # Gluon's cells do not take the arrays of mx.np.
+    *((name, with_cell) for name in ENGINES if name != "mxnet-np")])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_bias_learns_once_its_weight_is_frozen(name, devices, make, own):
+    """In the middle of a training, in float32: an old gradient must not be
+    applied again."""
+    found = []
+    with using_engine(name) as engine:
+        for dtype, places in (("float64", on(0)), ("float32", devices)):
+            replicas = mgpu.initialize(make(engine), places, "xavier", seed=1,
+                                       dtype=dtype)
+            train(replicas, table(8, dtype))
+            freeze_weights(replicas, own)
+            for seed in (1, 2, 3):
+                train(replicas, table(8, dtype, seed))
+            found.append(on_each(replicas))
+    for name, arrays in found[1].items():
+        for x in arrays:        # four steps in float32
+            assert relative_difference(x, found[0][name][0]) < 1e-5, name
+
+
+def test_a_part_of_an_initialized_network_is_refused(engine, devices):
+    """Its replicas would be others than those of the whole."""
+    net = mlp(engine)
+    replicas = mgpu.initialize(net, devices, "xavier", seed=1)
+    with pytest.raises(ValueError, match="belongs to one network that is "
+                       "initialized; received 'weight', 'bias'"):
+        mgpu.initialize(net[0], devices, "xavier")
+    train(replicas, table(8))
+    part = net[0]
+    del net, replicas
+    gc.collect()
+    mgpu.initialize(part, devices)
+
+
 # -- values through NumPy -----------------------------------------------------
 
 @pytest.mark.parametrize("source", ENGINES)
@@ -1735,6 +1808,44 @@ def test_sparse_gradients_are_refused(engine, k):
                        "parameter; received sparse ones for '0.weight'. "):
         mgpu.initialize(net, on(*range(k)), dtype="float64")
     assert "float32" in str((net[0].weight).dtype)
+
+
+def scripted(nn):
+    import torch
+    return torch.jit.script(nn.Linear(4, 3))
+
+
+def sparse_buffer(nn):
+    import torch
+    layer = nn.Linear(4, 3)
+    layer.register_buffer("graph", torch.eye(3).to_sparse())
+    return layer
+
+
+def complex_weight(nn):
+    import torch
+    layer = nn.Linear(4, 3)
+    layer.factor = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return layer
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("make, words, single", [
+    (scripted, r"received TorchScript in \['0'\]", False),
+    (sparse_buffer, r"sparse or complex ones: \['0.graph'\]", False),
+    (complex_weight, r"sparse or complex ones: \['0.factor'\]", False),
+    (lambda nn: nn.Embedding(4, 3, max_norm=1.0),
+     r"received max_norm in \['0'\]", True)])
+@pytest.mark.parametrize("k", [1, 2])
+def test_layers_that_do_not_fit_are_refused(name, make, words, single, k):
+    with using_engine(name):
+        from torch import nn
+        net = nn.Sequential(make(nn))
+        if single and k == 1:
+            mgpu.initialize(net, on(0))
+            return
+        with pytest.raises(ValueError, match=words):
+            mgpu.initialize(net, on(*range(k)))
 
 
 @pytest.mark.parametrize("name", MXNET)

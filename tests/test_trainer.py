@@ -726,6 +726,87 @@ def test_writes_that_torch_does_not_count_are_seen(
     assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("engine_name", [e for e in ENGINES if e == "torch"])
+@pytest.mark.parametrize("edit", [
+    lambda g: g.copy_(g.roll(1, 0)), lambda g: g.copy_(g.roll(1, 1)),
+    lambda g: g.neg_(), lambda g: g[0, -2:].neg_()],
+    ids=["rows", "columns", "signs", "two_signs"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_writes_that_change_no_plain_sum_are_seen(engine_name, edit, dtype):
+    """A large gradient whose rows are opposites: its values add up to 0."""
+    from torch import nn
+    with using_engine(engine_name):
+        net = nn.Linear(2048, 2)
+        replicas = mgpu.initialize(net, on(0, 1), "xavier", dtype=dtype)
+        trainer = mgpu.Trainer(replicas, "sgd")
+        X = np.random.default_rng(0).normal(size=(4, 2048)).astype(dtype)
+        with mgpu.record():
+            losses = [out[:, 0] - out[:, 1] for out in replicas(
+                mgpu.split_and_load(X, replicas.devices))]
+        mgpu.backward(losses)
+        edit(net.weight.grad.data)
+        with pytest.raises(RuntimeError, match="on some devices"):
+            trainer.step(4)
+
+
+def test_sums_that_another_trainer_has_applied_are_not_applied_again(
+        engine, devices):
+    replicas = initialize(mlp(engine), devices)
+    first, second = (mgpu.Trainer(replicas, "sgd") for _ in range(2))
+    backward(replicas, *batch(8))
+    first.allreduce_grads()
+    backward(replicas, *batch(8, 1))
+    second.step(8)
+    before = values(replicas)
+    with pytest.raises(RuntimeError, match="received none since the last"):
+        first.update(8)
+    assert_unchanged(values(replicas), before)
+
+
+@pytest.mark.parametrize("wrong, error", [
+    (float("nan"), ValueError), (float("inf"), ValueError),
+    (-1.0, ValueError), ("0.1", TypeError), (None, TypeError)], ids=str)
+def test_a_wrong_rate_of_a_schedule_changes_nothing(engine, devices, wrong,
+                                                    error):
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", lr_scheduler=lambda n: wrong)
+    before = values(replicas)
+    with pytest.raises(error, match="what a schedule returns must be"):
+        mgpu.train_batch(*batch(8), replicas,
+                         mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+    assert_unchanged(values(replicas), before)
+    trainer.lr_scheduler = lambda n: 0.125
+    train(replicas, trainer)        # nothing is torn
+
+
+@pytest.mark.parametrize("which", ["lr_mult", "wd_mult"])
+def test_a_multiplier_that_is_no_number_changes_nothing(engine, which):
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd")
+    getattr(trainer, which)["0.bias"] = float("nan")
+    before = values(replicas)
+    with pytest.raises(ValueError, match=f"{which} must be .* '0.bias'"):
+        train(replicas, trainer)
+    assert_unchanged(values(replicas), before)
+    del getattr(trainer, which)["0.bias"]
+    train(replicas, trainer)
+
+
+def test_what_is_frozen_after_the_sum_stays(engine, devices):
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    backward(replicas, *batch(8))
+    trainer.allreduce_grads()
+    before = values(replicas)
+    replicas.params()[0].grad_req = "null"
+    trainer.update(8)
+    now = values(replicas)
+    for p in replicas.params():
+        assert (now[p.name][0] != before[p.name][0]).any() \
+            == (p.name != "0.weight")
+    assert_replicas_equal(now)
+
+
 def test_a_backward_pass_after_the_sum_is_refused(engine, devices):
     replicas = initialize(mlp(engine), devices)
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})

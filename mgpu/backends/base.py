@@ -355,6 +355,10 @@ class Network(ABC):
         return {spec.name for spec in self.specs()} \
             if self.values() is None else set()
 
+    def shares(self, other: Any) -> list[str]:
+        """Names of the parameters that are also the network `other`'s."""
+        return []
+
     def defer(self, devices: Sequence[Device],
               draws: dict[int, Callable[[tuple[int, ...]], np.ndarray]]
               ) -> bool:

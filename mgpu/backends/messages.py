@@ -58,13 +58,22 @@ def refuse_foreign(x: Any, backend: str) -> None:
 
 
 def changed_layers(names: Iterable[str]) -> RuntimeError:
-    """Layers, or parameters, came, went or were replaced."""
+    """Layers, parameters or buffers came, went or were replaced."""
     return RuntimeError(
-        "a network keeps its layers, and a layer its parameters, from "
-        "initialize on; received others under "
+        "a network keeps its layers, and a layer its parameters and buffers, "
+        "from initialize on; received others under "
         f"{', '.join(map(repr, names))}. Change them before "
         "mgpu.initialize, or call it again with force_reinit=True and "
         "init='keep', and make a new Trainer.")
+
+
+def own_batch_norm(paths: Iterable[str]) -> ValueError:
+    """Batch-norm layers whose forward pass the user has written."""
+    return ValueError(
+        "batch_norm='sync' computes the layers of the framework; received "
+        f"batch-norm layers with a forward pass of their own in {list(paths)}"
+        ". Use batch_norm='per_device' or 'average', or the framework's "
+        "plain layer.")
 
 
 def wrong_device(device: Any, actual: Any) -> ValueError:

@@ -79,6 +79,64 @@ MUTANTS = [
                 "content is not _ARRAYS", "True"),
            ("test_network_hooks.py::test_tensors_that_a_pass_keeps_stay_with_"
             "their_device[torch]",)),
+    Mutant("torch-late-buffers", "a new buffer on replica 0 only",
+           edit(_ATTRIBUTES + "Attributes.check_layers", "if not all(",
+                "if False and all("),
+           ("test_network_hooks.py::test_buffers_that_passes_make_belong_to_"
+            "their_device*",)),
+    Mutant("torch-buffers-grow", "a buffer of another shape",
+           edit("mgpu.following:Following.passed",
+                "tuple(x.shape) != p.shape", "False"),
+           ("test_network_hooks.py::test_buffers_that_passes_make_belong_to_"
+            "their_device*",)),
+    Mutant("torch-eval-in-forward", "a layer that the network has put into "
+           "eval mode trains", edit(
+               "mgpu.backends._torch.arithmetic:_in_training",
+               "if layer.training", "if True"),
+           ("test_batch_norm.py::test_the_network_may_end_the_training_mode_"
+            "of_a_layer*",)),
+    Mutant("mxnet-predict-mode-in-forward", "a layer called in predict_mode "
+           "trains", edit("mgpu.backends._mxnet.network:_computed_by",
+                          "if mx.autograd.is_training()", "if True"),
+           ("test_batch_norm.py::test_the_network_may_end_the_training_mode_"
+            "of_a_layer*",)),
+    Mutant("torch-own-forward-lost", "the user's forward of a batch norm is "
+           "not called", edit(
+               "mgpu.backends._torch.arithmetic:computes_itself",
+               "type(layer).forward not in FORWARDS", "False"),
+           ("test_batch_norm.py::test_a_layer_with_a_forward_pass_of_its_own"
+            "*",)),
+    Mutant("mxnet-own-forward-lost", "the user's forward of a batch norm is "
+           "not called under sync", edit(
+               "mgpu.backends._mxnet.network:MXNetNetwork.use_batch_norm",
+               "if own:", "if False:"),
+           ("test_batch_norm.py::test_a_layer_with_a_forward_pass_of_its_own"
+            "*",)),
+    Mutant("torch-tensors-in-objects", "tensors in an object of the user's "
+           "are not found", edit(
+               _REPLICA + "__call__", "for x in _tensors(result, set())",
+               "for x in filter(torch.is_tensor, tree_leaves(result))"),
+           ("test_recomputation.py::test_outputs_in_an_object_of_the_users"
+            "*",)),
+    Mutant("torch-max-norm", "a forward pass writes to the weights of its "
+           "device", edit("mgpu.backends._torch.network:TorchNetwork.check",
+                          "if written and", "if False and"),
+           ("test_replicas.py::test_layers_that_do_not_fit_are_refused*",)),
+    Mutant("parts-of-a-network", "a part gets replicas of its own",
+           edit("mgpu.replicas:_check_alone", "if shared:", "if False:"),
+           ("test_replicas.py::test_a_part_of_an_initialized_network_is_"
+            "refused*",)),
+    Mutant("mxnet-frozen-later", "a bias learns from old gradients",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.adopt",
+                "self._mend_frozen()", "pass"),
+           ("test_replicas.py::test_a_bias_learns_once_its_weight_is_frozen"
+            "*",)),
+    Mutant("mxnet-frozen-cells", "a bias of a cell learns from old gradients",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork._mend_frozen",
+                "len(p.shape or ()) == 2", "isinstance("
+                "block, mx.gluon.nn.Dense)"),
+           ("test_replicas.py::test_a_bias_learns_once_its_weight_is_frozen"
+            "*",)),
     Mutant("torch-layers-change", "other layers on replica 0 only",
            edit(_ATTRIBUTES + "Attributes.check_layers",
                 "now != self._names", "False"),

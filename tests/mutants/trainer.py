@@ -62,6 +62,26 @@ MUTANTS = [
                 "if self.complete:", "if False:"),
            ("test_trainer.py::test_after_a_refused_step_gradients_are_the_"
             "users*",)),
+    Mutant("sums-without-places", "a permutation changes no sum",
+           edit("mgpu.backends._torch.leaves:_contents",
+                "np.dot(block, factors)", "block.sum()",
+                "np.dot(half, factors)", "half.sum()"),
+           ("test_trainer.py::test_writes_that_change_no_plain_sum_are_seen"
+            "*",)),
+    Mutant("any-rate", "a schedule may return what it likes",
+           edit("mgpu.trainer:Trainer.rate", 'returns", rate', 'returns", 0'),
+           ("test_trainer.py::test_a_wrong_rate_of_a_schedule_changes_"
+            "nothing*",)),
+    Mutant("any-multiplier", "a multiplier may be no number",
+           edit("mgpu.trainer:Trainer._work", "if not isfinite(x)",
+                "if False"),
+           ("test_trainer.py::test_a_multiplier_that_is_no_number_changes_"
+            "nothing*",)),
+    Mutant("anybodys-sums", "sums that another trainer has applied",
+           edit("mgpu.trainer:Trainer.summed",
+                "self.replicas.summed_by is not self", "False"),
+           ("test_trainer.py::test_sums_that_another_trainer_has_applied_are_"
+            "not_applied_again*",)),
     Mutant("contents-not-looked-at", "writes that no version counts",
            edit("mgpu.backends._torch.leaves:_Leaf.edited",
                 "contents != _contents(gradient)", "False"),

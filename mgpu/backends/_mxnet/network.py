@@ -139,17 +139,25 @@ class MXNetNetwork(base.Network):
         self._mend_frozen()
 
     def _mend_frozen(self) -> None:
-        # MXNet's float32 kernel of a Dense layer computes the gradient of
-        # the bias together with that of the weight: where the weight is
-        # frozen the bias would not learn. So the weight's arrays get a
-        # gradient, which Gluon does not see.
+        # MXNet's float32 kernel of a Dense layer, which cells and blocks of
+        # the user's use too, computes the gradient of the bias together with
+        # that of the weight: where the weight is frozen the bias would not
+        # learn. So the weight's arrays get a gradient, which Gluon does not
+        # see.
         for _, block in _blocks(self.net):
-            if isinstance(block, mx.gluon.nn.Dense) and block.bias is not None:
-                weight, bias = block.weight, block.bias
-                if weight.grad_req == "null" != bias.grad_req and \
-                        np.dtype(weight.dtype) == np.float32:
-                    for x in weight.list_data():
-                        x.attach_grad()
+            own = block._reg_params.values()
+            if any(p.grad_req != "null" and len(p.shape or ()) == 1
+                   for p in own):
+                for p in own:
+                    if p.grad_req == "null" and len(p.shape or ()) == 2 \
+                            and np.dtype(p.dtype) == np.float32 \
+                            and _value(p) is not None:
+                        for x in p.list_data():
+                            x.attach_grad()
+
+    def adopt(self, number, arrays, earlier) -> None:
+        # Gluon's `grad_req` puts other arrays in the place of all.
+        self._mend_frozen()
 
     def devices(self) -> list[Any]:
         if not self.entries:
@@ -237,6 +245,11 @@ class MXNetNetwork(base.Network):
         return {name for name, p, _ in self.entries
                 if not p._deferred_init and _value(p) is None}
 
+    def shares(self, other: Any) -> list[str]:
+        theirs = set(map(id, other.collect_params().values())) \
+            if isinstance(other, mx.gluon.Block) else set()
+        return [name for name, p, _ in self.entries if id(p) in theirs]
+
     def defer(self, devices, draws) -> bool:
         contexts = [self.backend.handle(d) for d in devices]
         with self._undone_by_errors():
@@ -258,7 +271,8 @@ class MXNetNetwork(base.Network):
             raise ValueError(
                 "MXNet computes wrong float64 gradients of its recurrent "
                 f"layers on CPUs; received float64 for {wide}. Use "
-                "dtype='float32', or cells (gluon.rnn.LSTMCell).")
+                "dtype='float32', or cells (gluon.rnn.LSTMCell) with "
+                "begin_state= in float64.")
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.autocast is not None:
@@ -354,8 +368,6 @@ class MXNetNetwork(base.Network):
     @contextlib.contextmanager
     def use_masks(self, draw: base.DrawMask) -> Iterator[None]:
         def forward(layer: Any, x: Any) -> Any:
-            if not self.backend.is_training():
-                return x
             return x * draw(x, layer._rate, tuple(layer._axes),
                             self._index(x))
         with self._layer_by_layer(), _computed_by([
@@ -374,6 +386,15 @@ class MXNetNetwork(base.Network):
                 "synchronised batch normalisation needs the layers of the "
                 "network one by one; received a hybridized network. Call "
                 "net.hybridize(False) first.")
+        plain = mx.gluon.nn.BatchNorm
+        own = [path for path, block in _blocks(self.net)
+               if isinstance(block, plain.__mro__[1])
+               and not block._kwargs["use_global_stats"]
+               and (not isinstance(block, plain)     # BatchNormReLU
+                    or type(block).hybrid_forward is not plain.hybrid_forward
+                    or type(block).forward is not plain.forward)]
+        if own:
+            raise messages.own_batch_norm(own)
 
         def forward(path: str, layer: Any, x: Any) -> Any:
             kwargs = layer._kwargs
@@ -392,10 +413,14 @@ class MXNetNetwork(base.Network):
 @contextlib.contextmanager
 def _computed_by(forwards: Sequence[tuple[Any, Callable[[Any], Any]]]
                  ) -> Iterator[None]:
-    """Inside the block, layers compute by functions of mgpu."""
+    """Inside the block, layers compute by functions of mgpu, but where the
+    network's own code has ended the training mode."""
+    def either(layer: Any, forward: Callable[[Any], Any], x: Any) -> Any:
+        return forward(x) if mx.autograd.is_training() \
+            else type(layer).forward(layer, x)
     try:
         for layer, forward in forwards:
-            layer.__dict__["forward"] = forward
+            layer.__dict__["forward"] = partial(either, layer, forward)
         yield
     finally:
         for layer, _ in forwards:

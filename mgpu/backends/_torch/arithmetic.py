@@ -13,10 +13,26 @@ from torch import nn
 from mgpu.backends import base
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+#: what they compute by, where the user has not written it
+FORWARDS = {layer.forward for layer in (*BATCH_NORMS, nn.SyncBatchNorm)}
 #: leading axes of a dropout layer's mask; 0: all of them
 DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
 
 Forward = Callable[[Any], Any]
+
+
+def computes_itself(layer: nn.Module) -> bool:
+    """Whether a batch-norm layer has a forward pass of the user's."""
+    return type(layer).forward not in FORWARDS
+
+
+def _in_training(layer: nn.Module, forward: Forward) -> Forward:
+    """`forward`, unless the network's own code has put `layer` into eval
+    mode."""
+    def either(x: Any) -> Any:
+        return forward(x) if layer.training \
+            else type(layer).forward(layer, x)
+    return either
 
 
 def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
@@ -80,7 +96,7 @@ def batch_norm_forward(layer: nn.Module, path: str,
         keep = torch.is_grad_enabled() \
             if torch.compiler.is_dynamo_compiling() else keeps()
         return normalise(batch_norm_call(layer, x, path, keep), index)
-    return forward
+    return _in_training(layer, forward)
 
 
 def mask_shape(x: Any, leading: int) -> Any:
@@ -111,7 +127,7 @@ def dropout_forward(layer: nn.Module,
         else:
             mask = draw_mask(x, leading, keep, generator())
         return x * mask.div_(keep) if keep else x * mask
-    return forward
+    return _in_training(layer, forward)
 
 
 def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
@@ -132,4 +148,4 @@ def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
         if number not in again:
             again[number] = draw(x, layer.p, axes, index)
         return x * again[number]
-    return forward
+    return _in_training(layer, forward)

@@ -18,7 +18,7 @@ _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
               "_compiled_call_impl"}
 _LARGE = 1000       # a collection with more items is data
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
-_ARRAYS = object()
+_ARRAYS, _BUFFER = object(), object()
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
 _TABLES = "_hooks"      # the end of the names of torch's tables of hooks
 
@@ -74,17 +74,23 @@ class Attributes:
             target.pop(name, None)
 
     def check_layers(self) -> None:
-        """Refuse other layers, or other parameters, than there were."""
+        """Refuse other layers, parameters or buffers than there were. A
+        buffer that forward passes have made on several devices, or on the
+        only one, is what they keep there."""
         members = _members(self._first)
         if len(members) == len(self._members) \
                 and all(map(is_, members, self._members)):
             return
         now = _names(self._first[0])
-        if now != self._names:
-            raise messages.changed_layers(
-                name for name in {**self._names, **now}
-                if self._names.get(name) != now.get(name))
-        self._members = members     # a parameter took another one's place
+        changed = {name for name in {**self._names, **now}
+                   if self._names.get(name) != now.get(name)}
+        made = {name for copied in self._copies or [self._first]
+                for name, x in _names(copied[0]).items() if x == _BUFFER}
+        if not all(now.get(name) == _BUFFER and name in made
+                   for name in changed):
+            raise messages.changed_layers(sorted(changed))
+        # A parameter took another one's place, perhaps.
+        self._members, self._names = members, now
 
 
 class _Seen:
@@ -114,12 +120,14 @@ class _Seen:
 def _members(layers: Sequence[nn.Module]) -> list[Any]:
     found: list[Any] = []
     for m in layers:
-        found += [m, type(m), *m._modules.values(), *m._parameters.values()]
+        found += [m, type(m), *m._modules.values(), *m._parameters.values(),
+                  *(name for name, b in m._buffers.items() if b is not None)]
     return found
 
 
 def _names(net: nn.Module) -> dict[str, Any]:
-    """By name: each layer, and which parameter is one with which."""
+    """By name: each layer, each buffer, and which parameter is one with
+    which."""
     found: dict[str, Any] = {}
     first: dict[int, str] = {}
     for path, module in net.named_modules(remove_duplicate=False):
@@ -128,6 +136,8 @@ def _names(net: nn.Module) -> dict[str, Any]:
             if p is not None:
                 full = joined(path, name)
                 found[full] = first.setdefault(id(p), full)
+        found.update((joined(path, name), _BUFFER)
+                     for name, b in module._buffers.items() if b is not None)
     return found
 
 

@@ -4,7 +4,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mgpu.backends._torch.arithmetic import (BATCH_NORMS, batch_norm_call,
+from mgpu.backends._torch.arithmetic import (BATCH_NORMS, FORWARDS,
+                                             batch_norm_call,
                                              gluon_batch_norm)
 from mgpu.backends._torch.graph import recomputing, saved_by_hooks
 
@@ -23,6 +24,9 @@ class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
             torch.compiler.is_dynamo_compiling()
             or not (recomputing() and saved_by_hooks()))
         return gluon_batch_norm(batch_norm_call(self, x, "", keep))
+
+
+FORWARDS.add(_GluonArithmetic.forward)
 
 
 class GluonBatchNorm1d(_GluonArithmetic, nn.BatchNorm1d):

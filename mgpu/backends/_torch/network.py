@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
-from mgpu.backends._torch.arithmetic import BATCH_NORMS
+from mgpu.backends._torch.arithmetic import BATCH_NORMS, computes_itself
 from mgpu.backends._torch.attributes import Attributes
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
@@ -133,6 +133,13 @@ class TorchNetwork(base.Network):
                 if hasattr(module, _WITHOUT_VALUES)
                 and bool(p.isnan().all())}
 
+    def shares(self, other: Any) -> list[str]:
+        theirs = set(map(id, other.parameters())) \
+            if isinstance(other, nn.Module) else set()
+        return [joined(path, suffix_of(module, name))
+                for path, module, name, p in walk(self.net, "_parameters")
+                if id(p) in theirs]
+
     def defer(self, devices, draws) -> bool:
         numbers = {id(x): i for i, x in enumerate(arrays_of(self.net))}
 
@@ -160,6 +167,30 @@ class TorchNetwork(base.Network):
                       m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
         if sparse:
             raise messages.sparse_gradient(sparse)
+        other = [joined(path, name) for of in ("_parameters", "_buffers")
+                 for path, _, name, x in walk(self.net, of)
+                 if x.layout is not torch.strided or x.is_complex()]
+        if other:
+            raise ValueError(
+                "parameters and buffers are dense arrays of real numbers; "
+                f"received sparse or complex ones: {other}. Keep a constant "
+                "in a plain attribute, and complex numbers as pairs.")
+        scripted = [path for path, m in self.net.named_modules()
+                    if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise ValueError(
+                "a network consists of nn.Module layers; received TorchScript"
+                f" in {scripted}. Pass the module that it was made from, and "
+                "hybridize=True to compile it.")
+        written = [path for path, m in self.net.named_modules()
+                   if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+                   and m.max_norm is not None]
+        if written and len(devices) > 1:
+            raise ValueError(
+                "on several devices a forward pass leaves the weights as they"
+                f" are; received max_norm in {written}, with which each "
+                "device changes the rows that it meets. Use one device, or "
+                "no max_norm and torch.renorm after each step.")
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.hybridize:
@@ -286,6 +317,10 @@ class TorchNetwork(base.Network):
         return self._using("draw_mask", draw)
 
     def use_batch_norm(self, normalise):
+        own = [path for path, m in self.net.named_modules()
+               if isinstance(m, BATCH_NORMS) and computes_itself(m)]
+        if normalise is not None and own:
+            raise messages.own_batch_norm(own)
         return self._using("normalise", normalise)
 
     @contextlib.contextmanager

@@ -6,7 +6,7 @@ forward functions of batch-norm and dropout layers, are restored after it.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from mgpu.backends import base, messages
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              batch_norm_forward,
+                                             computes_itself,
                                              dropout_forward,
                                              gluon_batch_norm, masked_forward)
 from mgpu.backends._torch.compiled import (compile_module, compiling,
@@ -75,7 +76,7 @@ class TorchReplica(base.Replica):
         self._switches = [k for k in own if not self._inside[k]]
         self._batch_norms = [
             (path, m) for path, m in module.named_modules()
-            if isinstance(m, BATCH_NORMS)]
+            if isinstance(m, BATCH_NORMS) and not computes_itself(m)]
         self.ticket = ticket_for(self)
         if any(type(m) in DROPOUTS for m in self.layers):
             define_mask()      # the user may have compiled the network
@@ -176,8 +177,8 @@ class TorchReplica(base.Replica):
                 begins = partial(
                     self._backward_begins, [m.training for m in self.layers],
                     forwards, network.normalise is not None)
-                for x in tree_leaves(result):
-                    if isinstance(x, torch.Tensor) and x.grad_fn is not None:
+                for x in _tensors(result, set()):
+                    if x.grad_fn is not None:
                         x.register_hook(begins)
             return result
 
@@ -366,6 +367,19 @@ def undisturbed(stop: Sequence[Any]) -> Iterator[None]:
     finally:
         _inner.reset(token)
         turn.release()
+
+
+def _tensors(result: Any, met: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors of an output, also those in objects of the user's."""
+    for x in tree_leaves(result):
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif id(x) not in met and not isinstance(x, (type, nn.Module)):
+            met.add(id(x))
+            if isinstance(x, Mapping):
+                yield from _tensors(list(x.values()), met)
+            if hasattr(x, "__dict__"):
+                yield from _tensors(list(vars(x).values()), met)
 
 
 def _set_training(module: nn.Module, training: bool) -> None:
