@@ -141,6 +141,7 @@ class Trainer:
         self.num_update = 0
         self._counts: dict[str, int] = {}
         self._states: list[DeviceState] = [{} for _ in replicas.devices]
+        self._options: dict[str, Any] = {}      # of the optimiser, checked
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
         self._torn = False          # by an update that has failed midway
@@ -469,6 +470,8 @@ class Trainer:
     def _work(self, parameters: list[Parameter], rate: float) -> list[Update]:
         """What is to be done to each parameter; makes missing states."""
         backend, optimizer, work = self.replicas.backend, self.optimizer, []
+        if optimizer.elementwise and vars(optimizer) != self._options:
+            self._check_options()
         for p in parameters:
             name, weights = p.name, p.list_data()
             for state, weight in zip(self._states, weights, strict=True):
@@ -485,6 +488,22 @@ class Trainer:
                 rate * lr_mult, optimizer.wd * wd_mult,
                 self._counts.get(name, 0) + 1))
         return work
+
+    def _check_options(self) -> None:
+        """The user has changed options of the optimiser, or has put another
+        one in its place."""
+        optimizer = self.optimizer
+        optimizer.__post_init__()
+        for name, state in self._states[0].items():
+            kept = {slot for slot, x in state.items()
+                    if not isinstance(x, float)}
+            if kept != set(optimizer.slots()):
+                raise ValueError(
+                    "an optimiser remembers the same things from its first "
+                    f"update on; received {optimizer!r}, which needs "
+                    f"{sorted(optimizer.slots())} of {name!r}, where "
+                    f"{sorted(kept)} is kept. Make a new Trainer.")
+        self._options = dict(vars(optimizer))
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
         order = sorted(self._states[0], key=self.gluon_order())

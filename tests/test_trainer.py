@@ -792,6 +792,26 @@ def test_a_multiplier_that_is_no_number_changes_nothing(engine, which):
     train(replicas, trainer)
 
 
+@pytest.mark.parametrize("semantics", ["gluon", "torch"])
+@pytest.mark.parametrize("name, option, value, error", [
+    ("sgd", "momentum", 0.5, ValueError), ("sgd", "wd", "x", TypeError),
+    ("sgd", "learning_rate", float("nan"), ValueError),
+    ("rmsprop", "centered", True, ValueError)])
+def test_a_wrong_option_in_the_middle_of_a_training_changes_nothing(
+        engine, semantics, name, option, value, error):
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, name, semantics=semantics)
+    train(replicas, trainer)
+    before, good = values(replicas), getattr(trainer.optimizer, option)
+    setattr(trainer.optimizer, option, value)
+    with pytest.raises(error):
+        train(replicas, trainer)
+    assert_unchanged(values(replicas), before)
+    setattr(trainer.optimizer, option, good)
+    trainer.optimizer.learning_rate = 0.5
+    train(replicas, trainer)        # nothing is torn
+
+
 def test_what_is_frozen_after_the_sum_stays(engine, devices):
     replicas = initialize(mlp(engine), devices)
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})

@@ -77,6 +77,11 @@ MUTANTS = [
                 "if False"),
            ("test_trainer.py::test_a_multiplier_that_is_no_number_changes_"
             "nothing*",)),
+    Mutant("any-option", "options change in the middle of a training",
+           edit("mgpu.trainer:Trainer._check_options",
+                "optimizer.__post_init__()", "pass"),
+           ("test_trainer.py::test_a_wrong_option_in_the_middle_of_a_training"
+            "_changes_nothing*",)),
     Mutant("anybodys-sums", "sums that another trainer has applied",
            edit("mgpu.trainer:Trainer.summed",
                 "self.replicas.summed_by is not self", "False"),
