@@ -103,7 +103,7 @@ MUTANTS = [
             "applied[1dev-before the sum]",)),
     Mutant("taken-away-afterwards", "a sum that the user took away is zero",
            edit("mgpu.trainer:Trainer.summed",
-                "if self.replicas.backend.has_gradient(p.data())", ""),
+                "and self.replicas.backend.has_gradient(p.data())", ""),
            ("test_trainer.py::test_a_gradient_that_the_user_takes_away_is_not_"
             "applied[2dev-after the sum]",)),
     Mutant("sums-summed-again", "a sum that grows is counted on each device",
