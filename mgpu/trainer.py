@@ -494,15 +494,18 @@ class Trainer:
         one in its place."""
         optimizer = self.optimizer
         optimizer.__post_init__()
-        for name, state in self._states[0].items():
-            kept = {slot for slot, x in state.items()
-                    if not isinstance(x, float)}
-            if kept != set(optimizer.slots()):
+        p = next((p for p in self.replicas.params()     # as of all others
+                  if p.name in self._states[0]), None)
+        if p is not None:
+            kept = self._states[0][p.name]
+            needed = optimizer.create_state(p.data(),
+                                            self.replicas.backend.ops)
+            if needed.keys() != kept.keys():
                 raise ValueError(
                     "an optimiser remembers the same things from its first "
                     f"update on; received {optimizer!r}, which needs "
-                    f"{sorted(optimizer.slots())} of {name!r}, where "
-                    f"{sorted(kept)} is kept. Make a new Trainer.")
+                    f"{sorted(needed)} of {p.name!r}, where {sorted(kept)} "
+                    "is kept. Make a new Trainer.")
         self._options = dict(vars(optimizer))
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
