@@ -59,19 +59,24 @@ class Following:
         without rows could not take it over."""
         for p in buffers:
             known = self._known[p.name]
-            self._known[p.name] = known._replace(contents=None) \
-                if known.marks[0] is None else known._replace(
-                    marks=[self._backend.mark(x) for x in p.list_data()])
-            for x, d in zip(p.list_data() if len(self._devices) > 1
-                            and known.marks[0] is not None else (),
-                            self._devices):
-                if tuple(x.shape) != p.shape:
-                    raise ValueError(
-                        f"on several devices buffer {p.name!r} keeps its "
-                        f"shape, {p.shape}; received {tuple(x.shape)} on {d}."
-                        " Make it as large as it gets before mgpu.initialize,"
-                        " or keep it in a plain attribute, which each device "
-                        "has for itself.")
+            if known.marks[0] is None:
+                self._known[p.name] = known._replace(contents=None)
+                continue
+            arrays = p.list_data()
+            self._known[p.name] = known._replace(
+                marks=[self._backend.mark(x) for x in arrays])
+            if len(arrays) > 1:
+                self._check_shapes(p, arrays)
+
+    def _check_shapes(self, p: Parameter, arrays: Sequence[Array]) -> None:
+        for x, device in zip(arrays, self._devices):
+            if tuple(x.shape) != p.shape:
+                raise ValueError(
+                    f"on several devices buffer {p.name!r} keeps its shape, "
+                    f"{p.shape}; received {tuple(x.shape)} on {device}. Make "
+                    "it as large as it gets before mgpu.initialize, or keep "
+                    "it in a plain attribute, which each device has for "
+                    "itself.")
 
     def written(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """Those whose arrays of replica 0 the engine has counted a write

@@ -2,7 +2,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -478,11 +477,8 @@ class Trainer:
                 if name not in state:
                     state[name] = optimizer.create_state(weight, backend.ops)
             lr_mult, wd_mult = self.multipliers(p)
-            for what, x in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
-                if not isfinite(x):
-                    raise ValueError(
-                        f"{what} must be a finite number; received {x!r} for "
-                        f"{name!r}. Set another one.")
+            _check_number(f"lr_mult of {name!r}", lr_mult)
+            _check_number(f"wd_mult of {name!r}", wd_mult)
             work.append(Update(
                 name, weights, [backend.grad(x) for x in weights],
                 rate * lr_mult, optimizer.wd * wd_mult,

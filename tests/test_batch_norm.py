@@ -83,6 +83,14 @@ def values_on(replicas, i):
             for p in (*replicas.params(), *replicas.statistics())}
 
 
+def assert_predicts(replicas, X):
+    """By running mean 0 and variance 1, which stay."""
+    outputs = np.concatenate(pass_through(replicas, X))
+    assert relative_difference(outputs, X / np.sqrt(1 + 1e-5)) < 1e-12
+    for name, values in statistics(replicas).items():
+        assert_bit_equal(values[0], np.full(2, float("var" in name)))
+
+
 def statistics(replicas):
     """Name -> one array per device."""
     return {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
@@ -495,12 +503,7 @@ def test_global_statistics_are_never_those_of_a_batch(name):
     with using_engine(name) as engine:
         replicas = initialize(
             batch_norm(engine, use_global_stats=True), on(2), "sync")
-        X = images(4)
-        outputs = np.concatenate(pass_through(replicas, X))
-        # running mean 0 and variance 1
-        assert relative_difference(outputs, X / np.sqrt(1 + 1e-5)) < 1e-12
-        for name, values in statistics(replicas).items():
-            assert_bit_equal(values[0], np.full(2, float("var" in name)))
+        assert_predicts(replicas, images(4))
 
 
 def predicting(engine):
@@ -532,13 +535,8 @@ def predicting(engine):
 @pytest.mark.parametrize("policy", ["per_device", "average", "sync"])
 def test_the_network_may_end_the_training_mode_of_a_layer(
         engine, devices, policy):
-    replicas = initialize(predicting(engine), devices, policy)
-    X = images(4)
-    outputs = np.concatenate(pass_through(replicas, X))
-    # running mean 0 and variance 1
-    assert relative_difference(outputs, X / np.sqrt(1 + 1e-5)) < 1e-12
-    for name, values in statistics(replicas).items():
-        assert_bit_equal(values[0], np.full(2, float("var" in name)))
+    assert_predicts(initialize(predicting(engine), devices, policy),
+                    images(4))
 
 
 def doubling(engine):

@@ -85,7 +85,7 @@ MUTANTS = [
            ("test_network_hooks.py::test_buffers_that_passes_make_belong_to_"
             "their_device*",)),
     Mutant("torch-buffers-grow", "a buffer of another shape",
-           edit("mgpu.following:Following.passed",
+           edit("mgpu.following:Following._check_shapes",
                 "tuple(x.shape) != p.shape", "False"),
            ("test_network_hooks.py::test_buffers_that_passes_make_belong_to_"
             "their_device*",)),
@@ -108,7 +108,7 @@ MUTANTS = [
             "*",)),
     Mutant("mxnet-own-forward-lost", "the user's forward of a batch norm is "
            "not called under sync", edit(
-               "mgpu.backends._mxnet.network:MXNetNetwork.use_batch_norm",
+               "mgpu.backends._mxnet.network:MXNetNetwork._batch_norm_layers",
                "if own:", "if False:"),
            ("test_batch_norm.py::test_a_layer_with_a_forward_pass_of_its_own"
             "*",)),

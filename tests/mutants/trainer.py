@@ -73,8 +73,9 @@ MUTANTS = [
            ("test_trainer.py::test_a_wrong_rate_of_a_schedule_changes_"
             "nothing*",)),
     Mutant("any-multiplier", "a multiplier may be no number",
-           edit("mgpu.trainer:Trainer._work", "if not isfinite(x)",
-                "if False"),
+           edit("mgpu.trainer:Trainer._work",
+                "of {name!r}\", lr_mult", "of {name!r}\", 0",
+                "of {name!r}\", wd_mult", "of {name!r}\", 0"),
            ("test_trainer.py::test_a_multiplier_that_is_no_number_changes_"
             "nothing*",)),
     Mutant("any-option", "options change in the middle of a training",

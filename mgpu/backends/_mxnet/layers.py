@@ -19,7 +19,7 @@ def is_layer(block: Any) -> bool:
 
 _Conv = nn.Conv2D.__mro__[1]
 _Pooling = nn.MaxPool2D.__mro__[1]
-_BatchNorm = nn.BatchNorm.__mro__[1]
+BATCH_NORM = nn.BatchNorm.__mro__[1]
 
 
 def describe(block: Any) -> tuple[str, dict[str, Any]]:
@@ -36,7 +36,7 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
             "padding": tuple(own["pad"]), "dilation": tuple(own["dilate"]),
             "groups": own["num_group"], "bias": block.bias is not None,
             "activation": _activation(block)}
-    if isinstance(block, _BatchNorm):
+    if isinstance(block, BATCH_NORM):
         own = block._kwargs
         return "batch_norm", {
             "epsilon": own["eps"], "momentum": own["momentum"],

@@ -11,7 +11,7 @@ import numpy as np
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet.dispatch import Passes
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import describe, is_layer
+from mgpu.backends._mxnet.layers import BATCH_NORM, describe, is_layer
 
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
@@ -112,11 +112,20 @@ class MXNetNetwork(base.Network):
         self.entries = sorted(
             found.values(), key=lambda entry: entry[2] in base.BUFFERS)
 
-    def _batch_norm_layers(self) -> Iterator[tuple[str, Any]]:
+    def _batch_norm_layers(self) -> list[tuple[str, Any]]:
+        """Refuses those that compute something else."""
         # A layer with use_global_stats predicts in training too.
-        return ((path, block) for path, block in _blocks(self.net)
-                if isinstance(block, mx.gluon.nn.BatchNorm)
-                and not block._kwargs["use_global_stats"])
+        found = [(path, block) for path, block in _blocks(self.net)
+                 if isinstance(block, BATCH_NORM)
+                 and not block._kwargs["use_global_stats"]]
+        plain = mx.gluon.nn.BatchNorm
+        own = [path for path, block in found
+               if not isinstance(block, plain)      # BatchNormReLU
+               or type(block).hybrid_forward is not plain.hybrid_forward
+               or type(block).forward is not plain.forward]
+        if own:
+            raise messages.own_batch_norm(own)
+        return found
 
     def specs(self) -> list[base.Spec]:
         found = []
@@ -386,15 +395,6 @@ class MXNetNetwork(base.Network):
                 "synchronised batch normalisation needs the layers of the "
                 "network one by one; received a hybridized network. Call "
                 "net.hybridize(False) first.")
-        plain = mx.gluon.nn.BatchNorm
-        own = [path for path, block in _blocks(self.net)
-               if isinstance(block, plain.__mro__[1])
-               and not block._kwargs["use_global_stats"]
-               and (not isinstance(block, plain)     # BatchNormReLU
-                    or type(block).hybrid_forward is not plain.hybrid_forward
-                    or type(block).forward is not plain.forward)]
-        if own:
-            raise messages.own_batch_norm(own)
 
         def forward(path: str, layer: Any, x: Any) -> Any:
             kwargs = layer._kwargs

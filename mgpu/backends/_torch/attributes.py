@@ -85,8 +85,8 @@ class Attributes:
         changed = {name for name in {**self._names, **now}
                    if self._names.get(name) != now.get(name)}
         made = {name for copied in self._copies or [self._first]
-                for name, x in _names(copied[0]).items() if x == _BUFFER}
-        if not all(now.get(name) == _BUFFER and name in made
+                for name, x in _names(copied[0]).items() if x is _BUFFER}
+        if not all(now.get(name) is _BUFFER and name in made
                    for name in changed):
             raise messages.changed_layers(sorted(changed))
         # A parameter took another one's place, perhaps.

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
-from mgpu.backends._torch.arithmetic import BATCH_NORMS, computes_itself
+from mgpu.backends._torch.arithmetic import BATCH_NORMS
 from mgpu.backends._torch.attributes import Attributes
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
@@ -162,9 +162,11 @@ class TorchNetwork(base.Network):
         return True
 
     def check(self, dtype, devices) -> None:
-        sparse = [joined(path, "weight")
-                  for path, m in self.net.named_modules() if isinstance(
-                      m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+        layers = list(self.net.named_modules())
+        tables: list[tuple[str, Any]] = [
+            (path, m) for path, m in layers
+            if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        sparse = [joined(path, "weight") for path, m in tables if m.sparse]
         if sparse:
             raise messages.sparse_gradient(sparse)
         other = [joined(path, name) for of in ("_parameters", "_buffers")
@@ -175,16 +177,14 @@ class TorchNetwork(base.Network):
                 "parameters and buffers are dense arrays of real numbers; "
                 f"received sparse or complex ones: {other}. Keep a constant "
                 "in a plain attribute, and complex numbers as pairs.")
-        scripted = [path for path, m in self.net.named_modules()
+        scripted = [path for path, m in layers
                     if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
             raise ValueError(
                 "a network consists of nn.Module layers; received TorchScript"
                 f" in {scripted}. Pass the module that it was made from, and "
                 "hybridize=True to compile it.")
-        written = [path for path, m in self.net.named_modules()
-                   if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-                   and m.max_norm is not None]
+        written = [path for path, m in tables if m.max_norm is not None]
         if written and len(devices) > 1:
             raise ValueError(
                 "on several devices a forward pass leaves the weights as they"
@@ -317,8 +317,7 @@ class TorchNetwork(base.Network):
         return self._using("draw_mask", draw)
 
     def use_batch_norm(self, normalise):
-        own = [path for path, m in self.net.named_modules()
-               if isinstance(m, BATCH_NORMS) and computes_itself(m)]
+        own = self.replicas[0].own_batch_norms
         if normalise is not None and own:
             raise messages.own_batch_norm(own)
         return self._using("normalise", normalise)

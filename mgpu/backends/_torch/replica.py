@@ -74,9 +74,13 @@ class TorchReplica(base.Replica):
         self._inside = [id(m) in below for m in self.layers]
         #: the modules whose ``train`` the user has written
         self._switches = [k for k in own if not self._inside[k]]
-        self._batch_norms = [
-            (path, m) for path, m in module.named_modules()
-            if isinstance(m, BATCH_NORMS) and not computes_itself(m)]
+        norms = [(path, m) for path, m in module.named_modules()
+                 if isinstance(m, BATCH_NORMS)]
+        self._batch_norms = [(path, m) for path, m in norms
+                             if not computes_itself(m)]
+        #: batch-norm layers with a forward pass of the user's
+        self.own_batch_norms = [path for path, m in norms
+                                if computes_itself(m)]
         self.ticket = ticket_for(self)
         if any(type(m) in DROPOUTS for m in self.layers):
             define_mask()      # the user may have compiled the network
