@@ -21,7 +21,7 @@ from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices
 from mgpu.following import Following
-from mgpu.nested import as_inputs, map_leaves, rows_of
+from mgpu.nested import as_inputs, map_leaves, row_counts
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
                                  mismatch)
@@ -513,7 +513,7 @@ class Replicas(abc.Sequence):
                 f"received inputs for replica {i} only. Call "
                 "replicas(shards) instead of replicas[i](x).")
         self._check_native(i, inputs)
-        if any(map(_is_empty, inputs)):
+        if _is_empty(inputs):
             raise ValueError(
                 f"a network runs on one row or more; replica {i} on "
                 f"{self.devices[i]} received none. Leave it out, or use "
@@ -672,7 +672,7 @@ class Replicas(abc.Sequence):
         rows = list(map(as_inputs, inputs[0])) if len(inputs) == 1 \
             else list(zip(*inputs))
         active = [i for i, row in enumerate(rows)
-                  if not any(map(_is_empty, row))]
+                  if not _is_empty(row)]
         if not active:
             raise ValueError("at least one shard must hold rows; received "
                              f"{k} empty ones. Leave an empty batch out.")
@@ -709,8 +709,9 @@ def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:
     return [row if i in active else None for i, row in enumerate(rows)]
 
 
-def _is_empty(x: Any) -> bool:
-    return x is None or rows_of(x) == 0
+def _is_empty(inputs: tuple[Any, ...]) -> bool:
+    # A later one may be None: an optional mask.
+    return not inputs or inputs[0] is None or 0 in row_counts(inputs)
 
 
 def _options(network: base.Network, batch_norm: str, dtype: str | None,

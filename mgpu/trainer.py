@@ -362,9 +362,21 @@ class Trainer:
         part of the sum."""
         if len(self.replicas) == 1:
             return
+        backend = self.replicas.backend
         for p, arrays, flags in zip(parameters, columns, fresh):
-            edited = [self.replicas.backend.edited(x)
+            edited = [backend.edited(x)
                       for x, is_fresh in zip(arrays, flags) if is_fresh]
+            for i, x in enumerate(arrays):
+                if any(edited) and not flags[i] and backend.edited(x) \
+                        and backend.has_gradient(x) \
+                        and backend.to_numpy(backend.grad(x)).any():
+                    raise RuntimeError(
+                        "a device that the batch did not reach adds nothing "
+                        f"to the sum; received a gradient of {p.name!r} that "
+                        f"was changed on {self.replicas.devices[i]} since "
+                        "the backward pass. Call trainer.allreduce_grads(), "
+                        "change the gradients of replicas.net, which reaches "
+                        "all, then call trainer.update.")
             if any(edited) and not all(edited):
                 raise RuntimeError(
                     "before allreduce_grads a device's gradient is its part "

@@ -172,8 +172,8 @@ def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:
 
 
 def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
-                trainer: Trainer, split_f: Callable = split_batch
-                ) -> list[Any]:
+                trainer: Trainer, split_f: Callable = split_batch,
+                ignore_stale_grad: bool = False) -> list[Any]:
     """One step: split, all forwards, all backwards, all-reduce, update.
 
     On torch no device waits for another between its forward and its backward
@@ -190,6 +190,9 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     trainer : Trainer
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``.
+    ignore_stale_grad : bool
+        Skip parameters that no row of the batch reached, as torch does; by
+        default they are an error (`Trainer.step`).
 
     Returns
     -------
@@ -219,7 +222,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         with replicas.unobserved():
             losses = passes(replicas, X_shards, y_shards, loss,
                             trainer.loss_scale)
-            trainer.step(sum(rows_of(shard) or 0 for shard in y_shards))
+            trainer.step(sum(rows_of(shard) or 0 for shard in y_shards),
+                         ignore_stale_grad)
     return losses
 
 

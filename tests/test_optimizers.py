@@ -505,6 +505,22 @@ def test_refusals(error, match, name, semantics, options):
         optimizers.create(name, semantics, **options)
 
 
+@pytest.mark.parametrize("semantics", ["gluon", "torch"])
+def test_an_option_that_is_none_is_refused(semantics):
+    rule = optimizers.create("sgd", semantics)
+    with pytest.raises(AttributeError, match="SGD has the options .*'wd'.*"
+                       "received 'lr'.*set_learning_rate"):
+        rule.lr = 0.5
+    rule.learning_rate = 0.5
+
+    class Own(type(rule)):
+        def remember(self):
+            self.seen = 1
+    own = Own()
+    own.remember()
+    assert (rule.learning_rate, own.seen) == (0.5, 1)
+
+
 def test_ftrl_refuses_a_rate_of_zero_before_it_changes_anything(backend):
     rule = optimizers.create("ftrl")
     w = backend.put(np.ones(2), Device("cpu", 0))

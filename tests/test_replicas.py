@@ -583,6 +583,24 @@ def test_a_second_initialize_is_refused_and_changes_nothing(engine):
     assert_all_equal(on_each(replicas), before)
 
 
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("anew", [False, True])
+def test_values_that_gluon_has_moved_are_asked_for(name, anew):
+    with using_engine(name) as engine:
+        import mxnet as mx
+        net = mlp(engine)
+        replicas = mgpu.initialize(net, on(0, 1), "uniform")
+        if anew:
+            net.initialize(force_reinit=True)
+        else:
+            net.collect_params().reset_ctx(mx.cpu())
+        with pytest.raises(RuntimeError, match="'.*weight' without a value on "
+                           r"cpu\(1\).*force_reinit=True"):
+            replicas.export_numpy()
+        again = mgpu.initialize(net, on(0, 1), init="keep", force_reinit=True)
+        again.export_numpy()
+
+
 def test_force_reinit_redraws_a_trained_network(engine, devices):
     """Weights and running statistics, as if it had never been trained."""
     net = convnet(engine)
@@ -1030,7 +1048,8 @@ def test_channel_dropout_drops_channels(name):
 # -- calls --------------------------------------------------------------------
 
 def two_inputs(engine):
-    """``dense(a) + b``, also of one dict {"a": a, "b": b}."""
+    """``dense(a) + b``, also of one dict {"a": a, "b": b}; b may be
+    None."""
     base, dense = bricks(engine)
 
     class Net(base):
@@ -1039,9 +1058,9 @@ def two_inputs(engine):
             self.dense = dense(6, 3)
 
         def forward(self, a, b=None):
-            if b is None:
+            if isinstance(a, dict):
                 a, b = a["a"], a["b"]
-            return self.dense(a) + b
+            return self.dense(a) if b is None else self.dense(a) + b
     return Net()
 
 
@@ -1080,6 +1099,21 @@ def test_several_inputs(engine, devices):
         assert accuracy == 1
     out = replicas[0](a_shards[0], b_shards[0])
     assert_bit_equal(mgpu.to_numpy(out), want[0])
+
+
+def test_an_optional_input(engine, devices):
+    replicas = mgpu.initialize(two_inputs(engine), devices, "xavier")
+    a, b = table(5), np.zeros((5, 3), "float32")
+    for form in ((a, None), [a, None]):
+        for i, (out, want) in enumerate(zip(
+                replicas(shards_of(form, replicas)),
+                replicas(shards_of((a, b), replicas)))):
+            assert (out is None) == (want is None)
+            if out is not None:
+                assert_bit_equal(mgpu.to_numpy(out), mgpu.to_numpy(want))
+                assert_bit_equal(mgpu.to_numpy(replicas[i](
+                    shards_of(form, replicas)[i][0], None)),
+                    mgpu.to_numpy(want))
 
 
 def test_wrong_calls_are_refused(engine):

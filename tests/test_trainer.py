@@ -442,8 +442,9 @@ def test_ignored_stale_gradients_are_skipped_on_every_device(engine):
         assert same == name.startswith("left"), name
     # The first real step is Adam's t = 1, a step of one rate for each element
     # with a gradient.
-    backward(replicas, *sides(-1, -1))
-    trainer.step(2, ignore_stale_grad=True)
+    mgpu.train_batch(*sides(-1, -1), replicas,
+                     mgpu.losses.SoftmaxCrossEntropyLoss(), trainer,
+                     ignore_stale_grad=True)
     move = values(replicas)["left.bias"][0] - start["left.bias"][0]
     # epsilon 1e-8 next to gradients of 1e-2
     assert relative_difference(np.abs(move), np.full(3, 0.125)) < 1e-5
@@ -631,6 +632,25 @@ def test_clipping_one_devices_part_is_refused(engine, devices):
     # And the next batch is a new one.
     backward(replicas, *batch(8))
     trainer.step(8)
+
+
+def test_a_change_on_a_device_without_rows_is_refused(engine, devices):
+    """It holds an older gradient, so what is added to that means nothing."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    train(replicas, trainer)
+    backward(replicas, *batch(1))
+    before = values(replicas)
+    for p in replicas.params():
+        for g, w in zip(p.list_grad(), p.list_data()):
+            g += w
+    if len(devices) > 1:
+        with pytest.raises(RuntimeError, match="did not reach.*'0.weight' "
+                           r"that was changed on cpu\(1\)"):
+            trainer.step(1)
+        assert_unchanged(values(replicas), before)
+        backward(replicas, *batch(1))       # a new batch
+    trainer.step(1)
 
 
 @pytest.mark.parametrize("when", ["before the sum", "after the sum"])

@@ -158,6 +158,15 @@ class Optimizer:
             value = _checked(field.name, getattr(self, field.name))
             setattr(self, field.name, value)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.elementwise and name not in self.__dataclass_fields__:
+            raise AttributeError(
+                f"{type(self).__name__} has the options "
+                f"{[field.name for field in fields(self)]}; received "
+                f"{name!r}. A learning rate is set by "
+                "Trainer.set_learning_rate.")
+        super().__setattr__(name, value)
+
     @property
     def elementwise(self) -> bool:
         """Whether `update` treats each element by itself.

@@ -49,6 +49,10 @@ MUTANTS = [
                "mgpu.trainer:Trainer._update", "if written:", "if False:"),
            ("test_replicas.py::test_what_is_written_before_the_update_reaches_"
             "all[2dev-torch-backward]",)),
+    Mutant("optional-inputs-empty", "an input that is None is a shard without "
+           "rows", edit("mgpu.replicas:_is_empty", "inputs[0] is None",
+                        "any(x is None for x in inputs)"),
+           ("test_replicas.py::test_an_optional_input[torch-2dev]",)),
     Mutant("old-values-exported", "an export mixes the network's values with "
            "those that it had", edit(
                "mgpu.following:Following.standing", "written and not own",

@@ -36,6 +36,12 @@ MUTANTS = [
                 "any(edited) and not all(edited)", "False"),
            ("test_trainer.py::test_clipping_one_devices_part_is_refused"
             "[mxnet-nd-2dev]",)),
+    Mutant("idle-edits-dropped", "what is written to the gradient of a device "
+           "without rows is lost",
+           edit("mgpu.trainer:Trainer._check_unedited",
+                "any(edited) and not flags[i]", "False"),
+           ("test_trainer.py::test_a_change_on_a_device_without_rows_is_"
+            "refused[mxnet-nd-2dev]",)),
     Mutant("address-asked-for-at-once", "memory that is not there yet",
            edit("mgpu.backends._mxnet.gradients:_wrote",
                 "calls.wait_for(handle)", "0"),

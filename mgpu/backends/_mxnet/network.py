@@ -87,7 +87,17 @@ class MXNetReplica(base.Replica):
         self._context = network.backend.handle(device)
 
     def array(self, number: int) -> Any:
-        return self._network.entries[number][1].data(self._context)
+        parameter = self._network.entries[number][1]
+        try:
+            return parameter.data(self._context)
+        except RuntimeError:    # the user has moved the values
+            raise RuntimeError(
+                "the values of a network stay on the devices that "
+                f"mgpu.initialize has put them on; received "
+                f"{parameter.name!r} without a value on {self.device}, as "
+                "after reset_ctx, or a second initialize, of the network or "
+                "of one that shares its parameters. Call mgpu.initialize("
+                "net, devices, init='keep', force_reinit=True).") from None
 
     def __call__(self, *inputs: Any) -> Any:
         self._network.backend.check_inputs(inputs, self.device)
