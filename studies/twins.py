@@ -364,17 +364,17 @@ def run_pair(name, plan, functions, devices, steps,
              told=lambda text: None, remedy=True, dtype="float64"):
     """Compare one pair; a dict for the file of results.
 
-    Where they differ, it is tried again with torch computing what is known
-    of MXNet's float32 inside float64 networks as MXNet does (`as_mxnet`): if
-    that makes the pair the same it is the cause. A pair that does not run in
+    Where they differ but for MXNet's float32, that is the cause. Else it is
+    tried again with what its family's `CORRECTIONS` say corrected: if that
+    makes the pair the same it is the cause. A pair that does not run in
     float64 is compared in float32.
     """
-    def compared(dtype, like_mxnet=False):
-        net = made(functions[1], plan)
+    def compared(dtype, corrected=False):
+        net, changed = made(functions[1], plan), []
+        if corrected:
+            changed = [text for text, correct in CORRECTIONS.get(
+                plan.get("family", ""), {}).items() if correct(net)]
         with contextlib.ExitStack() as stack:
-            changed = stack.enter_context(as_mxnet(net, plan.get(
-                "family", ""))) if like_mxnet \
-                else {}
             if plan.get("family") in CHANCE:
                 stack.enter_context(without_chance(CHANCE[plan["family"]]))
             result = parity.compare(
@@ -385,24 +385,26 @@ def run_pair(name, plan, functions, devices, steps,
                 optimizer_params=OPTIMIZER, devices=devices, dtype=dtype,
                 progress=lambda done, steps: told(f"step {done} of {steps}"))
             result.evidence = None
-            return result, [text for text, count in changed.items() if count]
+            return result, [*changed, *dict.fromkeys(
+                FLOAT32[found["function"]] for found in result.float32
+                if found["function"] in FLOAT32)]
     try:
-        result, _ = compared(dtype)
+        result, changed = compared(dtype)
     except Exception as error:      # as both engines say it
         if not re.search("float64|ouble|data type|default_type", str(error)):
             raise
         told("float32")
-        result, _ = compared("float32")
+        result, changed = compared("float32")
         result.notes.append("float32: " + " ".join(str(error).split())[-200:])
     found = summary(result)
-    if remedy and found["verdict"] == "different":
+    if found["verdict"] != "different" and result.float32:
+        found.update(verdict="different", remedy="; ".join(changed),
+                     remedied=max(x[0] for x in found["worst"].values()))
+    elif remedy and found["verdict"] == "different":
         again, changed = compared(found["dtype"], True)
-        left = max(g.relative for g in again.worst.values())
-        # a float32 product may round either way after float64's own rounding
-        before = max(x[0] for x in found["worst"].values())
-        if changed and (again.same or left < 1e-3 * before):
+        if changed and again.first is None:
             found["remedy"] = "; ".join(changed)
-        found["remedied"] = left
+        found["remedied"] = max(g.relative for g in again.worst.values())
         found["still"] = again.first and str(again.first)
     return found
 
@@ -443,6 +445,8 @@ SLOPES = ("MXNet multiplies the negative half of LeakyReLU and PReLU in "
 RESIZE = ("MXNet's BilinearResize2D computes the positions that it reads in "
           "float32, also in a float64 network (src/operator/contrib/"
           "bilinear_resize.cc: `const float h1r = ...`)")
+#: by `mgpu.parity.float32.WORDS`
+FLOAT32 = {"leaky_relu": SLOPES, "prelu": SLOPES, "interpolate": RESIZE}
 
 
 def _align_corners(net):
@@ -545,81 +549,6 @@ CORRECTIONS = {
              "nn.ReLU(inplace=True)) overwrites the skip connection, "
              "Gluon's does not": _not_in_place},
 }
-
-
-@contextlib.contextmanager
-def as_mxnet(net, family=""):
-    """Inside, a torch network computes in float32 what MXNet does, and what
-    its family's `CORRECTIONS` say is corrected: gives {text: how many
-    places}."""
-    import torch
-    from torch import nn
-    counts = collections.Counter()
-
-    class XElu(torch.autograd.Function):
-        """mshadow_op.h, xelu and xelu_grad."""
-
-        @staticmethod
-        def forward(ctx, x, a):
-            ctx.save_for_backward(x, a)
-            return torch.where(x > 0, x, (x.float() * a.float()).to(x.dtype))
-
-        @staticmethod
-        def backward(ctx, g):
-            x, a = ctx.saved_tensors
-            da = torch.where(x > 0, 0.0, x) * g
-            axes = [i for i, n in enumerate(a.shape) if n == 1]
-            return (torch.where(x > 0, g, g * a),
-                    da.sum(axes, keepdim=True) if axes else da)
-
-    def along_channels(a, x):
-        return a.reshape([1, -1] + [1] * (x.dim() - 2))
-
-    class PReLU(nn.PReLU):
-        def forward(self, x):
-            return XElu.apply(x, along_channels(self.weight, x))
-
-    class LeakyReLU(nn.LeakyReLU):
-        def forward(self, x):
-            slope = x.new_tensor([float(np.float32(self.negative_slope))])
-            return XElu.apply(x, along_channels(slope, x))
-    interpolate = nn.functional.interpolate
-
-    def matrix(n_in, n_out, like):
-        f = np.float32
-        rate = f(n_in - 1) / f(n_out - 1) if n_out > 1 else f(0)
-        at = (rate * np.arange(n_out, dtype=f)).astype(f)
-        low = at.astype(int)
-        weight = (at - low.astype(f)).astype("float64")
-        found = np.zeros((n_out, n_in))
-        rows = np.arange(n_out)
-        np.add.at(found, (rows, low), 1 - weight)
-        np.add.at(found, (rows, np.minimum(low + 1, n_in - 1)), weight)
-        return torch.from_numpy(found).to(like)
-
-    def resize(input, size=None, scale_factor=None, mode="nearest",
-               align_corners=None, **rest):
-        if mode != "bilinear" or not align_corners:
-            return interpolate(input, size, scale_factor, mode, align_corners,
-                               **rest)
-        counts[RESIZE] += 1
-        if size is None:
-            size = [int(n * scale_factor) for n in input.shape[2:]]
-        if isinstance(size, int):
-            size = [size, size]
-        h, w = (matrix(input.shape[2 + i], int(size[i]), input)
-                for i in range(2))
-        return h @ input @ w.T
-
-    for text, correct in CORRECTIONS.get(family, {}).items():
-        counts[text] += correct(net)
-    for module in net.modules():
-        for kind in (PReLU, LeakyReLU):
-            if type(module) is kind.__base__:
-                module.__class__ = kind
-                counts[SLOPES] += 1
-    with unittest.mock.patch.object(nn.functional, "interpolate", resize):
-        yield counts
 
 
 def serve(schedule, budget, dtype):

@@ -24,6 +24,7 @@ Neutral code may use these directly on native arrays of either engine:
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -238,6 +239,31 @@ class Ops(ABC):
 
 # -- a user's network ---------------------------------------------------------
 
+@dataclass
+class Float32Functions:
+    """Which functions of a network compute as MXNet does where it uses
+    float32 in a float64 network. To be set between calls.
+
+    Attributes
+    ----------
+    names : frozenset of str
+        Keys of `mgpu.parity.float32.WORDS`.
+    gradients : bool
+        Whether SELU has MXNet's gradient too.
+    watched : bool
+        Whether calls are noted in `met`.
+    met : dict of str -> None
+        All functions that could be in `names`, in the order of their first
+        calls.
+    """
+
+    names: frozenset[str] = frozenset()
+    gradients: bool = False
+    watched: bool = False
+    met: dict[str, None] = field(default_factory=dict)
+
+
+
 class Watch:
     """An announcement of `Backend.watch_gradients`.
 
@@ -292,6 +318,8 @@ class Network(ABC):
     #: layers compute as they do without mgpu: on torch, batch norm keeps the
     #: unbiased variance (see `Backend.gluonize`). Set it before a call.
     own_arithmetic: bool = False
+    #: None: the engine has no choice
+    float32: Float32Functions | None = None
 
     @abstractmethod
     def specs(self) -> list[Spec]:

@@ -22,6 +22,7 @@ from mgpu.cli import options as shared
 from mgpu.cli.errors import Command, Group
 from mgpu.cli.options import Parsed
 from mgpu.parity import report
+from mgpu.parity.result import FLOAT32
 from mgpu.progress import ProgressBar
 
 @contextlib.contextmanager
@@ -52,6 +53,8 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
 @option("--tolerance", type=float, help="The largest relative difference "
         "that counts as the same. Default: 1e-10 in float64, 1e-5 in "
         "float32.")
+@option("--allow-mxnet-float32", is_flag=True, help="Exit with 0 too where "
+        "nothing differs but what MXNet computes in float32.")
 @option("--strict", is_flag=True, help="Options of layers that differ count "
         "as different, also where this data does not reach the difference.")
 @option("--weights", type=Choice(["a", "b", "own"]), default="a",
@@ -78,8 +81,9 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     installed one; FILE.py:FACTORY works too. TRACE is a file of `mgpu trace
     record`, which stands for the first network.
 
-    Exit status: 0, they train the same; 1, they do not; 2, they could not be
-    compared, or nothing was on trial.
+    Exit status: 0, they train the same; 1, they do not (also: the same but
+    for MXNet's float32); 2, they could not be compared, or nothing was on
+    trial.
     """
     shared.check_folders(report=report_file, json=json_file)
     if (b is None) is not invariance:
@@ -105,7 +109,9 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     if json_file is not None:
         report.write_json(found, json_file)
     shared.say_written(report_file, json_file)
-    ctx.exit({"exact": 0, "same": 0, "no proof": 2}.get(found.verdict, 1))
+    allowed = {FLOAT32: 0} if options["allow_mxnet_float32"] else {}
+    ctx.exit({"exact": 0, "same": 0, "no proof": 2, **allowed}.get(
+        found.verdict, 1))
 
 
 _SETTINGS = ("optimizer", "optimizer_params", "semantics", "batch_norm",
@@ -165,7 +171,8 @@ def _compare_trace(file: str, b: Any, given: set[str],
             "FILE.py:FACTORY.")
     ours = {"loss", "optimizer", "optimizer_params", "semantics", "devices",
             "batch_norm", "native", "tolerance", "strict"}
-    _refuse(given & set(options) - ours - {"kwargs_b", "map"},
+    _refuse(given & set(options) - ours - {"kwargs_b", "map",
+                                           "allow_mxnet_float32"},
             "a trace says itself what was done")
     settings = {**_settings(options), "strict": options["strict"],
                 "devices": shared.one_run(options["devices"])}
@@ -179,7 +186,7 @@ def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
                 progress: Any) -> Any:
     _refuse({name for name in given if name.startswith("b_")}
             | given & {"kwargs_b", "map", "mode", "weights", "seeds",
-                       "strict"},
+                       "strict", "allow_mxnet_float32"},
             "--invariance compares one network with itself")
     devices = shared.parse_counts(
         options["devices"] if "devices" in given else "1,2,4,8", "--devices")

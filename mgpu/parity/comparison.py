@@ -16,12 +16,13 @@ from mgpu.parity.accuracy import compare_accuracy
 from mgpu.parity.batches import Batches, endless, first_rows
 from mgpu.parity.coverage import Coverage
 from mgpu.parity.diagnosis import diagnose
+from mgpu.parity.float32 import Float32
 from mgpu.parity.live import LiveRun
 from mgpu.parity.location import Location, locate
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry
 from mgpu.parity.measure import STAGES, TOLERANCE, Gap
-from mgpu.parity.result import Evidence, Result
+from mgpu.parity.result import FLOAT32, Evidence, Result
 from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              at_one_device, join_devices, translate)
 from mgpu.parity.side import check_common, complete
@@ -248,6 +249,7 @@ class Comparison:
         known: set = set()      # stages that differed in a step before
         earlier: list[tuple[StepResult, StepResult]] = []
         seen = Coverage(self.a, self.b, self.plan)
+        float32 = Float32(self)
         for number, X, y, before in self._walk():
             self.load_b(before)
             one = self.a.step(X, y, number)
@@ -258,11 +260,17 @@ class Comparison:
                 found = self._against_rounding(found, before, X, y, one,
                                                two, number)
                 if _different(found) - known:
-                    new, more = self._evidence(
+                    one, two, new = float32.put_in(number, X, y, before, one,
+                                                   two, found)
+                    if new is not found:
+                        found = self._against_rounding(new, before, X, y, one,
+                                                       two, number)
+                if _different(found) - known:
+                    proof, more = self._evidence(
                         number, X, y, before, one, two, earlier, found)
                     known |= _different(found)
                     found = more + found
-                    evidence.append(new)
+                    evidence.append(proof)
                 self.a.load(one.after)
             gaps += found
             losses["a"].append(float(np.mean(one.losses)))
@@ -275,6 +283,9 @@ class Comparison:
             evidence = [self._evidence(number, X, y, before, one, two,
                                        earlier[:-1], [])[0]]
         result = self._result("lockstep", gaps, losses)
+        result.float32 = float32.found
+        if result.same and result.float32:
+            result.verdict = FLOAT32
         result.coverage = seen.to_dict()
         if evidence:
             self._explain(result, *evidence)
@@ -284,11 +295,12 @@ class Comparison:
     def _judge(self, result: Result, seen: Coverage) -> None:
         """Two dead networks agree perfectly: that is no proof."""
         result.prove_nothing(seen.nothing())
-        if self.plan.confirmed is False:
+        if self.plan.confirmed is False and not result.float32:
             result.prove_nothing(
                 "with equal values the outputs differ, although no step "
                 "shows a difference")
-        if self.strict and result.same and result.coverage["options"]:
+        if self.strict and result.first is None \
+                and result.coverage["options"]:
             result.verdict = "different"
             result.reason = "options of layers differ, which no step reached"
         if not all(map(np.isfinite, result.losses["a"])):
@@ -444,6 +456,13 @@ class Comparison:
         return join_devices(self.a.calls(X, y, number, predict=predict)), \
             join_devices(self.b.calls(X, y, number, predict=predict))
 
+    def calls(self, number: int, X: Any, y: Any, before: State,
+              predict: bool = False) -> tuple[Calls, Calls]:
+        """All calls of layers of both sides in a step from `before`."""
+        self.a.load(before)
+        self.load_b(before)
+        return self._calls(X, y, number, predict)
+
     def _evidence(self, number: int, X: Any, y: Any, before: State,
                   one: StepResult, two: StepResult,
                   earlier: list[tuple[StepResult, StepResult]],
@@ -454,10 +473,8 @@ class Comparison:
         wrong = _different(found)
         if wrong & {"output", "prediction"}:
             after = translate(two.after, self.plan, self.a, self.b)
-            self.a.load(before)
-            self.load_b(before)
             predict = "output" not in wrong
-            location = locate(*self._calls(X, y, number, predict),
+            location = locate(*self.calls(number, X, y, before, predict),
                               self.a.layers, self.b.layers, self.plan,
                               self.tolerance)
             self.b.load(after, self._memory)

@@ -67,6 +67,7 @@ class LiveRun(Run):
             self.network, self.devices = (self.replicas.network,
                                           self.replicas.devices)
             self.network.own_arithmetic = bool(side.native)
+            self.float32 = self.network.float32
             self.trainer = Trainer(
                 self.replicas, side.optimizer, dict(side.optimizer_params
                                                     or {}),

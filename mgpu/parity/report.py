@@ -67,7 +67,8 @@ def print_result(result: Result, console: Any = None, *,
         show(drawn)
 
     show(f"{result.verdict.upper()} ({MODE_WORDS[result.mode]})",
-         style="bold green" if result.same else "bold red")
+         style="bold red" if result.verdict in ("different", "no proof")
+         else "bold green")
     show(sentence(result))
     for line in result.on_trial():
         show(line)

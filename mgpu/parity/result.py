@@ -12,6 +12,8 @@ from mgpu.parity.run import Arrays, Run, State, StepResult
 
 #: the worst first
 STATUSES = ("different", "rounding", "zero", "same")
+#: the verdict where nothing else differs than what MXNet does in float32
+FLOAT32 = "same but for MXNet's float32"
 #: columns of `Result.by_stage`
 BY_STAGE = ("stage", "relative", "tensor", "step", "status")
 
@@ -65,8 +67,8 @@ class Result:
     ----------
     mode : str
     verdict : str
-        "same", "different", or "no proof": nothing differs, and for a
-        `reason` that proves nothing.
+        "same", "different", "same but for MXNet's float32", or "no proof":
+        nothing differs, and for a `reason` that proves nothing.
     reason : str or None
         Of "no proof", and of "different" where no number differs.
     coverage : dict
@@ -75,6 +77,11 @@ class Result:
         "not_on_trial", what no step reached, in words; "options", the
         options of layers that differ, in words: if nothing else differs, no
         step reached the difference.
+    float32 : list of dict
+        Lock-step in float64: what MXNet computes in float32, and which was
+        put into the other side before the search went on: "function", "text",
+        "layers" (paths; empty for calls outside of layers), and "size", the
+        largest relative difference that it explains.
     gaps : list of Gap
         Lock-step: one for each tensor, stage and step.
     first : Gap or None
@@ -120,6 +127,7 @@ class Result:
     curves: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
     coverage: dict[str, Any] = field(default_factory=dict)
+    float32: list[dict[str, Any]] = field(default_factory=list)
     evidence: Evidence | None = None
 
     @property
@@ -159,11 +167,12 @@ class Result:
                   for text in self.coverage["not_on_trial"]),
                 *(f"warning: not reached by this data: {text}"
                   for text in self.coverage["options"]
-                  if self.first is None)]
+                  if self.first is None),
+                *map(_float32_line, self.float32)]
 
     def prove_nothing(self, reason: str | None) -> None:
-        """Take "same" back for a reason."""
-        if reason is not None and self.same:
+        """Take back that nothing differs, for a reason."""
+        if reason is not None and self.verdict in ("same", FLOAT32):
             self.verdict, self.reason = "no proof", reason
 
     def _head(self, causes: int) -> list[str]:
@@ -197,7 +206,7 @@ class Result:
         return {
             "format": "mgpu parity 1", "mode": self.mode,
             "verdict": self.verdict, "reason": self.reason,
-            "coverage": self.coverage,
+            "coverage": self.coverage, "float32": self.float32,
             "first": self.first and self.first._asdict(),
             "location": self.location,
             "causes": [cause._asdict() for cause in self.causes],
@@ -208,3 +217,12 @@ class Result:
             "sides": self.sides, "losses": self.losses,
             "settings": self.settings, "notes": self.notes,
             "curves": self.curves}
+
+
+def _float32_line(found: dict[str, Any]) -> str:
+    layers = ", ".join(found["layers"][:8]) + (
+        f" and {len(found['layers']) - 8} more"
+        if found["layers"][8:] else "")
+    return (f"MXNet's float32: {found['text']} "
+            f"({'layers ' + layers if layers else 'between layers'}; a "
+            f"difference of up to {found['size']:.1e})")

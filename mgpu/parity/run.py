@@ -133,6 +133,8 @@ class Run(ABC):
     batch_norm : str
         The policy of `mgpu.initialize`.
     updates : UpdateRule
+    float32 : Float32Functions or None
+        Of a network that can compute as MXNet does.
     """
 
     name: str
@@ -142,6 +144,7 @@ class Run(ABC):
     layers: list[base.Layer]
     batch_norm: str
     updates: UpdateRule
+    float32: base.Float32Functions | None = None
 
     @abstractmethod
     def options(self) -> dict[str, Any]:

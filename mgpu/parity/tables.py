@@ -66,7 +66,8 @@ def sentence(result: Result) -> str:
             f"to a relative {worst:.1e} "
             f"({result.settings.get('tolerance'):g} is tolerated)" + (
                 f" and {larger} larger difference{'s' * (larger != 1)} that "
-                "rounding explains." if larger else "."))
+                "rounding explains" if larger else "") + (
+        ", with MXNet's float32 on both." if result.float32 else "."))
 
 
 def first_rows(gap: Gap) -> Rows:

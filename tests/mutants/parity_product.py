@@ -20,6 +20,22 @@ MUTANTS = [
            edit("mgpu.parity.comparison:Comparison._judge",
                 "if self.strict and", "if False and"),
            ("parity/test_cli_parity.py::test_strict",)),
+    Mutant("float32-is-same", "what MXNet does in float32 is no difference",
+           edit("mgpu.parity.comparison:Comparison.lockstep",
+                "result.verdict = FLOAT32", "pass"),
+           ("parity/test_compare.py::test_mxnets_float32_is_a_verdict_of_its_"
+            "own[1dev-prelu-False]",)),
+    Mutant("float32-everywhere", "a function stays in float32 where it does "
+           "not help", edit("mgpu.parity.float32:_Try.is_closer",
+                            "return False", "return True",
+                            "return new < old", "return True"),
+           ("parity/test_compare.py::test_what_gluon_computes_in_float64_"
+            "stays",)),
+    Mutant("slope-of-double", "LeakyReLU in torch as MXNet never computes it",
+           edit("mgpu.backends._torch.float32:_leaky_relu",
+                "_single(negative_slope)", "negative_slope"),
+           ("parity/test_compare.py::test_mxnets_float32_is_a_verdict_of_its_"
+            "own[1dev-leaky_relu-False]",)),
     Mutant("states-are-not-made-equal", "the port trains on from its own "
            "state", edit(_LOCKSTEP, "self.load_b(before)", "pass"), _SAME),
     Mutant("nothing-is-rounding", "the chaos of one side is ignored",

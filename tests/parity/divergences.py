@@ -365,7 +365,8 @@ def default_biases():
 
 @divergence("layers", "MXNet's GELU computes with a constant of float32 in "
             "float64 too", "inside MXNet's kernel", "a float64 network with "
-            "GELU agrees to this; `mgpu.parity` reports it as different",
+            "GELU agrees to this; `mgpu.parity` says *same but for MXNet's "
+            "float32*",
             "largest difference", 1e-8, 1e-6)
 def gelu_in_float64():
     mx, torch = frameworks()

@@ -111,6 +111,30 @@ def test_strict(folder):
         assert (found["reason"] is None) is (not strict)
 
 
+def test_mxnets_float32(folder):
+    (folder / "leaky.py").write_text('''
+def gluon():
+    from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=12), nn.LeakyReLU(0.1), nn.Dense(3))
+    return net
+
+def port():
+    from torch import nn
+    return nn.Sequential(nn.Linear(12, 4), nn.LeakyReLU(0.1), nn.Linear(4, 3))
+''')
+    for allow, code in (([], 1), (["--allow-mxnet-float32"], 0)):
+        result = mgpu_command("parity", "leaky.py:gluon", "leaky.py:port",
+                              *SMALL, *allow, "--report", "page.html")
+        assert result.exit_code == code, result.output
+        said = " ".join(result.stdout.split())
+        assert said.startswith("SAME BUT FOR MXNET'S FLOAT32 (lock-step)")
+        assert "(layers 1; a difference of up to" in said
+        page = (folder / "page.html").read_text()
+        assert 'class="verdict same"' in page
+        assert "Same but for MXNet" in page
+
+
 def test_accuracies(folder):
     (folder / "own.py").write_text('''
 import numpy as np

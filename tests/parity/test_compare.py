@@ -283,6 +283,190 @@ def test_options_that_no_data_reaches_are_named(one, two, words, strict,
         assert f"warning: not reached by this data: {text}" in str(result)
 
 
+# -- MXNet's float32 in float64 networks --------------------------------------
+
+def layered_g(make, units=6, last=None):
+    """Dense layers with the layer ``make(nn)`` behind the first one."""
+    def build():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(units, in_units=64), make(nn), nn.Dense(5),
+                nn.Activation("tanh"), nn.Dense(3))
+        return net
+    return build
+
+
+def layered_t(make, units=6):
+    def build():
+        import torch
+        from torch import nn
+
+        class Own(nn.Module):       # of a function of torch
+            def __init__(self, function):
+                super().__init__()
+                self.function = function
+
+            def forward(self, x):
+                return self.function(x)
+        made = make(torch)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, units),
+            made if isinstance(made, nn.Module) else Own(made),
+            nn.Linear(units, 5), nn.Tanh(), nn.Linear(5, 3))
+    return build
+
+
+def resized_g():
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+
+    class Net(nn.HybridSequential):
+        def forward(self, x):
+            from mxnet import nd
+            return super().forward(nd.contrib.BilinearResize2D(
+                x, height=13, width=11))
+    net = Net()
+    net.add(nn.Conv2D(2, 3), nn.Flatten(), nn.Dense(3))
+    return net
+
+
+def resized_t():
+    from torch import nn
+    return nn.Sequential(
+        nn.Upsample((13, 11), mode="bilinear", align_corners=True),
+        nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(198, 3))
+
+
+def selu_g(nn):
+    """With the gradient of the formula; MXNet's own layer has another."""
+    class SELU(nn.HybridBlock):
+        def hybrid_forward(self, F, x):
+            alpha, scale = (float(np.float32(v)) for v in (
+                1.6732632423543772, 1.0507009873554805))
+            return scale * F.where(x > 0, x, alpha * F.expm1(x))
+    return SELU()
+
+
+FLOAT32 = {
+    "leaky_relu": (layered_g(lambda nn: nn.LeakyReLU(0.01)),
+                   layered_t(lambda t: t.nn.LeakyReLU(0.01))),
+    "in place": (layered_g(lambda nn: nn.LeakyReLU(0.25)),
+                 layered_t(lambda t: t.nn.LeakyReLU(0.25, inplace=True))),
+    "function": (layered_g(lambda nn: nn.LeakyReLU(0.1)), layered_t(
+        lambda t: lambda x: t.nn.functional.leaky_relu(x, 0.1))),
+    "prelu": (layered_g(lambda nn: nn.PReLU()),
+              layered_t(lambda t: t.nn.PReLU())),
+    "elu": (layered_g(lambda nn: nn.ELU(0.3)),
+            layered_t(lambda t: t.nn.ELU(0.3))),
+    "gelu": (layered_g(lambda nn: nn.GELU()),
+             layered_t(lambda t: t.nn.GELU())),
+    "selu": (layered_g(selu_g), layered_t(lambda t: t.nn.SELU())),
+    "interpolate": (resized_g, resized_t)}
+SAME_BUT = "same but for MXNet's float32"
+
+
+@pytest.mark.parametrize("swap", (False, True))
+@pytest.mark.parametrize("case", FLOAT32)
+def test_mxnets_float32_is_a_verdict_of_its_own(case, swap, devices):
+    """It is put into the torch network, whichever side that is: what is left
+    is rounding of float64."""
+    pair = FLOAT32[case][::-1] if swap else FLOAT32[case]
+    result = parity.compare(*pair, batches=batches(), devices=devices,
+                            optimizer_params={"learning_rate": 0.1,
+                                              "momentum": 0.9})
+    assert (result.verdict, result.same) == (SAME_BUT, False), str(result)
+    assert max(g.relative for g in result.gaps) < EXACT
+    found, = result.float32
+    name = {"in place": "leaky_relu", "function": "leaky_relu"}.get(case, case)
+    assert found["function"] == name
+    assert 1e-10 < found["size"] < 1e-5
+    assert len(found["layers"]) == (case not in ("function", "interpolate"))
+    assert f"MXNet's float32: {found['text']}" in str(result)
+    assert result.to_dict()["float32"] == result.float32
+    assert result.first is None and not result.causes
+
+
+def test_layer_norms_epsilon_is_one_of_float32():
+    """Next to a variance of 1e-5 the last digits of epsilon count."""
+    def original():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.LayerNorm(in_channels=64, epsilon=3e-3), nn.Dense(3))
+        return net
+
+    def ported():
+        from torch import nn
+        return nn.Sequential(nn.Flatten(), nn.LayerNorm(64, eps=3e-3),
+                             nn.Linear(64, 3))
+    small = [(1e-4 * X.reshape(len(X), -1), y) for X, y in batches()]
+    result = parity.compare(original, ported, batches=small)
+    assert result.verdict == SAME_BUT
+    assert [f["function"] for f in result.float32] == ["layer_norm"]
+
+
+def test_the_search_goes_on_past_float32():
+    """To a fault behind a difference of float32, which it hides."""
+    def original():
+        net = layered_g(lambda nn: nn.LeakyReLU(0.01))()
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net.add(nn.LayerNorm(epsilon=1e-5))
+        return net
+
+    def ported():
+        from torch import nn
+        net = layered_t(lambda t: nn.LeakyReLU(0.01))()
+        net.append(nn.LayerNorm(3, eps=1.001e-5))
+        return net
+    result = parity.compare(original, ported, batches=batches())
+    assert result.verdict == "different"
+    assert [f["function"] for f in result.float32] == ["leaky_relu"]
+    assert result.location["b"]["path"] == "6"
+    assert result.causes[0].name == "normalisation epsilon"
+    assert "LeakyReLU" in str(result)
+
+
+def test_what_gluon_computes_in_float64_stays():
+    """A LeakyReLU of the user's own is one of float64: float32 put into the
+    other side would be a difference."""
+    def own(nn):
+        class Own(nn.HybridBlock):
+            def hybrid_forward(self, F, x):
+                return F.where(x > 0, x, 0.01 * x)
+        return Own()
+    result = parity.compare(
+        layered_g(own), layered_t(lambda t: t.nn.LeakyReLU(0.01)),
+        batches=batches())
+    assert result.same and not result.float32
+    result = parity.compare(
+        layered_g(own), layered_t(lambda t: t.nn.LeakyReLU(0.02)),
+        batches=batches())
+    assert result.verdict == "different" and not result.float32
+
+
+def test_float32_is_put_in_beside_a_trace(tmp_path):
+    original, ported = FLOAT32["leaky_relu"]
+    parity.record(original, batches=batches(), file=tmp_path / "a.trace")
+    result = parity.compare_trace(tmp_path / "a.trace", ported)
+    assert result.verdict == SAME_BUT
+    assert [f["function"] for f in result.float32] == ["leaky_relu"]
+    assert max(g.relative for g in result.gaps) < EXACT
+
+
+def test_every_function_has_words():
+    from mgpu.backends._torch import float32 as functions
+    from mgpu.parity import float32
+    assert float32.WORDS.keys() == functions.KNOWN.keys()
+
+
+def test_a_dead_network_is_no_proof_with_float32_either():
+    result = parity.compare(*FLOAT32["prelu"], batches=batches(),
+                            optimizer_params={"learning_rate": 0.0})
+    assert result.verdict == "no proof" and result.float32
+
+
 def test_strict_is_of_lock_step():
     with pytest.raises(ValueError, match="strict.*received mode='free'"):
         parity.compare(relu, relu, batches=batches(), mode="free",

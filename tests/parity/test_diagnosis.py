@@ -307,6 +307,9 @@ FAULTS = {
         dense_t(lambda nn: nn.GELU(approximate="tanh"), activation=None),
         # where the two part by more than MXNet's erf is off, about 1e-7
         [(20 * X, y) for X, y in ROWS], {})),
+    "selu": ("SELU's gradient", lambda patch: (
+        dense_g(lambda nn: nn.SELU(), activation=None),
+        dense_t(lambda nn: nn.SELU(), activation=None), ROWS, {})),
     "dropout masks": ("dropout masks", lambda patch: (
         other_masks(patch) or dense_g(lambda nn: nn.Dropout(0.5),
                                       activation=None),

@@ -128,3 +128,31 @@ def test_what_cannot_be_compared_is_no_failed_assertion():
                               batches=[(np.ones((2, 3)), np.zeros(2))])
     with pytest.raises(ValueError, match="unknown mode"):
         testing.assert_parity(None, None, batches=[], mode="lock-step")
+
+
+def test_mxnets_float32_may_be_allowed():
+    def original():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(4, in_units=5), nn.LeakyReLU(0.1))
+        return net
+
+    def ported():
+        from torch import nn
+        return nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.1))
+
+    def other():
+        from torch import nn
+        return nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.2))
+    rng = np.random.default_rng(0)
+    batches = [(rng.standard_normal((6, 5)),
+                rng.integers(0, 4, 6).astype("int32"))]
+    with pytest.raises(testing.ParityError, match="^same but for MXNet's "
+                       "float32"):
+        testing.assert_parity(original, ported, batches=batches)
+    testing.assert_parity(original, ported, batches=batches,
+                          allow_mxnet_float32=True)
+    with pytest.raises(testing.ParityError, match="^different"):
+        testing.assert_parity(original, other, batches=batches,
+                              allow_mxnet_float32=True)

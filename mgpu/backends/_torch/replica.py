@@ -24,6 +24,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              gluon_batch_norm, masked_forward)
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
+from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import recomputing, saved_by_hooks
 from mgpu.backends._torch.leaves import Place, users_hooks
 from mgpu.backends._torch.names import arrays_of, walk
@@ -165,6 +166,8 @@ class TorchReplica(base.Replica):
             if training and self._draws is not False \
                     and network.normalise is None:  # they wait for each other
                 stack.enter_context(self._in_turn())
+            if network.float32.names or network.float32.watched:
+                stack.enter_context(AsMXNet(network.float32))
             if options.autocast is not None:
                 stack.enter_context(autocast(self._handle, options))
             if recording is not torch.is_grad_enabled():

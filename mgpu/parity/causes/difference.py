@@ -90,6 +90,10 @@ class View:
 
     @once
     def local_gradients(self) -> list[Arrays]:
+        """See `gradients_again`."""
+        return self.gradients_again()
+
+    def gradients_again(self) -> list[Arrays]:
         """Each device's own gradients, before they are summed, by the names
         and in the layout of `a`."""
         ev = self._evidence

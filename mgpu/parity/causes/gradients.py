@@ -26,6 +26,24 @@ def left_out(d: Difference) -> Found:
                        ), d.weighted(right, side, factors)
 
 
+@cause("SELU's gradient", "gradient")
+def selu(d: Difference) -> Found:
+    for right, side in d.both_ways():
+        chosen = right.run.float32
+        if chosen is None or "selu" not in chosen.names:
+            continue
+        chosen.gradients = True
+        try:
+            local = right.gradients_again()
+        finally:
+            chosen.gradients = False
+        yield (f"for x <= 0 the gradient of SELU is lambda (alpha + y) on "
+               f"{side}, with its output y, and on {right} lambda alpha + y, "
+               "which is right: write SELU with F.where and F.expm1 in Gluon",
+               d.residual(right.gradients, side.gradients, {
+                   n: np.sum([g[n] for g in local], 0) for n in local[0]}))
+
+
 @cause("missing broadcast", "devices")
 def missing_broadcast(d: Difference) -> Found:
     """The copies of one side are no longer equal."""
