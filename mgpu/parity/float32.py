@@ -5,10 +5,9 @@ difference goes on past it.
 """
 from typing import Any, NamedTuple
 
-from mgpu.backends.base import Float32Functions
 from mgpu.parity.location import pairs
 from mgpu.parity.measure import Gap
-from mgpu.parity.run import Run, State, StepResult
+from mgpu.parity.run import State, StepResult
 
 #: what MXNet does, by the names of `mgpu.backends.base.Float32Functions`
 WORDS = {
@@ -62,10 +61,9 @@ class Float32:
         self._comparison = comparison
         able = [run for run in (comparison.a, comparison.b)
                 if run.float32 is not None]
-        self._run: Run | None = None
-        if len(able) == 1 and comparison.dtype == "float64":
-            self._run, = able
-            self._chosen: Float32Functions = able[0].float32
+        # the side that computes as MXNet does, if one of the two can
+        self._run: Any = able[0] if len(able) == 1 \
+            and comparison.dtype == "float64" else None
         self.found: list[dict[str, Any]] = []
 
     def put_in(self, number: int, X: Any, y: Any, before: State,
@@ -79,15 +77,16 @@ class Float32:
         untried = self._met(number, X, y, before)
         if not untried:
             return one, two, gaps
+        chosen = self._run.float32
         best = self._try(number, X, y, before, one, two, gaps)
         while True:
             for name in untried:
-                self._chosen.names |= {name}
+                chosen.names |= {name}
                 tried = self._take(number, X, y, before, best)
                 if tried.is_closer(best):
                     self._note(name, best, tried)
                     break
-                self._chosen.names -= {name}
+                chosen.names -= {name}
             else:
                 return best.one, best.two, best.gaps
             best = tried
@@ -95,8 +94,7 @@ class Float32:
 
     def _met(self, number: int, X: Any, y: Any, before: State) -> list[str]:
         """Functions that the step calls, and that are not chosen yet."""
-        run, chosen = self._run, self._chosen
-        assert run is not None
+        run, chosen = self._run, self._run.float32
         self._load(before)
         chosen.met, chosen.watched = {}, True
         try:
@@ -106,15 +104,15 @@ class Float32:
         return [name for name in chosen.met if name not in chosen.names]
 
     def _load(self, before: State) -> None:
-        if self._run is self._comparison.a:
-            self._comparison.a.load(before)
+        work = self._comparison
+        if self._run is work.a:
+            work.a.load(before)
         else:
-            self._comparison.load_b(before)
+            work.load_b(before)
 
     def _take(self, number: int, X: Any, y: Any, before: State, last: _Try
               ) -> _Try:
         work, run = self._comparison, self._run
-        assert run is not None
         self._load(before)
         step = run.step(X, y, number)
         one, two = (step, last.two) if run is work.a \
@@ -126,13 +124,13 @@ class Float32:
              one: StepResult, two: StepResult, gaps: list[Gap]) -> _Try:
         work = self._comparison
         calls_a, calls_b = work.calls(number, X, y, before)
+        layers_a, layers_b = ({layer.path: layer for layer in run.layers}
+                              for run in (work.a, work.b))
         apart = [
             work.single_gap(number, "layer", "", x, z).relative
-            for i, j in pairs(
-                [call.path for call in calls_a],
-                [call.path for call in calls_b],
-                *({layer.path: layer for layer in run.layers}
-                  for run in (work.a, work.b)), work.plan)
+            for i, j in pairs([call.path for call in calls_a],
+                              [call.path for call in calls_b],
+                              layers_a, layers_b, work.plan)
             for own, other in ((calls_a[i].inputs, calls_b[j].inputs),
                                (calls_a[i].outputs, calls_b[j].outputs))
             for x, z in zip(own, other) if x.shape == z.shape]
@@ -143,7 +141,6 @@ class Float32:
         size = max((old for old, new in zip(before.apart, after.apart)
                     if old > _ROUNDING and new < 0.1 * old), default=0.0)
         run = self._run
-        assert run is not None
         ran = set((after.one if run is self._comparison.a
                    else after.two).ran)
         self.found.append({

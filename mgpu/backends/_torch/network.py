@@ -37,7 +37,7 @@ class TorchNetwork(base.Network):
         self.normalise: base.Normalise | None = None
         self.draw_mask: base.DrawMask | None = None
         self.options = base.Options()
-        self.float32 = base.Float32Functions()
+        self.float32: base.Float32Functions = base.Float32Functions()
         self._watchers = 0
         self.replicas: list[TorchReplica] = []
         #: held while a replica's training flags are read and saved
