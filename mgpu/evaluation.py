@@ -8,7 +8,7 @@ import numpy as np
 
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
-from mgpu.nested import as_inputs, rows_of
+from mgpu.nested import as_inputs, as_pair, rows_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 
@@ -127,7 +127,7 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         runners = _runners(net, places)
         correct = total = 0
         with backend.scope(recording=False, training=False):
-            for X, y in data_iter:
+            for X, y in map(as_pair, data_iter):
                 X_shards, y_shards = split_f(X, y, places)
                 outputs = backend.parallel([
                     partial(_run, run, shard)

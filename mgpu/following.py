@@ -15,7 +15,7 @@ class _Known(NamedTuple):
     arrays: list[Array]             # one per device
     request: str                    # its grad_req
     marks: list[Any]                # see `Backend.mark`
-    contents: bytes | None          # a buffer of an engine without marks
+    contents: bytes | None          # of a buffer of replica 0, if known
 
 
 class Following:
@@ -44,13 +44,13 @@ class Following:
 
     def settle(self, parameters: Sequence[Parameter]) -> None:
         """What was written so far is known; what follows is the user's.
-        Waits for buffers, if the engine has no marks."""
+        Waits for buffers."""
         for p in parameters:
             arrays = p.list_data()
             marks = [self._backend.mark(x) for x in arrays]
             self._known[p.name] = _Known(
-                arrays, p.grad_req, marks, self._contents(arrays[0])
-                if p.kind in BUFFERS and marks[0] is None else None)
+                arrays, p.grad_req, marks,
+                self._contents(arrays[0]) if p.kind in BUFFERS else None)
 
     def passed(self, buffers: Sequence[Parameter]) -> None:
         """A training pass, which may write to `buffers`, has been queued.
@@ -64,7 +64,8 @@ class Following:
                 continue
             arrays = p.list_data()
             self._known[p.name] = known._replace(
-                marks=[self._backend.mark(x) for x in arrays])
+                marks=[self._backend.mark(x) for x in arrays],
+                contents=self._contents(arrays[0]))
             if len(arrays) > 1:
                 self._check_shapes(p, arrays)
 
@@ -79,23 +80,30 @@ class Following:
                     "itself.")
 
     def written(self, parameters: Sequence[Parameter]) -> list[Parameter]:
-        """Those whose arrays of replica 0 the engine has counted a write
-        to."""
+        """Those whose arrays of replica 0 were written to, as far as the
+        engine or the contents of a buffer tell."""
         return [p for p in parameters if self._writes(p, [p.data()])[0]]
 
     def standing(self, p: Parameter) -> list[Array]:
         """The arrays of `p`, one per device: replica 0's instead of one that
         is to follow it."""
         first, *others = arrays = p.list_data()
+        if self._known[p.name].marks[0] is None:
+            return arrays   # nobody knows of writes to the others
         written, *apart = self._writes(p, arrays)
         return [first, *(first if written and not own else x
                          for x, own in zip(others, apart))]
 
     def _writes(self, p: Parameter, arrays: Sequence[Array]) -> list[bool]:
         """Whether the engine has counted a write to each of the first
-        `arrays` of `p`."""
-        return [self._backend.mark(x) != mark for x, mark
-                in zip(arrays, self._known[p.name].marks)]
+        `arrays` of `p`, or a buffer of replica 0 holds other values."""
+        known = self._known[p.name]
+        written = [self._backend.mark(x) != mark for x, mark
+                   in zip(arrays, known.marks)]
+        if known.contents is not None and not written[0]:
+            # .data, NumPy and torch's batch norm leave no other trace
+            written[0] = known.contents != self._contents(arrays[0])
+        return written
 
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Copy replica 0's values to the replicas that have others.
@@ -125,7 +133,7 @@ class Following:
              if (p.kind in BUFFERS) is kind] for kind in (True, False))
         everywhere: Sequence[int] = range(1, len(self._devices))
         copies = [(p, arrays, everywhere) for p, arrays in buffers
-                  if self._buffer_written(p, arrays[0])]
+                  if self._writes(p, arrays[:1])[0]]
         copies += [(p, arrays, self._to_copy(p, arrays, found))
                    for (p, arrays), found in zip(
                        weights, host_memory.differing(
@@ -136,11 +144,6 @@ class Following:
                 for i in targets:
                     arrays[i][...] = self._backend.put(arrays[0], arrays[i])
         self.settle(replaced + [p for p, _, targets in copies if targets])
-
-    def _buffer_written(self, p: Parameter, x: Array) -> bool:
-        """Whether the user has written to replica 0's buffer `x`."""
-        return self._writes(p, [x])[0] or self._known[
-            p.name].contents not in (None, self._contents(x))
 
     def _to_copy(self, p: Parameter, arrays: Sequence[Array],
                  differing: Sequence[int] | None) -> Sequence[int]:
@@ -153,14 +156,22 @@ class Following:
                 return others
             differing = [i for i in others if written[i]]
         for i in differing:
-            if written[i] and not written[0]:
+            if written[i] and written[0]:
+                raise RuntimeError(
+                    "a forward pass on several devices writes the same values"
+                    f" to a parameter on each; received others of {p.name!r} "
+                    f"on {self._devices[0]} and on {self._devices[i]}, made "
+                    "from the rows of each, perhaps. Write them before "
+                    "mgpu.initialize, or between steps to replicas.net; or "
+                    "use one device.")
+            if written[i]:
                 raise RuntimeError(
                     "what is written to a network is written to replica 0, "
                     "which is the network itself; received other values of "
                     f"{p.name!r} only on {self._devices[i]}. Write to "
                     "replicas.net, or to all devices with "
                     "Parameter.set_data.")
-            if not written[0] and not self._warned:
+            if not (written[0] or self._warned):
                 self._warned = True
                 warnings.warn(
                     f"{p.name!r} differed on {self._devices[0]} and on "
@@ -170,5 +181,7 @@ class Following:
         return differing
 
     def _contents(self, x: Array) -> bytes | None:
+        if len(self._devices) == 1:
+            return None     # nobody follows
         views = self._backend.host_views([x], to_read=True)
         return None if views is None else views[0].tobytes()

@@ -76,6 +76,18 @@ def rows_of(data: Any) -> int | None:
     return next(iter(row_counts(data)), None)
 
 
+def as_pair(batch: Any) -> tuple[Any, Any]:
+    """A batch of a data iterator, (X, y); TypeError for any other."""
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise TypeError(
+        "a data iterator gives batches that are pairs, (X, y); received "
+        + (f"{len(batch)} things" if isinstance(batch, (tuple, list))
+           else f"a {type(batch).__name__}")
+        + ". Make pairs of them: ((b['x'], b['y']) for b in batches), or "
+        "((X, X) for X in batches).")
+
+
 def as_inputs(shard: Any) -> tuple[Any, ...]:
     """What a network is called with. A tuple or list of arrays (a batch of a
     torch or Gluon DataLoader is a list) stands for several inputs."""

@@ -344,23 +344,33 @@ class Replicas(abc.Sequence):
             raise ValueError("one device's statistics or those of all are "
                              f"exported; received device={device!r} and "
                              "all_devices=True. Give one of them.")
-        values, differ = {}, []
+        values, differ, others = {}, [], []
         for p in self.all_parameters():
             arrays = self.following.standing(p)
             place = p.place(device)
-            if p.kind not in STATISTICS or len(self.devices) == 1 \
+            if p.kind not in BUFFERS or len(self.devices) == 1 \
                     or device is not None:
                 values[p.name] = self.backend.to_numpy(arrays[place])
                 continue
             every = np.stack([self.backend.to_numpy(x) for x in arrays])
-            if all_devices:
+            own = (every != every[:1]).any()
+            if p.kind not in STATISTICS:
+                values[p.name] = every[0]
+                if own and not all_devices:
+                    others.append(p.name)
+            elif all_devices:
                 values[p.name] = every
-                continue
-            if (every != every[:1]).any():
+            elif own:
                 differ.append(p.name)
                 values[p.name] = every.mean(axis=0)
             else:
                 values[p.name] = every[0]
+        if others:
+            warnings.warn(
+                f"{len(others)} buffers that forward passes write differ "
+                f"between devices ({others[0]}, ...); those of "
+                f"{self.devices[0]} were exported. Pass device= to choose.",
+                stacklevel=2)
         if differ:
             warnings.warn(
                 f"{len(differ)} running statistics differ between devices "

@@ -125,6 +125,11 @@ class Trainer:
                     f"{unknown}. It has {sorted(names)}.")
             for name, factor in (factors or {}).items():
                 _check_number(f"{what} of {name!r}", factor)
+        if not (scheduler is None or callable(scheduler)):
+            raise TypeError(
+                "lr_scheduler is called with the number of an update; "
+                f"received {type(scheduler).__name__}. Use mgpu.lr_scheduler,"
+                " or a function: lambda n: 0.1 * 0.5 ** (n // 100).")
         self._scale = LossScale(loss_scale)
         self._strategy = strategy_of(allreduce, "allreduce")
         self.replicas, self.optimizer = replicas, optimizer
@@ -136,7 +141,8 @@ class Trainer:
                 scheduler.base_lr = optimizer.learning_rate
             else:
                 optimizer.learning_rate = scheduler.base_lr
-        #: updates so far, and by parameter (a skipped one is not counted)
+        #: updates so far (see `_next_update`), and by parameter (a skipped
+        #: one is not counted)
         self.num_update = 0
         self._counts: dict[str, int] = {}
         self._states: list[DeviceState] = [{} for _ in replicas.devices]
@@ -382,7 +388,8 @@ class Trainer:
                     "before allreduce_grads a device's gradient is its part "
                     f"of the sum; received the gradient of {p.name!r} "
                     "changed on some devices and not on all, as clipping "
-                    "replicas.net does. Call trainer.allreduce_grads(), then "
+                    "or zero_grad of replicas.net does (Replicas.zero_grad "
+                    "is of all devices). Call trainer.allreduce_grads(), then "
                     "trainer.clip_global_norm (or change the gradients of "
                     "replicas.net, which reaches all), then trainer.update.")
 
@@ -440,7 +447,7 @@ class Trainer:
             scale.backoff()
         else:
             # Nothing is counted before every state and rate is there.
-            number = self.num_update + 1
+            number = self._next_update(parameters)
             work = self._work(parameters, self.rate(number))
             counts = {one.name: one.t for one in work}
             try:
@@ -456,6 +463,14 @@ class Trainer:
         replicas.after_step()
         if debug:
             replicas.check_equal()
+
+    def _next_update(self, parameters: Sequence[Parameter]) -> int:
+        """Gluon: the largest number of updates that any parameter has had,
+        this one included. torch: one more than before."""
+        if self.optimizer.semantics == "torch":
+            return self.num_update + 1
+        return max(self.num_update, *(self._counts.get(p.name, 0) + 1
+                                      for p in parameters), 0)
 
     def _share_edits(self, parameters: Sequence[Parameter]) -> None:
         """Copy what the user has written to replica 0's sums to the others;

@@ -18,7 +18,7 @@ from mgpu.backends import (Backend, get_backend, give_back, messages,
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
 from mgpu.losses import LabelError, check_per_example
-from mgpu.nested import rows_of
+from mgpu.nested import as_pair, rows_of
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
@@ -460,7 +460,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
             backend.synchronize(list(devices))
             first, begin = len(history.loss_per_step), time.perf_counter()
             sizes = []
-            for X, y in batches:
+            for X, y in map(as_pair, batches):
                 losses = step(X, y)
                 rows = sum(len(loss) for loss in losses if loss is not None)
                 waiting.append((epoch, rows, losses))

@@ -566,6 +566,36 @@ def test_a_layer_with_a_forward_pass_of_its_own(engine, devices, policy):
             output, 2 * (shard - mean) / np.sqrt(var + 1e-5)) < 1e-12
 
 
+@pytest.mark.parametrize("kind", ["instance norm", "function"])
+def test_sync_refuses_what_it_cannot_join(kind):
+    with mgpu.using_backend("torch"):
+        import torch
+        from torch import nn
+
+        class Own(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(4))
+                self.register_buffer("var", torch.ones(4))
+
+            def forward(self, x):
+                return nn.functional.batch_norm(x, self.mean, self.var,
+                                                training=self.training)
+        layer, words = (Own(), "F.batch_norm") if kind == "function" else (
+            nn.InstanceNorm2d(4, track_running_stats=True), "1")
+        net = nn.Sequential(nn.Conv2d(2, 4, 3), layer)
+        replicas = mgpu.initialize(net, on(2), batch_norm="sync")
+        before = replicas.export_numpy()
+        x = mgpu.split_and_load(np.ones((4, 2, 5, 5), "float32"),
+                                replicas.devices)
+        with mgpu.record(), pytest.raises(
+                ValueError, match=rf"by itself: \['{words}'\]"):
+            replicas(x)
+        for name, value in replicas.export_numpy().items():
+            np.testing.assert_array_equal(value, before[name])
+        replicas(x)     # a prediction has nothing to join
+
+
 @pytest.mark.parametrize("name", TORCH)
 def test_layers_without_running_statistics_are_synchronised_too(name):
     with using_engine(name) as engine:

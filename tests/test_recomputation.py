@@ -70,7 +70,7 @@ def start(net, k, **options):
     return replicas, mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
 
 
-def batch(k, rows=11):
+def batch(k, rows=19):
     rng = np.random.default_rng(0)
     return mgpu.split_batch(rng.normal(size=(rows, 6)),
                             rng.integers(0, 4, rows), on(*range(k)))

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import warnings
 import weakref
 
@@ -1725,7 +1726,8 @@ def test_an_array_of_another_form_is_refused(engine_name, devices):
             replicas(shards_of(table(8), replicas))
 
 
-@pytest.mark.parametrize("how", ["in place", "replaced", "assigned"])
+@pytest.mark.parametrize("how", ["in place", "replaced", "assigned",
+                                 "through .data", "NumPy", "own forward"])
 @pytest.mark.parametrize("engine_name", TORCH)
 def test_buffers_follow_only_where_the_user_wrote_replica_0s(
         engine_name, how, devices):
@@ -1749,12 +1751,181 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
                 net.running_mean.copy_(new)
             elif how == "replaced":
                 net.running_mean = new
+            elif how == "through .data":
+                net.running_mean.data.copy_(new)
+            elif how == "NumPy":
+                net.running_mean.numpy()[:] = new
+            elif how == "own forward":      # torch counts no write there
+                net.train()
+                net(torch.full((8, 6), value))
+                new = net.running_mean.clone()
             else:
                 net.load_state_dict({**net.state_dict(), "running_mean": new},
                                     assign=True)
             replicas(shards)
             for x in mean.list_data():
                 assert_bit_equal(mgpu.to_numpy(x), new.numpy())
+
+
+@pytest.mark.parametrize("how", ["no_grad", "set_grad_enabled"])
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_no_graph_where_the_user_wants_none(engine_name, how, devices):
+    """The target of a consistency loss, inside `record`."""
+    import torch
+    with using_engine(engine_name):
+        scope = torch.no_grad if how == "no_grad" \
+            else lambda: torch.set_grad_enabled(False)
+        x, z = (torch.from_numpy(table(8, "float64", seed)) for seed in (0, 1))
+        net = torch.nn.Linear(6, 3).double()
+        weight = net.weight.detach().clone().requires_grad_()
+        target = (x @ weight.T + net.bias).detach()
+        ((z @ weight.T + net.bias.detach() - target) ** 2).sum().backward()
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        before = net.weight.detach().clone()
+        for each in (lambda xs: replicas(xs), lambda xs: [
+                replica(shard) for replica, shard in zip(replicas, xs)]):
+            with mgpu.record():
+                with scope():
+                    targets = each(shards_of(x, replicas))
+                outputs = replicas(shards_of(z, replicas))
+                losses = [((a - b) ** 2).sum(1)
+                          for a, b in zip(outputs, targets)]
+            assert not any(t.requires_grad for t in targets)
+            mgpu.backward(losses)
+        trainer.step(8)
+        assert relative_difference(net.weight.detach(),
+                                   before - 0.125 * weight.grad / 8) < 1e-12
+
+
+def initialised_by_data():
+    """ActNorm of Glow: its first pass writes its weights."""
+    import torch
+
+    class ActNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.nn.Parameter(torch.zeros(6))
+            self.there = False
+
+        def forward(self, x):
+            if not self.there:
+                with torch.no_grad():
+                    self.shift.copy_(-x.mean(0))
+                self.there = True
+            return x + self.shift
+    return ActNorm()
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_weights_that_a_pass_makes_of_its_rows_are_refused(
+        engine_name, devices):
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(initialised_by_data(), devices)
+        if len(devices) == 1:
+            train(replicas, table(8))
+            return
+        with pytest.raises(RuntimeError, match="writes the same values.*"
+                           "others of 'shift' on .*0.* and on .*1"):
+            train(replicas, table(8))
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_attributes_of_parameters_reach_all(engine_name, devices):
+    import torch
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * getattr(self.weight, "factor", 1.0)
+    with using_engine(engine_name):
+        net = Scaled(6, 3)
+        net.weight.factor = 0.5
+        replicas = mgpu.initialize(net, devices)
+        for factor in (0.5, 0.25, None):
+            if factor is None:
+                del net.weight.factor
+            else:
+                net.weight.factor = factor
+            x = table(8)
+            found = np.concatenate([mgpu.to_numpy(out) for out in
+                                    replicas(shards_of(x, replicas))])
+            want = mgpu.to_numpy(net(torch.from_numpy(x)).detach())
+            assert relative_difference(found, want) < 1e-6
+        net.weight.kept = torch.ones(1)
+        if len(devices) > 1:
+            with pytest.raises(ValueError, match="no attributes that are "
+                               "tensors; received 'kept'"):
+                replicas(shards_of(x, replicas))
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_a_train_of_the_users_own_freezes_a_fresh_network(
+        engine_name, devices):
+    """As ``net.train()`` would, which scripts begin with."""
+    import torch
+
+    class Frozen(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(6)
+            self.end = torch.nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.end(self.norm(x))
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+    with using_engine(engine_name):
+        net = Frozen()
+        train(mgpu.initialize(net, devices), table(8))
+        assert_bit_equal(mgpu.to_numpy(net.norm.running_mean), np.zeros(
+            6, "float32"))
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_an_export_names_buffers_that_differ(engine_name, devices):
+    import torch
+
+    class Centred(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.register_buffer("centre", torch.zeros(6))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.centre.lerp_(x.mean(0), 0.5)
+            return super().forward(x - self.centre)
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(Centred(), devices)
+        train(replicas, table(8))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            values = replicas.export_numpy()
+            replicas.export_numpy(device=devices[0])
+        assert [str(w.message)[:50] for w in said] == (len(devices) > 1) * [
+            "1 buffers that forward passes write differ between"]
+        assert_bit_equal(values["centre"],
+                         mgpu.to_numpy(replicas.net.centre))
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_what_cannot_be_copied_is_shared(engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.Sequential(torch.nn.Linear(6, 3))
+        net.lock, net.names = threading.Lock(), ["a"]
+        replicas = mgpu.initialize(net, devices, "xavier")
+        for replica in replicas.of_engine()[1:]:
+            assert replica.module.lock is net.lock
+            assert replica.module.names is not net.names
+        net = torch.nn.Linear(6, 3)
+        net.seen = [net(torch.ones(1, 6))]
+        if len(devices) > 1:
+            with pytest.raises(ValueError, match="received 'seen', which was "
+                               "computed before"):
+                mgpu.initialize(net, devices)
 
 
 @pytest.mark.parametrize("between", ["backward", "allreduce_grads"])
@@ -1868,6 +2039,8 @@ def complex_weight(nn):
     (scripted, r"received TorchScript in \['0'\]", False),
     (sparse_buffer, r"sparse or complex ones: \['0.graph'\]", False),
     (complex_weight, r"sparse or complex ones: \['0.factor'\]", False),
+    (lambda nn: nn.Embedding(4, 3, scale_grad_by_freq=True),
+     r"received scale_grad_by_freq=True in \['0'\]", True),
     (lambda nn: nn.Embedding(4, 3, max_norm=1.0),
      r"received max_norm in \['0'\]", True)])
 @pytest.mark.parametrize("k", [1, 2])

@@ -278,6 +278,49 @@ def test_the_schedule_of_the_real_gluon_trainer(engine_name, devices):
 
 # -- learning rate ------------------------------------------------------------
 
+@pytest.mark.parametrize("engine_name", MXNET)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_gluon_asks_a_schedule_for(engine_name, frozen, devices):
+    """The largest number of updates that any parameter has had: two branches
+    that are trained in turns."""
+    def run(network, call, step, asked):
+        network.body.collect_params().setattr("grad_req", "null")
+        for sign in (-1, -1, 1, -1, 1):
+            if frozen:
+                for branch, own in ((network.left, -1), (network.right, 1)):
+                    branch.collect_params().setattr(
+                        "grad_req", "write" if sign == own else "null")
+            X, y = sides(*[sign] * 4)
+            call(X, y)
+            step(4, ignore_stale_grad=not frozen)
+        return asked
+    with using_engine(engine_name) as engine:
+        from mxnet import autograd, gluon
+        net, asked = gated(engine), []
+        net.initialize()
+        net.cast("float64")
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {
+            "lr_scheduler": lambda n: asked.append(n) or 2.0 ** -n})
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()
+
+        def plain(X, y):
+            with autograd.record():
+                losses = loss(net(mgpu.put(X, mgpu.cpu(0))),
+                              mgpu.put(y, mgpu.cpu(0)))
+            losses.backward()
+        want = run(net, plain, trainer.step, asked)
+        for semantics, numbers in (("gluon", list(dict.fromkeys(want))),
+                                   ("torch", [1, 2, 3, 4, 5])):
+            asked = []
+            replicas = initialize(gated(engine), devices)
+            options = dict(lr_scheduler=lambda n: asked.append(n) or 2.0 ** -n,
+                           semantics=semantics)
+            ours = mgpu.Trainer(replicas, "sgd", **options)
+            run(replicas.net, lambda X, y: backward(replicas, X, y),
+                ours.step, asked)
+            assert list(dict.fromkeys(asked)) == numbers
+
+
 def test_the_learning_rate(engine):
     replicas = initialize(mlp(engine), on(0, 1))
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
@@ -1399,6 +1442,8 @@ def test_a_wrong_batch_size_is_refused(engine, size):
     (("sgd", {"lr_scheduler": float}, "gluon", float), ValueError,
      "expected one lr_scheduler; received one as an argument and one in "
      "optimizer_params."),
+    (("sgd", None, "gluon", 0.5), TypeError, "lr_scheduler is called with "
+     "the number of an update; received float."),
     (("sgd", None, "gluon", None, {"weight": 2.0}), ValueError,
      "lr_mult names parameters of the network; received ['weight']. It has "
      "['0.bias', '0.weight', '2.bias', '2.weight']."),

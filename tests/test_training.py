@@ -657,6 +657,20 @@ def test_wrong_loops_are_refused(engine):
                "through again, such as a list.")
 
 
+@pytest.mark.parametrize("wrong, words", [
+    ((1, 2, 3), "3 things"), ([1], "1 things"),
+    ({"x": 1, "y": 2}, "a dict"), (np.ones((2, 6)), "a ndarray")])
+def test_batches_that_are_no_pairs_are_refused(engine, wrong, words):
+    replicas, loss, trainer = set_up(engine, on(0, 1))
+    for call in (lambda: mgpu.train(replicas, [wrong], None, loss, trainer, 1,
+                                    progress=False),
+                 lambda: mgpu.evaluate_accuracy_gpus(replicas, [wrong])):
+        refuse(call, TypeError, "a data iterator gives batches that are "
+               f"pairs, (X, y); received {words}. Make pairs of them: "
+               "((b['x'], b['y']) for b in batches), or ((X, X) for X in "
+               "batches).")
+
+
 def loaders(engine, X, y, size):
     """The framework's own DataLoader over arrays."""
     if engine.name == "mxnet":

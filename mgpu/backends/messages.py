@@ -76,6 +76,16 @@ def own_batch_norm(paths: Iterable[str]) -> ValueError:
         "plain layer.")
 
 
+def not_joined(what: Iterable[str]) -> ValueError:
+    """Layers or functions that normalise each device's rows by themselves,
+    under ``batch_norm="sync"``."""
+    return ValueError(
+        "batch_norm='sync' joins the framework's batch-norm layers; received "
+        "what keeps running statistics of each device's rows by itself: "
+        f"{list(what)}. Use such layers, track_running_stats=False in "
+        "InstanceNorm, batch_norm='per_device', or one device.")
+
+
 def wrong_device(device: Any, actual: Any) -> ValueError:
     """An array on `actual` was given to the replica on `device`. Raised by
     the replicas of both engines when they are called."""

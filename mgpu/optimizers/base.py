@@ -159,7 +159,8 @@ class Optimizer:
             setattr(self, field.name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self.elementwise and name not in self.__dataclass_fields__:
+        if RULES.get(self.semantics, {}).get(self.family) is type(self) \
+                and name not in self.__dataclass_fields__:
             raise AttributeError(
                 f"{type(self).__name__} has the options "
                 f"{[field.name for field in fields(self)]}; received "

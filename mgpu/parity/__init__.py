@@ -26,9 +26,9 @@ def gluonize(net: Any, *, inplace: bool = True, undo: bool = False) -> Any:
     share of the old statistics is ``float(numpy.float32(1 - momentum))``, as
     MXNet stores it. Source: MXNet 1.9.1, src/operator/nn/batch_norm.cc.
 
-    Statistics are updated in the forward pass and only where gradients are
-    recorded; Gluon updates them in the backward pass. The two differ only in
-    a forward pass that no backward pass follows: use `torch.no_grad` or
+    Statistics are updated in each forward pass in training mode, as torch
+    does, also under `torch.no_grad`; Gluon updates them in the backward pass.
+    The two differ only in a forward pass that no backward pass follows: use
     ``net.eval()`` for those. `state_dict`, hooks and optimisers are not
     touched: only the class of the layers changes.
 

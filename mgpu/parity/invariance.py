@@ -351,6 +351,9 @@ def _joined(x: Sequence[np.ndarray], z: Sequence[np.ndarray], rows: int
     axis of the rows. None where there is no such axis."""
     if x[0].ndim == 0 or x[0].ndim != z[0].ndim:
         return None
+    if len(x) != len(z) and len({v.shape for v in (*x, *z)}) == 1:
+        # of no rows: computed from a weight, on each device
+        return np.stack([x[0]] * len(z)), np.stack(z)
     for axis in range(x[0].ndim):
         try:
             one, two = np.concatenate(x, axis), np.concatenate(z, axis)

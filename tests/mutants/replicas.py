@@ -60,10 +60,34 @@ MUTANTS = [
            ("test_replicas.py::test_what_is_written_to_the_network_is_"
             "exported[2dev-torch]",)),
     Mutant("statistics-made-equal", "buffers follow replica 0 always",
-           edit("mgpu.following:Following._buffer_written",
-                "return self", "return True or self"),
+           edit("mgpu.following:Following._writes",
+                "return written", "return [True] * len(written)"),
            ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
             "replica_0s[2dev-torch-in place]",)),
+    Mutant("buffers-by-counters", "what .data writes to a buffer stays on "
+           "replica 0", edit("mgpu.following:Following._writes",
+                             "is not None and", "is None and"),
+           ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
+            "replica_0s[2dev-torch-through .data]",)),
+    Mutant("weights-of-rows", "replica 0's weights win over those that other "
+           "rows made", edit("mgpu.following:Following._to_copy",
+                             "written[i] and written[0]", "False"),
+           ("test_replicas.py::test_weights_that_a_pass_makes_of_its_rows_are_"
+            "refused[2dev-torch]",)),
+    Mutant("graph-everywhere", "no_grad means nothing in record",
+           edit("mgpu.backends._torch.replica:TorchReplica.__call__",
+                "stack.enter_context(torch.no_grad())", "pass",
+                "self._graph = torch.is_grad_enabled()",
+                "stack.enter_context(torch.set_grad_enabled(recording))"),
+           ("test_replicas.py::test_no_graph_where_the_user_wants_none"
+            "[2dev-torch-no_grad]",)),
+    Mutant("functional-batch-norm", "a function keeps statistics of one "
+           "device's rows under sync",
+           edit("mgpu.backends._torch.replica:_NoFunctionalBatchNorm."
+                "__torch_function__", "raise", "return function(*args, "
+                "**kwargs); raise"),
+           ("test_batch_norm.py::test_sync_refuses_what_it_cannot_join"
+            "[function]",)),
     Mutant("other-buffers-stay", "a buffer in another one's place is replica "
            "0's only", edit("mgpu.following:Following.follow",
                             "replaced.append(p)", "self.settle([p])"),

@@ -5,6 +5,11 @@ _LR = "mgpu.lr_scheduler:"
 _TESTS = ("test_lr_scheduler.py::test_values_by_hand",)
 
 MUTANTS = [
+    Mutant("steps-for-updates", "a schedule counts steps where Gluon counts a "
+           "parameter's updates",
+           edit("mgpu.trainer:Trainer._next_update",
+                'self.optimizer.semantics == "torch"', "True"),
+           ("test_trainer.py::test_what_gluon_asks_a_schedule_for*",)),
     Mutant("factor-one-early", "the change comes with update `step`",
            edit(_LR + "FactorScheduler.after_warmup",
                 "(num_update - 1) // self.step", "num_update // self.step"),

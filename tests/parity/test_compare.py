@@ -283,6 +283,19 @@ def test_options_that_no_data_reaches_are_named(one, two, words, strict,
         assert f"warning: not reached by this data: {text}" in str(result)
 
 
+def test_a_pass_may_move_a_buffer():
+    """That is no random number."""
+    def make():
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.utils.parametrizations.
+                             spectral_norm(nn.Linear(64, 3)))
+    assert parity.compare(make, make, batches=batches()).same
+    assert parity.invariance(make, batches=batches(),
+                             devices=(1, 2, 3)).verdict == "exact"
+
+
 # -- MXNet's float32 in float64 networks --------------------------------------
 
 def layered_g(make, units=6, last=None):

@@ -88,15 +88,27 @@ def test_undo_and_copy(torch):
         is torch.nn.BatchNorm2d
 
 
-def test_prediction_and_no_grad_move_nothing(torch):
+def test_prediction_moves_nothing(torch):
     module = parity.gluonize(net(torch))
     before = module[1].running_var.clone()
     module.eval()
     module(torch.tensor(data(2)))
-    module.train()
-    with torch.no_grad():
-        module(torch.tensor(data(2)))
     assert torch.equal(module[1].running_var, before)
+
+
+def test_statistics_can_be_recalibrated(torch):
+    """As for stochastic weight averaging, without gradients."""
+    found = []
+    for recalibrate in (
+            lambda m: torch.optim.swa_utils.update_bn(
+                [torch.tensor(data(2))], m),
+            lambda m: m.train() and [m[1].reset_running_stats()]
+            and setattr(m[1], "momentum", None) or m(torch.tensor(data(2)))):
+        torch.manual_seed(0)
+        module = parity.gluonize(net(torch))
+        recalibrate(module)
+        found.append(module[1].running_var)
+    assert torch.equal(*found) and (found[0] != 1).all()
 
 
 def test_it_survives_a_copy_and_a_file(torch, tmp_path):

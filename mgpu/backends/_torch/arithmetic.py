@@ -13,6 +13,7 @@ from torch import nn
 from mgpu.backends import base
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
 #: what they compute by, where the user has not written it
 FORWARDS = {layer.forward for layer in (*BATCH_NORMS, nn.SyncBatchNorm)}
 #: leading axes of a dropout layer's mask; 0: all of them

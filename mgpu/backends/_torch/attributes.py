@@ -93,6 +93,26 @@ class Attributes:
         self._members, self._names = members, now
 
 
+def follow_attributes(parameters: Sequence[Sequence[Any]]) -> None:
+    """Give the parameters of the copies the attributes of those of the
+    user's module, which come first. ValueError for a tensor: nobody knows
+    which rows it was made from."""
+    for first, *copies in zip(*parameters):
+        own = vars(first)
+        if not copies or not own and not any(map(vars, copies)):
+            continue
+        tensors = [name for x in (first, *copies) for name, value
+                   in vars(x).items() if isinstance(value, torch.Tensor)]
+        if tensors:
+            raise ValueError(
+                "on several devices a parameter has no attributes that are "
+                f"tensors; received {tensors[0]!r}. Keep it in a buffer of "
+                "the layer, or use one device.")
+        for x in copies:
+            vars(x).clear()
+            vars(x).update(own)
+
+
 class _Seen:
     """The attributes of a layer, as they are now."""
 

@@ -7,7 +7,7 @@ from torch import nn
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, FORWARDS,
                                              batch_norm_call,
                                              gluon_batch_norm)
-from mgpu.backends._torch.graph import recomputing, saved_by_hooks
+from mgpu.backends._torch.graph import recomputing
 
 
 class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
@@ -18,11 +18,7 @@ class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
         if not self.training or self.running_mean is None:
             return super().forward(x)
         self._check_input_dim(x)
-        # A reentrant checkpoint records only what it recomputes, others
-        # record both times.
-        keep = torch.is_grad_enabled() and (
-            torch.compiler.is_dynamo_compiling()
-            or not (recomputing() and saved_by_hooks()))
+        keep = torch.compiler.is_dynamo_compiling() or not recomputing()
         return gluon_batch_norm(batch_norm_call(self, x, "", keep))
 
 

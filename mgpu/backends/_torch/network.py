@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
-from mgpu.backends._torch.attributes import Attributes
+from mgpu.backends._torch.attributes import (Attributes,
+                                             follow_attributes)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
 from mgpu.backends._torch.layers import describe
@@ -185,6 +186,13 @@ class TorchNetwork(base.Network):
                 "a network consists of nn.Module layers; received TorchScript"
                 f" in {scripted}. Pass the module that it was made from, and "
                 "hybridize=True to compile it.")
+        counted = [path for path, m in tables if m.scale_grad_by_freq]
+        if counted and len(devices) > 1:
+            raise ValueError(
+                "on several devices a gradient is the sum over all rows; "
+                f"received scale_grad_by_freq=True in {counted}, which counts "
+                "words in the rows of each device. Use one device, or "
+                "scale_grad_by_freq=False.")
         written = [path for path, m in tables if m.max_norm is not None]
         if written and len(devices) > 1:
             raise ValueError(
@@ -242,6 +250,8 @@ class TorchNetwork(base.Network):
 
     def follow(self) -> None:
         self._attributes.check_layers()
+        follow_attributes([[owner[name] for owner, name in r.weights]
+                           for r in self.replicas])
         if (len(self.replicas) > 1 or self.options.hybridize) \
                 and not self._watchers and self.replicas[0].users is None \
                 and self._attributes.follow():
@@ -321,6 +331,8 @@ class TorchNetwork(base.Network):
         own = self.replicas[0].own_batch_norms
         if normalise is not None and own:
             raise messages.own_batch_norm(own)
+        if normalise is not None and self.replicas[0].not_joined:
+            raise messages.not_joined(self.replicas[0].not_joined)
         return self._using("normalise", normalise)
 
     @contextlib.contextmanager
@@ -344,13 +356,39 @@ def _copy(net: nn.Module) -> nn.Module:
         for name, x in vars(module).items():
             if isinstance(x, torch.Tensor) and not x.is_leaf:
                 if name not in computed:
-                    raise ValueError(
-                        "a network on several devices computes its tensors "
-                        "from its parameters in each forward pass; received "
-                        f"{joined(path, name)!r}, which was computed once. "
-                        "Compute it in forward().")
+                    raise _computed(joined(path, name))
                 copies[id(x)] = x.detach().clone()
+    try:
+        return copy.deepcopy(net, dict(copies))
+    except Exception:
+        copies |= _shared(net)
     return copy.deepcopy(net, copies)
+
+
+def _shared(net: nn.Module) -> dict[int, Any]:
+    """By `id`, the attributes of layers that cannot be copied, such as a lock
+    or a file: there is only one."""
+    shared, kept = {}, {id(x): x for x in (*net.modules(), *arrays_of(net))}
+    for path, module in net.named_modules():
+        for name, x in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules") \
+                    or isinstance(x, torch.Tensor):
+                continue
+            try:
+                copy.deepcopy(x, dict(kept))
+            except Exception as error:
+                if "graph leaves" in str(error):    # torch's words
+                    raise _computed(joined(path, name)) from None
+                shared[id(x)] = x
+    return shared
+
+
+def _computed(name: str) -> ValueError:
+    return ValueError(
+        "a network on several devices computes its tensors from its "
+        f"parameters in each forward pass; received {name!r}, which was "
+        "computed before. Compute it in forward(), and clear what a pass has "
+        "kept there.")
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch import strict
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
+                                             INSTANCE_NORMS,
                                              batch_norm_forward,
                                              computes_itself,
                                              dropout_forward,
@@ -62,10 +65,10 @@ class TorchReplica(base.Replica):
         self._handle = network.backend.handle(device)
         self.layers = list(module.modules())
         strict.place(arrays_of(module), device)
-        self._weights, buffers = (
+        self.weights, buffers = (
             [(getattr(m, of), name) for _, m, name, _ in walk(module, of)]
             for of in ("_parameters", "_buffers"))
-        self._owners = self._weights + buffers
+        self._owners = self.weights + buffers
         #: the user's training flags, while others are set
         self.users: list[bool] | None = None
         own = [k for k, m in enumerate(self.layers) if getattr(
@@ -75,6 +78,10 @@ class TorchReplica(base.Replica):
         self._inside = [id(m) in below for m in self.layers]
         #: the modules whose ``train`` the user has written
         self._switches = [k for k in own if not self._inside[k]]
+        if index == 0 and all(m.training for m in self.layers):
+            # As net.train() at the begin of a script: it may freeze layers.
+            for k in self._switches:
+                self.layers[k].train(True)
         norms = [(path, m) for path, m in module.named_modules()
                  if isinstance(m, BATCH_NORMS)]
         self._batch_norms = [(path, m) for path, m in norms
@@ -82,6 +89,10 @@ class TorchReplica(base.Replica):
         #: batch-norm layers with a forward pass of the user's
         self.own_batch_norms = [path for path, m in norms
                                 if computes_itself(m)]
+        #: normalising layers that `normalise` cannot join
+        self.not_joined = [
+            path for path, m in module.named_modules()
+            if isinstance(m, INSTANCE_NORMS) and m.running_mean is not None]
         self.ticket = ticket_for(self)
         if any(type(m) in DROPOUTS for m in self.layers):
             define_mask()      # the user may have compiled the network
@@ -101,6 +112,7 @@ class TorchReplica(base.Replica):
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
         self._masks: dict[int, Any] = {}    # that a backward pass needs again
+        self._graph = True  # the pass records one
         self._met = False   # replicas met in the pass that is computed again
 
     def array(self, number: int) -> Any:
@@ -122,7 +134,8 @@ class TorchReplica(base.Replica):
         if self._again():
             return None
         if not network.backend.is_recording() or network.normalise is not None\
-                or not saved_by_hooks() and torch.is_grad_enabled():
+                or not saved_by_hooks() \
+                and torch.is_grad_enabled() is self._graph:
             return self.own_generator()
         if self._draws is False:
             # Others may have drawn since the checkpoint read its state.
@@ -168,10 +181,13 @@ class TorchReplica(base.Replica):
                 stack.enter_context(self._in_turn())
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
+            if network.normalise is not None:
+                stack.enter_context(_NoFunctionalBatchNorm())
             if options.autocast is not None:
                 stack.enter_context(autocast(self._handle, options))
-            if recording is not torch.is_grad_enabled():
-                stack.enter_context(torch.set_grad_enabled(recording))
+            if torch.is_grad_enabled() and not recording:
+                stack.enter_context(torch.no_grad())
+            self._graph = torch.is_grad_enabled()
             try:
                 result = self._run(inputs, training)
             except (RuntimeError, ValueError) as error:
@@ -258,7 +274,7 @@ class TorchReplica(base.Replica):
         def hooks(number: int, table: str) -> list[Callable[[Any], Any]]:
             here = found()
             return [] if here is None else here(number, table)
-        for number, (owner, name) in enumerate(self._weights):
+        for number, (owner, name) in enumerate(self.weights):
             self._network.backend.borrow_hooks(owner[name],
                                                partial(hooks, number))
 
@@ -266,7 +282,7 @@ class TorchReplica(base.Replica):
         """The user's hooks on parameter `number` of replica 0, each bound to
         the module here that it is bound to there."""
         first, found = self._network.first(self), []
-        owner, name = first._weights[number]
+        owner, name = first.weights[number]
         for hook in users_hooks(owner[name], table):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, nn.Module) and owner in first.layers:
@@ -281,7 +297,7 @@ class TorchReplica(base.Replica):
                          met: bool, _: Any) -> None:
         """Let what the backward pass computes again (checkpoints) see the
         modes and the functions of the forward pass."""
-        trained = next((owner[name] for owner, name in self._weights
+        trained = next((owner[name] for owner, name in self.weights
                         if owner[name].requires_grad), None)
         place = Place() if trained is None \
             else self._network.backend.place_of(trained)
@@ -358,6 +374,20 @@ class TorchReplica(base.Replica):
                 default.set_state(users)
                 self._draws = bool(self._draws) \
                     or not torch.equal(before, after)
+
+
+class _NoFunctionalBatchNorm(TorchFunctionMode):
+    """Inside, layers of the user's own do not normalise by the rows of one
+    device."""
+
+    def __torch_function__(self, function: Any, types: Any,
+                           args: tuple[Any, ...] = (), kwargs: Any = None
+                           ) -> Any:
+        kwargs = kwargs or {}
+        if function in (F.batch_norm, torch.batch_norm) and kwargs.get(
+                "training", len(args) > 5 and args[5]):
+            raise messages.not_joined(["F.batch_norm"])
+        return function(*args, **kwargs)
 
 
 @contextlib.contextmanager
