@@ -1,12 +1,13 @@
 """One progress bar for trainings, benchmarks and comparisons."""
+import sys
 from typing import Any
 
 
 class ProgressBar:
     """A bar on standard error; in a notebook, under the cell.
 
-    Use it in a ``with`` block. Without the package tqdm nothing is drawn,
-    because a bar is a comfort.
+    Use it in a ``with`` block. Without the package tqdm, or without a
+    standard error, nothing is drawn, because a bar is a comfort.
 
     Parameters
     ----------
@@ -23,7 +24,7 @@ class ProgressBar:
     def __init__(self, shown: bool, description: str,
                  total: int | None = None, unit: str = "step") -> None:
         self._bar: Any = None
-        if shown:
+        if shown and sys.stderr is not None and not sys.stderr.closed:
             try:
                 from tqdm.auto import tqdm
             except ImportError:

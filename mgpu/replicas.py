@@ -173,6 +173,12 @@ class Replicas(abc.Sequence):
                     return
                 self.network.infer_shapes(inputs, device or self.devices[0])
             specs = self.network.specs()
+            unknown = [spec.name for spec in specs if spec.shape is None]
+            if unknown:
+                raise ValueError(
+                    "a forward pass completes the shapes of all layers; "
+                    f"received a network that calls no layer of {unknown}. "
+                    "Give these layers their input size, or take them out.")
             values = self._draw()
             with self.backend.scope(recording=False):
                 replicas = self.network.replicate(self.devices)

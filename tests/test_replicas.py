@@ -602,6 +602,28 @@ def test_values_that_gluon_has_moved_are_asked_for(name, anew):
         again.export_numpy()
 
 
+def test_a_layer_without_a_shape_that_is_never_called(engine, devices):
+    base, _ = bricks(engine)
+    if engine.name == "mxnet":
+        from mxnet.gluon.nn import Dense as lazy
+    else:
+        from torch.nn import LazyLinear as lazy
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = lazy(3), lazy(4)
+
+        def forward(self, x):
+            return self.used(x)
+    replicas = mgpu.initialize(Net(), devices, "uniform")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"calls no layer of \['idle.weig"
+                           r"ht.*\]. Give these layers their input size"):
+            train(replicas, table(8))
+        assert not replicas.complete
+
+
 def test_force_reinit_redraws_a_trained_network(engine, devices):
     """Weights and running statistics, as if it had never been trained."""
     net = convnet(engine)

@@ -1,5 +1,7 @@
 """Recording, backward, `parallel`, the step and the loop."""
+import os
 import re
+import sys
 import weakref
 
 import numpy as np
@@ -698,6 +700,17 @@ def test_the_frameworks_own_data_loaders(engine, devices):
     (a, first), (b, second) = found
     assert a.loss_per_step == b.loss_per_step and a.test_acc == b.test_acc
     assert_unchanged(first, second)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_training_without_standard_error(engine, closed, monkeypatch):
+    replicas, loss, trainer = set_up(engine, on(0, 1))
+    stream = open(os.devnull, "w") if closed else None
+    if closed:
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+    mgpu.train(replicas, batches(2), None, loss, trainer, 1, progress=True)
+    assert trainer.num_update == 1
 
 
 def test_the_engine_of_the_replicas_is_used(backend):
