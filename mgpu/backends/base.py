@@ -109,7 +109,9 @@ class Layer(NamedTuple):
 #: (1 along `axes`) of zeros and ``1 / (1 - rate)``.
 DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
 
-#: ``seen(path, inputs, outputs, index)`` is called after each layer's call.
+#: ``seen(path, inputs, outputs, index)`` is called after each layer's call,
+#: and with "F." and its kind as path after that of an activation function
+#: between layers, where the engine can tell.
 LayerCallback = Callable[[str, tuple[Any, ...], Any, int], None]
 
 #: ``normalise(call, index)`` computes the output of a batch-norm layer in

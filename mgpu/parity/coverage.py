@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends.base import Layer
-from mgpu.parity.location import pairs
+from mgpu.parity.location import ACTIVATIONS, NAMES, kind_of, pairs
 from mgpu.parity.matching import Plan
 from mgpu.parity.run import Run, State, StepResult
 
@@ -16,11 +16,6 @@ _NAMED = 8
 #: they mean the same. `flatten` would show in the shape.
 _REACHED = {"activation", "axis", "bias", "center", "flatten", "relu", "rows",
             "scale", "units", "use_global_stats"}
-#: activations that are one for inputs of some sizes
-_ACTIVATIONS = {"elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
-                "leaky_relu", "relu", "relu6", "selu", "sigmoid", "silu",
-                "softplus", "softrelu", "softsign", "swish", "tanh"}
-_NAMES = {"silu": "swish", "softplus": "softrelu"}      # Gluon's
 
 
 class Coverage:
@@ -159,7 +154,8 @@ def _activation(layer: Layer, following: Sequence[str],
                 layers: Mapping[str, Layer]) -> str | None:
     """The activation inside `layer` or right behind it, in Gluon's words;
     None where none is known."""
-    after = layers.get(following[0]) if following else None
     kind = "relu" if layer.options.get("relu") \
-        else layer.options.get("activation") or (after and after.kind)
-    return _NAMES.get(kind, kind) if kind in _ACTIVATIONS else None
+        else layer.options.get("activation") \
+        or (kind_of(following[0], layers) if following else "")
+    kind = NAMES.get(kind, kind)
+    return kind if kind in ACTIVATIONS else None

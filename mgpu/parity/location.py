@@ -15,6 +15,21 @@ POOLS = {f"{size}{kind}_pool": f"{kind}_pool" for kind in ("avg", "max")
          for size in ("", "global_", "adaptive_")}
 
 
+#: activations that are one for inputs of some sizes
+ACTIVATIONS = {"elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
+               "leaky_relu", "relu", "relu6", "selu", "sigmoid", "softrelu",
+               "softsign", "swish", "tanh"}
+#: Gluon's names of activations
+NAMES = {"silu": "swish", "softplus": "softrelu"}
+
+
+def kind_of(path: str, layers: Mapping[str, Layer]) -> str:
+    """The kind of a layer, or of a function between layers, "F.relu"."""
+    layer = layers.get(path)
+    kind = path.removeprefix("F.") if layer is None else layer.kind
+    return NAMES.get(kind, kind)
+
+
 class Location(NamedTuple):
     """The first layer whose output differs.
 
@@ -26,6 +41,12 @@ class Location(NamedTuple):
         False: its input differs already, although all layers before it
         agree. The cause is a function between the layers.
     call_a, call_b : LayerCall
+        With the output behind the activation that follows, where the other
+        side's layer has one inside.
+    at : (int, int)
+        The places of the calls among those of each side.
+    inner : list of ndarray
+        The outputs of the layers themselves, where those above are others.
     """
 
     a: Layer | None
@@ -33,6 +54,8 @@ class Location(NamedTuple):
     inputs_agree: bool
     call_a: LayerCall
     call_b: LayerCall
+    at: tuple[int, int] = (0, 0)
+    inner: list[np.ndarray] = []
 
 
 def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
@@ -45,10 +68,9 @@ def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
     """
     def key(path: str, layers: Mapping[str, Layer],
             names: Mapping[str, str]) -> str:
-        layer = layers.get(path)
-        return "" if layer is None else next(
-            (names[n] for n in layer.parameters if n in names),
-            POOLS.get(layer.kind, layer.kind))
+        layer, kind = layers.get(path), kind_of(path, layers)
+        return next((names[n] for n in (layer.parameters if layer else ())
+                     if n in names), POOLS.get(kind, kind))
     for block in difflib.SequenceMatcher(
             None, [key(path, layers_a, {p.a: p.a for p in plan.pairs})
                    for path in paths_a],
@@ -68,23 +90,28 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
 
     def activated(calls: Sequence[LayerCall], i: int,
                   layers: Mapping[str, Layer], other: Layer | None
-                  ) -> list[np.ndarray]:
-        """The output, behind the activation layer that follows it where the
-        other side's layer has that activation inside."""
+                  ) -> LayerCall:
+        """The call, with the output behind the activation that follows it
+        where the other side's layer has one inside."""
         inside = other.options.get("activation") if other else None
-        follows = layers.get(calls[i + 1].path) if calls[i + 1:] else None
-        if inside and follows is not None and follows.kind == inside:
-            i += 1
-        return calls[i].outputs
+        if inside and calls[i + 1:] and kind_of(
+                calls[i + 1].path, layers) in ACTIVATIONS:
+            return calls[i]._replace(outputs=calls[i + 1].outputs)
+        return calls[i]
     for i, j in pairs([c.path for c in calls_a], [c.path for c in calls_b],
                       of_a, of_b, plan):
         one, two = calls_a[i], calls_b[j]
         layers = of_a.get(one.path), of_b.get(two.path)
-        if not _agree(one.outputs, two.outputs, tolerance) and not _agree(
-                activated(calls_a, i, of_a, layers[1]),
-                activated(calls_b, j, of_b, layers[0]), tolerance):
-            return Location(*layers, _agree(one.inputs, two.inputs,
-                                            tolerance), one, two)
+        if _agree(one.outputs, two.outputs, tolerance):
+            continue
+        one, two = (activated(calls_a, i, of_a, layers[1]),
+                    activated(calls_b, j, of_b, layers[0]))
+        if not _agree(one.outputs, two.outputs, tolerance):
+            return Location(
+                *layers, _agree(one.inputs, two.inputs, tolerance), one, two,
+                (i, j), [call.outputs[0] for call, now in (
+                    (calls_a[i], one), (calls_b[j], two))
+                    if now is not call and call.outputs])
     return None
 
 

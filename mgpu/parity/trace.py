@@ -252,11 +252,12 @@ class _Replay(Comparison):
         those of `b` stand for both; of outputs the trace has the first
         rows."""
         rows = self.a.kept_calls(number, "rows_of_calls")
-        # the same call of the same layer, of those that have several
-        at, other = (next(i for i, c in enumerate(calls) if c is call)
-                     for calls, call in zip(self._seen, (place.call_a,
-                                                         place.call_b)))
-        live = self._live[other]
+        at, other = place.at
+        live, inner = self._live[other], []
+        if place.call_b is not self._seen[1][other]:    # with an activation
+            inner = [live.outputs[0][:ROWS]]
+            live = live._replace(outputs=self._live[other + 1].outputs)
+        place = place._replace(inner=inner)
         if not rows or not place.inputs_agree:
             return place._replace(
                 call_a=LayerCall(place.call_a.path, [], []), call_b=live)

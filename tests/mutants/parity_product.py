@@ -20,6 +20,17 @@ MUTANTS = [
            edit("mgpu.parity.comparison:Comparison._judge",
                 "if self.strict and", "if False and"),
            ("parity/test_cli_parity.py::test_strict",)),
+    Mutant("functions-unseen", "an activation inside a layer of Gluon's is a "
+           "difference where the port calls a function",
+           edit("mgpu.backends._torch.layers:Between.__torch_function__",
+                "_FUNCTIONS.get(function)", "None"),
+           ("parity/test_diagnosis.py::test_functions_between_layers_are_seen"
+            "[function]",)),
+    Mutant("inputs-overwritten", "a layer in place seems to get what it "
+           "returns", edit("mgpu.backends._torch.network:_watch",
+                           "tree_map(_cloned, inputs)", "inputs"),
+           ("parity/test_diagnosis.py::test_inputs_that_a_layer_overwrites_are_"
+            "those_that_it_got",)),
     Mutant("float32-is-same", "what MXNet does in float32 is no difference",
            edit("mgpu.parity.comparison:Comparison.lockstep",
                 "result.verdict = FLOAT32", "pass"),

@@ -468,6 +468,68 @@ def test_a_planted_fault_is_named(name, monkeypatch):
         or cause in ("initial draw", "multipliers")
 
 
+def between(function, slope=None):
+    """A port that calls `function` of torch between its layers."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Port(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 5)
+                self.third = nn.LeakyReLU(slope, inplace=True) if slope \
+                    else nn.LayerNorm(5, eps=1e-3)
+                self.c = nn.Linear(5, 3)
+
+            def forward(self, x):
+                act = function(torch)
+                return self.c(self.third(act(self.b(act(self.a(x))))))
+        return Port()
+    return make
+
+
+def fused(activation, slope=None):
+    return gluon(lambda nn: [
+        nn.Dense(5, in_units=6, activation=activation),
+        nn.Dense(5, in_units=5, activation=activation),
+        nn.LeakyReLU(slope) if slope else nn.LayerNorm(in_channels=5),
+        nn.Dense(3, in_units=5)])
+
+
+@pytest.mark.parametrize("activation, function, path, words", [
+    ("relu", lambda t: t.nn.functional.relu, "2", "epsilon 1e-05 on a"),
+    ("relu", lambda t: lambda x: x.relu_(), "2", "epsilon 1e-05 on a"),
+    ("softrelu", lambda t: t.nn.functional.softplus, "2", "epsilon 1e-05"),
+    ("tanh", lambda t: t.tanh, "2", "epsilon 1e-05 on a"),
+    ("relu", lambda t: t.tanh, "0", "applies relu, b (torch) tanh"),
+    ("relu", lambda t: lambda x: x, "0", "b (torch) no activation")],
+    ids=["function", "in place", "softplus", "tanh", "another", "none"])
+def test_functions_between_layers_are_seen(activation, function, path, words):
+    """An activation inside a layer of Gluon's, a function on torch."""
+    result = compared(fused(activation), between(function), ROWS, {})
+    assert result.location["a"]["path"] == path
+    assert words in str(result.causes[0]), result
+
+
+def test_inputs_that_a_layer_overwrites_are_those_that_it_got():
+    result = compared(fused(None, 0.25),
+                      between(lambda t: lambda x: x, 0.125), ROWS, {})
+    assert (result.location["a"]["path"],
+            result.location["inputs_agree"]) == ("2", True)
+    assert "slope 0.25 on a" in str(result.causes[0]), result
+
+
+def test_a_trace_sees_functions_between_layers(tmp_path):
+    parity.record(fused("relu"), batches=ROWS, file=tmp_path / "a")
+    for function, path, words in (
+            (lambda t: t.relu, "2", "epsilon 1e-05 on a"),
+            (lambda t: t.tanh, "0", "applies relu, b (torch) tanh")):
+        result = parity.compare_trace(tmp_path / "a", between(function))
+        assert result.location["a"]["path"] == path
+        assert words in str(result.causes[0]), result
+
+
 def test_enough_faults_come_first():
     assert len(NOT_FIRST) <= 2
     assert {cause for cause, _ in FAULTS.values()} >= {

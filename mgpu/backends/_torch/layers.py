@@ -1,7 +1,11 @@
 """Torch's layers, described as `mgpu.backends.base.Layer`."""
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
 
@@ -15,6 +19,35 @@ _ADAPTIVE = {getattr(nn, f"Adaptive{kind.title()}Pool{n}d"): kind
 _NORMS = {nn.modules.instancenorm._InstanceNorm: "instance_norm",
           nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm"}
 _DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
+
+
+#: by function: the kind of the layer that does the same
+_FUNCTIONS = {function: name for name in (
+    "relu", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "softplus",
+    "softsign", "sigmoid", "tanh", "hardtanh", "hardsigmoid", "hardswish")
+    for where in (F, torch, torch.Tensor) for called in (name, f"{name}_")
+    if callable(function := getattr(where, called, None))}
+
+
+class Between(TorchFunctionMode):
+    """Inside, ``seen(path, inputs, outputs)`` is called after each activation
+    function that is called outside of innermost layers."""
+
+    def __init__(self, seen: Callable[[str, Any, Any], None]):
+        super().__init__()
+        self._seen = seen
+        self.inside = False     # an innermost layer
+
+    def __torch_function__(self, function: Any, types: Any,
+                           args: tuple[Any, ...] = (), kwargs: Any = None
+                           ) -> Any:
+        name = None if self.inside else _FUNCTIONS.get(function)
+        if name is None:
+            return function(*args, **(kwargs or {}))
+        x = args[0].detach().clone()    # it may be overwritten
+        result = function(*args, **(kwargs or {}))
+        self._seen(f"F.{name}", (x,), result)
+        return result
 
 
 def _each(value: Any, n: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
@@ -312,12 +312,10 @@ class TorchNetwork(base.Network):
             for replica in self.replicas:
                 for path, module in replica.module.named_modules():
                     if not module._modules:
-                        def told(_, inputs, outputs, path=path,
-                                 index=replica.index):
-                            if not recomputing():
-                                seen(path, inputs, outputs, index)
-                        handle = module.register_forward_hook(told)
-                        stack.callback(handle.remove)
+                        for handle in _watch(module, path, replica, seen):
+                            stack.callback(handle.remove)
+                before, replica.seen = replica.seen, seen
+                stack.callback(setattr, replica, "seen", before)
             self._watchers += 1
             try:
                 yield
@@ -343,6 +341,32 @@ class TorchNetwork(base.Network):
             yield
         finally:
             setattr(self, name, before)
+
+
+def _watch(module: nn.Module, path: str, replica: TorchReplica,
+           seen: base.LayerCallback) -> Iterator[Any]:
+    """Let `seen` be called after each call of an innermost layer; yields
+    handles."""
+    given: list[Any] = []
+
+    def begins(_: Any, inputs: Any) -> None:
+        if replica.between is not None:
+            replica.between.inside = True
+        if getattr(module, "inplace", False):   # it overwrites them
+            inputs = tree_map(_cloned, inputs)
+        given[:] = [inputs]
+
+    def told(_: Any, inputs: Any, outputs: Any) -> None:
+        if replica.between is not None:
+            replica.between.inside = False
+        if not recomputing():
+            seen(path, given[0], outputs, replica.index)
+    yield module.register_forward_pre_hook(begins)
+    yield module.register_forward_hook(told)
+
+
+def _cloned(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
 def _copy(net: nn.Module) -> nn.Module:

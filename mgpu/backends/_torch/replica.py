@@ -29,6 +29,7 @@ from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import recomputing, saved_by_hooks
+from mgpu.backends._torch.layers import Between
 from mgpu.backends._torch.leaves import Place, users_hooks
 from mgpu.backends._torch.names import arrays_of, walk
 from mgpu.backends._torch.ops import dtype_of
@@ -69,6 +70,9 @@ class TorchReplica(base.Replica):
             [(getattr(m, of), name) for _, m, name, _ in walk(module, of)]
             for of in ("_parameters", "_buffers"))
         self._owners = self.weights + buffers
+        #: who watches the layers, and what tells of functions in a call
+        self.seen: base.LayerCallback | None = None
+        self.between: Between | None = None
         #: the user's training flags, while others are set
         self.users: list[bool] | None = None
         own = [k for k, m in enumerate(self.layers) if getattr(
@@ -181,6 +185,9 @@ class TorchReplica(base.Replica):
                 stack.enter_context(self._in_turn())
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
+            if self.seen is not None:
+                self.between = stack.enter_context(Between(
+                    partial(_told, self.seen, self.index)))
             if network.normalise is not None:
                 stack.enter_context(_NoFunctionalBatchNorm())
             if options.autocast is not None:
@@ -404,6 +411,11 @@ def undisturbed(stop: Sequence[Any]) -> Iterator[None]:
     finally:
         _inner.reset(token)
         turn.release()
+
+
+def _told(seen: base.LayerCallback, index: int, path: str, inputs: Any,
+          outputs: Any) -> None:
+    seen(path, inputs, outputs, index)
 
 
 def _tensors(result: Any, met: set[int]) -> Iterator[torch.Tensor]:

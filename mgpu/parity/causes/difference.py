@@ -238,7 +238,7 @@ class Difference:
                     for u, v in zip(place.call_a.inputs, place.call_b.inputs)]
         # A dropout layer computes nothing but its mask.
         return [Tensors(*self.outputs(), f"layer {path} ({self.kind})",
-                        place.call_a.inputs[:1])] \
+                        [*place.inner, *place.call_a.inputs[:1]])] \
             if self.kind not in ("", "dropout") else []
 
     def _ahead(self, path: str) -> list[np.ndarray]:
