@@ -10,8 +10,8 @@ from mgpu.parity.matching import Plan, close
 from mgpu.parity.run import LayerCall
 
 
-#: kinds of layers that do the same for some sizes of the input
-POOLS = {f"{size}{kind}_pool": f"{kind}_pool" for kind in ("avg", "max")
+#: kinds of layers that a port may take for one another
+POOLS = {f"{size}{kind}_pool": "pool" for kind in ("avg", "max")
          for size in ("", "global_", "adaptive_")}
 
 

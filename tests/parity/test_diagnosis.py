@@ -70,6 +70,25 @@ def cross_entropy(**options):
     return loss
 
 
+def weighted(output, y):
+    return cross_entropy(reduction="none", weight=output.new_tensor(
+        [0.5, 1.0, 2.0]))(output, y)
+
+
+def times(nn, number):
+    class Times(nn.Module):
+        def forward(self, x):
+            return number * x
+    return Times()
+
+
+def transposed(nn):
+    class Transposed(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.T, self.bias)
+    return Transposed(6, 6)
+
+
 def mean_square(output, y):
     return ((output - y) ** 2).mean(1)
 
@@ -310,6 +329,36 @@ FAULTS = {
     "selu": ("SELU's gradient", lambda patch: (
         dense_g(lambda nn: nn.SELU(), activation=None),
         dense_t(lambda nn: nn.SELU(), activation=None), ROWS, {})),
+    "softmax axis": ("softmax axis", lambda patch: (
+        dense_g(lambda nn: nn.HybridLambda(
+            lambda F, x: F.softmax(x, axis=1)), activation=None),
+        dense_t(lambda nn: nn.Softmax(0), activation=None), ROWS, {})),
+    "twice a layer": ("constant factor", lambda patch: (
+        dense_g(), dense_t(lambda nn: times(nn, 2)), ROWS, {})),
+    "transposed weight": ("transposed weight", lambda patch: (
+        gluon(lambda nn: [nn.Dense(6, in_units=6), nn.Dense(3, in_units=6)]),
+        torch_(lambda nn: [transposed(nn), nn.Linear(6, 3)]), ROWS, {})),
+    "another pooling": ("kind of pooling", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 3, in_channels=2),
+                               nn.MaxPool2D(2)],
+                   lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2)], 36),
+        IMAGES, {})),
+    "global pooling": ("kind of pooling", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 3, in_channels=2),
+                               nn.GlobalAvgPool2D()],
+                   lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveMaxPool2d(1)],
+                   4), IMAGES, {})),
+    "padding mode": ("layer options", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 3, padding=1, in_channels=2)],
+                   lambda nn: [nn.Conv2d(2, 4, 3, padding=1,
+                                         padding_mode="reflect")], 256),
+        IMAGES, {})),
+    "padding_idx": ("padding_idx", lambda patch: (
+        gluon(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
+                          nn.Dense(3, in_units=12)]),
+        torch_(lambda nn: [nn.Embedding(9, 4, padding_idx=2), nn.Flatten(),
+                           nn.Linear(12, 3)]),
+        [(RNG.integers(0, 9, (N, 3)), y) for _, y in ROWS], {})),
     "dropout masks": ("dropout masks", lambda patch: (
         other_masks(patch) or dense_g(lambda nn: nn.Dropout(0.5),
                                       activation=None),
@@ -329,6 +378,21 @@ FAULTS = {
         Side(dense_g(), loss=gluon_cross_entropy),
         Side(dense_t(), loss=cross_entropy(
             reduction="none", ignore_index=-1)), out_of_range(), {})),
+    "label smoothing": ("label smoothing", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(dense_t(),
+        loss=cross_entropy(reduction="none", label_smoothing=0.1)), ROWS,
+        {})),
+    "class weights": ("class weights", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy),
+        Side(dense_t(), loss=weighted), ROWS, {})),
+    "shifted labels": ("shifted labels", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: cross_entropy(reduction="none")(
+                output, y.roll(1))), ROWS, {})),
+    "twice the entropy": ("loss weight", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: 2 * cross_entropy(
+                reduction="none")(output, y)), ROWS, {})),
     # losses
     "L2 loss": ("L2 loss", lambda patch: (
         dense_g(), Side(dense_t(), loss=mean_square), TARGETS,

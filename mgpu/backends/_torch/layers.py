@@ -67,6 +67,7 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
                 "padding": module.padding if isinstance(module.padding, str)
                 else tuple(module.padding),
                 "dilation": tuple(module.dilation), "groups": module.groups,
+                "padding_mode": module.padding_mode,
                 "bias": module.bias is not None, "activation": None}
     if isinstance(module, BATCH_NORMS):
         return "batch_norm", {

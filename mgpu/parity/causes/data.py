@@ -1,8 +1,11 @@
 """Causes in the data: the batch that each side gets."""
+from collections.abc import Iterator
+
 import numpy as np
 
-from mgpu.parity.causes.difference import (Difference, distance, nearest, once,
-                                           reordered, same_lists, unexplained)
+from mgpu.parity.causes.difference import (Difference, View, distance, nearest,
+                                           once, reordered, same_lists,
+                                           unexplained)
 from mgpu.parity.causes.registry import Found, cause
 
 
@@ -89,9 +92,7 @@ def labels_out_of_range(d: Difference) -> Found:
 def _treatments(y: np.ndarray, logits: np.ndarray, odd: np.ndarray
                 ) -> dict[str, np.ndarray]:
     """The losses for each way to treat the labels that are `odd`."""
-    classes = logits.shape[1]
-    log_p = logits - logits.max(1, keepdims=True)
-    log_p = log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
+    classes, log_p = logits.shape[1], _log_softmax(logits)
 
     def entropy(labels: np.ndarray) -> np.ndarray:
         picked = np.clip(labels, 0, classes - 1).astype(int)
@@ -101,3 +102,67 @@ def _treatments(y: np.ndarray, logits: np.ndarray, odd: np.ndarray
         "counts from the last class": entropy(np.trunc(y) % classes),
         "leaves such examples out": np.where(odd, 0, entropy(np.trunc(y))),
         "rounds to the next class": entropy(np.round(y))}
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    log_p = logits - logits.max(1, keepdims=True)
+    return log_p - np.log(np.exp(log_p).sum(1, keepdims=True))
+
+
+# -- cross-entropies ----------------------------------------------------------
+
+def _entropies(d: Difference) -> Iterator[tuple[
+        View, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """For each side that another one's loss is the plain cross-entropy of:
+    that side, its losses, the plain ones, log-probabilities and labels."""
+    for right, side in d.both_ways():
+        (_, labels), outputs = right.prepared(), right.step.outputs
+        own, other = right.step.losses, side.step.losses
+        if len(labels) != 1 or len(outputs) != 1 or outputs[0].ndim != 2 \
+                or not labels[0].size == own.size == other.size:
+            continue
+        log_p, y = _log_softmax(outputs[0]), labels[0].reshape(-1)
+        if y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= len(log_p.T):
+            continue
+        plain = -log_p[np.arange(len(y)), y]
+        if np.allclose(plain, own.reshape(-1), 1e-6, 1e-9):
+            yield side, other.reshape(-1), plain, log_p, y
+
+
+@cause("label smoothing", "loss")
+def smoothing(d: Difference) -> Found:
+    for side, losses, plain, log_p, _ in _entropies(d):
+        apart = -log_p.mean(1) - plain
+        share = float((losses - plain) @ apart / (apart @ apart or 1))
+        if 0 < share < 1:
+            yield (f"{side} smooths labels by {share:.4g}, the other side "
+                   "does not: give both the same label_smoothing"
+                   ), unexplained(plain, losses, plain + share * apart)
+
+
+@cause("class weights", "loss")
+def class_weights(d: Difference) -> Found:
+    for side, losses, plain, _, y in _entropies(d):
+        classes, counts = np.unique(y, return_counts=True)
+        weights = {c: float(np.median(losses[y == c] / plain[y == c]))
+                   for c in classes}
+        if counts.max() > 1 and np.ptp(list(weights.values())) > 1e-6:
+            words = ", ".join(f"{c}: {w:.4g}" for c, w in weights.items())
+            yield (f"{side} weighs the examples by class ({words}): give "
+                   "both the same weights"), unexplained(
+                       plain, losses, plain * [weights[c] for c in y])
+
+
+@cause("shifted labels", "loss")
+def shifted(d: Difference) -> Found:
+    for side, losses, plain, log_p, y in _entropies(d):
+        for text, other in (
+                ("one more than the other side's", y + 1),
+                ("one less than the other side's", y - 1),
+                ("those of the next row", np.roll(y, -1)),
+                ("those of the row before", np.roll(y, 1))):
+            if 0 <= other.min() and other.max() < len(log_p.T):
+                yield (f"the labels of {side} are {text}: count classes "
+                       "from 0, and shift targets on both or on neither"
+                       ), unexplained(
+                           plain, losses, -log_p[np.arange(len(y)), other])

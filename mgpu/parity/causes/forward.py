@@ -117,6 +117,30 @@ def activation(d: Difference) -> Found:
                    ), residual
 
 
+@cause("softmax axis", "forward", resort=4)
+def softmax_axis(d: Difference) -> Found:
+    for u, v, where, ahead in d.tensors():
+        for x in (s for s in ahead if s.shape == u.shape == v.shape):
+            values = {axis: np.moveaxis(_softmax(np.moveaxis(
+                x, axis, -1)), -1, axis) for axis in range(x.ndim)}
+            (e, one), (f, two) = (nearest(values, seen, distance(u, v) or 1)
+                                  for seen in (u, v))
+            if one != two:
+                yield (f"{where}: softmax along axis {one} on {d.a}, {two} on "
+                       f"{d.b}: give both the same axis= (MXNet's default is "
+                       "the last)"), max(e, f)
+
+
+@cause("constant factor", "forward", resort=5)
+def factor(d: Difference) -> Found:
+    for u, v, where, _ in d.tensors():
+        if u.shape == v.shape and u.size > 4 and u.any():
+            c = float((u * v).sum() / (u * u).sum())
+            yield (f"at {where} {d.b} has {c:.6g} times the numbers of {d.a}:"
+                   " a scale, a mean in the place of a sum, or a rate of "
+                   "dropout"), unexplained(u, v, c * u)
+
+
 def _activations(d: Difference, tensors: Tensors
                  ) -> tuple[str, str, float] | None:
     """Two activations that make `tensors` out of one tensor, and the

@@ -26,6 +26,25 @@ def left_out(d: Difference) -> Found:
                        ), d.weighted(right, side, factors)
 
 
+@cause("padding_idx", "gradient")
+def padding_index(d: Difference) -> Found:
+    for right, side in d.both_ways():
+        rows, predicted = {}, dict(right.gradients)
+        for name in (g.name for g in d.wrong("gradient")):
+            x, z = (v.gradients.get(name) for v in (right, side))
+            if x is None or z is None or x.ndim != 2 or x.shape != z.shape:
+                continue
+            still = x.any(1) & ~z.any(1)
+            if still.sum() == 1:
+                rows[name] = int(np.argmax(still))
+                predicted[name] = np.where(still[:, None], 0.0, x)
+        if rows:
+            words = ", ".join(f"{row} of {n}" for n, row in rows.items())
+            yield (f"{side} does not train row {words}, as with padding_idx: "
+                   "Gluon's Embedding trains all rows"), d.residual(
+                       right.gradients, side.gradients, predicted)
+
+
 @cause("SELU's gradient", "gradient")
 def selu(d: Difference) -> Found:
     for right, side in d.both_ways():

@@ -15,6 +15,10 @@ COMPUTED = {"", "batch_norm", "dropout", "layer_norm", "instance_norm",
             "conv", "leaky_relu", "dense", "embedding"}
 
 
+#: torch's words for NumPy's modes
+_PADDINGS = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
+
+
 @cause("dense flatten", "forward", resort=2)
 def flattened(d: Difference) -> Found:
     """Equal numbers, another shape."""
@@ -51,6 +55,8 @@ def convolution(d: Difference) -> Found:
     options, weight = d.place.b.options, d.parameter("weight")
     differ = [name for name in ("stride", "padding", "dilation", "groups")
               if len(set(d.options(name))) > 1]
+    if len({mode or "zeros" for mode in d.options("padding_mode")}) > 1:
+        differ.append("padding_mode")
     act = ACTIVATIONS.get(options.get("activation") or "no activation")
     if differ and weight is not None and act is not None \
             and not isinstance(options["padding"], str):
@@ -63,7 +69,9 @@ def _convolve(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None,
               options: Mapping[str, Any]) -> np.ndarray:
     """A convolution of any number of dimensions, (rows, channels, ...)."""
     pads, dilation = options["padding"], options["dilation"]
-    x = np.pad(x, [(0, 0), (0, 0), *((p, p) for p in pads)])
+    mode: Any = _PADDINGS.get(
+        options.get("padding_mode", "zeros"), "constant")
+    x = np.pad(x, [(0, 0), (0, 0), *((p, p) for p in pads)], mode)
     dims = len(pads)
     size = tuple((k - 1) * d + 1 for k, d in zip(weight.shape[2:], dilation))
     windows: Any = np.lib.stride_tricks.sliding_window_view(
@@ -80,6 +88,18 @@ def _convolve(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None,
         parts.append(np.moveaxis(y, -1, 1))
     y = np.concatenate(parts, 1)
     return y if bias is None else y + bias.reshape(-1, *[1] * dims)
+
+
+@cause("transposed weight", "forward", resort=1, kinds=["dense"])
+def transposed(d: Difference) -> Found:
+    weight, bias = d.parameter("weight"), d.parameter("bias")
+    act = ACTIVATIONS.get(d.place.b.options.get("activation")
+                          or "no activation")
+    if weight is not None and act and len(set(weight.shape)) == 1:
+        x, u, v = d.rows_of_layer(ROWS)
+        yield (f"{d.layer}: {d.b} multiplies by the transposed weight: copy "
+               "Gluon's weights as they are, (out, in) on both"), unexplained(
+                   u, v, act(x @ weight + (0 if bias is None else bias)))
 
 
 @cause("layer options", "forward", resort=1, kinds=KINDS)

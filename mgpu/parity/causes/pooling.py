@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.parity.causes.difference import ROWS, Difference, distance, once
+from mgpu.parity.causes.difference import (ROWS, Difference, distance, once,
+                                           unexplained)
 from mgpu.parity.causes.registry import Found, cause
 
 KINDS = ("max_pool", "avg_pool")
@@ -112,3 +113,27 @@ def padding_counts(d: Difference) -> Found:
     yield from _differs(d, "count_include_pad", (
         "zeros of the padding count in the mean on {} and not on {}: give "
         "both the same count_include_pad="))
+
+
+@cause("kind of pooling", "forward")
+def kind(d: Difference) -> Found:
+    place = d.place
+    kinds = [layer.kind for layer in (place.a, place.b)
+             if layer is not None] if place is not None else []
+    if len(kinds) < 2 or not place.inputs_agree or not all(
+            k.endswith(KINDS) for k in kinds) \
+            or kinds[0][-8:] == kinds[1][-8:]:
+        return
+    x, u, v = d.rows_of_layer(ROWS)
+    average, options = kinds[1].endswith("avg_pool"), place.b.options
+    if "kernel" in options:
+        y = pool(x, average, Pooling(
+            options["kernel"], options["stride"], options["padding"],
+            options["ceil"], options.get("count_include_pad", True), False))
+    elif kinds[1].startswith("global"):
+        axes = tuple(range(2, x.ndim))
+        y = (np.mean if average else np.max)(x, axes).reshape(v.shape)
+    else:
+        return
+    yield (f"layer {place.call_a.path}: {kinds[0]} on {d.a} and {kinds[1]} on "
+           f"{d.b}: use one of them"), unexplained(u, v, y)

@@ -164,6 +164,13 @@ def moved_several_times(d: Difference, rule: Update, other: Update) -> Changes:
 
 # -- L2 loss and others -------------------------------------------------------
 
+def _squares(d: Difference) -> bool:
+    """Whether the loss may be one of squares: a label for each output."""
+    _, labels = d.a.prepared()
+    return sum(y.size for y in labels) == sum(
+        x.size for x in d.a.step.outputs)
+
+
 def _half(twice: View) -> str:
     return (f"the loss of {twice} is twice the other's: torch's MSELoss is "
             "twice Gluon's L2Loss. Use mgpu.losses.L2Loss on both")
@@ -172,7 +179,7 @@ def _half(twice: View) -> str:
 @cause("L2 loss", "loss")
 def half_in_one_number(d: Difference) -> Found:
     for side, _, factor, residual in _reduced(d):
-        if factor != 1:
+        if factor != 1 and _squares(d):
             yield _half(d.b if (factor > 1) is (side is d.b) else d.a), \
                 residual
 
@@ -180,13 +187,13 @@ def half_in_one_number(d: Difference) -> Found:
 @cause("L2 loss", "loss", resort=1)
 def half(d: Difference) -> Found:
     for factor, residual in _loss_factor(d):
-        if _near(factor, 2, 0.5):
+        if _near(factor, 2, 0.5) and _squares(d):
             yield _half(d.b if factor > 1 else d.a), residual
 
 
 @cause("L2 loss", "gradient")
 def half_gradients(d: Difference) -> Found:
-    yield from _times(d, [] if d.aliased() else [
+    yield from _times(d, [] if d.aliased() or not _squares(d) else [
         (side, 2.0, _half(side)) for side in (d.b, d.a)])
 
 
