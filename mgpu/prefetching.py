@@ -1,12 +1,14 @@
 """The next batches, drawn in the background while the devices compute."""
 import atexit
 import contextvars
+import functools
 import itertools
+import os
 import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from mgpu.arguments import integer
@@ -18,19 +20,64 @@ from mgpu.nested import map_leaves
 #: seconds that the end of the interpreter waits for a batch that is drawn
 AT_EXIT = 10.0
 
+#: the name of a thread that draws; it is kept for the next iterator
+_NAME = "mgpu-prefetch"
+
+
+class _Threads:
+    """They draw, or wait for something to draw, and never end: MXNet does
+    not give back what a thread's random streams take (5 MB)."""
+
+    def __init__(self) -> None:
+        self._reset()
+        # A forked child has none of its parent's threads.
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        self._work: queue.SimpleQueue = queue.SimpleQueue()
+        self._idle: list[bool] = []     # an entry for each that waits
+
+    def hand_out(self, job: list[Callable[[], Any]],
+                 ended: queue.SimpleQueue) -> None:
+        """Let a thread take the function out of `job` and call it; then
+        `ended` has an entry."""
+        try:
+            self._idle.pop()
+        except IndexError:
+            threading.Thread(target=self._loop, name=f"{_NAME}-idle",
+                             daemon=True).start()
+        self._work.put((job, ended))
+
+    def _loop(self) -> None:
+        thread = threading.current_thread()
+        while True:
+            job, ended = self._work.get()
+            _here.ended = ended
+            thread.name = _NAME
+            job.pop()()     # no reference to it stays here
+            thread.name = f"{_NAME}-idle"
+            self._idle.append(True)
+            ended.put(True)
+
+
+_threads = _Threads()
+_here = threading.local()       # .ended: of what this thread draws
+
 
 def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
              ) -> "Prefetched":
     """The batches of `data`, in its order, drawn ahead by one thread.
 
     Each ``iter()``, so each ``for`` loop, goes through `data` once, in a
-    thread of its own that draws a batch as soon as fewer than `depth` wait
-    to be taken. ``iter(data)`` itself is called by ``iter()``, in the
+    thread that draws for it alone: a batch as soon as fewer than `depth`
+    wait to be taken. ``iter(data)`` itself is called by ``iter()``, in the
     caller's thread; the thread has the caller's context variables and the
     modes of the current backend (MXNet's NumPy mode, recording, autocast).
     Random numbers of the framework that `data` draws are the same in every
     run after one `mgpu.seed`: on torch those of its default stream, as
     without `prefetch`; on MXNet, where each thread has streams, new ones.
+    `data` may be prefetched itself and may run networks, but must not wait
+    for what the loop does with a batch: the loop may wait for it.
 
     Parameters
     ----------
@@ -53,11 +100,11 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
         blocks while no batch is ready. An exception of `data` is raised
         after the batches before it, and ends the iteration.
 
-        The thread ends with the iteration: after the last batch, an
-        exception, ``break`` or Ctrl-C, or when the iterator is dropped or
-        closed; that waits for the batch that is being drawn. Of an iterator
-        that is not started again by ``iter()``, batches that were drawn and
-        not taken are lost then.
+        Drawing ends with the iteration: after the last batch, an exception,
+        ``break`` or Ctrl-C, or when the iterator is dropped or closed; that
+        waits for the batch that is being drawn. The thread is kept for a
+        later iterator. Of an iterator that is not started again by
+        ``iter()``, batches that were drawn and not taken are lost then.
 
     Raises
     ------
@@ -100,12 +147,13 @@ class Prefetched:
         taken = None
         if isinstance(source, Epoch):
             source.moves, taken = False, source.taken
-        # MXNet never gives back what a thread's streams take (3 MB).
+        # What draws no random numbers needs no streams.
         fixed = isinstance(self.data, (list, tuple)) \
             or isinstance(self.data, BatchIterator) and self.data.fixed
         return _batches(source, self._depth, pin, taken, backend.carry(),
                         (lambda stop: nullcontext) if fixed
-                        else backend.drawing, contextvars.copy_context())
+                        else backend.drawing, backend.aside,
+                        contextvars.copy_context())
 
     def __repr__(self) -> str:
         return f"prefetch({self.data!r}, depth={self._depth})"
@@ -116,6 +164,7 @@ def _batches(source: Iterator[Any], depth: int,
              taken: Callable[[], None] | None,
              modes: Callable[[], AbstractContextManager[None]],
              drawing: Callable[..., Callable[[], Any]],
+             aside: Callable[[], AbstractContextManager[None]],
              context: contextvars.Context) -> Iterator[Any]:
     # What the thread knows does not lead to this generator: dropping that
     # is what ends the thread. No semaphore and no event: Ctrl-C inside one
@@ -126,24 +175,28 @@ def _batches(source: Iterator[Any], depth: int,
     failure: list[BaseException] = []
     for _ in range(depth):
         wanted.put(True)
-    thread = threading.Thread(
-        target=context.run, name="mgpu-prefetch", daemon=True,
-        args=(_draw, source, pin, modes, drawing(stop), drawn, wanted,
-              stop, failure))
-    del source, pin
+    job: list[Callable[[], Any]] = [functools.partial(
+        context.run, _draw, source, pin, modes, drawing(stop), drawn, wanted,
+        stop, failure)]
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    process = os.getpid()       # a forked one has no thread to wait for
+    del source, pin, context
 
     def end(seconds: float | None = None) -> None:
         stop.append(True)
         wanted.put(True)
         # The last reference may go while the thread itself runs.
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(seconds)
+        if not job and process == os.getpid() \
+                and getattr(_here, "ended", None) is not ended:
+            with aside(), suppress(queue.Empty):
+                ended.put(ended.get(timeout=seconds))
     # Code of an engine aborts where the interpreter ends under it.
     atexit.register(end, AT_EXIT)
     try:
-        thread.start()
+        _threads.hand_out(job, ended)
         while True:
-            box = drawn.get()
+            with aside():
+                box = drawn.get()
             wanted.put(True)
             if not box:
                 break

@@ -1,6 +1,9 @@
 """`mgpu.prefetch`: the same batches, and no thread is left behind."""
 import contextlib
+import contextvars
+import functools
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -368,6 +371,118 @@ def test_a_training_may_run_inside_the_data(backend):
     with backend.drawing([])():
         next(waiting)
         waiting.close()
+
+
+def test_who_waits_in_its_turn_to_draw_leaves_it_to_others(backend):
+    """And has it again afterwards. A turn is of threads that share a stream:
+    torch's."""
+    def free():
+        def draw():
+            with contextlib.suppress(InterruptedError), \
+                    backend.drawing(["at once or not at all"])():
+                found.append(True)
+        found = []
+        other = threading.Thread(target=draw)
+        other.start()
+        other.join()
+        return found == [True]
+    with backend.drawing([])():
+        before = free()
+        with backend.aside():
+            assert free()
+        assert backend.parallel([free, free]) == [True, True]
+        assert backend.uninterrupted(free)
+        assert free() == before
+    assert free()
+    with backend.aside():
+        assert free()
+
+
+def result_of(function):
+    """Of a call that may hang."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()),
+                              daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found, "it hangs, or has failed"
+    return found[0]
+
+
+def begun(source):
+    batches = iter(mgpu.prefetch(source))
+    return itertools.chain([next(batches)], batches)
+
+
+@pytest.mark.parametrize("again", [
+    mgpu.prefetch, begun,
+    lambda source: (batch for batch in mgpu.prefetch(source, 2)),
+    lambda source: (a for a, _ in zip(mgpu.prefetch(source),
+                                      mgpu.prefetch(Source(4))))],
+    ids=["itself", "begun", "generator", "zip"])
+def test_what_is_prefetched_is_prefetched_again(backend, again):
+    """The one that draws waits for the other one, which draws meanwhile."""
+    def train(ahead):
+        replicas, loss, trainer = set_up(backend, on(0, 1))
+        source = Source(0)
+        source.batches = lambda: iter(batches(4))
+        return mgpu.train(
+            replicas, again(source) if ahead else source, None, loss,
+            trainer, 1, progress=False, prefetch=ahead).loss_per_step
+    found = []
+    for ahead in (0, 1, 3):
+        found.append(result_of(functools.partial(
+            contextvars.copy_context().run, train, ahead)))
+    assert len(found[0]) == 4 and found[1:] == found[:1] * 2
+
+
+def test_data_runs_a_network_while_a_step_waits_for_its_turn(backend):
+    """Labels by a teacher: the step has the threads of the devices, and the
+    data has the turn that the step waits for."""
+    first, step_waits = threading.Event(), threading.Event()
+
+    def run():
+        teacher, *_ = set_up(backend, on(0, 1))
+        student, *_ = set_up(backend, on(0, 1))
+
+        def data():
+            yield 0
+            first.set()
+            assert step_waits.wait(30)
+            shards = mgpu.split_and_load(batches(1)[0][0][:4], on(0, 1))
+            yield [x.shape for x in teacher(shards)]
+
+        def step():
+            step_waits.set()
+            with mgpu.record():     # its first pass: it needs the turn
+                return student[0](x).shape
+        source = iter(mgpu.prefetch(data()))
+        x = mgpu.put(batches(1)[0][0], mgpu.cpu(0))
+        assert next(source) == 0 and first.wait(30)
+        return backend.parallel([step]) + next(source)
+    context = contextvars.copy_context()
+    assert [tuple(shape) for shape in result_of(lambda: context.run(run))] \
+        == [(5, 3), (2, 3), (2, 3)]
+
+
+def test_a_thread_that_has_drawn_draws_again(backend):
+    """One that ended would leave its random streams in MXNet's memory."""
+    def data():
+        for _ in range(3):
+            yield threading.current_thread()
+
+    def pairs():
+        for pair in zip(mgpu.prefetch(data()), mgpu.prefetch(data())):
+            yield from pair
+
+    def kept():
+        return {t for t in threading.enumerate()
+                if t.name.startswith("mgpu-prefetch")}
+    assert len(set(pairs())) == 2
+    before = kept()
+    for _ in range(20):
+        assert set(pairs()) <= before
+    assert kept() == before
 
 
 def test_a_training_that_fails_leaves_no_thread(engine):

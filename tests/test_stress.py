@@ -114,7 +114,8 @@ def test_two_hundred_trainings_leave_nothing(name):
         k = order.randint(1, 8)
         most = max(most, k)
         once(k, i)
-        assert len(workers()) <= most + 1, workers()     # one leads the steps
+        # one leads the steps, one has drawn batches
+        assert len(workers()) <= most + 2, workers()
     assert most == 8
     after_100 = arrays(), resident()
     for i in range(100, 200):

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,13 +57,17 @@ class Workers:
     leading : bool
         The thunks are not those of devices: they may give work to the
         threads of other `Workers`, and no Profile times them.
+    aside : callable
+        Gives a block in which the calling thread waits for these threads: it
+        holds no lock there that a thunk of another caller may wait for.
     """
 
     def __init__(self, name: str, start: Callable[[], None],
                  carry: Callable[[], Callable[[], ContextManager]],
-                 idle: float = IDLE, leading: bool = False):
+                 idle: float = IDLE, leading: bool = False,
+                 aside: Callable[[], ContextManager] = nullcontext):
         self._name, self._start, self._carry = name, start, carry
-        self._idle, self._leading = idle, leading
+        self._idle, self._leading, self._aside = idle, leading, aside
         self._reset()
         # A forked child has none of its parent's threads.
         os.register_at_fork(after_in_child=self._reset)
@@ -92,7 +97,7 @@ class Workers:
                       for thunk in thunks] if self._leading
                      else probes.timed(thunks), self._carry())
         if thunks:
-            with self._one_call:
+            with self._aside(), self._one_call:
                 queues = self._queues(len(thunks))
                 self._call = call
                 try:

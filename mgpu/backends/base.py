@@ -722,6 +722,11 @@ class Backend(ABC):
         with an InterruptedError instead."""
         return nullcontext
 
+    def aside(self) -> ContextManager:
+        """A block in which such a thread waits for other threads, which may
+        draw, or run replicas, until it ends."""
+        return nullcontext()
+
     # networks
 
     @abstractmethod

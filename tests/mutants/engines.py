@@ -220,6 +220,20 @@ MUTANTS = [
            edit("mgpu.prefetching:_draw", "with drawing():", "if True:"),
            ("test_prefetch.py::test_data_and_functional_dropout_draw_the_same_"
             "numbers_in_every_run[torch]",)),
+    Mutant("torch-waits-in-its-turn", "data that runs networks keeps the turn "
+           "that a step waits for",
+           edit("mgpu.backends._torch.replica:aside", "_give_turn()", "None"),
+           ("test_prefetch.py::test_who_waits_in_its_turn_to_draw_leaves_it_"
+            "to_others[torch]",)),
+    Mutant("torch-turn-not-taken-again", "data draws without a turn",
+           edit("mgpu.backends._torch.replica:aside", "_take_turn(stop)",
+                "pass"),
+           ("test_prefetch.py::test_who_waits_in_its_turn_to_draw_leaves_it_"
+            "to_others[torch]",)),
+    Mutant("threads-that-drew-are-lost", "each epoch of data has a new thread",
+           edit("mgpu.prefetching:_Threads.hand_out", "self._idle.pop()",
+                "[].pop()"),
+           ("test_prefetch.py::test_a_thread_that_has_drawn_draws_again",)),
     Mutant("mxnet-threads-not-seeded", "the threads of devices draw on",
            edit(_MXNET + "parallel", "self._begin_streams(1)", "pass"),
            ("test_checkpoint.py::test_a_resumed_run_under_sync[mxnet-nd]",)),

@@ -17,7 +17,7 @@ from mgpu.backends._torch.graph import disjoint, total
 from mgpu.backends._torch.leaves import Leaves, together
 from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of
-from mgpu.backends._torch.replica import undisturbed
+from mgpu.backends._torch.replica import aside, undisturbed
 from mgpu.backends._workers import Workers, inside_worker
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
@@ -57,9 +57,9 @@ class TorchBackend(Leaves, base.Backend):
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads),
-            self.carry)
+            self.carry, aside=aside)
         self._leader = Workers("mgpu-torch-step", lambda: None, self.carry,
-                               leading=True)
+                               leading=True, aside=aside)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -292,6 +292,9 @@ class TorchBackend(Leaves, base.Backend):
     def drawing(self, stop: Sequence[Any]
                 ) -> Callable[[], base.ContextManager]:
         return partial(undisturbed, stop)
+
+    def aside(self) -> base.ContextManager:
+        return aside()
 
     # -- debugging ----------------------------------------------------------
 

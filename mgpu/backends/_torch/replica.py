@@ -7,7 +7,6 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 # Held while a thread draws from torch's default stream, which all threads
 # share.
 _everyone = threading.RLock()
-# The lock of work that is done for the holder of `_everyone`.
-_inner: ContextVar[Any] = ContextVar("mgpu_turn", default=None)
+# .stop: in a thread that holds `_everyone` because it draws data
+_here = threading.local()
 
 #: layers, and what each computes by
 Forwards = Sequence[tuple[nn.Module, Callable[..., Any]]]
@@ -314,7 +313,7 @@ class TorchReplica(base.Replica):
         with contextlib.ExitStack() as stack:
             if self._draws and self._handle.type == "cpu":
                 # Checkpoints set the default stream, which threads share.
-                stack.enter_context(_inner.get() or _everyone)
+                stack.enter_context(_everyone)
             stack.callback(self._masks.clear)
             stack.callback(self._dress(modes, forwards))
             self._met = met
@@ -370,7 +369,7 @@ class TorchReplica(base.Replica):
         default = torch.default_generator if handle.type == "cpu" \
             else torch.cuda.default_generators[handle.index]
         own = self._network.backend.generator(self.device, "functional")
-        with _inner.get() or _everyone:
+        with _everyone:
             users, before = default.get_state(), own.get_state()
             default.set_state(before)
             try:
@@ -400,17 +399,39 @@ class _NoFunctionalBatchNorm(TorchFunctionMode):
 @contextlib.contextmanager
 def undisturbed(stop: Sequence[Any]) -> Iterator[None]:
     """See `mgpu.backends.base.Backend.drawing`."""
-    turn = _inner.get() or _everyone
-    # The holder may wait for this thread, having said `stop`.
-    while not turn.acquire(timeout=0.05):
-        if stop:
-            raise InterruptedError("nobody waits for this work any more")
-    token = _inner.set(threading.RLock())
+    _take_turn(stop)
     try:
         yield
     finally:
-        _inner.reset(token)
-        turn.release()
+        _give_turn()
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """See `mgpu.backends.base.Backend.aside`."""
+    stop = _give_turn()
+    try:
+        yield
+    finally:
+        if stop is not None:
+            _take_turn(stop)
+
+
+def _take_turn(stop: Sequence[Any]) -> None:
+    # The holder may wait for this thread, having said `stop`.
+    while not _everyone.acquire(timeout=0.05):
+        if stop:
+            raise InterruptedError("nobody waits for this work any more")
+    _here.stop = stop
+
+
+def _give_turn() -> Sequence[Any] | None:
+    """End this thread's turn to draw data; None where it has none."""
+    stop = getattr(_here, "stop", None)
+    if stop is not None:
+        _here.stop = None
+        _everyone.release()
+    return stop
 
 
 def _told(seen: base.LayerCallback, index: int, path: str, inputs: Any,
