@@ -118,6 +118,7 @@ class Replicas(abc.Sequence):
         self._ran: set[int] = set()         # one by one, since all were equal
         self._moved: list[int] = []     # whose buffers a recorded pass moved
         self._all_passed = False        # in a pass of all devices
+        self._passes = 0    # begun and not queued: those that failed
         self._carried: list[Parameter] = []
         #: the trainer whose sums the gradients are, or were last
         self.summed_by: Any = None
@@ -541,8 +542,10 @@ class Replicas(abc.Sequence):
                     or self.following.written(self.params()):
                 self._make_equal()
             self._ran.add(i)
+            self._passes += 1
         result = self._replicas[i](*inputs)
         with self._turn:
+            self._passes -= 1
             if self.backend.is_recording():
                 # What has had its backward pass may be of an earlier batch.
                 self.recorded = [flag and not self._is_fresh(j)
@@ -590,12 +593,16 @@ class Replicas(abc.Sequence):
         moved, self._moved, self._all_passed = self._moved, [], False
         idle = [i for i in range(len(self)) if i not in moved]
         if moved and idle:
-            with self.backend.scope(recording=False):
-                for arrays in [p.list_data() for p in self.buffers()]:
-                    for i in idle:
-                        arrays[i][...] = self.backend.put(arrays[moved[0]],
-                                                          arrays[i])
-            self.following.passed(self.buffers())
+            self._copy_from(moved[0], self.buffers(), idle)
+
+    def _copy_from(self, source: int, buffers: list[Parameter],
+                   devices: Sequence[int]) -> None:
+        with self.backend.scope(recording=False):
+            for arrays in [p.list_data() for p in buffers]:
+                for i in devices:
+                    arrays[i][...] = self.backend.put(arrays[source],
+                                                      arrays[i])
+        self.following.passed(self.buffers())
 
     def independent(self) -> bool:
         """Whether each replica may go through its forward and its backward
@@ -660,6 +667,7 @@ class Replicas(abc.Sequence):
     forward_backward = compute_gradients
 
     def _note(self, active: list[int]) -> None:
+        self._passes -= 1
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
         self._passed(*active)
@@ -698,6 +706,7 @@ class Replicas(abc.Sequence):
         self._make_equal()
         if self._all_passed:    # without a step: after the user's own writes
             self._catch_up()
+        self._passes += 1
         return rows, active
 
     def _run_synchronised(self, rows: list[tuple[Any, ...]],
@@ -714,7 +723,14 @@ class Replicas(abc.Sequence):
         take the buffers of the first that had some, then ``"average"``
         replaces the statistics by their means over devices."""
         self._ran = set()
+        first = self._moved[:1]
         self._catch_up()
+        if self.batch_norm != "per_device" and self._passes and first:
+            # A pass that failed on one device has counted on others.
+            counters = [p for p in self.buffers()
+                        if p.name.endswith(_COUNTER)]
+            self._copy_from(first[0], counters, range(len(self)))
+        self._passes = 0
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")

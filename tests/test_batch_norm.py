@@ -438,6 +438,30 @@ def test_an_error_in_one_replica_is_raised_and_nothing_hangs(engine, k):
         assert all(np.isfinite(out).all() for out in outputs)
 
 
+@pytest.mark.parametrize("policy", ["average", "sync"])
+@pytest.mark.parametrize("k", [2, 4])
+def test_devices_have_equal_buffers_after_an_error_in_one(engine, k, policy):
+    """Torch's counters too, which went on where no error was."""
+    def forward(net, x, largest):
+        if largest == 99:
+            raise Trouble("before any layer")
+        return net.bn2(net.bn1(x))
+    replicas = initialize(branching(engine, forward), on(k), policy)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    for alone in (False, policy == "average"):
+        with mgpu.record(), pytest.raises(Trouble, match="before any layer"):
+            shards = marked(k, last=99)
+            if alone:
+                replicas[0](shards[0])
+                replicas[k - 1](shards[-1])
+            replicas(shards)
+        pass_through_shards(replicas, marked(k, last=k))
+        trainer.step(2 * k, ignore_stale_grad=True)
+        for p in replicas.buffers():
+            for x in p.list_data()[1:]:
+                assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(p.data()))
+
+
 def pass_through_shards(replicas, shards):
     with mgpu.record():
         outputs = replicas(shards)

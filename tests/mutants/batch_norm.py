@@ -75,6 +75,11 @@ MUTANTS = [
            "statistics", edit("mgpu.replicas:Replicas._catch_up",
                               "if moved and idle:", "if False:"),
            (_SYNC + "[torch-2dev-1]",)),
+    Mutant("counters-apart", "devices count apart after an error in one",
+           edit("mgpu.replicas:Replicas.after_step", "and self._passes",
+                "and False"),
+           ("test_batch_norm.py::test_devices_have_equal_buffers_after_an_"
+            "error_in_one[torch-2-average]",)),
     Mutant("average-of-nothing", "the policy 'average' does nothing",
            edit("mgpu.replicas:Replicas.after_step",
                 'self.batch_norm == "average"', "False"),
