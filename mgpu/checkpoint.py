@@ -135,10 +135,12 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
         for key, x in arrays.items():
             group, _, name = key.partition(":")
             groups[group][name] = x
-        place, at = (header["engine"], header["devices"]), header["position"]
+        place = header["engine"], list(map(str, header["devices"]))
+        at = header["position"]
         if at is not None:
-            at["position"] = tuple(integer("position", number, 0)
-                                   for number in at["position"])
+            epoch, number = at["position"]
+            at = {name: at[name] for name in _ORDER} | {"position": (
+                integer("position", epoch, 0), integer("position", number, 0))}
         for request in header["grad_req"].values():
             messages.check_grad_req(request)
         put_back = [_host_streams(header["numpy"], header["python"])]
@@ -259,6 +261,8 @@ def _host_streams(numpy: Any, python: Any) -> Callable[[], None]:
     version, internal, gauss = python
     python = version, tuple(internal), gauss
     random.Random().setstate(python)
+    if not 0 <= numpy[2] <= len(numpy[1]):      # NumPy would read beyond it
+        raise ValueError(f"a position in NumPy's stream of {numpy[2]}")
     np.random.RandomState().set_state(tuple(numpy))
 
     def put_back() -> None:

@@ -325,6 +325,8 @@ HOSTILE = {
 HOSTILE_CHECKPOINT = {
     "format": lambda header, arrays: header.update(format="mgpu 2"),
     "numpy": lambda header, arrays: header["numpy"][1].pop(),
+    "beyond numpy": lambda header, arrays: header["numpy"].__setitem__(
+        2, 10 ** 6),
     "python": lambda header, arrays: header["python"][1].pop(),
     "grad_req": lambda header, arrays: header["grad_req"].update(x="both"),
     "group": lambda header, arrays: arrays.update({"code:x": np.ones(1)}),
@@ -339,6 +341,9 @@ HOSTILE_CHECKPOINT = {
         position=[0, 77]),
     "epoch": lambda header, arrays: header["position"].update(
         position=[-1, 0]),
+    "order": lambda header, arrays: header["position"].pop("seed"),
+    "no devices": lambda header, arrays: header.update(devices=None),
+    "devices": lambda header, arrays: header.update(devices=[1, 2, 3]),
 }
 
 
