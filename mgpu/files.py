@@ -21,6 +21,16 @@ def check_folder(file: str, option: str) -> None:
                                 f"{file!r}. Make {folder!r} first.")
 
 
+def path_of(file: FilePath) -> str:
+    """The text of a path. TypeError for anything else: `open` would take a
+    number for the descriptor of an open file, and close that."""
+    if not isinstance(file, (str, os.PathLike)):
+        raise TypeError("a path names a file; received "
+                        f"{type(file).__name__}. Pass a text, for example "
+                        "'run.npz', or a pathlib.Path.")
+    return os.fsdecode(file)
+
+
 @contextlib.contextmanager
 def part_of(file: Any) -> Iterator[str]:
     """The path of a file to make, which becomes `file` when the block ends
@@ -30,15 +40,18 @@ def part_of(file: Any) -> Iterator[str]:
     `file`: it is that of the last. A file that was there keeps its mode, a
     new one has what the umask leaves. A link stays, and the file that it
     names is replaced. What is not an ordinary file, such as a pipe or
-    /dev/null, is written to directly. IsADirectoryError for a folder.
+    /dev/null, is written to directly. IsADirectoryError for a folder,
+    FileNotFoundError where its folder is missing; other errors of the system
+    name `file` too.
     """
-    path = os.path.realpath(file)
+    path = os.path.realpath(path_of(file))
     if os.path.isdir(path):
         raise IsADirectoryError(f"expected the name of a file; received the "
                                 f"folder {file!r}. Name a file in it.")
     if os.path.exists(path) and not os.path.isfile(path):
         yield path
         return
+    check_folder(path, "a file")
     # A name, not a file: Ctrl-C finds nothing here that it could leave.
     part = os.path.join(os.path.dirname(path), os.urandom(8).hex() + ".part")
     try:
@@ -46,7 +59,10 @@ def part_of(file: Any) -> Iterator[str]:
         with contextlib.suppress(FileNotFoundError):    # it is new
             os.chmod(part, os.stat(path).st_mode & 0o777)
         os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.errno \
+                and error.filename in (None, part):
+            error.filename = path_of(file)
         with contextlib.suppress(FileNotFoundError):    # not made, or moved
             os.unlink(part)
         raise
@@ -71,10 +87,19 @@ def write_arrays(file: FilePath, header: Mapping[str, Any],
                  arrays: Mapping[str, np.ndarray]) -> None:
     """Write npz (no pickle, a CRC-32 for each array) whose array "header" is
     `header` in JSON, whole or not at all. Returns when it is on the disk."""
+    import zipfile      # of no use to `import mgpu`, which it slows down
+    every = {**arrays, "header": np.array(json.dumps(header))}
     with part_of(file) as part, open(part, "wb") as stream:
-        np.savez(stream, **arrays, header=np.array(json.dumps(header)))
+        # np.savez writes the same, but complains of a full disk twice.
+        with zipfile.ZipFile(stream, "w") as archive:
+            for name, x in every.items():
+                with archive.open(f"{name}.npy", "w",
+                                  force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, np.asanyarray(x),
+                                              allow_pickle=False)
         stream.flush()
-        os.fsync(stream.fileno())
+        if os.path.isfile(part):
+            os.fsync(stream.fileno())
 
 
 def read_arrays(file: FilePath, form: str, expected: str,
@@ -87,8 +112,8 @@ def read_arrays(file: FilePath, form: str, expected: str,
     `expected`, for one that is damaged, whose header has another "format"
     than `form`, or that `unpack` raises an Exception for.
     """
-    import zipfile      # of no use to `import mgpu`, which it slows down
-    with open(file, "rb") as stream:
+    import zipfile
+    with open(path_of(file), "rb") as stream:
         try:
             archive = zipfile.ZipFile(stream)
             members = archive.infolist()

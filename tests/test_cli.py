@@ -1,10 +1,14 @@
 """The command line and what `mgpu doctor` finds."""
+import errno
+import gc
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -383,10 +387,51 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     files.write_json(pipe, [2])
     assert json.loads(os.read(reader, 99)) == [2] and pipe.is_fifo()
+    files.write_arrays(pipe, {"format": "x"}, {"a": np.arange(3)})
+    (tmp_path / "copy").write_bytes(os.read(reader, 9999))
+    assert files.read_arrays(
+        tmp_path / "copy", "x", "a file",
+        lambda header, arrays: arrays["a"].tolist()) == [0, 1, 2]
+    (tmp_path / "copy").unlink()
     os.close(reader)
     with pytest.raises(IsADirectoryError, match="expected the name of a file"):
         files.write_json(tmp_path, [1])
     assert sorted(tmp_path.iterdir()) == [link, pipe, target]
+
+
+@pytest.mark.parametrize("write", [
+    lambda file: files.write_json(file, [1]),
+    lambda file: files.write_arrays(file, {}, {"a": np.ones(99)})],
+    ids=["json", "arrays"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, patch, write):
+    file = tmp_path / "none" / "file"
+    with pytest.raises(FileNotFoundError, match="the folder of a file must "
+                       f"exist; received '{file}'. Make '{file.parent}' "):
+        write(file)
+    for wrong in (None, b"name", 1, io.BytesIO()):
+        with pytest.raises(TypeError, match="a path names a file; received "
+                           + type(wrong).__name__):
+            write(wrong)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    patch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match=re.escape(
+            f"[Errno 28] No space left on device: '{tmp_path / 'file'}'")):
+        write(tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_one_error(patch):
+    """And nothing is left that complains later, when it is collected."""
+    later, told = [], None
+    patch.setattr(sys, "unraisablehook", later.append)
+    try:
+        files.write_arrays("/dev/full", {}, {"a": np.ones(99_999)})
+    except OSError as error:
+        told = str(error)
+    gc.collect()
+    assert told == "[Errno 28] No space left on device" and not later
 
 
 def test_a_file_has_the_mode_that_open_gives_it(tmp_path):
