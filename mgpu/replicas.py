@@ -120,6 +120,8 @@ class Replicas(abc.Sequence):
         self._all_passed = False        # in a pass of all devices
         self._passes = 0    # begun and not queued: those that failed
         self._carried: list[Parameter] = []
+        #: devices without rows whose gradients are zeros, and the user's
+        self.emptied: set[int] = set()
         #: the trainer whose sums the gradients are, or were last
         self.summed_by: Any = None
         #: why the replicas must not be used until values are loaded, or None
@@ -550,7 +552,7 @@ class Replicas(abc.Sequence):
                 # What has had its backward pass may be of an earlier batch.
                 self.recorded = [flag and not self._is_fresh(j)
                                  for j, flag in enumerate(self.recorded)]
-                self.recorded[i] = True
+                self.recorded[i], self.emptied = True, set()
                 if self._all_passed:
                     self._catch_up()
                 self._passed(i)
@@ -670,8 +672,20 @@ class Replicas(abc.Sequence):
         self._passes -= 1
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
+            self._empty()
         self._passed(*active)
         self._all_passed = bool(self._moved)
+
+    def _empty(self) -> None:
+        """Devices without rows hold no gradient of an earlier batch, to which
+        the user could add."""
+        self.emptied = {i for i, ran in enumerate(self.recorded)
+                        if not ran and not self._is_fresh(i)}
+        if self.emptied:
+            with self.backend.scope(recording=False):
+                for p in self.params():
+                    for i in self.emptied if p.grad_req == "write" else ():
+                        p.list_grad()[i][...] = 0
 
     def _prepared(self, inputs: tuple[Sequence[Any], ...]
                   ) -> tuple[list[tuple[Any, ...]], list[int]]:
@@ -730,7 +744,7 @@ class Replicas(abc.Sequence):
             counters = [p for p in self.buffers()
                         if p.name.endswith(_COUNTER)]
             self._copy_from(first[0], counters, range(len(self)))
-        self._passes = 0
+        self._passes, self.emptied = 0, set()
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")

@@ -313,8 +313,12 @@ class Trainer:
         gradients = [[backend.grad(x) for x in columns[j]] for j in used]
         try:
             for j, arrays in zip(used, gradients):
-                for g, is_fresh in zip(arrays, fresh[j]):
-                    if not is_fresh:    # no row of the batch reached it there
+                emptied = replicas.emptied \
+                    if parameters[j].grad_req == "write" else ()
+                for i, (g, is_fresh) in enumerate(zip(arrays, fresh[j])):
+                    # No row of the batch reached it there. What the user has
+                    # added to zeros counts.
+                    if not is_fresh and i not in emptied:
                         g[...] = 0
             allreduce_many(gradients, algorithm=self._strategy)
             # One device's have waited for nothing yet. What fails in a pass
@@ -368,21 +372,9 @@ class Trainer:
         part of the sum."""
         if len(self.replicas) == 1:
             return
-        backend = self.replicas.backend
         for p, arrays, flags in zip(parameters, columns, fresh):
-            edited = [backend.edited(x)
+            edited = [self.replicas.backend.edited(x)
                       for x, is_fresh in zip(arrays, flags) if is_fresh]
-            for i, x in enumerate(arrays):
-                if any(edited) and not flags[i] and backend.edited(x) \
-                        and backend.has_gradient(x) \
-                        and backend.to_numpy(backend.grad(x)).any():
-                    raise RuntimeError(
-                        "a device that the batch did not reach adds nothing "
-                        f"to the sum; received a gradient of {p.name!r} that "
-                        f"was changed on {self.replicas.devices[i]} since "
-                        "the backward pass. Call trainer.allreduce_grads(), "
-                        "change the gradients of replicas.net, which reaches "
-                        "all, then call trainer.update.")
             if any(edited) and not all(edited):
                 raise RuntimeError(
                     "before allreduce_grads a device's gradient is its part "

@@ -24,8 +24,8 @@ MUTANTS = [
            ("test_trainer.py::test_gradients_are_summed_once[torch-2dev]",)),
     Mutant("idle-device-counts", "the old gradient of a device without rows "
            "is added", edit(_REDUCE, "g[...] = 0", "pass"),
-           ("test_trainer.py::test_a_device_without_rows_contributes_zero"
-            "[torch-2dev]",)),
+           ("test_trainer.py::test_a_layer_that_only_some_devices_rows_reach*",
+            )),
     Mutant("old-batch-applied", "an abandoned batch counts with the next one",
            edit("mgpu.backends._mxnet.gradients:Watched.end_pass",
                 "not new_batch", "True"),
@@ -38,10 +38,14 @@ MUTANTS = [
             "[mxnet-nd-2dev]",)),
     Mutant("idle-edits-dropped", "what is written to the gradient of a device "
            "without rows is lost",
-           edit("mgpu.trainer:Trainer._check_unedited",
-                "any(edited) and not flags[i]", "False"),
-           ("test_trainer.py::test_a_change_on_a_device_without_rows_is_"
-            "refused[mxnet-nd-2dev]",)),
+           edit("mgpu.trainer:Trainer._allreduce", "i not in emptied", "True"),
+           ("test_trainer.py::test_what_is_added_on_a_device_without_rows_"
+            "counts[mxnet-nd-2dev]",)),
+    Mutant("gradients-emptied", "a forward pass voids gradients that wait for "
+           "a step", edit("mgpu.replicas:Replicas._empty",
+                                       "and not self._is_fresh(i)", ""),
+           ("test_trainer.py::test_what_is_added_on_a_device_without_rows_"
+            "counts[mxnet-nd-2dev]",)),
     Mutant("address-asked-for-at-once", "memory that is not there yet",
            edit("mgpu.backends._mxnet.gradients:_wrote",
                 "calls.wait_for(handle)", "0"),
