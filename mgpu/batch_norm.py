@@ -138,7 +138,8 @@ class SyncBatchNorm:
     Mean and biased variance of the whole batch, each device's share weighted
     by its rows (Ioffe and Szegedy, 2015, algorithm 1, over the union of the
     shards), variance in a second pass about the joint mean. Running
-    statistics are updated in the forward pass, alike on all devices.
+    statistics move alike on all devices, when the engine's own layer would
+    move them.
     """
 
     def __init__(self, backend: base.Backend, meeting: Meeting):
@@ -174,18 +175,14 @@ class SyncBatchNorm:
         centred = x - mean
         var = self._mean(index, call.layer, count, ops.sum(
             centred * centred, axes, keepdims=True), x)
-        y = centred * (var + call.epsilon) ** -0.5
+        inverse = (var + call.epsilon) ** -0.5
+        if self._backend.is_recording() and call.running_mean is not None:
+            inverse = self._backend.move_statistics(call, mean, var, inverse)
+        y = centred * inverse
         if call.gamma is not None:
             y = y * call.gamma.reshape(shape)
         if call.beta is not None:
             y = y + call.beta.reshape(shape)
-        if self._backend.is_recording() and call.running_mean is not None:
-            with self._backend.scope(recording=False):
-                for running, value in ((call.running_mean, mean),
-                                       (call.running_var, var)):
-                    running *= call.momentum
-                    running += (1 - call.momentum) * ops.stop_gradient(
-                        value).reshape(running.shape)
         return y
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import (ENGINES, assert_bit_equal, convnet, relative_difference,
-                     using_engine, worst)
+from helpers import (ENGINES, assert_bit_equal, bricks, convnet,
+                     relative_difference, using_engine, worst)
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 TORCH = [engine for engine in ENGINES if engine == "torch"]
@@ -505,20 +505,75 @@ def test_replicas_that_run_different_layers(engine, k, forward, received):
                              "network.")
 
 
-def test_a_layer_used_twice(engine):
-    """In one forward pass: its running statistics move twice."""
-    def forward(net, x, largest):
-        return net.bn1(net.bn1(x) * 2 + 1)
+def blocked(engine, x):
+    if engine.name == "torch":
+        return x.detach()
+    import mxnet as mx
+    y = mx.nd.BlockGrad(x.as_nd_ndarray())
+    return y.as_np_ndarray() if isinstance(x, mx.np.ndarray) else y
+
+
+def features(engine, forward):
+    """A network with the layers a, norm, b; ``forward(net, x)``."""
+    base, dense = bricks(engine)
+    if engine.name == "mxnet":
+        from mxnet.gluon import nn
+
+        def norm():
+            return nn.BatchNorm(in_channels=4, momentum=0.5)
+    else:
+        from torch import nn
+
+        def norm():
+            return nn.BatchNorm1d(4, momentum=0.5)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm, self.b = dense(4, 4), norm(), dense(4, 3)
+
+        def forward(self, x):
+            return forward(self, x)
+    return Net()
+
+
+FORWARDS = {
+    "frozen": lambda engine, net, x: net.b(net.norm(net.a(x))),
+    "first": lambda engine, net, x: net.b(net.a(net.norm(x))),
+    "blocked": lambda engine, net, x: net.b(
+        blocked(engine, net.norm(net.a(x))) + net.a(x)),
+    "twice in a row": lambda engine, net, x: net.b(
+        net.norm(net.norm(net.a(x)) * 2 + 1)),
+    "side by side": lambda engine, net, x: net.b(
+        net.norm(net.a(x)) * net.norm(net.a(x * x))),
+}
+
+
+@pytest.mark.parametrize("how", FORWARDS)
+def test_sync_moves_statistics_when_one_device_does(engine, devices, how):
+    """In Gluon a backward pass moves them, if one goes through the layer; in
+    torch the forward pass."""
+    frozen = {"frozen": ("a", "norm"), "first": ("norm",)}.get(how, ())
     found = []
-    for k in (1, 3):
-        replicas = initialize(branching(engine, forward), on(k), "sync")
-        shards = mgpu.split_and_load(images(7), replicas.devices,
-                                     even_split=False)
-        with mgpu.record():
-            outputs = replicas(shards)
-        mgpu.backward(outputs)
-        found.append(np.concatenate([mgpu.to_numpy(o) for o in outputs]))
-    assert relative_difference(found[1], found[0]) < 1e-12
+    for k, policy in ((1, "per_device"), (len(devices), "sync")):
+        replicas = initialize(
+            features(engine, lambda net, x: FORWARDS[how](engine, net, x)),
+            on(k), policy)
+        for p in replicas.params():
+            if p.name.startswith(frozen):
+                p.grad_req = "null"
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for step in range(2):
+            X = np.random.default_rng(step).normal(1, 2, (7, 4))
+            mgpu.train_batch(X, labels(7), replicas,
+                             mgpu.losses.SoftmaxCrossEntropyLoss(), trainer,
+                             ignore_stale_grad=how == "blocked")
+        found.append([values_on(replicas, i) for i in range(k)])
+    for one in found[1]:
+        gap = worst(one, found[0][0])
+        assert gap[0] < 1e-12, gap
+    stay = engine.name == "mxnet" and frozen != ()
+    assert found[0][0]["norm.running_mean"].any() == (not stay)
 
 
 @pytest.mark.parametrize("name", MXNET)

@@ -699,6 +699,21 @@ class Backend(ABC):
         whatever order threads have recorded what follows."""
         return [x] * count
 
+    # optional: when running statistics move
+
+    def move_statistics(self, call: BatchNormCall, mean: Array, var: Array,
+                        through: Array) -> Array:
+        """Let the running statistics of `call` take in `mean` and `var`: at
+        once, or when a gradient passes what is returned, which equals
+        `through`. As the framework's own layer does. While recording."""
+        with self.scope(recording=False):
+            for running, value in ((call.running_mean, mean),
+                                   (call.running_var, var)):
+                running *= call.momentum
+                running += (1 - call.momentum) * self.ops.stop_gradient(
+                    value).reshape(running.shape)
+        return through
+
     # optional: random streams in a checkpoint
 
     def export_streams(self) -> dict[str, np.ndarray]:

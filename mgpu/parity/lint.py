@@ -1,6 +1,7 @@
 """Differences between Gluon and PyTorch that concern one network: `lint`."""
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import takewhile
 from math import ceil, prod, sqrt
 from typing import Any, NamedTuple
 
@@ -228,6 +229,18 @@ def _global(s):
                   if layer.options["use_global_stats"]),
            "use_global_stats=True predicts in training too.",
            "bn.eval() after every net.train()")
+
+
+@_rule("statistics that no gradient passes", port=True)
+def _unreached(s):
+    trained = {p.name for p in s.specs if p.grad_req != "null"}
+    before = takewhile(lambda layer: trained.isdisjoint(layer.parameters),
+                       s.layers)
+    yield (_names(layer for layer in before if layer.kind == "batch_norm"
+                  and not layer.options["use_global_stats"]),
+           "nothing in the layer or before it is trained, so no gradient "
+           "comes to it: its running statistics stay in Gluon, and move in "
+           "torch.", "bn.momentum = 0.0")
 
 
 @_layer_rule("dense layers flatten", "dense")

@@ -230,6 +230,28 @@ def statistics_in_forward():
     return float((layer.running_mean.numpy() / x.mean(0)).max())
 
 
+@divergence("batch norm", "torch moves the running statistics of a layer "
+            "that no gradient passes, as in frozen features; Gluon does not",
+            "whether a gradient will pass is not known in the forward pass",
+            "each engine's own; `mgpu lint` names the first layers of a "
+            "network", "share of the mean that torch takes in", 0.09, 0.11)
+def statistics_without_a_gradient():
+    mx, torch = frameworks()
+    x = np.random.default_rng(0).normal(size=(8, 3)) + 5
+    net = mx.gluon.nn.HybridSequential()
+    net.add(mx.gluon.nn.BatchNorm(scale=False, center=False),
+            mx.gluon.nn.Dense(2))
+    net.initialize()
+    with mx.autograd.record():
+        y = net(mx.nd.array(x))
+    y.backward()
+    assert not net[0].running_mean.data().asnumpy().any()
+    layers = torch.nn.Sequential(torch.nn.BatchNorm1d(3, affine=False),
+                                 torch.nn.Linear(3, 2)).double()
+    layers(torch.tensor(x)).sum().backward()
+    return float((layers[0].running_mean.numpy() / x.mean(0)).max())
+
+
 @divergence("optimisers", "SGD with momentum: Gluon's velocity holds the "
             "rate, torch's buffer does not", "a change of rate rescales old "
             "steps in torch", GLUON,

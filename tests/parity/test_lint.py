@@ -61,6 +61,9 @@ NETS = {
     "batch norm with global statistics": (
         lambda nn: nn.BatchNorm(use_global_stats=True), "bn.eval()",
         lambda nn: nn.BatchNorm()),
+    "statistics that no gradient passes": (
+        lambda nn: nn.BatchNorm(scale=False, center=False),
+        "bn.momentum = 0.0", lambda nn: nn.BatchNorm()),
     "dense layers flatten": (
         lambda nn: nn.Dense(3), "becomes (4, 81)", dense),
     "pooling windows in the padding": (

@@ -306,6 +306,22 @@ class MXNetBackend(base.Backend):
                 raise
             raise messages.not_recorded() from None
 
+    def move_statistics(self, call, mean, var, through) -> Any:
+        # Gluon's layer moves them in its backward pass, which there is if a
+        # gradient comes to the layer, and if the input, gamma or beta needs
+        # one. So each is moved by a layer of Gluon's, as the mean of a batch
+        # of one row, which adds zero to the output and to the gradients.
+        norm = npx.batch_norm if is_np(mean) else mx.nd.BatchNorm
+        zeros = self.ops.zeros_like(call.running_mean)
+        for running, value in ((call.running_mean, mean),
+                               (call.running_var, var)):
+            through = through + 0 * norm(
+                value, zeros if call.gamma is None else call.gamma,
+                zeros if call.beta is None else call.beta, running,
+                self.ops.zeros_like(running), eps=1.0, fix_gamma=False,
+                momentum=call.momentum, axis=call.axis)
+        return through
+
     # -- running on several devices -----------------------------------------
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:

@@ -12,6 +12,7 @@ from mgpu.backends import base, messages
 from mgpu.backends._mxnet.dispatch import Passes
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import BATCH_NORM, describe, is_layer
+from mgpu.backends._mxnet.ops import is_np
 
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
@@ -411,10 +412,14 @@ class MXNetNetwork(base.Network):
             gamma, beta, mean, var = (p.data(x.ctx) for p in (
                 layer.gamma, layer.beta, layer.running_mean,
                 layer.running_var))
-            return normalise(base.BatchNormCall(
+            y = normalise(base.BatchNormCall(
                 x, None if kwargs["fix_gamma"] else gamma, beta, mean, var,
                 kwargs["eps"], float(np.float32(kwargs["momentum"])),
                 kwargs["axis"], path), self._index(x))
+            # Before F.BlockGrad elementwise functions would hand a gradient
+            # without an array back to a layer, which ends the process.
+            y = mx.nd.concat(y.as_nd_ndarray(), dim=0)
+            return y.as_np_ndarray() if is_np(x) else y
         with _computed_by([(layer, partial(forward, path, layer))
                            for path, layer in self._batch_norm_layers()]):
             yield
