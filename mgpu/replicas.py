@@ -462,12 +462,38 @@ class Replicas(abc.Sequence):
         self._check_memory()
         promised = STATISTICS if self.batch_norm != "per_device" else ()
         for p in self.all_parameters():
-            if p.kind in BUFFERS and p.kind not in promised:
-                continue
-            first, *others = map(self.backend.to_numpy, p.list_data())
-            for device, other in zip(self.devices[1:], others):
-                if first.tobytes() != other.tobytes():
-                    raise mismatch(p, self.devices[0], device, first, other)
+            if p.kind not in BUFFERS or p.kind in promised:
+                self._check_values(p, p.list_data())
+
+    def _check_values(self, p: Parameter, arrays: list[Any]) -> None:
+        first, *others = map(self.backend.to_numpy, arrays)
+        for device, other in zip(self.devices[1:], others):
+            if first.tobytes() != other.tobytes():
+                raise mismatch(p, self.devices[0], device, first, other)
+
+    def check_native(self, backward: Sequence[bool]) -> None:
+        """Check, before gradients are summed, what the replicas check before
+        a pass, if the user has called the network itself (``net(x)``) in
+        their place. `backward`: which devices had a backward pass.
+
+        Raises
+        ------
+        RuntimeError
+            Each device used its own batch statistics, under "sync".
+        ReplicaMismatchError
+            The devices hold different weights.
+        """
+        if any(self.recorded) or not any(backward) or len(backward) == 1:
+            return
+        if self.batch_norm == "sync" and sum(backward) > 1 \
+                and self.statistics():
+            raise RuntimeError(
+                "with batch_norm='sync' all replicas train together; "
+                f"received gradients of {sum(backward)} devices whose "
+                "passes were calls of the network itself. Call "
+                "replicas(shards) instead of net(x).")
+        for p in self.params():
+            self._check_values(p, self.following.standing(p))
 
     def _check_memory(self) -> None:
         def places(name: str, arrays: list[Any]) -> list[Any]:

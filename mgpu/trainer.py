@@ -228,10 +228,15 @@ class Trainer:
             changed. Devices that did not run, or whose rows did not reach
             the parameter, contribute zero: the result depends on the batch,
             not on how it was cut.
+        ReplicaMismatchError
+            The network itself was called (``net(x)``), on devices that hold
+            different weights. Nothing has changed.
         RuntimeError
-            The gradients of some devices and not of all were changed after
-            the backward pass; another thread uses the replicas; or they
-            are void, or an update has failed midway. Nothing has changed.
+            The network itself was called on several devices, with
+            ``batch_norm="sync"``; the gradients of some devices and not of
+            all were changed after the backward pass; another thread uses the
+            replicas; or they are void, or an update has failed midway.
+            Nothing has changed.
         ValueError
             A batch size that is not a whole number, 1 or more.
         """
@@ -346,6 +351,7 @@ class Trainer:
         and had no backward pass, unless they are to be ignored."""
         replicas, used = self.replicas, []
         backward = [any(flags) for flags in zip(*fresh)]
+        replicas.check_native(backward)
         for i, had in enumerate(backward):
             if replicas.recorded[i] and not had and any(backward) \
                     and not ignore_stale_grad:

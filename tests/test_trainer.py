@@ -570,6 +570,36 @@ def test_a_step_applies_one_batch(engine, devices, passes):
     assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_gradients_of_the_network_itself(engine, devices, edited):
+    """Gluon's own loop, ``net(x)`` for each shard (torch: of the first
+    device): what is written to the first device's weight alone is refused
+    before anything changes, as no replica was run that would copy it."""
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    reached = 1 if engine.name == "torch" else len(devices)
+    for rows in ROWS:
+        X, y = mgpu.split_batch(*batch(rows), devices)
+        if edited:
+            weight = replicas.params()[0].data()
+            getattr(weight, "data", weight)[:] = weight * 0.5
+        before = values(replicas)
+        with mgpu.record():
+            losses = [loss(replicas.net(x), labels)
+                      for x, labels in zip(X[:reached], y) if len(x)]
+        mgpu.backward(losses)
+        if edited and len(devices) > 1:
+            with pytest.raises(mgpu.ReplicaMismatchError, match=(
+                    r"'0.weight' on cpu\(0\) and on cpu\(1\) does not.*"
+                    "write with Parameter.set_data")):
+                trainer.step(rows)
+            assert_unchanged(values(replicas), before)
+            return
+        trainer.step(rows)
+        assert_replicas_equal(values(replicas))
+
+
 def test_an_error_in_a_loss_leaves_no_gradients(engine, devices):
     """Some devices have gone through their backward pass, others have not."""
     replicas = initialize(mlp(engine), devices)

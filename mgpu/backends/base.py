@@ -706,9 +706,10 @@ class Backend(ABC):
         """Let the running statistics of `call` take in `mean` and `var`: at
         once, or when a gradient passes what is returned, which equals
         `through`. As the framework's own layer does. While recording."""
+        moved: list[tuple[Any, Array]] = [(call.running_mean, mean),
+                                          (call.running_var, var)]
         with self.scope(recording=False):
-            for running, value in ((call.running_mean, mean),
-                                   (call.running_var, var)):
+            for running, value in moved:
                 running *= call.momentum
                 running += (1 - call.momentum) * self.ops.stop_gradient(
                     value).reshape(running.shape)

@@ -19,6 +19,12 @@ MUTANTS = [
                "elif not ignore_stale_grad:", "elif False:"),
            ("test_trainer.py::test_a_stale_gradient_is_an_error_that_names_it"
             "[torch-*",)),
+    Mutant("weights-part-in-a-native-loop", "gradients of other weights than "
+           "the device's own are summed", edit(
+               "mgpu.trainer:Trainer._reached",
+               "replicas.check_native(backward)", "pass"),
+           ("test_trainer.py::test_gradients_of_the_network_itself["
+            "torch-2dev-True]",)),
     Mutant("gradient-stays-fresh", "a second step without a backward pass "
            "goes through", edit(_REDUCE, "backend.mark_used(x)", "pass"),
            ("test_trainer.py::test_gradients_are_summed_once[torch-2dev]",)),
