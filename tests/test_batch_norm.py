@@ -365,6 +365,33 @@ def test_one_replica_alone_cannot_train_in_sync(engine):
 
 
 @pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("rows", [7, 1])
+def test_the_network_itself_cannot_train_in_sync(name, devices, rows):
+    """Gluon's own loop, but on one device, where it is right."""
+    with using_engine(name) as engine:
+        replicas = initialize(convnet(engine), devices, "sync")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+        Xs, ys = mgpu.split_batch(images(rows), labels(rows), devices)
+        with mgpu.record():
+            losses = [loss(replicas.net(x), y)
+                      for x, y in zip(Xs, ys) if len(x)]
+        mgpu.backward(losses)
+        before = replicas.export_numpy(device=devices[0])
+        if len(losses) > 1:
+            with pytest.raises(RuntimeError, match=(
+                    "with batch_norm='sync' all replicas train together; "
+                    f"received gradients of {len(losses)} devices whose "
+                    "passes were calls of the network itself. Call "
+                    r"replicas\(shards\) instead of net\(x\).")):
+                trainer.step(rows)
+            after = replicas.export_numpy(device=devices[0])
+            assert worst(after, before)[0] == 0
+        else:
+            trainer.step(rows)
+
+
+@pytest.mark.parametrize("name", MXNET)
 def test_a_hybridized_network_cannot_train_in_sync(name):
     with using_engine(name) as engine:
         net = convnet(engine)
@@ -616,6 +643,79 @@ def test_the_network_may_end_the_training_mode_of_a_layer(
         engine, devices, policy):
     assert_predicts(initialize(predicting(engine), devices, policy),
                     images(4))
+
+
+@pytest.mark.parametrize("policy", ["per_device", "sync"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_a_pass_that_predicts(engine, devices, policy, compiled):
+    """``record(train_mode=False)``: running statistics are constants, so the
+    gradients are those of fixed scales and shifts, and sums over rows."""
+    net = convnet(engine)
+    if compiled and engine.name == "mxnet":
+        net.hybridize()
+    replicas = initialize(net, devices, policy)
+    shards = mgpu.split_and_load(images(7), devices, even_split=False)
+    start = replicas.export_numpy()
+    for name in ("5.running_mean", "5.running_var"):
+        start[name] = start[name] + 0.5
+    rng = np.random.default_rng(1)
+    direction = {p.name: rng.normal(size=p.shape) for p in replicas.params()}
+
+    def loss(step):
+        replicas.import_numpy({name: value + step * direction.get(name, 0)
+                               for name, value in start.items()})
+        return sum((mgpu.to_numpy(out) ** 2).sum()
+                   for out in replicas(shards) if out is not None)
+    slope = (loss(2.0 ** -20) - loss(-2.0 ** -20)) * 2.0 ** 19
+    loss(0)
+    with mgpu.record(train_mode=False):
+        losses = [None if out is None else out * out
+                  for out in replicas(shards)]
+    mgpu.backward(losses)
+    mgpu.Trainer(replicas, "sgd").allreduce_grads()
+    found = sum((mgpu.to_numpy(p.grad()) * direction[p.name]).sum()
+                for p in replicas.params())
+    assert relative_difference(found, slope) < 1e-6
+    if not compiled:
+        pass_through(replicas, images(7))       # this one trains again
+        for name, arrays in statistics(replicas).items():
+            assert (arrays[0] != start[name]).any()
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_batch_norms_that_are_no_layers(name, devices):
+    """A block that calls F.BatchNorm itself, as a SymbolBlock does: refused
+    where mgpu would have to compute it."""
+    with using_engine(name) as engine:
+        from mxnet.gluon import HybridBlock
+
+        class Net(HybridBlock):
+            def __init__(self):
+                super().__init__()
+                for kind in ("gamma", "beta", "running_mean", "running_var"):
+                    setattr(self, kind, self.params.get(
+                        kind, shape=(2,),
+                        differentiable=not kind.startswith("running")))
+
+            def hybrid_forward(self, F, x, **arrays):
+                norm = F.npx.batch_norm if name == "mxnet-np" else F.BatchNorm
+                return norm(x, *(arrays[kind] for kind in (
+                    "gamma", "beta", "running_mean", "running_var")))
+        loose = r"\['running_mean', 'running_var'\]"
+        replicas = mgpu.initialize(Net(), devices, dtype="float64",
+                                   batch_norm="sync")
+        if len(devices) > 1:
+            with pytest.raises(ValueError, match="of their own in " + loose):
+                pass_through(replicas, images(4))
+        else:
+            pass_through(replicas, images(4))
+        shards = mgpu.split_and_load(images(4), devices,
+                                     even_split=False)
+        with mgpu.record(train_mode=False), pytest.raises(
+                ValueError, match="running statistics of others: " + loose):
+            replicas(shards)
+        with engine.scope(recording=False):
+            replicas(shards)
 
 
 def doubling(engine):

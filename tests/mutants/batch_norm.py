@@ -43,6 +43,25 @@ MUTANTS = [
                 "base.Backend.move_statistics(self._backend, "),
            ("test_batch_norm.py::test_sync_moves_statistics_when_one_device_"
             "does[mxnet-nd-2dev-frozen]",)),
+    Mutant("sync-of-the-network-itself", "each device normalises by its own "
+           "rows in Gluon's own loop",
+           edit("mgpu.replicas:Replicas.check_native",
+                'self.batch_norm == "sync"', "False"),
+           ("test_batch_norm.py::test_the_network_itself_cannot_train_in_sync"
+            "[2dev-7-mxnet-nd]",)),
+    Mutant("statistics-without-a-layer", "a batch norm that is no layer "
+           "normalises by each device's own rows",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork."
+                "_batch_norm_layers", "own += self._loose_statistics()",
+                "pass"),
+           ("test_batch_norm.py::test_batch_norms_that_are_no_layers[2dev-"
+            "mxnet-nd]",)),
+    Mutant("predicted-and-trained", "the backward pass of a pass that "
+           "predicts takes batch norms for those of training",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork._predicting",
+                'options["use_global_stats"] = True', "pass"),
+           ("test_batch_norm.py::test_gradients_of_a_pass_that_predicts["
+            "mxnet-nd-2dev-False-per_device]",)),
     Mutant("sync-epsilon-outside", "epsilon is added to the root",
            edit(_CALL, "(var + call.epsilon) ** -0.5",
                 "1 / (var ** 0.5 + call.epsilon)"),

@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -115,6 +116,7 @@ class MXNetNetwork(base.Network):
         self._contexts: list[Any] = []      # of the replicas
         self._options = base.Options()
         self._passes = Passes(net)
+        self._one_predicts = threading.RLock()      # threads share the layers
         found: dict[int, Any] = {}
         self._named = net._collect_params_with_prefix()
         for name, p in self._named.items():
@@ -134,9 +136,19 @@ class MXNetNetwork(base.Network):
                if not isinstance(block, plain)      # BatchNormReLU
                or type(block).hybrid_forward is not plain.hybrid_forward
                or type(block).forward is not plain.forward]
+        own += self._loose_statistics()
         if own:
             raise messages.own_batch_norm(own)
         return found
+
+    def _loose_statistics(self) -> list[str]:
+        """Running statistics that are no batch-norm layer's: those of a
+        SymbolBlock, or of a block that calls F.BatchNorm itself."""
+        held = {id(p) for _, block in _blocks(self.net)
+                if isinstance(block, BATCH_NORM)
+                for p in block._reg_params.values()}
+        return [name for name, p, kind in self.entries
+                if kind in base.STATISTICS and id(p) not in held]
 
     def specs(self) -> list[base.Spec]:
         found = []
@@ -242,7 +254,8 @@ class MXNetNetwork(base.Network):
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
         """The network's outputs, in the array family of its inputs."""
-        with self.backend.family_of(inputs[0] if inputs else None):
+        with self.backend.family_of(inputs[0] if inputs else None), \
+                self._predicting():
             try:
                 return self.net(*inputs)
             except mx.MXNetError as error:
@@ -351,6 +364,33 @@ class MXNetNetwork(base.Network):
         for name, p in self.net._collect_params_with_prefix().items():
             found.setdefault(id(p), []).append(name)
         return {names[0]: names for names in found.values() if len(names) > 1}
+
+    @contextlib.contextmanager
+    def _predicting(self) -> Iterator[None]:
+        """Inside the block, if it is recorded in prediction mode, batch norms
+        use their global statistics by name. MXNet's backward pass takes all
+        others for layers in training, whatever their forward pass was."""
+        if mx.autograd.is_training() or not mx.autograd.is_recording():
+            yield
+            return
+        loose = self._loose_statistics()
+        if loose:
+            raise ValueError(
+                "a pass that predicts and is recorded takes batch norms from "
+                f"gluon.nn; received running statistics of others: {loose}. "
+                "Use gluon.nn.BatchNorm(use_global_stats=True) in their "
+                "place, or record() in training mode.")
+        with self._one_predicts, self._layer_by_layer():
+            norms = [block._kwargs for _, block in _blocks(self.net)
+                     if isinstance(block, BATCH_NORM)
+                     and block._kwargs.get("use_global_stats") is False]
+            for options in norms:
+                options["use_global_stats"] = True
+            try:
+                yield
+            finally:
+                for options in norms:
+                    options["use_global_stats"] = False
 
     @contextlib.contextmanager
     def _layer_by_layer(self) -> Iterator[None]:
