@@ -377,14 +377,16 @@ def create(init: Any, /, **options: Any) -> Initializer:
         Something that names no initialiser.
     """
     name = init
-    if not isinstance(init, (Initializer, str)) and hasattr(init, "dumps"):
+    if not isinstance(init, (Initializer, str, type)) \
+            and hasattr(init, "dumps"):
         # A copy: Gluon's Constant changes itself, and cannot do it twice.
         name = copy.deepcopy(init).dumps()
     if not isinstance(name, (Initializer, str)):
         raise TypeError(
             f"expected an initialiser; received {init!r} of type "
-            f"{type(init).__name__}. Use for example Normal(0.01) or one of "
-            f"the names {', '.join(map(repr, _NAMES))}.")
+            f"{type(init).__name__}. Use for example Normal(0.01), an object "
+            "and not the class, or one of the names "
+            f"{', '.join(map(repr, _NAMES))}.")
     is_json = isinstance(name, str) and name.startswith("[")
     if options and (is_json or not isinstance(init, str)):
         raise ValueError(
