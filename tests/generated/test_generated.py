@@ -140,13 +140,13 @@ class Torn(interrupts.Training):
         super().__init__(*arguments)
         step = self.trainer.step
 
-        def torn(n):
+        def torn(n, *options):
             x = self.replicas.params()[0].list_data()[0]
             with self.replicas.backend.scope(recording=False):
                 x[:] = x * 2
                 time.sleep(0.1)     # most of a step, on a busy machine too
                 x[:] = x / 2
-            step(n)
+            step(n, *options)
         self.trainer.step = torn
 
 interrupts.Training = Torn

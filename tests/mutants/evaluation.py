@@ -10,7 +10,8 @@ MUTANTS = [
            edit(_ALL, "correct += sum(", "correct += 1 / len(X) * sum(",
                 "total += sum(", "total += bool("), _COUNTS),
     Mutant("last-batch-dropped", "the last batch is not counted",
-           edit(_ALL, "in data_iter:", "in list(data_iter)[:-1]:"), _COUNTS),
+           edit(_ALL, "as_pair, data_iter",
+                "as_pair, list(data_iter)[:-1]"), _COUNTS),
     Mutant("first-shard-only", "the shards of the other devices are not "
            "counted", edit(_ALL, "in zip(outputs, y_shards)",
                            "in [*zip(outputs, y_shards)][:1]"), _COUNTS),
