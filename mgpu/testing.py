@@ -6,7 +6,6 @@ the end of a run, and ``--parity-report DIR`` writes a page for each.
 from typing import Any
 
 from mgpu.parity.comparison import Result, compare
-from mgpu.parity.result import FLOAT32
 
 __all__ = ["ParityError", "assert_parity"]
 
@@ -55,8 +54,7 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
     """
     __tracebackhide__ = True        # pytest shows the test's own line
     result = compare(a, b, **options)
-    if not (result.same or allow_mxnet_float32
-            and result.verdict == FLOAT32):
+    if not (result.agrees if allow_mxnet_float32 else result.same):
         raise ParityError(result)
     return result
 

@@ -467,8 +467,8 @@ class Trainer:
         this one included. torch: one more than before."""
         if self.optimizer.semantics == "torch":
             return self.num_update + 1
-        return max(self.num_update, *(self._counts.get(p.name, 0) + 1
-                                      for p in parameters), 0)
+        return max([self.num_update, *(self._counts.get(p.name, 0) + 1
+                                       for p in parameters)])
 
     def _share_edits(self, parameters: Sequence[Parameter]) -> None:
         """Copy what the user has written to replica 0's sums to the others;

@@ -397,7 +397,7 @@ def run_pair(name, plan, functions, devices, steps,
         result, changed = compared("float32")
         result.notes.append("float32: " + " ".join(str(error).split())[-200:])
     found = summary(result)
-    if found["verdict"] != "different" and result.float32:
+    if result.agrees and not result.same:
         found.update(verdict="different", remedy="; ".join(changed),
                      remedied=max(x[0] for x in found["worst"].values()))
     elif remedy and found["verdict"] == "different":

@@ -265,7 +265,6 @@ class Float32Functions:
     met: dict[str, None] = field(default_factory=dict)
 
 
-
 class Watch:
     """An announcement of `Backend.watch_gradients`.
 

@@ -13,9 +13,7 @@ from mgpu.parity.run import LayerCall
 #: kinds of layers that a port may take for one another
 POOLS = {f"{size}{kind}_pool": "pool" for kind in ("avg", "max")
          for size in ("", "global_", "adaptive_")}
-
-
-#: activations that are one for inputs of some sizes
+#: the kinds of activations, in Gluon's words
 ACTIVATIONS = {"elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
                "leaky_relu", "relu", "relu6", "selu", "sigmoid", "softrelu",
                "softsign", "swish", "tanh"}

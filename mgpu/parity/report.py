@@ -67,8 +67,7 @@ def print_result(result: Result, console: Any = None, *,
         show(drawn)
 
     show(f"{result.verdict.upper()} ({MODE_WORDS[result.mode]})",
-         style="bold red" if result.verdict in ("different", "no proof")
-         else "bold green")
+         style="bold green" if result.agrees else "bold red")
     show(sentence(result))
     for line in result.on_trial():
         show(line)

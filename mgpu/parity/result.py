@@ -135,6 +135,11 @@ class Result:
         return self.verdict == "same"
 
     @property
+    def agrees(self) -> bool:
+        """Whether they are the same, perhaps but for MXNet's float32."""
+        return self.verdict in ("same", FLOAT32)
+
+    @property
     def worst(self) -> dict[str, Gap]:
         found: dict[str, Gap] = {}
         for gap in self.gaps:
@@ -172,7 +177,7 @@ class Result:
 
     def prove_nothing(self, reason: str | None) -> None:
         """Take back that nothing differs, for a reason."""
-        if reason is not None and self.verdict in ("same", FLOAT32):
+        if reason is not None and self.agrees:
             self.verdict, self.reason = "no proof", reason
 
     def _head(self, causes: int) -> list[str]:

@@ -99,7 +99,7 @@ def follow_attributes(parameters: Sequence[Sequence[Any]]) -> None:
     which rows it was made from."""
     for first, *copies in zip(*parameters):
         own = vars(first)
-        if not copies or not own and not any(map(vars, copies)):
+        if not own and not any(map(vars, copies)):
             continue
         tensors = [name for x in (first, *copies) for name, value
                    in vars(x).items() if isinstance(value, torch.Tensor)]

@@ -1,5 +1,4 @@
 """Torch's layers, described as `mgpu.backends.base.Layer`."""
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
+from mgpu.backends.base import LayerCallback
 
 _Conv = nn.modules.conv._ConvNd
 _ConvTranspose = nn.modules.conv._ConvTransposeNd
@@ -30,12 +30,12 @@ _FUNCTIONS = {function: name for name in (
 
 
 class Between(TorchFunctionMode):
-    """Inside, ``seen(path, inputs, outputs)`` is called after each activation
-    function that is called outside of innermost layers."""
+    """Inside, ``seen(path, inputs, outputs, index)`` is called after each
+    activation function that is called outside of innermost layers."""
 
-    def __init__(self, seen: Callable[[str, Any, Any], None]):
+    def __init__(self, seen: LayerCallback, index: int):
         super().__init__()
-        self._seen = seen
+        self._seen, self._index = seen, index
         self.inside = False     # an innermost layer
 
     def __torch_function__(self, function: Any, types: Any,
@@ -46,7 +46,7 @@ class Between(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         x = args[0].detach().clone()    # it may be overwritten
         result = function(*args, **(kwargs or {}))
-        self._seen(f"F.{name}", (x,), result)
+        self._seen(f"F.{name}", (x,), result, self._index)
         return result
 
 

@@ -250,8 +250,9 @@ class TorchNetwork(base.Network):
 
     def follow(self) -> None:
         self._attributes.check_layers()
-        follow_attributes([[owner[name] for owner, name in r.weights]
-                           for r in self.replicas])
+        if len(self.replicas) > 1:
+            follow_attributes([[owner[name] for owner, name in r.weights]
+                               for r in self.replicas])
         if (len(self.replicas) > 1 or self.options.hybridize) \
                 and not self._watchers and self.replicas[0].users is None \
                 and self._attributes.follow():

@@ -185,8 +185,8 @@ class TorchReplica(base.Replica):
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
             if self.seen is not None:
-                self.between = stack.enter_context(Between(
-                    partial(_told, self.seen, self.index)))
+                self.between = stack.enter_context(
+                    Between(self.seen, self.index))
             if network.normalise is not None:
                 stack.enter_context(_NoFunctionalBatchNorm())
             if options.autocast is not None:
@@ -432,11 +432,6 @@ def _give_turn() -> Sequence[Any] | None:
         _here.stop = None
         _everyone.release()
     return stop
-
-
-def _told(seen: base.LayerCallback, index: int, path: str, inputs: Any,
-          outputs: Any) -> None:
-    seen(path, inputs, outputs, index)
 
 
 def _tensors(result: Any, met: set[int]) -> Iterator[torch.Tensor]:

@@ -13,8 +13,6 @@ from mgpu.parity.causes.registry import Found, cause
 #: kinds of layers whose other causes leave nothing to guess
 COMPUTED = {"", "batch_norm", "dropout", "layer_norm", "instance_norm",
             "conv", "leaky_relu", "dense", "embedding"}
-
-
 #: torch's words for NumPy's modes
 _PADDINGS = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
