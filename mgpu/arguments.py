@@ -1,7 +1,7 @@
 """Checks that arguments of many functions share."""
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any, TypeGuard
 
@@ -50,4 +50,23 @@ def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
     if value not in known:
         raise ValueError(f"unknown {name}; received {value!r}. Use one of "
                          f"{', '.join(map(repr, known))}.")
+    return value
+
+
+def batches(name: str, value: Any) -> Any:
+    """`value`, or TypeError if no loop can go through it."""
+    if not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):
+        raise TypeError(f"{name} must be an iterable of batches; received "
+                        f"{type(value).__name__}. Pass for example a list of "
+                        "(X, y), or a data loader.")
+    return value
+
+
+def by_name(name: str, value: Any) -> Mapping[str, Any]:
+    """`value`, an empty dict for None, or TypeError if it is no mapping."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict with names as keys; received "
+                        f"{type(value).__name__}: {value!r:.60}.")
     return value

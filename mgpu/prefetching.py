@@ -9,9 +9,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
+from operator import length_hint
 from typing import Any
 
-from mgpu.arguments import integer
+from mgpu.arguments import batches, integer
 from mgpu.backends import get_backend
 from mgpu.datasets import BatchIterator, Epoch
 from mgpu.device import Device, as_devices, try_all_gpus
@@ -115,11 +116,7 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
         `data` is not iterable.
     """
     depth = integer("depth", depth, 1)
-    if not (hasattr(data, "__iter__") or hasattr(data, "__getitem__")):
-        raise TypeError("data must be an iterable of batches; received "
-                        f"{type(data).__name__}. Pass for example a list of "
-                        "(X, y), or a data loader.")
-    return Prefetched(data, depth, None if devices is None
+    return Prefetched(batches("data", data), depth, None if devices is None
                       else as_devices(devices))
 
 
@@ -150,7 +147,9 @@ class Prefetched:
         # What draws no random numbers needs no streams.
         fixed = isinstance(self.data, (list, tuple)) \
             or isinstance(self.data, BatchIterator) and self.data.fixed
-        return _batches(source, self._depth, pin, taken, backend.carry(),
+        # An entry is made for each: no more than could ever wait.
+        depth = min(self._depth, max(1, length_hint(self.data, 1 << 16)))
+        return _batches(source, depth, pin, taken, backend.carry(),
                         (lambda stop: nullcontext) if fixed
                         else backend.drawing, backend.aside,
                         contextvars.copy_context())

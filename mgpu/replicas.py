@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import host_memory, initializers, notebook, probes
-from mgpu.arguments import integer, one_of
+from mgpu.arguments import by_name, integer, one_of
 from mgpu.backends import (base, get_backend, give_back, messages,
                            recording_elsewhere)
 from mgpu.backends.scope import check_task
@@ -406,7 +406,8 @@ class Replicas(abc.Sequence):
         and refuses nothing; raises as that does."""
         self.of_engine()
         # Copies: a mapping may read them anew each time, or change.
-        values = {name: np.array(values[name]) for name in values}
+        values = {name: np.array(values[name])
+                  for name in by_name("values", values)}
         own = {p.name: p for p in self.all_parameters()}
         k = len(self.devices)
         wrong = [f"missing {name}" for name, p in own.items()

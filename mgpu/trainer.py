@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import environment, host_memory, optimizers, probes, trainer_states
-from mgpu.arguments import is_integer, is_number
+from mgpu.arguments import by_name, is_integer, is_number
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
@@ -99,7 +99,7 @@ class Trainer:
                 "a Trainer takes the Replicas that mgpu.initialize returns; "
                 f"received {type(replicas).__name__}. For lists of arrays "
                 "use mgpu.sgd.")
-        options = dict(optimizer_params or {})
+        options = dict(by_name("optimizer_params", optimizer_params))
         scheduler = options.pop("lr_scheduler", None)
         if scheduler is not None and lr_scheduler is not None:
             raise ValueError("expected one lr_scheduler; received one as an "
@@ -118,7 +118,7 @@ class Trainer:
                                           **options)
         names = {p.name for p in replicas.params()}
         for what, factors in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
-            unknown = sorted(set(factors or ()) - names)
+            unknown = sorted(set(by_name(what, factors)) - names)
             if unknown:
                 raise ValueError(
                     f"{what} names parameters of the network; received "

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import notebook, prefetching, probes
+from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
@@ -211,7 +212,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         On torch, where devices do not wait: a loss of one device that
         depends on the parameters of another one's replica.
     """
-    check_pair(replicas, trainer)
+    check_pair(replicas, trainer, loss)
     devices, stage = replicas.devices, probes.stage
     with using_backend(replicas.backend.name) as backend, \
             backend.scope(), replicas.owned(), probes.step(devices, X):
@@ -227,8 +228,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     return losses
 
 
-def check_pair(replicas: Any, trainer: Any) -> None:
-    """Refuse what is not replicas and their trainer."""
+def check_pair(replicas: Any, trainer: Any, loss: Any = len) -> None:
+    """Refuse what is not replicas, their trainer and a loss."""
     if not isinstance(replicas, Replicas):
         raise TypeError(
             "expected the Replicas that mgpu.initialize returns; received "
@@ -243,6 +244,10 @@ def check_pair(replicas: Any, trainer: Any) -> None:
             "a trainer steps the replicas that it was made with; received "
             f"one of {trainer.replicas!r} for {replicas!r}. Make a new "
             "Trainer after each initialize.")
+    if not callable(loss):
+        raise TypeError("a loss is called with the outputs and the labels; "
+                        f"received {type(loss).__name__}. Use one of "
+                        "mgpu.losses, or a function of (pred, label).")
 
 
 def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
@@ -428,8 +433,12 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
     num_epochs = integer("num_epochs", num_epochs, 1)
     max_inflight = integer("max_inflight", max_inflight, 1)
     ahead = integer("prefetch", prefetch, 0)
-    batches = prefetching.prefetch(train_iter, ahead, devices=devices) \
-        if ahead else train_iter
+    batches = as_batches("train_iter", train_iter)
+    if ahead:
+        batches = prefetching.prefetch(train_iter, ahead, devices=devices)
+    if animator is not None and not hasattr(animator, "add"):
+        raise TypeError("animator must be an mgpu.plotting.Animator; "
+                        f"received {animator!r}. Pass one, or None.")
     backend = get_backend()
     history = History([str(d) for d in devices])
     total = num_epochs * length_hint(train_iter) if progress else 0
@@ -533,7 +542,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     NonFiniteLoss, ValueError
         See `train_epochs`.
     """
-    check_pair(replicas, trainer)
+    check_pair(replicas, trainer, loss)
+    if test_iter is not None:
+        as_batches("test_iter", test_iter)
     with using_backend(replicas.backend.name):
         return train_epochs(
             lambda X, y: train_batch(X, y, replicas, loss, trainer, split_f),

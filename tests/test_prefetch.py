@@ -268,6 +268,11 @@ def test_wrong_arguments_are_refused(backend, wrong):
         mgpu.prefetch([], devices="gpu:99")
 
 
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_depth_beyond_the_data_costs_nothing(backend, kind):
+    assert list(mgpu.prefetch(kind([1, 2, 3]), 2 ** 70)) == [1, 2, 3]
+
+
 # -- training -----------------------------------------------------------------
 
 def batches(n=5):

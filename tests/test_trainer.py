@@ -138,6 +138,15 @@ def test_every_strategy_trains_as_one_device(backend, devices, allreduce):
     assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("options", [
+    {"optimizer_params": 0.1}, {"lr_mult": 2.0}, {"wd_mult": [1, 2]}])
+def test_what_must_be_a_dict_is_named(backend, options):
+    (name, wrong), = options.items()
+    with pytest.raises(TypeError, match=f"{name} must be a dict with names "
+                       f"as keys; received {type(wrong).__name__}"):
+        mgpu.Trainer(initialize(mlp(backend), on(0)), "sgd", **options)
+
+
 def test_an_unknown_strategy_is_refused(backend):
     with pytest.raises(ValueError, match="unknown allreduce; received 'nccl'"):
         mgpu.Trainer(initialize(mlp(backend), on(0)), "sgd",

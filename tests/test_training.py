@@ -659,6 +659,21 @@ def test_wrong_loops_are_refused(engine):
                "through again, such as a list.")
 
 
+@pytest.mark.parametrize("name, wrong, words", [
+    ("loss", None, "a loss is called with the outputs and the labels"),
+    ("train_iter", None, "train_iter must be an iterable of batches"),
+    ("test_iter", 3, "test_iter must be an iterable of batches"),
+    ("animator", True, "animator must be an mgpu.plotting.Animator")])
+def test_arguments_of_another_kind_are_named(engine, name, wrong, words):
+    replicas, loss, trainer = set_up(engine, on(0))
+    with pytest.raises(TypeError, match=words):
+        mgpu.train(replicas, **{
+            "train_iter": batches(2), "test_iter": None, "loss": loss,
+            "trainer": trainer, "num_epochs": 1, "progress": False,
+            name: wrong})
+    assert trainer.num_update == 0
+
+
 @pytest.mark.parametrize("wrong, words", [
     ((1, 2, 3), "3 things"), ([1], "1 things"),
     ({"x": 1, "y": 2}, "a dict"), (np.ones((2, 6)), "a ndarray")])

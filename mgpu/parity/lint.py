@@ -12,6 +12,7 @@ from mgpu.backends import base, using_backend
 from mgpu.device import list_devices
 from mgpu.nested import cast_floats, rows_of
 from mgpu.optimizers import Optimizer, counterpart, create
+from mgpu.parameters import STATISTICS
 from mgpu.parity.side import network_of
 from mgpu.replicas import initialize
 from mgpu.split import split_batch
@@ -318,8 +319,11 @@ def _shared(s):
 
 @_rule("frozen parameters", port=True)
 def _frozen(s):
+    fixed = {name for layer in s.of("batch_norm") for name in layer.parameters
+             for kind, option in (("gamma", "scale"), ("beta", "center"))
+             if name.endswith(kind) and not layer.options[option]}
     yield (_names(p.name for p in s.specs if p.grad_req == "null"
-                  and p.kind in ("weight", "bias", "unknown", "other")
+                  and p.name not in fixed and p.kind not in STATISTICS
                   and "float" in p.dtype),
            "grad_req='null'.", "requires_grad_(False)")
 

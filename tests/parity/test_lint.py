@@ -155,6 +155,16 @@ def test_every_optimiser_is_known(optimizer):
     assert bool(found) is (optimizer not in ("sgd", "nag"))
 
 
+@pytest.mark.parametrize("norm", ["BatchNorm", "LayerNorm"])
+def test_a_frozen_norm_is_frozen_and_has_its_parameters(norm):
+    net = layers(dense, lambda nn: getattr(nn, norm)(in_channels=3))()
+    net[1].collect_params().setattr("grad_req", "null")
+    found = {f.rule: f for f in lint(net, sample=SAMPLE[:, 0, 0, :3])}
+    assert "fixed gamma or beta" not in found
+    for name in ("gamma", "beta"):
+        assert f"1.{name}" in found["frozen parameters"].where
+
+
 def test_values_of_the_users_network_stay():
     net = layers(dense)()
     with mgpu.using_backend("mxnet"):

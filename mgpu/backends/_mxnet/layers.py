@@ -41,7 +41,7 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
         return "batch_norm", {
             "epsilon": own["eps"], "momentum": own["momentum"],
             "scale": not own["fix_gamma"], "center":
-            block.beta.grad_req != "null", "axis": own["axis"],
+            block.beta._differentiable, "axis": own["axis"],
             "use_global_stats": own["use_global_stats"],
             "relu": isinstance(block, nn.BatchNormReLU)}
     for norm, name in _NORMS.items():
