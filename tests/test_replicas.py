@@ -1035,16 +1035,26 @@ def test_dropout_masks_do_not_depend_on_how_threads_interleave(engine):
             assert_bit_equal(a, b)
 
 
+@pytest.mark.parametrize("batch_norm", ["per_device", "sync"])
 @pytest.mark.parametrize("name", TORCH)
-def test_functional_dropout_is_reproducible_too(name):
-    """It draws from the one stream that all of torch's threads share."""
+def test_functional_dropout_is_reproducible_too(name, batch_norm):
+    """It draws from the one stream that all of torch's threads share; joint
+    statistics let the replicas wait for each other in between."""
     with using_engine(name):
         import torch
 
         class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = torch.nn.BatchNorm1d(10)
+
             def forward(self, x):
-                return torch.nn.functional.dropout(x, 0.5, self.training)
-        replicas = mgpu.initialize(Net(), on(0, 1, 2, 3), "uniform")
+                for _ in range(2):
+                    x = self.norm(torch.nn.functional.dropout(
+                        x, 0.5, self.training))
+                return x
+        replicas = mgpu.initialize(Net(), on(0, 1, 2, 3), "uniform",
+                                   batch_norm=batch_norm)
         first = masks(replicas, 2)
         assert all((a != b).any() for i, a in enumerate(first)
                    for b in first[:i])

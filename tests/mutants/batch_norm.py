@@ -14,6 +14,14 @@ MUTANTS = [
            edit("mgpu.backends._torch.backend:TorchBackend.fan_out",
                 "list(x.expand(count, *x.shape).unbind())", "[x] * count"),
            ("test_checkpoint.py::test_a_resumed_run_under_sync[torch]",)),
+    Mutant("sync-without-turns", "replicas that draw from one stream and meet "
+           "draw in the order in which threads run",
+           edit("mgpu.backends._torch.replica:TorchReplica.__call__",
+                "training and self._draws is not False",
+                "training and self._draws is not False and "
+                "network.normalise is None"),
+           ("test_replicas.py::test_functional_dropout_is_reproducible_too"
+            "[torch-sync]",)),
     Mutant("idle-buffers-lag", "a device without rows keeps its buffers",
            edit("mgpu.replicas:Replicas._catch_up", "if moved and idle:",
                 "if False:"),

@@ -114,6 +114,8 @@ class TorchReplica(base.Replica):
         #: whether it draws from torch's default stream (functional dropout,
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
+        #: in this replica's turn: the state of that stream outside of it
+        self._users: torch.Tensor | None = None
         self._masks: dict[int, Any] = {}    # that a backward pass needs again
         self._graph = True  # the pass records one
         self._met = False   # replicas met in the pass that is computed again
@@ -179,8 +181,7 @@ class TorchReplica(base.Replica):
         forwards = self._forwards() if training else ()
         with contextlib.ExitStack() as stack:
             stack.callback(self._dress(self._modes(training), forwards))
-            if training and self._draws is not False \
-                    and network.normalise is None:  # they wait for each other
+            if training and self._draws is not False:
                 stack.enter_context(self._in_turn())
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
@@ -327,6 +328,8 @@ class TorchReplica(base.Replica):
         normalise, masks = network.normalise, network.draw_mask
         if normalise is None and masks is None:
             return self._dropouts if network.own_arithmetic else self._own
+        if normalise is not None:
+            normalise = self._meeting(normalise)
         found = list(self._dropouts) if masks is None else [
             (m, masked_forward(m, masks, self.index, self.generator,
                                self._masks))
@@ -365,21 +368,49 @@ class TorchReplica(base.Replica):
     def _in_turn(self) -> Iterator[None]:
         """Inside the block, no other replica runs, and this device's random
         stream stands in for torch's default one, which all threads share."""
-        handle = self._handle
-        default = torch.default_generator if handle.type == "cpu" \
-            else torch.cuda.default_generators[handle.index]
-        own = self._network.backend.generator(self.device, "functional")
         with _everyone:
-            users, before = default.get_state(), own.get_state()
-            default.set_state(before)
+            self._exchange_streams()
             try:
                 yield
             finally:
-                after = default.get_state()
-                own.set_state(after)
-                default.set_state(users)
-                self._draws = bool(self._draws) \
-                    or not torch.equal(before, after)
+                self._exchange_streams()
+
+    @contextlib.contextmanager
+    def _out_of_turn(self) -> Iterator[None]:
+        """Inside the block, which waits for the other replicas, they run."""
+        if self._users is None:
+            yield
+            return
+        self._exchange_streams()
+        _everyone.release()
+        try:
+            yield
+        finally:
+            _everyone.acquire()
+            self._exchange_streams()
+
+    def _exchange_streams(self) -> None:
+        """Let this device's stream stand in for torch's default one, or end
+        that."""
+        default = torch.default_generator if self._handle.type == "cpu" \
+            else torch.cuda.default_generators[self._handle.index]
+        own = self._network.backend.generator(self.device, "functional")
+        before, now = own.get_state(), default.get_state()
+        if self._users is None:
+            self._users = now
+            default.set_state(before)
+            return
+        self._draws = bool(self._draws) or not torch.equal(before, now)
+        own.set_state(now)
+        default.set_state(self._users)
+        self._users = None
+
+    def _meeting(self, normalise: base.Normalise) -> base.Normalise:
+        """`normalise`, in which replicas wait for each other."""
+        def meet(call: base.BatchNormCall, index: int) -> Any:
+            with self._out_of_turn():
+                return normalise(call, index)
+        return meet
 
 
 class _NoFunctionalBatchNorm(TorchFunctionMode):
