@@ -21,6 +21,7 @@ Neutral code may use these directly on native arrays of either engine:
 ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes through
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -110,9 +111,22 @@ class Layer(NamedTuple):
 DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
 
 #: ``seen(path, inputs, outputs, index)`` is called after each layer's call,
-#: and with "F." and its kind as path after that of an activation function
-#: between layers, where the engine can tell.
+#: and with a path of `Network.functions` after that of a function between
+#: layers that could be a layer.
 LayerCallback = Callable[[str, tuple[Any, ...], Any, int], None]
+
+
+def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
+          after: str | None) -> str:
+    """The path of a function in `known`, which gets it where it is new:
+    "F.relu after conv1", and a number where others have been there."""
+    place = f"F.{kind}" + ("" if after is None else f" after {after}")
+    for number in itertools.count(1):
+        path = place if number == 1 else f"{place} ({number})"
+        if known.setdefault(path, Layer(path, kind, options, ())
+                            ).options == options:
+            return path
+    raise AssertionError
 
 #: ``normalise(call, index)`` computes the output of a batch-norm layer in
 #: training for the replica `index`, and updates the running statistics.
@@ -321,6 +335,8 @@ class Network(ABC):
     own_arithmetic: bool = False
     #: None: the engine has no choice
     float32: Float32Functions | None = None
+    #: what `watch_layers` has seen besides layers: see `LayerCallback`
+    functions: dict[str, Layer]
 
     @abstractmethod
     def specs(self) -> list[Spec]:

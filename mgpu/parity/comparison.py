@@ -477,7 +477,7 @@ class Comparison:
             after = translate(two.after, self.plan, self.a, self.b)
             predict = "output" not in wrong
             location = locate(*self.calls(number, X, y, before, predict),
-                              self.a.layers, self.b.layers, self.plan,
+                              self.a.by_path(), self.b.by_path(), self.plan,
                               self.tolerance)
             self.b.load(after, self._memory)
             if predict:     # no cause of a training pass is looked for there

@@ -66,8 +66,7 @@ class Coverage:
     def options(self) -> list[str]:
         """Options that differ between layers that belong together. If the
         outputs agree, no step has reached the difference."""
-        own, other = ({layer.path: layer for layer in run.layers}
-                      for run in self._runs.values())
+        own, other = (run.by_path() for run in self._runs.values())
         one, two = (list(ran) for ran in self._ran.values())
         found = []
         for i, j in pairs(one, two, own, other, self._plan):
@@ -115,7 +114,7 @@ def _named(what: str, names: list[str]) -> list[str]:
 
 def _differences(a: Layer, b: Layer) -> Iterator[str]:
     """The options in which two layers with equal outputs differ."""
-    if a.kind != b.kind:
+    if NAMES.get(a.kind, a.kind) != NAMES.get(b.kind, b.kind):
         yield f"{_words(a)} and {_words(b)}"
         return
     one, two = _effective(a), _effective(b)

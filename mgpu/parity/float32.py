@@ -124,8 +124,7 @@ class Float32:
              one: StepResult, two: StepResult, gaps: list[Gap]) -> _Try:
         work = self._comparison
         calls_a, calls_b = work.calls(number, X, y, before)
-        layers_a, layers_b = ({layer.path: layer for layer in run.layers}
-                              for run in (work.a, work.b))
+        layers_a, layers_b = work.a.by_path(), work.b.by_path()
         apart = [
             work.single_gap(number, "layer", "", x, z).relative
             for i, j in pairs([call.path for call in calls_a],

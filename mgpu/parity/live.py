@@ -109,6 +109,9 @@ class LiveRun(Run):
                    else ", Gluon's arithmetic"),
                 "dtype": self.dtype}
 
+    def by_path(self) -> dict[str, base.Layer]:
+        return super().by_path() | self.network.functions
+
     def restore(self) -> None:
         values, dtypes = self._before
         if values is None:

@@ -1,5 +1,6 @@
 """Where do two networks differ first?"""
 import difflib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,9 +23,10 @@ NAMES = {"silu": "swish", "softplus": "softrelu"}
 
 
 def kind_of(path: str, layers: Mapping[str, Layer]) -> str:
-    """The kind of a layer, or of a function between layers, "F.relu"."""
+    """The kind of a layer, or of a function: "F.relu after conv1"."""
     layer = layers.get(path)
-    kind = path.removeprefix("F.") if layer is None else layer.kind
+    kind = path.removeprefix("F.").partition(" ")[0] if layer is None \
+        else layer.kind
     return NAMES.get(kind, kind)
 
 
@@ -79,13 +81,10 @@ def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
 
 
 def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
-           layers_a: Sequence[Layer], layers_b: Sequence[Layer], plan: Plan,
+           of_a: Mapping[str, Layer], of_b: Mapping[str, Layer], plan: Plan,
            tolerance: float) -> Location | None:
     """The first layer whose output differs, or None. `pairs` says which
     belong together."""
-    of_a, of_b = ({layer.path: layer for layer in layers}
-                  for layers in (layers_a, layers_b))
-
     def activated(calls: Sequence[LayerCall], i: int,
                   layers: Mapping[str, Layer], other: Layer | None
                   ) -> LayerCall:
@@ -100,7 +99,8 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                       of_a, of_b, plan):
         one, two = calls_a[i], calls_b[j]
         layers = of_a.get(one.path), of_b.get(two.path)
-        if _agree(one.outputs, two.outputs, tolerance):
+        if _agree(one.outputs, two.outputs, tolerance) \
+                or _turned(one, two, tolerance):
             continue
         one, two = (activated(calls_a, i, of_a, layers[1]),
                     activated(calls_b, j, of_b, layers[0]))
@@ -115,7 +115,22 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
 
 def _agree(x: Sequence[np.ndarray], z: Sequence[np.ndarray],
            tolerance: float) -> bool:
-    """Whether the numbers are equal, in whatever shapes."""
-    return len(x) == len(z) and all(
+    """Whether the numbers are equal, in whatever shapes. What only one side
+    gives (the states of torch's LSTM) is left out."""
+    return bool(x) == bool(z) and all(
         p.size == q.size and close(p.reshape(-1), q.reshape(-1), tolerance)
         for p, q in zip(x, z))
+
+
+def _turned(one: LayerCall, two: LayerCall, tolerance: float) -> bool:
+    """Whether both have the same first input and output but for one order of
+    the axes: (rows, time, channels) and (time, rows, channels)."""
+    x, z = ([*call.inputs[:1], *call.outputs[:1]] for call in (one, two))
+    if len(x) < 2 or len(z) < 2 or len({t.ndim for t in (*x, *z)}) > 1 \
+            or x[0].ndim > 5:
+        return False
+    orders = itertools.permutations(range(x[0].ndim))
+    next(orders)        # as they are
+    return any(all(p.transpose(axes).shape == q.shape
+                   and close(p.transpose(axes), q, tolerance)
+                   for p, q in zip(x, z)) for axes in orders)

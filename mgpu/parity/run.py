@@ -146,6 +146,11 @@ class Run(ABC):
     updates: UpdateRule
     float32: base.Float32Functions | None = None
 
+    def by_path(self) -> dict[str, base.Layer]:
+        """The layers, and the functions between them that have been seen, by
+        path."""
+        return {layer.path: layer for layer in self.layers}
+
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """How this side trains, for a report."""

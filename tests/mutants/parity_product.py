@@ -26,6 +26,12 @@ MUTANTS = [
                 "_FUNCTIONS.get(function)", "None"),
            ("parity/test_diagnosis.py::test_functions_between_layers_are_seen"
             "[function]",)),
+    Mutant("operators-are-not-seen", "a function of MXNet's between layers "
+           "is no layer",
+           edit("mgpu.backends._mxnet.layers:Between.watching",
+                "self._handles.get(handle)", "None"),
+           ("parity/test_diagnosis.py::test_the_options_of_functions_between_"
+            "layers_are_known[False-slope]",)),
     Mutant("inputs-overwritten", "a layer in place seems to get what it "
            "returns", edit("mgpu.backends._torch.network:_watch",
                            "tree_map(_cloned, inputs)", "inputs"),

@@ -576,6 +576,77 @@ def test_functions_between_layers_are_seen(activation, function, path, words):
     assert words in str(result.causes[0]), result
 
 
+def calls(function):
+    """On each engine, a network that calls ``function(F)`` between layers."""
+    def on_gluon():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+
+        class Net(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.a = nn.Conv2D(4, 3, in_channels=2)
+                self.b = nn.Dense(3, in_units=144)
+
+            def hybrid_forward(self, F, x):
+                return self.b(function(F)(self.a(x)))
+        return Net()
+
+    def on_torch():
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Conv2d(2, 4, 3), nn.Linear(144, 3)
+
+            def forward(self, x):
+                return self.b(function(torch)(self.a(x)).flatten(1))
+        return Net()
+    return {"mxnet": on_gluon, "torch": on_torch}
+
+
+@pytest.mark.parametrize("one, other, kind, words", [
+    (lambda F: lambda x: F.LeakyReLU(x, act_type="leaky", slope=0.125),
+     lambda t: lambda x: t.nn.functional.leaky_relu(x, 0.5),
+     "leaky_relu", "slope 0.125 on a (mxnet), 0.5 on b (torch)"),
+    (lambda F: lambda x: F.LeakyReLU(x, act_type="elu", slope=0.5),
+     lambda t: lambda x: t.nn.functional.elu(x),
+     "elu", "applies elu(0.5), b (torch) elu"),
+    (lambda F: lambda x: F.LeakyReLU(x, act_type="gelu"),
+     lambda t: lambda x: t.nn.functional.gelu(x, approximate="tanh"),
+     "gelu", "applies gelu, b (torch) gelu with tanh"),
+    (lambda F: lambda x: F.softmax(x, axis=1),
+     lambda t: lambda x: t.softmax(x, 3),
+     "softmax", "along axis 1 on a (mxnet), 3 on b (torch)"),
+    (lambda F: lambda x: F.Pooling(x, kernel=(3, 3), pool_type="avg",
+                                   pad=(1, 1)),
+     lambda t: lambda x: t.nn.functional.avg_pool2d(
+         x, 3, 1, padding=1, count_include_pad=False),
+     "avg_pool", "count in the mean on a (mxnet)"),
+    (lambda F: lambda x: F.Pooling(x, kernel=(3, 3), pool_type="max",
+                                   pad=(1, 1)),
+     lambda t: lambda x: t.nn.functional.avg_pool2d(x, 3, 1, padding=1),
+     "max_pool", "max_pool on a (mxnet) and avg_pool on b")],
+    ids=["slope", "alpha", "gelu", "axis", "padding", "kind"])
+@pytest.mark.parametrize("swapped", (False, True))
+def test_the_options_of_functions_between_layers_are_known(
+        one, other, kind, words, swapped):
+    sides = [calls(one)["mxnet"], calls(other)["torch"]]
+    if swapped:
+        sides.reverse()
+    # so large that MXNet's float32 in GELU is small against the fault
+    images = [(16 * X, y) for X, y in IMAGES]
+    result = compared(*sides, images, {})
+    place = result.location["b" if swapped else "a"]
+    assert place["path"] == f"F.{kind} after a", result
+    if not swapped:
+        assert words in str(result.causes[0]), result
+    same = compared(sides[0], sides[0], IMAGES, {})
+    assert same.same, same
+
+
 def test_inputs_that_a_layer_overwrites_are_those_that_it_got():
     result = compared(fused(None, 0.25),
                       between(lambda t: lambda x: x, 0.125), ROWS, {})

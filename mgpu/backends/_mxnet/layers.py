@@ -1,8 +1,15 @@
 """Gluon's layers, described as `mgpu.backends.base.Layer`."""
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends.base import Layer, named
 
+_LIB, c_str = mx.base._LIB, mx.base.c_str
+register = mx.ndarray.register
 nn = mx.gluon.nn
 _NORMS = {nn.InstanceNorm: "instance_norm", nn.LayerNorm: "layer_norm",
           nn.GroupNorm: "group_norm"}
@@ -48,17 +55,7 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
         if isinstance(block, norm):
             return name, {"epsilon": block._kwargs["eps"]}
     if isinstance(block, _Pooling):
-        own = block._kwargs
-        name = f"{own['pool_type']}_pool"
-        if own["global_pool"]:
-            return f"global_{name}", {}
-        options = {"kernel": tuple(own["kernel"]),
-                   "stride": tuple(own["stride"]),
-                   "padding": tuple(own["pad"]),
-                   "ceil": own["pooling_convention"] == "full"}
-        if own["pool_type"] == "avg":
-            options["count_include_pad"] = own.get("count_include_pad", True)
-        return name, options
+        return _pool(block._kwargs)
     if type(block) is nn.Dropout:
         return "dropout", {"rate": block._rate, "axes": tuple(block._axes)}
     if isinstance(block, nn.Embedding):
@@ -66,6 +63,8 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
                              "units": block._kwargs["output_dim"]}
     if isinstance(block, nn.LeakyReLU):
         return "leaky_relu", {"slope": block._alpha}
+    if isinstance(block, nn.ELU):
+        return "elu", {"alpha": block._alpha}
     if isinstance(block, nn.Activation):
         return block._act_type, {}
     return kind, {}
@@ -73,3 +72,118 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
 
 def _activation(block: Any) -> Any:
     return getattr(block.act, "_act_type", "other") if block.act else None
+
+
+def _pool(own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    name = f"{own.get('pool_type', 'max')}_pool"
+    if own.get("global_pool"):
+        return f"global_{name}", {}
+    kernel = tuple(own["kernel"])
+    options = {"kernel": kernel,
+               "stride": tuple(own.get("stride") or (1,) * len(kernel)),
+               "padding": tuple(own.get("pad") or (0,) * len(kernel)),
+               "ceil": own.get("pooling_convention") == "full"}
+    if name == "avg_pool":
+        options["count_include_pad"] = own.get("count_include_pad", True)
+    return name, options
+
+
+# -- operators between layers -------------------------------------------------
+
+def _leaky(own: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    name, slope = own.get("act_type", "leaky"), own.get("slope", 0.25)
+    return {"leaky": ("leaky_relu", {"slope": slope}),
+            "elu": ("elu", {"alpha": slope}), "gelu": ("gelu", {}),
+            "selu": ("selu", {})}.get(name)
+
+
+def _axis(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {"axis": own.get("axis", -1)}
+
+
+#: by operator: its keyword arguments -> (kind, options) of the layer that
+#: does the same, as `describe` gives them
+_OPERATORS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    "Activation": lambda own: (own["act_type"], {}),
+    "LeakyReLU": _leaky, "Pooling": _pool,
+    "softmax": lambda own: ("softmax", _axis(own)),
+    "log_softmax": lambda own: ("log_softmax", _axis(own)),
+    **dict.fromkeys(("relu", "_npx_relu"), lambda own: ("relu", {})),
+    **dict.fromkeys(("sigmoid", "_npx_sigmoid"), lambda own: ("sigmoid", {})),
+    **dict.fromkeys(("tanh", "_npi_tanh"), lambda own: ("tanh", {})),
+    "softsign": lambda own: ("softsign", {})}
+
+
+class Between:
+    """Tells of operators that could be layers and are called outside of
+    innermost blocks, in a pass of `net`. See `torch`'s of that name.
+
+    Parameters
+    ----------
+    net : gluon.Block
+    seen : callable
+        ``seen(path, x, output)``.
+    known : dict
+        Gets the layer that does the same, by path.
+    """
+
+    def __init__(self, net: Any, seen: Callable[[str, Any, Any], None],
+                 known: dict[str, Layer]):
+        self._net, self._seen, self._known = net, seen, known
+        self._handles: dict[int, str] = {}
+        for name in _OPERATORS:
+            handle = ctypes.c_void_p()
+            if not _LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)):
+                self._handles[handle.value or 0] = name
+        #: of each thread in a pass: how deep it is in innermost blocks, and
+        #: the path of the last one
+        self._depths: dict[int, int] = {}
+        self._after: dict[int, str] = {}
+
+    @contextmanager
+    def watching(self, blocks: Iterable[tuple[str, Any]]) -> Iterator[None]:
+        """Inside the block; `blocks` are the innermost ones, with paths."""
+        def enter(by: int) -> None:
+            thread = get_ident()
+            self._depths[thread] = self._depths.get(thread, 0) + by
+
+        def begin(*_: Any) -> None:
+            self._after.pop(get_ident(), None)
+            enter(1)
+
+        def leave(path: str) -> None:
+            enter(-2)
+            self._after[get_ident()] = path
+        # A pass of the network counts 1, so that nothing outside of it is
+        # seen, and an innermost block 2.
+        handles = [
+            self._net.register_forward_pre_hook(begin),
+            self._net.register_forward_hook(lambda *_: enter(-1))]
+        for path, block in blocks:
+            handles += [
+                block.register_forward_pre_hook(lambda *_: enter(2)),
+                block.register_forward_hook(
+                    lambda *_, path=path: leave(path))]
+        invoke = register._imperative_invoke
+
+        def told(handle: int, arrays: Any, keys: Any, values: Any,
+                 *others: Any) -> Any:
+            output = invoke(handle, arrays, keys, values, *others)
+            name = self._handles.get(handle)
+            if name and self._depths.get(get_ident()) == 1:
+                kind, options = _OPERATORS[name](dict(zip(keys, values))
+                                                 ) or ("", {})
+                if options.get("axis") is not None:
+                    options["axis"] %= arrays[0].ndim
+                if kind:
+                    self._seen(named(self._known, kind, options,
+                                     self._after.get(get_ident())),
+                               arrays[0], output)
+            return output
+        register._imperative_invoke = told
+        try:
+            yield
+        finally:
+            register._imperative_invoke = invoke
+            for handle in handles:
+                handle.detach()

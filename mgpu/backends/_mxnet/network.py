@@ -12,7 +12,7 @@ import numpy as np
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet.dispatch import Passes
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import BATCH_NORM, describe, is_layer
+from mgpu.backends._mxnet.layers import Between, BATCH_NORM, describe, is_layer
 from mgpu.backends._mxnet.ops import is_np
 
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
@@ -114,6 +114,7 @@ class MXNetNetwork(base.Network):
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
         self._contexts: list[Any] = []      # of the replicas
+        self.functions: dict[str, base.Layer] = {}
         self._options = base.Options()
         self._passes = Passes(net)
         self._one_predicts = threading.RLock()      # threads share the layers
@@ -423,6 +424,10 @@ class MXNetNetwork(base.Network):
                         seen(path, tuple(inputs), outputs, self._index(first))
                 handle = block.register_forward_hook(told)
                 stack.callback(handle.detach)
+            stack.enter_context(Between(
+                self.net, lambda path, x, output: seen(
+                    path, (x,), output, self._index(x)),
+                self.functions).watching(self._leaves()))
             yield
 
     @contextlib.contextmanager

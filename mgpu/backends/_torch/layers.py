@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
-from mgpu.backends.base import LayerCallback
+from mgpu.backends.base import Layer, LayerCallback, named
 
 _Conv = nn.modules.conv._ConvNd
 _ConvTranspose = nn.modules.conv._ConvTransposeNd
@@ -21,33 +21,89 @@ _NORMS = {nn.modules.instancenorm._InstanceNorm: "instance_norm",
 _DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 1, nn.Dropout2d: 2, nn.Dropout3d: 3}
 
 
-#: by function: the kind of the layer that does the same
-_FUNCTIONS = {function: name for name in (
-    "relu", "relu6", "leaky_relu", "elu", "selu", "gelu", "silu", "softplus",
-    "softsign", "sigmoid", "tanh", "hardtanh", "hardsigmoid", "hardswish")
-    for where in (F, torch, torch.Tensor) for called in (name, f"{name}_")
-    if callable(function := getattr(where, called, None))}
+#: by kind of a function between layers: its arguments behind the input, as
+#: (name, default), in their order
+_ARGUMENTS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "leaky_relu": (("negative_slope", 0.01),), "elu": (("alpha", 1.0),),
+    "gelu": (("approximate", "none"),),
+    **dict.fromkeys(("softmax", "log_softmax"), (("dim", None),)),
+    **dict.fromkeys(("relu", "relu6", "selu", "silu", "softplus", "softsign",
+                     "sigmoid", "tanh", "hardtanh", "hardsigmoid",
+                     "hardswish"), ()),
+    **{f"max_pool{n}d": (("kernel_size", None), ("stride", None),
+                         ("padding", 0), ("dilation", 1),
+                         ("ceil_mode", False)) for n in (1, 2, 3)},
+    **{f"avg_pool{n}d": (("kernel_size", None), ("stride", None),
+                         ("padding", 0), ("ceil_mode", False),
+                         ("count_include_pad", True)) for n in (1, 2, 3)},
+    **{f"adaptive_{kind}_pool{n}d": (("output_size", None),)
+       for kind in ("avg", "max") for n in (1, 2, 3)},
+    **dict.fromkeys(("mean", "amax"), (("dim", None),))}
+#: by function, its name in `_ARGUMENTS`
+_FUNCTIONS = {function: name for name in _ARGUMENTS
+              for where in (F, torch, torch.Tensor)
+              for called in (name, f"{name}_")
+              if callable(function := getattr(where, called, None))}
 
 
 class Between(TorchFunctionMode):
     """Inside, ``seen(path, inputs, outputs, index)`` is called after each
-    activation function that is called outside of innermost layers."""
+    function that could be a layer and is called outside of innermost layers.
+    `known` gets the layer that does the same, by path."""
 
-    def __init__(self, seen: LayerCallback, index: int):
+    def __init__(self, seen: LayerCallback, index: int,
+                 known: dict[str, Layer]):
         super().__init__()
-        self._seen, self._index = seen, index
+        self._seen, self._index, self._known = seen, index, known
         self.inside = False     # an innermost layer
+        #: the path of the last one that was called
+        self.after: str | None = None
 
     def __torch_function__(self, function: Any, types: Any,
                            args: tuple[Any, ...] = (), kwargs: Any = None
                            ) -> Any:
+        kwargs = kwargs or {}
         name = None if self.inside else _FUNCTIONS.get(function)
-        if name is None:
-            return function(*args, **(kwargs or {}))
+        same = _layer_of(name, args, kwargs) if name and args else None
+        if same is None:
+            return function(*args, **kwargs)
         x = args[0].detach().clone()    # it may be overwritten
-        result = function(*args, **(kwargs or {}))
-        self._seen(f"F.{name}", (x,), result, self._index)
+        result = function(*args, **kwargs)
+        kind, options = same
+        self._seen(named(self._known, kind, options, self.after), (x,),
+                   result, self._index)
         return result
+
+
+def _layer_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+              ) -> tuple[str, dict[str, Any]] | None:
+    """(kind, options) of the layer that does the same, as `describe` gives
+    them; None if there is none."""
+    given = dict(_ARGUMENTS[name]) | dict(zip(
+        [n for n, _ in _ARGUMENTS[name]], args[1:])) | kwargs
+    axes = args[0].dim() - 2
+    kind, _, _ = name.partition("_pool")
+    if name in ("mean", "amax"):
+        axis = given["dim"]
+        kind = "avg" if name == "mean" else "max"
+        every = axes > 0 and isinstance(axis, (tuple, list)) and sorted(
+            n % (axes + 2) for n in axis) == list(range(2, axes + 2))
+        return (f"global_{kind}_pool", {}) if every else None
+    if name.startswith("adaptive"):
+        return _adaptive(kind.removeprefix("adaptive_"),
+                         given["output_size"])
+    if "_pool" in name:
+        return _pool(kind, axes, given["kernel_size"], given["stride"],
+                     given["padding"], given["ceil_mode"],
+                     given.get("count_include_pad"))
+    own = {_WORDS.get(n, n): given[n] for n, _ in _ARGUMENTS[name]}
+    if own.get("axis") is not None:
+        own["axis"] %= axes + 2
+    return name, own
+
+
+#: torch's names of options, and ours
+_WORDS = {"negative_slope": "slope", "dim": "axis"}
 
 
 def _each(value: Any, n: int) -> tuple[int, ...]:
@@ -81,26 +137,41 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
         if isinstance(module, norm):
             return kind, {"epsilon": module.eps}
     if type(module) in _ADAPTIVE:
-        kind, size = _ADAPTIVE[type(module)], module.output_size
-        if set(_each(size, 1)) == {1}:
-            return f"global_{kind}_pool", {}
-        return f"adaptive_{kind}_pool", {"size": size}
+        return _adaptive(_ADAPTIVE[type(module)], module.output_size)
     if type(module) in _POOLS:
         kind, n = _POOLS[type(module)]
-        # torch puts the kernel size in the place of a stride of None
-        options = {"kernel": _each(module.kernel_size, n),
-                   "stride": _each(module.stride, n),
-                   "padding": _each(module.padding, n),
-                   "ceil": module.ceil_mode}
-        if kind == "avg":
-            options["count_include_pad"] = module.count_include_pad
-        return f"{kind}_pool", options
+        return _pool(kind, n, module.kernel_size, module.stride,
+                     module.padding, module.ceil_mode,
+                     getattr(module, "count_include_pad", None))
     if type(module) in _DROPOUTS:
         return "dropout", {"rate": module.p, "axes": tuple(
             range(2, 2 + _DROPOUTS[type(module)]))}
     if isinstance(module, nn.Embedding):
         return "embedding", {"rows": module.num_embeddings,
                              "units": module.embedding_dim}
-    if isinstance(module, nn.LeakyReLU):
-        return "leaky_relu", {"slope": module.negative_slope}
+    for layer, kind, name in _WITH_OPTION:
+        if isinstance(module, layer):
+            return kind, {_WORDS.get(name, name): getattr(module, name)}
     return type(module).__name__.lower(), {}
+
+
+#: layers with one option: kind, torch's name of the option
+_WITH_OPTION = ((nn.LeakyReLU, "leaky_relu", "negative_slope"),
+                (nn.ELU, "elu", "alpha"), (nn.GELU, "gelu", "approximate"))
+
+
+def _adaptive(kind: str, size: Any) -> tuple[str, dict[str, Any]]:
+    if set(_each(size, 1)) == {1}:
+        return f"global_{kind}_pool", {}
+    return f"adaptive_{kind}_pool", {"size": size}
+
+
+def _pool(kind: str, n: int, kernel: Any, stride: Any, padding: Any,
+          ceil: bool, count_include_pad: bool | None
+          ) -> tuple[str, dict[str, Any]]:
+    options = {"kernel": _each(kernel, n), "padding": _each(padding, n),
+               "stride": _each(kernel if stride in (None, [], ()) else stride,
+                               n), "ceil": ceil}
+    if kind == "avg":
+        options["count_include_pad"] = count_include_pad
+    return f"{kind}_pool", options

@@ -36,6 +36,7 @@ class TorchNetwork(base.Network):
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
         self.normalise: base.Normalise | None = None
+        self.functions: dict[str, base.Layer] = {}
         self.draw_mask: base.DrawMask | None = None
         self.options = base.Options()
         self.float32: base.Float32Functions = base.Float32Functions()
@@ -360,6 +361,7 @@ def _watch(module: nn.Module, path: str, replica: TorchReplica,
     def told(_: Any, inputs: Any, outputs: Any) -> None:
         if replica.between is not None:
             replica.between.inside = False
+            replica.between.after = path
         if not recomputing():
             seen(path, given[0], outputs, replica.index)
     yield module.register_forward_pre_hook(begins)

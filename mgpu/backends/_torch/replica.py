@@ -187,7 +187,7 @@ class TorchReplica(base.Replica):
                 stack.enter_context(AsMXNet(network.float32))
             if self.seen is not None:
                 self.between = stack.enter_context(
-                    Between(self.seen, self.index))
+                    Between(self.seen, self.index, network.functions))
             if network.normalise is not None:
                 stack.enter_context(_NoFunctionalBatchNorm())
             if options.autocast is not None:

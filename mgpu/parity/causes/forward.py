@@ -1,6 +1,7 @@
 """Causes of another output: masks and activations, seen in one tensor."""
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,8 @@ def _mask_factor(u: np.ndarray, v: np.ndarray) -> tuple[float, float] | None:
     # a mask does not look at signs.
     for x, z in ((u, v), (v, u)):
         only = z[(x == 0) & (z != 0)]
-        if only.size > 8 and not (z[both] < 0).any() and (only < 0).all():
+        if only.size and only.size + both.sum() > 8 \
+                and not (z[both] < 0).any() and (only < 0).all():
             return None
     factor = float(np.median(v[both] / u[both]))
     residual = distance(v[both], factor * u[both]) / distance(u, v)
@@ -154,13 +156,31 @@ def _activations(d: Difference, tensors: Tensors
               if s.size == u.size and len(s) == len(u)]
     for start in (*starts, x, z):
         values = {name: f(start) for name, f in ACTIVATIONS.items()}
-        (e, one), (f, two) = (nearest(values, seen, distance(x, z) or 1)
+        (e, one), (f, two) = (_nearest(values, start, seen,
+                                       distance(x, z) or 1, d.limit)
                               for seen in (x, z))
         # A linear function of itself is no activation: one of the two must
         # be what the layers before it gave.
         if max(e, f) < d.limit and one != two:
             return one, two, max(e, f)
     return None
+
+
+def _nearest(values: dict[str, np.ndarray], start: np.ndarray,
+             seen: np.ndarray, apart: float, limit: float
+             ) -> tuple[float, Any]:
+    """`nearest` of the known activations; where none is near, of those that
+    have a number of their own: the slope or alpha that fits the median."""
+    found = nearest(values, seen, apart)
+    below = start < 0
+    if found[0] < limit or below.sum() < 3:
+        return found
+    slope = float(np.median(seen[below] / start[below]))
+    alpha = float(np.median(seen[below] / np.expm1(start[below])))
+    return nearest({
+        f"leaky_relu({slope:.6g})": _leaky_relu(slope)(start),
+        f"elu({alpha:.6g})": np.where(below, alpha * np.expm1(start), start)},
+        seen, apart)
 
 
 @cause("activation", "forward", resort=1, kinds=["leaky_relu"])
