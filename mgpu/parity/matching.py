@@ -374,8 +374,10 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
         for i, (other_form, others, y) in enumerate(waiting):
             if sorted(form) == sorted(other_form) and x.size == y.size \
                     and close(x.reshape(-1), y.reshape(-1)):
-                by_kind = {(e.kind, e.shape): e for e in others}
-                pairs += [Pair(e.name, by_kind[e.kind, e.shape].name)
+                alike: dict[Any, list[Entry]] = {}
+                for e in others:
+                    alike.setdefault((e.kind, e.shape), []).append(e)
+                pairs += [Pair(e.name, alike[e.kind, e.shape].pop(0).name)
                           for e in entries]
                 del waiting[i]
                 break

@@ -732,6 +732,32 @@ def test_match_by_position_in_the_graph():
     assert result.same and result.plan.confirmed
 
 
+def test_a_layer_with_two_parameters_of_one_shape_matches_by_position():
+    """The biases of a recurrent layer, and its square weights."""
+    import torch
+
+    def net(head_first):
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                for name in ("head", "rnn")[::1 if head_first else -1]:
+                    setattr(self, name, {
+                        "head": lambda: torch.nn.Linear(4, 3),
+                        "rnn": lambda: torch.nn.GRU(4, 4, batch_first=True)
+                        }[name]())
+
+            def forward(self, x):
+                return self.head(self.rnn(x)[0][:, -1])
+        return Net
+    rng = np.random.default_rng(0)
+    result = parity.compare(net(True), net(False), batches=[
+        (rng.random((4, 2, 4)), np.array([0, 1, 2, 0]))], rules=[
+            ("^rnn", "other")])
+    assert result.plan.how == "position in the graph"
+    assert result.same and result.plan.confirmed
+    assert len(result.plan.pairs) == 6
+
+
 def test_two_ways_to_match_and_none_confirmed():
     """Which of two equal layers is which cannot be told when the outputs
     differ under both plans."""
