@@ -95,6 +95,22 @@ MUTANTS = [
            edit("mgpu.parity.matching:match",
                 "plan.confirmed is not False", "True"),
            ("parity/test_compare.py::test_match_by_position_in_the_graph",)),
+    Mutant("alike-parameters", "two parameters of one layer and one shape "
+           "get one partner",
+           edit("mgpu.parity.matching:_by_position", ".pop(0)", "[0]"),
+           ("parity/test_compare.py::test_a_layer_with_two_parameters_of_one_"
+            "shape_matches_by_position",)),
+    Mutant("states-are-outputs", "a recurrent layer that returns its states "
+           "on one side only differs",
+           edit("mgpu.parity.location:_agree", "bool(x) == bool(z)",
+                "len(x) == len(z)"),
+           ("parity/test_diagnosis.py::test_a_layer_that_returns_its_states_"
+            "on_one_side_only",)),
+    Mutant("sum-is-mean-of-means", "equal shards whose means add up to the "
+           "sum explain everything",
+           edit("mgpu.parity.causes.scale:mean_of_means",
+                "abs(f - 1) > 1e-6", "True"),
+           ("parity/test_diagnosis.py::test_clipped_gradients[2-6]",)),
     Mutant("users-weights-trained", "the compared networks keep what the "
            "comparison made of them",
            edit("mgpu.parity.live:LiveRun.restore",

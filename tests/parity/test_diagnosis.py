@@ -655,6 +655,40 @@ def test_inputs_that_a_layer_overwrites_are_those_that_it_got():
     assert "slope 0.25 on a" in str(result.causes[0]), result
 
 
+def test_a_layer_that_returns_its_states_on_one_side_only():
+    """torch's recurrent layers always do, Gluon's on request. What comes
+    behind them is not blamed on them, nor on the order of equal rows."""
+    def gluon_net():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn, rnn
+        net = nn.HybridSequential()
+        net.add(rnn.GRU(4, layout="NTC", input_size=3), nn.Flatten(),
+                nn.Dense(3, activation="tanh", in_units=8))
+        return net
+
+    def port(activation):
+        def make():
+            from torch import nn
+
+            class Port(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.rnn = nn.GRU(3, 4, batch_first=True)
+                    self.head = nn.Linear(8, 3)
+
+                def forward(self, x):
+                    return activation(self.head(self.rnn(x)[0].flatten(1)))
+            return Port()
+        return make
+    data = [(RNG.normal(size=(N, 2, 3)), y) for _, y in ROWS]
+    options = {"dtype": "float32"}      # of MXNet's fused layer
+    right = compared(gluon_net, port(lambda x: x.tanh()), data, options)
+    assert right.verdict == "same"
+    wrong = compared(gluon_net, port(lambda x: x.sigmoid()), data, options)
+    assert wrong.location["a"]["path"] == "2"
+    assert [c.name for c in wrong.causes] == ["activation"], wrong
+
+
 def test_a_trace_sees_functions_between_layers(tmp_path):
     parity.record(fused("relu"), batches=ROWS, file=tmp_path / "a")
     for function, path, words in (
@@ -800,14 +834,17 @@ def test_float32_statistics_alone():
     assert named == ["unbiased variance", "float32 statistics momentum"]
 
 
-def test_clipped_gradients(monkeypatch):
+@pytest.mark.parametrize("devices, rows", ((1, N), (2, 6)))
+def test_clipped_gradients(devices, rows, monkeypatch):
+    """Also where sums and means over equal shards are in one proportion."""
     def clip(columns, right):
         right(columns)
         for column in columns:
             for copy in column:
                 copy.clamp_(-0.5, 0.5)
     patch_sum(monkeypatch, "torch", clip)
-    result = compared(dense_g(), dense_t(), ROWS, {})
+    result = compared(dense_g(), dense_t(), [
+        (X[:rows], y[:rows]) for X, y in ROWS], {"devices": devices})
     assert [c.name for c in result.causes] == ["gradient clipping"]
 
 

@@ -27,6 +27,8 @@ def order_of_examples(d: Difference) -> Found:
 @cause("data order", "forward", resort=3)
 def order_of_rows(d: Difference) -> Found:
     for u, v, where, _ in d.tensors():
+        if np.array_equal(u, v):
+            continue
         yield (f"at {where} {d.b} has the rows of {d.a} in another order: "
                "give both one sampler and one split"), reordered(u, v)
 

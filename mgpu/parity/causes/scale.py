@@ -105,10 +105,11 @@ def mean_of_means(d: Difference) -> Found:
     for right, side in d.both_ways():
         k, rows = side.devices, right.step.rows
         for scale in (1.0, 1 / k, d.rows / k) if 1 < k == len(rows) else ():
-            yield (f"{side} adds up the means of its devices, whose shards "
-                   f"have {rows} rows: sum over the examples, divide once"
-                   ), d.weighted(right, side,
-                                 [scale / n if n else 0.0 for n in rows])
+            factors = [scale / n if n else 0.0 for n in rows]
+            if any(abs(f - 1) > 1e-6 for f in factors):     # not a plain sum
+                yield (f"{side} adds up the means of its devices, whose "
+                       f"shards have {rows} rows: sum over the examples, "
+                       "divide once"), d.weighted(right, side, factors)
 
 
 @cause("loss reduction", "update")
