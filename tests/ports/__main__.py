@@ -1,0 +1,93 @@
+"""``python -m tests.ports``: see the package."""
+import argparse
+import collections
+import json
+import sys
+import time
+
+from . import equal, judge
+from .mistakes import MISTAKES, kinds
+from .nets import FAMILIES
+
+
+def table(rows: list) -> None:
+    """What was said of each kind."""
+    by_kind = collections.defaultdict(list)
+    for row in rows:
+        by_kind[row.kind].append(row)
+    print(f"{'kind':42s} pairs  same  refused  layer  right  later  missing"
+          "  wrong")
+    total = collections.Counter()
+    for kind, found in by_kind.items():
+        count = collections.Counter(row.cause for row in found)
+        mine = {"pairs": len(found), "same": sum(
+            row.verdict not in ("different", "refused") for row in found),
+            "refused": sum(row.verdict == "refused" for row in found),
+            "layer": sum(row.layer is True for row in found),
+            **{name: count[name] for name in (
+                "right", "none yet", "missing", "wrong")}}
+        total.update(mine)
+        print(f"{kind:42s} {mine['pairs']:5d} {mine['same']:5d} "
+              f"{mine['refused']:8d} {mine['layer']:6d} {mine['right']:6d} "
+              f"{mine['none yet']:6d} {mine['missing']:8d} "
+              f"{mine['wrong']:6d}")
+    print(f"{'all':42s} {total['pairs']:5d} {total['same']:5d} "
+          f"{total['refused']:8d} {total['layer']:6d} {total['right']:6d} "
+          f"{total['none yet']:6d} {total['missing']:8d} "
+          f"{total['wrong']:6d}")
+    share = max(total["pairs"], 1) / 100
+    print(f"right layer {total['layer'] / share:.1f} %, right cause first "
+          f"{total['right'] / share:.1f} %, wrong cause "
+          f"{total['wrong'] / share:.1f} %")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.ports")
+    parser.add_argument("--mistakes", action="store_true")
+    parser.add_argument("--equal", type=int, metavar="N", default=0)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--networks", default="all",
+                        choices=["tuned", "other", "all"])
+    parser.add_argument("--family", action="append", choices=list(FAMILIES))
+    parser.add_argument("--kind", action="append", choices=list(MISTAKES),
+                        metavar="NAME")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--verbose", action="store_true",
+                        help="the whole answer for each wrong row")
+    options = parser.parse_args()
+    families = options.family or [
+        name for name, (tuned, _) in FAMILIES.items()
+        if options.networks in ("all", "tuned" if tuned else "other")]
+    began, rows = time.time(), []
+    if options.equal:
+        rows = equal.run(range(options.seed, options.seed + options.equal),
+                         families)
+        equal.table(rows)
+    if options.mistakes:
+        for kind in kinds(options.kind or ()):
+            for family in families:
+                for seed in range(options.seed,
+                                  options.seed + options.seeds):
+                    row = judge.judge(kind, family, seed)
+                    if row is not None:
+                        rows.append(row)
+        table(rows)
+    for row in rows:
+        if row.cause in ("missing", "wrong") or row.layer is False \
+                or options.verbose:
+            lines = row.text.splitlines()
+            print(f"\n{row.kind} / {row.family} / {row.seed} "
+                  f"({row.engines}): {row.verdict}; layer {row.layer}; "
+                  f"cause {row.cause} {row.causes}")
+            print("\n".join("    " + line[:300] for line in (
+                lines if options.verbose else lines[:4])))
+    print(f"\n{len(rows)} pairs, {time.time() - began:.0f} s")
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump([row.to_dict() for row in rows], file, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,587 @@
+"""Networks as descriptions, and the families that draw them from a seed."""
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+#: kinds that are a layer in both frameworks; the others are functions
+PARAMETRIC = ("dense", "conv", "conv_t", "batch_norm", "layer_norm",
+              "group_norm", "instance_norm", "embedding", "lstm", "gru")
+LAYERS = (*PARAMETRIC, "act", "max_pool", "avg_pool", "gap", "gmp", "flatten",
+          "dropout")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: its inputs are names of nodes, or "x"."""
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    options: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.options[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(frozen=True)
+class Net:
+    """Nodes in the order of their calls; the last one is the output."""
+
+    nodes: tuple[Node, ...]
+
+    def __getitem__(self, name: str) -> Node:
+        return next(n for n in self.nodes if n.name == name)
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    @property
+    def chain(self) -> bool:
+        """Whether each node has the one before it as its only input."""
+        before = ["x", *(n.name for n in self.nodes)]
+        return all(n.inputs == (b,) and n.kind != "again"
+                   for n, b in zip(self.nodes, before))
+
+    def readers(self, name: str) -> list[Node]:
+        return [n for n in self.nodes if name in n.inputs]
+
+    # -- changes ------------------------------------------------------------
+
+    def change(self, name: str, kind: str | None = None, **options: Any
+               ) -> "Net":
+        return Net(tuple(replace(
+            n, kind=kind or n.kind, options={**n.options, **options})
+            if n.name == name else n for n in self.nodes))
+
+    def rewire(self, name: str, *inputs: str) -> "Net":
+        return Net(tuple(replace(n, inputs=inputs) if n.name == name else n
+                         for n in self.nodes))
+
+    def after(self, name: str, kind: str, new: str, **options: Any) -> "Net":
+        """With another node between a node and all that read it."""
+        nodes = []
+        if name == "x":
+            nodes.append(Node(new, kind, ("x",), options))
+        for n in self.nodes:
+            nodes.append(replace(n, inputs=tuple(
+                new if i == name else i for i in n.inputs)))
+            if n.name == name:
+                nodes.append(Node(new, kind, (name,), options))
+        return Net(tuple(nodes))
+
+    def without(self, name: str) -> "Net":
+        """Without a node; what read it reads its first input."""
+        gone = self[name].inputs[0]
+        return Net(tuple(replace(n, inputs=tuple(
+            gone if i == name else i for i in n.inputs))
+            for n in self.nodes if n.name != name))
+
+    def swap(self, one: str, two: str) -> "Net":
+        """With two nodes that follow each other exchanged. Their names stay
+        with them."""
+        first, second = self[one], self[two]
+        nodes = []
+        for n in self.nodes:
+            if n.name == one:
+                nodes.append(replace(second, inputs=tuple(
+                    first.inputs[0] if i == one else i
+                    for i in second.inputs)))
+            elif n.name == two:
+                nodes.append(replace(first, inputs=(two,)))
+            else:
+                nodes.append(replace(n, inputs=tuple(
+                    one if i == two else i for i in n.inputs)))
+        return Net(tuple(nodes))
+
+
+@dataclass(frozen=True)
+class Task:
+    """A network and what it is trained on.
+
+    Attributes
+    ----------
+    inputs : tuple
+        ("images", channels, size), ("rows", n), ("words", length,
+        vocabulary) or ("series", length, n).
+    outputs : int
+    targets : str
+        "classes" or "numbers".
+    """
+
+    net: Net
+    inputs: tuple[Any, ...]
+    outputs: int
+    targets: str = "classes"
+
+    def single(self, engines: tuple[str, ...]) -> bool:
+        """Whether a layer of MXNet's knows float32 only."""
+        return "mxnet" in engines and any(
+            n.kind in ("lstm", "gru", "instance_norm") for n in self.net)
+
+    def batches(self, rng: np.random.Generator, rows: int, count: int = 3,
+                scale: float = 1.0) -> list[tuple[np.ndarray, np.ndarray]]:
+        made = []
+        for _ in range(count):
+            kind, *size = self.inputs
+            if kind == "words":
+                X = rng.integers(1, size[1], (rows, size[0])).astype("int32")
+                X[:, -2:] *= rng.integers(0, 2, (rows, 2), "int32")  # padding
+                if any(n.kind == "max" for n in self.net):  # without ties,
+                    # whose gradient the engines share in other ways
+                    X = rng.permuted(np.tile(np.arange(
+                        size[1], dtype="int32"), (rows, 1)), axis=1)[
+                            :, :size[0]]
+            else:
+                shape = (size[0], size[1], size[1]) if kind == "images" \
+                    else tuple(size)
+                X = rng.normal(0.1, scale, (rows, *shape))
+            # each class at least once, where there is room
+            y = rng.permutation(np.arange(rows) % self.outputs).astype(
+                "int32") if self.targets == "classes" \
+                else rng.normal(size=(rows, self.outputs))
+            made.append((X, y))
+        return made
+
+
+class Builder:
+    """Adds nodes one after the other, and keeps count of sizes."""
+
+    def __init__(self, rng: random.Random, channels: int, size: int = 0):
+        self.rng, self.nodes, self.counts = rng, [], {}
+        self.at, self.channels, self.size = "x", channels, size
+
+    def add(self, kind: str, *inputs: str, **options: Any) -> str:
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        name = f"{kind}{self.counts[kind]}"
+        self.nodes.append(Node(name, kind, inputs or (self.at,), options))
+        self.at = name
+        return name
+
+    def conv(self, channels: int, kernel: int = 3, stride: int = 1,
+             pad: int = 0, dilation: int = 1, groups: int = 1,
+             bias: bool = True, dims: int = 2) -> str:
+        name = self.add("conv", channels=channels, kernel=kernel,
+                        stride=stride, pad=pad, dilation=dilation,
+                        groups=groups, bias=bias, inputs_=self.channels,
+                        dims=dims, mode="zeros")
+        self.channels = channels
+        self.size = (self.size + 2 * pad - dilation * (kernel - 1) - 1
+                     ) // stride + 1
+        return name
+
+    def dense(self, units: int, bias: bool = True, flatten: bool = True
+              ) -> str:
+        name = self.add("dense", units=units, inputs_=self.channels,
+                        bias=bias, flatten=flatten)
+        self.channels = units
+        return name
+
+    def norm(self, kind: str = "batch_norm", **options: Any) -> str:
+        base = {"eps": self.rng.choice([1e-5, 1e-3]),
+                "channels": self.channels}
+        if kind == "batch_norm":
+            base.update(momentum=self.rng.choice([0.9, 0.75, 0.99]),
+                        scale=True, frozen=False)
+        elif kind == "layer_norm":
+            base["eps"] = 2.0 ** -17    # what MXNet's float32 holds
+        elif kind == "group_norm":
+            base["groups"] = self.channels     # as many gammas on both
+        return self.add(kind, **{**base, **options})
+
+    def act(self, name: str | None = None, **options: Any) -> str:
+        name = name or self.rng.choice(["relu", "relu", "relu", "tanh",
+                                        "sigmoid", "softplus"])
+        return self.add("act", act=name, **options)
+
+    def pool(self, kind: str | None = None, kernel: int = 2, stride: int = 2,
+             pad: int = 0, ceil: bool = False, count: bool = True) -> str:
+        kind = kind or self.rng.choice(["max_pool", "avg_pool"])
+        name = self.add(kind, kernel=kernel, stride=stride, pad=pad,
+                        ceil=ceil, count=count)
+        rest = self.size + 2 * pad - kernel
+        self.size = (-(-rest // stride) if ceil else rest // stride) + 1
+        return name
+
+    def flat(self) -> str:
+        name = self.add("flatten")
+        self.channels *= self.size ** 2
+        return name
+
+    def gap(self, kind: str = "gap") -> str:
+        self.add(kind)
+        self.size = 1
+        return self.add("flatten")
+
+    def net(self) -> Net:
+        return Net(tuple(self.nodes))
+
+
+# -- families -----------------------------------------------------------------
+
+#: name -> (tuned on?, function of a random.Random)
+FAMILIES: dict[str, tuple[bool, Callable[[random.Random], Task]]] = {}
+
+
+def family(tuned: bool) -> Callable:
+    def register(draw: Callable[[random.Random], Task]) -> Callable:
+        FAMILIES[draw.__name__] = tuned, draw
+        return draw
+    return register
+
+
+def draw(name: str, seed: int) -> Task:
+    return FAMILIES[name][1](random.Random(f"{name} {seed}"))
+
+
+@family(tuned=True)
+def mlp(rng: random.Random) -> Task:
+    inputs, classes = rng.randint(4, 7), rng.randint(3, 4)
+    b = Builder(rng, inputs)
+    width = rng.randint(4, 7)
+    for i in range(rng.randint(2, 3)):
+        b.dense(width)
+        b.act()
+        if i == 0 and rng.random() < 0.5:
+            b.add("dropout", rate=0.5)
+    b.dense(classes)
+    return Task(b.net(), ("rows", inputs), classes)
+
+
+@family(tuned=True)
+def convnet(rng: random.Random) -> Task:
+    channels, size = rng.randint(2, 3), rng.choice([8, 9])
+    b = Builder(rng, channels, size)
+    b.conv(rng.randint(3, 5), pad=rng.randint(0, 1))
+    b.norm()
+    b.act("relu")
+    b.pool()
+    b.conv(rng.randint(3, 5), pad=1)
+    b.act()
+    if rng.random() < 0.5:
+        b.gap()
+    else:
+        b.flat()
+    if rng.random() < 0.5:
+        b.add("dropout", rate=0.25)
+    b.dense(3)
+    return Task(b.net(), ("images", channels, size), 3)
+
+
+@family(tuned=True)
+def residual(rng: random.Random) -> Task:
+    width = rng.randint(3, 5)
+    b = Builder(rng, 3, 6)
+    b.conv(width, pad=1, bias=False)
+    b.norm()
+    b.act("relu")
+    for _ in range(rng.randint(1, 2)):
+        skip = b.at
+        b.conv(width, pad=1, bias=False)
+        b.norm()
+        b.act("relu")
+        b.conv(width, pad=1, bias=False)
+        b.norm()
+        b.add("add", b.at, skip)
+        b.act("relu")
+    b.gap()
+    b.dense(3)
+    return Task(b.net(), ("images", 3, 6), 3)
+
+
+@family(tuned=True)
+def separable(rng: random.Random) -> Task:
+    width = 2 * rng.randint(2, 3)
+    b = Builder(rng, 2, 8)
+    b.conv(width, pad=1, stride=rng.randint(1, 2), bias=False)
+    b.norm()
+    b.act("relu")
+    for out in (width, 2 * width)[:rng.randint(1, 2)]:
+        b.conv(b.channels, pad=1, groups=b.channels, bias=False)
+        b.norm()
+        b.act("relu")
+        b.conv(out, kernel=1, bias=False)
+        b.norm()
+        b.act("relu")
+    b.gap()
+    b.dense(4)
+    return Task(b.net(), ("images", 2, 8), 4)
+
+
+@family(tuned=True)
+def lstm(rng: random.Random) -> Task:
+    length, width = rng.randint(4, 5), rng.randint(3, 4)
+    b = Builder(rng, width)
+    b.add("embedding", rows=9, units=width, padding=None)
+    b.add("lstm", hidden=width + 1, inputs_=width)
+    b.add("last", index=-1)
+    b.channels = width + 1
+    b.dense(5)
+    b.act("relu")
+    b.dense(3)
+    return Task(b.net(), ("words", length, 9), 3)
+
+
+@family(tuned=True)
+def attention(rng: random.Random) -> Task:
+    length, width = rng.randint(4, 5), 4
+    b = Builder(rng, width)
+    b.add("embedding", rows=9, units=width, padding=None)
+    _attend(b, mask=rng.random() < 0.5)
+    b.norm("layer_norm")
+    b.add("mean", axis=1)
+    b.dense(3)
+    return Task(b.net(), ("words", length, 9), 3)
+
+
+def _attend(b: Builder, mask: bool) -> None:
+    """Self-attention and the sum with its input."""
+    start, width = b.at, b.channels
+    q, k, v = ((setattr(b, "at", start), setattr(b, "channels", width),
+                b.dense(width, flatten=False))[-1] for _ in range(3))
+    b.add("scores", q, k)
+    b.add("scale", factor=width ** -0.5)
+    if mask:
+        b.add("mask", b.at, "x")
+    weights = b.add("softmax", axis=-1)
+    b.add("matmul", weights, v)
+    b.dense(width, flatten=False)
+    b.add("add", b.at, start)
+
+
+@family(tuned=True)
+def embedded(rng: random.Random) -> Task:
+    length, width = rng.randint(3, 5), rng.randint(3, 5)
+    b = Builder(rng, width)
+    b.add("embedding", rows=8, units=width, padding=None)
+    if rng.random() < 0.5:
+        b.add("mean", axis=1)
+    else:
+        b.add("flatten")
+        b.channels = width * length
+    b.dense(5)
+    b.act()
+    b.dense(3)
+    return Task(b.net(), ("words", length, 8), 3)
+
+
+@family(tuned=True)
+def norms(rng: random.Random) -> Task:
+    b = Builder(rng, 2, 7)
+    b.conv(4, pad=1)
+    b.norm(rng.choice(["group_norm", "instance_norm"]))
+    b.act("relu")
+    b.pool("avg_pool", 3, 2, 1, count=rng.random() < 0.5)
+    b.conv(4)
+    b.act("relu")
+    b.flat()
+    b.dense(5)
+    b.norm("layer_norm")
+    b.act("relu")
+    b.dense(3)
+    return Task(b.net(), ("images", 2, 7), 3)
+
+
+@family(tuned=True)
+def regression(rng: random.Random) -> Task:
+    inputs = rng.randint(4, 6)
+    b = Builder(rng, inputs)
+    b.dense(rng.randint(4, 6))
+    b.norm()
+    b.act()
+    b.dense(5)
+    b.act("tanh")
+    b.dense(2)
+    return Task(b.net(), ("rows", inputs), 2, "numbers")
+
+
+# -- those that the causes are not tuned on -----------------------------------
+
+@family(tuned=False)
+def gru(rng: random.Random) -> Task:
+    length, width = rng.randint(4, 6), rng.randint(3, 5)
+    b = Builder(rng, width)
+    b.dense(4, flatten=False)
+    b.act("tanh")
+    b.add("gru", hidden=5, inputs_=4)
+    b.add(rng.choice(["mean", "max"]), axis=1)
+    b.channels = 5
+    b.dense(4)
+    return Task(b.net(), ("series", length, width), 4)
+
+
+@family(tuned=False)
+def inception(rng: random.Random) -> Task:
+    """Branches side by side."""
+    b = Builder(rng, 3, 8)
+    b.conv(4)
+    b.act("relu")
+    start, ends = (b.at, b.channels, b.size), []
+    for kernel in (1, 3, 5)[:rng.randint(2, 3)]:
+        b.at, b.channels, b.size = start
+        b.conv(rng.randint(2, 3), kernel, pad=kernel // 2, bias=False)
+        b.norm()
+        b.act("relu")
+        ends.append((b.at, b.channels))
+    b.at, b.channels, b.size = start
+    b.pool("max_pool", 3, 1, 1)
+    b.conv(2, 1)
+    ends.append((b.at, b.channels))
+    b.add("concat", *(name for name, _ in ends), axis=1)
+    b.channels = sum(n for _, n in ends)
+    b.pool(None, 3, 2, 1)
+    b.conv(4)
+    b.act("relu")
+    b.flat()
+    b.dense(3)
+    return Task(b.net(), ("images", 3, 8), 3)
+
+
+@family(tuned=False)
+def densenet(rng: random.Random) -> Task:
+    b = Builder(rng, 2, 8)
+    b.conv(4, pad=1, bias=False)
+    for _ in range(2):
+        start, n = b.at, b.channels
+        b.norm()
+        b.act("relu")
+        b.conv(3, pad=1, bias=False)
+        b.add("concat", start, b.at, axis=1)
+        b.channels = n + 3
+    b.norm()
+    b.act("relu")
+    b.conv(4, 1, bias=False)
+    b.pool("avg_pool")
+    b.conv(4)
+    b.gap(rng.choice(["gap", "gmp"]))
+    b.dense(3)
+    return Task(b.net(), ("images", 2, 8), 3)
+
+
+@family(tuned=False)
+def transformer(rng: random.Random) -> Task:
+    """A block that normalises first."""
+    length, width = rng.randint(3, 5), 6
+    b = Builder(rng, width)
+    b.dense(width, flatten=False)
+    start = b.at
+    b.norm("layer_norm")
+    norm = b.at
+    q, k, v = ((setattr(b, "at", norm), setattr(b, "channels", width),
+                b.dense(width, flatten=False))[-1] for _ in range(3))
+    b.add("scores", q, k)
+    b.add("scale", factor=width ** -0.5)
+    weights = b.add("softmax", axis=-1)
+    b.add("matmul", weights, v)
+    b.dense(width, flatten=False)
+    if rng.random() < 0.5:
+        b.add("dropout", rate=0.25)
+    start = b.add("add", b.at, start)
+    b.norm("layer_norm")
+    b.dense(8, flatten=False)
+    b.act(rng.choice(["relu", "gelu"]))
+    b.dense(width, flatten=False)
+    b.add("add", b.at, start)
+    b.norm("layer_norm")
+    b.add("last", index=0)
+    b.dense(3)
+    return Task(b.net(), ("series", length, width), 3)
+
+
+@family(tuned=False)
+def textcnn(rng: random.Random) -> Task:
+    length, width, ends = 7, 4, []
+    b = Builder(rng, width)
+    b.add("embedding", rows=11, units=width, padding=None)
+    b.add("transpose", axes=(0, 2, 1))
+    start = b.at
+    for kernel in (2, 3):
+        b.at, b.channels, b.size = start, width, length
+        b.conv(3, kernel, dims=1)
+        b.act("relu")
+        ends.append(b.add("max", axis=2))
+    b.add("concat", *ends, axis=1)
+    b.channels = 6
+    b.add("dropout", rate=0.5)
+    b.dense(3)
+    return Task(b.net(), ("words", length, 11), 3)
+
+
+@family(tuned=False)
+def autoencoder(rng: random.Random) -> Task:
+    """Down, up again, and a number for each picture and class."""
+    b = Builder(rng, 2, 6)
+    b.conv(4, 3, 2, 1)
+    b.norm()
+    b.act(rng.choice(["relu", "tanh"]))
+    b.add("conv_t", channels=3, kernel=3, stride=2, pad=1, inputs_=4,
+          bias=True)
+    b.channels, b.size = 3, 5
+    b.act("relu")
+    b.conv(2, 3)
+    b.act("tanh")
+    b.flat()
+    b.dense(3)
+    return Task(b.net(), ("images", 2, 6), 3, "numbers")
+
+
+@family(tuned=False)
+def squeeze(rng: random.Random) -> Task:
+    """Squeeze and excitation."""
+    width = rng.randint(4, 6)
+    b = Builder(rng, 3, 6)
+    b.conv(width, pad=1)
+    b.norm()
+    x = b.act("relu")
+    b.add("mean", axis=(2, 3))
+    b.dense(3)
+    b.act("relu")
+    b.dense(width)
+    gate = b.act("sigmoid")
+    b.add("mul", x, gate)
+    b.channels = width
+    b.conv(4)
+    b.norm()
+    b.act("relu")
+    b.gap()
+    b.dense(3)
+    return Task(b.net(), ("images", 3, 6), 3)
+
+
+@family(tuned=False)
+def tied(rng: random.Random) -> Task:
+    """One layer that is called twice."""
+    n = rng.randint(4, 6)
+    b = Builder(rng, n)
+    b.dense(n)
+    first = b.at
+    b.act("tanh")
+    b.norm("layer_norm")
+    b.add("again", of=first)
+    b.act()
+    b.dense(3)
+    return Task(b.net(), ("rows", n), 3)
+
+
+@family(tuned=False)
+def vgg(rng: random.Random) -> Task:
+    b = Builder(rng, 3, 9)
+    act = rng.choice(["leaky", "relu", "elu"])
+    extra = {"leaky": {"slope": 0.25}, "elu": {"alpha": 1.0}}.get(act, {})
+    for n in (3, 4):
+        b.conv(n, pad=1)
+        b.act(act, **extra)
+        b.conv(n, pad=1)
+        b.act(act, **extra)
+        b.pool(None, ceil=rng.random() < 0.5)
+    b.flat()
+    b.dense(6)
+    b.act(act, **extra)
+    b.add("dropout", rate=0.5)
+    b.dense(4)
+    return Task(b.net(), ("images", 3, 9), 4)
