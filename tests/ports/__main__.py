@@ -35,10 +35,15 @@ def table(rows: list) -> None:
           f"{total['refused']:8d} {total['layer']:6d} {total['right']:6d} "
           f"{total['none yet']:6d} {total['missing']:8d} "
           f"{total['wrong']:6d}")
-    share = max(total["pairs"], 1) / 100
-    print(f"right layer {total['layer'] / share:.1f} %, right cause first "
-          f"{total['right'] / share:.1f} %, wrong cause "
-          f"{total['wrong'] / share:.1f} %")
+    named = [row for row in rows if MISTAKES[row.kind].causes
+             and not MISTAKES[row.kind].later]
+    placed = [row for row in rows if row.layer is not None]
+    for what, right, of in (
+            ("right layer", total["layer"], len(placed)),
+            ("right cause first, of the kinds that have one", sum(
+                row.cause == "right" for row in named), len(named)),
+            ("wrong cause", total["wrong"], len(rows))):
+        print(f"{what}: {right} of {of}, {100 * right / max(of, 1):.1f} %")
 
 
 def main() -> int:

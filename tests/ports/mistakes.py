@@ -818,6 +818,8 @@ def frozen(p):
 
 @mistake("detached in the middle", "frozen parameter")
 def detached(p):
+    if any(m.kind == "again" for m in p.a):
+        raise NotHere       # the other call still has a gradient
     n = p.pick(where=lambda n: n.kind in ("act", "flatten", "add", "concat",
                                           "batch_norm"))
     p.b = p.a.after(n.name, "detach", "extra")
