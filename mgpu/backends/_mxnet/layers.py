@@ -90,11 +90,16 @@ def _pool(own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 # -- operators between layers -------------------------------------------------
 
-def _leaky(own: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+_Same = tuple[str, dict[str, Any]]      # what `describe` returns
+
+
+def _leaky(own: Mapping[str, Any]) -> _Same | None:
     name, slope = own.get("act_type", "leaky"), own.get("slope", 0.25)
-    return {"leaky": ("leaky_relu", {"slope": slope}),
-            "elu": ("elu", {"alpha": slope}), "gelu": ("gelu", {}),
-            "selu": ("selu", {})}.get(name)
+    found: dict[str, _Same] = {
+        "leaky": ("leaky_relu", {"slope": slope}),
+        "elu": ("elu", {"alpha": slope}), "gelu": ("gelu", {}),
+        "selu": ("selu", {})}
+    return found.get(name)
 
 
 def _axis(own: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,11 +176,11 @@ class Between:
             output = invoke(handle, arrays, keys, values, *others)
             name = self._handles.get(handle)
             if name and self._depths.get(get_ident()) == 1:
-                kind, options = _OPERATORS[name](dict(zip(keys, values))
-                                                 ) or ("", {})
-                if options.get("axis") is not None:
-                    options["axis"] %= arrays[0].ndim
-                if kind:
+                same: _Same | None = _OPERATORS[name](dict(zip(keys, values)))
+                if same is not None:
+                    kind, options = same
+                    if options.get("axis") is not None:
+                        options["axis"] %= arrays[0].ndim
                     self._seen(named(self._known, kind, options,
                                      self._after.get(get_ident())),
                                arrays[0], output)
