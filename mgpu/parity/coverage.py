@@ -76,7 +76,9 @@ class Coverage:
                           + difference for difference in _differences(a, b)]
                 acts = (_activation(a, one[i + 1:], own),
                         _activation(b, two[j + 1:], other))
-                if a.parameters and None not in acts and len(set(acts)) > 1:
+                inside = any(layer.options.get(name) for layer in (a, b)
+                             for name in ("activation", "relu"))
+                if inside and None not in acts and len(set(acts)) > 1:
                     found.append(f"behind layers {a.path!r} of a and "
                                  f"{b.path!r} of b: {acts[0]} and {acts[1]}")
         return found

@@ -70,7 +70,8 @@ def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
             names: Mapping[str, str]) -> str:
         layer, kind = layers.get(path), kind_of(path, layers)
         return next((names[n] for n in (layer.parameters if layer else ())
-                     if n in names), POOLS.get(kind, kind))
+                     if n in names), POOLS.get(
+                         kind, "activation" if kind in ACTIVATIONS else kind))
     for block in difflib.SequenceMatcher(
             None, [key(path, layers_a, {p.a: p.a for p in plan.pairs})
                    for path in paths_a],
@@ -99,12 +100,11 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                       of_a, of_b, plan):
         one, two = calls_a[i], calls_b[j]
         layers = of_a.get(one.path), of_b.get(two.path)
-        if _agree(one.outputs, two.outputs, tolerance) \
-                or _turned(one, two, tolerance):
-            continue
+        # First, since tanh of small numbers nearly is these numbers.
         one, two = (activated(calls_a, i, of_a, layers[1]),
                     activated(calls_b, j, of_b, layers[0]))
-        if not _agree(one.outputs, two.outputs, tolerance):
+        if not _agree(one.outputs, two.outputs, tolerance) \
+                and not _turned(one, two, tolerance):
             return Location(
                 *layers, _agree(one.inputs, two.inputs, tolerance), one, two,
                 (i, j), [call.outputs[0] for call, now in (

@@ -685,7 +685,7 @@ def test_a_layer_that_returns_its_states_on_one_side_only():
     right = compared(gluon_net, port(lambda x: x.tanh()), data, options)
     assert right.verdict == "same"
     wrong = compared(gluon_net, port(lambda x: x.sigmoid()), data, options)
-    assert wrong.location["a"]["path"] == "2"
+    assert wrong.location and wrong.location["a"]["path"] == "2", str(wrong)
     assert [c.name for c in wrong.causes] == ["activation"], wrong
 
 

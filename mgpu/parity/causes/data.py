@@ -127,7 +127,8 @@ def _entropies(d: Difference) -> Iterator[tuple[
         if y.dtype.kind not in "iu" or y.min() < 0 or y.max() >= len(log_p.T):
             continue
         plain = -log_p[np.arange(len(y)), y]
-        if np.allclose(plain, own.reshape(-1), 1e-6, 1e-9):
+        if np.allclose(plain, own.reshape(-1), max(1e-6, 10 * d.tolerance),
+                       max(1e-9, d.tolerance)):
             yield side, other.reshape(-1), plain, log_p, y
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from mgpu.nested import leaves
 from mgpu.parameters import STATISTICS
 from mgpu.parity.causes.registry import LIMIT, LIMIT_FLOAT32
+from mgpu.parity.location import ACTIVATIONS, NAMES
 from mgpu.parity.measure import Gap
 from mgpu.parity.result import Evidence, Result
 from mgpu.parity.run import (Arrays, LayerCall, Run, State, StepResult,
@@ -192,6 +193,9 @@ class Difference:
             apart, left = distance(a, b), distance(p, b)
             if apart <= self.tolerance * scale:
                 apart = 1e3 * self.tolerance * scale
+            # of the smaller: the difference, or what is to be explained
+            apart = min(apart, max(float(np.abs(b).max(initial=0.0)),
+                                   self.tolerance * scale))
             if left:
                 worst = max(worst, left / apart if apart else math.inf)
         return worst if names and worst == worst else math.inf
@@ -236,6 +240,11 @@ class Difference:
             ahead = self._ahead(place.call_a.path)
             return [Tensors(u, v, f"the layers before {path}", ahead)
                     for u, v in zip(place.call_a.inputs, place.call_b.inputs)]
+        kinds = [layer.kind for layer in (place.a, place.b) if layer]
+        if len(kinds) == 2 and not self.kind \
+                and ACTIVATIONS.issuperset(NAMES.get(k, k) for k in kinds):
+            return [Tensors(*self.outputs(), f"layer {path}",
+                            place.call_a.inputs[:1])]
         # A dropout layer computes nothing but its mask.
         return [Tensors(*self.outputs(), f"layer {path} ({self.kind})",
                         [*place.inner, *place.call_a.inputs[:1]])] \
@@ -277,9 +286,13 @@ class Difference:
         def is_fixed(side: View, name: str) -> bool:
             layer = side.layer(name)
             return layer is not None and layer.options.get("scale") is False
+        def has(side: View, name: str) -> bool:
+            # MXNet's BlockGrad gives zeros.
+            return bool(side.gradients.get(name, np.zeros(1)).any())
         names = [g.name for g in self.wrong("gradient")]
         return [(side, [n for n in names if n in right.gradients
-                        and n not in side.gradients
+                        and (n not in side.gradients or
+                             has(right, n) and not has(side, n))
                         and is_fixed(side, n) is fixed])
                 for right, side in self.both_ways()]
 

@@ -143,11 +143,17 @@ def partly_stale(d: Difference) -> Found:
 
 @cause("frozen parameter", "gradient")
 def frozen(d: Difference) -> Found:
-    for side, names in d.without_gradient(fixed=False):
+    for right, (side, names) in zip((d.a, d.b),
+                                    d.without_gradient(fixed=False)):
         if names:
             yield (f"{', '.join(names[:4])} gets no gradient on {side}: "
                    "frozen (grad_req='null', requires_grad=False), detached, "
-                   "or not used"), 0.0
+                   "or not used"), d.residual(
+                       right.gradients, {n: np.zeros_like(g) if n in names
+                                         else side.gradients.get(n, g)
+                                         for n, g in right.gradients.items()},
+                       {n: np.zeros_like(right.gradients[n])
+                        for n in names})
 
 
 @cause("frozen parameter", "update", resort=1)

@@ -80,7 +80,8 @@ def divided_losses(d: Difference) -> Found:
                     "averages over the other axes of the output"))
     for factor, residual in _loss_factor(d):
         for n, text in numbers:
-            if n > 1 and _near(factor, n, 1 / n):
+            if n > 1 and _near(factor, n, 1 / n) \
+                    and not (n == 2 and _squares(d)):   # see "L2 loss"
                 yield (f"the losses of {d.b} are {factor:.6g} times those of "
                        f"{d.a}: {d.b if factor < 1 else d.a} {text}. Use "
                        "reduction='none' on torch"), residual
@@ -141,7 +142,8 @@ def averaged(d: Difference) -> Found:
 @cause("sum or mean over devices", "update")
 def averaged_in_the_update(d: Difference, rule: Update, other: Update
                            ) -> Changes:
-    for side, factor, text in _means(d):
+    # A rate that is known to differ comes before what no setting shows.
+    for side, factor, text in _means(d) if rule.rate == other.rate else ():
         yield text, scaled(factor if side is other.side else 1 / factor)
 
 
@@ -157,7 +159,7 @@ def aliased(d: Difference) -> Found:
 @cause("aliased replicas", "update")
 def moved_several_times(d: Difference, rule: Update, other: Update) -> Changes:
     k = other.side.devices
-    if k > 1:
+    if k > 1 and rule.rate == other.rate:
         yield (f"{other.side} moves its weights {k} times: its replicas "
                "share their arrays. Clone when replicating (mgpu.initialize "
                "does)"), replaced(repeats=k)
