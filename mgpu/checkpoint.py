@@ -47,9 +47,11 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     trainer : Trainer
         Of these replicas.
     data : BatchIterator, or `mgpu.prefetch` of one, optional
-        What the loop goes through. Random numbers that its `transform` draws
-        ahead of the loop are lost: with `mgpu.prefetch`, save between epochs
-        then.
+        What the loop goes through. The run that goes on begins with the
+        batch after the last step: what was handed out since then comes
+        again (`BatchIterator.stepped`). Random numbers that its `transform`
+        draws ahead of the loop are lost: with `mgpu.prefetch`, save between
+        epochs then.
 
     Raises
     ------
@@ -209,7 +211,7 @@ def _source(data: Any) -> BatchIterator:
 
 def _position(data: Any) -> dict[str, Any]:
     source = _source(data)
-    return {"position": source.position,
+    return {"position": source.stepped,
             **{name: getattr(source, name) for name in _ORDER}}
 
 

@@ -64,6 +64,16 @@ Size = int | tuple[int, int] | None
 Arrays = tuple[np.ndarray, np.ndarray]
 
 
+_steps = 0      # of all trainers
+
+
+def note_step() -> None:
+    """What `Trainer` calls when a step is done: it has used the batches that
+    were handed out before it."""
+    global _steps
+    _steps += 1
+
+
 class BatchIterator:
     """Batches of two arrays, in an order that a seed and an epoch fix.
 
@@ -114,6 +124,11 @@ class BatchIterator:
         loop that was left early it stays in that epoch: set `epoch` if the
         rest is not wanted. Reading it is a RuntimeError while another thread
         draws the batches.
+    stepped : (int, int)
+        The position after the last step of a `Trainer`, which
+        `mgpu.save_checkpoint` writes. Batches that were handed out since
+        then come after it, until the epoch ends: Ctrl-C may have cut one
+        short.
     info : dict or None
         For the data sets of this module ``{"name": str, "train": int,
         "test": int, "shape": [c, h, w], "source": str}``: the numbers of
@@ -194,8 +209,16 @@ class BatchIterator:
         if number >= len(self):
             raise ValueError(f"an epoch has {len(self)} batches; received a "
                              f"position before batch {number}, from 0.")
-        self._epoch, self._position = epoch, (epoch, number)
+        self._epoch = epoch
+        self._position = self._stepped = epoch, number
+        self._noted = _steps    # when the last batch was handed out
         self._thread: int | None = None     # that took the last batch
+
+    @property
+    def stepped(self) -> tuple[int, int]:
+        """The position after the last step of a trainer."""
+        handed_out = self.position
+        return self._stepped if self._noted == _steps else handed_out
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
@@ -208,7 +231,8 @@ class BatchIterator:
         epoch, number = self._epoch, 0
         if self._position[0] == epoch:      # it was set
             number = self._position[1]
-        self._epoch, self._position = epoch + 1, (epoch, number)
+        self._epoch = epoch + 1
+        self._position = self._stepped = epoch, number
         return Epoch(self, epoch, number)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Arrays]:
@@ -237,7 +261,7 @@ class Epoch(Iterator[Arrays]):
     moves : bool
         Whether handing out a batch moves the position of the `BatchIterator`.
         Who draws ahead sets it to False, and calls `taken` for each batch
-        that he hands on.
+        that he hands on, and `ended` after the last one.
     """
 
     def __init__(self, data: BatchIterator, epoch: int, first: int) -> None:
@@ -246,19 +270,29 @@ class Epoch(Iterator[Arrays]):
         self._batches = data._batches(epoch, first)
 
     def __next__(self) -> Arrays:
-        batch = next(self._batches)
+        for batch in self._batches:
+            if self.moves:
+                self.taken()
+            return batch
         if self.moves:
-            self.taken()
-        return batch
+            self.ended()
+        raise StopIteration
 
     def taken(self) -> None:
         """The next batch, in their order, was handed to this thread."""
         data = self._data
         self._number += 1
         if data._epoch == self._epoch + 1:      # no later iter()
+            if data._noted != _steps:
+                data._stepped, data._noted = data._position, _steps
             data._thread = threading.get_ident()
             data._position = (self._epoch, self._number) \
                 if self._number < len(data) else (self._epoch + 1, 0)
+
+    def ended(self) -> None:
+        """The loop has asked for a batch after the last one."""
+        if self._data._epoch == self._epoch + 1:
+            self._data._stepped = self._data._position
 
 
 def fashion_mnist(batch_size: int, resize: Size = None,

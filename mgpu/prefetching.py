@@ -141,15 +141,15 @@ class Prefetched:
         backend = get_backend()
         pin = backend.pinner(self._devices or try_all_gpus())
         source = iter(self.data)
-        taken = None
+        epoch = None
         if isinstance(source, Epoch):
-            source.moves, taken = False, source.taken
+            source.moves, epoch = False, source
         # What draws no random numbers needs no streams.
         fixed = isinstance(self.data, (list, tuple)) \
             or isinstance(self.data, BatchIterator) and self.data.fixed
         # An entry is made for each: no more than could ever wait.
         depth = min(self._depth, max(1, length_hint(self.data, 1 << 16)))
-        return _batches(source, depth, pin, taken, backend.carry(),
+        return _batches(source, depth, pin, epoch, backend.carry(),
                         (lambda stop: nullcontext) if fixed
                         else backend.drawing, backend.aside,
                         contextvars.copy_context())
@@ -160,7 +160,7 @@ class Prefetched:
 
 def _batches(source: Iterator[Any], depth: int,
              pin: Callable[[Any], Any] | None,
-             taken: Callable[[], None] | None,
+             epoch: Epoch | None,
              modes: Callable[[], AbstractContextManager[None]],
              drawing: Callable[..., Callable[[], Any]],
              aside: Callable[[], AbstractContextManager[None]],
@@ -199,11 +199,13 @@ def _batches(source: Iterator[Any], depth: int,
             wanted.put(True)
             if not box:
                 break
-            if taken is not None:
-                taken()
+            if epoch is not None:
+                epoch.taken()
             yield box.pop()     # no reference to it stays here
         if failure:
             raise failure.pop()
+        if epoch is not None:
+            epoch.ended()
     finally:
         atexit.unregister(end)
         if not sys.is_finalizing():     # that has waited already

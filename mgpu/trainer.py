@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import environment, host_memory, optimizers, probes, trainer_states
+from mgpu import (datasets, environment, host_memory, optimizers, probes,
+                  trainer_states)
 from mgpu.arguments import by_name, is_integer, is_number
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
@@ -458,6 +459,7 @@ class Trainer:
             self._counts.update(counts)
             self.num_update, self._summed = number, None
             scale.succeed()
+        datasets.note_step()
         replicas.after_step()
         if debug:
             replicas.check_equal()

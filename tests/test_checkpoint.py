@@ -168,6 +168,61 @@ def test_batches_drawn_ahead_are_not_lost(engine, devices, tmp_path):
     assert_same(everything(resumed), everything(whole))
 
 
+@pytest.mark.parametrize("stop_at, ahead", [(2, False), (4, True)],
+                         ids=["in an epoch", "its last, prefetched"])
+def test_a_batch_that_was_cut_short_comes_again(
+        engine, devices, tmp_path, stop_at, ahead):
+    """And the one that a save before its step finds handed out."""
+    whole = training(engine, devices, transform=None, net=mlp(engine))
+    go_on(whole, 8)
+    run = training(engine, devices, transform=None, net=mlp(engine))
+    replicas, trainer, data = run
+    batches = mgpu.prefetch(data, 2) if ahead else data
+
+    def stopped(pred, label):
+        if trainer.num_update == stop_at:
+            raise KeyboardInterrupt
+        return LOSS(pred, label)
+    try:
+        for X, y in batches:
+            if trainer.num_update == stop_at:
+                mgpu.save_checkpoint(tmp_path / "before", replicas, trainer,
+                                     batches)
+            mgpu.train_batch(X, y, replicas, stopped, trainer)
+    except KeyboardInterrupt:
+        mgpu.save_checkpoint(tmp_path / "after", replicas, trainer, batches)
+    for name in ("before", "after"):
+        resumed = training(engine, devices, None, net=mlp(engine), seed=5)
+        mgpu.load_checkpoint(tmp_path / name, *resumed)
+        assert resumed[2].position == (0, stop_at)
+        go_on(resumed, 8)
+        assert_same(everything(resumed), everything(whole))
+
+
+def test_batches_without_a_step_come_again_until_their_epoch_ends(
+        engine, tmp_path):
+    """A batch that the loop left out, and an epoch that was only looked
+    at."""
+    replicas, trainer, data = run = plain(engine, on(0, 1))
+
+    def position():
+        mgpu.save_checkpoint(tmp_path / "saved", *run)
+        other = plain(engine, on(0, 1))
+        mgpu.load_checkpoint(tmp_path / "saved", *other)
+        return other[2].position
+    found = []
+    for i, (X, y) in enumerate(data):
+        if i in (1, 4):
+            mgpu.train_batch(X, y, replicas, LOSS, trainer)
+        found.append(position())
+    assert found == [(0, 0), (0, 2), (0, 2), (0, 2), (1, 0)]
+    for batches in (data, mgpu.prefetch(data)):
+        epoch = data.epoch
+        for _ in batches:
+            assert position() == (epoch, 0)
+        assert position() == (epoch + 1, 0)
+
+
 def test_saving_changes_nothing(engine, tmp_path):
     """But for MXNet's streams, which cannot be read: as documented."""
     found = []

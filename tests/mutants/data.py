@@ -22,7 +22,7 @@ MUTANTS = [
             "its_label",)),
     Mutant("position-ahead", "batches that a thread draws ahead count as "
            "taken", edit("mgpu.prefetching:Prefetched.__iter__",
-                         "source.moves, taken = False, source.taken",
+                         "source.moves, epoch = False, source",
                          "pass"),
            ("test_datasets.py::test_a_position_of_batches_that_another_"
             "thread_draws_is_refused",)),
@@ -30,6 +30,16 @@ MUTANTS = [
            edit("mgpu.datasets:Epoch.taken", "self._number += 1", "pass"),
            ("test_datasets.py::test_a_position_is_after_the_last_batch_that_"
             "was_handed_out",)),
+    Mutant("cut-short-is-used", "a batch without a step is not taken again",
+           edit("mgpu.checkpoint:_position", "source.stepped",
+                "source.position"),
+           ("test_checkpoint.py::test_a_batch_that_was_cut_short_comes_again"
+            "[torch-1dev-in an epoch]",)),
+    Mutant("looked-at-is-unused", "an epoch without a step comes again",
+           edit("mgpu.datasets:Epoch.ended",
+                "self._data._stepped = self._data._position", "pass"),
+           ("test_checkpoint.py::test_batches_without_a_step_come_again_until"
+            "_their_epoch_ends[torch]",)),
     Mutant("part-is-left", "Ctrl-C leaves a part of a file",
            edit("mgpu.files:part_of", "os.unlink(part)", "pass"),
            ("test_cli.py::test_ctrl_c_leaves_no_part_of_a_file",)),
