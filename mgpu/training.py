@@ -1,7 +1,8 @@
 """Recording, backward, and the training loop, once for both engines."""
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -374,6 +375,17 @@ class History:
                 f"[{', '.join(self.devices)}]")
 
 
+@contextlib.contextmanager
+def _carried(history: History) -> Iterator[None]:
+    """What ends the block early has `history` with it."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(AttributeError, TypeError):    # no place
+            error.history = history     # type: ignore[attr-defined]
+        raise
+
+
 def train_epochs(step: Callable[[Any, Any], list[Any]],
                  train_iter: Iterable[tuple[Any, Any]],
                  num_epochs: int, devices: Sequence[Device], *,
@@ -429,6 +441,9 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
     ValueError
         No batch in an epoch, a number of epochs or of steps below 1, or of
         batches below 0.
+    BaseException
+        Whatever ends the loop early, Ctrl-C too, has as its attribute
+        `history` what was measured until then.
     """
     num_epochs = integer("num_epochs", num_epochs, 1)
     max_inflight = integer("max_inflight", max_inflight, 1)
@@ -455,16 +470,15 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
                      f"{len(history.loss_per_step)} (epoch {epoch + 1})")
 
     def stop(what: str, received: str) -> None:
-        error = NonFiniteLoss(
+        raise NonFiniteLoss(
             f"the {what} must be finite; received {received} on "
             f"{list(devices)}. Lower the learning rate, clip the gradients, "
             "or look for bad data.")
-        error.history = history
-        raise error
 
     # The scope is for Ctrl-C, which may come while one inside it ends.
-    with backend.scope(), ProgressBar(progress, description or "train",
-                                      total or None, "batch") as bar:
+    with _carried(history), backend.scope(), \
+            ProgressBar(progress, description or "train", total or None,
+                        "batch") as bar:
         for epoch in range(num_epochs):
             backend.synchronize(list(devices))
             first, begin = len(history.loss_per_step), time.perf_counter()

@@ -593,6 +593,40 @@ def test_a_loss_that_is_not_finite_names_its_step(
     assert trainer.num_update == 3 * epoch + min(step + window, 3)
 
 
+def test_what_ends_a_training_early_has_its_history(engine, devices):
+    replicas, loss, trainer = set_up(engine, devices)
+
+    class NoPlace(Exception):
+        history = property()        # cannot be set
+    for kind in (KeyboardInterrupt, ZeroDivisionError, NoPlace):
+        class Source:
+            epochs = 0
+
+            def __iter__(self):
+                self.epochs += 1
+                for i, batch in enumerate(batches(8, 2, 5)):
+                    if (self.epochs, i) == (3, 2):
+                        raise kind      # noqa: B023
+                    yield batch
+        with pytest.raises(kind) as caught:
+            mgpu.train(replicas, Source(), None, loss, trainer, 4,
+                       progress=False)
+        if kind is NoPlace:
+            continue
+        history = getattr(caught.value, "history", mgpu.History())
+        assert len(history.train_loss) == len(history.seconds) == 2
+        assert len(history.loss_per_step) == 7      # 1 is in flight
+    with pytest.raises(KeyboardInterrupt) as caught:
+        mgpu.train_epochs(
+            lambda X, y: mgpu.train_batch(X, y, replicas, loss, trainer),
+            batches(8, 2, 5), 2, devices, evaluate=stop_at_once)
+    assert len(caught.value.history.train_loss) == 1
+
+
+def stop_at_once():
+    raise KeyboardInterrupt
+
+
 def test_the_window_changes_no_number(engine, devices):
     """And `max_inflight` 1 waits for the devices after each step."""
     found, waits = [], []

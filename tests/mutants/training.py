@@ -43,6 +43,10 @@ MUTANTS = [
            "batches' means", edit(_TRAINING + "train_epochs",
                                   ", weights=sizes", ""),
            ("test_training.py::test_train[torch-2dev]",)),
+    Mutant("history-lost", "only some errors have the history",
+           edit(_TRAINING + "_carried", "BaseException", "Exception"),
+           ("test_training.py::test_what_ends_a_training_early_has_its_"
+            "history[torch-1dev]",)),
     Mutant("nan-overlooked", "a loss that is not finite trains on",
            edit(_TRAINING + "train_epochs", "not np.isfinite(total)", "False"),
            ("test_training.py::test_a_loss_that_is_not_finite_names_its_step"
