@@ -75,6 +75,7 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     backend = replicas.backend
     with replicas.owned():
         _check_between_steps(replicas, trainer)
+        replicas.give_up()
         replicas.following.follow(replicas.all_parameters())
         states, slots = trainer_states.pack(trainer.export_states())
         arrays = {f"slot:{name}": x for name, x in slots.items()}

@@ -118,7 +118,8 @@ class Replicas(abc.Sequence):
         self._ran: set[int] = set()         # one by one, since all were equal
         self._moved: list[int] = []     # whose buffers a recorded pass moved
         self._all_passed = False        # in a pass of all devices
-        self._passes = 0    # begun and not queued: those that failed
+        #: devices whose pass has begun and is not queued: those that failed
+        self._begun: list[int] = []
         self._carried: list[Parameter] = []
         #: devices without rows whose gradients are zeros, and the user's
         self.emptied: set[int] = set()
@@ -225,6 +226,7 @@ class Replicas(abc.Sequence):
                 for p in self.params():
                     for x in p.list_data():
                         self.backend.settle(x)
+            self.give_up()
             raise
         finally:
             watched.observed = True
@@ -450,7 +452,8 @@ class Replicas(abc.Sequence):
 
         Compared are all parameters, frozen ones too, and the running
         statistics where `batch_norm` promises that they agree ("average"
-        and "sync", at the end of a step). Memory: parameters, buffers and
+        and "sync", at the end of a step: not while a batch waits for it).
+        Memory: parameters, buffers and
         gradients. Reads everything, and waits for pending work.
 
         Raises
@@ -461,7 +464,8 @@ class Replicas(abc.Sequence):
             The parameters have no values yet.
         """
         self._check_memory()
-        promised = STATISTICS if self.batch_norm != "per_device" else ()
+        promised = STATISTICS if self.batch_norm != "per_device" \
+            and not (self._moved or self._begun) else ()
         for p in self.all_parameters():
             if p.kind not in BUFFERS or p.kind in promised:
                 self._check_values(p, p.list_data())
@@ -575,10 +579,10 @@ class Replicas(abc.Sequence):
                     or self.following.written(self.params()):
                 self._make_equal()
             self._ran.add(i)
-            self._passes += 1
+            self._begun.append(i)
         result = self._replicas[i](*inputs)
         with self._turn:
-            self._passes -= 1
+            self._queued(i)
             if self.backend.is_recording():
                 # What has had its backward pass may be of an earlier batch.
                 self.recorded = [flag and not self._is_fresh(j)
@@ -612,6 +616,11 @@ class Replicas(abc.Sequence):
         which the next backward pass adds: replica 0 alone is to keep it, or
         it would be summed K times."""
         self._carried = parameters
+
+    def _queued(self, *devices: int) -> None:
+        for i in devices:
+            if i in self._begun:    # no step has come between
+                self._begun.remove(i)
 
     def _passed(self, *devices: int) -> None:
         """The pass of `devices` has been queued."""
@@ -700,7 +709,7 @@ class Replicas(abc.Sequence):
     forward_backward = compute_gradients
 
     def _note(self, active: list[int]) -> None:
-        self._passes -= 1
+        self._queued(*active)
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
             self._empty()
@@ -751,7 +760,7 @@ class Replicas(abc.Sequence):
         self._make_equal()
         if self._all_passed:    # without a step: after the user's own writes
             self._catch_up()
-        self._passes += 1
+        self._begun += active
         return rows, active
 
     def _run_synchronised(self, rows: list[tuple[Any, ...]],
@@ -767,19 +776,31 @@ class Replicas(abc.Sequence):
         """What `Trainer` calls when a step is done: devices without rows
         take the buffers of the first that had some, then ``"average"``
         replaces the statistics by their means over devices."""
-        self._ran = set()
-        first = self._moved[:1]
+        self._ran, self.emptied = set(), set()
+        self._settle_buffers()
+        self.following.settle(self.all_parameters())
+
+    def give_up(self) -> None:
+        """If passes wait for their step, it will not come: buffers are as
+        after it, the same on the devices that promise it."""
+        if self.complete and (self._moved or self._begun):
+            with self.backend.scope(recording=False):
+                self.backend.uninterrupted(self._settle_buffers)
+
+    def _settle_buffers(self) -> None:
+        failed, self._begun = self._begun, []
+        first = [*self._moved, *failed][:1]
         self._catch_up()
-        if self.batch_norm != "per_device" and self._passes and first:
-            # A pass that failed on one device has counted on others.
-            counters = [p for p in self.buffers()
-                        if p.name.endswith(_COUNTER)]
-            self._copy_from(first[0], counters, range(len(self)))
-        self._passes, self.emptied = 0, set()
+        if self.batch_norm != "per_device" and failed:
+            # A pass that failed has gone on on some devices.
+            kinds = STATISTICS if self.batch_norm == "sync" else ()
+            self._copy_from(first[0], [
+                p for p in self.buffers()
+                if p.kind in kinds or p.name.endswith(_COUNTER)],
+                range(len(self)))
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")
-        self.following.settle(self.all_parameters())
 
 
 def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:

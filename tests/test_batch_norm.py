@@ -5,6 +5,7 @@ Float64 throughout, so that two ways to compute the same sum agree to about
 0.9 instead of float32(0.9) is off by 2e-8, an unbiased variance by 1 / n.
 """
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -487,6 +488,48 @@ def test_devices_have_equal_buffers_after_an_error_in_one(engine, k, policy):
         for p in replicas.buffers():
             for x in p.list_data()[1:]:
                 assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(p.data()))
+
+
+@pytest.mark.parametrize("policy, rows", [("average", 8), ("sync", 2)])
+@pytest.mark.parametrize("where", ["pass", "loss", "schedule"])
+def test_a_batch_that_is_given_up_leaves_equal_statistics(
+        engine, devices, where, rows, policy):
+    """At once, and after the next step; under "sync" those of one device."""
+    broken, found = [], []
+
+    def fail(place):
+        if place in broken:
+            raise Trouble(place)
+
+    def forward(net, x, largest):
+        x = net.bn3(net.bn2(net.bn1(x)))
+        fail("pass")
+        return x
+
+    def loss(pred, label):
+        fail("loss")
+        return mgpu.losses.L2Loss()(pred, label)
+
+    def schedule(number):
+        fail("schedule")
+        return 0.1
+    for places in (on(1), devices):
+        replicas = initialize(branching(engine, forward), places, policy)
+        trainer = mgpu.Trainer(replicas, "sgd", lr_scheduler=schedule)
+        for n, place in ((8, ""), (rows, where), (8, "")):
+            broken[:] = [place]
+            with pytest.raises(Trouble) if place else nullcontext():
+                mgpu.train_batch(images(n), images(n, seed=1), replicas, loss,
+                                 trainer)
+            replicas.check_equal()
+            for p in replicas.buffers():
+                for x in p.list_data()[1:]:
+                    assert_bit_equal(mgpu.to_numpy(x),
+                                     mgpu.to_numpy(p.data()))
+        found.append(replicas.export_numpy())
+    for name, x in found[0].items() if policy == "sync" else ():
+        # Absolute: a mean behind another norm is zero, to rounding.
+        assert abs(found[1][name] - x).max() < 1e-12
 
 
 def pass_through_shards(replicas, shards):

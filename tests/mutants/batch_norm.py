@@ -110,17 +110,28 @@ MUTANTS = [
                               "if moved and idle:", "if False:"),
            (_SYNC + "[torch-2dev-1]",)),
     Mutant("counters-apart", "devices count apart after an error in one",
-           edit("mgpu.replicas:Replicas.after_step", "and self._passes",
+           edit("mgpu.replicas:Replicas._settle_buffers", "and failed",
                 "and False"),
            ("test_batch_norm.py::test_devices_have_equal_buffers_after_an_"
             "error_in_one[torch-2-average]",)),
+    Mutant("given-up-apart", "statistics stay apart after a failed batch",
+           edit("mgpu.replicas:Replicas.give_up", "self._moved or",
+                "False or"),
+           ("test_batch_norm.py::test_a_batch_that_is_given_up_leaves_equal_"
+            "statistics[torch-3dev-loss-sync-2]",)),
+    Mutant("failed-pass-apart", "statistics stay apart after a failed pass",
+           edit("mgpu.replicas:Replicas._settle_buffers",
+                "p.kind in kinds or", ""),
+           ("test_batch_norm.py::test_a_batch_that_is_given_up_leaves_equal_"
+            "statistics[torch-3dev-pass-sync-2]",)),
     Mutant("average-of-nothing", "the policy 'average' does nothing",
-           edit("mgpu.replicas:Replicas.after_step",
+           edit("mgpu.replicas:Replicas._settle_buffers",
                 'self.batch_norm == "average"', "False"),
            ("test_batch_norm.py::test_average_is_the_plain_mean_after_each_"
             "step[torch-2dev-7]",)),
     Mutant("average-is-a-sum", "the policy 'average' adds",
-           edit("mgpu.replicas:Replicas.after_step", 'op="mean"', 'op="sum"'),
+           edit("mgpu.replicas:Replicas._settle_buffers", 'op="mean"',
+                'op="sum"'),
            ("test_batch_norm.py::test_average_is_the_plain_mean_after_each_"
             "step[torch-2dev-7]",)),
 ]

@@ -50,7 +50,7 @@ NO_NUMBERS = {
     **dict.fromkeys(("Replicas.compute_gradients", "Trainer.multipliers",
                      "Replicas.forward_backward", "Trainer.rate",
                      "Replicas.carry_over", "Replicas.check_native",
-                     "Replicas.new_batch",
+                     "Replicas.new_batch", "Replicas.give_up",
                      "Replicas.note_edits", "Replicas.unobserved",
                      "Replicas.watch", "Trainer.gluon_order"),
                     "a piece of `train_batch`, which is covered"),
