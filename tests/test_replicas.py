@@ -2107,7 +2107,7 @@ def test_recurrent_layers_of_mxnet_are_refused_in_float64(name, kind):
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("build, x", [(mlp, table(4)), (convnet, images(4))],
                          ids=["dense", "conv"])
-@pytest.mark.parametrize("dtype", ["uint8", "float64", "int64"])
+@pytest.mark.parametrize("dtype", ["uint8", "float64", "int64", "bool"])
 def test_inputs_of_another_dtype_are_named(engine, build, x, dtype, deferred):
     """Where the framework's layers refuse them, in one text for both."""
     replicas = mgpu.initialize(build(engine, deferred=deferred), on(0, 1))

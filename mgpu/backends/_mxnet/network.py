@@ -260,7 +260,8 @@ class MXNetNetwork(base.Network):
             try:
                 return self.net(*inputs)
             except mx.MXNetError as error:
-                messages.explain_dtype(error, r"type|expected \w+\d, got", [
+                words = r"type|expected (\w+\d|unknown), got \w"     # bool
+                messages.explain_dtype(error, words, [
                     np.dtype(x.dtype).name for x in inputs
                     if isinstance(x, mx.nd.NDArray)],
                     [spec.dtype for spec in self.specs()])
