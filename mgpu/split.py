@@ -160,10 +160,13 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     """
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
     if n != m or len(n) > 1:
+        cure = "Cut them to one length." if n and m else (
+            "Numbers in a tuple, in a range or alone are no array: use "
+            "np.asarray, or a list.")
         raise ValueError(
             "X and y must have equally many rows; received "
             f"{' or '.join(map(str, n)) or 'none'} and "
-            f"{' or '.join(map(str, m)) or 'none'}. Cut them to one length.")
+            f"{' or '.join(map(str, m)) or 'none'}. {cure}")
     if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")

@@ -1380,8 +1380,12 @@ def test_a_wrong_number_of_threads_is_refused(value):
     assert f"1 or more; received '{value}'" in done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["int16", "uint16", "complex64"])
-def test_host_dtypes_that_one_engine_lacks_are_refused_by_both(backend,
-                                                               dtype):
-    with pytest.raises(ValueError, match=f"unknown dtype; received '{dtype}'"):
+@pytest.mark.parametrize("dtype, wide", [
+    ("int16", "int64"), ("uint16", "int64"), ("uint64", "int64"),
+    ("complex64", "float64")])
+def test_host_dtypes_that_one_engine_lacks_are_refused_by_both(backend, dtype,
+                                                               wide):
+    with pytest.raises(ValueError, match=(
+            f"unknown dtype; received '{dtype}'. Convert the data: "
+            rf"x.astype\('{wide}'\)")):
         backend.put(np.ones(2, dtype), mgpu.cpu(0))

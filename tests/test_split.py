@@ -335,7 +335,9 @@ def test_an_even_split_when_asked_to(backend):
     (np.ones(3), {"a": np.ones(3), "b": np.ones(2)}, "3 and 2 or 3"),
     ((np.ones(2), np.ones(3)), (np.ones(2), np.ones(3)),
      "2 or 3 and 2 or 3"),
-    (None, np.ones(2), "none and 2"), (np.ones(2), "text", "2 and none")])
+    (None, np.ones(2), "none and 2"), (np.ones(2), "text", "2 and none"),
+    (np.ones(2), (1, 2), "2 and none"), (np.ones(2), range(2), "2 and none"),
+    (np.ones(1), 3, "1 and none")])
 def test_different_lengths_are_refused(backend, native, X, y, received):
     if native:
         X, y = (map_leaves(lambda a: [backend.put(a, cpu(0))], data, 1)[0]
@@ -343,8 +345,10 @@ def test_different_lengths_are_refused(backend, native, X, y, received):
     with pytest.raises(ValueError) as refused:
         split_batch(X, y, [cpu(0), cpu(1)])
     assert str(refused.value) == (
-        f"X and y must have equally many rows; received {received}. Cut them "
-        "to one length.")
+        f"X and y must have equally many rows; received {received}. " + (
+            "Numbers in a tuple, in a range or alone are no array: use "
+            "np.asarray, or a list." if "none" in received
+            else "Cut them to one length."))
 
 
 @pytest.mark.parametrize("X, y", [(np.ones((0, 2)), np.ones(0)), ([], []),

@@ -39,7 +39,9 @@ def host_array(x: Any) -> np.ndarray:
             "length.")
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.name not in DTYPES:
-        raise unknown_dtype(array.dtype.name)
+        wide = "int64" if array.dtype.kind in "iu" else "float64"
+        raise unknown_dtype(
+            array.dtype.name, f"Convert the data: x.astype({wide!r}).")
     if array.dtype == np.float64 and not isinstance(x, (np.ndarray,
                                                         np.generic)):
         array = array.astype(np.float32)
@@ -101,10 +103,10 @@ def not_native(x: Any, backend: str) -> TypeError:
                      f"{type(x).__name__}. Use mgpu.put(x, device).")
 
 
-def unknown_dtype(dtype: Any) -> ValueError:
+def unknown_dtype(dtype: Any, cure: str = "Use a name such as 'float32' or "
+                                          "'float64'.") -> ValueError:
     """`dtype` is not one of `DTYPES`."""
-    return ValueError(f"unknown dtype; received {dtype!r}. Use a name such "
-                      "as 'float32' or 'float64'.")
+    return ValueError(f"unknown dtype; received {dtype!r}. {cure}")
 
 
 def no_float(dtype: Any) -> ValueError:
