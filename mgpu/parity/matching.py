@@ -2,120 +2,16 @@
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mgpu.parameters import STATISTICS
+from mgpu.parity.maps import MatchError, Target, read_map
+from mgpu.parity.plan import Entry, Pair, Plan
 
-#: what an explicit map may say of a parameter of `a`: its name in `b`, or
-#: ``{"to": name, "transpose": axes}``
-Target = str | Mapping[str, Any]
 Rules = Sequence[tuple[str, str]]
 #: see `Probe`
 RunWith = Callable[[Mapping[str, np.ndarray], bool], tuple[list, list]]
-
-
-class MatchError(ValueError):
-    """The parameters of two networks cannot be matched, or in several ways.
-
-    Attributes
-    ----------
-    candidates : dict of str -> list of str
-        For each parameter of `a` without a partner, those of `b` that it
-        could be; under ``""`` those of `b` that are left.
-    """
-
-    def __init__(self, message: str, candidates: dict[str, list[str]]):
-        super().__init__(message)
-        self.candidates = candidates
-
-
-class Entry(NamedTuple):
-    """One parameter or running statistic of one side."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    trained: bool
-    aliases: tuple[str, ...] = ()       # other names of the same tensor
-
-    @property
-    def is_statistic(self) -> bool:
-        return self.kind in STATISTICS
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.shape}"
-
-
-class Pair(NamedTuple):
-    """`a` and `b` are names; ``b's value == a's.transpose(axes)``."""
-
-    a: str
-    b: str
-    axes: tuple[int, ...] | None = None
-
-
-class Plan(NamedTuple):
-    """How values travel between two networks.
-
-    Attributes
-    ----------
-    how : str
-        "given map", "equal names", "order and shape", "position in the
-        graph", or the first and one of the others for the rest.
-    pairs : list of Pair
-    left : dict of str -> list of str
-        For "a" and "b": constants without a partner, which stay as they are.
-    confirmed : bool or None
-        Whether a forward pass gave equal outputs under this plan. None: not
-        tried.
-    notes : list of str
-        What a reader should know, for example shared parameters.
-    """
-
-    how: str
-    pairs: list[Pair]
-    left: dict[str, list[str]] = {}
-    confirmed: bool | None = None
-    notes: list[str] = []
-
-    def to_b(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Values of `a`, by the names and in the layout of `b`."""
-        return {pair.b: _turn(values[pair.a], pair.axes)
-                for pair in self.pairs if pair.a in values}
-
-    def inverse(self) -> "Plan":
-        """The plan with `a` and `b` exchanged."""
-        return self._replace(pairs=[
-            Pair(p.b, p.a, p.axes and tuple(int(i) for i in
-                                            np.argsort(p.axes)))
-            for p in self.pairs])
-
-    def to_a(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Values of `b`, by the names and in the layout of `a`."""
-        return self.inverse().to_b(values)
-
-    def lines(self) -> list[str]:
-        """The plan as text: a line for each pair."""
-        lines = [f"matched by {self.how}: {len(self.pairs)} tensors" + {
-            True: ", confirmed by a forward pass",
-            False: ", NOT confirmed: with equal values the outputs differ",
-            None: ""}[self.confirmed]]
-        lines += [f"  {p.a} <- {p.b}" + (f" transposed to {p.axes}"
-                                         if p.axes else "")
-                  for p in self.pairs]
-        for side, names in self.left.items():
-            lines += [f"  left as it is in {side}: {name}" for name in names]
-        return lines + [f"  {note}" for note in self.notes]
-
-
-def _turn(value: Any, axes: tuple[int, ...] | None) -> np.ndarray:
-    value = np.asarray(value)
-    if axes is None:
-        return value
-    lead = value.ndim - len(axes)       # statistics of several devices
-    return value.transpose([*range(lead), *(i + lead for i in axes)])
 
 
 def match(a: Sequence[Entry], b: Sequence[Entry], *,
@@ -133,8 +29,7 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
     a, b : sequences of Entry
         In the order of the layers.
     given : dict, optional
-        For names of `a`: the name in `b`, or ``{"to": name, "transpose":
-        axes}`` where ``b = a.transpose(axes)``.
+        For names of `a`: the name in `b`, or a dict of what `Wish` has.
     rules : sequence of (pattern, replacement)
         Regular expressions that turn names of `b` into names of `a`.
     probe : Probe, optional
@@ -145,7 +40,7 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
         No complete match, or several candidates that nothing tells apart.
         The text and `candidates` list them.
     """
-    settled = _given(a, b, given or {})
+    settled = read_map(a, b, given or {})
     rest_a, rest_b = _unpaired(a, b, settled)
     ways: list[tuple[str, Callable[[], list[Pair] | None]]] = [
         ("equal names", lambda: _by_name(rest_a, rest_b, rules)),
@@ -181,8 +76,9 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
 def _refuse_disagreement(plans: list[Plan]) -> None:
     """Several complete plans, none of them confirmed."""
     found: dict[str, dict[str, None]] = {}
-    for pair in (pair for plan in plans for pair in plan.pairs):
-        found.setdefault(pair.a, {})[pair.b] = None
+    for plan in plans:
+        for name, other in plan.names().items():
+            found.setdefault(name, {})[other] = None
     candidates = {name: list(names) for name, names in found.items()
                   if len(names) > 1}
     if candidates:
@@ -197,47 +93,14 @@ def _refuse_disagreement(plans: list[Plan]) -> None:
 
 def _unpaired(a: Sequence[Entry], b: Sequence[Entry], pairs: Sequence[Pair]
               ) -> tuple[list[Entry], list[Entry]]:
-    done_a, done_b = {pair.a for pair in pairs}, {pair.b for pair in pairs}
+    done_a = {name for pair in pairs for name in pair.a}
+    done_b = {name for pair in pairs for name in pair.b}
     return ([e for e in a if e.name not in done_a],
             [e for e in b if e.name not in done_b])
 
 
 def _needed(entries: Iterable[Entry]) -> list[Entry]:
     return [e for e in entries if e.kind != "other"]
-
-
-def _given(a: Sequence[Entry], b: Sequence[Entry],
-           given: Mapping[str, Target]) -> list[Pair]:
-    of_a, of_b = ({name: e for e in side for name in (e.name, *e.aliases)}
-                  for side in (a, b))
-    pairs: dict[Pair, None] = {}
-    wrong = []
-    for name, target in given.items():
-        axes = None
-        if not isinstance(target, str):
-            axes = target.get("transpose")
-            axes = None if axes is None else tuple(int(i) for i in axes)
-            target = target.get("to", "")
-        if name not in of_a or target not in of_b:
-            wrong.append(f"{name!r} -> {target!r}: no such name in "
-                         + ("a" if name not in of_a else "b"))
-            continue
-        one, other = of_a[name], of_b[target]
-        order = range(len(one.shape)) if axes is None else axes
-        if sorted(order) != list(range(len(one.shape))):
-            wrong.append(f"{name!r}: {axes} are not the axes of {one}")
-        elif tuple(one.shape[i] for i in order) != other.shape:
-            wrong.append(f"{one} -> {other}: another shape")
-        pairs[Pair(one.name, other.name, axes)] = None
-    for side in ("a", "b"):
-        names = [getattr(pair, side) for pair in pairs]
-        wrong += [f"{name!r} of {side} is named twice"
-                  for name in sorted({n for n in names if names.count(n) > 1})]
-    if wrong:
-        raise MatchError("a map pairs each name of a with one of b, of equal "
-                         "shape; received " + "; ".join(wrong) + ". Correct "
-                         "these entries.", {})
-    return list(pairs)
 
 
 def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
@@ -255,10 +118,10 @@ def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
         other = next((of_b[n] for n in (e.name, *e.aliases) if n in of_b),
                      None)
         if other is not None and other.shape == e.shape:
-            pairs.append(Pair(e.name, other.name))
+            pairs.append(Pair((e.name,), (other.name,)))
         elif e.kind != "other":
             return None
-    taken = {pair.b for pair in pairs}
+    taken = {name for pair in pairs for name in pair.b}
     complete = len(taken) == len(pairs) and all(
         e.name in taken for e in _needed(b))
     return pairs if complete else None
@@ -278,9 +141,9 @@ def _by_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Pair] | None:
                             for side in (ones, others))
             if [e.shape for e in ones] != [e.shape for e in others]:
                 return None
-        pairs += [Pair(x.name, y.name) for x, y in zip(ones, others)]
+        pairs += [Pair((x.name,), (y.name,)) for x, y in zip(ones, others)]
     place = {e.name: i for i, e in enumerate(a)}
-    return sorted(pairs, key=lambda pair: place[pair.a])
+    return sorted(pairs, key=lambda pair: place[pair.a[0]])
 
 
 class Probe:
@@ -350,7 +213,7 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     of_a, of_b = ({e.name: e for e in side} for side in (a, b))
     fixed = Plan("", settled)
     values_a, values_b = (drawn(side) for side in (a, b))
-    known = {p.a: probe.values[p.a] for p in settled}
+    known = {n: probe.values[n] for p in settled for n in p.a}
     values_a.update(known)
     values_b.update(fixed.to_b(known))
     try:
@@ -375,7 +238,7 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
             if sorted(form) == sorted(other_form) and x.size == y.size \
                     and close(x.reshape(-1), y.reshape(-1)):
                 by_kind = {(e.kind, e.shape): e for e in others}
-                pairs += [Pair(e.name, by_kind[e.kind, e.shape].name)
+                pairs += [Pair((e.name,), (by_kind[e.kind, e.shape].name,))
                           for e in entries]
                 del waiting[i]
                 break

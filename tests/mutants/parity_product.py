@@ -81,9 +81,24 @@ MUTANTS = [
                 "begin = 0 * per_row"),
            ("parity/test_compare.py::test_a_side_of_other_devices[torch-2dev]",)),
     Mutant("axes-forward-both-ways", "a transposed map is not undone",
-           edit("mgpu.parity.matching:Plan.inverse",
-                "np.argsort(p.axes)", "p.axes"),
+           edit("mgpu.parity.forms:Turn.inverse",
+                "np.argsort(self.axes)", "self.axes"),
            ("parity/test_compare.py::test_match_by_a_map_with_axes",)),
+    Mutant("memory-stays", "the memory of joined tensors is that of the "
+           "first", edit("mgpu.parity.run:translate",
+                         "_slot(state, n, slot, pair) for n in pair.a",
+                         "_slot(state, pair.a[0], slot, pair) for n in "
+                         "pair.a"),
+           ("parity/test_matching.py::test_a_given_map[1dev-joined-sgd]",)),
+    Mutant("parts-are-partners", "a layer is compared with one that has more "
+           "parameters", edit("mgpu.parity.location:together",
+                              "if pair.whole or", "if True or"),
+           ("parity/test_matching.py::test_a_fault_has_its_place[*",)),
+    Mutant("parts-without-gradients", "what one side does not train is left "
+           "out", edit("mgpu.parity.comparison:Comparison._tensors",
+                       "self.plan.names().keys()",
+                       "{p.a[0] for p in self.plan.pairs if p.whole}"),
+           ("parity/test_matching.py::test_a_frozen_part_is_a_difference[*",)),
     Mutant("first-plan-wins", "a match that no forward pass confirms is "
            "taken before one that it does",
            edit("mgpu.parity.matching:match",
