@@ -222,7 +222,8 @@ class Comparison:
         start = self.a.state(), self.b.state()
         X = first_rows(self.first_batch[0], 2)
         probe = matching.Probe(self.a.probe(X), self.b.probe(X),
-                               at_one_device(start[0], self.a.entries))
+                               at_one_device(start[0], self.a.entries),
+                               (self.a.layers, self.b.layers))
         try:
             self.plan = matching.match(self.a.entries, self.b.entries,
                                        given=given, rules=rules, probe=probe)

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from mgpu.backends.base import Layer
 from mgpu.parity.maps import MatchError, Target, read_map
 from mgpu.parity.plan import Entry, Pair, Plan
+from mgpu.parity.search import candidates, decide
 
 Rules = Sequence[tuple[str, str]]
 #: see `Probe`
@@ -22,7 +24,9 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
     The pairs in `given` are settled first. The rest is matched by equal
     names (after `rules`), by order and shape, and by position in the graph.
     The first complete match that a forward pass of `probe` confirms is
-    taken, else the first complete one.
+    taken. If there is none, parameters that have another form in `b` are
+    looked for; only a forward pass can tell that they are the same. Else the
+    first complete match is taken.
 
     Parameters
     ----------
@@ -58,14 +62,18 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
             continue
         pairs = settled + pairs
         how = " and ".join(filter(None, ("given map" if settled else "", how)))
-        left = {side: [e.name for e in entries] for side, entries
-                in zip("ab", _unpaired(a, b, pairs))}
-        plan = Plan(how, pairs, left, None, notes)
+        plan = Plan(how, pairs, _left(a, b, pairs), None, notes)
         if probe is not None:
             plan = plan._replace(confirmed=probe.confirms(plan))
         if plan.confirmed is not False:
             return plan
         found.append(plan)
+    if probe is not None and ways[0][0]:
+        pairs = _by_form(a, rest_a, rest_b, probe, settled)
+        if pairs is not None:
+            return Plan(
+                "given map and " * bool(settled) + "form and position",
+                settled + pairs, _left(a, b, settled + pairs), True, notes)
     if not found:
         raise _no_match(rest_a, rest_b, notes)
     if found[0].how != "equal names":
@@ -97,6 +105,12 @@ def _unpaired(a: Sequence[Entry], b: Sequence[Entry], pairs: Sequence[Pair]
     done_b = {name for pair in pairs for name in pair.b}
     return ([e for e in a if e.name not in done_a],
             [e for e in b if e.name not in done_b])
+
+
+def _left(a: Sequence[Entry], b: Sequence[Entry], pairs: Sequence[Pair]
+          ) -> dict[str, list[str]]:
+    return {side: [e.name for e in entries] for side, entries
+            in zip("ab", _unpaired(a, b, pairs))}
 
 
 def _needed(entries: Iterable[Entry]) -> list[Entry]:
@@ -159,27 +173,45 @@ class Probe:
         which one is asked for; the other is empty, since calls take memory.
     values_a : dict
         Values of `a` that the probe starts from.
+    layers : (sequence, sequence)
+        The layers of both.
     """
 
     def __init__(self, run_a: RunWith, run_b: RunWith,
-                 values_a: Mapping[str, np.ndarray]):
+                 values_a: Mapping[str, np.ndarray],
+                 layers: Sequence[Sequence[Layer]] = ((), ())):
         self._run_a, self._run_b = run_a, run_b
         self.values = values_a
+        self.kinds = [{name: layer.kind for layer in side
+                       for name in layer.parameters} for side in layers]
         self._outputs: list | None = None
 
     def confirms(self, plan: Plan) -> bool:
         """Whether equal values give equal outputs under `plan`."""
         if self._outputs is None:
-            self._outputs, _ = self._run_a(self.values, False)
-        outputs, _ = self._run_b(plan.to_b(self.values), False)
-        return len(outputs) == len(self._outputs) and all(
+            self._outputs = self.outputs(self.values)
+        return self.agrees(plan, self.values, self._outputs)
+
+    def outputs(self, values_a: Mapping[str, np.ndarray]) -> list:
+        """What `a` returns with these values."""
+        return self._run_a(values_a, False)[0]
+
+    def agrees(self, plan: Plan, values_a: Mapping[str, np.ndarray],
+               expected: list) -> bool:
+        """Whether `b` returns the same with these values under `plan`."""
+        outputs, _ = self._run_b(plan.to_b(values_a), False)
+        return len(outputs) == len(expected) and all(
             x.shape == y.shape and close(x, y)
-            for x, y in zip(self._outputs, outputs))
+            for x, y in zip(expected, outputs))
 
     def calls(self, values_a: Mapping[str, np.ndarray],
               values_b: Mapping[str, np.ndarray]) -> tuple[list, list]:
         """The calls of both networks with these values."""
-        return (self._run_a(values_a, True)[1], self._run_b(values_b, True)[1])
+        return self._run_a(values_a, True)[1], self.calls_of_b(values_b)
+
+    def calls_of_b(self, values_b: Mapping[str, np.ndarray]) -> list:
+        """The calls of `b` with these values."""
+        return self._run_b(values_b, True)[1]
 
 
 def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
@@ -188,16 +220,19 @@ def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
     return bool(np.abs(x - y).max(initial=0.0) <= tolerance * size)
 
 
-def drawn(entries: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """Values that depend only on kind and shape."""
+def drawn(entries: Sequence[Entry], named: bool = False
+          ) -> dict[str, np.ndarray]:
+    """Values that depend only on kind and shape; `named`: and on the name,
+    and none for a network's own constants."""
     def draw(entry: Entry) -> np.ndarray:
-        key = repr((entry.kind, entry.shape)).encode()
+        key = repr((entry.kind, entry.shape, *[entry.name] * named)).encode()
         rng = np.random.default_rng(zlib.crc32(key))
         if entry.kind in ("gamma", "running_var"):
             return rng.uniform(0.5, 1.5, entry.shape)   # not near 0
         size = np.prod(entry.shape[1:]) if len(entry.shape) > 1 else 1e2
         return rng.normal(0, max(size, 1) ** -0.5, entry.shape)
-    return {e.name: draw(e) for e in entries}
+    return {e.name: draw(e) for e in entries
+            if not (named and e.kind == "other")}
 
 
 def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
@@ -235,8 +270,7 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     pairs = []
     for form, entries, x in useful(calls_a, of_a):
         for i, (other_form, others, y) in enumerate(waiting):
-            if sorted(form) == sorted(other_form) and x.size == y.size \
-                    and close(x.reshape(-1), y.reshape(-1)):
+            if sorted(form) == sorted(other_form) and _same_input(x, y):
                 by_kind = {(e.kind, e.shape): e for e in others}
                 pairs += [Pair((e.name,), (by_kind[e.kind, e.shape].name,))
                           for e in entries]
@@ -245,6 +279,47 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     # Parameters outside innermost layers are matched by order.
     more = _by_order(*_unpaired(a, b, pairs))
     return None if more is None else pairs + more
+
+
+def _same_input(x: np.ndarray, y: np.ndarray) -> bool:
+    return x.size == y.size and close(x.reshape(-1), y.reshape(-1))
+
+
+def _by_form(every: Sequence[Entry], a: Sequence[Entry], b: Sequence[Entry],
+             probe: Probe, settled: list[Pair]) -> list[Pair] | None:
+    """Match parameters of other forms. Each of `a` (`every` one) gets values
+    of its own for that: what is zero at the start would fit anywhere."""
+    try:
+        values = {**probe.values, **drawn(every, named=True)}
+        expected = probe.outputs(values)
+        calls, calls_b = probe.calls(values, {})
+    except ValueError:      # a trace without such a pass
+        return None
+    if not any(np.any(x) for x in expected):
+        return None         # dead outputs fit anything
+
+    def agreement(pairs: list[Pair]) -> int:
+        waiting = [x for _, x in probe.calls_of_b(
+            Plan("", settled + pairs).to_b(values))]
+        count = 0
+        for _, x in calls:
+            for i, y in enumerate(waiting):
+                if _same_input(x, y):
+                    del waiting[i]
+                    count += 1
+                    break
+        return count
+
+    def confirmed(pairs: list[Pair]) -> bool:
+        plan = Plan("", settled + pairs)
+        return probe.agrees(plan, values, expected) and probe.confirms(plan)
+    for choices in candidates(a, b, probe.kinds, [
+            [n for names, _ in side for n in names]
+            for side in (calls, calls_b)]):
+        found = decide(choices, agreement, confirmed)
+        if found is not None:
+            return found
+    return None
 
 
 def _shared(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:

@@ -84,6 +84,16 @@ MUTANTS = [
            edit("mgpu.parity.forms:Turn.inverse",
                 "np.argsort(self.axes)", "self.axes"),
            ("parity/test_compare.py::test_match_by_a_map_with_axes",)),
+    Mutant("guesses-unconfirmed", "what shapes allow is taken, whatever the "
+           "outputs", edit("mgpu.parity.search:decide",
+                           "or confirmed(pairs(0, 0))", "or True"),
+           ("parity/test_matching.py::test_a_form_that_no_pass_confirms_is_"
+            "not_taken[*",)),
+    Mutant("squares-turn", "a transposed weight of a dense layer is taken for "
+           "its layout", edit("mgpu.parity.search:_says",
+                              "if known[0] == known[1]", "if False"),
+           ("parity/test_matching.py::test_layers_of_one_kind_keep_their_"
+            "weights_alike",)),
     Mutant("memory-stays", "the memory of joined tensors is that of the "
            "first", edit("mgpu.parity.run:translate",
                          "_slot(state, n, slot, pair) for n in pair.a",

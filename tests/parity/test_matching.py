@@ -377,6 +377,100 @@ def test_a_wrong_permutation_is_not_the_same(a, b, given):
     assert result.verdict == "different" and result.plan.confirmed is False
 
 
+# -- found by itself ----------------------------------------------------------
+
+def mixed(square):
+    """Square weights, some of which one side keeps turned."""
+    def make():
+        from torch import nn
+        return nn.Sequential(nn.Flatten(), *(
+            layer for turned in square for layer in (
+                (_Times if turned else nn.Linear)(12, 12), nn.Tanh())))
+    return make
+
+
+def covering():
+    """A convolution over the whole picture."""
+    from torch import nn
+    return nn.Sequential(nn.Unflatten(2, (2, 2)), nn.Conv2d(3, 5, 2),
+                         nn.Flatten(), nn.Linear(5, 3))
+
+
+def tall(make):
+    """Another order of registration, and of the calls."""
+    def net():
+        made = make()
+        layers = dict(made.named_children())
+        for name in layers:
+            delattr(made, name)
+        for name in reversed(layers):
+            setattr(made, name, layers[name])
+        return made
+    return net
+
+
+FOUND = {name: CASES[name][:2] for name in CASES if name != "blocks"} | {
+    "squares": (mixed([0, 0, 0]), mixed([1, 0, 1])),
+    "squares, the last": (mixed([0, 0, 0]), mixed([0, 0, 1])),
+    "three to three": (separate, tall(separate)),
+    "another order": (lambda: separate("kvq"), tall(fused)),
+    "covered": (stack(lambda nn: [nn.Flatten(), nn.Linear(12, 5),
+                                  nn.Linear(5, 3)]), covering)}
+
+
+@pytest.mark.parametrize("swap", (False, True))
+@pytest.mark.parametrize("case", FOUND)
+def test_found_by_itself(case, swap, two_devices):
+    sides = FOUND[case][::-1] if swap else FOUND[case]
+    result = parity.compare(*sides, batches=batches(count=2),
+                            devices=two_devices, optimizer_params=SGD[1])
+    assert result.same and result.plan.confirmed, str(result)
+    assert result.plan.left == {"a": [], "b": []}
+    if case != "three to three":
+        assert result.plan.how == "form and position"
+
+
+@pytest.mark.parametrize("case", ("attention", "turned and joined",
+                                  "squares", "packed"))
+def test_found_for_a_trace(case, tmp_path):
+    a, b = FOUND[case]
+    trace.record(a, batches=batches(), file=tmp_path / "a.trace")
+    result = trace.compare_trace(tmp_path / "a.trace", b)
+    assert result.same and result.plan.how == "form and position"
+
+
+def test_found_beside_a_given_map():
+    a, b, given = CASES["joined"]
+    first = {name: given[name] for name in given if "weight" in name}
+    result = parity.compare(a, b, batches=batches(), map=first)
+    assert result.same, str(result)
+    assert result.plan.how == "given map and form and position"
+
+
+@pytest.mark.parametrize("a, b", [
+    (separate, lambda: fused(factor=1.001)),
+    (separate, broken(fused, "all")),
+    (CASES["convolution"][0], lambda: covering().append(Layer(abs)))])
+def test_a_form_that_no_pass_confirms_is_not_taken(a, b):
+    with pytest.raises(MatchError):
+        parity.compare(a, b, batches=batches())
+
+
+def test_layers_of_one_kind_keep_their_weights_alike():
+    """A port that multiplies by the transposed weight has a fault."""
+    def turned():
+        from torch import nn
+
+        class Turned(nn.Linear):
+            def forward(self, x):
+                return x @ self.weight + self.bias
+        return nn.Sequential(nn.Flatten(), Turned(12, 12))
+    result = parity.compare(stack(lambda nn: [
+        nn.Flatten(), nn.Linear(12, 12)]), turned, batches=batches())
+    assert result.verdict == "different"
+    assert result.causes[0].name == "transposed weight"
+
+
 # -- gradients, memory --------------------------------------------------------
 
 def frozen(make, *names):

@@ -1,0 +1,221 @@
+"""The search for parameters of other forms: what shapes allow, a forward pass
+decides."""
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mgpu.parity.maps import Wish, alternatives, pair_of
+from mgpu.parity.measure import layer_of
+from mgpu.parity.plan import Entry, Pair
+
+#: so many tensors may be joined to one
+_MOST = 4
+#: forward passes that a search takes at most
+_PASSES = 200
+
+#: tensors of a and of b; on one side there is only one
+Group = tuple[tuple[Entry, ...], tuple[Entry, ...]]
+
+
+class _Choice(NamedTuple):
+    """The tensors of some layers of a that belong to those of some layers
+    of b. An option is an order of the several ones, and what a map would say
+    of each group."""
+
+    groups: list[Group]
+    options: list[tuple[tuple[int, ...], tuple[dict[str, Any], ...]]]
+
+    def pairs(self, option: int) -> list[Pair]:
+        order, says = self.options[option]
+        found = []
+        for (ones, others), said in zip(self.groups, says):
+            if len(ones) > 1:
+                ones = tuple(ones[i] for i in order)
+            elif len(others) > 1:
+                others = tuple(others[i] for i in order)
+            wish = Wish.read({**said, "to": [e.name for e in others]})
+            found.append(pair_of([(e, wish) for e in ones], others))
+        return found
+
+
+def candidates(a: Sequence[Entry], b: Sequence[Entry],
+               kinds: Sequence[Mapping[str, str]],
+               called: Sequence[Sequence[str]]) -> Iterator[list[_Choice]]:
+    """Ways to assign all tensors, where shapes allow it: in the order in
+    which they stand in the networks, and in that of the calls of layers.
+
+    Parameters
+    ----------
+    kinds : (dict, dict)
+        The kind of the layer of each parameter.
+    called : (sequence, sequence)
+        Names of parameters in the order of the calls.
+    """
+    for ordered in (False, True):
+        one, two = ([*side] for side in (a, b))
+        if ordered:
+            for side, names in zip((one, two), called):
+                place = {name: i for i, name in enumerate(names)}
+                side.sort(key=lambda e: place.get(e.name, len(place)))
+        packed = _packed(one, two)
+        done = [{e.name for group in packed for e in group[i]}
+                for i in (0, 1)]
+        groups = _aligned([e for e in one if e.name not in done[0]],
+                          [e for e in two if e.name not in done[1]])
+        if groups is not None:
+            place = {name: i for i, name in enumerate(called[0])}
+            yield sorted(
+                _choices([*packed, *groups], kinds), key=lambda c: min(
+                    place.get(e.name, len(place)) for e in c.groups[0][0]))
+
+
+def _packed(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group]:
+    """A vector that has as many elements as all tensors of a layer of the
+    other side, weights before biases."""
+    found: list[Group] = []
+    for side, (ones, others) in enumerate(((a, b), (b, a))):
+        layers: dict[str, list[Entry]] = {}
+        for e in sorted(others, key=lambda e: e.kind == "bias"):
+            layers.setdefault(layer_of(e.name), []).append(e)
+        for e in ones:
+            for members in layers.values():
+                if len(e.shape) == 1 and len(members) > 1 and max(
+                        len(m.shape) for m in members) > 1 and e.shape[0] \
+                        == sum(int(np.prod(m.shape)) for m in members):
+                    found.append(((e,), tuple(members)) if not side
+                                 else (tuple(members), (e,)))
+                    break
+    names = [e.name for group in found for side in group for e in side]
+    return found if len(names) == len(set(names)) else []
+
+
+def _aligned(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:
+    """All tensors of both sides, kind after kind, or None."""
+    found: list[Group] = []
+    for kind in dict.fromkeys(e.kind for e in (*a, *b)):
+        ones, others = ([e for e in side if e.kind == kind]
+                        for side in (a, b))
+        groups = _in_order(ones, others)
+        if groups is None and kind != "other":
+            # Gluon keeps a gamma and a beta that it does not use.
+            groups = _in_order([e for e in ones if e.trained],
+                               [e for e in others if e.trained])
+            if groups is None:
+                return None
+        found += groups or []
+    return found
+
+
+def _in_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:
+    """Both sequences cut into groups that shapes allow, or None."""
+    sizes = [(1, 1), *((n, 1) for n in range(2, _MOST + 1)),
+             *((1, n) for n in range(2, _MOST + 1))]
+    dead: set[tuple[int, int]] = set()
+    path: list[tuple[int, int, Iterator[tuple[int, int]]]] = [
+        (0, 0, iter(sizes))]
+    while path:
+        i, j, left = path[-1]
+        if i == len(a) and j == len(b):
+            return [(tuple(a[i:p]), tuple(b[j:q])) for (i, j, _), (p, q, _)
+                    in itertools.pairwise(path)]
+        for n, m in left:
+            ones, others = a[i:i + n], b[j:j + m]
+            if len(ones) == n and len(others) == m \
+                    and (i + n, j + m) not in dead and next(alternatives(
+                        [e.shape for e in ones], [e.shape for e in others]),
+                        None) is not None:
+                path.append((i + n, j + m, iter(sizes)))
+                break
+        else:
+            dead.add((i, j))
+            path.pop()
+    return None
+
+
+def _choices(groups: Sequence[Group], kinds: Sequence[Mapping[str, str]]
+             ) -> list[_Choice]:
+    """One choice for all tensors of the same layers, so that a weight and
+    its bias are split in one order."""
+    layers: dict[Any, list[Group]] = {}
+    for group in groups:
+        layers.setdefault(tuple(tuple(
+            layer_of(e.name) for e in side) for side in group), []).append(
+            group)
+    found = []
+    for members in layers.values():
+        says = [_says(*group, kinds) for group in members]
+        several = max((max(group, key=len) for group in members), key=len)
+        orders = [tuple(range(len(several)))]
+        if len({e.shape for e in several}) == 1:
+            orders = list(itertools.permutations(orders[0]))
+        found.append(_Choice(members, [
+            (order, said) for said in itertools.product(*says)
+            for order in orders]))
+    return found
+
+
+def _says(ones: Sequence[Entry], others: Sequence[Entry],
+          kinds: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """What a map could say of a group. Layers of one kind keep their weights
+    in one way: a square weight is not turned there."""
+    found = list(alternatives([e.shape for e in ones],
+                              [e.shape for e in others]))
+    known = [{own.get(e.name) for e in side}
+             for own, side in zip(kinds, (ones, others))]
+    if not found:       # see `_packed`
+        return [{"reshape": True}]
+    if known[0] == known[1] and None not in known[0]:
+        found = [said for said in found if "transpose" not in said] or found
+    return found
+
+
+def decide(choices: Sequence[_Choice], agreement: Callable[[list[Pair]], int],
+           confirmed: Callable[[list[Pair]], bool]) -> list[Pair] | None:
+    """The pairs under which the networks compute the same, or None.
+
+    Choice after choice, in the order of the calls, takes the option with
+    which equal inputs arrive at the most layers, and so do all later ones
+    that have the same options. What no layer shows, such as the form of the
+    last one, the outputs decide.
+
+    Parameters
+    ----------
+    agreement : callable
+        The number of layers at which equal inputs arrive.
+    confirmed : callable
+        Whether the outputs are equal.
+    """
+    taken = [0] * len(choices)
+    passes = 0
+
+    def pairs(i: int, option: int) -> list[Pair]:
+        return [pair for j, choice in enumerate(choices)
+                for pair in choice.pairs(option if i == j else taken[j])]
+    if not choices or confirmed(pairs(0, 0)):
+        return pairs(0, 0) if choices else None
+    best = agreement(pairs(0, 0))
+    for i, choice in enumerate(choices):
+        first = taken[i]
+        for option in range(len(choice.options)):
+            passes += 1
+            if passes > _PASSES:
+                return None
+            if option != first and (now := agreement(pairs(i, option))) > best:
+                best, taken[i] = now, option
+        if taken[i] != first:   # layers of the same forms are alike
+            taken[i + 1:] = [
+                taken[i] if later.options == choice.options else other
+                for later, other in zip(choices[i + 1:], taken[i + 1:])]
+            best = agreement(pairs(i, taken[i]))
+            if confirmed(pairs(i, taken[i])):
+                return pairs(i, taken[i])
+    for i in reversed(range(len(choices))):
+        for option in range(len(choices[i].options)):
+            passes += 1
+            if passes > _PASSES:
+                return None
+            if confirmed(pairs(i, option)):
+                return pairs(i, option)
+    return None
