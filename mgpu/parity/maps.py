@@ -178,6 +178,19 @@ def alternatives(ones: Sequence[Shape], others: Sequence[Shape]
                        **({"transpose": [1, 0]} if turned else {})}
 
 
+def as_map(ones: Sequence[Entry], others: Sequence[Entry],
+           said: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a map under which tensors of `a` are those of `b`, with
+    what `alternatives` says."""
+    to: Any = [e.name for e in others]
+    to = to if len(to) > 1 else to[0]
+    if len(ones) > 1:
+        return {e.name: {"to": to, "part": [i, len(ones)], **said}
+                for i, e in enumerate(ones)}
+    return {ones[0].name: {"to": to, **said}
+            if said or len(others) > 1 else to}
+
+
 def read_map(a: Sequence[Entry], b: Sequence[Entry],
              given: Mapping[str, Target]) -> list[Pair]:
     """The pairs that a map names; MatchError for one that does not fit."""

@@ -1,4 +1,6 @@
 """Which parameter of one network is which of the other."""
+import difflib
+import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends.base import Layer
-from mgpu.parity.maps import MatchError, Target, read_map
+from mgpu.parity.maps import (MatchError, Target, alternatives, as_map,
+                              read_map)
 from mgpu.parity.plan import Entry, Pair, Plan
-from mgpu.parity.search import candidates, decide
+from mgpu.parity.search import SIZES, Choice, Group, alignments, decide
 
+#: the most lines of a message
+_LINES = 15
 Rules = Sequence[tuple[str, str]]
 #: see `Probe`
 RunWith = Callable[[Mapping[str, np.ndarray], bool], tuple[list, list]]
@@ -68,14 +73,17 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
         if plan.confirmed is not False:
             return plan
         found.append(plan)
+    likely: list[tuple[Choice, int]] = []
     if probe is not None and ways[0][0]:
-        pairs = _by_form(a, rest_a, rest_b, probe, settled)
-        if pairs is not None:
-            return Plan(
-                "given map and " * bool(settled) + "form and position",
-                settled + pairs, _left(a, b, settled + pairs), True, notes)
+        likely, confirmed = _by_form(a, rest_a, rest_b, probe, settled)
+        if confirmed:
+            pairs = settled + [pair for choice, option in likely
+                               for pair in choice.pairs(option)]
+            return Plan("given map and " * bool(settled)
+                        + "form and position", pairs, _left(a, b, pairs),
+                        True, notes)
     if not found:
-        raise _no_match(rest_a, rest_b, notes)
+        raise _no_match(rest_a, rest_b, notes, likely)
     if found[0].how != "equal names":
         _refuse_disagreement(found)
     return found[0]
@@ -286,17 +294,19 @@ def _same_input(x: np.ndarray, y: np.ndarray) -> bool:
 
 
 def _by_form(every: Sequence[Entry], a: Sequence[Entry], b: Sequence[Entry],
-             probe: Probe, settled: list[Pair]) -> list[Pair] | None:
-    """Match parameters of other forms. Each of `a` (`every` one) gets values
+             probe: Probe, settled: list[Pair]
+             ) -> tuple[list[tuple[Choice, int]], bool]:
+    """Match parameters of other forms: choices with their options, and
+    whether forward passes confirm them. Each of `a` (`every` one) gets values
     of its own for that: what is zero at the start would fit anywhere."""
     try:
         values = {**probe.values, **drawn(every, named=True)}
         expected = probe.outputs(values)
         calls, calls_b = probe.calls(values, {})
     except ValueError:      # a trace without such a pass
-        return None
+        return [], False
     if not any(np.any(x) for x in expected):
-        return None         # dead outputs fit anything
+        return [], False    # dead outputs fit anything
 
     def agreement(pairs: list[Pair]) -> int:
         waiting = [x for _, x in probe.calls_of_b(
@@ -313,13 +323,16 @@ def _by_form(every: Sequence[Entry], a: Sequence[Entry], b: Sequence[Entry],
     def confirmed(pairs: list[Pair]) -> bool:
         plan = Plan("", settled + pairs)
         return probe.agrees(plan, values, expected) and probe.confirms(plan)
-    for choices in candidates(a, b, probe.kinds, [
+    likely: list[tuple[Choice, int]] = []
+    for choices in alignments(a, b, probe.kinds, [
             [n for names, _ in side for n in names]
             for side in (calls, calls_b)]):
-        found = decide(choices, agreement, confirmed)
-        if found is not None:
-            return found
-    return None
+        options, sure = decide(choices, agreement, confirmed)
+        if sure or not likely:
+            likely = list(zip(choices, options))
+        if sure:
+            return likely, True
+    return likely, False
 
 
 def _shared(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
@@ -328,8 +341,8 @@ def _shared(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
             for e in entries if e.aliases]
 
 
-def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str]
-              ) -> MatchError:
+def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str],
+              likely: Sequence[tuple[Choice, int]]) -> MatchError:
     a, b = _needed(a), _needed(b)
 
     def like(e: Entry, entries: Sequence[Entry]) -> list[str]:
@@ -341,17 +354,80 @@ def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str]
     left = [e for e in b if shapes_b.count(e.shape) > shapes_a.count(e.shape)]
     candidates[""] = [e.name for e in left]
 
-    def some(items: list[str]) -> str:
-        return ", ".join(items[:6]) + (
-            f" and {len(items) - 6} more" if len(items) > 6 else "") \
-            or "none"
-    lines = [f"{next(e for e in a if e.name == name)}: candidates "
-             f"{some(names)}" for name, names in candidates.items() if name]
-    return MatchError(
+    likely = likely or [
+        (choice, 0) for choices in alignments(a, b) for choice in choices]
+    lines, spare = _misfits(a, b) if not likely else ([
+        _line(*found) for choice, option in likely
+        for found in choice.misfits(option)], [])
+    notes = [f"  {note}" for note in notes]
+    if spare:
+        notes.insert(0, "  left in b: " + _some([str(e) for e in spare]))
+    room = _LINES - 2 - min(len(notes), 3)
+    return MatchError("\n".join([
         "every parameter of one network needs its partner in the other; "
         f"received {len(a)} and {len(b)} that fit neither by name, by order "
-        f"and shape, nor by position in the graph. In a: {some(lines)}. "
-        f"Too many in b: {some([str(e) for e in left])}. " + "".join(
-            note[0].upper() + note[1:] + ". " for note in notes)
-        + "Name the pairs in "
-        "map=, or turn names of b into names of a by rules=.", candidates)
+        "and shape, by position in the graph, nor in another form that a "
+        "forward pass confirms:",
+        *(lines if len(lines) <= room else [
+            *lines[:room - 1], f"  and {len(lines) - room + 1} more"]),
+        *notes[:3],
+        "Add entries to map= (--map takes a JSON file), or turn names of b "
+        "into names of a by rules=."]), candidates)
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:6]) + (
+        f" and {len(items) - 6} more" if len(items) > 6 else "")
+
+
+def _misfits(a: Sequence[Entry], b: Sequence[Entry]
+             ) -> tuple[list[str], list[Entry]]:
+    """A line for each tensor that fits no other: its nearest partner, and
+    the entries of a map that make it one. Also those of b that are left."""
+    rest: list[list[Entry]] = [[], []]
+    for kind in dict.fromkeys(e.kind for e in (*a, *b)):
+        ones, others = ([e for e in side if e.kind == kind]
+                        for side in (a, b))
+        for what, i, j, p, q in difflib.SequenceMatcher(
+                None, [e.shape for e in ones], [e.shape for e in others],
+                autojunk=False).get_opcodes():
+            if what != "equal":
+                rest[0] += ones[i:j]
+                rest[1] += others[p:q]
+    alone, pairs = [], []
+    while rest[0]:
+        e = rest[0][0]
+        near = sorted(rest[1], key=lambda o: (
+            o.kind != e.kind, np.prod(o.shape) != np.prod(e.shape),
+            -difflib.SequenceMatcher(None, e.name, o.name).ratio()))
+        group, entries = _partners(rest[0], near)
+        if entries:
+            pairs.append(_line(group, entries))
+        else:
+            alone.append(f"  {e}: nothing like it in b" + (
+                f", nearest is {near[0]}" if near else ""))
+        rest = [[x for x in side if x not in used]
+                for side, used in zip(rest, group)]
+    return alone + pairs, rest[1]
+
+
+def _partners(a: Sequence[Entry], b: Sequence[Entry]
+              ) -> tuple[Group, dict[str, Any]]:
+    """The first tensor of `a`, perhaps with others of its shape, and the
+    first of `b` that it can be, with the entries of a map."""
+    for o in b:
+        for n, m in SIZES:
+            ones, others = (tuple(
+                x for x in side if (x.kind, x.shape) == (e.kind, e.shape)
+                )[:count] for side, e, count in ((a, a[0], n), (b, o, m)))
+            said = next(alternatives(
+                [e.shape for e in ones], [e.shape for e in others]), None) \
+                if (len(ones), len(others)) == (n, m) else None
+            if said is not None:
+                return (ones, others), as_map(ones, others, said)
+    return ((a[0],), ()), {}
+
+
+def _line(group: Group, entries: Mapping[str, Any]) -> str:
+    ones, others = (_some([str(e) for e in side]) for side in group)
+    return f"  {ones} and {others}: {json.dumps(entries)[1:-1]}"

@@ -59,7 +59,8 @@ class Plan(NamedTuple):
     ----------
     how : str
         "given map", "equal names", "order and shape", "position in the
-        graph", or the first and one of the others for the rest.
+        graph", "form and position", or the first and one of the others for
+        the rest.
     pairs : list of Pair
     left : dict of str -> list of str
         For "a" and "b": constants without a partner, which stay as they are.

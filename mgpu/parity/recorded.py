@@ -201,16 +201,17 @@ class RecordedRun(Run):
         """See `describe_probe`: other values raise ValueError."""
         node, get = self.header["probe"], self._reader.get
         own = at_one_device(self._now, self.entries)
-        named = {**own, **matching.drawn(self.entries, named=True)}
-        passes = [(node, own, matching.drawn(self.entries))]
+        passes: list[tuple[Any, ...]] = [
+            (node, lambda: own, lambda: matching.drawn(self.entries))]
         if "named" in node:     # not in traces of version 0.1
-            passes.append((node["named"], named, named))
+            passes.append((node["named"], *[lambda: {
+                **own, **matching.drawn(self.entries, named=True)}] * 2))
 
         def run(values: Mapping[str, np.ndarray], traced: bool
                 ) -> tuple[list, list]:
             for known, *expected in passes:
                 if all(np.array_equal(x, values[n], equal_nan=True)
-                       for n, x in expected[traced].items()):
+                       for n, x in expected[traced]().items()):
                     return ([get(x) for x in known["outputs"]], []) \
                         if not traced else ([], [
                             (tuple(names), get(x))

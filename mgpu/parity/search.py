@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.parity.maps import Wish, alternatives, pair_of
+from mgpu.parity.maps import Wish, alternatives, as_map, pair_of
 from mgpu.parity.measure import layer_of
 from mgpu.parity.plan import Entry, Pair
 
-#: so many tensors may be joined to one
-_MOST = 4
+#: so many tensors of a may be so many of b
+SIZES = ((1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (1, 3), (1, 4))
 #: forward passes that a search takes at most
 _PASSES = 200
 
@@ -19,7 +19,7 @@ _PASSES = 200
 Group = tuple[tuple[Entry, ...], tuple[Entry, ...]]
 
 
-class _Choice(NamedTuple):
+class Choice(NamedTuple):
     """The tensors of some layers of a that belong to those of some layers
     of b. An option is an order of the several ones, and what a map would say
     of each group."""
@@ -27,22 +27,33 @@ class _Choice(NamedTuple):
     groups: list[Group]
     options: list[tuple[tuple[int, ...], tuple[dict[str, Any], ...]]]
 
-    def pairs(self, option: int) -> list[Pair]:
+    def take(self, option: int) -> list[tuple[Group, dict[str, Any]]]:
+        """The groups under an option, each with what a map would say."""
         order, says = self.options[option]
+        return [((tuple(ones[i] for i in order) if len(ones) > 1 else ones,
+                  tuple(others[i] for i in order) if len(others) > 1
+                  else others), said)
+                for (ones, others), said in zip(self.groups, says)]
+
+    def pairs(self, option: int) -> list[Pair]:
+        """The pairs under an option."""
         found = []
-        for (ones, others), said in zip(self.groups, says):
-            if len(ones) > 1:
-                ones = tuple(ones[i] for i in order)
-            elif len(others) > 1:
-                others = tuple(others[i] for i in order)
+        for (ones, others), said in self.take(option):
             wish = Wish.read({**said, "to": [e.name for e in others]})
             found.append(pair_of([(e, wish) for e in ones], others))
         return found
 
+    def misfits(self, option: int) -> list[tuple[Group, dict[str, Any]]]:
+        """The groups of tensors in other forms, each with the entries of a
+        map."""
+        return [(group, as_map(*group, said))
+                for group, said in self.take(option)
+                if said or len(group[0]) > 1 or len(group[1]) > 1]
 
-def candidates(a: Sequence[Entry], b: Sequence[Entry],
-               kinds: Sequence[Mapping[str, str]],
-               called: Sequence[Sequence[str]]) -> Iterator[list[_Choice]]:
+
+def alignments(a: Sequence[Entry], b: Sequence[Entry],
+               kinds: Sequence[Mapping[str, str]] = ({}, {}),
+               called: Sequence[Sequence[str]] = ()) -> Iterator[list[Choice]]:
     """Ways to assign all tensors, where shapes allow it: in the order in
     which they stand in the networks, and in that of the calls of layers.
 
@@ -53,22 +64,22 @@ def candidates(a: Sequence[Entry], b: Sequence[Entry],
     called : (sequence, sequence)
         Names of parameters in the order of the calls.
     """
-    for ordered in (False, True):
+    for places in ((), [{name: i for i, name in enumerate(names)}
+                        for names in called]) if called else ((),):
         one, two = ([*side] for side in (a, b))
-        if ordered:
-            for side, names in zip((one, two), called):
-                place = {name: i for i, name in enumerate(names)}
-                side.sort(key=lambda e: place.get(e.name, len(place)))
+        for side, place in zip((one, two), places):
+            side.sort(key=lambda e: place.get(e.name, len(place)))
         packed = _packed(one, two)
         done = [{e.name for group in packed for e in group[i]}
                 for i in (0, 1)]
         groups = _aligned([e for e in one if e.name not in done[0]],
                           [e for e in two if e.name not in done[1]])
         if groups is not None:
-            place = {name: i for i, name in enumerate(called[0])}
+            order = list(called[0]) if called else []
             yield sorted(
                 _choices([*packed, *groups], kinds), key=lambda c: min(
-                    place.get(e.name, len(place)) for e in c.groups[0][0]))
+                    order.index(e.name) if e.name in order else len(order)
+                    for e in c.groups[0][0]))
 
 
 def _packed(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group]:
@@ -110,11 +121,9 @@ def _aligned(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:
 
 def _in_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:
     """Both sequences cut into groups that shapes allow, or None."""
-    sizes = [(1, 1), *((n, 1) for n in range(2, _MOST + 1)),
-             *((1, n) for n in range(2, _MOST + 1))]
     dead: set[tuple[int, int]] = set()
     path: list[tuple[int, int, Iterator[tuple[int, int]]]] = [
-        (0, 0, iter(sizes))]
+        (0, 0, iter(SIZES))]
     while path:
         i, j, left = path[-1]
         if i == len(a) and j == len(b):
@@ -126,7 +135,7 @@ def _in_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:
                     and (i + n, j + m) not in dead and next(alternatives(
                         [e.shape for e in ones], [e.shape for e in others]),
                         None) is not None:
-                path.append((i + n, j + m, iter(sizes)))
+                path.append((i + n, j + m, iter(SIZES)))
                 break
         else:
             dead.add((i, j))
@@ -135,7 +144,7 @@ def _in_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:
 
 
 def _choices(groups: Sequence[Group], kinds: Sequence[Mapping[str, str]]
-             ) -> list[_Choice]:
+             ) -> list[Choice]:
     """One choice for all tensors of the same layers, so that a weight and
     its bias are split in one order."""
     layers: dict[Any, list[Group]] = {}
@@ -150,7 +159,7 @@ def _choices(groups: Sequence[Group], kinds: Sequence[Mapping[str, str]]
         orders = [tuple(range(len(several)))]
         if len({e.shape for e in several}) == 1:
             orders = list(itertools.permutations(orders[0]))
-        found.append(_Choice(members, [
+        found.append(Choice(members, [
             (order, said) for said in itertools.product(*says)
             for order in orders]))
     return found
@@ -171,9 +180,10 @@ def _says(ones: Sequence[Entry], others: Sequence[Entry],
     return found
 
 
-def decide(choices: Sequence[_Choice], agreement: Callable[[list[Pair]], int],
-           confirmed: Callable[[list[Pair]], bool]) -> list[Pair] | None:
-    """The pairs under which the networks compute the same, or None.
+def decide(choices: Sequence[Choice], agreement: Callable[[list[Pair]], int],
+           confirmed: Callable[[list[Pair]], bool]) -> tuple[list[int], bool]:
+    """The option of each choice under which the networks compute the same.
+    Without one, the likeliest options, and False.
 
     Choice after choice, in the order of the calls, takes the option with
     which equal inputs arrive at the most layers, and so do all later ones
@@ -187,35 +197,37 @@ def decide(choices: Sequence[_Choice], agreement: Callable[[list[Pair]], int],
     confirmed : callable
         Whether the outputs are equal.
     """
-    taken = [0] * len(choices)
-    passes = 0
+    taken, passes = [0] * len(choices), 0
 
-    def pairs(i: int, option: int) -> list[Pair]:
-        return [pair for j, choice in enumerate(choices)
-                for pair in choice.pairs(option if i == j else taken[j])]
-    if not choices or confirmed(pairs(0, 0)):
-        return pairs(0, 0) if choices else None
-    best = agreement(pairs(0, 0))
-    for i, choice in enumerate(choices):
-        first = taken[i]
-        for option in range(len(choice.options)):
-            passes += 1
-            if passes > _PASSES:
-                return None
-            if option != first and (now := agreement(pairs(i, option))) > best:
-                best, taken[i] = now, option
-        if taken[i] != first:   # layers of the same forms are alike
-            taken[i + 1:] = [
-                taken[i] if later.options == choice.options else other
-                for later, other in zip(choices[i + 1:], taken[i + 1:])]
-            best = agreement(pairs(i, taken[i]))
-            if confirmed(pairs(i, taken[i])):
-                return pairs(i, taken[i])
-    for i in reversed(range(len(choices))):
+    def pairs(options: Sequence[int]) -> list[Pair]:
+        return [pair for choice, option in zip(choices, options)
+                for pair in choice.pairs(option)]
+
+    def others(i: int) -> Iterator[list[int]]:
+        """With each other option of choice `i`."""
+        nonlocal passes
+        now = taken[:]
         for option in range(len(choices[i].options)):
-            passes += 1
-            if passes > _PASSES:
-                return None
-            if confirmed(pairs(i, option)):
-                return pairs(i, option)
-    return None
+            if option != now[i] and passes < _PASSES:
+                passes += 1
+                yield [*now[:i], option, *now[i + 1:]]
+    if confirmed(pairs(taken)):
+        return taken, True
+    best = agreement(pairs(taken))
+    for i, choice in enumerate(choices):
+        before = taken
+        for tried in others(i):
+            if (now := agreement(pairs(tried))) > best:
+                best, taken = now, tried
+        if taken is not before:     # layers of the same forms are alike
+            taken = taken[:i] + [
+                taken[i] if later.options == choice.options else option
+                for later, option in zip(choices[i:], taken[i:])]
+            best = agreement(pairs(taken))
+            if confirmed(pairs(taken)):
+                return taken, True
+    for i in reversed(range(len(choices))):
+        for tried in others(i):
+            if confirmed(pairs(tried)):
+                return tried, True
+    return taken, False

@@ -85,10 +85,15 @@ MUTANTS = [
                 "np.argsort(self.axes)", "self.axes"),
            ("parity/test_compare.py::test_match_by_a_map_with_axes",)),
     Mutant("guesses-unconfirmed", "what shapes allow is taken, whatever the "
-           "outputs", edit("mgpu.parity.search:decide",
-                           "or confirmed(pairs(0, 0))", "or True"),
+           "outputs", edit("mgpu.parity.matching:_by_form",
+                           "if sure:", "if True:"),
            ("parity/test_matching.py::test_a_form_that_no_pass_confirms_is_"
             "not_taken[*",)),
+    Mutant("misfits-last", "a message begins with what an entry can help",
+           edit("mgpu.parity.matching:_misfits", "alone + pairs",
+                "pairs + alone"),
+           ("parity/test_matching.py::test_a_message_names_the_misfits_first[*"
+            ,)),
     Mutant("squares-turn", "a transposed weight of a dense layer is taken for "
            "its layout", edit("mgpu.parity.search:_says",
                               "if known[0] == known[1]", "if False"),

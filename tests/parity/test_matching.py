@@ -1,4 +1,7 @@
 """Parameters that one side splits, joins, turns or reshapes."""
+import json
+import re
+
 import numpy as np
 import pytest
 
@@ -454,6 +457,55 @@ def test_found_beside_a_given_map():
 def test_a_form_that_no_pass_confirms_is_not_taken(a, b):
     with pytest.raises(MatchError):
         parity.compare(a, b, batches=batches())
+
+
+def pasted(message):
+    """The entries of a map that a message holds."""
+    return json.loads("{" + ", ".join(
+        re.findall(r'\): (".*)$', message, re.MULTILINE)) + "}")
+
+
+@pytest.mark.parametrize("a, b, place", [
+    (separate, lambda: fused(factor=1.001), "out"),
+    (fused, broken(separate, "out"), "out"),
+    (lambda: fused(factor=1.001), separate, "out"),
+    (separate, broken(gpt, "scores"), "scores"),
+    (CASES["packed"][0], broken(lstm, "scores"), "scores")])
+def test_a_message_holds_the_map_to_use(a, b, place):
+    """A port with a fault has no match that a pass confirms."""
+    with pytest.raises(MatchError) as error:
+        parity.compare(a, b, batches=batches())
+    result = parity.compare(a, b, batches=batches(),
+                            map=pasted(str(error.value)))
+    assert result.first.stage == "layer" and result.first.name == place
+
+
+@pytest.mark.parametrize("a, b, lines", [
+    ({"x": (2, 3), "q": (2, 4), "k": (2, 4), "extra": (7, 7)},
+     {"x": (3, 2), "qk": (4, 4)},
+     ["extra (7, 7): nothing like it in b",
+      'x (2, 3) and x (3, 2): "x": {"to": "x", "transpose": [1, 0]}',
+      'q (2, 4), k (2, 4) and qk (4, 4): "q": {"to": "qk", "part": [0, 2]}, '
+      '"k": {"to": "qk", "part": [1, 2]}']),
+    ({"qk": (4, 4), "o": (5, 2)}, {"q": (2, 4), "k": (2, 4), "o": (5, 3)},
+     ["o (5, 2): nothing like it in b, nearest is o (5, 3)",
+      'qk (4, 4) and q (2, 4), k (2, 4): "qk": {"to": ["q", "k"]}',
+      "left in b: o (5, 3)"]),
+    ({f"l{i}": (i + 2, i + 3) for i in range(40)},
+     {f"l{i}": (i + 3, i + 2) for i in range(39)},
+     ["l39 (41, 42): nothing like it in b",
+      'l0 (2, 3) and l0 (3, 2): "l0": {"to": "l0", "transpose": [1, 0]}'])])
+def test_a_message_names_the_misfits_first(a, b, lines):
+    shared = Entry("tied", "bias", (2,), True, ("other",))
+    with pytest.raises(MatchError) as error:
+        matching.match([*entries(**a), shared], [*entries(**b), shared])
+    said = str(error.value).splitlines()
+    assert len(said) <= 15
+    assert [line.strip() for line in said[1:len(lines) + 1]] == lines
+    if len(a) > 9:
+        assert len(said) == 15 and "  and 30 more" in said
+    assert "  shared in a: tied = other" in said
+    assert set(error.value.candidates) == {*a, ""}
 
 
 def test_layers_of_one_kind_keep_their_weights_alike():
