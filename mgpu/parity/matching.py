@@ -12,7 +12,8 @@ from mgpu.backends.base import Layer
 from mgpu.parity.maps import (MatchError, Target, alternatives, as_map,
                               read_map)
 from mgpu.parity.plan import Entry, Pair, Plan
-from mgpu.parity.search import SIZES, Choice, Group, alignments, decide
+from mgpu.parity.search import (SIZES, Choice, Group, aligned, alignments,
+                                decide, equal_shapes)
 
 #: the most lines of a message
 _LINES = 15
@@ -150,22 +151,11 @@ def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
 
 
 def _by_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Pair] | None:
-    pairs = []
-    kinds = dict.fromkeys(e.kind for e in (*a, *b))
-    for kind in kinds:      # one kind after the other: Gluon and torch
-        ones = [e for e in a if e.kind == kind]     # mix them differently
-        others = [e for e in b if e.kind == kind]
-        if [e.shape for e in ones] != [e.shape for e in others]:
-            if kind == "other":
-                continue
-            # Gluon keeps a gamma and a beta that it does not use; torch none.
-            ones, others = ([e for e in side if e.trained]
-                            for side in (ones, others))
-            if [e.shape for e in ones] != [e.shape for e in others]:
-                return None
-        pairs += [Pair((x.name,), (y.name,)) for x, y in zip(ones, others)]
+    groups = aligned(a, b, equal_shapes)
     place = {e.name: i for i, e in enumerate(a)}
-    return sorted(pairs, key=lambda pair: place[pair.a[0]])
+    return None if groups is None else sorted(
+        (Pair((one.name,), (other.name,)) for (one,), (other,) in groups),
+        key=lambda pair: place[pair.a[0]])
 
 
 class Probe:

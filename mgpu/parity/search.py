@@ -72,8 +72,8 @@ def alignments(a: Sequence[Entry], b: Sequence[Entry],
         packed = _packed(one, two)
         done = [{e.name for group in packed for e in group[i]}
                 for i in (0, 1)]
-        groups = _aligned([e for e in one if e.name not in done[0]],
-                          [e for e in two if e.name not in done[1]])
+        groups = aligned([e for e in one if e.name not in done[0]],
+                         [e for e in two if e.name not in done[1]], _in_order)
         if groups is not None:
             order = list(called[0]) if called else []
             yield sorted(
@@ -102,21 +102,31 @@ def _packed(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group]:
     return found if len(names) == len(set(names)) else []
 
 
-def _aligned(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:
-    """All tensors of both sides, kind after kind, or None."""
+def aligned(a: Sequence[Entry], b: Sequence[Entry], in_order: Callable[
+            [Sequence[Entry], Sequence[Entry]], list[Group] | None]
+            ) -> list[Group] | None:
+    """All tensors of both sides, or None. One kind is aligned after the
+    other: Gluon and torch mix them differently."""
     found: list[Group] = []
     for kind in dict.fromkeys(e.kind for e in (*a, *b)):
         ones, others = ([e for e in side if e.kind == kind]
                         for side in (a, b))
-        groups = _in_order(ones, others)
+        groups = in_order(ones, others)
         if groups is None and kind != "other":
-            # Gluon keeps a gamma and a beta that it does not use.
-            groups = _in_order([e for e in ones if e.trained],
-                               [e for e in others if e.trained])
+            # Gluon keeps a gamma and a beta that it does not use; torch none.
+            groups = in_order([e for e in ones if e.trained],
+                              [e for e in others if e.trained])
             if groups is None:
                 return None
         found += groups or []
     return found
+
+
+def equal_shapes(a: Sequence[Entry], b: Sequence[Entry]
+                 ) -> list[Group] | None:
+    """Each tensor with that in the same place."""
+    return [((x,), (y,)) for x, y in zip(a, b)] \
+        if [e.shape for e in a] == [e.shape for e in b] else None
 
 
 def _in_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Group] | None:

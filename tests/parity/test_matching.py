@@ -399,6 +399,34 @@ def covering():
                          nn.Flatten(), nn.Linear(5, 3))
 
 
+def encoder():
+    """torch's own layer, whose prediction has a path without its parts."""
+    from torch import nn
+    return nn.Sequential(
+        *(nn.TransformerEncoderLayer(UNITS, 1, 6, dropout=0.0,
+                                     batch_first=True) for _ in range(2)),
+        nn.Flatten(), nn.Linear(LENGTH * UNITS, 3))
+
+
+def blocks():
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("k", "q", "v", "out"):
+                setattr(self, name, nn.Linear(UNITS, UNITS))
+            self.one, self.two = (nn.LayerNorm(UNITS) for _ in range(2))
+            self.wide, self.back = nn.Linear(UNITS, 6), nn.Linear(6, UNITS)
+
+        def forward(self, x):
+            x = self.one(x + self.out(attend(
+                self.q(x), self.k(x), self.v(x))))
+            return self.two(x + self.back(self.wide(x).relu()))
+    return nn.Sequential(Block(), Block(), nn.Flatten(),
+                         nn.Linear(LENGTH * UNITS, 3))
+
+
 def tall(make):
     """Another order of registration, and of the calls."""
     def net():
@@ -414,6 +442,7 @@ def tall(make):
 
 FOUND = {name: CASES[name][:2] for name in CASES if name != "blocks"} | {
     "squares": (mixed([0, 0, 0]), mixed([1, 0, 1])),
+    "encoder": (blocks, encoder),
     "squares, the last": (mixed([0, 0, 0]), mixed([0, 0, 1])),
     "three to three": (separate, tall(separate)),
     "another order": (lambda: separate("kvq"), tall(fused)),
@@ -546,6 +575,7 @@ def test_a_frozen_part_is_a_difference(case, a, b, two_devices):
                             optimizer=ADAM[0], optimizer_params=ADAM[1])
     assert result.verdict == "different"
     assert result.first.stage == "gradient" and result.first.step == 1
+    assert result.causes[0].name == "frozen parameter"
     assert result.first.name in {
         ("joined", 1): ["k.weight"], ("joined", 0): [
             f"{n}.weight" for n in "qkv"]}.get((case, len(a)),
