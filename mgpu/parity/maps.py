@@ -1,6 +1,6 @@
 """What a map says of the parameters of two networks."""
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,11 +69,12 @@ class Wish(NamedTuple):
         read: dict[str, Any] = {}
         for key in ("part", "transpose", "blocks"):
             value = target.get(key)
-            if value is not None and not (
-                    isinstance(value, (list, tuple))
-                    and all(is_integer(i, 0) for i in value)):
-                raise ValueError(f'"{key}" is a list of numbers from 0')
-            read[key] = None if value is None else tuple(map(int, value))
+            if value is not None:
+                value = tuple(value) if isinstance(value, Iterable) else ("",)
+                if not all(is_integer(i, 0) for i in value):
+                    raise ValueError(f'"{key}" is a list of numbers from 0')
+                value = tuple(map(int, value))
+            read[key] = value
         read["axis"] = target.get("axis", 0)
         read["reshape"] = target.get("reshape", False)
         if not is_integer(read["axis"], 0):

@@ -39,7 +39,8 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
     a, b : sequences of Entry
         In the order of the layers.
     given : dict, optional
-        For names of `a`: the name in `b`, or a dict of what `Wish` has.
+        For names of `a`: the name in `b`, or a dict of what
+        `mgpu.parity.maps.Wish` has.
     rules : sequence of (pattern, replacement)
         Regular expressions that turn names of `b` into names of `a`.
     probe : Probe, optional
