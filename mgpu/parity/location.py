@@ -124,7 +124,7 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
            layers_a: Sequence[Layer], layers_b: Sequence[Layer], plan: Plan,
            tolerance: float, summarised: bool = False) -> Location | None:
     """The first layer whose output differs, or None. `pairs` says which
-    belong together; summaries cannot be joined."""
+    belong together. Those of `summarised` calls cannot be joined."""
     of_a, of_b = ({layer.path: layer for layer in layers}
                   for layers in (layers_a, layers_b))
 
@@ -154,6 +154,8 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         layers = of_a.get(one.path), of_b.get(two.path)
         if _agree(one.outputs, two.outputs, tolerance):
             continue
+        if groups and _sizes(one, summarised) != _sizes(two, summarised):
+            continue    # what is behind single layers of a group
         one, two = (activated(calls_a, i, of_a, layers[1]),
                     activated(calls_b, j, of_b, layers[0]))
         if not _agree(one.outputs, two.outputs, tolerance):
@@ -163,6 +165,12 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                     (calls_a[i], one), (calls_b[j], two))
                     if now is not call and call.outputs])
     return None
+
+
+def _sizes(call: LayerCall, summarised: bool) -> list[float]:
+    """The numbers of elements of the inputs."""
+    return [float(n) for n in call.inputs[-1]] if summarised \
+        else [x.size for x in call.inputs]
 
 
 def _of_group(calls: Sequence[LayerCall], paths: set[str],

@@ -109,6 +109,12 @@ MUTANTS = [
            "parameters", edit("mgpu.parity.location:together",
                               "if pair.whole or", "if True or"),
            ("parity/test_matching.py::test_a_fault_has_its_place[*",)),
+    Mutant("behind-parts", "an activation behind one of several layers is "
+           "compared with one behind all of them",
+           edit("mgpu.parity.location:locate", "if groups and _sizes",
+                "if False and _sizes"),
+           ("parity/test_matching.py::test_a_fault_behind_convolutions_side_by_"
+            "side[*",)),
     Mutant("parts-without-gradients", "what one side does not train is left "
            "out", edit("mgpu.parity.comparison:Comparison._tensors",
                        "self.plan.names().keys()",

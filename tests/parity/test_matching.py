@@ -167,6 +167,26 @@ def stack(make):
     return lambda: nn.Sequential(*make(nn))
 
 
+def convolved(joined, factor=1.0):
+    """Two convolutions side by side, an activation behind each."""
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, units in {"all": 7}.items() if joined \
+                    else {"one": 3, "two": 4}.items():
+                setattr(self, name, nn.Conv1d(LENGTH, units, 1))
+            self.scores = nn.Linear(7 * UNITS, 3)
+
+        def forward(self, x):
+            import torch
+            layers = [self.all] if joined else [self.one, self.two]
+            return self.scores(torch.cat([
+                (layer(x) * factor).relu() for layer in layers], 1).flatten(1))
+    return Net
+
+
 class Layer:
     """A layer from a function without parameters."""
 
@@ -348,6 +368,22 @@ def broken(make, name, factor=1.001):
     return broken
 
 
+@pytest.mark.parametrize("b, layer, agree", [
+    (convolved(True, 1.001), "scores", False),
+    (broken(convolved(True), "all"), "one + two", True),
+    (broken(convolved(True), "scores"), "scores", True)])
+def test_a_fault_behind_convolutions_side_by_side(b, layer, agree, tmp_path):
+    given = parts("all.{}", ["one", "two"])
+    result = parity.compare(convolved(False), b, batches=batches(), map=given)
+    assert (result.first.stage, result.first.name) == ("layer", layer)
+    assert result.location["inputs_agree"] is agree
+    trace.record(convolved(False), batches=batches(), file=tmp_path / "x")
+    result = trace.compare_trace(tmp_path / "x", b, map=given)
+    # summaries of two layers are none of both
+    assert (result.first.stage, result.first.name) == ("layer", "scores")
+    assert result.location["inputs_agree"] is (agree and layer == "scores")
+
+
 @pytest.mark.parametrize("a, b, given, layer, agree", [
     ("qkv", lambda: fused(factor=1.001), "joined", "out", False),
     ("qkv", broken(fused, "all"), "joined", "q + k + v", True),
@@ -443,6 +479,7 @@ def tall(make):
 FOUND = {name: CASES[name][:2] for name in CASES if name != "blocks"} | {
     "squares": (mixed([0, 0, 0]), mixed([1, 0, 1])),
     "encoder": (blocks, encoder),
+    "convolutions": (convolved(False), convolved(True)),
     "squares, the last": (mixed([0, 0, 0]), mixed([0, 0, 1])),
     "three to three": (separate, tall(separate)),
     "another order": (lambda: separate("kvq"), tall(fused)),
