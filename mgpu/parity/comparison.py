@@ -170,6 +170,9 @@ class Comparison:
         As for `compare`.
     """
 
+    #: whether calls of layers hold summaries
+    summarised = False
+
     def __init__(self, a: Any, b: Any, *, batches: Batches,
                  steps: int | None, dtype: str, seed: int, dropout: str,
                  tolerance: float | None = None, strict: bool = False,
@@ -219,7 +222,8 @@ class Comparison:
         start = self.a.state(), self.b.state()
         X = first_rows(self.first_batch[0], 2)
         probe = matching.Probe(self.a.probe(X), self.b.probe(X),
-                               at_one_device(start[0], self.a.entries))
+                               at_one_device(start[0], self.a.entries),
+                               (self.a.layers, self.b.layers))
         try:
             self.plan = matching.match(self.a.entries, self.b.entries,
                                        given=given, rules=rules, probe=probe)
@@ -234,6 +238,11 @@ class Comparison:
         for run in (self.a, self.b):
             if isinstance(run, LiveRun):
                 check_deterministic(run, *self.first_batch)
+        if not all(pair.whole for pair in self.plan.pairs):
+            self.notes += dict.fromkeys(
+                f"{run.updates.optimizer!r} does not update each element by "
+                "itself: how parameters are divided makes a difference"
+                for run in (self.a, self.b) if not run.updates.by_element())
         if any(layer.kind == "dropout" for run in (self.a, self.b)
                for layer in run.layers):
             self.notes.append("dropout: " + self.settings["dropout"])
@@ -339,9 +348,8 @@ class Comparison:
     def in_terms_of_a(self, step: StepResult) -> StepResult:
         """A step of `b`, changed to the names and terms of `a`."""
         back = self.plan.inverse()
-        names = {pair.a: pair.b for pair in back.pairs}
         step.gradients = back.to_b(step.gradients)
-        step.apart = {names.get(n, n): d for n, d in step.apart.items()}
+        step.apart = _worst(step.apart, back.names())
         step.after = translate(step.after, back, self.b, self.a)
         return step
 
@@ -354,11 +362,13 @@ class Comparison:
                                      two.predictions)
         gaps.append(self.single_gap(step, "loss", "", one.losses, two.losses))
         gaps += self._tensors(step, "gradient", one.gradients, two.gradients)
-        worst = max([0.0, *one.apart.values(), *two.apart.values()])
+        firsts = {n: p.a[0] for p in self.plan.pairs for n in p.a}
+        mine, yours = (_worst(s.apart, firsts) for s in (one, two))
+        worst = max([0.0, *mine.values(), *yours.values()])
         gaps += [measure.gap(
-            step, "devices", name, one.apart.get(name, 0.0),
-            two.apart.get(name, 0.0), worst, 0.0)
-            for name in {**one.apart, **two.apart} if worst]
+            step, "devices", name, mine.get(name, 0.0),
+            yours.get(name, 0.0), worst, 0.0)
+            for name in {**mine, **yours} if worst]
         entries = {e.name: e for e in self.a.entries}
         after = _as_many(one.after.values, two.after.values, entries.values())
         for stage, statistic in (("weight", False), ("statistic", True)):
@@ -389,7 +399,7 @@ class Comparison:
             step, stage, {n: x[n] for n in both}, {n: z[n] for n in both},
             self.tolerance, self.epsilon, layer)
         # on one side nothing reached these
-        alone = (x.keys() ^ z.keys()) & {pair.a for pair in self.plan.pairs}
+        alone = (x.keys() ^ z.keys()) & self.plan.names().keys()
         return gaps + [Gap(step, stage, name, np.inf, np.inf, 1.0,
                            "different", (), float(name in x),
                            float(name in z)) for name in alone]
@@ -478,7 +488,7 @@ class Comparison:
             predict = "output" not in wrong
             location = locate(*self.calls(number, X, y, before, predict),
                               self.a.by_path(), self.b.by_path(), self.plan,
-                              self.tolerance)
+                              self.tolerance, self.summarised)
             self.b.load(after, self._memory)
             if predict:     # no cause of a training pass is looked for there
                 location, predicting = None, location
@@ -564,6 +574,16 @@ class Comparison:
 def _different(gaps: Sequence[Gap]) -> set[str]:
     """The stages in which something differs."""
     return {g.stage for g in gaps if g.status == "different"}
+
+
+def _worst(apart: Mapping[str, float], names: Mapping[str, str]
+           ) -> dict[str, float]:
+    """The largest number under each of the new names."""
+    found: dict[str, float] = {}
+    for name, distance in apart.items():
+        name = names.get(name, name)
+        found[name] = max(found.get(name, 0.0), distance)
+    return found
 
 
 def _as_many(x: Arrays, z: Arrays, entries: Iterable[Entry]) -> list[Arrays]:

@@ -1,7 +1,7 @@
 """Where do two networks differ first?"""
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,34 +58,76 @@ class Location(NamedTuple):
     inner: list[np.ndarray] = []
 
 
+def together(layers_a: Iterable[Layer], layers_b: Iterable[Layer],
+             plan: Plan) -> list[tuple[set[str], set[str]]]:
+    """Layers of a and of b (paths) that have parameters in pieces of one
+    another: only together they are partners."""
+    owners: list[dict[str, set[str]]] = [{}, {}]
+    for own, layers in zip(owners, (layers_a, layers_b)):
+        for layer in layers:
+            for name in layer.parameters:
+                own.setdefault(name, set()).add(layer.path)
+    links = [[{path for n in names for path in own.get(n, ())}
+              for own, names in zip(owners, (pair.a, pair.b))]
+             for pair in plan.pairs]
+    found: list[tuple[set[str], set[str]]] = []
+    for pair, (one, two) in zip(plan.pairs, links):
+        if pair.whole or len(one) == len(two) == 1:
+            continue
+        size = 0
+        while size < len(one) + len(two):   # what they share with others
+            size = len(one) + len(two)
+            for x, z in links:
+                if x & one or z & two:
+                    one, two = one | x, two | z
+        if (one, two) not in found:
+            found.append((one, two))
+    return found
+
+
 def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
           layers_a: Mapping[str, Layer], layers_b: Mapping[str, Layer],
-          plan: Plan) -> Iterator[tuple[int, int]]:
+          plan: Plan, groups: bool = False) -> Iterator[tuple[int, int]]:
     """The numbers of the calls of two sides that belong together.
 
     A layer with parameters is paired with the layer of their partners,
-    others by kind, in the order of the calls between those.
+    others by kind, in the order of the calls between those. Layers that are
+    partners only `together` are left out; `groups`: their last calls are
+    paired.
     """
-    def key(path: str, layers: Mapping[str, Layer],
-            names: Mapping[str, str]) -> str:
-        layer, kind = layers.get(path), kind_of(path, layers)
-        return next((names[n] for n in (layer.parameters if layer else ())
-                     if n in names), POOLS.get(
-                         kind, "activation" if kind in ACTIVATIONS else kind))
+    joint = together(layers_a.values(), layers_b.values(), plan)
+
+    def keys(paths: Sequence[str], layers: Mapping[str, Layer], side: int
+             ) -> Iterator[str]:
+        names = {n: p.a[0] for p in plan.pairs for n in (p.a, p.b)[side]}
+        members = {path: i for i, group in enumerate(joint)
+                   for path in group[side]}
+        # by its group, the layer that is called last
+        last = {members[path]: path for path in paths if path in members}
+        for path in paths:
+            layer, kind = layers.get(path), kind_of(path, layers)
+            if path in members:
+                number = members[path]
+                yield f"group {number}" if groups and last[number] == path \
+                    else f"{side} {path}"
+            else:
+                yield next((names[n] for n in (
+                    layer.parameters if layer else ()) if n in names),
+                    POOLS.get(kind, "activation" if kind in ACTIVATIONS
+                              else kind))
     for block in difflib.SequenceMatcher(
-            None, [key(path, layers_a, {p.a: p.a for p in plan.pairs})
-                   for path in paths_a],
-            [key(path, layers_b, {p.b: p.a for p in plan.pairs})
-             for path in paths_b], autojunk=False).get_matching_blocks():
+            None, [*keys(paths_a, layers_a, 0)],
+            [*keys(paths_b, layers_b, 1)], autojunk=False
+            ).get_matching_blocks():
         for k in range(block.size):
             yield block.a + k, block.b + k
 
 
 def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
            of_a: Mapping[str, Layer], of_b: Mapping[str, Layer], plan: Plan,
-           tolerance: float) -> Location | None:
+           tolerance: float, summarised: bool = False) -> Location | None:
     """The first layer whose output differs, or None. `pairs` says which
-    belong together."""
+    belong together. Those of `summarised` calls cannot be joined."""
     def activated(calls: Sequence[LayerCall], i: int,
                   layers: Mapping[str, Layer], other: Layer | None
                   ) -> LayerCall:
@@ -96,10 +138,23 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                 calls[i + 1].path, layers) in ACTIVATIONS:
             return calls[i]._replace(outputs=calls[i + 1].outputs)
         return calls[i]
+    groups = together(of_a.values(), of_b.values(), plan)
     for i, j in pairs([c.path for c in calls_a], [c.path for c in calls_b],
-                      of_a, of_b, plan):
+                      of_a, of_b, plan, groups=not summarised):
         one, two = calls_a[i], calls_b[j]
+        group = next((g for g in groups if one.path in g[0]
+                      and two.path in g[1]), None)
+        if group is not None:
+            place = _locate_group(
+                _of_group(calls_a[:i + 1], group[0], of_a),
+                _of_group(calls_b[:j + 1], group[1], of_b), (i, j), tolerance)
+            if place is not None:
+                return place
+            continue
         layers = of_a.get(one.path), of_b.get(two.path)
+        if groups and _sizes(one, summarised) != _sizes(two, summarised) \
+                and not _agree(one.outputs, two.outputs, tolerance):
+            continue    # what is behind single layers of a group
         # First, since tanh of small numbers nearly is these numbers.
         one, two = (activated(calls_a, i, of_a, layers[1]),
                     activated(calls_b, j, of_b, layers[0]))
@@ -111,6 +166,52 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                     (calls_a[i], one), (calls_b[j], two))
                     if now is not call and call.outputs])
     return None
+
+
+def _sizes(call: LayerCall, summarised: bool) -> list[float]:
+    """The numbers of elements of the inputs."""
+    return [float(n) for n in call.inputs[-1]] if summarised \
+        else [x.size for x in call.inputs]
+
+
+def _of_group(calls: Sequence[LayerCall], paths: set[str],
+              layers: Mapping[str, Layer]) -> list[tuple[Layer, LayerCall]]:
+    """The last call of each layer of a group, in their order."""
+    found = {call.path: call for call in reversed(calls)
+             if call.path in paths and call.outputs}
+    return [(layers[path], found[path]) for path in reversed(found)]
+
+
+def _locate_group(one: list[tuple[Layer, LayerCall]],
+                  two: list[tuple[Layer, LayerCall]], at: tuple[int, int],
+                  tolerance: float) -> Location | None:
+    """The place, where layers that get the same together return something
+    else: the last of them, or all side by side."""
+    if not one or not two:
+        return None
+    (layer_a, call_a), (layer_b, call_b) = one[0], two[0]
+    if not call_a.inputs or not call_b.inputs \
+            or call_a.inputs[0].size != call_b.inputs[0].size:
+        return None
+    if not _agree(call_a.inputs[:1], call_b.inputs[:1], tolerance):
+        return Location(layer_a, layer_b, False, call_a, call_b, at)
+    ends = [side[-1][1].outputs[0] for side in (one, two)]
+    if ends[0].size != ends[1].size:
+        try:
+            ends = [np.concatenate([
+                call.outputs[0] for _, call in side],
+                1 if side[0][0].kind.startswith("conv") else -1)
+                for side in (one, two)]
+        except ValueError:      # not side by side
+            return None
+    if ends[0].size != ends[1].size or _agree(ends[:1], ends[1:], tolerance):
+        return None
+    layers = [Layer(" + ".join(layer.path for layer, _ in side),
+                    " + ".join(layer.kind for layer, _ in side), {}, ())
+              for side in (one, two)]
+    calls = [LayerCall(layer.path, side[0][1].inputs, [end])
+             for layer, side, end in zip(layers, (one, two), ends)]
+    return Location(layers[0], layers[1], True, calls[0], calls[1], at)
 
 
 def _agree(x: Sequence[np.ndarray], z: Sequence[np.ndarray],

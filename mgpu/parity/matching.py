@@ -1,121 +1,25 @@
 """Which parameter of one network is which of the other."""
+import difflib
+import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from mgpu.parameters import STATISTICS
+from mgpu.backends.base import Layer
+from mgpu.parity.maps import (MatchError, Target, alternatives, as_map,
+                              read_map)
+from mgpu.parity.plan import Entry, Pair, Plan
+from mgpu.parity.search import (SIZES, Choice, Group, aligned, alignments,
+                                decide, equal_shapes)
 
-#: what an explicit map may say of a parameter of `a`: its name in `b`, or
-#: ``{"to": name, "transpose": axes}``
-Target = str | Mapping[str, Any]
+#: the most lines of a message
+_LINES = 15
 Rules = Sequence[tuple[str, str]]
 #: see `Probe`
 RunWith = Callable[[Mapping[str, np.ndarray], bool], tuple[list, list]]
-
-
-class MatchError(ValueError):
-    """The parameters of two networks cannot be matched, or in several ways.
-
-    Attributes
-    ----------
-    candidates : dict of str -> list of str
-        For each parameter of `a` without a partner, those of `b` that it
-        could be; under ``""`` those of `b` that are left.
-    """
-
-    def __init__(self, message: str, candidates: dict[str, list[str]]):
-        super().__init__(message)
-        self.candidates = candidates
-
-
-class Entry(NamedTuple):
-    """One parameter or running statistic of one side."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    trained: bool
-    aliases: tuple[str, ...] = ()       # other names of the same tensor
-
-    @property
-    def is_statistic(self) -> bool:
-        return self.kind in STATISTICS
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.shape}"
-
-
-class Pair(NamedTuple):
-    """`a` and `b` are names; ``b's value == a's.transpose(axes)``."""
-
-    a: str
-    b: str
-    axes: tuple[int, ...] | None = None
-
-
-class Plan(NamedTuple):
-    """How values travel between two networks.
-
-    Attributes
-    ----------
-    how : str
-        "given map", "equal names", "order and shape", "position in the
-        graph", or the first and one of the others for the rest.
-    pairs : list of Pair
-    left : dict of str -> list of str
-        For "a" and "b": constants without a partner, which stay as they are.
-    confirmed : bool or None
-        Whether a forward pass gave equal outputs under this plan. None: not
-        tried.
-    notes : list of str
-        What a reader should know, for example shared parameters.
-    """
-
-    how: str
-    pairs: list[Pair]
-    left: dict[str, list[str]] = {}
-    confirmed: bool | None = None
-    notes: list[str] = []
-
-    def to_b(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Values of `a`, by the names and in the layout of `b`."""
-        return {pair.b: _turn(values[pair.a], pair.axes)
-                for pair in self.pairs if pair.a in values}
-
-    def inverse(self) -> "Plan":
-        """The plan with `a` and `b` exchanged."""
-        return self._replace(pairs=[
-            Pair(p.b, p.a, p.axes and tuple(int(i) for i in
-                                            np.argsort(p.axes)))
-            for p in self.pairs])
-
-    def to_a(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Values of `b`, by the names and in the layout of `a`."""
-        return self.inverse().to_b(values)
-
-    def lines(self) -> list[str]:
-        """The plan as text: a line for each pair."""
-        lines = [f"matched by {self.how}: {len(self.pairs)} tensors" + {
-            True: ", confirmed by a forward pass",
-            False: ", NOT confirmed: with equal values the outputs differ",
-            None: ""}[self.confirmed]]
-        lines += [f"  {p.a} <- {p.b}" + (f" transposed to {p.axes}"
-                                         if p.axes else "")
-                  for p in self.pairs]
-        for side, names in self.left.items():
-            lines += [f"  left as it is in {side}: {name}" for name in names]
-        return lines + [f"  {note}" for note in self.notes]
-
-
-def _turn(value: Any, axes: tuple[int, ...] | None) -> np.ndarray:
-    value = np.asarray(value)
-    if axes is None:
-        return value
-    lead = value.ndim - len(axes)       # statistics of several devices
-    return value.transpose([*range(lead), *(i + lead for i in axes)])
 
 
 def match(a: Sequence[Entry], b: Sequence[Entry], *,
@@ -126,15 +30,17 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
     The pairs in `given` are settled first. The rest is matched by equal
     names (after `rules`), by order and shape, and by position in the graph.
     The first complete match that a forward pass of `probe` confirms is
-    taken, else the first complete one.
+    taken. If there is none, parameters that have another form in `b` are
+    looked for; only a forward pass can tell that they are the same. Else the
+    first complete match is taken.
 
     Parameters
     ----------
     a, b : sequences of Entry
         In the order of the layers.
     given : dict, optional
-        For names of `a`: the name in `b`, or ``{"to": name, "transpose":
-        axes}`` where ``b = a.transpose(axes)``.
+        For names of `a`: the name in `b`, or a dict of what
+        `mgpu.parity.maps.Wish` has.
     rules : sequence of (pattern, replacement)
         Regular expressions that turn names of `b` into names of `a`.
     probe : Probe, optional
@@ -145,7 +51,7 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
         No complete match, or several candidates that nothing tells apart.
         The text and `candidates` list them.
     """
-    settled = _given(a, b, given or {})
+    settled = read_map(a, b, given or {})
     rest_a, rest_b = _unpaired(a, b, settled)
     ways: list[tuple[str, Callable[[], list[Pair] | None]]] = [
         ("equal names", lambda: _by_name(rest_a, rest_b, rules)),
@@ -163,16 +69,23 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
             continue
         pairs = settled + pairs
         how = " and ".join(filter(None, ("given map" if settled else "", how)))
-        left = {side: [e.name for e in entries] for side, entries
-                in zip("ab", _unpaired(a, b, pairs))}
-        plan = Plan(how, pairs, left, None, notes)
+        plan = Plan(how, pairs, _left(a, b, pairs), None, notes)
         if probe is not None:
             plan = plan._replace(confirmed=probe.confirms(plan))
         if plan.confirmed is not False:
             return plan
         found.append(plan)
+    likely: list[tuple[Choice, int]] = []
+    if probe is not None and ways[0][0]:
+        likely, confirmed = _by_form(a, rest_a, rest_b, probe, settled)
+        if confirmed:
+            pairs = settled + [pair for choice, option in likely
+                               for pair in choice.pairs(option)]
+            return Plan("given map and " * bool(settled)
+                        + "form and position", pairs, _left(a, b, pairs),
+                        True, notes)
     if not found:
-        raise _no_match(rest_a, rest_b, notes)
+        raise _no_match(rest_a, rest_b, notes, likely)
     if found[0].how != "equal names":
         _refuse_disagreement(found)
     return found[0]
@@ -181,8 +94,9 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
 def _refuse_disagreement(plans: list[Plan]) -> None:
     """Several complete plans, none of them confirmed."""
     found: dict[str, dict[str, None]] = {}
-    for pair in (pair for plan in plans for pair in plan.pairs):
-        found.setdefault(pair.a, {})[pair.b] = None
+    for plan in plans:
+        for name, other in plan.names().items():
+            found.setdefault(name, {})[other] = None
     candidates = {name: list(names) for name, names in found.items()
                   if len(names) > 1}
     if candidates:
@@ -197,47 +111,20 @@ def _refuse_disagreement(plans: list[Plan]) -> None:
 
 def _unpaired(a: Sequence[Entry], b: Sequence[Entry], pairs: Sequence[Pair]
               ) -> tuple[list[Entry], list[Entry]]:
-    done_a, done_b = {pair.a for pair in pairs}, {pair.b for pair in pairs}
+    done_a = {name for pair in pairs for name in pair.a}
+    done_b = {name for pair in pairs for name in pair.b}
     return ([e for e in a if e.name not in done_a],
             [e for e in b if e.name not in done_b])
 
 
+def _left(a: Sequence[Entry], b: Sequence[Entry], pairs: Sequence[Pair]
+          ) -> dict[str, list[str]]:
+    return {side: [e.name for e in entries] for side, entries
+            in zip("ab", _unpaired(a, b, pairs))}
+
+
 def _needed(entries: Iterable[Entry]) -> list[Entry]:
     return [e for e in entries if e.kind != "other"]
-
-
-def _given(a: Sequence[Entry], b: Sequence[Entry],
-           given: Mapping[str, Target]) -> list[Pair]:
-    of_a, of_b = ({name: e for e in side for name in (e.name, *e.aliases)}
-                  for side in (a, b))
-    pairs: dict[Pair, None] = {}
-    wrong = []
-    for name, target in given.items():
-        axes = None
-        if not isinstance(target, str):
-            axes = target.get("transpose")
-            axes = None if axes is None else tuple(int(i) for i in axes)
-            target = target.get("to", "")
-        if name not in of_a or target not in of_b:
-            wrong.append(f"{name!r} -> {target!r}: no such name in "
-                         + ("a" if name not in of_a else "b"))
-            continue
-        one, other = of_a[name], of_b[target]
-        order = range(len(one.shape)) if axes is None else axes
-        if sorted(order) != list(range(len(one.shape))):
-            wrong.append(f"{name!r}: {axes} are not the axes of {one}")
-        elif tuple(one.shape[i] for i in order) != other.shape:
-            wrong.append(f"{one} -> {other}: another shape")
-        pairs[Pair(one.name, other.name, axes)] = None
-    for side in ("a", "b"):
-        names = [getattr(pair, side) for pair in pairs]
-        wrong += [f"{name!r} of {side} is named twice"
-                  for name in sorted({n for n in names if names.count(n) > 1})]
-    if wrong:
-        raise MatchError("a map pairs each name of a with one of b, of equal "
-                         "shape; received " + "; ".join(wrong) + ". Correct "
-                         "these entries.", {})
-    return list(pairs)
 
 
 def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
@@ -255,32 +142,21 @@ def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
         other = next((of_b[n] for n in (e.name, *e.aliases) if n in of_b),
                      None)
         if other is not None and other.shape == e.shape:
-            pairs.append(Pair(e.name, other.name))
+            pairs.append(Pair((e.name,), (other.name,)))
         elif e.kind != "other":
             return None
-    taken = {pair.b for pair in pairs}
+    taken = {name for pair in pairs for name in pair.b}
     complete = len(taken) == len(pairs) and all(
         e.name in taken for e in _needed(b))
     return pairs if complete else None
 
 
 def _by_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Pair] | None:
-    pairs = []
-    kinds = dict.fromkeys(e.kind for e in (*a, *b))
-    for kind in kinds:      # one kind after the other: Gluon and torch
-        ones = [e for e in a if e.kind == kind]     # mix them differently
-        others = [e for e in b if e.kind == kind]
-        if [e.shape for e in ones] != [e.shape for e in others]:
-            if kind == "other":
-                continue
-            # Gluon keeps a gamma and a beta that it does not use; torch none.
-            ones, others = ([e for e in side if e.trained]
-                            for side in (ones, others))
-            if [e.shape for e in ones] != [e.shape for e in others]:
-                return None
-        pairs += [Pair(x.name, y.name) for x, y in zip(ones, others)]
+    groups = aligned(a, b, equal_shapes)
     place = {e.name: i for i, e in enumerate(a)}
-    return sorted(pairs, key=lambda pair: place[pair.a])
+    return None if groups is None else sorted(
+        (Pair((one.name,), (other.name,)) for (one,), (other,) in groups),
+        key=lambda pair: place[pair.a[0]])
 
 
 class Probe:
@@ -296,27 +172,45 @@ class Probe:
         which one is asked for; the other is empty, since calls take memory.
     values_a : dict
         Values of `a` that the probe starts from.
+    layers : (sequence, sequence)
+        The layers of both.
     """
 
     def __init__(self, run_a: RunWith, run_b: RunWith,
-                 values_a: Mapping[str, np.ndarray]):
+                 values_a: Mapping[str, np.ndarray],
+                 layers: Sequence[Sequence[Layer]] = ((), ())):
         self._run_a, self._run_b = run_a, run_b
         self.values = values_a
+        self.kinds = [{name: layer.kind for layer in side
+                       for name in layer.parameters} for side in layers]
         self._outputs: list | None = None
 
     def confirms(self, plan: Plan) -> bool:
         """Whether equal values give equal outputs under `plan`."""
         if self._outputs is None:
-            self._outputs, _ = self._run_a(self.values, False)
-        outputs, _ = self._run_b(plan.to_b(self.values), False)
-        return len(outputs) == len(self._outputs) and all(
+            self._outputs = self.outputs(self.values)
+        return self.agrees(plan, self.values, self._outputs)
+
+    def outputs(self, values_a: Mapping[str, np.ndarray]) -> list:
+        """What `a` returns with these values."""
+        return self._run_a(values_a, False)[0]
+
+    def agrees(self, plan: Plan, values_a: Mapping[str, np.ndarray],
+               expected: list) -> bool:
+        """Whether `b` returns the same with these values under `plan`."""
+        outputs, _ = self._run_b(plan.to_b(values_a), False)
+        return len(outputs) == len(expected) and all(
             x.shape == y.shape and close(x, y)
-            for x, y in zip(self._outputs, outputs))
+            for x, y in zip(expected, outputs))
 
     def calls(self, values_a: Mapping[str, np.ndarray],
               values_b: Mapping[str, np.ndarray]) -> tuple[list, list]:
         """The calls of both networks with these values."""
-        return (self._run_a(values_a, True)[1], self._run_b(values_b, True)[1])
+        return self._run_a(values_a, True)[1], self.calls_of_b(values_b)
+
+    def calls_of_b(self, values_b: Mapping[str, np.ndarray]) -> list:
+        """The calls of `b` with these values."""
+        return self._run_b(values_b, True)[1]
 
 
 def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
@@ -325,16 +219,19 @@ def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
     return bool(np.abs(x - y).max(initial=0.0) <= tolerance * size)
 
 
-def drawn(entries: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """Values that depend only on kind and shape."""
+def drawn(entries: Sequence[Entry], named: bool = False
+          ) -> dict[str, np.ndarray]:
+    """Values that depend only on kind and shape; `named`: and on the name,
+    and none for a network's own constants."""
     def draw(entry: Entry) -> np.ndarray:
-        key = repr((entry.kind, entry.shape)).encode()
+        key = repr((entry.kind, entry.shape, *[entry.name] * named)).encode()
         rng = np.random.default_rng(zlib.crc32(key))
         if entry.kind in ("gamma", "running_var"):
             return rng.uniform(0.5, 1.5, entry.shape)   # not near 0
         size = np.prod(entry.shape[1:]) if len(entry.shape) > 1 else 1e2
         return rng.normal(0, max(size, 1) ** -0.5, entry.shape)
-    return {e.name: draw(e) for e in entries}
+    return {e.name: draw(e) for e in entries
+            if not (named and e.kind == "other")}
 
 
 def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
@@ -350,7 +247,7 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     of_a, of_b = ({e.name: e for e in side} for side in (a, b))
     fixed = Plan("", settled)
     values_a, values_b = (drawn(side) for side in (a, b))
-    known = {p.a: probe.values[p.a] for p in settled}
+    known = {n: probe.values[n] for p in settled for n in p.a}
     values_a.update(known)
     values_b.update(fixed.to_b(known))
     try:
@@ -372,12 +269,12 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     pairs = []
     for form, entries, x in useful(calls_a, of_a):
         for i, (other_form, others, y) in enumerate(waiting):
-            if sorted(form) == sorted(other_form) and x.size == y.size \
-                    and close(x.reshape(-1), y.reshape(-1)):
+            if sorted(form) == sorted(other_form) and _same_input(x, y):
                 alike: dict[Any, list[Entry]] = {}
                 for e in others:
                     alike.setdefault((e.kind, e.shape), []).append(e)
-                pairs += [Pair(e.name, alike[e.kind, e.shape].pop(0).name)
+                pairs += [Pair((e.name,),
+                               (alike[e.kind, e.shape].pop(0).name,))
                           for e in entries]
                 del waiting[i]
                 break
@@ -386,14 +283,60 @@ def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,
     return None if more is None else pairs + more
 
 
+def _same_input(x: np.ndarray, y: np.ndarray) -> bool:
+    return x.size == y.size and close(x.reshape(-1), y.reshape(-1))
+
+
+def _by_form(every: Sequence[Entry], a: Sequence[Entry], b: Sequence[Entry],
+             probe: Probe, settled: list[Pair]
+             ) -> tuple[list[tuple[Choice, int]], bool]:
+    """Match parameters of other forms: choices with their options, and
+    whether forward passes confirm them. Each of `a` (`every` one) gets values
+    of its own for that: what is zero at the start would fit anywhere."""
+    try:
+        values = {**probe.values, **drawn(every, named=True)}
+        expected = probe.outputs(values)
+        calls, calls_b = probe.calls(values, {})
+    except ValueError:      # a trace without such a pass
+        return [], False
+    if not any(np.any(x) for x in expected):
+        return [], False    # dead outputs fit anything
+
+    def agreement(pairs: list[Pair]) -> int:
+        waiting = [x for _, x in probe.calls_of_b(
+            Plan("", settled + pairs).to_b(values))]
+        count = 0
+        for _, x in calls:
+            for i, y in enumerate(waiting):
+                if _same_input(x, y):
+                    del waiting[i]
+                    count += 1
+                    break
+        return count
+
+    def confirmed(pairs: list[Pair]) -> bool:
+        plan = Plan("", settled + pairs)
+        return probe.agrees(plan, values, expected) and probe.confirms(plan)
+    likely: list[tuple[Choice, int]] = []
+    for choices in alignments(a, b, probe.kinds, [
+            [n for names, _ in side for n in names]
+            for side in (calls, calls_b)]):
+        options, sure = decide(choices, agreement, confirmed)
+        if sure or not likely:
+            likely = list(zip(choices, options))
+        if sure:
+            return likely, True
+    return likely, False
+
+
 def _shared(a: Sequence[Entry], b: Sequence[Entry]) -> list[str]:
     return [f"shared in {side}: {' = '.join((e.name, *e.aliases))}"
             for side, entries in (("a", a), ("b", b))
             for e in entries if e.aliases]
 
 
-def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str]
-              ) -> MatchError:
+def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str],
+              likely: Sequence[tuple[Choice, int]]) -> MatchError:
     a, b = _needed(a), _needed(b)
 
     def like(e: Entry, entries: Sequence[Entry]) -> list[str]:
@@ -405,17 +348,80 @@ def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str]
     left = [e for e in b if shapes_b.count(e.shape) > shapes_a.count(e.shape)]
     candidates[""] = [e.name for e in left]
 
-    def some(items: list[str]) -> str:
-        return ", ".join(items[:6]) + (
-            f" and {len(items) - 6} more" if len(items) > 6 else "") \
-            or "none"
-    lines = [f"{next(e for e in a if e.name == name)}: candidates "
-             f"{some(names)}" for name, names in candidates.items() if name]
-    return MatchError(
+    likely = likely or [
+        (choice, 0) for choices in alignments(a, b) for choice in choices]
+    lines, spare = _misfits(a, b) if not likely else ([
+        _line(*found) for choice, option in likely
+        for found in choice.misfits(option)], [])
+    notes = [f"  {note}" for note in notes]
+    if spare:
+        notes.insert(0, "  left in b: " + _some([str(e) for e in spare]))
+    room = _LINES - 2 - min(len(notes), 3)
+    return MatchError("\n".join([
         "every parameter of one network needs its partner in the other; "
         f"received {len(a)} and {len(b)} that fit neither by name, by order "
-        f"and shape, nor by position in the graph. In a: {some(lines)}. "
-        f"Too many in b: {some([str(e) for e in left])}. " + "".join(
-            note[0].upper() + note[1:] + ". " for note in notes)
-        + "Name the pairs in "
-        "map=, or turn names of b into names of a by rules=.", candidates)
+        "and shape, by position in the graph, nor in another form that a "
+        "forward pass confirms:",
+        *(lines if len(lines) <= room else [
+            *lines[:room - 1], f"  and {len(lines) - room + 1} more"]),
+        *notes[:3],
+        "Add entries to map= (--map takes a JSON file), or turn names of b "
+        "into names of a by rules=."]), candidates)
+
+
+def _some(items: list[str]) -> str:
+    return ", ".join(items[:6]) + (
+        f" and {len(items) - 6} more" if len(items) > 6 else "")
+
+
+def _misfits(a: Sequence[Entry], b: Sequence[Entry]
+             ) -> tuple[list[str], list[Entry]]:
+    """A line for each tensor that fits no other: its nearest partner, and
+    the entries of a map that make it one. Also those of b that are left."""
+    rest: list[list[Entry]] = [[], []]
+    for kind in dict.fromkeys(e.kind for e in (*a, *b)):
+        ones, others = ([e for e in side if e.kind == kind]
+                        for side in (a, b))
+        for what, i, j, p, q in difflib.SequenceMatcher(
+                None, [e.shape for e in ones], [e.shape for e in others],
+                autojunk=False).get_opcodes():
+            if what != "equal":
+                rest[0] += ones[i:j]
+                rest[1] += others[p:q]
+    alone, pairs = [], []
+    while rest[0]:
+        e = rest[0][0]
+        near = sorted(rest[1], key=lambda o: (
+            o.kind != e.kind, np.prod(o.shape) != np.prod(e.shape),
+            -difflib.SequenceMatcher(None, e.name, o.name).ratio()))
+        group, entries = _partners(rest[0], near)
+        if entries:
+            pairs.append(_line(group, entries))
+        else:
+            alone.append(f"  {e}: nothing like it in b" + (
+                f", nearest is {near[0]}" if near else ""))
+        rest = [[x for x in side if x not in used]
+                for side, used in zip(rest, group)]
+    return alone + pairs, rest[1]
+
+
+def _partners(a: Sequence[Entry], b: Sequence[Entry]
+              ) -> tuple[Group, dict[str, Any]]:
+    """The first tensor of `a`, perhaps with others of its shape, and the
+    first of `b` that it can be, with the entries of a map."""
+    for o in b:
+        for n, m in SIZES:
+            ones, others = (tuple(
+                x for x in side if (x.kind, x.shape) == (e.kind, e.shape)
+                )[:count] for side, e, count in ((a, a[0], n), (b, o, m)))
+            said = next(alternatives(
+                [e.shape for e in ones], [e.shape for e in others]), None) \
+                if (len(ones), len(others)) == (n, m) else None
+            if said is not None:
+                return (ones, others), as_map(ones, others, said)
+    return ((a[0],), ()), {}
+
+
+def _line(group: Group, entries: Mapping[str, Any]) -> str:
+    ones, others = (_some([str(e) for e in side]) for side in group)
+    return f"  {ones} and {others}: {json.dumps(entries)[1:-1]}"

@@ -14,7 +14,7 @@ from mgpu.parity.batches import Batch, first_rows
 from mgpu.parity.live import LiveRun
 from mgpu.parity.matching import Entry, RunWith
 from mgpu.parity.measure import summary
-from mgpu.parity.run import (Calls, LayerCall, Run, State, StepResult,
+from mgpu.parity.run import (Arrays, Calls, LayerCall, Run, State, StepResult,
                              UpdateRule, at_one_device)
 from mgpu.parity.trace_file import Reader, Writer
 from mgpu.trainer_states import by_layer
@@ -55,12 +55,18 @@ def _described_loss(loss: Any) -> dict[str, Any]:
 
 def describe_probe(writer: Writer, run: LiveRun, before: State, X: Any
                    ) -> dict[str, Any]:
-    """The two passes that `matching.Probe` will ask the recorded run for."""
-    probe = run.probe(first_rows(X, 2))
-    outputs, _ = probe(at_one_device(before, run.entries), False)
-    _, calls = probe(matching.drawn(run.entries), True)
-    return {"outputs": [writer.put(x) for x in outputs],
-            "calls": [[list(names), writer.put(x)] for names, x in calls]}
+    """The passes that `matching.Probe` will ask the recorded run for: with
+    its own values, with drawn ones, and with some of each name's own."""
+    probe, own = (run.probe(first_rows(X, 2)),
+                  at_one_device(before, run.entries))
+    named = {**own, **matching.drawn(run.entries, named=True)}
+
+    def passes(values: Arrays, drawn: Arrays) -> dict[str, Any]:
+        return {"outputs": [writer.put(x) for x in probe(values, False)[0]],
+                "calls": [[list(names), writer.put(x)]
+                          for names, x in probe(drawn, True)[1]]}
+    return {**passes(own, matching.drawn(run.entries)),
+            "named": passes(named, named)}
 
 
 def known_optimizer(node: Mapping[str, Any]) -> Optimizer | None:
@@ -195,17 +201,22 @@ class RecordedRun(Run):
         """See `describe_probe`: other values raise ValueError."""
         node, get = self.header["probe"], self._reader.get
         own = at_one_device(self._now, self.entries)
+        passes: list[tuple[Any, ...]] = [
+            (node, lambda: own, lambda: matching.drawn(self.entries))]
+        if "named" in node:     # not in traces of version 0.1
+            passes.append((node["named"], *[lambda: {
+                **own, **matching.drawn(self.entries, named=True)}] * 2))
 
         def run(values: Mapping[str, np.ndarray], traced: bool
                 ) -> tuple[list, list]:
-            expected = matching.drawn(self.entries) if traced else own
-            if any(not np.array_equal(x, values[n], equal_nan=True)
-                   for n, x in expected.items()):
-                raise ValueError("a trace holds no pass with these values.")
-            if traced:
-                return [], [(tuple(names), get(x))
-                            for names, x in node["calls"]]
-            return [get(x) for x in node["outputs"]], []
+            for known, *expected in passes:
+                if all(np.array_equal(x, values[n], equal_nan=True)
+                       for n, x in expected[traced]().items()):
+                    return ([get(x) for x in known["outputs"]], []) \
+                        if not traced else ([], [
+                            (tuple(names), get(x))
+                            for names, x in known["calls"]])
+            raise ValueError("a trace holds no pass with these values.")
         return run
 
     def prepared(self, X: Any, y: Any) -> Batch:

@@ -218,7 +218,7 @@ class Result:
             "worst": {s: g._asdict() for s, g in self.worst.items()},
             "gaps": [gap._asdict() for gap in self.gaps],
             "plan": {**self.plan._asdict(),
-                     "pairs": [p._asdict() for p in self.plan.pairs]},
+                     "pairs": [p.to_dict() for p in self.plan.pairs]},
             "sides": self.sides, "losses": self.losses,
             "settings": self.settings, "notes": self.notes,
             "curves": self.curves}

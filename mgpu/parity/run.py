@@ -13,7 +13,8 @@ import numpy as np
 from mgpu.backends import base
 from mgpu.optimizers import Optimizer, counterpart
 from mgpu.parity.batches import Batch
-from mgpu.parity.matching import Entry, Plan, RunWith
+from mgpu.parity.forms import take
+from mgpu.parity.matching import Entry, Pair, Plan, RunWith
 from mgpu.trainer_states import TrainerStates
 
 #: NumPy arrays by the name of a parameter
@@ -111,6 +112,13 @@ class UpdateRule(NamedTuple):
     wd_mult: dict[str, float]
     order: list[str]
     last_rate: Callable[[str, int], float]
+
+    def by_element(self) -> bool:
+        """Whether the update is the same however the parameters are
+        divided: element by element, and without a look at the others."""
+        rule = type(self.optimizer)
+        return self.optimizer.elementwise \
+            and rule.begin_step is Optimizer.begin_step
 
 
 class Run(ABC):
@@ -220,23 +228,49 @@ def translate(state: State, plan: Plan, source: Run, target: Run) -> State:
     """A state of `source` in the names and terms of `target`.
 
     Where Gluon's momentum (rate inside the velocity) meets torch's (rate
-    outside), ``b = -v / rate`` with the rate of the last update.
+    outside), ``b = -v / rate`` with the rate of the last update. Tensors
+    that become one have been updated equally often, or a step before has
+    differed in their gradients.
     """
-    names = {pair.a: pair.b for pair in plan.pairs}
-    slots = {}
-    for (name, slot), value in state.optimizer.slots.items():
-        if name not in names:
-            continue
-        if slot == "momentum":
-            value = value * velocity_factor(
-                source.updates, target.updates, name, names[name],
-                state.optimizer.num_update)
-        slots[names[name], slot] = plan.to_b({name: value})[names[name]] \
-            if np.ndim(value) else value
-    counts = {names[name]: t for name, t in state.optimizer.counts.items()
-              if name in names}
-    return State(plan.to_b(state.values), state.optimizer._replace(
+    memory = state.optimizer
+    slots: dict[tuple[str, str], np.ndarray] = {}
+    counts: dict[str, int] = {}
+    inside = type(source.updates.optimizer).rate_in_velocity
+    for pair in plan.pairs:
+        for slot in {s: None for n, s in memory.slots if n in pair.a}:
+            known = [memory.slots[n, slot] for n in pair.a
+                     if (n, slot) in memory.slots]
+            if not np.ndim(known[0]):   # a number: the last, if they differ
+                slots.update({(n, slot): known[-1] for n in pair.b})
+                continue
+            own = [_slot(state, n, slot, pair) for n in pair.a]
+            if slot == "momentum" and inside:
+                own = [x * velocity_factor(
+                    source.updates, target.updates, n, pair.b[0],
+                    memory.num_update) for n, x in zip(pair.a, own)]
+            for n, x in zip(pair.b, take(pair.steps, own)):
+                if slot == "momentum" and not inside:
+                    x = x * velocity_factor(
+                        source.updates, target.updates, pair.a[0], n,
+                        memory.num_update)
+                slots[n, slot] = x
+        times = [memory.counts[n] for n in pair.a if n in memory.counts]
+        counts.update({n: max(times) for n in pair.b if times})
+    return State(plan.to_b(state.values), memory._replace(
         slots=slots, counts=counts))
+
+
+def _slot(state: State, name: str, slot: str, pair: Pair) -> np.ndarray:
+    """What the optimiser remembers of a parameter: zeros where it has not
+    moved yet, as its partners have."""
+    shape = state.values[name].shape
+    value = state.optimizer.slots.get((name, slot), np.zeros(()))
+    if pair.steps and value.ndim and value.shape != shape:
+        raise ValueError(
+            "a parameter of another form has an optimiser whose memory has "
+            f"the parameter's shape; received {slot} {value.shape} of "
+            f"{name} {shape}. Use an optimiser of mgpu.")
+    return value if value.ndim else np.broadcast_to(value, shape)
 
 
 def velocity_factor(source: UpdateRule, target: UpdateRule, name: str,

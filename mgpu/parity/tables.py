@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mgpu import doctor
+from mgpu.parity import forms
 from mgpu.parity.measure import STAGES, Gap, layer_of
 from mgpu.parity.result import BY_STAGE, Result
 
@@ -125,8 +126,8 @@ def layer_table(result: Result) -> Table:
 def plan_table(result: Result) -> Table:
     """How parameters were matched."""
     plan = result.plan
-    rows = [[p.a, p.b, "as it is" if p.axes is None else
-             f"transposed to {p.axes}"] for p in plan.pairs]
+    rows = [[", ".join(p.a), ", ".join(p.b), forms.text(p.steps)]
+            for p in plan.pairs]
     for side, names in plan.left.items():
         rows += [[*([name, "-"] if side == "a" else ["-", name]),
                   "left as it is"] for name in names]
@@ -196,7 +197,7 @@ def by_layer(result: Result
             worst[key] = max(worst.get(key, 0.0), gap.relative)
     named = {name for name, _ in worst}
     order = [name for name in dict.fromkeys(
-        layer_of(pair.a) for pair in result.plan.pairs) if name in named]
+        map(layer_of, result.plan.names())) if name in named]
     order += sorted(named - set(order))
     return order, worst, [s for s in STAGES if any(
         stage == s for _, stage in worst)]

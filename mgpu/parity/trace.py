@@ -16,7 +16,7 @@ from mgpu.parity import matching
 from mgpu.parity.batches import Batches, endless
 from mgpu.parity.comparison import Comparison, check_deterministic
 from mgpu.parity.live import LiveRun
-from mgpu.parity.location import Location
+from mgpu.parity.location import Location, together
 from mgpu.parity.masks import Masks
 from mgpu.parity.measure import PARTS, PLACES, TOLERANCE, Gap
 from mgpu.parity.recorded import (ROWS, RecordedRun, describe, describe_probe,
@@ -195,6 +195,7 @@ class _Replay(Comparison):
     computed again is computed on `b`."""
 
     a: RecordedRun
+    summarised = True
 
     def __init__(self, a: RecordedRun, b: Side, **options: Any):
         #: before these steps equal values arrived at the layers of both
@@ -240,9 +241,11 @@ class _Replay(Comparison):
             self.a.refuse("calls of layers")
         owner = {n: layer.path for layer in self.a.layers
                  for n in layer.parameters}
-        paths = {layer.path: owner[pair.a] for pair in self.plan.pairs
-                 for layer in self.b.layers if pair.b in layer.parameters
-                 and pair.a in owner}
+        not_alone = {path for _, paths in together(
+            self.a.layers, self.b.layers, self.plan) for path in paths}
+        paths = {layer.path: owner[pair.a[0]] for pair in self.plan.pairs
+                 for layer in self.b.layers if pair.b[0] in layer.parameters
+                 and pair.a[0] in owner and layer.path not in not_alone}
         self.load_b(self._equal[step])
         return [[call._replace(path=paths.get(call.path, call.path))
                  for call in calls] for calls in self.b.calls(X, y, step)]

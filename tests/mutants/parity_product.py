@@ -87,9 +87,45 @@ MUTANTS = [
                 "begin = 0 * per_row"),
            ("parity/test_compare.py::test_a_side_of_other_devices[torch-2dev]",)),
     Mutant("axes-forward-both-ways", "a transposed map is not undone",
-           edit("mgpu.parity.matching:Plan.inverse",
-                "np.argsort(p.axes)", "p.axes"),
+           edit("mgpu.parity.forms:Turn.inverse",
+                "np.argsort(self.axes)", "self.axes"),
            ("parity/test_compare.py::test_match_by_a_map_with_axes",)),
+    Mutant("guesses-unconfirmed", "what shapes allow is taken, whatever the "
+           "outputs", edit("mgpu.parity.matching:_by_form",
+                           "if sure:", "if True:"),
+           ("parity/test_matching.py::test_a_form_that_no_pass_confirms_is_"
+            "not_taken[*",)),
+    Mutant("misfits-last", "a message begins with what an entry can help",
+           edit("mgpu.parity.matching:_misfits", "alone + pairs",
+                "pairs + alone"),
+           ("parity/test_matching.py::test_a_message_names_the_misfits_first[*"
+            ,)),
+    Mutant("squares-turn", "a transposed weight of a dense layer is taken for "
+           "its layout", edit("mgpu.parity.search:_says",
+                              "if known[0] == known[1]", "if False"),
+           ("parity/test_matching.py::test_layers_of_one_kind_keep_their_"
+            "weights_alike",)),
+    Mutant("memory-stays", "the memory of joined tensors is that of the "
+           "first", edit("mgpu.parity.run:translate",
+                         "_slot(state, n, slot, pair) for n in pair.a",
+                         "_slot(state, pair.a[0], slot, pair) for n in "
+                         "pair.a"),
+           ("parity/test_matching.py::test_a_given_map[1dev-joined-sgd]",)),
+    Mutant("parts-are-partners", "a layer is compared with one that has more "
+           "parameters", edit("mgpu.parity.location:together",
+                              "if pair.whole or", "if True or"),
+           ("parity/test_matching.py::test_a_fault_has_its_place[*",)),
+    Mutant("behind-parts", "an activation behind one of several layers is "
+           "compared with one behind all of them",
+           edit("mgpu.parity.location:locate", "if groups and _sizes",
+                "if False and _sizes"),
+           ("parity/test_matching.py::test_a_fault_behind_convolutions_side_by_"
+            "side[*",)),
+    Mutant("parts-without-gradients", "what one side does not train is left "
+           "out", edit("mgpu.parity.comparison:Comparison._tensors",
+                       "self.plan.names().keys()",
+                       "{p.a[0] for p in self.plan.pairs if p.whole}"),
+           ("parity/test_matching.py::test_a_frozen_part_is_a_difference[*",)),
     Mutant("first-plan-wins", "a match that no forward pass confirms is "
            "taken before one that it does",
            edit("mgpu.parity.matching:match",

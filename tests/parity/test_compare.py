@@ -647,7 +647,7 @@ def test_match_by_order_where_names_differ():
     plan = matching.match(entries((2, 3), (3,)),
                           entries((2, 3), (3,), prefix="x"))
     assert plan.how == "order and shape"
-    assert [(p.a, p.b) for p in plan.pairs] == [
+    assert [(*p.a, *p.b) for p in plan.pairs] == [
         ("0.weight", "x0.weight"), ("1.weight", "x1.weight")]
 
 
@@ -727,7 +727,7 @@ def test_match_by_position_in_the_graph():
     data = [(rng.random((4, 4)), np.array([0, 1, 2, 3]))]
     result = parity.compare(Straight, Shuffled, batches=data)
     assert result.plan.how == "position in the graph"
-    assert {(p.a, p.b) for p in result.plan.pairs} >= {
+    assert {(*p.a, *p.b) for p in result.plan.pairs} >= {
         ("one.weight", "first.weight"), ("three.bias", "last.bias")}
     assert result.same and result.plan.confirmed
 

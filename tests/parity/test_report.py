@@ -16,6 +16,7 @@ from mgpu import parity
 from mgpu.parity import page, report
 from mgpu.parity.comparison import Result
 from mgpu.parity.diagnosis import Cause
+from mgpu.parity.forms import Turn
 from mgpu.parity.matching import Pair, Plan
 from mgpu.parity.measure import Gap
 from networks import dense_norm
@@ -89,7 +90,8 @@ def made_up(**changes):
             "devices": ["cpu(0)"]}
     values = dict(
         mode="lockstep", verdict="different", gaps=gaps, first=wrong,
-        plan=Plan("order and shape", [Pair(LONG, "fc.weight", (1, 0))],
+        plan=Plan("order and shape", [Pair((LONG,), ("fc.weight",),
+                                          (Turn((1, 0)),))],
                   {"a": ["scale"], "b": ["offset"]}, False, ["shared in a"]),
         sides={"a": side, "b": side}, losses={"a": [1.0, np.inf],
                                               "b": [1.0, np.nan]},
@@ -147,7 +149,7 @@ def test_the_page_of_a_difference(different, tmp_path):
         assert value in words, value
     assert different.causes and str(different.causes[0]) in words
     for pair in different.plan.pairs:
-        assert f"{pair.a} {pair.b} as it is" in words
+        assert f"{pair.a[0]} {pair.b[0]} as it is" in words
     for gap in different.worst.values():
         assert f"{gap.relative:.1e}" in words
     captions = [c["aria-label"].partition(":")[0] for c in page.all("svg")]
@@ -236,7 +238,7 @@ def test_json_is_valid_and_whole(different, tmp_path):
     assert found["verdict"] == "different"
     assert len(found["gaps"]) == len(different.gaps)
     assert found["first"]["a"] == different.first.a
-    assert found["plan"]["pairs"][0]["a"] == different.plan.pairs[0].a
+    assert found["plan"]["pairs"][0]["a"] == different.plan.pairs[0].a[0]
     assert set(found) == set(different.to_dict())
 
 

@@ -227,7 +227,7 @@ def test_layers_are_matched_by_what_arrives(file):
     result = trace.compare_trace(file, lambda: Net("zxy", "xyz"))
     assert result.same and result.plan.confirmed
     assert result.plan.how == "position in the graph"
-    assert {(p.a, p.b) for p in result.plan.pairs} >= {
+    assert {(*p.a, *p.b) for p in result.plan.pairs} >= {
         ("a.weight", "x.weight"), ("c.bias", "z.bias")}
 
 

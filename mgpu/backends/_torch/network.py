@@ -292,11 +292,9 @@ class TorchNetwork(base.Network):
                  for which in ("_parameters", "_buffers")
                  for path, module, own, tensor in walk(self.net, which)}
         return [base.Layer(path, *describe(module), tuple(
-                    names[id(x)] for which in ("_parameters", "_buffers")
-                    for x in getattr(module, which).values()
-                    if x is not None))
-                for path, module in self.net.named_modules()
-                if not module._modules]
+                    names[id(x)] for which in ("parameters", "buffers")
+                    for x in getattr(module, which)()))
+                for path, module in _innermost(self.net)]
 
     def aliases(self) -> dict[str, list[str]]:
         found: dict[int, list[str]] = {}
@@ -312,10 +310,9 @@ class TorchNetwork(base.Network):
     def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for replica in self.replicas:
-                for path, module in replica.module.named_modules():
-                    if not module._modules:
-                        for handle in _watch(module, path, replica, seen):
-                            stack.callback(handle.remove)
+                for path, module in _innermost(replica.module):
+                    for handle in _watch(module, path, replica, seen):
+                        stack.callback(handle.remove)
                 before, replica.seen = replica.seen, seen
                 stack.callback(setattr, replica, "seen", before)
             self._watchers += 1
@@ -343,6 +340,19 @@ class TorchNetwork(base.Network):
             yield
         finally:
             setattr(self, name, before)
+
+
+def _innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that contain no others, each once, with their paths.
+    Attention is one of them: it does not call the layer that it contains."""
+    inside: set[int] = set()
+    for path, module in net.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            inside.update(map(id, module.children()))
+        elif module._modules:
+            continue
+        if id(module) not in inside:
+            yield path, module
 
 
 def _watch(module: nn.Module, path: str, replica: TorchReplica,

@@ -152,8 +152,7 @@ class Difference:
             else LIMIT_FLOAT32
         self.kinds = {e.name: e.kind for e in ev.run_a.entries}
         self.a = View("a", ev, ev.run_a, ev.a, {n: n for n in self.kinds})
-        self.b = View("b", ev, ev.run_b, ev.b,
-                      {p.a: p.b for p in ev.plan.pairs})
+        self.b = View("b", ev, ev.run_b, ev.b, ev.plan.names())
         self._gaps = [g for g in result.gaps if g.step == ev.step or (
             g.stage == "initial" and ev is result.evidence)]
         self.rows = sum(ev.a.rows)

@@ -1,0 +1,774 @@
+"""Parameters that one side splits, joins, turns or reshapes."""
+import json
+import re
+
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import parity
+from mgpu.parity import forms, matching, trace
+from mgpu.parity.matching import Entry, MatchError, Pair, Plan
+
+#: float64, sums of some dozen terms
+EXACT = 1e-12
+UNITS, LENGTH = 4, 3
+SGD = ("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-2})
+ADAM = ("adam", {"learning_rate": 0.01, "wd": 1e-2})
+
+
+def batches(shape=(LENGTH, UNITS), rows=6, count=3):
+    rng = np.random.default_rng(0)
+    return [(rng.normal(size=(rows, *shape)), rng.integers(0, 3, rows))
+            for _ in range(count)]
+
+
+# -- networks -----------------------------------------------------------------
+
+def attention(made, names, forward):
+    """A torch network of these parts: ``forward(net, x)`` attends, and a
+    layer scores the mean."""
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in names:
+                setattr(self, name, made(name))
+            self.scores = nn.Linear(UNITS, 3)
+
+        def forward(self, x):
+            return self.scores(forward(self, x).mean(1))
+    return Net()
+
+
+def attend(q, k, v, factor=1.0):
+    weights = q @ k.transpose(-1, -2) * (UNITS ** -0.5 * factor)
+    return weights.softmax(-1) @ v
+
+
+def dense(_):
+    from torch import nn
+    return nn.Linear(UNITS, UNITS)
+
+
+def separate(names="qkv", factor=1.0):
+    return attention(dense, [*names, "out"], lambda net, x: net.out(
+        attend(*(getattr(net, n)(x) for n in "qkv"), factor=factor)))
+
+
+def fused(order="qkv", factor=1.0):
+    from torch import nn
+
+    def forward(net, x):
+        parts = dict(zip(order, net.all(x).chunk(3, -1)))
+        return net.out(attend(*map(parts.get, "qkv"), factor=factor))
+    return attention(
+        lambda name: nn.Linear(UNITS, 3 * UNITS if name == "all" else UNITS),
+        ["all", "out"], forward)
+
+
+def multihead(heads=1):
+    from torch import nn
+    return attention(
+        lambda name: nn.MultiheadAttention(UNITS, heads, batch_first=True),
+        ["attention"],
+        lambda net, x: net.attention(x, x, x, need_weights=False)[0])
+
+
+class _Times:
+    """A layer that keeps its weight as (inputs, units)."""
+
+    def __new__(cls, inputs, units):
+        import torch
+
+        class Times(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(
+                    torch.randn(inputs, units) / 2)
+                self.bias = torch.nn.Parameter(torch.randn(units))
+
+            def forward(self, x):
+                return x @ self.weight + self.bias
+        return Times()
+
+
+def gpt():
+    """As GPT-2 keeps it: (inputs, 3 units)."""
+    def forward(net, x):
+        return net.out(attend(*net.all(x).chunk(3, -1)))
+    return attention(lambda name: _Times(
+        UNITS, 3 * UNITS if name == "all" else UNITS), ["all", "out"],
+        forward)
+
+
+def gluon_separate():
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import Block, nn
+
+    class Net(Block):
+        def __init__(self):
+            super().__init__()
+            for name in ("q", "k", "v", "out"):
+                setattr(self, name, nn.Dense(UNITS, flatten=False,
+                                             in_units=UNITS))
+            self.scores = nn.Dense(3, in_units=UNITS)
+
+        def forward(self, x):
+            from mxnet import nd
+            q, k, v = (layer(x) for layer in (self.q, self.k, self.v))
+            w = nd.softmax(nd.batch_dot(q, k, transpose_b=True)
+                           * UNITS ** -0.5)
+            return self.scores(self.out(nd.batch_dot(w, v)).mean(axis=1))
+    return Net()
+
+
+def gluon_packed():
+    """All parameters of an LSTM in one vector, as MXNet's operator wants
+    them."""
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import Block, nn
+
+    class Net(Block):
+        def __init__(self):
+            super().__init__()
+            self.packed_weight = self.params.get(
+                "packed_weight", shape=(4 * 5 * (UNITS + 5 + 2),),
+                init="normal")
+            self.scores = nn.Dense(3, in_units=5)
+
+        def forward(self, x):
+            from mxnet import nd
+            x = x.transpose((1, 0, 2))
+            zero = nd.zeros((1, x.shape[1], 5), ctx=x.ctx, dtype=x.dtype)
+            y = nd.RNN(x, self.packed_weight.data(x.ctx), zero, zero,
+                       state_size=5, num_layers=1, mode="lstm")
+            return self.scores(y.mean(axis=0))
+    return Net()
+
+
+def lstm():
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(UNITS, 5, batch_first=True)
+            self.scores = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.scores(self.rnn(x)[0].mean(1))
+    return Net()
+
+
+def stack(make):
+    from torch import nn
+    return lambda: nn.Sequential(*make(nn))
+
+
+def convolved(joined, factor=1.0):
+    """Two convolutions side by side, an activation behind each."""
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, units in {"all": 7}.items() if joined \
+                    else {"one": 3, "two": 4}.items():
+                setattr(self, name, nn.Conv1d(LENGTH, units, 1))
+            self.scores = nn.Linear(7 * UNITS, 3)
+
+        def forward(self, x):
+            import torch
+            layers = [self.all] if joined else [self.one, self.two]
+            return self.scores(torch.cat([
+                (layer(x) * factor).relu() for layer in layers], 1).flatten(1))
+    return Net
+
+
+class Layer:
+    """A layer from a function without parameters."""
+
+    def __new__(cls, function):
+        from torch import nn
+
+        class Function(nn.Module):
+            def forward(self, x):
+                return function(x)
+        return Function()
+
+
+def gated(swapped):
+    def gate(x):
+        one, two = x.chunk(2, -1)
+        return (two * one.sigmoid()) if swapped else (one * two.sigmoid())
+    return stack(lambda nn: [nn.Flatten(), nn.Linear(12, 8), Layer(gate),
+                             nn.Linear(4, 3)])
+
+
+def norms(split):
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("one", "two") if split else ("both",):
+                setattr(self, name, nn.BatchNorm1d(6 if split else 12))
+            self.scores = nn.Linear(12, 3)
+
+        def forward(self, x):
+            import torch
+            x = x.flatten(1)
+            return self.scores(torch.cat(
+                [self.one(x[:, :6]), self.two(x[:, 6:])], 1) if split
+                else self.both(x))
+    return Net
+
+
+def parts(to, names, kinds=("weight", "bias"), **options):
+    return {f"{name}.{kind}": {"to": to.format(kind),
+                               "part": [i, len(names)], **options}
+            for i, name in enumerate(names) for kind in kinds}
+
+
+OUT = {"out.weight": "attention.out_proj.weight",
+       "out.bias": "attention.out_proj.bias"}
+TURNED = {"to": "1.weight", "transpose": [1, 0]}
+#: a, b, the map
+CASES = {
+    "joined": (separate, fused, parts("all.{}", "qkv")),
+    "split": (fused, separate, {
+        f"all.{kind}": {"to": [f"{n}.{kind}" for n in "qkv"]}
+        for kind in ("weight", "bias")}),
+    "attention": (lambda: separate("vqk"), multihead, {
+        **parts("attention.in_proj_{}", "qkv"), **OUT}),
+    "turned and joined": (separate, gpt, {
+        **parts("all.{}", "qkv", ["weight"], axis=1, transpose=[1, 0]),
+        **parts("all.{}", "qkv", ["bias"]),
+        "out.weight": {"to": "out.weight", "transpose": [1, 0]}}),
+    "turned and split": (gpt, separate, {
+        "all.weight": {"to": [f"{n}.weight" for n in "qkv"],
+                       "transpose": [1, 0]},
+        "all.bias": {"to": [f"{n}.bias" for n in "qkv"]},
+        "out.weight": {"to": "out.weight", "transpose": [1, 0]}}),
+    "turned": (stack(lambda nn: [nn.Flatten(), nn.Linear(12, 3)]),
+               stack(lambda nn: [nn.Flatten(), _Times(12, 3)]),
+               {"1.weight": TURNED}),
+    "convolution": (
+        stack(lambda nn: [nn.Flatten(), nn.Linear(12, 5), nn.Linear(5, 3)]),
+        stack(lambda nn: [nn.Flatten(), nn.Unflatten(1, (12, 1, 1)),
+                          nn.Conv2d(12, 5, 1), nn.Flatten(),
+                          nn.Linear(5, 3)]),
+        {"1.weight": {"to": "2.weight", "reshape": True}}),
+    "blocks": (gated(False), gated(True), {
+        f"1.{kind}": {"to": f"1.{kind}", "blocks": [1, 0]}
+        for kind in ("weight", "bias")}),
+    "statistics": (norms(True), norms(False), parts(
+        "both.{}", ["one", "two"],
+        ("gamma", "beta", "running_mean", "running_var"))),
+    "gluon and torch": (gluon_separate, fused, parts("all.{}", "qkv")),
+    "torch and gluon": (fused, gluon_separate, {
+        f"all.{kind}": {"to": [f"{n}.{kind}" for n in "qkv"]}
+        for kind in ("weight", "bias")}),
+    "gluon and attention": (gluon_separate, multihead, {
+        **parts("attention.in_proj_{}", "qkv"), **OUT}),
+    "packed": (gluon_packed, lstm, {"packed_weight": {"to": [
+        f"rnn.{n}" for n in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0",
+                             "bias_hh_l0")], "reshape": True}}),
+    "unpacked": (lstm, gluon_packed, {
+        f"rnn.{n}": {"to": "packed_weight", "part": [i, 4], "reshape": True}
+        for i, n in enumerate(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0",
+                               "bias_hh_l0"))}),
+}
+
+
+# -- a given map --------------------------------------------------------------
+
+@pytest.fixture(params=(1, 2), ids=("1dev", "2dev"))
+def two_devices(request):
+    return request.param
+
+
+@pytest.mark.parametrize("training", (SGD, ADAM), ids=("sgd", "adam"))
+@pytest.mark.parametrize("case", CASES)
+def test_a_given_map(case, training, two_devices):
+    a, b, given = CASES[case]
+    optimizer, options = training
+    result = parity.compare(
+        a, b, batches=batches(), map=given, devices=two_devices,
+        optimizer=optimizer, optimizer_params=options)
+    assert result.same and result.plan.confirmed, str(result)
+    assert max(g.relative for g in result.gaps) < EXACT
+    moved, trained = result.coverage["parameters"]
+    assert moved == trained and not result.coverage["not_on_trial"]
+    assert {g.stage for g in result.gaps} >= {"gradient", "weight", "memory"}
+    assert result.plan.left == {"a": [], "b": []}
+
+
+@pytest.mark.parametrize("case", ("joined", "split", "statistics", "packed"))
+@pytest.mark.parametrize("weights", ("b", "own"))
+def test_whose_values(case, weights):
+    a, b, given = CASES[case]
+    result = parity.compare(a, b, batches=batches(), map=given,
+                            weights=weights, optimizer_params=SGD[1])
+    if weights == "b":
+        assert result.same, str(result)
+    else:       # two draws
+        assert result.first.stage == "initial"
+
+
+@pytest.mark.parametrize("case", ("joined", "split", "attention"))
+def test_a_trace(case, tmp_path):
+    a, b, given = CASES[case]
+    trace.record(a, batches=batches(), file=tmp_path / "a.trace",
+                 optimizer_params=SGD[1], devices=2)
+    result = trace.compare_trace(tmp_path / "a.trace", b, map=given)
+    assert result.same and result.plan.confirmed, str(result)
+    wrong = trace.compare_trace(
+        tmp_path / "a.trace", b, map=given, optimizer="sgd",
+        optimizer_params={**SGD[1], "momentum": 0.5})
+    assert wrong.verdict == "different" and wrong.first.stage == "weight"
+    if case == "joined":
+        wrong = trace.compare_trace(tmp_path / "a.trace", lambda: fused(
+            factor=1.001), map=given)
+        assert wrong.first.name == "out"
+        assert not wrong.location["inputs_agree"]
+
+
+@pytest.mark.parametrize("mode", ("lockstep", "free"))
+def test_a_rate_that_changes(mode):
+    """Gluon's velocity holds the rate of each parameter, torch's none."""
+    def rates(names):
+        return {f"{name}.{kind}": 0.5 for name in names
+                for kind in ("weight", "bias")}
+    sides = [parity.Side(
+        make, semantics=semantics, lr_scheduler=lambda n: 0.1 / n,
+        lr_mult=rates(names)) for make, semantics, names in (
+            (separate, "gluon", "qkv"), (fused, "torch", ["all"]))]
+    for a, b, case in ((*sides, "joined"), (*sides[::-1], "split")):
+        result = parity.compare(a, b, batches=batches(), mode=mode,
+                                map=CASES[case][2], optimizer_params={
+                                    "learning_rate": 0.1, "momentum": 0.9})
+        # by design the formulas differ where the rate changes
+        assert {c.name for c in result.causes} <= {
+            "rate inside the velocity"}
+        if mode == "lockstep":
+            assert {g.stage for g in result.gaps if g.step == 1
+                    and g.status == "different"} == set()
+
+
+def broken(make, name, factor=1.001):
+    """The network with a layer that computes something else."""
+    def broken():
+        net = make()
+        getattr(net, name).register_forward_hook(
+            lambda layer, inputs, output: output * factor)
+        return net
+    return broken
+
+
+@pytest.mark.parametrize("b, layer, agree", [
+    (convolved(True, 1.001), "scores", False),
+    (broken(convolved(True), "all"), "one + two", True),
+    (broken(convolved(True), "scores"), "scores", True)])
+def test_a_fault_behind_convolutions_side_by_side(b, layer, agree, tmp_path):
+    given = parts("all.{}", ["one", "two"])
+    result = parity.compare(convolved(False), b, batches=batches(), map=given)
+    assert (result.first.stage, result.first.name) == ("layer", layer)
+    assert result.location["inputs_agree"] is agree
+    trace.record(convolved(False), batches=batches(), file=tmp_path / "x")
+    result = trace.compare_trace(tmp_path / "x", b, map=given)
+    # summaries of two layers are none of both
+    assert (result.first.stage, result.first.name) == ("layer", "scores")
+    assert result.location["inputs_agree"] is (agree and layer == "scores")
+
+
+@pytest.mark.parametrize("a, b, given, layer, agree", [
+    ("qkv", lambda: fused(factor=1.001), "joined", "out", False),
+    ("qkv", broken(fused, "all"), "joined", "q + k + v", True),
+    ("qkv", broken(fused, "out"), "joined", "out", True),
+    ("vqk", lambda: multihead(2), "attention", "q + k + v + out", True),
+    ("vqk", broken(multihead, "scores"), "attention", "scores", True)])
+def test_a_fault_has_its_place(a, b, given, layer, agree):
+    result = parity.compare(lambda: separate(a), b, batches=batches(),
+                            map=CASES[given][2])
+    assert result.verdict == "different"
+    assert (result.first.stage, result.first.name) == ("layer", layer)
+    assert result.location["inputs_agree"] is agree
+    assert not result.causes or agree is False \
+        or result.causes[0].name == "constant factor"
+
+
+@pytest.mark.parametrize("a, b, given", [
+    ("joined", None, parts("all.{}", "qvk")),
+    ("joined", None, parts("all.{}", "qkv", blocks=[1, 0, 3, 2])),
+    ("joined", None, {**CASES["joined"][2], "out.weight": {
+        "to": "out.weight", "transpose": [1, 0]}}),
+    ("blocks", None, {"1.weight": "1.weight", "1.bias": "1.bias"}),
+    ("packed", None, {"packed_weight": {"to": [
+        f"rnn.{n}" for n in ("weight_ih_l0", "weight_hh_l0", "bias_hh_l0",
+                             "bias_ih_l0")], "reshape": True,
+        "blocks": [1, 0]}})])
+def test_a_wrong_permutation_is_not_the_same(a, b, given):
+    one, two, _ = CASES[a]
+    result = parity.compare(one, two, batches=batches(), map=given)
+    assert result.verdict == "different" and result.plan.confirmed is False
+
+
+# -- found by itself ----------------------------------------------------------
+
+def mixed(square):
+    """Square weights, some of which one side keeps turned."""
+    def make():
+        from torch import nn
+        return nn.Sequential(nn.Flatten(), *(
+            layer for turned in square for layer in (
+                (_Times if turned else nn.Linear)(12, 12), nn.Tanh())))
+    return make
+
+
+def covering():
+    """A convolution over the whole picture."""
+    from torch import nn
+    return nn.Sequential(nn.Unflatten(2, (2, 2)), nn.Conv2d(3, 5, 2),
+                         nn.Flatten(), nn.Linear(5, 3))
+
+
+def encoder():
+    """torch's own layer, whose prediction has a path without its parts."""
+    from torch import nn
+    return nn.Sequential(
+        *(nn.TransformerEncoderLayer(UNITS, 1, 6, dropout=0.0,
+                                     batch_first=True) for _ in range(2)),
+        nn.Flatten(), nn.Linear(LENGTH * UNITS, 3))
+
+
+def blocks():
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name in ("k", "q", "v", "out"):
+                setattr(self, name, nn.Linear(UNITS, UNITS))
+            self.one, self.two = (nn.LayerNorm(UNITS) for _ in range(2))
+            self.wide, self.back = nn.Linear(UNITS, 6), nn.Linear(6, UNITS)
+
+        def forward(self, x):
+            x = self.one(x + self.out(attend(
+                self.q(x), self.k(x), self.v(x))))
+            return self.two(x + self.back(self.wide(x).relu()))
+    return nn.Sequential(Block(), Block(), nn.Flatten(),
+                         nn.Linear(LENGTH * UNITS, 3))
+
+
+def tall(make):
+    """Another order of registration, and of the calls."""
+    def net():
+        made = make()
+        layers = dict(made.named_children())
+        for name in layers:
+            delattr(made, name)
+        for name in reversed(layers):
+            setattr(made, name, layers[name])
+        return made
+    return net
+
+
+FOUND = {name: CASES[name][:2] for name in CASES if name != "blocks"} | {
+    "squares": (mixed([0, 0, 0]), mixed([1, 0, 1])),
+    "encoder": (blocks, encoder),
+    "convolutions": (convolved(False), convolved(True)),
+    "squares, the last": (mixed([0, 0, 0]), mixed([0, 0, 1])),
+    "three to three": (separate, tall(separate)),
+    "another order": (lambda: separate("kvq"), tall(fused)),
+    "covered": (stack(lambda nn: [nn.Flatten(), nn.Linear(12, 5),
+                                  nn.Linear(5, 3)]), covering)}
+
+
+@pytest.mark.parametrize("swap", (False, True))
+@pytest.mark.parametrize("case", FOUND)
+def test_found_by_itself(case, swap, two_devices):
+    sides = FOUND[case][::-1] if swap else FOUND[case]
+    result = parity.compare(*sides, batches=batches(count=2),
+                            devices=two_devices, optimizer_params=SGD[1])
+    assert result.same and result.plan.confirmed, str(result)
+    assert result.plan.left == {"a": [], "b": []}
+    if case != "three to three":
+        assert result.plan.how == "form and position"
+
+
+@pytest.mark.parametrize("case", ("attention", "turned and joined",
+                                  "squares", "packed"))
+def test_found_for_a_trace(case, tmp_path):
+    a, b = FOUND[case]
+    trace.record(a, batches=batches(), file=tmp_path / "a.trace")
+    result = trace.compare_trace(tmp_path / "a.trace", b)
+    assert result.same and result.plan.how == "form and position"
+
+
+def test_found_beside_a_given_map():
+    a, b, given = CASES["joined"]
+    first = {name: given[name] for name in given if "weight" in name}
+    result = parity.compare(a, b, batches=batches(), map=first)
+    assert result.same, str(result)
+    assert result.plan.how == "given map and form and position"
+
+
+@pytest.mark.parametrize("a, b", [
+    (separate, lambda: fused(factor=1.001)),
+    (separate, broken(fused, "all")),
+    (CASES["convolution"][0], lambda: covering().append(Layer(abs)))])
+def test_a_form_that_no_pass_confirms_is_not_taken(a, b):
+    with pytest.raises(MatchError):
+        parity.compare(a, b, batches=batches())
+
+
+def pasted(message):
+    """The entries of a map that a message holds."""
+    return json.loads("{" + ", ".join(
+        re.findall(r'\): (".*)$', message, re.MULTILINE)) + "}")
+
+
+@pytest.mark.parametrize("a, b, place", [
+    (separate, lambda: fused(factor=1.001), "out"),
+    (fused, broken(separate, "out"), "out"),
+    (lambda: fused(factor=1.001), separate, "out"),
+    (separate, broken(gpt, "scores"), "scores"),
+    (CASES["packed"][0], broken(lstm, "scores"), "scores")])
+def test_a_message_holds_the_map_to_use(a, b, place):
+    """A port with a fault has no match that a pass confirms."""
+    with pytest.raises(MatchError) as error:
+        parity.compare(a, b, batches=batches())
+    result = parity.compare(a, b, batches=batches(),
+                            map=pasted(str(error.value)))
+    assert result.first.stage == "layer" and result.first.name == place
+
+
+@pytest.mark.parametrize("a, b, lines", [
+    ({"x": (2, 3), "q": (2, 4), "k": (2, 4), "extra": (7, 7)},
+     {"x": (3, 2), "qk": (4, 4)},
+     ["extra (7, 7): nothing like it in b",
+      'x (2, 3) and x (3, 2): "x": {"to": "x", "transpose": [1, 0]}',
+      'q (2, 4), k (2, 4) and qk (4, 4): "q": {"to": "qk", "part": [0, 2]}, '
+      '"k": {"to": "qk", "part": [1, 2]}']),
+    ({"qk": (4, 4), "o": (5, 2)}, {"q": (2, 4), "k": (2, 4), "o": (5, 3)},
+     ["o (5, 2): nothing like it in b, nearest is o (5, 3)",
+      'qk (4, 4) and q (2, 4), k (2, 4): "qk": {"to": ["q", "k"]}',
+      "left in b: o (5, 3)"]),
+    ({f"l{i}": (i + 2, i + 3) for i in range(40)},
+     {f"l{i}": (i + 3, i + 2) for i in range(39)},
+     ["l39 (41, 42): nothing like it in b",
+      'l0 (2, 3) and l0 (3, 2): "l0": {"to": "l0", "transpose": [1, 0]}'])])
+def test_a_message_names_the_misfits_first(a, b, lines):
+    shared = Entry("tied", "bias", (2,), True, ("other",))
+    with pytest.raises(MatchError) as error:
+        matching.match([*entries(**a), shared], [*entries(**b), shared])
+    said = str(error.value).splitlines()
+    assert len(said) <= 15
+    assert [line.strip() for line in said[1:len(lines) + 1]] == lines
+    if len(a) > 9:
+        assert len(said) == 15 and "  and 30 more" in said
+    assert "  shared in a: tied = other" in said
+    assert set(error.value.candidates) == {*a, ""}
+
+
+def test_layers_of_one_kind_keep_their_weights_alike():
+    """A port that multiplies by the transposed weight has a fault."""
+    def turned():
+        from torch import nn
+
+        class Turned(nn.Linear):
+            def forward(self, x):
+                return x @ self.weight + self.bias
+        return nn.Sequential(nn.Flatten(), Turned(12, 12))
+    result = parity.compare(stack(lambda nn: [
+        nn.Flatten(), nn.Linear(12, 12)]), turned, batches=batches())
+    assert result.verdict == "different"
+    assert result.causes[0].name == "transposed weight"
+
+
+# -- gradients, memory --------------------------------------------------------
+
+def frozen(make, *names):
+    def frozen():
+        net = make()
+        for name, p in net.named_parameters():
+            if name in names:
+                p.requires_grad_(False)
+        return net
+    return frozen
+
+
+@pytest.mark.parametrize("case, a, b", [
+    ("joined", ["k.weight"], []), ("joined", [], ["all.weight"]),
+    ("split", ["all.weight"], []), ("split", [], ["k.weight"])])
+def test_a_frozen_part_is_a_difference(case, a, b, two_devices):
+    """The one side trains what the other does not."""
+    one, two, given = CASES[case]
+    result = parity.compare(frozen(one, *a), frozen(two, *b), map=given,
+                            batches=batches(), devices=two_devices,
+                            optimizer=ADAM[0], optimizer_params=ADAM[1])
+    assert result.verdict == "different"
+    assert result.first.stage == "gradient" and result.first.step == 1
+    assert result.causes[0].name == "frozen parameter"
+    assert result.first.name in {
+        ("joined", 1): ["k.weight"], ("joined", 0): [
+            f"{n}.weight" for n in "qkv"]}.get((case, len(a)),
+                                               ["all.weight"])
+
+
+def test_frozen_alike_is_the_same(two_devices):
+    one, two, given = CASES["joined"]
+    result = parity.compare(
+        frozen(one, *(f"{n}.weight" for n in "qkv")),
+        frozen(two, "all.weight"), map=given, batches=batches(),
+        devices=two_devices)
+    assert result.same, str(result)
+
+
+def test_multipliers_of_parts():
+    """One tensor has one rate: of parts with other rates, it trains
+    differently."""
+    one, two, given = CASES["joined"]
+    for rate, same in ((2.0, True), (1.0, False)):
+        result = parity.compare(
+            parity.Side(one, lr_mult={f"{n}.weight": 2.0 for n in "qkv"}),
+            parity.Side(two, lr_mult={"all.weight": rate}),
+            batches=batches(), map=given, optimizer_params=SGD[1])
+        assert result.same is same
+    assert result.causes[0].name == "multipliers"
+
+
+@pytest.mark.parametrize("optimizer, semantics, noted", [
+    ("nadam", "gluon", True), ("nadam", "torch", False)])
+def test_optimisers_that_see_all_parameters_are_noted(optimizer, semantics,
+                                                      noted):
+    """Gluon's Nadam multiplies its schedule once for each parameter."""
+    one, two, given = CASES["joined"]
+    result = parity.compare(one, two, batches=batches(), map=given,
+                            optimizer=optimizer, semantics=semantics)
+    assert result.same is not noted
+    assert any("how parameters are divided" in note
+               for note in result.notes) is noted
+
+
+def test_memory_of_another_shape_is_refused():
+    class Rows(mgpu.optimizers.Optimizer):
+        """Remembers a number for each row."""
+
+        def create_state(self, weight, ops):
+            return {"sum": ops.zeros_like(weight)[:1]}
+
+        def update(self, weight, grad, state, *, lr, wd, t, ops):
+            weight -= lr * grad
+    one, two, given = CASES["joined"]
+    with pytest.raises(ValueError, match="another form.*sum"):
+        parity.compare(one, two, batches=batches(), map=given,
+                       optimizer=Rows(learning_rate=0.1))
+
+
+# -- what a map may say -------------------------------------------------------
+
+def entries(prefix="", **shapes):
+    return [Entry(prefix + name, kind_of(name), shape, True)
+            for name, shape in shapes.items()]
+
+
+def kind_of(name):
+    return "running_mean" if name == "mean" else "weight"
+
+
+def random_plan(rng):
+    """A plan of one pair of each form, and values for it."""
+    pairs, values = [], {}
+    for number in range(6):
+        name = str(number)
+        shape = tuple(2 * rng.integers(1, 4, rng.integers(1, 4)))
+        order = tuple(map(int, rng.permutation(len(shape))))
+        turned = tuple(int(shape[i]) for i in order)
+        own = (forms.Blocks(len(shape), (1, 0)), forms.Turn(order))
+        count = int(rng.integers(1, 4))
+        axis = None if rng.random() < 0.3 else int(rng.integers(len(shape)))
+        join = forms.Join((turned,) * count, axis)
+        flat = (int(np.prod(join.shape())),)
+        pair = Pair(tuple(name + "abc"[i] for i in range(count)), (name,), (
+            forms.Each((own,) * count), join,
+            forms.View(join.shape(), flat)))
+        lead = (2,) * int(rng.integers(2))      # devices
+        found = {n: rng.normal(size=lead + shape) for n in pair.a}
+        if rng.random() < 0.5:
+            found = dict(zip(pair.b, forms.take(pair.steps,
+                                                list(found.values()))))
+            pair = pair.inverse()
+        pairs.append(pair)
+        values.update(found)
+    return Plan("", pairs), values
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_there_and_back(seed):
+    plan, values = random_plan(np.random.default_rng(seed))
+    assert plan.inverse().inverse() == plan
+    there = plan.to_b(values)
+    assert there.keys() == plan.inverse().names().keys()
+    back = plan.to_a(there)
+    assert back.keys() == values.keys()
+    for name, value in values.items():
+        np.testing.assert_array_equal(back[name], value)
+
+
+def test_part_of_the_values_travels_whole_or_not():
+    plan = Plan("", [Pair(("x", "y"), ("z",), (
+        forms.Join(((2,), (3,)), 0),))])
+    assert plan.to_b({"x": np.zeros(2)}) == {}
+    assert plan.to_a({"z": np.arange(5)})["y"].tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"w": {"to": "qkv", "transposed": [1, 0]}}, "transposed is none of to, "),
+    ({"w": {"transpose": [1, 0]}}, 'write a name of b, or {"to"'),
+    ({"w": ["qkv"]}, 'write a name of b, or {"to"'),
+    ({"w": {"to": 3}}, '"to" is a name of b, or a list'),
+    ({"w": {"to": "w", "transpose": "10"}}, '"transpose" is a list'),
+    ({"w": {"to": "w", "blocks": [0.5]}}, '"blocks" is a list'),
+    ({"w": {"to": "w", "axis": -1}}, '"axis" is a number from 0'),
+    ({"w": {"to": "w", "reshape": 1}}, '"reshape" is true or false'),
+    ({"w": {"to": ["w", "v"], "part": [0, 2]}}, "write one name"),
+    ({"w": {"to": "w", "blocks": [0, 0]}}, "are no order of 2"),
+    ({"w": {"to": "w", "blocks": [0, 2, 1, 3]}}, "no 4 equal blocks"),
+    ({"t": "w"}, 'another shape.*add "transpose": \\[1, 0\\]'),
+    ({"c": "w"}, 'another shape.*add "reshape": true'),
+    ({"w": {"to": ["v", "w"]}}, "another shape"),
+    ({"w": {"to": ["v", "t"]}}, "not side by side along axis 0"),
+    ({"q": {"to": "qkv", "part": [0, 3]}, "k": {"to": "qkv", "part": [1, 3]}},
+     r"2 entries are parts \[\[0, 3\], \[1, 3\]\]"),
+    ({"q": {"to": "qkv", "part": [0, 2]},
+      "k": {"to": "qkv", "part": [1, 2], "axis": 1}}, 'need one "axis"'),
+    ({"q": {"to": "qkv", "part": [0, 1]}}, "another shape"),
+    ({"q": {"to": "qkv", "part": [0]}}, "1 entries are parts"),
+    ({"w": "w", "v": {"to": ["w", "v"]}}, "'w' of b is named twice"),
+    ({"m": "mean"}, "a running statistic and a parameter"),
+    ({"q": {"to": "nothing", "part": [0, 3]}}, "no such name in b")])
+def test_a_wrong_map(given, words):
+    a = entries(w=(6, 2), v=(6, 2), t=(2, 6), c=(6, 2, 1), q=(2, 2),
+                k=(2, 2), m=(3,))
+    b = entries(w=(6, 2), v=(6, 2), t=(2, 6), qkv=(6, 2), mean=(3,))
+    with pytest.raises(MatchError, match=words):
+        matching.match(a, b, given=given)
+
+
+def test_parts_of_unequal_size_and_the_text_of_a_plan():
+    plan = matching.match(
+        entries(x=(2, 3), y=(4, 3)), entries(z=(3, 6)), given={
+            "y": {"to": "z", "part": [0, 2], "axis": 1, "transpose": [1, 0]},
+            "x": {"to": "z", "part": [1, 2], "axis": 1, "transpose": [1, 0]}})
+    x, y = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(4, 3)
+    np.testing.assert_array_equal(plan.to_b({"x": x, "y": y})["z"],
+                                  np.concatenate([y, x]).T)
+    assert "  y, x <- z transposed to (1, 0), joined along axis 1" \
+        in plan.lines()
+    assert plan.pairs[0].to_dict() == {
+        "a": ["y", "x"], "b": "z", "axes": None,
+        "layout": "transposed to (1, 0), joined along axis 1"}
