@@ -8,7 +8,7 @@ import numpy as np
 
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
-from mgpu.nested import as_inputs, as_pair, rows_of
+from mgpu.nested import as_inputs, as_pair, is_empty, rows_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 
@@ -147,7 +147,8 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
 
 
 def _run(run: Callable[[Any], Any], shard: Any) -> Any:
-    return run(*as_inputs(shard)) if rows_of(shard) else None
+    inputs = as_inputs(shard)
+    return None if is_empty(inputs) else run(*inputs)
 
 
 def _correct(output: Any, labels: Any) -> int:

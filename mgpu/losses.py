@@ -351,10 +351,10 @@ def per_example(loss: Callable[[Array, Array], Array]
     return spread
 
 
-def check_per_example(values: Any, rows: int) -> None:
+def check_per_example(values: Any, rows: int, *others: int) -> None:
     """What `train_batch` demands of a loss: shape (rows,)."""
     shape = tuple(getattr(values, "shape", ()))
-    if shape != (rows,):
+    if shape not in [(n,) for n in (rows, *others)]:
         raise ValueError(
             f"the loss must return one value per example, shape ({rows},); "
             f"received shape {shape}. Use a loss of mgpu.losses, or wrap one "

@@ -71,9 +71,31 @@ def row_counts(data: Any) -> list[int]:
     return found
 
 
+def is_empty(data: Any) -> bool:
+    """Whether `data` holds no rows: the first array in it has no elements,
+    or the first of several inputs is None or an empty list."""
+    first = data[0] if isinstance(data, tuple) and data else data
+    if first is None or isinstance(first, (list, tuple)) and not first:
+        return True
+    shapes: list[Any] = []
+    map_leaves(lambda x: shapes.append(x.shape), data)
+    return bool(shapes) and 0 in shapes[0]
+
+
 def rows_of(data: Any) -> int | None:
     """The number of rows of the first array in `data`."""
     return next(iter(row_counts(data)), None)
+
+
+def examples_of(labels: Any) -> list[int]:
+    """How many examples `labels` may be of: `rows_of` them, or one for each
+    entry of a list of dicts, of lists, or of arrays of different lengths."""
+    found = [rows_of(labels) or 0]
+    if isinstance(labels, list) and (
+            any(isinstance(x, (dict, list, tuple)) for x in labels)
+            or len(set(row_counts(labels))) > 1):
+        found.append(len(labels))
+    return found
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:

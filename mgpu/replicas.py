@@ -21,7 +21,7 @@ from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.collectives import allreduce_many
 from mgpu.device import Device, as_devices
 from mgpu.following import Following
-from mgpu.nested import as_inputs, map_leaves, row_counts
+from mgpu.nested import as_inputs, is_empty, map_leaves
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
                                  mismatch)
@@ -540,6 +540,19 @@ class Replicas(abc.Sequence):
         if not found:
             raise self._no_array(i, *inputs[:1])
 
+    def _check_empty(self, i: int, inputs: tuple[Any, ...]) -> None:
+        """Refuse inputs of replica `i` of which only the first is empty: it
+        is not known whether there are rows."""
+        shapes: list[tuple[int, ...]] = []
+        map_leaves(lambda x: shapes.append(tuple(x.shape)), inputs)
+        rows = [shape for shape in shapes if shape and 0 not in shape]
+        if rows and inputs[0] is not None:
+            raise ValueError(
+                "the first array of a device's inputs says whether it has "
+                f"rows; received an empty one, and {rows[0]} after it, on "
+                f"{self.devices[i]}. Let the array with a row for each "
+                "example come first, or give a device without rows None.")
+
     def _no_array(self, i: int, *received: Any) -> TypeError:
         what = type(received[0]).__name__ if received else "no input"
         return TypeError(
@@ -567,7 +580,8 @@ class Replicas(abc.Sequence):
                 f"received inputs for replica {i} only. Call "
                 "replicas(shards) instead of replicas[i](x).")
         self._check_native(i, inputs)
-        if _is_empty(inputs):
+        if is_empty(inputs):
+            self._check_empty(i, inputs)
             raise ValueError(
                 f"a network runs on one row or more; replica {i} on "
                 f"{self.devices[i]} received none. Leave it out, or use "
@@ -749,8 +763,10 @@ class Replicas(abc.Sequence):
                     "device.")
         rows = list(map(as_inputs, inputs[0])) if len(inputs) == 1 \
             else list(zip(*inputs))
-        active = [i for i, row in enumerate(rows)
-                  if not _is_empty(row)]
+        active = [i for i, row in enumerate(rows) if not is_empty(row)]
+        for i, row in enumerate(rows):
+            if i not in active:
+                self._check_empty(i, row)
         if not active:
             raise ValueError("at least one shard must hold rows; received "
                              f"{k} empty ones. Leave an empty batch out.")
@@ -805,11 +821,6 @@ class Replicas(abc.Sequence):
 
 def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:
     return [row if i in active else None for i, row in enumerate(rows)]
-
-
-def _is_empty(inputs: tuple[Any, ...]) -> bool:
-    # A later one may be None: an optional mask.
-    return not inputs or inputs[0] is None or 0 in row_counts(inputs)
 
 
 def _options(network: base.Network, batch_norm: str, dtype: str | None,

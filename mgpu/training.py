@@ -20,7 +20,8 @@ from mgpu.backends import (Backend, get_backend, give_back, messages,
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
 from mgpu.losses import LabelError, check_per_example
-from mgpu.nested import as_pair, rows_of
+from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
+                         rows_of)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
@@ -191,7 +192,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         ``loss(pred, label)``, one value per example.
     trainer : Trainer
     split_f : callable
-        ``split_f(X, y, devices) -> (X_shards, y_shards)``.
+        ``split_f(X, y, devices) -> (X_shards, y_shards)``. A list of dicts,
+        or of arrays of different lengths, may be the labels of as many rows.
     ignore_stale_grad : bool
         Skip parameters that no row of the batch reached, as torch does; by
         default they are an error (`Trainer.step`).
@@ -220,11 +222,12 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
             X_shards, y_shards = split_f(X, y, devices)
+        _check_labels(X_shards, y_shards, devices)
         passes = _at_once if replicas.independent() else _stage_by_stage
         with replicas.unobserved():
             losses = passes(replicas, X_shards, y_shards, loss,
                             trainer.loss_scale)
-            trainer.step(sum(rows_of(shard) or 0 for shard in y_shards),
+            trainer.step(sum(len(x) for x in losses if x is not None),
                          ignore_stale_grad)
     return losses
 
@@ -251,12 +254,25 @@ def check_pair(replicas: Any, trainer: Any, loss: Any = len) -> None:
                         "mgpu.losses, or a function of (pred, label).")
 
 
+def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],
+                  devices: Sequence[Device]) -> None:
+    """Refuse labels of rows that no network would meet."""
+    for X, y, device in zip(X_shards, y_shards, devices):
+        if is_empty(as_inputs(X)) and not is_empty(y):
+            raise ValueError(
+                "a device has inputs where it has labels; received "
+                f"{examples_of(y)[0]} rows of labels without inputs on "
+                f"{device}. The first array of the inputs is the one whose "
+                "rows count.")
+
+
 def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
              loss: Loss, scale: float) -> list[Any]:
     """Forward and backward passes of each device without a wait for another
     one in between."""
     losses: list[Any] = [None] * len(replicas)
-    active = [i for i, shard in enumerate(X_shards) if rows_of(shard)]
+    active = [i for i, shard in enumerate(X_shards) if not is_empty(
+        as_inputs(shard))]
     firsts = _first_rows(y_shards)
 
     def head(i: int, output: Any) -> Any:
@@ -307,7 +323,7 @@ def _loss_of(loss: Loss, output: Any, y: Any, first: int) -> Any:
     except LabelError as error:
         error.row += first      # of the batch, not of the shard
         raise
-    check_per_example(values, rows_of(y) or 0)
+    check_per_example(values, *examples_of(y))
     return values
 
 

@@ -1149,6 +1149,38 @@ def test_an_optional_input(engine, devices):
                     mgpu.to_numpy(want))
 
 
+def test_a_shard_without_elements_has_no_rows(engine, devices):
+    """Cut along another axis, as sequences of words are."""
+    replicas = mgpu.initialize(mlp(engine), devices, "uniform")
+    shards = mgpu.split_and_load(np.ones((6, 1), "float32"), devices, 1,
+                                 even_split=False)
+    shards = [x.reshape((x.shape[1], 6)) if x.shape[1] else x
+              for x in shards]
+    assert [out is None for out in replicas(shards)] \
+        == [i > 0 for i in range(len(devices))]
+    assert [out is None for out in replicas(
+        [shards[0]] + [[]] * (len(devices) - 1))] \
+        == [i > 0 for i in range(len(devices))]
+
+
+def test_a_first_input_without_rows_and_a_second_with_some(engine, devices):
+    """Of a text without words and where its sentences begin, perhaps."""
+    replicas = mgpu.initialize(two_inputs(engine), devices, "xavier")
+    a, b = shards_of((table(8), table(8)[:, :3]), replicas)[-1]
+    others = shards_of((table(8), table(8)[:, :3]), replicas)[:-1]
+    for call in (lambda: replicas([*others, (a[:0], b)]),
+                 lambda: replicas([*others, ([], b)]),
+                 lambda: replicas[len(others)](a[:0], b)):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value) == (
+            "the first array of a device's inputs says whether it has rows; "
+            f"received an empty one, and {tuple(b.shape)} after it, on "
+            f"{devices[-1]}. Let the array with a row for each example come "
+            "first, or give a device without rows None.")
+    assert replicas([*others, (None, b)])[-1] is None if others else True
+
+
 def test_wrong_calls_are_refused(engine):
     replicas = mgpu.initialize(mlp(engine), on(0, 1), "uniform")
     x = mgpu.put(table(4), mgpu.cpu(0))

@@ -274,6 +274,78 @@ def test_several_inputs_and_labels(engine, devices):
             != before["dense.weight"][0]).any()
 
 
+@pytest.mark.parametrize("batch_norm", ["per_device", "sync"])
+def test_rows_are_those_of_the_first_input(engine, devices, batch_norm):
+    """Images in a list and a dict of what is on each, in the inputs and in
+    the labels: there may be nothing on one."""
+    ops = engine.ops
+    base, dense = bricks(engine)
+
+    class Detector(base):
+        def __init__(self):
+            super().__init__()
+            self.dense = dense(6, 4)
+
+        def forward(self, images, found):
+            return [self.dense(x.reshape((1, 6))) * (1 + len(boxes["boxes"]))
+                    for x, boxes in zip(images, found, strict=True)]
+
+    def loss(out, found):
+        return ops.concat([
+            ops.sum((o - f["boxes"]) ** 2 if len(f["boxes"]) else o,
+                    axis=(0, 1)).reshape((1,))
+            for o, f in zip(out, found, strict=True)])
+    X, _ = batch(5)
+    boxes = [np.random.default_rng(i).normal(size=(i, 4)) for i in range(5)]
+
+    def split(X, y, devices):
+        shards = [
+            ([mgpu.put(X[i].reshape(2, 3), device) for i in range(a, b)],
+             [{"boxes": mgpu.put(boxes[i], device)} for i in range(a, b)])
+            for device, (a, b) in zip(devices, mgpu.split.shard_bounds(
+                len(X), len(devices)))]
+        return shards, [found for _, found in shards]
+
+    def trained(devices, rows, by_hand):
+        replicas = mgpu.initialize(Detector(), devices, "xavier", seed=1,
+                                   dtype="float64", batch_norm=batch_norm)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        if by_hand:
+            shards, found = split(X[:rows], None, devices)
+            with mgpu.record():
+                losses = mgpu.parallel(
+                    lambda out, y: None if out is None else loss(out, y),
+                    replicas(*zip(*shards)), found)
+            mgpu.backward(losses)
+            trainer.step(rows)
+        else:
+            losses = mgpu.train_batch(X[:rows], None, replicas, loss, trainer,
+                                      split)
+        assert [0 if x is None else len(x) for x in losses] == [
+            b - a for a, b in mgpu.split.shard_bounds(rows, len(devices))]
+        return values(replicas)
+    for rows in (5, 1):
+        for by_hand in (False, True):
+            assert_close(trained(devices, rows, by_hand),
+                         trained(on(0), rows, True))
+
+
+def test_labels_without_inputs_are_refused(engine):
+    replicas, loss, trainer = set_up(engine, on(0, 1))
+    before, (X, y) = values(replicas), batch(4)
+
+    def split(X, y, devices):
+        xs, ys = mgpu.split_batch(X, y, devices)
+        return [xs[0], xs[1][:0]], ys
+    with pytest.raises(ValueError) as caught:
+        mgpu.train_batch(X, y, replicas, loss, trainer, split)
+    assert str(caught.value) == (
+        "a device has inputs where it has labels; received 2 rows of labels "
+        "without inputs on cpu(1). The first array of the inputs is the one "
+        "whose rows count.")
+    assert_unchanged(values(replicas), before)
+
+
 def test_a_leaf_that_all_losses_share(engine, devices):
     """Its gradient is the sum over devices, and each step's own."""
     replicas, _, trainer = set_up(engine, devices)

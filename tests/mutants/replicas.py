@@ -49,9 +49,14 @@ MUTANTS = [
                "mgpu.trainer:Trainer._update", "if written:", "if False:"),
            ("test_replicas.py::test_what_is_written_before_the_update_reaches_"
             "all[2dev-torch-backward]",)),
+    Mutant("any-empty-array-empties", "an empty array anywhere in a shard "
+           "means no rows", edit("mgpu.nested:is_empty", "0 in shapes[0]",
+                                 "any(0 in x for x in shapes)"),
+           ("test_training.py::test_rows_are_those_of_the_first_input[torch-"
+            "*",)),
     Mutant("optional-inputs-empty", "an input that is None is a shard without "
-           "rows", edit("mgpu.replicas:_is_empty", "inputs[0] is None",
-                        "any(x is None for x in inputs)"),
+           "rows", edit("mgpu.nested:is_empty", "    shapes:",
+                        "    if None in data: return True\n    shapes:"),
            ("test_replicas.py::test_an_optional_input[torch-2dev]",)),
     Mutant("old-values-exported", "an export mixes the network's values with "
            "those that it had", edit(

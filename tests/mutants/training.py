@@ -10,8 +10,8 @@ MUTANTS = [
            ("test_trainer.py::test_k_devices_are_one_device[torch-sgd-2]",)),
     Mutant("rows-of-one-shard", "the step divides by the rows of device 0",
            edit(_TRAINING + "train_batch",
-                "sum(rows_of(shard) or 0 for shard in y_shards)",
-                "rows_of(y_shards[0])"),
+                "sum(len(x) for x in losses if x is not None)",
+                "len(losses[0])"),
            ("test_training.py::test_train_batch_is_one_step_of_the_whole_batch"
             "[torch-2dev]",)),
     Mutant("row-of-the-shard", "a wrong label is named by its row in its "
