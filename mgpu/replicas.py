@@ -78,7 +78,9 @@ class Replicas(abc.Sequence):
     time and returns a list. Where a shard is empty or None the network does
     not run and the result is None. Training mode holds inside `mgpu.record`;
     outside it a replica predicts and builds no graph, whatever the user's
-    own flags say.
+    own flags say. A torch network that the user has put into eval mode
+    predicts in `record` too, under ``torch.no_grad()``; with gradients it is
+    refused (`mgpu.record` has ``train_mode=False`` for them).
 
     A network with several inputs takes ``replicas[i](a, b)``, and either
     ``replicas(a_shards, b_shards)`` or shards that are tuples or lists of
@@ -569,9 +571,20 @@ class Replicas(abc.Sequence):
                 f"record() of theirs; received one of {elsewhere!r}. Choose "
                 "the backend with mgpu.using_backend before record().")
 
+    def _mode(self) -> AbstractContextManager[None]:
+        """Inside the block replicas predict, if the user has told the network
+        to."""
+        if self.backend.is_training() and self.network.predicts():
+            return self.backend.scope(recording=False, training=False)
+        return contextlib.nullcontext()
+
     def _run_one(self, i: int, inputs: tuple[Any, ...]) -> Any:
         self._check_usable()
         self._check_recording()
+        with self._mode():
+            return self._run_here(i, inputs)
+
+    def _run_here(self, i: int, inputs: tuple[Any, ...]) -> Any:
         if len(inputs) == 1:
             inputs = as_inputs(inputs[0])
         if self._syncs():
@@ -673,7 +686,7 @@ class Replicas(abc.Sequence):
             and self.backend.is_training()
 
     def __call__(self, *inputs: Sequence[Any]) -> list[Any]:
-        with self.owned():
+        with self.owned(), self._mode():
             rows, active = self._prepared(inputs)
             with probes.stage("compute", "forward", self.devices,
                               lambda: results, active):
@@ -691,7 +704,7 @@ class Replicas(abc.Sequence):
         rows, a native array, and its backward pass; inside `record`. No
         device waits for another in between, if the engine can do that. Not
         with ``batch_norm="sync"``."""
-        with self.owned():
+        with self.owned(), self._mode():
             rows, active = self._prepared((shards,))
             with self.new_batch():
                 self.network.forward_backward(

@@ -532,12 +532,51 @@ def test_a_layer_in_eval_mode_is_frozen(backend, k, when):
 
 
 @TORCH
-def test_a_network_in_eval_mode_trains_as_a_whole_or_not_at_all(backend):
-    net = normalised().eval()
-    moved = trained(net, 2)
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("batch_norm", ["per_device", "sync"])
+def test_a_network_in_eval_mode_predicts_while_others_train(
+        backend, k, batch_norm):
+    """A teacher next to its student; gradients of its predictions."""
+    import torch
+    net, x = normalised().eval(), np.random.default_rng(0).normal(size=(7, 6))
+    net[1].running_mean += 0.5
+    expected = net(torch.from_numpy(x)).detach().numpy()
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)],
+                               batch_norm=batch_norm)
+    shards, _ = mgpu.split_batch(x, x, replicas.devices)
+    with mgpu.record():
+        with torch.no_grad():
+            found = replicas(shards)
+            one = replicas[0](shards[0])
+        assert mgpu.get_backend().is_training() and torch.is_grad_enabled()
+    found = np.concatenate([mgpu.to_numpy(out) for out in found])
+    assert np.abs(found - expected).max() < 1e-12
+    assert not one.requires_grad and replicas.recorded == [False] * k
+    assert (net[1].running_mean == 0.5).all()
     assert not any(m.training for m in net.modules())
-    assert np.abs(moved["0.weight"] - normalised()[0].weight.detach().numpy()
-                  ).max() > 1e-3 and net[1].running_mean.any()
+    shards = [shard.requires_grad_() for shard in shards]
+    with mgpu.record(train_mode=False):
+        mgpu.backward([out.sum() for out in replicas(shards)])
+    x = torch.from_numpy(x).requires_grad_()
+    net(x).sum().backward()
+    assert np.abs(np.concatenate([mgpu.to_numpy(shard.grad)
+                                  for shard in shards])
+                  - x.grad.numpy()).max() < 1e-12
+
+
+@TORCH
+def test_a_network_in_eval_mode_is_not_trained(backend):
+    net = normalised().eval()
+    before = [x.clone() for x in net.state_dict().values()]
+    with pytest.raises(ValueError) as caught:
+        trained(net, 2)
+    assert str(caught.value) == (
+        "a network in eval mode does not train; received Sequential, which "
+        "is, inside record(). Call net.train() to train it; use "
+        "mgpu.record(train_mode=False) for gradients of its predictions, and "
+        "torch.no_grad() for predictions without them.")
+    assert all((x == y).all()
+               for x, y in zip(net.state_dict().values(), before))
     net = normalised().eval()
     net[2].train()
     with pytest.raises(ValueError, match=r"received one whose '2' is"):
@@ -546,9 +585,9 @@ def test_a_network_in_eval_mode_trains_as_a_whole_or_not_at_all(backend):
 
 @TORCH
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize("told", [True, False])
 def test_the_users_own_train_is_called_where_the_mode_changes(
-        backend, k, mode):
+        backend, k, told):
     """It may freeze layers, or change more than flags."""
     from torch import nn
 
@@ -562,12 +601,17 @@ def test_the_users_own_train_is_called_where_the_mode_changes(
             return self
 
     def made():
-        return Frozen(*normalised()).double().train(mode)
+        return Frozen(*normalised()).double()
     plain = trained(made().train(), 0)
-    net = made()
+    net = made().train() if told else made()
     calls = net.calls
     found = trained(net, k)
     for name, value in plain.items():
         assert np.abs(found[name] - value).max() < 1e-12, name
-    assert (net.calls > calls) is not mode
-    assert [m.training for m in net] == [mode, False, mode]
+    assert (net.calls > calls) is not told
+    net = made().train()
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    calls = net.calls
+    replicas[0](mgpu.put(np.ones((2, 6)), mgpu.cpu(0)))     # it predicts
+    assert net.calls == calls + 2
+    assert [m.training for m in net] == [True, False, True]

@@ -216,7 +216,9 @@ def test_outputs_in_an_object_of_the_users(k, wrap):
 @REENTRANT
 def test_a_network_is_as_it_was_after_a_pass(reentrant):
     """Also after an error in the backward pass."""
-    net = network(reentrant).eval()
+    net = network(reentrant)
+    net.norm.eval()
+    modes = [m.training for m in net.modules()]
     replicas, trainer = start(net, 2)
     for fails in (False, True, False):
         handle = net.start.weight.register_hook(
@@ -228,7 +230,7 @@ def test_a_network_is_as_it_was_after_a_pass(reentrant):
             forward_backward(replicas, batch(2), False)
             trainer.step(11)
         handle.remove()
-        assert not any(m.training for m in net.modules())
+        assert [m.training for m in net.modules()] == modes
         assert not any("forward" in vars(m) for m in net.modules())
 
 

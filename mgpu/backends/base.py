@@ -369,6 +369,11 @@ class Network(ABC):
         its arrays, is so on all devices. Refuses other layers."""
         return
 
+    def predicts(self) -> bool:
+        """Whether a pass that is to train predicts instead, since the user
+        has said so to the network. ValueError where that is not clear."""
+        return False
+
     @abstractmethod
     def devices(self) -> list[Any]:
         """Native handles of the devices that the network is on now."""

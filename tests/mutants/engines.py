@@ -179,6 +179,17 @@ MUTANTS = [
            edit(_REPLICA + "_modes", "return list(users)",
                 "return [True] * len(users)"),
            ("test_network_hooks.py::test_a_layer_in_eval_mode_is_frozen*",)),
+    Mutant("torch-teachers-train", "a network in eval mode trains under "
+           "no_grad", edit(
+               "mgpu.backends._torch.network:TorchNetwork.predicts",
+               "    return True", "    return False"),
+           ("test_network_hooks.py::test_a_network_in_eval_mode_predicts_"
+            "while_others_train*",)),
+    Mutant("torch-eval-mode-trains", "a network in eval mode trains", edit(
+               "mgpu.backends._torch.network:TorchNetwork.predicts",
+               "if torch.is_grad_enabled():", "if False:"),
+           ("test_network_hooks.py::test_a_network_in_eval_mode_is_not_"
+            "trained*",)),
     Mutant("torch-train-not-called", "the user's own train is passed over",
            edit(_REPLICA + "_set_modes", "layers[number].train(mode)", "pass"),
            ("test_network_hooks.py::test_the_users_own_train_is_called_where_"

@@ -260,6 +260,28 @@ class TorchNetwork(base.Network):
             for replica in self.replicas:
                 replica.forget()
 
+    def predicts(self) -> bool:
+        with self.reading:
+            modes = self.replicas and self.replicas[0].users or [
+                m.training for m in self.net.modules()]
+        if modes[0]:
+            return False
+        if any(modes):
+            name = next(path for (path, _), mode in zip(
+                self.net.named_modules(), modes) if mode)
+            raise ValueError(
+                "a network in eval mode has no part in training mode while "
+                f"it trains; received one whose {name!r} is. Call net.train()"
+                ", then .eval() on the layers that are to stay frozen.")
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "a network in eval mode does not train; received "
+                f"{type(self.net).__name__}, which is, inside record(). Call "
+                "net.train() to train it; use mgpu.record(train_mode=False) "
+                "for gradients of its predictions, and torch.no_grad() for "
+                "predictions without them.")
+        return True
+
     def forward_backward(self, replicas, inputs, head, leaves) -> None:
         owner = {id(x): i for i in range(len(inputs)) for x in leaves(i)}
         join = together()

@@ -227,13 +227,6 @@ class TorchReplica(base.Replica):
             self._set_modes(users)
         if training and users[0]:
             return list(users)
-        if training and any(users):
-            name = next(path for (path, _), mode in zip(
-                first.module.named_modules(), users) if mode)
-            raise ValueError(
-                "a network in eval mode has no part in training mode while "
-                f"it trains; received one whose {name!r} is. Call net.train()"
-                ", then .eval() on the layers that are to stay frozen.")
         return [None if inside else training for inside in self._inside]
 
     def _set_modes(self, modes: Sequence[bool | None]) -> None:
