@@ -695,6 +695,8 @@ class Replicas(abc.Sequence):
                 else:
                     results = self.network.forward(
                         self._replicas, _of(active, rows))
+            if len(active) > 1:
+                self.network.check_kept()
             self._note(active)
         return results
 
@@ -707,9 +709,15 @@ class Replicas(abc.Sequence):
         with self.owned(), self._mode():
             rows, active = self._prepared((shards,))
             with self.new_batch():
-                self.network.forward_backward(
-                    self._replicas, _of(active, rows), head,
-                    lambda i: self._views[i].arrays())
+                try:
+                    self.network.forward_backward(
+                        self._replicas, _of(active, rows), head,
+                        lambda i: self._views[i].arrays())
+                except Exception:   # of a loss that reads what was kept
+                    self.network.check_kept()
+                    raise
+                if len(active) > 1:
+                    self.network.check_kept()
             self._note(active)
 
     @contextlib.contextmanager

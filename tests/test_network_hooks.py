@@ -3,6 +3,7 @@ dropout. One body for both engines."""
 import contextlib
 import threading
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -581,6 +582,96 @@ def test_a_network_in_eval_mode_is_not_trained(backend):
     net[2].train()
     with pytest.raises(ValueError, match=r"received one whose '2' is"):
         trained(net, 2)
+
+
+_global = {}
+
+
+def _into_global(module, inputs, output):
+    _global["h"] = output.detach()
+
+
+class Taker:
+    def __init__(self):
+        self.found, self.last = {"a": []}, None
+
+    def take(self, module, inputs, output):
+        self.found["a"].append(output)
+
+    def __call__(self, module, inputs, output):
+        self.last = output
+
+
+def _hook(way):
+    found = {}
+
+    def into_closure(module, inputs, output):
+        found["h"] = output
+
+    def add(module, inputs, output):
+        found["sum"] = found.get("sum", 0) + output.detach().sum()
+
+    def into_default(module, inputs, output, kept=[]):      # noqa: B006
+        kept.append(output)
+    return {"closure": into_closure, "sum": add, "default": into_default,
+            "partial": partial(lambda kept, m, i, o: kept.update(h=o), {}),
+            "method": Taker().take, "object": Taker(),
+            "global": _into_global}[way]
+
+
+@TORCH
+@pytest.mark.parametrize("way", ["closure", "sum", "default", "partial",
+                                 "method", "object", "global"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_hook_keeps_nothing_where_devices_share_it(backend, k, way):
+    """By hand and in train_batch; one device may."""
+    x = np.random.default_rng(0).normal(size=(7, 6))
+    net = normalised()
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    hook = _hook(way)
+    net[1].register_forward_hook(hook)
+    before = net[0].weight.detach().clone()
+    shards, _ = mgpu.split_batch(x, x, replicas.devices)
+
+    def by_hand():
+        with mgpu.record():
+            replicas(shards)
+
+    def step():
+        mgpu.train_batch(x, x[:, :4], replicas, mgpu.losses.L2Loss(), trainer)
+    for call in (by_hand, step):
+        if k == 1:
+            call()
+            continue
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert str(caught.value).startswith(
+            "on several devices a forward hook keeps tensors on its module, "
+            "of which each device has one; received ")
+        assert (net[0].weight == before).all()
+    with mgpu.record():
+        for i, shard in enumerate(shards):  # one at a time: read in between
+            replicas[i](shard)
+
+
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_hook_may_read_tensors_and_write_to_its_module(backend, k):
+    import torch
+    factors = {"h": torch.full((4,), 2.0, dtype=torch.float64)}
+
+    def hook(module, inputs, output):
+        module.kept = output * factors["h"]
+        return module.kept
+    found = []
+    for devices in (0, k):
+        net = normalised()
+        net[1].eval()
+        net[2].register_forward_hook(hook)
+        found.append(trained(net, devices))
+    for name, value in found[0].items():
+        assert np.abs(found[1][name] - value).max() < 1e-12, name
 
 
 @TORCH

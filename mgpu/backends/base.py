@@ -369,6 +369,11 @@ class Network(ABC):
         its arrays, is so on all devices. Refuses other layers."""
         return
 
+    def check_kept(self) -> None:
+        """After passes of several devices since `follow`: refuses what they
+        have kept in one place."""
+        return
+
     def predicts(self) -> bool:
         """Whether a pass that is to train predicts instead, since the user
         has said so to the network. ValueError where that is not clear."""

@@ -1,9 +1,11 @@
 """What a module is besides its arrays: layers, attributes, hooks."""
 import copy
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from operator import is_
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
 _LARGE = 1000       # a collection with more items is data
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
 _ARRAYS, _BUFFER = object(), object()
+_EMPTY_CELL = CellType()
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
 _TABLES = "_hooks"      # the end of the names of torch's tables of hooks
 
@@ -111,6 +114,64 @@ def follow_attributes(parameters: Sequence[Sequence[Any]]) -> None:
         for x in copies:
             vars(x).clear()
             vars(x).update(own)
+
+
+class Kept:
+    """The tensors that the user's forward hooks reach outside of modules, as
+    they are now: in a dictionary that a function closes over, perhaps, which
+    the copies of the module share, or have copies of."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._found = [(hook, [(weakref.ref(x), x._version)
+                               for x in _reached(hook, 5, set())])
+                       for m in layers for table in (
+                           m._forward_hooks, m._forward_pre_hooks)
+                       for hook in table.values()]
+
+    def check(self) -> None:
+        """ValueError where the passes of several devices have put others
+        there."""
+        for hook, known in self._found:
+            now: list[Any] = list(_reached(hook, 5, set()))
+            if len(now) != len(known) or any(
+                    ref() is not x or x._version != version
+                    for x, (ref, version) in zip(now, known)):
+                raise ValueError(
+                    "on several devices a forward hook keeps tensors on its "
+                    "module, of which each device has one; received "
+                    f"{getattr(hook, '__qualname__', repr(hook))}, which has "
+                    "put them where all devices share them. Write "
+                    "module.kept = output, and return it with the network's "
+                    "output; or use one device.")
+
+
+def _reached(x: Any, depth: int, met: set[int]) -> Iterator[Any]:
+    """The tensors in what a hook may write to."""
+    if isinstance(x, torch.Tensor):
+        yield x
+        return
+    if not depth or id(x) in met or isinstance(x, (
+            type, nn.Module, ModuleType, str)):
+        return
+    met.add(id(x))
+    parts: Sequence[Any] = ()
+    if isinstance(x, FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or ()
+                 if cell != _EMPTY_CELL]
+        parts = [*cells, *(x.__defaults__ or ()),
+                 *(x.__kwdefaults__ or {}).values(),
+                 *(x.__globals__.get(name) for name in x.__code__.co_names)]
+    elif isinstance(x, MethodType):
+        parts = [x.__self__, x.__func__]
+    elif isinstance(x, partial):
+        parts = [x.func, x.args, x.keywords]
+    elif isinstance(x, _COLLECTIONS):
+        parts = list(x.values() if isinstance(x, dict) else x) \
+            if len(x) <= _LARGE else ()
+    elif type(x).__module__.split(".")[0] not in ("mgpu", "torch"):
+        parts = list(getattr(x, "__dict__", {}).values())
+    for part in parts:
+        yield from _reached(part, depth - 1, met)
 
 
 class _Seen:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
-from mgpu.backends._torch.attributes import (Attributes,
+from mgpu.backends._torch.attributes import (Attributes, Kept,
                                              follow_attributes)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
@@ -42,6 +42,7 @@ class TorchNetwork(base.Network):
         self.float32: base.Float32Functions = base.Float32Functions()
         self._watchers = 0
         self.replicas: list[TorchReplica] = []
+        self._kept = Kept(())
         #: held while a replica's training flags are read and saved
         self.reading = threading.Lock()
 
@@ -259,6 +260,12 @@ class TorchNetwork(base.Network):
                 and self._attributes.follow():
             for replica in self.replicas:
                 replica.forget()
+        self._kept = Kept(self.replicas[0].layers if len(self.replicas) > 1
+                          and not self._watchers
+                          and self.backend.is_recording() else ())
+
+    def check_kept(self) -> None:
+        self._kept.check()
 
     def predicts(self) -> bool:
         with self.reading:
