@@ -346,6 +346,28 @@ def test_a_native_call_completes_unknown_shapes(engine, devices):
     train(replicas, images(4))
 
 
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("when", ["initialize", "first pass"])
+def test_what_inference_mode_completes_is_trained(name, devices, when):
+    with using_engine(name) as engine:
+        import torch
+
+        def made():
+            return mgpu.initialize(mlp(engine, deferred=True), devices,
+                                   "uniform", dtype="float64")
+        if when == "initialize":
+            with torch.inference_mode():
+                replicas = made()
+        else:
+            replicas = made()
+            with torch.inference_mode():
+                replicas(shards_of(table(8).astype("float64"), replicas))
+        wanted = made()
+        for each in (replicas, wanted):
+            train(each, table(8).astype("float64"))
+        assert_all_equal(on_each(replicas), on_each(wanted))
+
+
 @pytest.mark.parametrize("init", [None, "uniform"])
 def test_what_is_loaded_before_the_first_pass_stays(engine, devices, init):
     """Also where shapes are not known yet; the last layer is not loaded."""

@@ -122,11 +122,12 @@ class Kept:
     the copies of the module share, or have copies of."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._found = [(hook, [(weakref.ref(x), x._version)
-                               for x in _reached(hook, 5, set())])
-                       for m in layers for table in (
-                           m._forward_hooks, m._forward_pre_hooks)
-                       for hook in table.values()]
+        self._found: list[tuple[Any, list[tuple[Any, int]]]] = [
+            (hook, [(weakref.ref(x), x._version)
+                    for x in _reached(hook, 5, set())])
+            for m in layers
+            for table in (m._forward_hooks, m._forward_pre_hooks)
+            for hook in table.values()]
 
     def check(self) -> None:
         """ValueError where the passes of several devices have put others

@@ -28,6 +28,10 @@ from mgpu.backends._torch.replica import (TorchReplica, autocast,
                                           channels_last)
 
 
+# Nothing that is made in inference mode can be trained.
+_to_be_trained = torch.inference_mode(False)
+
+
 class TorchNetwork(base.Network):
     """A user's module, and its copies on several devices."""
 
@@ -94,9 +98,11 @@ class TorchNetwork(base.Network):
                 self.backend.handle(device)), device, i)
             for i, device in enumerate(devices)]
 
+    @_to_be_trained
     def cast(self, dtype: str) -> None:
         self.net.to(dtype_of(dtype))
 
+    @_to_be_trained
     def infer_shapes(self, inputs, device) -> None:
         home, make_lazy = self.devices()[0], _lazy_layers(self.net)
         self.net.to(self.backend.handle(device))
@@ -229,6 +235,7 @@ class TorchNetwork(base.Network):
             return contextlib.nullcontext()
         return autocast(self.backend.handle(devices[0]), self.options)
 
+    @_to_be_trained
     def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
         requests = [spec.grad_req for spec in self.specs()]
         # Copied before the first one moves: a copy of a copy on another
