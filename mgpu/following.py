@@ -174,9 +174,12 @@ class Following:
             if not (written[0] or self._warned):
                 self._warned = True
                 warnings.warn(
-                    f"{p.name!r} differed on {self._devices[0]} and on "
-                    f"{self._devices[i]}; all devices now have the values "
-                    f"of {self._devices[0]}, the network's own. (Said once.)",
+                    f"{p.name!r} had other values on {self._devices[0]}, the "
+                    "network's own, which all devices have now. That is right"
+                    " where you wrote to replicas.net. Nothing is said after "
+                    "Parameter.set_data, nor on torch after writes that it "
+                    "counts: p.copy_ under no_grad(), not p.data.copy_. "
+                    "(Said once.)",
                     stacklevel=2)
         return differing
 
