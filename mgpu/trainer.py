@@ -361,14 +361,20 @@ class Trainer:
             if any(flags):
                 used.append(j)
             elif not ignore_stale_grad:
-                raise self._stale(p)
+                raise self._stale(p, again=any(backward))
         return used
 
-    def _stale(self, p: Parameter, where: str = "") -> StaleGradientError:
+    def _stale(self, p: Parameter, where: str = "", again: bool = False
+               ) -> StaleGradientError:
+        # One for each loss, perhaps: the second one overwrites.
+        what, cure = ("the last backward pass did not reach it",
+                       "add up losses, or use grad_req='add', where each had "
+                       "a backward pass of its own; ") if again else (
+                           "no backward pass reached it", "")
         return StaleGradientError(
             f"parameter {p.name!r} has no new gradient{where} since the "
-            "last step: no backward pass reached it. Run the forward pass "
-            "inside record() and call backward on every device's loss; "
+            f"last step: {what}. Run the forward pass inside record() and "
+            f"call backward on every device's loss; {cure}"
             "freeze the parameter (grad_req='null', requires_grad=False); or "
             "pass ignore_stale_grad=True to skip it.")
 
