@@ -202,9 +202,10 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     -------
     list of native arrays
         The losses of each device's rows, not waited for; None where a
-        device had no rows (its gradient counts as zero). Gradients are
-        divided by n, the rows that are there. The losses are without the
-        trainer's `loss_scale`, which gradients have until its update.
+        device had no rows (its gradient counts as zero). The losses are
+        without the trainer's `loss_scale`. Afterwards each gradient
+        (``.grad``) is the sum over all rows of the batch, times that scale:
+        the update divides by both, and leaves the gradient as it is.
 
     Raises
     ------
