@@ -3,7 +3,7 @@ import math
 import operator
 from collections.abc import Collection, Mapping
 from numbers import Real
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 import numpy as np
 
@@ -70,3 +70,16 @@ def by_name(name: str, value: Any) -> Mapping[str, Any]:
         raise TypeError(f"{name} must be a dict with names as keys; received "
                         f"{type(value).__name__}: {value!r:.60}.")
     return value
+
+
+class Hints:
+    """Says what mgpu calls instead where one asks for a framework's name."""
+
+    #: by name: what to use
+    _hints: ClassVar[Mapping[str, str]] = {}
+    if not TYPE_CHECKING:
+        def __getattr__(self, name):
+            use = f". Use {self._hints[name]}." if name in self._hints else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+                + use, name=name, obj=self)

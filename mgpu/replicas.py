@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import host_memory, initializers, notebook, probes
-from mgpu.arguments import by_name, integer, one_of
+from mgpu.arguments import Hints, by_name, integer, one_of
 from mgpu.backends import (base, get_backend, give_back, messages,
                            recording_elsewhere)
 from mgpu.backends.scope import check_task
@@ -44,13 +44,24 @@ _initialized: "weakref.WeakKeyDictionary[Any, list[Device]]" = \
     weakref.WeakKeyDictionary()
 
 
-class ReplicaView:
+_MODE = "mgpu.record(), inside which replicas train; outside they predict"
+_HINTS = {
+    "train": _MODE, "eval": _MODE,
+    "parameters": "Replicas.params(), or replicas.net.parameters()",
+    "state_dict": "Replicas.export_numpy(), or replicas.net.state_dict()",
+    "modules": "replicas.net, the user's network",
+    "to": "mgpu.initialize(net, devices, dtype=...)"}
+
+
+class ReplicaView(Hints):
     """One replica of a `Replicas`: ``replicas[i](x)`` runs it.
 
     Attributes
     ----------
     device : Device
     """
+
+    _hints = _HINTS
 
     def __init__(self, replicas: "Replicas", index: int,
                  run: Callable[[int, tuple[Any, ...]], Any]):
@@ -70,7 +81,7 @@ class ReplicaView:
                 for p in self._replicas.all_parameters()]
 
 
-class Replicas(abc.Sequence):
+class Replicas(Hints, abc.Sequence):
     """A network on a list of devices. Made by `initialize`.
 
     ``replicas[i](x)`` runs the network on device i; ``replicas(shards)``
@@ -101,6 +112,8 @@ class Replicas(abc.Sequence):
         Which replicas had rows when they were last called in `record`.
         `Trainer` clears it with every step.
     """
+
+    _hints = _HINTS
 
     def __init__(self, network: base.Network, backend: base.Backend,
                  devices: list[Device], batch_norm: str,

@@ -2,13 +2,13 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from mgpu import (datasets, environment, host_memory, optimizers, probes,
                   trainer_states)
-from mgpu.arguments import by_name, is_integer, is_number
+from mgpu.arguments import Hints, by_name, is_integer, is_number
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
@@ -28,7 +28,7 @@ class StaleGradientError(RuntimeError):
     step."""
 
 
-class Trainer:
+class Trainer(Hints):
     """Sums gradients over devices and updates every replica alike.
 
     Gluon's `Trainer` with one meaning for any number of devices: gradients
@@ -85,6 +85,12 @@ class Trainer:
         `replicas` did not come from `initialize`, or an option of another
         type.
     """
+
+    _hints: ClassVar[Mapping[str, str]] = {
+        "zero_grad": "Replicas.zero_grad(), which grad_req='add' alone needs",
+        "param_groups": "set_learning_rate, lr_mult and wd_mult",
+        "state_dict": "export_states or save_states",
+        "load_state_dict": "import_states or load_states"}
 
     def __init__(self, replicas: Replicas,
                  optimizer: str | optimizers.Optimizer,
@@ -368,9 +374,9 @@ class Trainer:
                ) -> StaleGradientError:
         # One for each loss, perhaps: the second one overwrites.
         what, cure = ("the last backward pass did not reach it",
-                       "add up losses, or use grad_req='add', where each had "
-                       "a backward pass of its own; ") if again else (
-                           "no backward pass reached it", "")
+                      "add up losses, or use grad_req='add', where each had "
+                      "a backward pass of its own; ") if again else (
+                          "no backward pass reached it", "")
         return StaleGradientError(
             f"parameter {p.name!r} has no new gradient{where} since the "
             f"last step: {what}. Run the forward pass inside record() and "

@@ -1205,6 +1205,30 @@ def test_a_first_input_without_rows_and_a_second_with_some(engine, devices):
     assert replicas([*others, (None, b)])[-1] is None if others else True
 
 
+def test_a_frameworks_names_say_what_mgpu_calls(engine):
+    replicas = mgpu.initialize(mlp(engine), on(0, 1), "uniform")
+    trainer = mgpu.Trainer(replicas, "sgd")
+    for thing, name, use in (
+            (replicas, "eval", "mgpu.record(), inside which"),
+            (replicas[0], "train", "mgpu.record(), inside which"),
+            (replicas, "parameters", "Replicas.params()"),
+            (replicas, "state_dict", "Replicas.export_numpy()"),
+            (replicas, "modules", "replicas.net"),
+            (replicas, "to", "mgpu.initialize("),
+            (trainer, "zero_grad", "Replicas.zero_grad()"),
+            (trainer, "param_groups", "set_learning_rate"),
+            (trainer, "state_dict", "export_states")):
+        with pytest.raises(AttributeError) as caught:
+            getattr(thing, name)
+        assert str(caught.value).startswith(
+            f"{type(thing).__name__!r} object has no attribute {name!r}. Use "
+            + use)
+    with pytest.raises(AttributeError) as caught:
+        replicas.typo
+    assert str(caught.value) == "'Replicas' object has no attribute 'typo'"
+    assert not hasattr(trainer, "typo")
+
+
 def test_wrong_calls_are_refused(engine):
     replicas = mgpu.initialize(mlp(engine), on(0, 1), "uniform")
     x = mgpu.put(table(4), mgpu.cpu(0))
