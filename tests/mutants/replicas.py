@@ -6,8 +6,8 @@ _REPLICAS = "mgpu.replicas:Replicas."
 MUTANTS = [
     Mutant("values-read-twice", "a mapping that changes is not what was "
            "checked", edit("mgpu.replicas:Replicas.fit_numpy",
-                           "np.array(values[name]) for name in values}",
-                           "None for name in values} and values"),
+                           'by_name("values", values)}',
+                           'by_name("values", values)} and values'),
            ("test_replicas.py::test_values_are_read_once[torch]",)),
     Mutant("replica-aliased", "all devices hold the user's own module",
            edit("mgpu.backends._torch.network:TorchNetwork.replicate",
