@@ -38,12 +38,12 @@ class _Round:
 class Meeting:
     """Threads, one per active device, that join arrays in rounds."""
 
-    def __init__(self, active: Sequence[int]):
-        self._members = list(active)
+    def __init__(self, active: Sequence[int], turns: base.Turns):
+        self._members, self._turns = list(active), turns
         self._changing = threading.Lock()
         # Hundreds of threads that run at once ask each other for Python's
         # lock, in time that grows with the square of their number.
-        self._cores = threading.Semaphore(cpu_cores())
+        self._cores = threading.Semaphore(turns.at_once or cpu_cores())
         self._rounds: list[_Round] = []
         self._at = dict.fromkeys(self._members, 0)
         self._stopped: list[int] = []
@@ -74,22 +74,24 @@ class Meeting:
             elif any(i not in here.given for i in self._stopped):
                 here.cancel()
         if index == self._members[0]:
-            self._wait(here.ready)
+            self._wait(index, here.ready)
             try:
                 if len(here.given) == len(self._members):
                     here.result = join(self._values(here))
             finally:
                 here.joined.set()
         else:
-            self._wait(here.joined)
+            self._wait(index, here.joined)
         if here.result is None:
             raise _OthersStopped
         return here.result
 
-    def _wait(self, event: threading.Event) -> None:
+    def _wait(self, index: int, event: threading.Event) -> None:
+        self._turns.end(index)
         self._cores.release()
         event.wait()
         self._cores.acquire()
+        self._turns.begin(index)
 
     def _values(self, here: _Round) -> list[Any]:
         places = {i: here.given[i][0] for i in self._members}
@@ -106,7 +108,11 @@ class Meeting:
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
                 with self._cores:
-                    return thunk()
+                    self._turns.begin(i)
+                    try:
+                        return thunk()
+                    finally:
+                        self._turns.end(i)
             except _OthersStopped:
                 return None
             except BaseException as error:

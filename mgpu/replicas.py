@@ -815,9 +815,10 @@ class Replicas(Hints, abc.Sequence):
 
     def _run_synchronised(self, rows: list[tuple[Any, ...]],
                           active: list[int]) -> list[Any]:
-        meeting = Meeting(active)
+        turns = self.network.turns()
+        meeting = Meeting(active, turns)
         rule = SyncBatchNorm(self.backend, meeting)
-        with self.network.use_batch_norm(rule):
+        with self.network.use_batch_norm(rule), turns:
             return meeting.run(self.backend, [
                 partial(self._replicas[i], *rows[i]) if i in active
                 else None for i in range(len(rows))])

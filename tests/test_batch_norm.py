@@ -619,6 +619,56 @@ FORWARDS = {
 }
 
 
+@pytest.mark.parametrize("how", ["attribute", "new list", "own list"])
+@pytest.mark.parametrize("rows", [8, 7, 2])
+def test_what_a_pass_keeps_in_an_attribute_is_its_devices(
+        engine, devices, rows, how):
+    """Also where the replicas are one object and take turns."""
+    def kept(net, x):
+        if how == "attribute":
+            net.kept = net.a(x)
+            return net.b(net.norm(x) + net.kept)
+        if how == "new list":
+            net.several = []
+        net.several.append(net.a(x))
+        y = net.norm(x)
+        return net.b(y + net.several.pop())
+
+    def plain(net, x):
+        return net.b(net.norm(x) + net.a(x))
+    found = []
+    for count, forward in ((devices[:1], plain), (devices, kept)):
+        net = features(engine, forward)
+        net.several = own = []
+        replicas = initialize(net, count, "sync")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for step in range(2):
+            run(replicas, trainer, images(rows, seed=step)[:, :, 0, 0].repeat(
+                2, axis=1), labels(rows))
+        found.append(replicas.export_numpy())
+        assert how == "new list" or net.several is own
+        assert net.several == []
+    assert worst(*found)[0] < 1e-12
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("change", ["append", "clear"])
+def test_a_list_that_all_devices_would_change_is_refused(name, change):
+    def forward(net, x):
+        getattr(net.seen, change)(*[x] * (change == "append"))
+        return net.b(net.norm(net.a(x)))
+    with using_engine(name) as engine:
+        net = features(engine, forward)
+        net.seen = [1]
+        replicas = initialize(net, on(2), "sync")
+        shards = mgpu.split_and_load(np.ones((4, 4)), replicas.devices)
+        with mgpu.record(), pytest.raises(
+                RuntimeError, match="received a forward pass of Net that "
+                "changes 'seen'. Make a new one in each pass"):
+            replicas(shards)
+        assert net.seen == [1]
+
+
 @pytest.mark.parametrize("how", FORWARDS)
 def test_sync_moves_statistics_when_one_device_does(engine, devices, how):
     """In Gluon a backward pass moves them, if one goes through the layer; in

@@ -325,6 +325,27 @@ class Replica(ABC):
         `Network.specs`; not a copy."""
 
 
+class Turns:
+    """Of replicas that run in threads, and share Python objects: one runs at
+    a time. Here: nothing is shared, and all run at once."""
+
+    #: how many replicas may run at once; None: one per core
+    at_once: int | None = None
+
+    def begin(self, index: int) -> None:
+        """Replica `index` runs from now on."""
+
+    def end(self, index: int) -> None:
+        """It halts, until `begin`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, error: Any, *_: Any) -> None:
+        """All have ended. RuntimeError for what has no meaning on several
+        devices."""
+
+
 class Network(ABC):
     """The user's own network, made ready to live on several devices."""
 
@@ -539,6 +560,11 @@ class Network(ABC):
             return nullcontext()
         raise messages.not_supported(self.backend.name,
                                      "batch norm over all devices")
+
+    def turns(self) -> Turns:
+        """For one pass of replicas that meet, inside `use_batch_norm`: keeps
+        apart what the network's code keeps in attributes."""
+        return Turns()
 
 
 def forward_calls(replicas: Sequence[Replica],

@@ -78,6 +78,17 @@ def own_batch_norm(paths: Iterable[str]) -> ValueError:
         "plain layer.")
 
 
+def shared_attribute(name: str, kind: type) -> RuntimeError:
+    """A pass of replicas that are one object has changed what is there for
+    all of them."""
+    return RuntimeError(
+        "with batch_norm='sync' each device has attributes of its own for "
+        "one pass, and a list, dict or set that was there before cannot hold "
+        f"those of all; received a forward pass of {kind.__name__} that "
+        f"changes {name!r}. Make a new one in each pass, keep it in a local "
+        "variable, or use batch_norm='per_device' or 'average'.")
+
+
 def not_joined(what: Iterable[str]) -> ValueError:
     """Layers or functions that normalise each device's rows by themselves,
     under ``batch_norm="sync"``."""

@@ -14,6 +14,12 @@ MUTANTS = [
            edit("mgpu.backends._torch.backend:TorchBackend.fan_out",
                 "list(x.expand(count, *x.shape).unbind())", "[x] * count"),
            ("test_checkpoint.py::test_a_resumed_run_under_sync[torch]",)),
+    Mutant("sync-shares-attributes", "a replica reads what another one's pass "
+           "keeps in an attribute",
+           edit("mgpu.backends._mxnet.network:_Attributes._show",
+                "zip(self._blocks, attributes)", "()"),
+           ("test_batch_norm.py::test_what_a_pass_keeps_in_an_attribute_is_its_"
+            "devices[mxnet-nd-2dev-8-attribute]",)),
     Mutant("sync-without-turns", "replicas that draw from one stream and meet "
            "draw in the order in which threads run",
            edit("mgpu.backends._torch.replica:TorchReplica.__call__",

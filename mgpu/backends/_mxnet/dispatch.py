@@ -83,6 +83,11 @@ def disjoint(losses: Sequence[Any]) -> bool:
     return True
 
 
+def is_known(block: Any) -> bool:
+    """Whether `block` is of MXNet or mgpu and keeps nothing between calls."""
+    return type(block).__module__.startswith(_OWN)
+
+
 def _compiled(block: Any) -> bool:
     """Whether a call of `block` runs no Python code of the network."""
     return getattr(block, "_active", False) \
@@ -117,7 +122,7 @@ def _operations(net: Any) -> int:
     count, Hybrid = 0, mx.gluon.HybridBlock
     for block in _called(net):
         kind = type(block)
-        own = kind.__module__.startswith(_OWN)
+        own = is_known(block)
         if _touched(block):
             return 0
         if _compiled(block) and (own or kind.forward is Hybrid.forward

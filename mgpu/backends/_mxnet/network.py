@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import json
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, messages
-from mgpu.backends._mxnet.dispatch import Passes
+from mgpu.backends._mxnet.dispatch import Passes, is_known
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import Between, BATCH_NORM, describe, is_layer
 from mgpu.backends._mxnet.ops import is_np
@@ -469,6 +470,71 @@ class MXNetNetwork(base.Network):
         with _computed_by([(layer, partial(forward, path, layer))
                            for path, layer in self._batch_norm_layers()]):
             yield
+
+    def turns(self) -> "_Attributes":
+        return _Attributes(list({
+            id(block): (path, block) for path, block in _blocks(self.net)
+            if not is_known(block)}.values()))
+
+
+class _Attributes(base.Turns):
+    """All replicas are one Block. What its code keeps in attributes, each
+    replica sees as if it ran alone; after the pass they are the last one's.
+    """
+
+    at_once = 1
+
+    def __init__(self, blocks: Sequence[tuple[str, Any]]) -> None:
+        self._blocks = blocks
+        #: by replica: what it was given, and what it has now
+        self._given: dict[int, list[dict[str, Any]]] = {}
+        self._kept: dict[int, list[dict[str, Any]]] = {}
+
+    def _now(self) -> list[dict[str, Any]]:
+        return [dict(vars(block)) for _, block in self._blocks]
+
+    def _show(self, attributes: list[dict[str, Any]]) -> None:
+        for (_, block), own in zip(self._blocks, attributes):
+            vars(block).clear()
+            vars(block).update(own)
+
+    def __enter__(self) -> None:
+        self._start = self._now()
+
+    def begin(self, index) -> None:
+        if index not in self._kept:
+            self._given[index] = self._kept[index] = [
+                {name: copy.copy(x) if type(x) in (list, dict, set) else x
+                 for name, x in own.items()} for own in self._start]
+        self._show(self._kept[index])
+
+    def end(self, index) -> None:
+        self._kept[index] = self._now()
+
+    def __exit__(self, error, *_) -> None:
+        self._show(self._start)
+        if error is not None:
+            return
+        for index in sorted(self._kept):
+            for (path, block), start, given, kept in zip(
+                    self._blocks, self._start, self._given[index],
+                    self._kept[index]):
+                for name, x in start.items():
+                    copied = given[name] is not x
+                    if copied and kept.get(name) is given[name]:
+                        if not _same(x, kept[name]):
+                            raise messages.shared_attribute(
+                                f"{path}.{name}".lstrip("."), type(block))
+                        kept[name] = x
+        if self._kept:
+            self._show(self._kept[max(self._kept)])
+
+
+def _same(x: Any, y: Any) -> bool:
+    """Whether two lists, dicts or sets hold the same objects."""
+    return len(x) == len(y) and all(map(operator.is_, x, y)) and (
+        not isinstance(x, dict)
+        or all(map(operator.is_, x.values(), y.values())))
 
 
 @contextlib.contextmanager
