@@ -216,9 +216,23 @@ class Replicas(Hints, abc.Sequence):
         """Tell the engine which arrays are trained now."""
         requests = self.grad_reqs()
         trained = [p for p in self.params() if requests[p.name] != "null"]
+        self._leaves = self._trained()
         self._watched = self.backend.watch_gradients(
             list(zip(*(p.list_data() for p in trained))),
             [requests[p.name] for p in trained])
+        self._watched.renew = weakref.WeakMethod(self._renew)
+
+    def _trained(self) -> list[tuple[str, int]]:
+        first = self._replicas[0]
+        return [(p.grad_req, id(first.array(p.number)))
+                for p in self.params()]
+
+    def _renew(self) -> None:
+        """A backward pass begins, perhaps of the network itself, before
+        which nobody looked for what the user has changed."""
+        with contextlib.suppress(RuntimeError):     # values moved elsewhere
+            if self._trained() != self._leaves:
+                self.watch()
 
     def note_edits(self, on: bool) -> None:
         """Whether the engine is to note what the user writes to gradients;
@@ -307,8 +321,8 @@ class Replicas(Hints, abc.Sequence):
         if self._draw is not None:
             raise RuntimeError(
                 "the parameters have no values yet: a shape is unknown until "
-                "the first forward pass. Run one, or pass sample= to "
-                "mgpu.initialize.")
+                "the first forward pass. Run one, replicas(shards), or pass "
+                "sample= to mgpu.initialize.")
         return self._replicas
 
     def all_parameters(self) -> list[Parameter]:
@@ -499,11 +513,15 @@ class Replicas(Hints, abc.Sequence):
         Raises
         ------
         RuntimeError
-            Each device used its own batch statistics, under "sync".
+            Each device used its own batch statistics, under "sync"; or the
+            network has other layers than at `initialize`.
         ReplicaMismatchError
             The devices hold different weights.
         """
-        if any(self.recorded) or not any(backward) or len(backward) == 1:
+        if any(self.recorded) or not any(backward):
+            return
+        self.network.follow()
+        if len(backward) == 1:
             return
         if self.batch_norm == "sync" and sum(backward) > 1 \
                 and self.statistics():

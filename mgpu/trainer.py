@@ -106,6 +106,8 @@ class Trainer(Hints):
                 "a Trainer takes the Replicas that mgpu.initialize returns; "
                 f"received {type(replicas).__name__}. For lists of arrays "
                 "use mgpu.sgd.")
+        if replicas.complete:
+            replicas.network.follow()       # refuses other layers
         options = dict(by_name("optimizer_params", optimizer_params))
         scheduler = options.pop("lr_scheduler", None)
         if scheduler is not None and lr_scheduler is not None:
@@ -284,11 +286,7 @@ class Trainer(Hints):
                 if requests[p.name] != "null"]
 
     def _check_complete(self) -> None:
-        if not self.replicas.complete:
-            raise RuntimeError(
-                "the network has not run yet, so shapes are unknown and "
-                "there are no gradients; run a forward and a backward pass "
-                "before Trainer.step.")
+        self.replicas.of_engine()       # a native call may have found shapes
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
         """Sum every gradient over the devices, in place on each.

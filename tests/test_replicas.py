@@ -2301,3 +2301,88 @@ def test_values_are_read_once(engine):
                 **{name: x * 0 for name, x in wanted.items()},
                 "2.bias": np.zeros(3, dtype)})
     assert_all_equal(replicas.export_numpy(), wanted)
+
+
+def spectral_norm(mx):
+    """As in MXNet's example sn_gan: a pass keeps the vector of the power
+    iteration by ``set_data``."""
+    numpy = mx.util.is_np_array()
+
+    def dot(a, b):
+        return mx.np.dot(a, b) if numpy else mx.nd.dot(a, b)
+
+    class Net(mx.gluon.Block):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.params.get("weight", shape=(3, 4))
+            self.u = self.params.get("u", shape=(1, 3), grad_req="null")
+
+        def forward(self, x):
+            w, u = self.weight.data(x.ctx), self.u.data(x.ctx)
+            v = dot(u, w)
+            v = v / (v * v).sum() ** 0.5
+            u = dot(v, w.T)
+            u = u / (u * u).sum() ** 0.5
+            with mx.autograd.pause():
+                self.u.set_data(u)
+            return dot(x, (w / (dot(u, w) * v).sum()).T)
+    return Net()
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("rows", [6, 1])
+def test_what_a_pass_sets_is_set_once_a_step(name, devices, rows):
+    """Not once per device, on devices without rows too; outside of passes
+    ``set_data`` writes to all, as in Gluon."""
+    import mxnet as mx
+    rng, found = np.random.default_rng(0), []
+    start = {"weight": rng.normal(size=(3, 4)), "u": rng.normal(size=(1, 3))}
+    X, y = rng.normal(size=(rows, 4)), np.arange(rows) % 3
+    with using_engine(name) as engine:
+        for some in (devices[:1], devices):
+            net = spectral_norm(mx)
+            replicas = mgpu.initialize(net, some, "uniform", dtype="float64")
+            for key, value in start.items():
+                getattr(net, key).set_data(engine.put(value, mgpu.cpu(0)))
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+            for _ in range(3):
+                mgpu.train_batch(X, y, replicas, mgpu.losses.
+                                 SoftmaxCrossEntropyLoss(), trainer)
+            found.append({p.name: list(map(mgpu.to_numpy, p.list_data()))
+                          for p in replicas.all_parameters()})
+        for key, (one,) in found[0].items():
+            for copies in found[1][key]:
+                assert relative_difference(copies, one) < 1e-12
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_weight_that_a_pass_sets_reaches_idle_devices(name):
+    import mxnet as mx
+    with using_engine(name) as engine:
+        net = spectral_norm(mx)
+        net.u.grad_req = "write"
+        replicas = mgpu.initialize(net, on(0, 1, 2), "uniform")
+        shards = [mgpu.put(np.ones((2, 4), "float32"), mgpu.cpu(i))
+                  for i in (0, 1)] + [None]
+        replicas(shards)
+        with engine.scope(recording=False):
+            replicas([None, None, mgpu.put(np.ones((1, 4), "float32"),
+                                           mgpu.cpu(2))])
+        first, second, third = map(mgpu.to_numpy, replicas.params()[1]
+                                   .list_data())
+        assert_bit_equal(first, second)
+        assert (first != third).any()       # one pass further
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("policy", ["per_device", "average", "sync"])
+def test_gluons_own_joint_batch_norm_is_refused(name, policy):
+    """It waits for all devices, also for those without rows."""
+    with using_engine(name):
+        from mxnet.gluon.contrib.nn import SyncBatchNorm
+        for k in (1, 2):
+            net = SyncBatchNorm(in_channels=3, num_devices=k)
+            with contextlib.nullcontext() if k == 1 else pytest.raises(
+                    ValueError, match="SyncBatchNorm of Gluon waits for ever "
+                    ".*Use gluon.nn.BatchNorm and batch_norm='sync'"):
+                mgpu.initialize(net, on(*range(k)), batch_norm=policy)

@@ -1533,15 +1533,88 @@ def test_a_network_with_unknown_shapes(engine, devices, tmp_path):
                            lr_mult={"0.bias": 2.0})
     for call in (lambda: trainer.step(4), trainer.allreduce_grads,
                  lambda: trainer.load_states(tmp_path / "none")):
-        with pytest.raises(RuntimeError, match="the network has not run yet, "
-                           "so shapes are unknown and there are no "
-                           "gradients; run a forward and a backward pass"):
+        with pytest.raises(RuntimeError, match="a shape is unknown until the "
+                           r"first forward pass. Run one, replicas\(shards\)"
+                           ", or pass sample="):
             call()
     train(replicas, trainer)
     explicit = initialize(mlp(engine), devices)
     train(explicit, mgpu.Trainer(explicit, "sgd", {"learning_rate": 0.125},
                                  lr_mult={"0.bias": 2.0}))
     assert_unchanged(values(replicas), values(explicit))
+
+
+def train_natively(replicas, X, y):
+    """The passes of Gluon's own loop, ``net(x)`` for each shard."""
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    with mgpu.record():
+        losses = [loss(replicas.net(x), label) for x, label in zip(
+            *mgpu.split_batch(X, y, replicas.devices)) if len(x)]
+    for one in losses:
+        native_backward(one)
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_gluons_own_loop_completes_shapes(name, devices):
+    """Unknown shapes come with its first call; nothing of that is lost."""
+    found = []
+    for deferred in (False, True):
+        with using_engine(name) as engine:
+            replicas = initialize(mlp(engine, deferred=deferred), devices)
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+            for rows in (4, 1):
+                train_natively(replicas, *batch(rows))
+                trainer.step(rows)
+            found.append(values(replicas))
+    assert_unchanged(*found)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("requests", [("add",), ("null", "write")],
+                         ids="-".join)
+def test_gluons_own_loop_follows_another_grad_req(name, devices, requests):
+    """Set on the network after `initialize`: of micro-batches none is lost,
+    of an abandoned batch nothing is applied."""
+    found = []
+    for early in (True, False):
+        with using_engine(name) as engine:
+            net = mlp(engine)
+
+            def change(net=net):
+                for request in requests:
+                    net.collect_params().setattr("grad_req", request)
+            if early:
+                change()
+            replicas = initialize(net, devices)
+            if not early:
+                change()
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+            train_natively(replicas, *batch(4))
+            train_natively(replicas, *batch(1))
+            trainer.step(5)
+            found.append(values(replicas))
+    assert_unchanged(*found)
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_gluons_own_loop_refuses_new_layers(name, devices):
+    """A step, and a new trainer: it would not train them."""
+    with using_engine(name) as engine:
+        net = mlp(engine)
+        replicas = initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        layer = type(net[0])(3, in_units=3)
+        layer.initialize(ctx=[engine.handle(d) for d in devices])
+        layer.cast("float64")
+        net.add(layer)
+        train_natively(replicas, *batch(4))
+        before = values(replicas)
+        for call in (lambda: trainer.step(4),
+                     lambda: mgpu.Trainer(replicas, "sgd")):
+            with pytest.raises(RuntimeError, match="a network keeps its "
+                               "layers, .*make a new Trainer"):
+                call()
+        assert_unchanged(values(replicas), before)
 
 
 @pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS

@@ -286,9 +286,16 @@ class Watch:
     ----------
     observed : bool
         Whether somebody may ask what the user writes to the gradients.
+    renew : callable
+        A weak reference to a function that announces the arrays anew where
+        the user has changed which are trained, and how.
     """
 
     observed = True
+
+    @staticmethod
+    def renew() -> Callable[[], None] | None:
+        return None
 
 
 class Replica(ABC):

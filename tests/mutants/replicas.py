@@ -9,6 +9,22 @@ MUTANTS = [
                            'by_name("values", values)}',
                            'by_name("values", values)} and values'),
            ("test_replicas.py::test_values_are_read_once[torch]",)),
+    Mutant("set-data-once-per-device", "what a pass sets is set again on each "
+           "device", edit("mgpu.backends._mxnet.network:_set_data",
+                          "if context is None:", "if True:"),
+           ("test_replicas.py::test_what_a_pass_sets_is_set_once_a_step"
+            "[2dev-6-mxnet-nd]",)),
+    Mutant("set-data-not-on-idle-devices", "what a pass sets stays on the "
+           "devices that ran", edit(
+               "mgpu.backends._mxnet.network:MXNetNetwork.follow",
+               "if written:", "if False:"),
+           ("test_replicas.py::test_a_weight_that_a_pass_sets_reaches_idle_"
+            "devices[mxnet-nd]",)),
+    Mutant("joint-batch-norm-of-gluon", "a device without rows hangs",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.check",
+                "joined and len", "False and len"),
+           ("test_replicas.py::test_gluons_own_joint_batch_norm_is_refused"
+            "[per_device-mxnet-nd]",)),
     Mutant("replica-aliased", "all devices hold the user's own module",
            edit("mgpu.backends._torch.network:TorchNetwork.replicate",
                 "_copy(self.net)", "self.net"),

@@ -13,6 +13,22 @@ _GOES_ON = "test_checkpoint.py::test_a_resumed_run_is_the_uninterrupted_one"
 _RESUMED = "test_trainer.py::test_a_resumed_training_is_the_uninterrupted_one"
 
 MUTANTS = [
+    Mutant("native-gradients-lost", "completed shapes void the gradients of "
+           "the call that completed them", edit(
+               "mgpu.backends._mxnet.network:MXNetNetwork._allocate",
+               "value is not None and contexts == self._deferred", "False"),
+           ("test_trainer.py::test_gluons_own_loop_completes_shapes"
+            "[1dev-mxnet-nd]",)),
+    Mutant("native-requests-of-old", "Gluon's own loop keeps the grad_req of "
+           "initialize", edit("mgpu.replicas:Replicas._renew",
+                              "self._trained() != self._leaves", "False"),
+           ("test_trainer.py::test_gluons_own_loop_follows_another_grad_req"
+            "[2dev-add-mxnet-nd]",)),
+    Mutant("native-layers-untrained", "Gluon's own loop leaves a new layer "
+           "as it is", edit("mgpu.replicas:Replicas.check_native",
+                            "self.network.follow()", "pass"),
+           ("test_trainer.py::test_gluons_own_loop_refuses_new_layers"
+            "[1dev-mxnet-nd]",)),
     Mutant("stale-gradient-passed-over", "a layer that nothing reached is "
            "skipped without a word", edit(
                "mgpu.trainer:Trainer._reached",

@@ -145,6 +145,10 @@ def one_pass() -> Iterator[None]:
     """Backward passes inside the block, also in threads that it starts, are
     one."""
     with _passing:
+        for one in _alive():
+            renew = one.renew()
+            if renew is not None:
+                renew()
         watched = _alive()
         before = [one.begin_pass() for one in watched]
         token = _inside.set(True)

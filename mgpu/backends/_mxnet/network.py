@@ -81,6 +81,25 @@ def _blocks(block: Any, path: str = "", into_layers: bool = True
                                into_layers)
 
 
+#: .context: of the replica whose pass runs in this thread
+_running = threading.local()
+
+
+def _set_data(parameter: Any, data: Any) -> None:
+    """What takes the place of ``Parameter.set_data``, which writes to all
+    contexts: in a pass it would be done once more for each. There a replica
+    writes to its own array, and `MXNetNetwork.follow` to those of devices
+    that had no pass."""
+    context = getattr(_running, "context", None)
+    if context is None:
+        parameter.__dict__.pop("_written", None)
+        type(parameter).set_data(parameter, data)
+    else:
+        parameter.shape = data.shape
+        parameter.data(context)[:] = data
+        parameter.__dict__.setdefault("_written", []).append(context)
+
+
 class MXNetReplica(base.Replica):
     """The user's Block, which all replicas share, on one context."""
 
@@ -104,7 +123,12 @@ class MXNetReplica(base.Replica):
 
     def __call__(self, *inputs: Any) -> Any:
         self._network.backend.check_inputs(inputs, self.device)
-        return self._network.run(inputs)
+        earlier = getattr(_running, "context", None)
+        _running.context = self._context
+        try:
+            return self._network.run(inputs)
+        finally:
+            _running.context = earlier
 
 
 class MXNetNetwork(base.Network):
@@ -116,6 +140,7 @@ class MXNetNetwork(base.Network):
         self.backend, self.net = backend, net
         self._contexts: list[Any] = []      # of the replicas
         self.functions: dict[str, base.Layer] = {}
+        self._deferred: list[Any] = []      # where Gluon has made the arrays
         self._options = base.Options()
         self._passes = Passes(net)
         self._one_predicts = threading.RLock()      # threads share the layers
@@ -225,6 +250,9 @@ class MXNetNetwork(base.Network):
         contexts = list(contexts)
         for _, p, _ in self.entries:
             value = _value(p)
+            if value is not None and contexts == self._deferred \
+                    == p.list_ctx() and is_np(value) == mx.util.is_np_array():
+                continue        # they may have gradients already
             if value is not None:       # maybe of the other family
                 value = value.as_np_ndarray() if mx.util.is_np_array() \
                     else value.as_nd_ndarray()
@@ -249,6 +277,7 @@ class MXNetNetwork(base.Network):
             raise
 
     def infer_shapes(self, inputs, device) -> None:
+        self._deferred = []
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([self.backend.handle(device)])
             with mx.autograd.pause(train_mode=False):
@@ -293,6 +322,7 @@ class MXNetNetwork(base.Network):
             for number, draw in draws.items():
                 self.entries[number][1].initialize(
                     _Drawn(draw), contexts, force_reinit=True)
+        self._deferred = contexts
         return True
 
     def check(self, dtype, devices) -> None:
@@ -300,6 +330,14 @@ class MXNetNetwork(base.Network):
                   if {p._stype, p._grad_stype} != {"default"}]
         if sparse:
             raise messages.sparse_gradient(sparse)
+        joined = [path for path, block in _blocks(self.net)
+                  if isinstance(block, mx.gluon.contrib.nn.SyncBatchNorm)]
+        if joined and len(devices) > 1:
+            raise ValueError(
+                "SyncBatchNorm of Gluon waits for ever for a device without "
+                f"rows, and weighs all devices alike; received {joined} on "
+                f"{len(devices)} devices. Use gluon.nn.BatchNorm and "
+                "batch_norm='sync'.")
         wide = [path for path, block in _blocks(self.net)
                 if isinstance(block, _FUSED)
                 and np.dtype(dtype or block.l0_i2h_weight.dtype) == np.float64]
@@ -325,6 +363,7 @@ class MXNetNetwork(base.Network):
         for _, p, kind in self.entries:
             if kind not in base.BUFFERS:    # how Gluon gets what it saves
                 p._reduce = partial(_saved, p)
+            p.set_data = partial(_set_data, p)
         if self._options.hybridize:
             # Not static_shape, which is for one shape in all passes: shards
             # have two lengths, and the last batch is shorter.
@@ -337,6 +376,13 @@ class MXNetNetwork(base.Network):
             raise messages.changed_layers(
                 name for name in {**self._named, **now}
                 if self._named.get(name) is not now.get(name))
+        for _, p, _ in self.entries:
+            written = p.__dict__.pop("_written", None)
+            if written:
+                value = p.data(min(written, key=self._contexts.index))
+                for context in self._contexts:
+                    if context not in written:
+                        p.data(context)[:] = value
 
     def forward(self, replicas, inputs) -> list[Any]:
         thunks = base.forward_calls(replicas, inputs)
