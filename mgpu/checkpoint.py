@@ -57,9 +57,9 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     ------
     RuntimeError
         A gradient waits for `Trainer.step`, or was added up
-        (``grad_req="add"``) and not set to zero; an update failed midway;
-        the parameters have no values yet; or another thread uses the
-        replicas or draws from `data`.
+        (``grad_req="add"``), and was not cleared (`Replicas.zero_grad`);
+        an update failed midway; the parameters have no values yet; or
+        another thread uses the replicas or draws from `data`.
     TypeError, ValueError
         What is not replicas, their trainer, or such data.
 
@@ -191,7 +191,8 @@ def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
             raise RuntimeError(
                 "a checkpoint holds no gradients; received a trainer whose "
                 f"step is not done: {p.name!r} has a new gradient. Save after "
-                "Trainer.step.")
+                "Trainer.step or, where no step is to apply the batch, after "
+                "Replicas.zero_grad.")
         if request == "add" and any(backend.to_numpy(g).any()
                                     for g in p.list_grad()):
             raise RuntimeError(

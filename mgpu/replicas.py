@@ -95,7 +95,8 @@ class Replicas(Hints, abc.Sequence):
 
     A network with several inputs takes ``replicas[i](a, b)``, and either
     ``replicas(a_shards, b_shards)`` or shards that are tuples or lists of
-    arrays. A dict or a named tuple of arrays is one input.
+    arrays. A dict or a named tuple of arrays is one input, and so is a tuple
+    in a tuple, ``((a, b),)``.
 
     Attributes
     ----------
@@ -190,7 +191,9 @@ class Replicas(Hints, abc.Sequence):
             if any(spec.shape is None for spec in self.network.specs()):
                 if inputs is None:
                     return
-                self.network.infer_shapes(inputs, device or self.devices[0])
+                with _explained([inputs]):
+                    self.network.infer_shapes(inputs,
+                                              device or self.devices[0])
             specs = self.network.specs()
             unknown = [spec.name for spec in specs if spec.shape is None]
             if unknown:
@@ -350,9 +353,13 @@ class Replicas(Hints, abc.Sequence):
         return {p.name: p.grad_req for p in self.all_parameters()}
 
     def zero_grad(self) -> None:
-        """Set every gradient to zero on all devices (``grad_req="add"``)."""
+        """Set every gradient to zero on all devices. They are no new ones
+        any more: what has been cleared is not applied, and no step is due.
+        """
         for p in self.params():
             p.zero_grad()
+            for x in p.list_data():
+                self.backend.mark_used(x)
 
     def export_numpy(self, *, device: Any = None, all_devices: bool = False
                      ) -> dict[str, np.ndarray]:
@@ -638,7 +645,8 @@ class Replicas(Hints, abc.Sequence):
                 self._make_equal()
             self._ran.add(i)
             self._begun.append(i)
-        result = self._replicas[i](*inputs)
+        with _explained([inputs]):
+            result = self._replicas[i](*inputs)
         with self._turn:
             self._queued(i)
             if self.backend.is_recording():
@@ -719,8 +727,9 @@ class Replicas(Hints, abc.Sequence):
     def __call__(self, *inputs: Sequence[Any]) -> list[Any]:
         with self.owned(), self._mode():
             rows, active = self._prepared(inputs)
-            with probes.stage("compute", "forward", self.devices,
-                              lambda: results, active):
+            with _explained(rows), probes.stage(
+                    "compute", "forward", self.devices, lambda: results,
+                    active):
                 if self._syncs():
                     results = self._run_synchronised(rows, active)
                 else:
@@ -739,7 +748,7 @@ class Replicas(Hints, abc.Sequence):
         with ``batch_norm="sync"``."""
         with self.owned(), self._mode():
             rows, active = self._prepared((shards,))
-            with self.new_batch():
+            with self.new_batch(), _explained(rows):
                 try:
                     self.network.forward_backward(
                         self._replicas, _of(active, rows), head,
@@ -874,6 +883,15 @@ class Replicas(Hints, abc.Sequence):
 
 def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:
     return [row if i in active else None for i, row in enumerate(rows)]
+
+
+@contextlib.contextmanager
+def _explained(rows: Sequence[tuple[Any, ...]]) -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        messages.explain_inputs(error, max(map(len, rows)))
+        raise
 
 
 def _options(network: base.Network, batch_norm: str, dtype: str | None,

@@ -100,12 +100,19 @@ class Trainer(Hints):
                  lr_mult: Mapping[str, float] | None = None,
                  wd_mult: Mapping[str, float] | None = None,
                  loss_scale: float | str | None = None,
-                 allreduce: str | AllReduce = "auto"):
+                 allreduce: str | AllReduce = "auto", **gluon: Any):
+        if gluon:
+            raise TypeError(
+                "a Trainer sums gradients as allreduce= says and updates "
+                f"each device's own copy; received {sorted(gluon)}. Leave "
+                "Gluon's kvstore, update_on_kvstore and compression_params "
+                "out; allreduce='native' is the framework's own collective.")
         if not isinstance(replicas, Replicas):
             raise TypeError(
                 "a Trainer takes the Replicas that mgpu.initialize returns; "
-                f"received {type(replicas).__name__}. For lists of arrays "
-                "use mgpu.sgd.")
+                f"received {type(replicas).__name__}. Use Trainer(replicas, "
+                "...) in the place of Trainer(net.collect_params(), ...), and "
+                "for lists of arrays mgpu.sgd.")
         if replicas.complete:
             replicas.network.follow()       # refuses other layers
         options = dict(by_name("optimizer_params", optimizer_params))

@@ -300,7 +300,8 @@ def test_a_save_between_the_halves_of_a_step_is_refused(engine, tmp_path):
     with mgpu.record():
         losses = mgpu.parallel(LOSS, replicas(shards), labels)
     mgpu.backward(losses)
-    refused("Save after Trainer.step")
+    refused("Save after Trainer.step or, where no step is to apply the batch, "
+            "after Replicas.zero_grad")
     trainer.allreduce_grads()
     refused("Save after Trainer.step")
     trainer.update(len(X))
@@ -312,6 +313,27 @@ def test_a_save_between_the_halves_of_a_step_is_refused(engine, tmp_path):
     refused("Save after Replicas.zero_grad")
     replicas.zero_grad()
     mgpu.save_checkpoint(tmp_path / "saved", *run)
+
+
+def test_a_batch_that_is_cleared_is_not_applied(engine, devices, tmp_path):
+    """As those that a generator's pass leaves in the discriminator: the
+    training may be saved then, and a step is stale."""
+    replicas, trainer, data = run = plain(engine, devices)
+    X, y = next(iter(data))
+    shards, labels = mgpu.split_batch(X, y, devices)
+    with mgpu.record():
+        losses = mgpu.parallel(
+            lambda out, label: None if out is None else LOSS(out, label),
+            replicas(shards), labels)
+    mgpu.backward(losses)
+    replicas.zero_grad()
+    before = replicas.export_numpy(all_devices=True)
+    with pytest.raises(mgpu.StaleGradientError):
+        trainer.step(len(X))
+    mgpu.save_checkpoint(tmp_path / "saved", *run)
+    mgpu.load_checkpoint(tmp_path / "saved", *run)
+    for name, x in replicas.export_numpy(all_devices=True).items():
+        assert_bit_equal(x, before[name])
 
 
 def test_other_data_is_refused(engine, tmp_path):

@@ -149,7 +149,7 @@ def test_the_first_forward_completes_unknown_shapes(
                  replicas[0].arrays, lambda: early[0].set_data(0),
                  lambda: replicas.import_numpy({})):
         with pytest.raises(RuntimeError, match="a shape is unknown until the "
-                           "first forward pass. Run one, or pass sample="):
+                           "first forward pass. Run one, replicas."):
             read()
     with engine.scope(recording=recording):
         outputs = replicas(shards_of(x, replicas))
@@ -2386,3 +2386,29 @@ def test_gluons_own_joint_batch_norm_is_refused(name, policy):
                     ValueError, match="SyncBatchNorm of Gluon waits for ever "
                     ".*Use gluon.nn.BatchNorm and batch_norm='sync'"):
                 mgpu.initialize(net, on(*range(k)), batch_norm=policy)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_one_input_that_is_a_tuple_is_named(engine, devices, deferred):
+    """Tuples and lists are several inputs; ``((a, b),)`` is one."""
+    base, dense = bricks(engine)
+    layer = mlp(engine, (6, 3), deferred)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, pair):
+            a, b = pair
+            return self.layer(a) - self.layer(b)
+    replicas = mgpu.initialize(Net(), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    pair, y = (table(4), table(4, seed=1)), np.arange(4) % 3
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    with pytest.raises(TypeError, match="a tuple or list of arrays stands for "
+                       r"several inputs of a network; received 2: .*forward\("
+                       r"\) takes 2 .*is written \(\(a, b\),\), or is a"):
+        mgpu.train_batch(pair, y, replicas, loss, trainer)
+    mgpu.train_batch((pair,), y, replicas, loss, trainer)
+    assert trainer.num_update == 1

@@ -1522,8 +1522,20 @@ def test_a_trainer_takes_replicas(engine):
             mgpu.Trainer(wrong, "sgd")
         assert str(caught.value) == (
             "a Trainer takes the Replicas that mgpu.initialize returns; "
-            f"received {type(wrong).__name__}. For lists of arrays use "
-            "mgpu.sgd.")
+            f"received {type(wrong).__name__}. Use Trainer(replicas, ...) in "
+            "the place of Trainer(net.collect_params(), ...), and for lists "
+            "of arrays mgpu.sgd.")
+
+
+@pytest.mark.parametrize("option", [
+    {"kvstore": "device"}, {"update_on_kvstore": False}, {"rate": 0.1}],
+    ids=lambda option: next(iter(option)))
+def test_options_of_gluons_trainer_are_named(engine, option):
+    replicas = initialize(mlp(engine), on(0))
+    with pytest.raises(TypeError, match=r"as allreduce= says and .*; received "
+                       rf"{list(option)}. Leave Gluon's kvstore, ".replace(
+                           "[", r"\[").replace("]", r"\]")):
+        mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125}, **option)
 
 
 def test_a_network_with_unknown_shapes(engine, devices, tmp_path):
@@ -1594,6 +1606,29 @@ def test_gluons_own_loop_follows_another_grad_req(name, devices, requests):
             trainer.step(5)
             found.append(values(replicas))
     assert_unchanged(*found)
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_list_of_gluons_contexts(name, devices, tmp_path):
+    """Serves Gluon's own calls and mgpu's."""
+    import mxnet as mx
+    with using_engine(name) as engine:
+        contexts = [mx.cpu(d.index) for d in devices]
+        net, source = mlp(engine), mlp(engine)
+        source.initialize()
+        source.save_parameters(str(tmp_path / "saved"))
+        net.load_parameters(str(tmp_path / "saved"), ctx=contexts)
+        replicas = mgpu.initialize(net, contexts)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        X, y = batch(4)
+        Xs, ys = mgpu.split_batch(X.astype("float32"), y, contexts)
+        with mx.autograd.record():
+            losses = [mgpu.losses.SoftmaxCrossEntropyLoss()(out, label)
+                      for out, label in zip(replicas(Xs), ys)]
+        mgpu.backward(losses)
+        trainer.step(4)
+        net.load_parameters(str(tmp_path / "saved"), ctx=contexts)
+        assert replicas.devices == devices
 
 
 @pytest.mark.parametrize("name", MXNET)

@@ -292,10 +292,7 @@ class Watch:
     """
 
     observed = True
-
-    @staticmethod
-    def renew() -> Callable[[], None] | None:
-        return None
+    renew: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
 
 class Replica(ABC):

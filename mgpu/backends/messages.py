@@ -59,6 +59,16 @@ def refuse_foreign(x: Any, backend: str) -> None:
             "backend, then mgpu.put.")
 
 
+def explain_inputs(error: TypeError, count: int) -> None:
+    """TypeError if `error` says that a network cannot be called with `count`
+    inputs."""
+    if re.search(r"forward\(\) (takes|missing)", str(error)):
+        raise TypeError(
+            "a tuple or list of arrays stands for several inputs of a "
+            f"network; received {count}: {error}. One input that is a tuple "
+            "is written ((a, b),), or is a named tuple.") from error
+
+
 def changed_layers(names: Iterable[str]) -> RuntimeError:
     """Layers, parameters or buffers came, went or were replaced."""
     return RuntimeError(

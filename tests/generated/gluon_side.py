@@ -172,11 +172,10 @@ class Plain:
         losses.backward()
         return losses.asnumpy()
 
-    def zero_grad(self, done=True):
-        """Not `done`: what a batch that was given up has reached is zero."""
+    def zero_grad(self):
         for p in self._trained():
             p.zero_grad()
-            p.data()._fresh_grad &= not done
+            p.data()._fresh_grad = False
 
     def predict(self, data):
         return self.net(*map(_array, data)).asnumpy()

@@ -394,9 +394,9 @@ class _Lockstep:
     def abandon(self, done: bool = False) -> None:
         """The batch is given up (or `done`); what accumulates is cleared by
         the user."""
-        self.done = done
+        self.done = done or self.case.adds
         if self.case.adds:
-            self.plain.zero_grad(done)
+            self.plain.zero_grad()
             self.replicas.zero_grad()
         self.compare()
 

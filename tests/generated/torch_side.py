@@ -187,9 +187,8 @@ class Plain:
         losses.sum().backward()
         return host(losses)
 
-    def zero_grad(self, done=True):
-        """Not `done`: what a batch that was given up has reached is zero."""
-        self.optimizer.zero_grad(set_to_none=done)
+    def zero_grad(self):
+        self.optimizer.zero_grad(set_to_none=True)
 
     def predict(self, data):
         trains = [m for m in self.net.modules() if m.training]

@@ -332,7 +332,7 @@ def test_a_trace(case, tmp_path):
     if case == "joined":
         wrong = trace.compare_trace(tmp_path / "a.trace", lambda: fused(
             factor=1.001), map=given)
-        assert wrong.first.name == "out"
+        assert wrong.first.name == "F.softmax after v"
         assert not wrong.location["inputs_agree"]
 
 
@@ -385,7 +385,8 @@ def test_a_fault_behind_convolutions_side_by_side(b, layer, agree, tmp_path):
 
 
 @pytest.mark.parametrize("a, b, given, layer, agree", [
-    ("qkv", lambda: fused(factor=1.001), "joined", "out", False),
+    ("qkv", lambda: fused(factor=1.001), "joined", "F.softmax after v",
+     False),
     ("qkv", broken(fused, "all"), "joined", "q + k + v", True),
     ("qkv", broken(fused, "out"), "joined", "out", True),
     ("vqk", lambda: multihead(2), "attention", "q + k + v + out", True),
@@ -532,9 +533,9 @@ def pasted(message):
 
 
 @pytest.mark.parametrize("a, b, place", [
-    (separate, lambda: fused(factor=1.001), "out"),
+    (separate, lambda: fused(factor=1.001), "F.softmax after v"),
     (fused, broken(separate, "out"), "out"),
-    (lambda: fused(factor=1.001), separate, "out"),
+    (lambda: fused(factor=1.001), separate, "F.softmax after all"),
     (separate, broken(gpt, "scores"), "scores"),
     (CASES["packed"][0], broken(lstm, "scores"), "scores")])
 def test_a_message_holds_the_map_to_use(a, b, place):
