@@ -14,12 +14,6 @@ MUTANTS = [
                           "if context is None:", "if True:"),
            ("test_replicas.py::test_what_a_pass_sets_is_set_once_a_step"
             "[2dev-6-mxnet-nd]",)),
-    Mutant("set-data-not-on-idle-devices", "what a pass sets stays on the "
-           "devices that ran", edit(
-               "mgpu.backends._mxnet.network:MXNetNetwork.follow",
-               "if written:", "if False:"),
-           ("test_replicas.py::test_a_weight_that_a_pass_sets_reaches_idle_"
-            "devices[mxnet-nd]",)),
     Mutant("joint-batch-norm-of-gluon", "a device without rows hangs",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.check",
                 "joined and len", "False and len"),

@@ -88,16 +88,13 @@ _running = threading.local()
 def _set_data(parameter: Any, data: Any) -> None:
     """What takes the place of ``Parameter.set_data``, which writes to all
     contexts: in a pass it would be done once more for each. There a replica
-    writes to its own array, and `MXNetNetwork.follow` to those of devices
-    that had no pass."""
+    writes to its own array, as on torch."""
     context = getattr(_running, "context", None)
     if context is None:
-        parameter.__dict__.pop("_written", None)
         type(parameter).set_data(parameter, data)
     else:
         parameter.shape = data.shape
         parameter.data(context)[:] = data
-        parameter.__dict__.setdefault("_written", []).append(context)
 
 
 class MXNetReplica(base.Replica):
@@ -376,13 +373,6 @@ class MXNetNetwork(base.Network):
             raise messages.changed_layers(
                 name for name in {**self._named, **now}
                 if self._named.get(name) is not now.get(name))
-        for _, p, _ in self.entries:
-            written = p.__dict__.pop("_written", None)
-            if written:
-                value = p.data(min(written, key=self._contexts.index))
-                for context in self._contexts:
-                    if context not in written:
-                        p.data(context)[:] = value
 
     def forward(self, replicas, inputs) -> list[Any]:
         thunks = base.forward_calls(replicas, inputs)
