@@ -358,7 +358,7 @@ class Replicas(Hints, abc.Sequence):
         """
         for p in self.params():
             p.zero_grad()
-            for x in p.list_data():
+            for x in p.list_data() if p.grad_req != "null" else ():
                 self.backend.mark_used(x)
 
     def export_numpy(self, *, device: Any = None, all_devices: bool = False

@@ -326,7 +326,9 @@ def test_a_batch_that_is_cleared_is_not_applied(engine, devices, tmp_path):
             lambda out, label: None if out is None else LOSS(out, label),
             replicas(shards), labels)
     mgpu.backward(losses)
-    replicas.zero_grad()
+    frozen = replicas.params()[0]
+    frozen.grad_req = "null"
+    replicas.zero_grad()        # and nothing to do there
     before = replicas.export_numpy(all_devices=True)
     with pytest.raises(mgpu.StaleGradientError):
         trainer.step(len(X))
