@@ -388,7 +388,9 @@ def _right_layer(p: Pair, result: Any, paths_a: dict[str, str],
     if first.stage == "layer":
         if first.name.startswith("F."):
             return any(n.kind == "act" for net in (p.a, p.b) for n in net
-                       if n.name in right)
+                       if n.name in right) or any(
+                _behind(net, paths, first.name) & {*p.places, *right}
+                for net, paths in ((p.a, paths_a), (p.b, paths_b)))
         location = result.location or {}
         found = {first.name} | {location[which]["path"] for which in "ab"
                                 if location.get(which)}
@@ -398,6 +400,17 @@ def _right_layer(p: Pair, result: Any, paths_a: dict[str, str],
     else:
         return True
     return bool(found & named)
+
+
+def _behind(net: Net, paths: dict[str, str], function: str) -> set[str]:
+    """The nodes behind the layer that `function` is called after, up to the
+    next layer."""
+    names = [n.name for n in net]
+    after = next((i for i, name in enumerate(names) if paths.get(name)
+                  == function.partition(" after ")[2].split(" (")[0]), -1)
+    end = next((i for i in range(after + 1, len(names))
+                if names[i] in paths), len(names))
+    return set(names[after + 1:end + 1])
 
 
 def _placed(net: Net, name: str, paths: tuple) -> set[str]:

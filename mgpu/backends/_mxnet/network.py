@@ -531,8 +531,10 @@ class _Attributes(base.Turns):
 
     def _show(self, attributes: list[dict[str, Any]]) -> None:
         for (_, block), own in zip(self._blocks, attributes):
-            vars(block).clear()
-            vars(block).update(own)
+            now = vars(block)
+            now.update(own)     # first: Ctrl-C in between takes nothing away
+            for name in now.keys() - own.keys():
+                del now[name]
 
     def __enter__(self) -> None:
         self._start = self._now()
