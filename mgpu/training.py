@@ -216,7 +216,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         On torch, where devices do not wait: a loss of one device that
         depends on the parameters of another one's replica.
     """
-    check_pair(replicas, trainer, loss)
+    _check_all(replicas, trainer, loss)
     devices, stage = replicas.devices, probes.stage
     with using_backend(replicas.backend.name) as backend, \
             backend.scope(), replicas.owned(), probes.step(devices, X):
@@ -233,8 +233,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     return losses
 
 
-def check_pair(replicas: Any, trainer: Any, loss: Any = len) -> None:
-    """Refuse what is not replicas, their trainer and a loss."""
+def check_pair(replicas: Any, trainer: Any) -> None:
+    """Refuse what is not replicas and their trainer."""
     if not isinstance(replicas, Replicas):
         raise TypeError(
             "expected the Replicas that mgpu.initialize returns; received "
@@ -249,6 +249,11 @@ def check_pair(replicas: Any, trainer: Any, loss: Any = len) -> None:
             "a trainer steps the replicas that it was made with; received "
             f"one of {trainer.replicas!r} for {replicas!r}. Make a new "
             "Trainer after each initialize.")
+
+
+def _check_all(replicas: Any, trainer: Any, loss: Any) -> None:
+    """`check_pair`, and refuse what is not a loss."""
+    check_pair(replicas, trainer)
     if not callable(loss):
         raise TypeError("a loss is called with the outputs and the labels; "
                         f"received {type(loss).__name__}. Use one of "
@@ -573,7 +578,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     NonFiniteLoss, ValueError
         See `train_epochs`.
     """
-    check_pair(replicas, trainer, loss)
+    _check_all(replicas, trainer, loss)
     if test_iter is not None:
         as_batches("test_iter", test_iter)
     with using_backend(replicas.backend.name):

@@ -21,7 +21,6 @@ Neutral code may use these directly on native arrays of either engine:
 ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes through
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -121,12 +120,12 @@ def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
     """The path of a function in `known`, which gets it where it is new:
     "F.relu after conv1", and a number where others have been there."""
     place = f"F.{kind}" + ("" if after is None else f" after {after}")
-    for number in itertools.count(1):
-        path = place if number == 1 else f"{place} ({number})"
-        if known.setdefault(path, Layer(path, kind, options, ())
-                            ).options == options:
-            return path
-    raise AssertionError
+    path, number = place, 1
+    while known.setdefault(path, Layer(path, kind, options, ())
+                           ).options != options:
+        number += 1
+        path = f"{place} ({number})"
+    return path
 
 #: ``normalise(call, index)`` computes the output of a batch-norm layer in
 #: training for the replica `index`, and updates the running statistics.
@@ -330,8 +329,9 @@ class Replica(ABC):
 
 
 class Turns:
-    """Of replicas that run in threads, and share Python objects: one runs at
-    a time. Here: nothing is shared, and all run at once."""
+    """Of replicas that run in threads, and share Python objects or a random
+    stream: one runs at a time. Here: nothing is shared, and all run at
+    once."""
 
     #: how many replicas may run at once; None: one per core
     at_once: int | None = None
@@ -567,7 +567,7 @@ class Network(ABC):
 
     def turns(self) -> Turns:
         """For one pass of replicas that meet, inside `use_batch_norm`: keeps
-        apart what the network's code keeps in attributes."""
+        apart what they share."""
         return Turns()
 
 

@@ -76,9 +76,9 @@ class Join(NamedTuple):
         if self.axis is None:
             values = [x.reshape(*x.shape[:x.ndim - len(shape)], -1)
                       for x, shape in zip(values, self.shapes)]
-        return [np.concatenate(values, self._place())]
+        return [np.concatenate(values, self.place())]
 
-    def _place(self) -> int:
+    def place(self) -> int:
         """The axis, counted from the last."""
         return -1 if self.axis is None else self.axis - len(self.shapes[0])
 
@@ -116,8 +116,7 @@ class Split(NamedTuple):
             np.prod(shape) if self.axis is None else shape[self.axis]
             for shape in self.shapes])[:-1].astype(int)
         return [x.reshape(lead + shape) for x, shape in zip(
-            np.split(whole, ends, -1 if self.axis is None
-                     else self.axis - len(self.shapes[0])), self.shapes)]
+            np.split(whole, ends, join.place()), self.shapes)]
 
     def inverse(self) -> Join:
         return Join(*self)

@@ -11,13 +11,14 @@ from mgpu.parity.matching import Plan, close
 from mgpu.parity.run import LayerCall
 
 
-#: kinds of layers that a port may take for one another
-POOLS = {f"{size}{kind}_pool": "pool" for kind in ("avg", "max")
-         for size in ("", "global_", "adaptive_")}
 #: the kinds of activations, in Gluon's words
 ACTIVATIONS = {"elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
                "leaky_relu", "relu", "relu6", "selu", "sigmoid", "softrelu",
                "softsign", "swish", "tanh"}
+#: kinds of layers that a port may take for one another
+_ALIKE = {**dict.fromkeys(ACTIVATIONS, "activation"), **{
+    f"{size}{kind}_pool": "pool" for kind in ("avg", "max")
+    for size in ("", "global_", "adaptive_")}}
 #: Gluon's names of activations
 NAMES = {"silu": "swish", "softplus": "softrelu"}
 
@@ -113,8 +114,7 @@ def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
             else:
                 yield next((names[n] for n in (
                     layer.parameters if layer else ()) if n in names),
-                    POOLS.get(kind, "activation" if kind in ACTIVATIONS
-                              else kind))
+                    _ALIKE.get(kind, kind))
     for block in difflib.SequenceMatcher(
             None, [*keys(paths_a, layers_a, 0)],
             [*keys(paths_b, layers_b, 1)], autojunk=False

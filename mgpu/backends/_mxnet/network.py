@@ -13,7 +13,7 @@ import numpy as np
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet.dispatch import Passes, is_known
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import Between, BATCH_NORM, describe, is_layer
+from mgpu.backends._mxnet.layers import BATCH_NORM, Between, describe, is_layer
 from mgpu.backends._mxnet.ops import is_np
 
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)

@@ -274,12 +274,15 @@ class TorchNetwork(base.Network):
     def check_kept(self) -> None:
         self._kept.check()
 
+    def turns(self) -> "_Streams":
+        return _Streams(self.replicas)
+
     def predicts(self) -> bool:
         with self.reading:
-            modes = self.replicas and self.replicas[0].users or [
-                m.training for m in self.net.modules()]
-        if modes[0]:
-            return False
+            users = self.replicas[0].users if self.replicas else None
+            if users[0] if users else self.net.training:
+                return False
+            modes = users or [m.training for m in self.net.modules()]
         if any(modes):
             name = next(path for (path, _), mode in zip(
                 self.net.named_modules(), modes) if mode)
@@ -376,6 +379,19 @@ class TorchNetwork(base.Network):
             yield
         finally:
             setattr(self, name, before)
+
+
+class _Streams(base.Turns):
+    """Replicas that draw from torch's default stream run one at a time."""
+
+    def __init__(self, replicas: Sequence[TorchReplica]):
+        self._replicas = replicas
+
+    def begin(self, index) -> None:
+        self._replicas[index].go_on()
+
+    def end(self, index) -> None:
+        self._replicas[index].halt()
 
 
 def _innermost(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -116,6 +116,7 @@ class TorchReplica(base.Replica):
         self._draws: bool | None = None
         #: in this replica's turn: the state of that stream outside of it
         self._users: torch.Tensor | None = None
+        self._halted = False    # in its turn, while others run
         self._masks: dict[int, Any] = {}    # that a backward pass needs again
         self._graph = True  # the pass records one
         self._met = False   # replicas met in the pass that is computed again
@@ -321,8 +322,6 @@ class TorchReplica(base.Replica):
         normalise, masks = network.normalise, network.draw_mask
         if normalise is None and masks is None:
             return self._dropouts if network.own_arithmetic else self._own
-        if normalise is not None:
-            normalise = self._meeting(normalise)
         found = list(self._dropouts) if masks is None else [
             (m, masked_forward(m, masks, self.index, self.generator,
                                self._masks))
@@ -368,18 +367,18 @@ class TorchReplica(base.Replica):
             finally:
                 self._exchange_streams()
 
-    @contextlib.contextmanager
-    def _out_of_turn(self) -> Iterator[None]:
-        """Inside the block, which waits for the other replicas, they run."""
-        if self._users is None:
-            yield
-            return
-        self._exchange_streams()
-        _everyone.release()
-        try:
-            yield
-        finally:
+    def halt(self) -> None:
+        """Let the other replicas run, for which this one waits."""
+        self._halted = self._users is not None
+        if self._halted:
+            self._exchange_streams()
+            _everyone.release()
+
+    def go_on(self) -> None:
+        """Take the turn again that `halt` has ended."""
+        if self._halted:
             _everyone.acquire()
+            self._halted = False
             self._exchange_streams()
 
     def _exchange_streams(self) -> None:
@@ -397,13 +396,6 @@ class TorchReplica(base.Replica):
         own.set_state(now)
         default.set_state(self._users)
         self._users = None
-
-    def _meeting(self, normalise: base.Normalise) -> base.Normalise:
-        """`normalise`, in which replicas wait for each other."""
-        def meet(call: base.BatchNormCall, index: int) -> Any:
-            with self._out_of_turn():
-                return normalise(call, index)
-        return meet
 
 
 class _NoFunctionalBatchNorm(TorchFunctionMode):

@@ -210,13 +210,19 @@ class Difference:
 
     @cached_property
     def kind(self) -> str:
-        """The kind of the first layer whose output differs; "" unless both
-        sides have that kind there, and their inputs agree."""
+        """The kind of the first layer whose output differs, "activation" for
+        two kinds of activations; "" unless both sides have it there, and
+        their inputs agree."""
         place = self.place
-        known = place is not None and place.inputs_agree \
-            and place.call_a.outputs and place.call_b.outputs \
-            and place.a and place.b and place.a.kind == place.b.kind
-        return place.a.kind if known else ""
+        if place is None or not (
+                place.inputs_agree and place.call_a.outputs
+                and place.call_b.outputs and place.a and place.b):
+            return ""
+        one, other = place.a.kind, place.b.kind
+        if one == other:
+            return one
+        return "activation" if ACTIVATIONS.issuperset(
+            NAMES.get(kind, kind) for kind in (one, other)) else ""
 
     @property
     def layer(self) -> str:
@@ -239,11 +245,6 @@ class Difference:
             ahead = self._ahead(place.call_a.path)
             return [Tensors(u, v, f"the layers before {path}", ahead)
                     for u, v in zip(place.call_a.inputs, place.call_b.inputs)]
-        kinds = [layer.kind for layer in (place.a, place.b) if layer]
-        if len(kinds) == 2 and not self.kind \
-                and ACTIVATIONS.issuperset(NAMES.get(k, k) for k in kinds):
-            return [Tensors(*self.outputs(), f"layer {path}",
-                            place.call_a.inputs[:1])]
         # A dropout layer computes nothing but its mask.
         return [Tensors(*self.outputs(), f"layer {path} ({self.kind})",
                         [*place.inner, *place.call_a.inputs[:1]])] \

@@ -143,17 +143,15 @@ def partly_stale(d: Difference) -> Found:
 
 @cause("frozen parameter", "gradient")
 def frozen(d: Difference) -> Found:
-    for right, (side, names) in zip((d.a, d.b),
-                                    d.without_gradient(fixed=False)):
+    for (right, _), (side, names) in zip(
+            d.both_ways(), d.without_gradient(fixed=False)):
         if names:
+            still = {n: np.zeros_like(right.gradients[n]) for n in names}
             yield (f"{', '.join(names[:4])} gets no gradient on {side}: "
                    "frozen (grad_req='null', requires_grad=False), detached, "
                    "or not used"), d.residual(
-                       right.gradients, {n: np.zeros_like(g) if n in names
-                                         else side.gradients.get(n, g)
-                                         for n, g in right.gradients.items()},
-                       {n: np.zeros_like(right.gradients[n])
-                        for n in names})
+                       right.gradients,
+                       {**right.gradients, **side.gradients, **still}, still)
 
 
 @cause("frozen parameter", "update", resort=1)
