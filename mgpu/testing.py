@@ -24,7 +24,7 @@ class ParityError(AssertionError):
 
 
 def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
-                  **options: Any) -> Result:
+                  allow_formulas: bool = False, **options: Any) -> Result:
     """Assert that two networks train the same.
 
     Parameters
@@ -34,6 +34,9 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
     allow_mxnet_float32 : bool
         Whether they may differ by what MXNet computes in float32 in a float64
         network.
+    allow_formulas : bool
+        Whether they may differ by formulas that the frameworks have in
+        different forms: see `formulas` of `mgpu.parity.Result`.
 
     Returns
     -------
@@ -54,7 +57,7 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
     """
     __tracebackhide__ = True        # pytest shows the test's own line
     result = compare(a, b, **options)
-    if not (result.agrees if allow_mxnet_float32 else result.same):
+    if not result.proves(allow_mxnet_float32, allow_formulas):
         raise ParityError(result)
     return result
 

@@ -350,6 +350,82 @@ class Turns:
         devices."""
 
 
+@dataclass
+class Observed:
+    """What a training step of the user's own has done, as NumPy arrays by
+    names of parameters.
+
+    Attributes
+    ----------
+    left : dict of str -> ndarray
+        The gradients as backward passes left them, on the scale of `applied`.
+    applied : dict of str -> ndarray
+        The gradients as the optimisers got them, divided by what they divide
+        them by.
+    rates : dict of str -> float
+        The learning rate that each weight was moved with.
+    scale : float
+        What the optimisers multiplied the gradients by.
+    loss_scale : float
+        What a loss scaler multiplied the loss by.
+    """
+
+    left: dict[str, np.ndarray] = field(default_factory=dict)
+    applied: dict[str, np.ndarray] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+    loss_scale: float = 1.0
+
+
+class OwnParts(ABC):
+    """What a training step of the user's own works with: optimisers,
+    schedules, loss scalers, averages of the weights.
+
+    Attributes
+    ----------
+    rule : (str, dict) or None
+        What the optimisers compute: the family of `mgpu.optimizers` and the
+        options by the names there, others among them; None where mgpu has no
+        such rule, or they compute different things.
+    lr_mult, wd_mult : dict of str -> float
+        Of each weight that an optimiser has: its learning rate and weight
+        decay as multiples of those of `rule`.
+    averaged : bool
+        Whether there is an average of the weights: slot "average".
+    clip_epsilon : float
+        What the engine's own clipping by the global norm adds to the norm.
+    text : str
+        The parts in words.
+    """
+
+    rule: tuple[str, dict[str, Any]] | None
+    lr_mult: dict[str, float]
+    wd_mult: dict[str, float]
+    averaged: bool
+    clip_epsilon: ClassVar[float]
+    text: str
+
+    @abstractmethod
+    def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
+                              dict[str, int]]:
+        """The slots of `rule` by (parameter, slot) and the number of updates
+        by parameter, as copies."""
+
+    @abstractmethod
+    def load(self, slots: Mapping[tuple[str, str], np.ndarray],
+             counts: Mapping[str, int]) -> None:
+        """Set what `memory` returns. Other slots stay as they are."""
+
+    @abstractmethod
+    def keep(self) -> Callable[[], None]:
+        """A function that puts back what `load` does not set: positions of
+        schedules, rates, loss scales, and memory that mgpu does not know."""
+
+    @abstractmethod
+    def observe(self) -> AbstractContextManager[Observed]:
+        """For the block of one step, which fills what it gives."""
+
+
 class Network(ABC):
     """The user's own network, made ready to live on several devices."""
 
@@ -565,6 +641,25 @@ class Network(ABC):
         raise messages.not_supported(self.backend.name,
                                      "batch norm over all devices")
 
+    def natively(self, draw: DrawMask, begins: Callable[[Any], None],
+                 seen: Callable[[Any], None]) -> ContextManager:
+        """Inside the block, and inside `watch_layers`, the user's own code
+        calls `net`, which is on one device: passes that train take the masks
+        of dropout from `draw`. Around each that is recorded,
+        ``begins(inputs)`` and ``seen(outputs)`` are called."""
+        raise messages.not_supported(self.backend.name, "look at own steps")
+
+    def trains(self, path: str) -> bool | None:
+        """Inside `natively`: whether the innermost layer (or function)
+        `path`, which runs now, is in training mode; None where no gradients
+        are recorded."""
+        raise messages.not_supported(self.backend.name, "look at own steps")
+
+    def own_parts(self, parts: Sequence[Any]) -> OwnParts:
+        """The parts of a training step of the user's own. TypeError for one
+        whose state cannot be set."""
+        raise messages.not_supported(self.backend.name, "look at own steps")
+
     def turns(self) -> Turns:
         """For one pass of replicas that meet, inside `use_batch_norm`: keeps
         apart what they share."""
@@ -587,6 +682,8 @@ class Backend(ABC):
 
     #: canonical name: "mxnet" or "torch"
     name: ClassVar[str]
+    #: the `Spec.grad_req` with which arrays do what they do without mgpu
+    plain_request: ClassVar[str] = "write"
     #: whose layers its networks are made of, and whose defaults those layers
     #: have: "gluon" or "torch"
     semantics: ClassVar[str]

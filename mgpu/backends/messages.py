@@ -192,6 +192,29 @@ def not_supported(backend: str, what: str) -> NotImplementedError:
         f"the {backend} backend has no {what}; use another backend for it.")
 
 
+def unknown_part(part: Any) -> TypeError:
+    """A comparison cannot set the state of a part of an own step."""
+    return TypeError(
+        "the parts of a step are optimisers, schedules, loss scalers, "
+        "averages of the weights, and dictionaries of what is carried from "
+        "step to step, so that their state can be set; received "
+        f"{type(part).__name__}. Return those that the step changes.")
+
+
+def no_optimizer(parts: Sequence[Any]) -> ValueError:
+    """Nothing is known of the updates of an own step."""
+    return ValueError(
+        "a step comes with the optimiser that it uses; received parts "
+        f"{[type(part).__name__ for part in parts]}. Return (step, "
+        "[optimizer, ...]).")
+
+
+def several_averages(count: int) -> ValueError:
+    """Own steps keep one average of the weights at most."""
+    return ValueError("a step keeps one average of the weights at most; "
+                      f"received {count}. Compare one at a time.")
+
+
 # -- memory and dtypes --------------------------------------------------------
 
 def check_apart(places: Iterable[tuple[Any, int, int]]) -> None:

@@ -22,7 +22,6 @@ from mgpu.cli import options as shared
 from mgpu.cli.errors import Command, Group
 from mgpu.cli.options import Parsed
 from mgpu.parity import report
-from mgpu.parity.result import FLOAT32
 from mgpu.progress import ProgressBar
 
 @contextlib.contextmanager
@@ -55,6 +54,9 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
         "float32.")
 @option("--allow-mxnet-float32", is_flag=True, help="Exit with 0 too where "
         "nothing differs but what MXNet computes in float32.")
+@option("--allow-formulas", is_flag=True, help="Exit with 0 too where "
+        "nothing differs but formulas that the frameworks have in different "
+        "forms (see --step-b).")
 @option("--strict", is_flag=True, help="Options of layers that differ count "
         "as different, also where this data does not reach the difference.")
 @option("--weights", type=Choice(["a", "b", "own"]), default="a",
@@ -64,6 +66,12 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
         help="A JSON file that says which parameter of a is which of b.")
 @shared.declare("--semantics", "--optimizer", "--optimizer-params",
                 "--devices", second=True)
+@option("--step-a", metavar="MODULE:FUNCTION", help="Code of your own that "
+        "takes the steps of a. FUNCTION(net) returns (step, parts): step(x, "
+        "y) takes one step, and parts are its optimisers, schedules, loss "
+        "scalers and averages of the weights.")
+@option("--step-b", metavar="MODULE:FUNCTION",
+        help="The same for b.")
 @option("--seeds", type=IntRange(1), default=5, metavar="N",
         help="The number of trainings of each network in accuracy mode.")
 @shared.output("--report", "Write a page for the browser, .html.")
@@ -109,8 +117,9 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     if json_file is not None:
         report.write_json(found, json_file)
     shared.say_written(report_file, json_file)
-    allowed = {FLOAT32: 0} if options["allow_mxnet_float32"] else {}
-    ctx.exit({"exact": 0, "same": 0, "no proof": 2, **allowed}.get(
+    proven = not invariance and found.proves(
+        options["allow_mxnet_float32"], options["allow_formulas"])
+    ctx.exit(0 if proven else {"exact": 0, "same": 0, "no proof": 2}.get(
         found.verdict, 1))
 
 
@@ -154,11 +163,16 @@ def _compare(a: str, b: Any, given: set[str], options: dict[str, Any],
     other = api.Side(find.factory(b, options["kwargs_b"]), **{
         name: options[f"b_{name}"] for name in (
             "semantics", "optimizer", "optimizer_params", "devices")})
+    steps: dict[str, Any] = {name: find.factory(options[name], {})
+             for name in ("step_a", "step_b") if options[name]}
+    if len(steps) == 2:
+        _refuse(given & {"optimizer", "optimizer_params", "semantics"},
+                "steps of your own have optimisers of their own")
     return api.compare(
         find.factory(a, options["kwargs_a"]), other, mode=options["mode"],
         devices=shared.one_run(options["devices"]), progress=progress,
         seeds=range(options["seeds"]), weights=options["weights"],
-        strict=options["strict"],
+        strict=options["strict"], **steps,
         **options["map"] or {}, **_training(options))
 
 
@@ -172,7 +186,8 @@ def _compare_trace(file: str, b: Any, given: set[str],
     ours = {"loss", "optimizer", "optimizer_params", "semantics", "devices",
             "batch_norm", "native", "tolerance", "strict"}
     _refuse(given & set(options) - ours - {"kwargs_b", "map",
-                                           "allow_mxnet_float32"},
+                                           "allow_mxnet_float32",
+                                           "allow_formulas"},
             "a trace says itself what was done")
     settings = {**_settings(options), "strict": options["strict"],
                 "devices": shared.one_run(options["devices"])}
@@ -186,7 +201,8 @@ def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
                 progress: Any) -> Any:
     _refuse({name for name in given if name.startswith("b_")}
             | given & {"kwargs_b", "map", "mode", "weights", "seeds",
-                       "strict", "allow_mxnet_float32"},
+                       "strict", "allow_mxnet_float32", "allow_formulas",
+                       "step_a", "step_b"},
             "--invariance compares one network with itself")
     devices = shared.parse_counts(
         options["devices"] if "devices" in given else "1,2,4,8", "--devices")

@@ -17,12 +17,14 @@ from mgpu.parity.batches import Batches, endless, first_rows
 from mgpu.parity.coverage import Coverage
 from mgpu.parity.diagnosis import diagnose
 from mgpu.parity.float32 import Float32
+from mgpu.parity.formulas import Formulas
 from mgpu.parity.live import LiveRun
 from mgpu.parity.location import Location, locate
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry
 from mgpu.parity.measure import STAGES, TOLERANCE, Gap
-from mgpu.parity.result import FLOAT32, Evidence, Result
+from mgpu.parity.own import OwnRun
+from mgpu.parity.result import FLOAT32, FORMULAS, Evidence, Result
 from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              at_one_device, join_devices, translate)
 from mgpu.parity.side import check_common, complete
@@ -53,6 +55,8 @@ def compare(a: Any, b: Any, *, batches: Batches,
             tolerance: float | None = None, strict: bool = False,
             seed: int = 0, test: Batches | None = None,
             seeds: Sequence[int] = range(5),
+            step_a: Callable[[Any], Any] | None = None,
+            step_b: Callable[[Any], Any] | None = None,
             progress: Callable[[int, int], None] | None = None) -> Result:
     """Compare how two networks train.
 
@@ -96,6 +100,9 @@ def compare(a: Any, b: Any, *, batches: Batches,
     test, seeds
         Accuracy mode: the batches to count on, and the seeds of each side.
         `a` and `b` must be functions, so that each seed gets a new net.
+    step_a, step_b : callable, optional
+        Lock-step: the training step of the user's own code on that side; see
+        `step` of `Side`.
     progress : callable, optional
         ``progress(done, steps)`` after each step.
 
@@ -124,9 +131,14 @@ def compare(a: Any, b: Any, *, batches: Batches,
             "only lock-step pairs the layers, whose options `strict` "
             f"compares; received mode={mode!r}. Leave one of the two out.")
     sides = [complete(
-        side, devices=devices, loss=loss, optimizer=optimizer,
-        optimizer_params=optimizer_params, semantics=semantics,
-        batch_norm=batch_norm, native=native, seed=seed) for side in (a, b)]
+        side, devices=1 if step or getattr(side, "step", None) else devices,
+        loss=loss, optimizer=optimizer, optimizer_params=optimizer_params,
+        semantics=semantics, batch_norm=batch_norm, native=native, seed=seed,
+        step=step) for side, step in ((a, step_a), (b, step_b))]
+    if mode != "lockstep" and any(side.step for side in sides):
+        raise ValueError(
+            "a step of the user's own is compared in lock-step; received "
+            f"mode={mode!r}. Leave the mode out.")
     if mode == "accuracy":
         return compare_accuracy(*sides, batches=batches, test=test,
                                 seeds=list(seeds), steps=steps, dtype=dtype,
@@ -205,8 +217,10 @@ class Comparison:
     def _run(self, side: Any) -> Run:
         """The run of a network, initialised for the first batch; one of a
         file is there already."""
-        return side if isinstance(side, Run) else LiveRun(
-            side, self.first_batch[0], self.dtype, self.masks)
+        if isinstance(side, Run):
+            return side
+        kind = OwnRun if side.step else LiveRun
+        return kind(side, self.first_batch[0], self.dtype, self.masks)
 
     def close(self) -> None:
         """Give both networks their values and dtype back, and the system the
@@ -260,13 +274,14 @@ class Comparison:
         known: set = set()      # stages that differed in a step before
         earlier: list[tuple[StepResult, StepResult]] = []
         seen = Coverage(self.a, self.b, self.plan)
-        float32 = Float32(self)
+        float32, formulas = Float32(self), Formulas(self)
         for number, X, y, before in self._walk():
             self.load_b(before)
             one = self.a.step(X, y, number)
             two = self.in_terms_of_a(self.b.step(X, y, number))
             seen.add(before, one, two)
-            found = self.compare_results(number, one, two)
+            found = formulas.explain(number, before, one, two,
+                                     self.compare_results(number, one, two))
             if _different(found) - known:
                 found = self._against_rounding(found, before, X, y, one,
                                                two, number)
@@ -276,6 +291,7 @@ class Comparison:
                     if new is not found:
                         found = self._against_rounding(new, before, X, y, one,
                                                        two, number)
+                found = formulas.explain(number, before, one, two, found)
                 if _different(found) - known:
                     proof, more = self._evidence(
                         number, X, y, before, one, two, earlier, found)
@@ -284,8 +300,9 @@ class Comparison:
                     evidence.append(proof)
                 self.a.load(one.after)
             gaps += found
-            losses["a"].append(float(np.mean(one.losses)))
-            losses["b"].append(float(np.mean(two.losses)))
+            for side, taken in (("a", one), ("b", two)):
+                losses[side].append(float(np.mean(taken.losses))
+                                    if taken.losses.size else math.nan)
             earlier = earlier[-1:] + [(one, two)]
             self._last = one.after
             self.progress(len(losses["a"]), self.steps)
@@ -295,8 +312,10 @@ class Comparison:
                                        earlier[:-1], [])[0]]
         result = self._result("lockstep", gaps, losses)
         result.float32 = float32.found
-        if result.same and result.float32:
-            result.verdict = FLOAT32
+        result.formulas = list(formulas.found.values())
+        if result.same and (result.float32 or result.formulas):
+            result.verdict = FLOAT32 if not result.formulas else FORMULAS \
+                if not result.float32 else f"{FORMULAS}, and MXNet's float32"
         result.coverage = seen.to_dict()
         if evidence:
             self._explain(result, *evidence)
@@ -350,18 +369,26 @@ class Comparison:
         back = self.plan.inverse()
         step.gradients = back.to_b(step.gradients)
         step.apart = _worst(step.apart, back.names())
+        if step.own is not None:
+            step.own = step.own._replace(left=back.to_b(step.own.left))
         step.after = translate(step.after, back, self.b, self.a)
         return step
 
     def compare_results(self, step: int, one: StepResult, two: StepResult
                         ) -> list[Gap]:
         """The gaps of all stages of one step, stage after stage."""
-        gaps = self._outputs_of(step, "output", one.outputs, two.outputs)
+        own = one.own is not None or two.own is not None
+        gaps = self._outputs_of(step, "output", one.outputs, two.outputs, own)
         if one.predictions is not None and two.predictions is not None:
             gaps += self._outputs_of(step, "prediction", one.predictions,
                                      two.predictions)
-        gaps.append(self.single_gap(step, "loss", "", one.losses, two.losses))
-        gaps += self._tensors(step, "gradient", one.gradients, two.gradients)
+        losses = one.losses, two.losses
+        if own and losses[0].shape != losses[1].shape:
+            losses = tuple(x.mean(keepdims=True) for x in losses if x.size)
+        if len(losses) == 2:
+            gaps.append(self.single_gap(step, "loss", "", *losses))
+        gaps += self._own_gaps(step, one, two) if own else \
+            self._tensors(step, "gradient", one.gradients, two.gradients)
         firsts = {n: p.a[0] for p in self.plan.pairs for n in p.a}
         mine, yours = (_worst(s.apart, firsts) for s in (one, two))
         worst = max([0.0, *mine.values(), *yours.values()])
@@ -384,11 +411,43 @@ class Comparison:
         return sorted(gaps, key=lambda g: STAGES.index(g.stage))
 
     def _outputs_of(self, step: int, stage: str, one: list[np.ndarray],
-                    two: list[np.ndarray]) -> list[Gap]:
+                    two: list[np.ndarray], own: bool = False) -> list[Gap]:
+        """`own`: code of the user's has called a network, perhaps in another
+        form (with a state, on half a batch): what has no partner is left."""
         return [self.single_gap(
             step, stage, str(i) if len(one) > 1 else "", x, z)
             for i, (x, z) in enumerate(itertools.zip_longest(
-                one, two, fillvalue=np.zeros(0)))]
+                one, two, fillvalue=np.zeros(0)))
+            if not own or x.shape == z.shape]
+
+    def _own_gaps(self, step: int, one: StepResult, two: StepResult
+                  ) -> list[Gap]:
+        """The gaps of gradients and rates where the user's code takes the
+        steps. Gradients count as the optimisers get them; where they differ,
+        and did not when the backward pass ended, the stage is "clipping"."""
+        def pair(x: Arrays, z: Arrays) -> tuple[Arrays, Arrays]:
+            # A loop of the framework leaves zeros, or nothing at all.
+            return tuple({n: v[n] if n in v else np.zeros_like(w[n])
+                          for n in {**x, **z} if n in names}
+                         for v, w in ((x, z), (z, x)))  # type: ignore
+        names = self.plan.names()
+        gaps = self._tensors(step, "gradient",
+                             *pair(one.gradients, two.gradients))
+        if _different(gaps):
+            left = self._tensors(step, "gradient", *pair(*(
+                s.own.left if s.own else s.gradients for s in (one, two))))
+            gaps = left if _different(left) else [
+                g._replace(stage="clipping") for g in gaps]
+        rates = [(name, np.array(self.a.updates.last_rate(
+            name, one.after.optimizer.num_update)), np.array(
+                self.b.updates.last_rate(
+                    names[name], two.after.optimizer.num_update)))
+                 for name in one.gradients
+                 if name in two.gradients and name in names]
+        if rates:
+            n, x, z = max(rates, key=lambda r: abs(r[1] - r[2]))
+            gaps.append(self.single_gap(step, "rate", n, x, z))
+        return gaps
 
     def _tensors(self, step: int, stage: str, x: Arrays, z: Arrays
                  ) -> list[Gap]:

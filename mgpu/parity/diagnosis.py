@@ -18,8 +18,8 @@ import numpy as np
 # The order of these modules, and of the functions in them, is that of causes
 # which explain a difference equally well.
 from mgpu.parity.causes import (  # noqa: F401  isort: skip
-    data, forward, norms, pooling, layers, scale, gradients, update, initial,
-    statistics, float32)
+    own, data, forward, norms, pooling, layers, scale, gradients, update,
+    initial, statistics, float32)
 from mgpu.parity.causes.difference import ROWS, Difference
 from mgpu.parity.causes.registry import LIMIT, RULES, Cause
 from mgpu.parity.causes.update_search import explain_update
@@ -82,9 +82,11 @@ def _stages(difference: Difference) -> list[str]:
     stages = ["initial"] if wrong("initial") else []
     if wrong("layer") or wrong("output"):
         return [*stages, "forward"]
-    stages += [stage for stage in ("loss", "gradient", "devices")
-               if wrong(stage)][:1]
-    return [*stages, "update", *["statistic"] * bool(wrong("statistic"))]
+    stages += [stage for stage in ("loss", "gradient", "devices", "clipping",
+                                   "rate") if wrong(stage)][:1]
+    if not (wrong("clipping") or wrong("rate")):
+        stages.append("update")
+    return [*stages, *["statistic"] * bool(wrong("statistic"))]
 
 
 def _causes(difference: Difference, stage: str) -> list[Cause]:

@@ -12,13 +12,14 @@ from mgpu.parity.batches import Batch
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry, RunWith
 from mgpu.parity.measure import summary
-from mgpu.parity.run import (Arrays, Calls, LayerCall, Run, State, StepResult,
-                             UpdateRule)
+from mgpu.parity.run import (AVERAGE, Arrays, Calls, LayerCall, Run, State,
+                             StepResult, UpdateRule)
 from mgpu.parity.side import network_of
 from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
 from mgpu.replicas import initialize
 from mgpu.split import split_batch
 from mgpu.trainer import Trainer
+from mgpu.trainer_states import TrainerStates
 from mgpu.training import backward, parallel, record
 
 # A counter of torch's batch norm; Gluon has none.
@@ -43,9 +44,15 @@ class LiveRun(Run):
     net : gluon.Block or torch.nn.Module
     replicas : Replicas
     trainer : Trainer
+    names : set of str
+        Of `entries`.
     """
 
     def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
+        if side.step is not None and type(self) is LiveRun:
+            raise ValueError(
+                "steps of the user's own are compared by compare(step_a=, "
+                "step_b=) only; received a side with a step. Leave it out.")
         self.net, self.name = network_of(side.net)
         self.side, self.dtype, self.masks = side, dtype, masks
         self.batch_norm = side.batch_norm
@@ -82,7 +89,7 @@ class LiveRun(Run):
                         if n != p.name))
             for p in (*self.replicas.params(), *self.replicas.buffers())
             if not p.name.endswith(_COUNTER) and "float" in p.dtype]
-        self._names = {e.name for e in self.entries}
+        self.names = {e.name for e in self.entries}
 
     def _update_rule(self, backend: base.Backend) -> UpdateRule:
         trainer, params = self.trainer, self.replicas.params()
@@ -143,11 +150,17 @@ class LiveRun(Run):
                 value = value[0] if k == 1 else value
             values[e.name] = value
         self._write(values)
-        if memory:      # but not the class and the rate of the other side
-            own = self.trainer.optimizer
-            self.trainer.import_states(state.optimizer._replace(
-                optimizer=type(own).__name__,
-                learning_rate=own.learning_rate))
+        if memory:
+            self.load_memory(state.optimizer)
+
+    def load_memory(self, states: TrainerStates) -> None:
+        """Set the optimiser's memory, but not the class and the rate of the
+        other side."""
+        own = self.trainer.optimizer
+        self.trainer.import_states(states._replace(
+            optimizer=type(own).__name__, learning_rate=own.learning_rate,
+            slots={key: value for key, value in states.slots.items()
+                   if key[1] != AVERAGE}))
 
     def _write(self, values: Mapping[str, np.ndarray]) -> None:
         now = self.replicas.export_numpy(all_devices=True)
@@ -178,20 +191,20 @@ class LiveRun(Run):
     def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
         with using_backend(self.name):
             Xs, _ = self._split(X, y)
-            with self._running(_rows(Xs), step):
+            with self._running(rows_of_shards(Xs), step):
                 outputs = self.replicas(Xs)
             self._forget()
-            return self._joined(outputs)
+            return self.joined(outputs)
 
     def predict(self, X: Any, y: Any) -> list[np.ndarray]:
         """The outputs in prediction mode."""
         with using_backend(self.name):
-            return self._joined(self.replicas(self.shards(X, y)[0]))
+            return self.joined(self.replicas(self.shards(X, y)[0]))
 
     def _forget(self) -> None:
         self.replicas.recorded = [False] * len(self.devices)
 
-    def _joined(self, outputs: Sequence[Any]) -> list[np.ndarray]:
+    def joined(self, outputs: Sequence[Any]) -> list[np.ndarray]:
         """All devices' outputs, one array for each leaf."""
         rows = [[self.backend.to_numpy(x) for x in leaves(output)]
                 for output in outputs if output is not None]
@@ -200,12 +213,10 @@ class LiveRun(Run):
 
     def calls(self, X: Any, y: Any, step: int, *, predict: bool = False,
               first: bool = False) -> list[Calls]:
-        def copies(tree: Any) -> list[np.ndarray]:
-            return [self.backend.to_numpy(x) for x in leaves(tree)
-                    if self.backend.is_native(x)]
         with using_backend(self.name):
             Xs, _ = self.shards(X, y)
-            busy = [i for i, n in enumerate(_rows(Xs)) if n]
+            rows = rows_of_shards(Xs)
+            busy = [i for i, n in enumerate(rows) if n]
             calls: dict[int, Calls] = {
                 i: [] for i in (busy[:1] if first else busy)}
 
@@ -213,12 +224,18 @@ class LiveRun(Run):
                       ) -> None:
                 if index in calls:
                     calls[index].append(
-                        LayerCall(path, copies(inputs), copies(outputs)))
-            with self._running(_rows(Xs), step, training=not predict), \
+                        LayerCall(path, self.copies(inputs),
+                                  self.copies(outputs)))
+            with self._running(rows, step, training=not predict), \
                     self.network.watch_layers(watch):
                 self.replicas(Xs)
             self._forget()
         return list(calls.values())
+
+    def copies(self, tree: Any) -> list[np.ndarray]:
+        """The arrays in nested ones, in NumPy."""
+        return [self.backend.to_numpy(x) for x in leaves(tree)
+                if self.backend.is_native(x)]
 
     # -- steps --------------------------------------------------------------
 
@@ -227,7 +244,7 @@ class LiveRun(Run):
         """A forward and a backward pass. Returns outputs, losses and the
         number of rows, each by device."""
         Xs, ys = self.shards(X, y)
-        rows = _rows(Xs)
+        rows = rows_of_shards(Xs)
         with self._running(rows, step):
             outputs = self.replicas(Xs)
             losses = parallel(self._loss, outputs, ys)
@@ -240,7 +257,7 @@ class LiveRun(Run):
             _, losses, rows = self._backward(X, y, step)
             self.trainer.allreduce_grads(ignore_stale_grad=True)
             self.trainer.update(self.side.divisor or sum(rows))
-            return self._joined(losses)[0]
+            return self.joined(losses)[0]
 
     def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
              ) -> StepResult:
@@ -253,7 +270,7 @@ class LiveRun(Run):
             self.trainer.allreduce_grads(ignore_stale_grad=True)
             gradients, apart = {}, {}
             for p in self.trainer.summed():
-                if p.name not in self._names:
+                if p.name not in self.names:
                     continue
                 copies = [self.backend.to_numpy(g) for g in p.list_grad()]
                 gradients[p.name] = copies[0]
@@ -262,11 +279,11 @@ class LiveRun(Run):
             self.trainer.update(divisor)
             after = self.state()
             for p in self.replicas.params():
-                if p.name in self._names and len(self.devices) > 1:
+                if p.name in self.names and len(self.devices) > 1:
                     apart[p.name] = max(apart.get(p.name, 0.0), _spread(
                         [self.backend.to_numpy(x) for x in p.list_data()]))
             return StepResult(
-                self._joined(outputs), self._joined(losses)[0], gradients,
+                self.joined(outputs), self.joined(losses)[0], gradients,
                 after, {n: d for n, d in apart.items() if d},
                 self.trainer.learning_rate, rows, divisor, predictions,
                 list(ran))
@@ -329,7 +346,8 @@ def _kind(p: Any) -> str:
     return "other" if constant else p.kind
 
 
-def _rows(shards: Sequence[Any]) -> list[int]:
+def rows_of_shards(shards: Sequence[Any]) -> list[int]:
+    """The number of rows of each device."""
     return [0 if s is None else rows_of(as_inputs(s)[0]) or 0 for s in shards]
 
 

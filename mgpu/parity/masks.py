@@ -26,6 +26,14 @@ class Masks:
         has ``rows[i]`` rows."""
         self._step, self._rows = step, list(rows)
         self._calls = [0] * len(rows)
+        self._places: np.ndarray | None = None
+
+    def take(self, places: Sequence[int]) -> None:
+        """The next calls belong to a pass of these rows of the batch, on one
+        device; -1 for rows of another batch."""
+        if len(self._rows) == 1 and places and min(places) >= 0 \
+                and len(places) < self._rows[0]:
+            self._places, self._calls = np.array(places), [0]
 
     def __call__(self, x: Any, rate: float, axes: tuple[int, ...], index: int
                  ) -> Any:
@@ -44,13 +52,19 @@ class Masks:
               index: int) -> np.ndarray:
         rows, total = self._rows[index], sum(self._rows)
         entropy = [self._seed, self._step, number]
+        part: Any = slice(None)
+        if self._places is not None:
+            rows = len(self._places)
         if rows and shape and shape[0] % rows == 0:
             per_row = shape[0] // rows      # a reshape may fold axes into 0
-            begin = sum(self._rows[:index]) * per_row
             whole = (total * per_row, *shape[1:])
+            begin = sum(self._rows[:index]) * per_row
             part = slice(begin, begin + shape[0])
+            if self._places is not None:
+                part = (self._places[:, None] * per_row
+                        + np.arange(per_row)).ravel()
         else:
-            whole, part = shape, slice(None)
+            whole = shape
             entropy.append(index)
         keep = np.random.default_rng(entropy).random(whole) >= rate
         return keep[part] / (1 - rate) if rate < 1 else keep[part] * 0.0

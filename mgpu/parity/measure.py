@@ -17,7 +17,7 @@ ZERO = 2 ** 12
 PLACES, PARTS = 64, 61
 #: the stages of a step, in their order
 STAGES = ("initial", "layer", "output", "loss", "gradient", "devices",
-          "weight", "memory", "statistic", "prediction")
+          "clipping", "rate", "weight", "memory", "statistic", "prediction")
 
 
 class Gap(NamedTuple):

@@ -17,8 +17,8 @@ from mgpu.plotting import style
 
 # In a chart a stage has its colour and its marker, whatever else is there.
 _COLOURS = (style.INK, style.INK, *style.PALETTE[:3], style.GREY,
-            *style.PALETTE[3:], style.GREY)
-_MARKERS = "*Xos^Pv<Dh"
+            style.GREY, style.INK, *style.PALETTE[3:], style.GREY)
+_MARKERS = "*Xos^P>pv<Dh"
 #: the colours that matplotlib draws with, as variables of the style sheet,
 #: which has other values for dark screens
 VARIABLES = {

@@ -11,9 +11,11 @@ from mgpu.parity.measure import STAGES, Gap
 from mgpu.parity.run import Arrays, Run, State, StepResult
 
 #: the worst first
-STATUSES = ("different", "rounding", "zero", "same")
+STATUSES = ("different", "formula", "rounding", "zero", "same")
 #: the verdict where nothing else differs than what MXNet does in float32
 FLOAT32 = "same but for MXNet's float32"
+#: the verdict where nothing else differs than named formulas
+FORMULAS = "same but for named formulas"
 #: columns of `Result.by_stage`
 BY_STAGE = ("stage", "relative", "tensor", "step", "status")
 
@@ -82,6 +84,11 @@ class Result:
         put into the other side before the search went on: "function", "text",
         "layers" (paths; empty for calls outside of layers), and "size", the
         largest relative difference that it explains.
+    formulas : list of dict
+        Lock-step with a step of the user's own: formulas that Gluon and
+        PyTorch have in different forms, and that explain all differences
+        where they act, proven by computing one side's update with the
+        other's: "text", and "size", the largest relative difference.
     gaps : list of Gap
         Lock-step: one for each tensor, stage and step.
     first : Gap or None
@@ -128,6 +135,7 @@ class Result:
     reason: str | None = None
     coverage: dict[str, Any] = field(default_factory=dict)
     float32: list[dict[str, Any]] = field(default_factory=list)
+    formulas: list[dict[str, Any]] = field(default_factory=list)
     evidence: Evidence | None = None
 
     @property
@@ -136,8 +144,15 @@ class Result:
 
     @property
     def agrees(self) -> bool:
-        """Whether they are the same, perhaps but for MXNet's float32."""
-        return self.verdict in ("same", FLOAT32)
+        """Whether they are the same, perhaps but for MXNet's float32 or for
+        formulas of the frameworks."""
+        return self.verdict.startswith("same")
+
+    def proves(self, float32: bool = False, formulas: bool = False) -> bool:
+        """Whether they are the same, but for MXNet's float32 (`float32`) or
+        for formulas of the frameworks (`formulas`)."""
+        return self.agrees and (float32 or not self.float32) \
+            and (formulas or not self.formulas)
 
     @property
     def worst(self) -> dict[str, Gap]:
@@ -173,7 +188,9 @@ class Result:
                 *(f"warning: not reached by this data: {text}"
                   for text in self.coverage["options"]
                   if self.first is None),
-                *map(_float32_line, self.float32)]
+                *map(_float32_line, self.float32),
+                *(f"formula: {f['text']} (a difference of up to "
+                  f"{f['size']:.1e})" for f in self.formulas)]
 
     def prove_nothing(self, reason: str | None) -> None:
         """Take back that nothing differs, for a reason."""
@@ -212,6 +229,7 @@ class Result:
             "format": "mgpu parity 1", "mode": self.mode,
             "verdict": self.verdict, "reason": self.reason,
             "coverage": self.coverage, "float32": self.float32,
+            "formulas": self.formulas,
             "first": self.first and self.first._asdict(),
             "location": self.location,
             "causes": [cause._asdict() for cause in self.causes],

@@ -21,6 +21,10 @@ from mgpu.trainer_states import TrainerStates
 Arrays = dict[str, np.ndarray]
 
 
+#: the slot of the average of a weight that a step of the user's own keeps
+AVERAGE = "average"
+
+
 class CannotRun(RuntimeError):
     """A recorded run was asked for what only a network can compute."""
 
@@ -31,6 +35,31 @@ class State(NamedTuple):
 
     values: Arrays
     optimizer: TrainerStates
+
+
+class OwnStep(NamedTuple):
+    """What is known besides of a step that the user has written.
+
+    Attributes
+    ----------
+    left : dict of str -> ndarray
+        Gradients as the backward pass left them, before the user's code or
+        its parts changed them; on the scale of `StepResult.gradients`.
+    scale : float
+        What the optimiser multiplied the gradients by.
+    loss_scale : float
+        What the loss was multiplied by before the backward pass.
+    predicted : list of str
+        The paths of layers that ran in prediction mode.
+    updates : int
+        How many updates the step made.
+    """
+
+    left: Arrays
+    scale: float
+    loss_scale: float
+    predicted: list[str]
+    updates: int
 
 
 @dataclass
@@ -62,6 +91,7 @@ class StepResult:
     ran : list of str
         The paths of the innermost layers that ran in training mode, in the
         order of their first calls.
+    own : OwnStep or None
     """
 
     outputs: list[np.ndarray]
@@ -74,6 +104,7 @@ class StepResult:
     divisor: int = 1
     predictions: list[np.ndarray] | None = None
     ran: list[str] = field(default_factory=list)
+    own: OwnStep | None = None
 
 
 class LayerCall(NamedTuple):
@@ -271,6 +302,19 @@ def _slot(state: State, name: str, slot: str, pair: Pair) -> np.ndarray:
             f"the parameter's shape; received {slot} {value.shape} of "
             f"{name} {shape}. Use an optimiser of mgpu.")
     return value if value.ndim else np.broadcast_to(value, shape)
+
+
+def common_factor(left: Arrays, applied: Arrays) -> float | None:
+    """The one number that all gradients were multiplied by, if it is one."""
+    names = [n for n in left if n in applied]
+    square = sum(float(np.vdot(left[n], left[n])) for n in names)
+    if not square:
+        return None
+    factor = sum(float(np.vdot(left[n], applied[n])) for n in names) / square
+    near = all(np.allclose(applied[n], left[n] * factor, rtol=1e-9,
+                           atol=1e-12 * np.abs(left[n]).max(initial=0.0))
+               for n in names)
+    return factor if near else None
 
 
 def velocity_factor(source: UpdateRule, target: UpdateRule, name: str,

@@ -20,6 +20,9 @@ STAGE_WORDS = {
     "loss": ("loss of each example", "the loss of an example"),
     "gradient": ("gradients", "the gradient of"),
     "devices": ("copies on the devices", "what the devices hold of"),
+    "clipping": ("gradients as the optimiser gets them",
+                 "what the optimiser gets as the gradient of"),
+    "rate": ("learning rates", "the learning rate of"),
     "weight": ("updated weights", "the updated weight"),
     "memory": ("the optimiser's memory", "the optimiser's memory"),
     "statistic": ("running statistics", "the running statistic"),
@@ -61,14 +64,16 @@ def sentence(result: Result) -> str:
         return (f"Started alike before {each}, the sides first "
                 f"differ in step {gap.step}, in {what}.")
     worst = max((g.relative for g in result.gaps
-                 if g.status != "rounding"), default=0.0)
+                 if g.status not in ("rounding", "formula")), default=0.0)
     larger = sum(g.status == "rounding" for g in result.gaps)
     return (f"Started alike before {each}, the sides computed the same, up "
             f"to a relative {worst:.1e} "
             f"({result.settings.get('tolerance'):g} is tolerated)" + (
                 f" and {larger} larger difference{'s' * (larger != 1)} that "
                 "rounding explains" if larger else "") + (
-        ", with MXNet's float32 on both." if result.float32 else "."))
+        ", with MXNet's float32 on both" if result.float32 else "") + (
+        "; named formulas explain what is larger." if result.formulas
+        else "."))
 
 
 def first_rows(gap: Gap) -> Rows:

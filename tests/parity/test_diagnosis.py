@@ -7,6 +7,7 @@ from mgpu import losses, parity
 from mgpu.parity import Side, diagnosis
 from networks import gluon
 from networks import torch as torch_
+from parity.steps import gluon_step, torch_step
 
 RNG = np.random.default_rng(0)
 #: rows that 2, 3 and 4 devices share unevenly or not, and whose factors
@@ -250,7 +251,41 @@ SGD_WD = {"learning_rate": 0.125, "wd": 0.125}
 BARE = {"1.gamma": 0.0, "1.beta": 0.0, "0.bias": 0.0, "5.bias": 0.0}
 
 #: name: (cause, plant); ``plant(patch)`` -> a, b, options of compare
+def steps(port, batches=ROWS, **options):
+    """A loop of Gluon's with `options`, and one of PyTorch's with `port`;
+    rates and options that float32 holds, for MXNet rounds them."""
+    def plant(patch):
+        sides = (dense_g(lambda nn: nn.Dropout(0.5)),
+                 dense_t(lambda nn: nn.Dropout(0.5)))
+        return *sides, batches, {
+            "step_a": gluon_step(learning_rate=0.125, **options),
+            "step_b": torch_step(lr=0.125, **port)}
+    return plant
+
+
+def halving(optimizer):
+    import torch
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def gluons_halving():
+    import mxnet as mx
+    return mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.125)
+
+
 FAULTS = {
+    # in the user's own steps
+    "eval mode": ("training mode", steps({"mode": "eval"})),
+    "no clipping": ("clipping", steps({}, clip=0.01)),
+    "another norm": ("clipping", steps({"clip": 0.02}, clip=0.01)),
+    "clips scaled gradients": ("clipping", steps(
+        {"clip": 0.01, "scaler": 64.0, "unscale": False}, clip=0.01)),
+    "schedule ahead": ("schedule", steps(
+        {"schedule": halving, "before": True}, schedule=gluons_halving)),
+    "no schedule": ("schedule", steps({}, schedule=gluons_halving)),
+    "not divided by the parts": ("gradient scale", steps(
+        {"parts": 3, "divide": False}, [tuple(x[:6] for x in ROWS[0])])),
+    "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
     # batch norm
     "unbiased variance": ("unbiased variance", lambda patch: (
         conv_g(momentum=0.875), conv_t(momentum=0.125), IMAGES,

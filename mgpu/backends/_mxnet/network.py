@@ -15,6 +15,7 @@ from mgpu.backends._mxnet.dispatch import Passes, is_known
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import BATCH_NORM, Between, describe, is_layer
 from mgpu.backends._mxnet.ops import is_np
+from mgpu.backends._mxnet.own_step import MXNetParts, any_dtype_clipped
 
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
@@ -477,6 +478,32 @@ class MXNetNetwork(base.Network):
                 (layer, partial(forward, layer)) for _, layer in self._leaves()
                 if type(layer) is mx.gluon.nn.Dropout]):
             yield
+
+    @contextlib.contextmanager
+    def natively(self, draw, begins, seen) -> Iterator[None]:
+        def before(_: Any, inputs: Any) -> None:
+            if mx.autograd.is_recording():
+                begins(inputs)
+
+        def told(_: Any, inputs: Any, outputs: Any) -> None:
+            if mx.autograd.is_recording():
+                seen(outputs)
+        handles = (self.net.register_forward_pre_hook(before),
+                   self.net.register_forward_hook(told))
+        try:
+            with self.use_masks(draw), any_dtype_clipped():
+                yield
+        finally:
+            for handle in handles:
+                handle.detach()
+
+    def trains(self, path) -> bool | None:
+        return mx.autograd.is_training() if mx.autograd.is_recording() \
+            else None
+
+    def own_parts(self, parts) -> MXNetParts:
+        return MXNetParts({name: p for name, p, kind in self.entries
+                           if kind not in base.BUFFERS}, parts)
 
     @contextlib.contextmanager
     def use_batch_norm(self, normalise) -> Iterator[None]:

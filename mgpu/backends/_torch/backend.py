@@ -44,6 +44,7 @@ class TorchBackend(Leaves, base.Backend):
     """PyTorch as an engine of mgpu."""
 
     name = semantics = "torch"
+    plain_request = "add"
     version = torch.__version__
 
     def __init__(self) -> None:

@@ -14,16 +14,18 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
-from mgpu.backends._torch.arithmetic import BATCH_NORMS
+from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
+                                             masked_forward)
 from mgpu.backends._torch.attributes import (Attributes, Kept,
                                              follow_attributes)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
-from mgpu.backends._torch.layers import describe
+from mgpu.backends._torch.layers import Between, describe
 from mgpu.backends._torch.leaves import together
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
 from mgpu.backends._torch.ops import dtype_of, name_of_dtype
+from mgpu.backends._torch.own_step import MaskedFunctions, TorchParts
 from mgpu.backends._torch.replica import (TorchReplica, autocast,
                                           channels_last)
 
@@ -362,6 +364,46 @@ class TorchNetwork(base.Network):
 
     def use_masks(self, draw):
         return self._using("draw_mask", draw)
+
+    @contextlib.contextmanager
+    def natively(self, draw, begins, seen) -> Iterator[None]:
+        replica = self.replicas[0]
+        again: dict[int, Any] = {}
+
+        def before(_: Any, inputs: Any) -> None:
+            if torch.is_grad_enabled() and not recomputing():
+                begins(inputs)
+
+        def told(_: Any, inputs: Any, outputs: Any) -> None:
+            if torch.is_grad_enabled() and not recomputing():
+                seen(outputs)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.net.register_forward_pre_hook(before).remove)
+            stack.callback(self.net.register_forward_hook(told).remove)
+            for layer in replica.layers:
+                if type(layer) in DROPOUTS and "forward" not in vars(layer):
+                    # By torch's own stream: a checkpoint sets it again.
+                    vars(layer)["forward"] = masked_forward(
+                        layer, draw, 0, lambda: None, again)
+                    stack.callback(vars(layer).pop, "forward")
+            stack.enter_context(MaskedFunctions(draw, again))
+            if replica.seen is not None:
+                replica.between = stack.enter_context(
+                    Between(replica.seen, 0, self.functions))
+                stack.callback(setattr, replica, "between", None)
+            yield
+
+    def trains(self, path) -> bool | None:
+        if not torch.is_grad_enabled():
+            return None
+        return path in self.functions \
+            or bool(self.net.get_submodule(path).training)
+
+    def own_parts(self, parts) -> TorchParts:
+        paths = {joined(path, name): joined(path, suffix_of(module, name))
+                 for path, module, name, _ in walk(self.net, "_parameters")}
+        return TorchParts({name: self.net.get_parameter(path)
+                           for path, name in paths.items()}, paths, parts)
 
     def use_batch_norm(self, normalise):
         own = self.replicas[0].own_batch_norms

@@ -57,8 +57,8 @@ def cause(name: str, stage: str, resort: int = 0, kinds: Sequence[str] = ()
     Parameters
     ----------
     name : str
-    stage : {"initial", "forward", "loss", "gradient", "devices", "update", \
-"statistic"}
+    stage : {"initial", "forward", "loss", "gradient", "devices", \
+"clipping", "rate", "update", "statistic"}
         The stage of the first difference that it explains: one of
         `measure.STAGES`, or "forward" (layer or output) or "update" (weight
         or memory). In the stages but "update" the function takes a

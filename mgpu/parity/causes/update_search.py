@@ -21,7 +21,8 @@ from mgpu.parity.causes.difference import (PART, Arrays, Difference, View,
 from mgpu.parity.causes.registry import RULES, Cause
 from mgpu.parity.run import velocity_factor
 
-_OPS: Any = SimpleNamespace(
+#: the operations of rules, on NumPy arrays
+OPS: Any = SimpleNamespace(
     abs=np.abs, sign=np.sign, sqrt=np.sqrt, exp=np.exp, log=np.log,
     maximum=np.maximum, minimum=np.minimum, zeros_like=np.zeros_like)
 
@@ -69,20 +70,8 @@ class Update(NamedTuple):
                      kind: type[Optimizer] | None = None) -> "Update":
         """With an optimiser of class `kind`, and those of `options`, and of
         its own, that this class has."""
-        kind = kind or type(self.optimizer)
-        given: dict[str, Any] = {}
-        options = {**options_of(self.optimizer), **options}
-        for field in fields(kind):
-            name = _GLUONS.get(field.name, field.name)
-            if field.name == "betas":
-                given["betas"] = (options.get("beta1", 0.9),
-                                  options.get("beta2", 0.999))
-            elif name in options:
-                given[field.name] = options[name]
-        try:
-            return self._replace(optimizer=kind(**given))
-        except (TypeError, ValueError):     # options that exclude each other
-            return self
+        made = as_class(self.optimizer, kind or type(self.optimizer), options)
+        return self if made is None else self._replace(optimizer=made)
 
 
 Change = Callable[[Update], Update]
@@ -102,6 +91,25 @@ def scaled(factor: float) -> Change:
 #: names in Gluon of options that torch calls otherwise
 _GLUONS = {"eps": "epsilon", "alpha": "gamma1", "momentum_decay":
            "schedule_decay"}
+
+
+def as_class(optimizer: Optimizer, kind: type[Optimizer],
+             options: Mapping[str, Any]) -> Optimizer | None:
+    """An optimiser of class `kind` with `options`, and those of `optimizer`,
+    that this class has; None where they exclude each other."""
+    given: dict[str, Any] = {}
+    options = {**options_of(optimizer), **options}
+    for field in fields(kind):
+        name = _GLUONS.get(field.name, field.name)
+        if field.name == "betas":
+            given["betas"] = (options.get("beta1", 0.9),
+                              options.get("beta2", 0.999))
+        elif name in options:
+            given[field.name] = options[name]
+    try:
+        return kind(**given)
+    except (TypeError, ValueError):
+        return None
 
 
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -204,7 +212,7 @@ class _Search:
         optimizer, before = rule.optimizer, self.d.evidence.before
         for name, part in self.parts.items():
             w = before.values[name].reshape(-1)[part].copy()
-            weights[name], states[name] = w, optimizer.create_state(w, _OPS)
+            weights[name], states[name] = w, optimizer.create_state(w, OPS)
             for slot, value in states[name].items():
                 old = rule.slots.get((name, slot))
                 if old is not None:
@@ -225,7 +233,7 @@ class _Search:
                 if rule.decay == "inside":
                     g = g + w * wd
                 optimizer.update(
-                    w, g, states[name], lr=lr, t=counts[name], ops=_OPS,
+                    w, g, states[name], lr=lr, t=counts[name], ops=OPS,
                     wd=wd if rule.decay == "own" else 0.0)
                 w -= loose
         return weights, states

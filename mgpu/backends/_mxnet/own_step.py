@@ -1,0 +1,319 @@
+"""Training steps of the user's own: what their trainers have and do."""
+import contextlib
+import copy
+from collections.abc import (Callable, Iterator, Mapping, MutableMapping,
+                             Sequence)
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends import base, messages
+from mgpu.backends._mxnet.framework import mx
+
+_FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
+    "SGD", "NAG", "Adam", "Adamax", "Nadam", "RMSProp", "AdaGrad", "AdaDelta",
+    "Ftrl", "Signum")}
+#: Gluon's names of attributes, and those of `mgpu.optimizers`
+_OPTIONS = {"lr": "learning_rate", "float_stable_eps": "eps"}
+#: the arrays of a state in Gluon's order
+_SLOTS: dict[str, tuple[str, ...]] = {
+    "sgd": ("momentum",), "nag": ("momentum",), "signum": ("momentum",),
+    "adam": ("mean", "variance"), "nadam": ("mean", "variance"),
+    "adamax": ("mean", "norm"), "rmsprop": ("variance", "mean", "delta"),
+    "adagrad": ("history",), "adadelta": ("variance", "delta_variance"),
+    "ftrl": ("z", "n")}
+
+
+class MXNetParts(base.OwnParts):
+    """See `mgpu.backends.base.OwnParts`.
+
+    Parameters
+    ----------
+    named : mapping of str -> gluon.Parameter
+        Those of the network.
+    """
+
+    clip_epsilon = 1e-8
+
+    def __init__(self, named: Mapping[str, Any], parts: Sequence[Any]):
+        self._named = dict(named)
+        self._names = {id(p): name for name, p in named.items()}
+        self._trainers: list[Any] = []
+        self._others: list[Any] = []
+        averages: list[Mapping[str, Any]] = []
+        for part in parts:
+            if isinstance(part, mx.gluon.Trainer):
+                self._check(part)
+                self._trainers.append(part)
+                continue
+            if isinstance(part, mx.gluon.Block):
+                averages.append({
+                    name: p.data() for name, p
+                    in part._collect_params_with_prefix().items()})
+            elif isinstance(part, Mapping) and part.keys() & named.keys():
+                averages.append(part)
+            elif isinstance(part, mx.lr_scheduler.LRScheduler) \
+                    or isinstance(part, MutableMapping):
+                self._others.append(part)
+            else:
+                raise messages.unknown_part(part)
+        if not self._trainers:
+            raise messages.no_optimizer(parts)
+        if len(averages) > 1:
+            raise messages.several_averages(len(averages))
+        self._average = {name: x for own in averages
+                         for name, x in own.items() if name in named}
+        self.averaged = bool(self._average)
+        self.text = ", ".join(
+            f"Trainer ({type(part.optimizer).__name__})"
+            if isinstance(part, mx.gluon.Trainer) else type(part).__name__
+            for part in parts)
+        self.rule, self.lr_mult, self.wd_mult = self._read()
+
+    @staticmethod
+    def _check(trainer: Any) -> None:
+        if trainer._kvstore_params["update_on_kvstore"] or "dist" in str(
+                trainer._kvstore_params["kvstore"]) \
+                or trainer.optimizer.multi_precision:
+            raise ValueError(
+                "the memory of a trainer is set where the trainer updates "
+                "by itself; received a distributed store, update_on_kvstore "
+                "or multi_precision. Leave it out.")
+
+    def _weights(self) -> Iterator[tuple[Any, int, str]]:
+        """(trainer, index there, name) of each weight."""
+        for trainer in self._trainers:
+            for index, p in enumerate(trainer._params):
+                if id(p) in self._names:
+                    yield trainer, index, self._names[id(p)]
+
+    def _read(self) -> tuple[tuple[str, dict[str, Any]] | None,
+                             dict[str, float], dict[str, float]]:
+        rules = [_rule(trainer.optimizer) for trainer in self._trainers]
+        same = len({repr(rule) for rule in rules}) == 1
+        factors: list[dict[str, float]] = [{}, {}]
+        for trainer, index, name in self._weights():
+            p = trainer._params[index]
+            factors[0][name], factors[1][name] = p.lr_mult, p.wd_mult
+        return rules[0] if same else None, factors[0], factors[1]
+
+    # -- memory -------------------------------------------------------------
+
+    def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
+                              dict[str, int]]:
+        slots = {(name, "average"): x.asnumpy()
+                 for name, x in self._average.items()}
+        counts = {}
+        for trainer, index, name in self._weights():
+            times = trainer.optimizer._all_index_update_counts[0].get(index)
+            if times:
+                counts[name] = times
+            state = trainer._updaters[0].states.get(index)
+            if state is None or self.rule is None:
+                continue
+            arrays = state if isinstance(state, tuple) else (state,)
+            slots |= {(name, slot): x.asnumpy()
+                      for slot, x in zip(_SLOTS[self.rule[0]], arrays)}
+            if self.rule[0] == "nadam":
+                slots[name, "schedule"] = np.array(
+                    trainer.optimizer.m_schedule)
+        return slots, counts
+
+    def load(self, slots, counts) -> None:
+        for name, x in self._average.items():
+            if (name, "average") in slots:
+                x[:] = _array(slots[name, "average"], x)
+        for trainer, index, name in self._weights():
+            optimizer, updater = trainer.optimizer, trainer._updaters[0]
+            own = optimizer._all_index_update_counts[0]
+            own.pop(index, None)
+            if counts.get(name):
+                own[index] = counts[name]
+            if self.rule is None:
+                continue
+            updater.states.pop(index, None)
+            weight = self._named[name].data()
+            if not counts.get(name):
+                continue
+            state = optimizer.create_state_multi_precision(index, weight)
+            arrays = state if isinstance(state, tuple) else (state,)
+            for slot, x in zip(_SLOTS[self.rule[0]], arrays):
+                if x is not None and (name, slot) in slots:
+                    x[:] = _array(slots[name, slot], x)
+            updater.states[index] = state
+            updater.states_synced[index] = True
+            if (name, "schedule") in slots:
+                optimizer.m_schedule = float(slots[name, "schedule"])
+        for trainer in self._trainers:
+            optimizer = trainer.optimizer
+            optimizer.num_update = max(
+                optimizer._all_index_update_counts[0].values(),
+                default=optimizer.begin_num_update)
+
+    def keep(self) -> Callable[[], None]:
+        puts = [_kept(part) for part in self._others]
+        for trainer in self._trainers:
+            puts.append(_kept_trainer(trainer, self.rule is None))
+
+        def put_back() -> None:
+            for put in puts:
+                put()
+        return put_back
+
+    # -- a step -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def observe(self) -> Iterator[base.Observed]:
+        seen = base.Observed()
+        left: dict[str, np.ndarray] = {}
+        backward, function = mx.nd.NDArray.backward, mx.autograd.backward
+
+        def gradients() -> Iterator[tuple[str, np.ndarray]]:
+            for _, _, name in self._weights():
+                p = self._named[name]
+                if p.grad_req != "null" and p.data()._fresh_grad:
+                    yield name, p.grad().asnumpy()
+
+        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+            def passed(*args: Any, **options: Any) -> Any:
+                result = call(*args, **options)
+                left.update(gradients())
+                return result
+            return passed
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_replaced(
+                mx.nd.NDArray, "backward", watched(backward)))
+            stack.enter_context(_replaced(
+                mx.autograd, "backward", watched(function)))
+            for trainer in self._trainers:
+                own = trainer._updaters[0]
+                trainer._updaters[0] = _Updater(
+                    own, [self._names.get(id(p)) for p in trainer._params],
+                    seen)
+                stack.callback(trainer._updaters.__setitem__, 0, own)
+            yield seen
+        seen.left = {n: g * seen.scale for n, g in left.items()}
+
+
+class _Updater:
+    """An updater of Gluon's, of which `seen` is told."""
+
+    def __init__(self, own: Any, names: list[str | None],
+                 seen: base.Observed):
+        self._own, self._names, self._seen = own, names, seen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __call__(self, indices: Any, grads: Any, weights: Any) -> None:
+        seen, optimizer = self._seen, self._own.optimizer
+        rates: dict[int, float] = {}
+        seen.scale = optimizer.rescale_grad
+        for index, grad in zip(indices, grads):
+            name = self._names[index]
+            if name is not None:
+                seen.applied[name] = grad.asnumpy() * seen.scale
+        with _replaced(optimizer, "_get_lrs", _told(
+                optimizer._get_lrs, rates)):
+            self._own(indices, grads, weights)
+        seen.rates |= {name: rates.get(index, 0.0) for index in indices
+                       if (name := self._names[index]) is not None}
+
+
+class _AnyDtype:
+    """`mxnet.ndarray` for `gluon.utils`: in float64, ``clip_global_norm`` of
+    MXNet 1.9.1 joins a float64 norm with a float32 one, which fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(mx.nd, name)
+
+    @staticmethod
+    def concat(*arrays: Any, **options: Any) -> Any:
+        return mx.nd.concat(*(x.astype(arrays[0].dtype) for x in arrays),
+                            **options)
+
+
+def any_dtype_clipped() -> contextlib.AbstractContextManager[None]:
+    """Inside the block, ``gluon.utils.clip_global_norm`` works in float64."""
+    return _replaced(mx.gluon.utils, "ndarray", _AnyDtype())
+
+
+def _told(rates_of: Callable[..., Any], found: dict[int, float]
+          ) -> Callable[..., Any]:
+    def told(indices: Any) -> Any:
+        rates = rates_of(indices)
+        found.update(zip(indices, rates))
+        return rates
+    return told
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
+def _array(value: np.ndarray, like: Any) -> Any:
+    family = mx.np if isinstance(like, mx.np.ndarray) else mx.nd
+    return family.array(value, ctx=like.ctx, dtype=like.dtype)
+
+
+def _kept(part: Any) -> Callable[[], None]:
+    """A function that gives a part the state that it has now."""
+    values = {k: _copied(v) for k, v in _items(part).items()}
+
+    def put_back() -> None:
+        now = _items(part)
+        now.clear()
+        now.update({k: _copied(v) for k, v in values.items()})
+    return put_back
+
+
+def _items(part: Any) -> Any:
+    return part if isinstance(part, MutableMapping) else vars(part)
+
+
+def _copied(x: Any) -> Any:
+    if isinstance(x, mx.nd.NDArray):
+        return x.copy()
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(_copied, x))
+    return copy.deepcopy(x)
+
+
+def _kept_trainer(trainer: Any, memory: bool) -> Callable[[], None]:
+    """Options and schedule; with `memory` also its arrays."""
+    optimizer, updater = trainer.optimizer, trainer._updaters[0]
+    numbers = {k: v for k, v in vars(optimizer).items()
+               if isinstance(v, (int, float, type(None)))}
+    schedule = optimizer.lr_scheduler
+    again = _kept(schedule) if hasattr(schedule, "__dict__") else None
+    states = {i: _copied(state) for i, state in updater.states.items()} \
+        if memory else None
+
+    def put_back() -> None:
+        vars(optimizer).update(numbers)
+        if again is not None:
+            again()
+        if states is not None:
+            updater.states.clear()
+            updater.states.update({i: _copied(s) for i, s in states.items()})
+            updater.states_synced.update(dict.fromkeys(states, True))
+    return put_back
+
+
+def _rule(optimizer: Any) -> tuple[str, dict[str, Any]] | None:
+    """What an optimiser of Gluon computes: see `OwnParts`."""
+    family = _FAMILIES.get(type(optimizer))
+    return None if family is None else (family, {
+        _OPTIONS.get(k, k): v for k, v in vars(optimizer).items()
+        if isinstance(v, (int, float)) and k not in (
+            "num_update", "begin_num_update", "rescale_grad", "m_schedule")})

@@ -1,0 +1,276 @@
+"""Training steps of the user's own: what their optimisers have and do."""
+import contextlib
+import copy
+from collections.abc import (Callable, Iterator, Mapping, MutableMapping,
+                             Sequence)
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from mgpu.backends import base, messages
+
+#: by class, the family of mgpu; a subclass may compute something else
+_FAMILIES = {getattr(torch.optim, name): name.lower() for name in (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad",
+    "Adadelta")}
+#: torch's names of options, and those of `mgpu.optimizers`; others are equal
+_OPTIONS = {"lr": "learning_rate", "weight_decay": "wd"}
+#: torch's names in ``optimizer.state``, and the slots of `mgpu.optimizers`
+_SLOTS = {"momentum_buffer": "momentum", "exp_avg": "mean",
+          "exp_avg_sq": "variance", "max_exp_avg_sq": "max_variance",
+          "exp_inf": "norm", "square_avg": "variance", "grad_avg": "mean",
+          "acc_delta": "delta_variance", "sum": "history",
+          "mu_product": "schedule"}
+_KEYS = {"sgd": ("momentum_buffer",),
+         "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+         "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+         "adamax": ("exp_avg", "exp_inf"),
+         "nadam": ("exp_avg", "exp_avg_sq", "mu_product"),
+         "rmsprop": ("square_avg", "grad_avg", "momentum_buffer"),
+         "adagrad": ("sum",), "adadelta": ("square_avg", "acc_delta")}
+
+
+class TorchParts(base.OwnParts):
+    """See `mgpu.backends.base.OwnParts`.
+
+    Parameters
+    ----------
+    named : mapping of str -> Parameter
+        Those of the network.
+    paths : mapping of str -> str
+        By torch's own name of a parameter, ours.
+    """
+
+    clip_epsilon = 1e-6
+
+    def __init__(self, named: Mapping[str, Any], paths: Mapping[str, str],
+                 parts: Sequence[Any]):
+        self._named = dict(named)
+        self._names = {id(p): name for name, p in named.items()}
+        self._optimizers: list[Any] = []
+        self._others: list[Any] = []
+        averages: list[Mapping[str, Any]] = []
+        for part in parts:
+            if isinstance(part, torch.optim.Optimizer) \
+                    and not isinstance(part, torch.optim.LBFGS):
+                self._optimizers.append(part)
+                continue
+            if isinstance(part, nn.Module):
+                averages.append(dict(part.named_parameters()))
+            elif isinstance(part, Mapping) and part.keys() & paths.keys():
+                averages.append(part)
+            elif not isinstance(part, MutableMapping) and not (
+                    hasattr(part, "state_dict")
+                    and hasattr(part, "load_state_dict")):
+                raise messages.unknown_part(part)
+            self._others.append(part)
+        if not self._optimizers:
+            raise messages.no_optimizer(parts)
+        if len(averages) > 1:
+            raise messages.several_averages(len(averages))
+        self._average = {
+            paths[path]: x for own in averages for key, x in own.items()
+            for path in {key, key.removeprefix("module.")} & paths.keys()}
+        self.averaged = bool(self._average)
+        self._scalers = [x for x in parts
+                         if isinstance(x, torch.amp.GradScaler)]
+        self.text = ", ".join(type(part).__name__ for part in parts)
+        self.rule, self.lr_mult, self.wd_mult = self._read()
+        #: SGD keeps no number of updates
+        self._counts = {
+            name: int(state.get("step", 1))
+            for optimizer, group in self._groups() for name in self._of(group)
+            if (state := optimizer.state.get(self._named[name]))}
+
+    def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield optimizer, group
+
+    def _read(self) -> tuple[tuple[str, dict[str, Any]] | None,
+                             dict[str, float], dict[str, float]]:
+        rules = [_rule(optimizer, group)
+                 for optimizer, group in self._groups()]
+        same = len({repr(rule and (rule[0], {
+            k: v for k, v in sorted(rule[1].items())
+            if k not in ("learning_rate", "wd", "initial_lr")}))
+            for rule in rules}) == 1
+        rule = max(rules, key=lambda rule: rule[1]["wd"] if rule else 0.0) \
+            if same else None
+        rate = next(float(group["lr"]) for _, group in self._groups())
+        decay = max(float(group.get("weight_decay", 0.0))
+                    for _, group in self._groups())
+        lr_mult, wd_mult = {}, {}
+        for _, group in self._groups():
+            for name in self._of(group):
+                lr_mult[name] = float(group["lr"]) / rate if rate else 1.0
+                wd_mult[name] = float(group.get("weight_decay", 0.0)) \
+                    / decay if decay else 1.0
+        return rule, lr_mult, wd_mult
+
+    def _of(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._names[id(p)] for p in group["params"]
+                if id(p) in self._names]
+
+    # -- memory -------------------------------------------------------------
+
+    def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
+                              dict[str, int]]:
+        slots = {(name, "average"): _to_numpy(x)
+                 for name, x in self._average.items()}
+        for optimizer, group in self._groups() if self.rule else ():
+            for name in self._of(group):
+                state = optimizer.state.get(self._named[name], {})
+                slots |= {(name, _SLOTS[key]): _to_numpy(value)
+                          for key, value in state.items()
+                          if key in _SLOTS and value is not None}
+        return slots, dict(self._counts)
+
+    def load(self, slots, counts) -> None:
+        self._counts = dict(counts)
+        with torch.no_grad():
+            for name, x in self._average.items():
+                if (name, "average") in slots:
+                    x.copy_(torch.from_numpy(slots[name, "average"]))
+        for optimizer, group in self._groups() if self.rule else ():
+            for name in self._of(group):
+                self._load(optimizer.state, name, slots)
+
+    def _load(self, states: Any, name: str,
+              slots: Mapping[tuple[str, str], np.ndarray]) -> None:
+        """What the optimiser remembers of one weight."""
+        p, (family, _) = self._named[name], self.rule or ("", {})
+        if not self._counts.get(name):
+            states.pop(p, None)
+            return
+        for key in _KEYS[family]:
+            value = slots.get((name, _SLOTS[key]))
+            if value is not None:
+                states[p][key] = torch.as_tensor(
+                    value, dtype=p.dtype if np.ndim(value) else None).clone()
+        if family != "sgd":
+            states[p]["step"] = torch.tensor(
+                float(self._counts[name]), dtype=torch.get_default_dtype())
+
+    def keep(self) -> Callable[[], None]:
+        groups = [{k: copy.deepcopy(v) for k, v in group.items()
+                   if k != "params"} for _, group in self._groups()]
+        memory = [] if self.rule else [
+            {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
+            for optimizer in self._optimizers]
+        others = [_kept(part) for part in self._others]
+
+        def put_back() -> None:
+            for (_, group), own in zip(self._groups(), groups):
+                group.update(copy.deepcopy(own))
+            for optimizer, states in zip(self._optimizers, memory):
+                optimizer.state.clear()
+                for p, state in states.items():
+                    optimizer.state[p] = copy.deepcopy(state)
+            for again in others:
+                again()
+        return put_back
+
+    # -- a step -------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def observe(self) -> Iterator[base.Observed]:
+        scale = float(self._scalers[0].get_scale()) if self._scalers else 1.0
+        seen = base.Observed(loss_scale=scale)
+
+        def left(name: str, p: Any) -> None:
+            seen.left[name] = _to_numpy(p.grad) / scale
+
+        def begins(optimizer: Any, *_: Any) -> None:
+            for group in optimizer.param_groups:
+                for name in self._of(group):
+                    grad = self._named[name].grad
+                    if grad is not None:
+                        seen.applied[name] = _to_numpy(grad)
+                        seen.rates[name] = float(group["lr"])
+                        self._counts[name] = self._counts.get(name, 0) + 1
+        with contextlib.ExitStack() as stack:
+            for name, p in self._named.items():
+                if p.requires_grad:
+                    stack.callback(p.register_post_accumulate_grad_hook(
+                        partial(left, name)).remove)
+            for optimizer in self._optimizers:
+                stack.callback(
+                    optimizer.register_step_pre_hook(begins).remove)
+            yield seen
+
+
+def _to_numpy(x: Any) -> np.ndarray:
+    return x.detach().cpu().numpy().copy() if isinstance(x, torch.Tensor) \
+        else np.array(x)
+
+
+def _kept(part: Any) -> Callable[[], None]:
+    """A function that gives a part the state that it has now."""
+    if isinstance(part, nn.Module):     # `load` sets the weights
+        own = [(x, x.detach().clone()) for x in part.buffers()]
+
+        def put_back() -> None:
+            for x, value in own:
+                x.detach().copy_(value)
+    elif isinstance(part, MutableMapping):
+        values = {k: _copied(v) for k, v in part.items()}
+
+        def put_back() -> None:
+            part.clear()
+            part.update({k: _copied(v) for k, v in values.items()})
+    else:
+        state = copy.deepcopy(part.state_dict())
+
+        def put_back() -> None:
+            part.load_state_dict(copy.deepcopy(state))
+    return put_back
+
+
+def _copied(tree: Any) -> Any:
+    return tree_map(lambda x: x.detach().clone() if isinstance(
+        x, torch.Tensor) else copy.deepcopy(x), tree)
+
+
+def _rule(optimizer: Any, group: Mapping[str, Any]
+          ) -> tuple[str, dict[str, Any]] | None:
+    """What an optimiser of torch computes for a group: see `OwnParts`."""
+    family = _FAMILIES.get(type(optimizer))
+    if family is None or group.get("maximize"):
+        return None
+    if family == "adam" and group.get("decoupled_weight_decay"):
+        family = "adamw"
+    return family, {
+        "wd": 0.0, **{_OPTIONS.get(k, k): float(v) if isinstance(
+            v, torch.Tensor) else v for k, v in group.items()
+            if k != "params"}}
+
+
+class MaskedFunctions(TorchFunctionMode):
+    """Inside, ``F.dropout`` takes its masks from `draw`; what a checkpoint
+    computes again gets the same one."""
+
+    def __init__(self, draw: base.DrawMask, again: dict[int, Any]):
+        super().__init__()
+        self._draw, self._again = draw, again
+
+    def __torch_function__(self, function: Any, types: Any,
+                           args: tuple[Any, ...] = (), kwargs: Any = None
+                           ) -> Any:
+        kwargs = kwargs or {}
+        if function is not F.dropout:
+            return function(*args, **kwargs)
+        given = dict(zip(("input", "p", "training", "inplace"), args)) | kwargs
+        x, rate = given["input"], given.get("p", 0.5)
+        if not given.get("training", True):
+            return x
+        number = int(torch.randint(1 << 62, ()))
+        if number not in self._again:
+            self._again[number] = self._draw(x, rate, (), 0)
+        return x * self._again[number]

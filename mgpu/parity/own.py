@@ -1,0 +1,246 @@
+"""The run of a training step that the user has written."""
+import contextlib
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mgpu.backends import base, using_backend
+from mgpu.nested import leaves
+from mgpu.optimizers import Optimizer, create
+from mgpu.parity.live import LiveRun, rows_of_shards
+from mgpu.parity.masks import Masks
+from mgpu.parity.run import (Arrays, Calls, LayerCall, OwnStep, State,
+                             StepResult, UpdateRule, join_devices)
+from mgpu.trainer_states import TrainerStates
+
+#: the name of an optimiser that mgpu has no rule for
+UNKNOWN = "unknown"
+
+
+class _Seen(NamedTuple):
+    """What one call of the user's step has shown."""
+
+    outputs: list[np.ndarray]
+    value: Any
+    observed: base.Observed
+    ran: dict[str, bool]    # by path of a layer: in training mode
+    calls: Calls
+
+
+class OwnRun(LiveRun):
+    """A `Side` with a `step`: the user's code takes the steps, on one device.
+
+    The network is prepared as for mgpu; then ``side.step(net)`` returns
+    ``(step, parts)``. Nothing of mgpu runs in a step: it is watched.
+
+    Attributes
+    ----------
+    parts : mgpu.backends.base.OwnParts
+    """
+
+    def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
+        super().__init__(side, sample, dtype, masks)
+        if len(self.devices) != 1:
+            raise ValueError(
+                "a step of the user's own runs on one device; received "
+                f"{len(self.devices)}. Give that side devices=1.")
+        with using_backend(self.name):
+            for parameter in self.replicas.params():
+                if parameter.grad_req == "write":   # as without mgpu
+                    parameter.grad_req = self.backend.plain_request
+            made = side.step(self.net)
+            if not isinstance(made, tuple) or len(made) != 2 \
+                    or not callable(made[0]):
+                raise TypeError(
+                    "the function of a step returns (step, parts), where "
+                    "step(x, y) takes one step; received "
+                    f"{type(made).__name__}. Return for example (step, "
+                    "[optimizer]).")
+            self._own, parts = made
+            self.parts = self.network.own_parts(
+                list(parts) if isinstance(parts, (list, tuple)) else [parts])
+            self._rule = self._known_rule()
+        self._rates: dict[int, dict[str, float]] = {}
+        self._at, self._put_back = -1, self.parts.keep()
+        self.updates = self._own_rule()
+
+    def _known_rule(self) -> Optimizer | None:
+        """What the parts' optimisers compute, as one of mgpu."""
+        if self.parts.rule is None:
+            return None
+        family, options = self.parts.rule
+        try:
+            known = {f.name for f in fields(create(
+                family, self.backend.semantics))}
+            return create(family, self.backend.semantics, **{
+                k: v for k, v in options.items() if k in known})
+        except (TypeError, ValueError):
+            self.parts.rule = None
+            return None
+
+    def _own_rule(self) -> UpdateRule:
+        parts, rule = self.parts, self._rule
+        names = [p.name for p in self.replicas.params()]
+        return UpdateRule(
+            rule or Optimizer(), sorted(rule.slots()) if rule
+            else [f"those of {parts.text}"],
+            {n: parts.lr_mult.get(n, 0.0) for n in names},
+            {n: parts.wd_mult.get(n, 0.0) for n in names}, names,
+            lambda name, num_update: self._rates.get(
+                num_update, {}).get(name, 0.0))
+
+    def options(self) -> dict[str, Any]:
+        own = f"the step's own: {self.parts.text}"
+        return {**super().options(), "optimizer": own,
+                "loss": "the step's own", "batch_norm": "the framework's own"}
+
+    # -- states -------------------------------------------------------------
+
+    def state(self) -> State:
+        slots, counts = self.parts.memory()
+        rule = self._rule
+        last = max(counts.values(), default=0)
+        return State(super().state().values, TrainerStates(
+            type(rule).__name__ if rule else UNKNOWN, last, 0.0,
+            {n: t for n, t in counts.items() if t}, slots))
+
+    def load_memory(self, states: TrainerStates) -> None:
+        self.parts.load(states.slots, states.counts)
+
+    # -- steps --------------------------------------------------------------
+
+    def _begin(self, step: int) -> None:
+        """Schedules and whatever else is not loaded are as they were before
+        this step, also where it is taken once more."""
+        if step == self._at:
+            self._put_back()
+        else:
+            self._at, self._put_back = step, self.parts.keep()
+
+    def _take(self, X: Any, y: Any, step: int, watch: bool = False) -> _Seen:
+        """Call the user's step."""
+        (x,), (label,) = self.shards(X, y)
+        outputs: list[Any] = []
+        ran: dict[str, bool] = {}
+        calls: list[Calls] = [[]]
+
+        given: list[np.ndarray] = []
+        places = {row.tobytes(): i for row_of in self.copies(x)[:1]
+                  for i, row in enumerate(row_of)}
+
+        def begins(inputs: Any) -> None:
+            # Half a batch gets its rows of the masks of a whole one.
+            given.extend(self.copies(inputs)[:1])
+            self.masks.take([places.get(row.tobytes(), -1)
+                             for part in given[-1:] for row in part])
+
+        def seen(output: Any) -> None:
+            outputs.append(output)
+            calls.append([])
+
+        def told(path: str, inputs: Any, output: Any, index: int) -> None:
+            trains = self.network.trains(path)
+            if trains is None:
+                return
+            ran[path] = trains and ran.get(path, True)
+            if watch:
+                calls[-1].append(LayerCall(path, self.copies(inputs),
+                                           self.copies(output)))
+        self.masks.begin(step, rows_of_shards([x]))
+        with self.network.watch_layers(told), \
+                self.network.natively(self.masks, begins, seen), \
+                self.parts.observe() as observed:
+            value = self._own(x, label)
+        order = _order(places, given)
+        return _Seen([_in_order(z, order) for z in self.joined(outputs)],
+                     value, observed, ran,
+                     [call._replace(inputs=[
+                         _in_order(z, order) for z in call.inputs], outputs=[
+                         _in_order(z, order) for z in call.outputs])
+                      for call in join_devices(calls[:-1])])
+
+    def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
+             ) -> StepResult:
+        with using_backend(self.name):
+            self._begin(step)
+            before = self.parts.memory()[1]
+            predictions = self.predict(X, y) if predict else None
+            seen = self._take(X, y, step)
+            rows = len(next(iter(leaves(y))))
+            after = self.state()
+            observed = seen.observed
+            self._rates[after.optimizer.num_update] = observed.rates
+            rate = next(iter(observed.rates.values()), 0.0)
+            if rate:
+                self.updates = self.updates._replace(lr_mult={
+                    n: observed.rates.get(n, 0.0) / rate
+                    for n in self.updates.lr_mult})
+
+            def known(grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+                return {n: g * rows for n, g in grads.items()
+                        if n in self.names}
+            return StepResult(
+                seen.outputs, self._losses(seen.value),
+                known(observed.applied), after, {}, rate, [rows], rows,
+                predictions, [p for p, trains in seen.ran.items() if trains],
+                OwnStep(known(observed.left or observed.applied),
+                        observed.scale, observed.loss_scale,
+                        [p for p, trains in seen.ran.items() if not trains],
+                        after.optimizer.num_update
+                        - max(before.values(), default=0)))
+
+    def _losses(self, value: Any) -> np.ndarray:
+        if isinstance(value, (tuple, list)) and value:
+            value = value[0]
+        if value is None:
+            return np.zeros(0)
+        return np.atleast_1d(self.backend.to_numpy(value)
+                             if self.backend.is_native(value)
+                             else np.asarray(value, np.float64))
+
+    def train(self, X: Any, y: Any, step: int = 0) -> np.ndarray:
+        return self.step(X, y, step, predict=False).losses
+
+    @contextlib.contextmanager
+    def _once(self) -> Iterator[None]:
+        """What happens in the block leaves the parts as they are."""
+        state, again = self.state(), self.parts.keep()
+        try:
+            yield
+        finally:
+            again()
+            self.load(state)
+
+    def local_gradients(self, X: Any, y: Any, step: int) -> list[Arrays]:
+        return self.refuse("gradients of single devices")
+
+    def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
+        with using_backend(self.name), self._once():
+            return self._take(X, y, step).outputs
+
+    def calls(self, X: Any, y: Any, step: int, *, predict: bool = False,
+              first: bool = False) -> list[Calls]:
+        if predict:
+            return super().calls(X, y, step, predict=True, first=first)
+        with using_backend(self.name):
+            if step == self._at:
+                self._put_back()
+            with self._once():
+                return [self._take(X, y, step, True).calls]
+
+
+def _order(places: dict[bytes, int], given: list[np.ndarray]
+           ) -> np.ndarray | None:
+    """Where each row of the batch is among those that the calls of the
+    network got; None if that is not clear, or there was one call."""
+    found = [places.get(row.tobytes(), -1) for x in given for row in x]
+    if len(given) < 2 or sorted(found) != list(range(len(found))):
+        return None
+    return np.argsort(found)
+
+
+def _in_order(x: np.ndarray, order: np.ndarray | None) -> np.ndarray:
+    return x if order is None or not x.ndim or len(x) != len(order) \
+        else x[order]
