@@ -28,6 +28,7 @@ from mgpu.parity.result import FLOAT32, FORMULAS, Evidence, Result
 from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              at_one_device, join_devices, translate)
 from mgpu.parity.side import check_common, complete
+from mgpu.parity.spill import spilled_state, spilled_step
 
 __all__ = ["CHAOS", "Comparison", "Evidence", "Location", "MODES", "NUDGES",
            "Result", "STAGES", "TOLERANCE", "check_deterministic", "compare",
@@ -233,7 +234,7 @@ class Comparison:
 
     def _match(self, given: Any, rules: matching.Rules, weights: str) -> None:
         """Find the plan, and the values that both sides start from."""
-        start = self.a.state(), self.b.state()
+        start = spilled_state(self.a.state()), spilled_state(self.b.state())
         X = first_rows(self.first_batch[0], 2)
         probe = matching.Probe(self.a.probe(X), self.b.probe(X),
                                at_one_device(start[0], self.a.entries),
@@ -248,7 +249,7 @@ class Comparison:
         if weights == "b":
             self.a.load(translate(start[1], self.plan.inverse(), self.b,
                                   self.a), memory=False)
-            self.initial = self.a.state(), start[1]
+            self.initial = spilled_state(self.a.state()), start[1]
         for run in (self.a, self.b):
             if isinstance(run, LiveRun):
                 check_deterministic(run, *self.first_batch)
@@ -277,8 +278,8 @@ class Comparison:
         float32, formulas = Float32(self), Formulas(self)
         for number, X, y, before in self._walk():
             self.load_b(before)
-            one = self.a.step(X, y, number)
-            two = self.in_terms_of_a(self.b.step(X, y, number))
+            one = spilled_step(self.a.step(X, y, number))
+            two = self.in_terms_of_a(spilled_step(self.b.step(X, y, number)))
             seen.add(before, one, two)
             found = formulas.explain(number, before, one, two,
                                      self.compare_results(number, one, two))
@@ -360,7 +361,7 @@ class Comparison:
 
     def _walk(self) -> Iterator[tuple[int, Any, Any, State]]:
         """For each step: its number, the batch, and what `a` starts from."""
-        self._last = self.a.state()
+        self._last = spilled_state(self.a.state())
         for number, (X, y) in enumerate(self.batches, 1):
             yield number, X, y, self._last
 

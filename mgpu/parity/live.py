@@ -15,6 +15,7 @@ from mgpu.parity.measure import summary
 from mgpu.parity.run import (AVERAGE, Arrays, Calls, LayerCall, Run, State,
                              StepResult, UpdateRule)
 from mgpu.parity.side import network_of
+from mgpu.parity.spill import spilled
 from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
 from mgpu.replicas import initialize
 from mgpu.split import split_batch
@@ -60,7 +61,8 @@ class LiveRun(Run):
             self.backend = backend
             network = backend.network(self.net)
             dtypes = {s.dtype for s in network.specs() if "float" in s.dtype}
-            self._before = network.values(), dtypes
+            values = network.values()
+            self._before = values and spilled(values), dtypes
             devices = side.devices if not isinstance(side.devices, int) \
                 else list_devices(side.devices)
             init = side.init
@@ -163,7 +165,9 @@ class LiveRun(Run):
                    if key[1] != AVERAGE}))
 
     def _write(self, values: Mapping[str, np.ndarray]) -> None:
-        now = self.replicas.export_numpy(all_devices=True)
+        missing = any(p.name not in values and p.kind != "other"
+                      for p in self.replicas.all_parameters())
+        now = self.replicas.export_numpy(all_devices=True) if missing else {}
         self.replicas.import_numpy({**now, **values})
 
     # -- passes -------------------------------------------------------------

@@ -1,5 +1,5 @@
 """How far apart two tensors are, and whether that is a difference."""
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,8 @@ FLOOR = 1e-3
 #: rounding leaves at most this share of the layer's scale, in units in the
 #: last place, in a tensor that is zero in exact arithmetic
 ZERO = 2 ** 12
+#: elements that are compared at a time
+_BLOCK = 1 << 18
 #: a summary of an array: values at so many places, means of so many subsets
 PLACES, PARTS = 64, 61
 #: the stages of a step, in their order
@@ -92,8 +94,17 @@ def scales(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray],
 
 def size_of(x: np.ndarray) -> float:
     """The largest absolute value that is finite."""
-    sizes = np.abs(x)
-    return float(sizes.max(initial=0.0, where=np.isfinite(sizes)))
+    return max((float(sizes.max(initial=0.0, where=np.isfinite(sizes)))
+                for part in blocks(x) for sizes in [np.abs(part)]),
+               default=0.0)
+
+
+def blocks(x: np.ndarray) -> Iterator[np.ndarray]:
+    """`x`, flat, a piece at a time: what is computed from a large tensor
+    needs little memory."""
+    flat = np.asarray(x).reshape(-1)
+    for begin in range(0, flat.size, _BLOCK):
+        yield flat[begin:begin + _BLOCK]
 
 
 def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],
@@ -122,23 +133,31 @@ def gap(step: int, stage: str, name: str, a: Any, b: Any, scale: float,
     if a.shape != b.shape:
         return Gap(step, stage, name, np.inf, np.inf, scale, "different", (),
                    float(a.size), float(b.size))
-    finite = np.isfinite(a) & np.isfinite(b)
-    same = (a == b) | (np.isnan(a) & np.isnan(b))
-    # Equal infinities, and NaN on both sides, are equal. NaN on one side is
-    # an infinite difference.
-    with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.where(same, 0.0, np.where(finite, np.abs(
-            a.astype(np.float64) - b.astype(np.float64)), np.inf))
-    if not apart.size:
+    if not a.size:
         return Gap(step, stage, name, 0.0, 0.0, scale, "same", (), 0.0, 0.0)
-    index = np.unravel_index(int(apart.argmax()), apart.shape)
-    absolute = float(apart[index])
+    absolute, place = -1.0, 0
+    for i, (x, z) in enumerate(zip(blocks(a), blocks(b))):
+        apart = _apart(x, z)
+        here = int(apart.argmax())
+        if apart[here] > absolute:
+            absolute, place = float(apart[here]), i * _BLOCK + here
+    index = np.unravel_index(place, a.shape)
     relative = absolute / scale if scale else (0.0 if not absolute else np.inf)
     status = "different" if relative > tolerance else "zero" if zero * scale \
         and max(size_of(a), size_of(b)) <= zero * scale else "same"
     return Gap(step, stage, name, absolute, relative, scale, status,
                tuple(int(i) for i in index), float(a[index]),
                float(b[index]))
+
+
+def _apart(x: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """``|x - z|``. Equal infinities, and NaN on both sides, are equal. NaN on
+    one side is an infinite difference."""
+    finite = np.isfinite(x) & np.isfinite(z)
+    same = (x == z) | (np.isnan(x) & np.isnan(z))
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(same, 0.0, np.where(finite, np.abs(
+            x.astype(np.float64) - z.astype(np.float64)), np.inf))
 
 
 def summary(x: np.ndarray) -> np.ndarray:

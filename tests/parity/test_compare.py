@@ -4,7 +4,7 @@ import pytest
 
 import mgpu
 from mgpu import parity
-from mgpu.parity import matching, measure
+from mgpu.parity import matching, measure, spill
 from mgpu.parity.matching import Entry, MatchError
 from networks import two_convs_gluon as gluon
 from networks import two_convs_torch as port
@@ -101,6 +101,26 @@ def test_the_first_difference_is_the_layer():
     # what follows from it is there too
     assert {g.stage for g in result.gaps if g.status == "different"} >= {
         "layer", "output", "loss", "gradient", "weight"}
+
+
+@pytest.mark.parametrize("options", ({"optimizer": "adam"}, {"eps": 1e-3}),
+                         ids=["same", "different"])
+def test_a_large_network_lies_in_files(options, monkeypatch):
+    """And the result is the same to the bit."""
+    options = dict(options)
+    results, nets = [], (port(), port(eps=options.pop("eps", 1e-5)))
+    for least in (spill.LEAST, 0):
+        monkeypatch.setattr(spill, "LEAST", least)
+        results.append(parity.compare(*nets, batches=batches(), devices=2,
+                                      weights="own", **options))
+    small, large = results
+    assert small.to_dict() == large.to_dict()
+    for result, kind in zip(results, (np.ndarray, np.memmap)):
+        if result.evidence is not None:
+            for arrays in (result.evidence.a.gradients,
+                           result.evidence.before.values,
+                           result.evidence.initial[0]):
+                assert {type(x) for x in arrays.values()} == {kind}
 
 
 def test_a_function_between_layers_is_told_from_a_layer():
