@@ -251,7 +251,9 @@ class Comparison:
                                   self.a), memory=False)
             self.initial = spilled_state(self.a.state()), start[1]
         for run in (self.a, self.b):
-            if isinstance(run, LiveRun):
+            # A step of the user's own is taken only when its turn comes:
+            # it may count its calls.
+            if isinstance(run, LiveRun) and not isinstance(run, OwnRun):
                 check_deterministic(run, *self.first_batch)
         if not all(pair.whole for pair in self.plan.pairs):
             self.notes += dict.fromkeys(
@@ -296,6 +298,8 @@ class Comparison:
                 if _different(found) - known:
                     proof, more = self._evidence(
                         number, X, y, before, one, two, earlier, found)
+                    if not evidence:
+                        self._note_draws(number, X, y, before)
                     known |= _different(found)
                     found = more + found
                     evidence.append(proof)
@@ -322,6 +326,19 @@ class Comparison:
             self._explain(result, *evidence)
         self._judge(result, seen)
         return result
+
+    def _note_draws(self, number: int, X: Any, y: Any, before: State) -> None:
+        """Say of steps of the user's own that draw random numbers."""
+        for run, load in ((self.a, self.a.load), (self.b, self.load_b)):
+            if isinstance(run, OwnRun):
+                load(before)
+                one, two = (run.forward(X, y, number) for _ in range(2))
+                if any(not np.array_equal(x, z, equal_nan=True)
+                       for x, z in zip(one, two)):
+                    self.notes.append(
+                        f"the step on {run.name} draws random numbers of its "
+                        "own outside of dropout layers: taken twice from one "
+                        "state, it gives other outputs")
 
     def _judge(self, result: Result, seen: Coverage) -> None:
         """Two dead networks agree perfectly: that is no proof."""

@@ -1,7 +1,10 @@
 """The run of a training step that the user has written."""
 import contextlib
-from collections.abc import Iterator
+import copy
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,7 +66,7 @@ class OwnRun(LiveRun):
                 list(parts) if isinstance(parts, (list, tuple)) else [parts])
             self._rule = self._known_rule()
         self._rates: dict[int, dict[str, float]] = {}
-        self._at, self._put_back = -1, self.parts.keep()
+        self._at, self._put_back = -1, self._keep()
         self.updates = self._own_rule()
 
     def _known_rule(self) -> Optimizer | None:
@@ -117,7 +120,16 @@ class OwnRun(LiveRun):
         if step == self._at:
             self._put_back()
         else:
-            self._at, self._put_back = step, self.parts.keep()
+            self._at, self._put_back = step, self._keep()
+
+    def _keep(self) -> Callable[[], None]:
+        """A function that puts back what the parts and the step remember."""
+        undo = [self.parts.keep(), *_kept(self._own)]
+
+        def put_back() -> None:
+            for again in undo:
+                again()
+        return put_back
 
     def _take(self, X: Any, y: Any, step: int, watch: bool = False) -> _Seen:
         """Call the user's step."""
@@ -171,7 +183,8 @@ class OwnRun(LiveRun):
             rows = len(next(iter(leaves(y))))
             after = self.state()
             observed = seen.observed
-            self._rates[after.optimizer.num_update] = observed.rates
+            if observed.rates:
+                self._rates[after.optimizer.num_update] = observed.rates
             rate = next(iter(observed.rates.values()), 0.0)
             if rate:
                 self.updates = self.updates._replace(lr_mult={
@@ -206,7 +219,7 @@ class OwnRun(LiveRun):
     @contextlib.contextmanager
     def _once(self) -> Iterator[None]:
         """What happens in the block leaves the parts as they are."""
-        state, again = self.state(), self.parts.keep()
+        state, again = self.state(), self._keep()
         try:
             yield
         finally:
@@ -217,8 +230,11 @@ class OwnRun(LiveRun):
         return self.refuse("gradients of single devices")
 
     def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
-        with using_backend(self.name), self._once():
-            return self._take(X, y, step).outputs
+        with using_backend(self.name):
+            if step == self._at:
+                self._put_back()
+            with self._once():
+                return self._take(X, y, step).outputs
 
     def calls(self, X: Any, y: Any, step: int, *, predict: bool = False,
               first: bool = False) -> list[Calls]:
@@ -229,6 +245,47 @@ class OwnRun(LiveRun):
                 self._put_back()
             with self._once():
                 return [self._take(X, y, step, True).calls]
+
+
+def _kept(step: Any, met: frozenset[int] = frozenset()
+          ) -> list[Callable[[], None]]:
+    """Functions that put back the numbers and the collections that a step
+    remembers in variables of the function around it, or, a method, in its
+    object. Arrays are taken for values that are replaced, not changed."""
+    found: list[Callable[[], None]] = []
+    for cell in getattr(step, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):       # empty as yet
+            value = cell.cell_contents
+            if inspect.isroutine(value):
+                if id(value) not in met:
+                    found += _kept(value, met | {id(step)})
+                continue
+            found += _kept_value(value, partial(setattr, cell,
+                                                "cell_contents"))
+    owner = getattr(step, "__self__", None)
+    for name, value in (getattr(owner, "__dict__", None) or {}).items():
+        found += _kept_value(value, partial(setattr, owner, name))
+    return found
+
+
+def _kept_value(value: Any, put: Callable[[Any], None]
+                ) -> Iterator[Callable[[], None]]:
+    if isinstance(value, (list, set, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+        for x in inside:
+            if isinstance(x, (list, set, dict)):
+                yield from _kept_value(x, lambda _: None)
+        yield partial(_refill, value, copy.copy(value))
+    elif not hasattr(value, "__dict__") or hasattr(value, "shape"):
+        yield partial(put, value)
+
+
+def _refill(value: Any, now: Any) -> None:
+    if isinstance(value, list):
+        value[:] = now
+    else:
+        value.clear()
+        value.update(now)
 
 
 def _order(places: dict[bytes, int], given: list[np.ndarray]

@@ -276,9 +276,9 @@ def translate(state: State, plan: Plan, source: Run, target: Run) -> State:
                 continue
             own = [_slot(state, n, slot, pair) for n in pair.a]
             if slot == "momentum" and inside:
-                own = [x * velocity_factor(
+                own = [_scaled(x, velocity_factor(
                     source.updates, target.updates, n, pair.b[0],
-                    memory.num_update) for n, x in zip(pair.a, own)]
+                    memory.num_update)) for n, x in zip(pair.a, own)]
             for n, x in zip(pair.b, take(pair.steps, own)):
                 if slot == "momentum" and not inside:
                     x = x * velocity_factor(
@@ -289,6 +289,16 @@ def translate(state: State, plan: Plan, source: Run, target: Run) -> State:
         counts.update({n: max(times) for n in pair.b if times})
     return State(plan.to_b(state.values), memory._replace(
         slots=slots, counts=counts))
+
+
+def _scaled(x: np.ndarray, factor: float) -> np.ndarray:
+    if not factor and x.any():
+        raise ValueError(
+            "Gluon's velocity holds the rate and PyTorch's does not, so that "
+            "one becomes the other by the rate of the last update; received "
+            "an update with a rate of 0 after others. Let the schedule stay "
+            "above 0, or compare without momentum.")
+    return x * factor
 
 
 def _slot(state: State, name: str, slot: str, pair: Pair) -> np.ndarray:
@@ -323,7 +333,8 @@ def velocity_factor(source: UpdateRule, target: UpdateRule, name: str,
     which calls the weight `other`."""
     one, two = type(source.optimizer), type(target.optimizer)
     if one.rate_in_velocity and rate_outside_velocity(two):
-        return -1 / source.last_rate(name, num_update)
+        rate = source.last_rate(name, num_update)
+        return -1 / rate if rate else 0.0
     if rate_outside_velocity(one) and two.rate_in_velocity:
         return -target.last_rate(other, num_update)
     return 1.0

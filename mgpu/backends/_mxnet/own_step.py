@@ -3,6 +3,7 @@ import contextlib
 import copy
 from collections.abc import (Callable, Iterator, Mapping, MutableMapping,
                              Sequence)
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -152,6 +153,9 @@ class MXNetParts(base.OwnParts):
 
     def keep(self) -> Callable[[], None]:
         puts = [_kept(part) for part in self._others]
+        # which a step may add to those of the step before
+        puts += [partial(p.grad().__setitem__, slice(None), p.grad().copy())
+                 for p in self._named.values() if p.grad_req == "add"]
         for trainer in self._trainers:
             puts.append(_kept_trainer(trainer, self.rule is None))
 
@@ -216,8 +220,17 @@ class _Updater:
                 seen.applied[name] = grad.asnumpy() * seen.scale
         with _replaced(optimizer, "_get_lrs", _told(
                 optimizer._get_lrs, rates)):
-            self._own(indices, grads, weights)
-        seen.rates |= {name: rates.get(index, 0.0) for index in indices
+            try:
+                self._own(indices, grads, weights)
+            except mx.MXNetError as error:
+                if grads[0].dtype != np.float64:
+                    raise
+                raise ValueError(
+                    "an optimiser that takes float64 is compared in float64; "
+                    f"received {type(optimizer).__name__} of MXNet, which "
+                    "does not. Compare with dtype='float32'.") from error
+        # AdaDelta has no rate.
+        seen.rates |= {name: rates.get(index, 1.0) for index in indices
                        if (name := self._names[index]) is not None}
 
 

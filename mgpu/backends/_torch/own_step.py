@@ -165,8 +165,13 @@ class TorchParts(base.OwnParts):
             {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
             for optimizer in self._optimizers]
         others = [_kept(part) for part in self._others]
+        # which a step may add to those of the step before
+        gradients = [(p, None if p.grad is None else p.grad.clone())
+                     for p in self._named.values()]
 
         def put_back() -> None:
+            for p, grad in gradients:
+                p.grad = None if grad is None else grad.clone()
             for (_, group), own in zip(self._groups(), groups):
                 group.update(copy.deepcopy(own))
             for optimizer, states in zip(self._optimizers, memory):
