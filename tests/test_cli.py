@@ -278,6 +278,18 @@ def test_help_loads_no_engine():
         assert f"\n  {name} " in done.stdout
 
 
+def test_the_help_of_parity_loads_no_comparison():
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from mgpu import cli\n"
+         "cli.cli(['parity', '--help'], standalone_mode=False)\n"
+         "before = set(sys.modules)\nfrom mgpu import parity\n"
+         "from mgpu.cli.parity import MODES\n"
+         "sys.exit('mgpu.parity' in before or MODES != parity.MODES)"],
+        capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--step-b" in done.stdout
+
+
 # -- doctor -------------------------------------------------------------------
 
 def finding(report, words):

@@ -4,10 +4,11 @@ Exit status: 0, the networks train the same; 1, they do not; 2, they could
 not be compared, and a line on standard error says what to do.
 """
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import numpy as np
@@ -16,13 +17,28 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from mgpu import parity as api
 from mgpu.cli import find
 from mgpu.cli import options as shared
 from mgpu.cli.errors import Command, Group
 from mgpu.cli.options import Parsed
-from mgpu.parity import report
 from mgpu.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from mgpu import parity as api
+    from mgpu.parity import report
+else:
+    class _OnUse:
+        """A module that is loaded when it is used: ``--help`` needs none."""
+
+        def __init__(self, name):
+            self._name = name
+
+        def __getattr__(self, attribute):
+            return getattr(importlib.import_module(self._name), attribute)
+
+    api, report = _OnUse("mgpu.parity"), _OnUse("mgpu.parity.report")
+
+MODES = ("lockstep", "free", "accuracy")
 
 @contextlib.contextmanager
 def _ready() -> Iterator[Callable[[int, int], None]]:
@@ -43,7 +59,7 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
 @option("--devices", default="1", metavar="N|cpu:0,cpu:1",
         help="The number of devices, or their names.")
 @shared.declare(*shared.TRAINING, dtype="float64")
-@option("--mode", type=Choice(api.MODES), default="lockstep",
+@option("--mode", type=Choice(MODES), default="lockstep",
         help="lockstep gives both networks the same state before each step. "
         "free lets both train on their own. accuracy compares several "
         "trainings of each by test accuracy.")
@@ -269,7 +285,8 @@ def lint(ctx: click.Context, net: str, kwargs: dict[str, Any],
     print_findings(findings, Console())
 
 
-def print_findings(findings: Iterable[api.Finding], console: Console) -> None:
+def print_findings(findings: "Iterable[api.Finding]", console: Console
+                   ) -> None:
     """A paragraph for each finding, nothing shortened."""
     findings = list(findings)
     for finding in findings:
