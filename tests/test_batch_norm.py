@@ -214,6 +214,21 @@ def test_frozen_gamma_and_beta(engine):
         assert relative_difference(outputs, wanted) < 1e-12
 
 
+@pytest.mark.parametrize("policy", ["per_device", "average", "sync"])
+def test_a_single_value_is_normalised_to_beta(engine, devices, policy):
+    """Exactly, whatever the value: rounding errors of any sign in the place
+    of 0 would pass a ReLU at random."""
+    replicas = initialize(batch_norm(engine), devices, policy)
+    rows = 1 if policy == "sync" else len(devices)
+    beta, = (p for p in replicas.params() if p.kind == "beta")
+    for value in (0.0, -0.1):
+        beta.set_data(np.full(2, value))
+        for seed in range(5):
+            for output in pass_through(replicas, images(
+                    rows, seed=seed)[:, :, :1, :1]):
+                assert output is None or (output == value).all()
+
+
 # -- average ------------------------------------------------------------------
 
 @pytest.mark.parametrize("rows", [7, 2])

@@ -36,6 +36,11 @@ MUTANTS = [
     Mutant("running-variance-unbiased", "torch's n / (n - 1) stays",
            edit(_TORCH, "count / (count - 1) if count > 1 else 1.0", "1.0"),
            _OWN),
+    Mutant("single-value-by-rounding", "the only value of a channel is "
+           "normalised to a rounding error",
+           edit(_TORCH, "x if count > 1 else x - x", "x"),
+           ("test_batch_norm.py::test_a_single_value_is_normalised_to_beta["
+            "torch-2dev-per_device]",)),
     Mutant("momentum-swapped", "m and 1 - m change places",
            edit(_TORCH, "1 - call.momentum, call.eps",
                 "call.momentum, call.eps"), _OWN),

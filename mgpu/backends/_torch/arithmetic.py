@@ -54,7 +54,9 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     factor = count / (count - 1) if count > 1 else 1.0
     by_torch = keep and count > 1   # torch would divide by 0
     scaled = running_var * factor if by_torch else None
-    y = torch.batch_norm(x, call.gamma, call.beta,
+    # The only value of a channel less its mean is 0, so the result is beta.
+    # By x * scale + shift it would be rounding, of any sign.
+    y = torch.batch_norm(x if count > 1 else x - x, call.gamma, call.beta,
                          running_mean if by_torch else None, scaled, True,
                          1 - call.momentum, call.epsilon,
                          torch.backends.cudnn.enabled)
