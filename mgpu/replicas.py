@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,10 @@ class Replicas(Hints, abc.Sequence):
         self._carried: list[Parameter] = []
         #: devices without rows whose gradients are zeros, and the user's
         self.emptied: set[int] = set()
+        #: in `unobserved`: the running statistics before its passes
+        self._before: list[Any] | None = None
+        #: those of a step that was not done, while it may still be
+        self._undone: list[Any] = []
         #: the trainer whose sums the gradients are, or were last
         self.summed_by: Any = None
         #: why the replicas must not be used until values are loaded, or None
@@ -246,9 +251,10 @@ class Replicas(Hints, abc.Sequence):
     def unobserved(self) -> Iterator[None]:
         """A step in the block: no code of the user's runs between its
         backward pass and its update, so nobody looks for what that writes to
-        gradients."""
+        gradients. After an error running statistics are those before it,
+        until an update follows all the same."""
         watched = self._watched
-        watched.observed = False
+        watched.observed, self._before, self._undone = False, [], []
         try:
             yield
         except BaseException:
@@ -259,6 +265,9 @@ class Replicas(Hints, abc.Sequence):
                     for x in p.list_data():
                         self.backend.settle(x)
             self.give_up()
+            before, self._before = self._before, None
+            if before:
+                self.backend.uninterrupted(partial(self._undo, before))
             raise
         finally:
             watched.observed = True
@@ -356,6 +365,7 @@ class Replicas(Hints, abc.Sequence):
         """Set every gradient to zero on all devices. They are no new ones
         any more: what has been cleared is not applied, and no step is due.
         """
+        self._undone = []
         for p in self.params():
             p.zero_grad()
             for x in p.list_data() if p.grad_req != "null" else ():
@@ -692,6 +702,7 @@ class Replicas(Hints, abc.Sequence):
         """The pass of `devices` has been queued."""
         if self.backend.is_training():
             if self.backend.is_recording():
+                self._undone = []
                 self._moved += [i for i in devices if i not in self._moved]
             self.following.passed(self.buffers())
 
@@ -837,6 +848,8 @@ class Replicas(Hints, abc.Sequence):
         self._make_equal()
         if self._all_passed:    # without a step: after the user's own writes
             self._catch_up()
+        if self._before == []:
+            self._before = self._statistics()
         self._begun += active
         return rows, active
 
@@ -854,7 +867,10 @@ class Replicas(Hints, abc.Sequence):
         """What `Trainer` calls when a step is done: devices without rows
         take the buffers of the first that had some, then ``"average"``
         replaces the statistics by their means over devices."""
+        if self._undone:
+            self._undo(self._undone)
         self._ran, self.emptied = set(), set()
+        self._before, self._undone = None, []
         self._settle_buffers()
         self.following.settle(self.all_parameters())
 
@@ -864,6 +880,34 @@ class Replicas(Hints, abc.Sequence):
         if self.complete and (self._moved or self._begun):
             with self.backend.scope(recording=False):
                 self.backend.uninterrupted(self._settle_buffers)
+
+    def _columns(self) -> list[list[Any]]:
+        """The running statistics and their counters, for each dtype and
+        device."""
+        found: dict[str, list[list[Any]]] = {}
+        for p in self.all_parameters():
+            if p.kind in STATISTICS or p.name.endswith(_COUNTER):
+                found.setdefault(p.dtype, []).append(p.list_data())
+        return [list(column) for arrays in found.values()
+                for column in zip(*arrays)]
+
+    def _statistics(self) -> list[Any]:
+        """A copy of `_columns`, each in one array: few operations."""
+        with self.backend.scope(recording=False):
+            return [self.backend.ops.concat(
+                [x if x.shape else x.reshape(1) for x in column])
+                for column in self._columns()]
+
+    def _undo(self, before: list[Any]) -> None:
+        """Exchange the running statistics and those in `before`."""
+        self._undone = self._statistics()
+        with self.backend.scope(recording=False):
+            for column, values in zip(self._columns(), before):
+                end = 0
+                for x in column:
+                    begin, end = end, end + prod(x.shape)
+                    x[...] = values[begin:end].reshape(x.shape)
+        self.following.settle(self.buffers())
 
     def _settle_buffers(self) -> None:
         failed, self._begun = self._begun, []

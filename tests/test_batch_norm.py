@@ -505,12 +505,10 @@ def test_devices_have_equal_buffers_after_an_error_in_one(engine, k, policy):
                 assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(p.data()))
 
 
-@pytest.mark.parametrize("policy, rows", [("average", 8), ("sync", 2)])
-@pytest.mark.parametrize("where", ["pass", "loss", "schedule"])
-def test_a_batch_that_is_given_up_leaves_equal_statistics(
-        engine, devices, where, rows, policy):
-    """At once, and after the next step; under "sync" those of one device."""
-    broken, found = [], []
+def breakable(engine, places, policy):
+    """Replicas, their trainer, a loss, and a list: Trouble in the places that
+    it names, with a pass, a loss and a schedule among them."""
+    broken = []
 
     def fail(place):
         if place in broken:
@@ -523,19 +521,36 @@ def test_a_batch_that_is_given_up_leaves_equal_statistics(
 
     def loss(pred, label):
         fail("loss")
-        return mgpu.losses.L2Loss()(pred, label)
+        return None if pred is None else mgpu.losses.L2Loss()(pred, label)
 
     def schedule(number):
         fail("schedule")
         return 0.1
+    replicas = initialize(branching(engine, forward), places, policy)
+    return (replicas, mgpu.Trainer(replicas, "sgd", lr_scheduler=schedule),
+            loss, broken)
+
+
+@pytest.mark.parametrize("policy, rows", [("average", 8), ("sync", 2)])
+@pytest.mark.parametrize("where", ["pass", "loss", "schedule"])
+def test_a_batch_that_is_given_up_leaves_equal_statistics(
+        engine, devices, where, rows, policy):
+    """In a step by hand: at once, and after the next step; under "sync" those
+    of one device."""
+    found = []
     for places in (on(1), devices):
-        replicas = initialize(branching(engine, forward), places, policy)
-        trainer = mgpu.Trainer(replicas, "sgd", lr_scheduler=schedule)
+        replicas, trainer, loss, broken = breakable(engine, places, policy)
         for n, place in ((8, ""), (rows, where), (8, "")):
             broken[:] = [place]
+            Xs, ys = mgpu.split_batch(images(n), images(n, seed=1), places)
             with pytest.raises(Trouble) if place else nullcontext():
-                mgpu.train_batch(images(n), images(n, seed=1), replicas, loss,
-                                 trainer)
+                with mgpu.record():
+                    losses = mgpu.parallel(loss, replicas(Xs), ys)
+                mgpu.backward(losses)
+                trainer.step(n)
+            if place:       # as mgpu.save_checkpoint
+                replicas.zero_grad()
+                replicas.give_up()
             replicas.check_equal()
             for p in replicas.buffers():
                 for x in p.list_data()[1:]:
@@ -545,6 +560,43 @@ def test_a_batch_that_is_given_up_leaves_equal_statistics(
     for name, x in found[0].items() if policy == "sync" else ():
         # Absolute: a mean behind another norm is zero, to rounding.
         assert abs(found[1][name] - x).max() < 1e-12
+
+
+@pytest.mark.parametrize("policy, rows", [
+    ("per_device", 2), ("average", 8), ("sync", 7)])
+@pytest.mark.parametrize("where", ["pass", "loss", "schedule", "goes on"])
+def test_a_step_is_done_whole_or_not_at_all(engine, devices, where, rows,
+                                            policy):
+    """Running statistics and counters too, on every device: those of a run
+    without the batch; or with it, where an update follows after all."""
+    found = []
+    for place in ("", where):
+        replicas, trainer, loss, broken = breakable(engine, devices, policy)
+        batches = [(8, ""), (rows, place), (8, "")]
+        if not place and where != "goes on":
+            del batches[1]
+        for n, here in batches:
+            broken[:] = ["schedule" if here == "goes on" else here]
+            before = buffers(replicas)
+            with pytest.raises(Trouble) if here else nullcontext():
+                mgpu.train_batch(images(n, seed=n), images(n, seed=1),
+                                 replicas, loss, trainer)
+            if here:
+                replicas.check_equal()
+                assert buffers(replicas) == before
+            if here == "goes on":
+                broken.clear()
+                trainer.update(n)
+            elif here:
+                replicas.zero_grad()
+        found.append(buffers(replicas))
+    assert found[0] == found[1] != before
+
+
+def buffers(replicas):
+    """The bytes on every device."""
+    return {p.name: [mgpu.to_numpy(x).tobytes() for x in p.list_data()]
+            for p in replicas.buffers()}
 
 
 def pass_through_shards(replicas, shards):

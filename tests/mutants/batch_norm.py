@@ -135,6 +135,17 @@ MUTANTS = [
                 "p.kind in kinds or", ""),
            ("test_batch_norm.py::test_a_batch_that_is_given_up_leaves_equal_"
             "statistics[torch-3dev-pass-sync-2]",)),
+    Mutant("statistics-of-no-step", "running statistics of a step that was "
+           "not done stay", edit("mgpu.replicas:Replicas._prepared",
+                                 "self._before == []", "False"),
+           ("test_batch_norm.py::test_a_step_is_done_whole_or_not_at_all["
+            "torch-2dev-loss-sync-7]",)),
+    Mutant("step-without-statistics", "running statistics do not move in a "
+           "step that an update has completed",
+           edit("mgpu.replicas:Replicas.after_step", "if self._undone:",
+                "if False:"),
+           ("test_batch_norm.py::test_a_step_is_done_whole_or_not_at_all["
+            "torch-2dev-goes on-sync-7]",)),
     Mutant("average-of-nothing", "the policy 'average' does nothing",
            edit("mgpu.replicas:Replicas._settle_buffers",
                 'self.batch_norm == "average"', "False"),
