@@ -265,6 +265,8 @@ def configured():
 
         def forward(self, x):
             self.calls += 1
+            for hook in self.own_hooks:
+                x = hook(x)
             return super().forward(x) * self.calls * self.table["scale"][
                 0] / (self.temperature * self.config.divisor
                       * self.config.nested.divisor) * self.array[0]
@@ -273,6 +275,7 @@ def configured():
     net.table = {"scale": [1.0]}
     net.config = SimpleNamespace(divisor=1.0, nested=Slots())
     net.array = np.ones(1)
+    net.own_hooks, net.no_hooks, net.n_hooks = [], None, 0
     return net
 
 
@@ -328,6 +331,10 @@ def as_backward_hook(net):
         2 * before[0],))
 
 
+def in_a_list_named_as_torchs_tables(net):
+    net.own_hooks.append(lambda x: 2 * x)
+
+
 def as_a_hook_that_goes(net):
     net.handle.remove()
 
@@ -340,7 +347,8 @@ def as_count(net):
 @pytest.mark.parametrize("change", [
     as_temperature, in_a_table, in_an_object, deep_in_an_object, in_an_array,
     beside_a_lock, beside_a_cycle, as_forward_hook, as_hook_with_a_tensor,
-    as_backward_hook, as_a_hook_that_goes, as_count])
+    as_backward_hook, as_a_hook_that_goes, as_count,
+    in_a_list_named_as_torchs_tables])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_attributes_and_hooks_of_layers_follow_replica_0(backend, k, change):
     """What is no array acts on every device too, however it is changed."""

@@ -69,7 +69,7 @@ MUTANTS = [
            (_FOLLOW + "deep_in_an_object-torch]",)),
     Mutant("torch-hooks-with-tensors", "a hook that holds a tensor is replica "
            "0's only", edit(_ATTRIBUTES + "_read",
-                            "name.endswith(_TABLES)", "False"),
+                            "name in _TABLES", "False"),
            (_FOLLOW + "as_hook_with_a_tensor-torch]",)),
     Mutant("torch-added-hooks-unseen", "a first hook is not noticed",
            edit(_ATTRIBUTES + "_Seen.holds", "not any(self._empty)", "True"),

@@ -23,7 +23,8 @@ _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
 _ARRAYS, _BUFFER = object(), object()
 _EMPTY_CELL = CellType()
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
-_TABLES = "_hooks"      # the end of the names of torch's tables of hooks
+# Attributes of the user's may have names that end so, too.
+_TABLES = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
 
 
 class Attributes:
@@ -72,7 +73,7 @@ class Attributes:
             value = source[name]
             target[name] = type(value)(
                 (key, _twin(hook, twins)) for key, hook in value.items()) \
-                if name.endswith(_TABLES) else _twin(value, twins)
+                if name in _TABLES else _twin(value, twins)
         else:
             target.pop(name, None)
 
@@ -226,7 +227,7 @@ def _names(net: nn.Module) -> dict[str, Any]:
 def _read(name: str, x: Any, met: dict[int, Any]) -> Any:
     """The content of an attribute; `met`: those of others, by `id`. Layers
     share them: a configuration."""
-    if name.endswith(_TABLES):
+    if name in _TABLES:
         return _hooks(x)
     if id(x) not in met:
         met[id(x)] = _content(x)
