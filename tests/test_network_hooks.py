@@ -267,15 +267,17 @@ def configured():
             self.calls += 1
             for hook in self.own_hooks:
                 x = hook(x)
-            return super().forward(x) * self.calls * self.table["scale"][
+            x = super().forward(x) * self.calls * self.table["scale"][
                 0] / (self.temperature * self.config.divisor
                       * self.config.nested.divisor) * self.array[0]
+            return x + self.shift + sum(self.shifts)
     net = Configured(*perceptron())
     net.handle = net[0].register_forward_hook(lambda m, x, out: 2 * out)
     net.table = {"scale": [1.0]}
     net.config = SimpleNamespace(divisor=1.0, nested=Slots())
     net.array = np.ones(1)
     net.own_hooks, net.no_hooks, net.n_hooks = [], None, 0
+    net.shift, net.shifts = 2 * a_one(net), []
     return net
 
 
@@ -331,6 +333,22 @@ def as_backward_hook(net):
         2 * before[0],))
 
 
+def as_a_tensor(net):
+    net.temperature = 2 * a_one(net)
+
+
+def as_another_tensor(net):
+    net.shift = a_one(net)
+
+
+def as_tensors_in_a_list(net):
+    net.shifts = [a_one(net), -3 * a_one(net)]
+
+
+def a_one(net):
+    return net[0].weight.new_ones(())
+
+
 def in_a_list_named_as_torchs_tables(net):
     net.own_hooks.append(lambda x: 2 * x)
 
@@ -348,10 +366,12 @@ def as_count(net):
     as_temperature, in_a_table, in_an_object, deep_in_an_object, in_an_array,
     beside_a_lock, beside_a_cycle, as_forward_hook, as_hook_with_a_tensor,
     as_backward_hook, as_a_hook_that_goes, as_count,
-    in_a_list_named_as_torchs_tables])
+    in_a_list_named_as_torchs_tables, as_a_tensor, as_another_tensor,
+    as_tensors_in_a_list])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_attributes_and_hooks_of_layers_follow_replica_0(backend, k, change):
-    """What is no array acts on every device too, however it is changed."""
+    """What is no parameter acts on every device too, however it is
+    changed."""
     plain, here = (trained(configured(), devices, prepare=change)
                    for devices in (0, k))
     for name, value in plain.items():
@@ -376,6 +396,9 @@ def test_tensors_that_a_pass_keeps_stay_with_their_device(backend):
     for calls in (1, 2, 3):
         for shard, output in zip(shards, replicas(shards)):
             assert (output == calls * shard).all()
+    replicas[0](shards[0])      # alone
+    for calls, shard, output in zip((5, 4), shards, replicas(shards)):
+        assert (output == calls * shard).all()
 
 
 def replace_layer(net):

@@ -79,6 +79,17 @@ MUTANTS = [
                 "content is not _ARRAYS", "True"),
            ("test_network_hooks.py::test_tensors_that_a_pass_keeps_stay_with_"
             "their_device[torch]",)),
+    Mutant("torch-kept-tensors-alone", "what a pass of replica 0 alone keeps "
+           "counts as the user's",
+           edit(_ATTRIBUTES + "Attributes._is_the_users",
+                "self._kept.add((number, name))", "return False"),
+           ("test_network_hooks.py::test_tensors_that_a_pass_keeps_stay_with_"
+            "their_device[torch]",)),
+    Mutant("torch-tensors-stay", "a tensor that the user puts in an attribute "
+           "is replica 0's only",
+           edit(_ATTRIBUTES + "Attributes.follow",
+                "and self._is_the_users(number, name)", "and False"),
+           (_FOLLOW + "as_a_tensor-torch]",)),
     Mutant("torch-late-buffers", "a new buffer on replica 0 only",
            edit(_ATTRIBUTES + "Attributes.check_layers",
                 "and name in made", ""),

@@ -30,8 +30,10 @@ _TABLES = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
 class Attributes:
     """Makes the copies of a module follow what the user changes of it.
 
-    Attributes that hold tensors belong to each copy: a forward pass may
-    have kept there what it computed from the rows of its device.
+    Attributes in which forward passes keep tensors belong to each copy: what
+    is there was computed from the rows of its device. Passes are told by
+    that they put tensors into the copies too; a user puts them only into the
+    module.
 
     Parameters
     ----------
@@ -45,6 +47,9 @@ class Attributes:
         self._names = _names(self._first[0])
         met: dict[int, Any] = {}
         self._known = [_Seen(m, met) for m in self._first]
+        #: (number of the layer, name): those in which passes keep tensors
+        self._kept: set[tuple[int, str]] = set()
+        self._in_copies = list(map(self._of_copies, range(len(self._first))))
 
     def follow(self) -> bool:
         """Give the copies the attributes and hooks that the module has.
@@ -57,13 +62,33 @@ class Attributes:
             seen = _Seen(layer, met)
             for name in {**known.content, **seen.content}:
                 content = seen.content.get(name)
-                if content is not _ARRAYS \
-                        and known.content.get(name) != content:
+                if known.content.get(name) != content \
+                        if content is not _ARRAYS \
+                        else known.values.get(name) is not seen.values[name] \
+                        and self._is_the_users(number, name):
                     changed = True
                     for copied in self._copies:
                         self._copy(name, number, copied)
             self._known[number] = seen
+            self._in_copies[number] = self._of_copies(number)
         return changed
+
+    def _of_copies(self, number: int) -> list[dict[str, Any]]:
+        """What the copies of a layer have, but for what passes keep."""
+        return [{name: x for name, x in vars(copied[number]).items()
+                 if (number, name) not in self._kept}
+                for copied in self._copies]
+
+    def _is_the_users(self, number: int, name: str) -> bool:
+        """Whether tensors that are new in an attribute come from the user,
+        and not from a pass."""
+        if any(seen.get(name) is not vars(copied[number]).get(name)
+               for seen, copied in zip(self._in_copies[number],
+                                       self._copies)):
+            self._kept.add((number, name))
+        return bool(self._copies) and (number, name) not in self._kept \
+            and all(x.is_leaf for x in _reached(
+                vars(self._first[number])[name], 5, set()))
 
     def _copy(self, name: str, number: int, copied: list[nn.Module]) -> None:
         source, target = vars(self._first[number]), vars(copied[number])
@@ -180,7 +205,7 @@ class _Seen:
     """The attributes of a layer, as they are now."""
 
     def __init__(self, layer: nn.Module, met: dict[int, Any]) -> None:
-        self._values = list(vars(layer).values())
+        self.values = dict(vars(layer))
         self.content = {name: _read(name, x, met) for name, x
                         in vars(layer).items() if name not in _ELSEWHERE}
         inner = [(name, vars(layer)[name], x)
@@ -193,8 +218,8 @@ class _Seen:
     def holds(self, layer: nn.Module, met: dict[int, Any]) -> bool:
         """Whether `layer` has these attributes; quick."""
         values = vars(layer).values()
-        return len(values) == len(self._values) \
-            and all(map(is_, values, self._values)) \
+        return len(values) == len(self.values) \
+            and all(map(is_, values, self.values.values())) \
             and not any(self._empty) \
             and all(_read(name, x, met) == content
                     for name, x, content in self._filled)
