@@ -1,6 +1,7 @@
 """What an engine tells of a user's network: layers, shared tensors, calls,
 dropout. One body for both engines."""
 import contextlib
+import copy
 import threading
 from dataclasses import dataclass
 from functools import partial
@@ -399,6 +400,51 @@ def test_tensors_that_a_pass_keeps_stay_with_their_device(backend):
     replicas[0](shards[0])      # alone
     for calls, shard, output in zip((5, 4), shards, replicas(shards)):
         assert (output == calls * shard).all()
+
+
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_no_two_parameters_have_one_name(backend, k):
+    """Where a norm has a gamma, a beta or a buffer of these names beside its
+    own weight and bias: one state of the optimiser for each, and all values
+    go to a file and back. Only torch's own are drawn anew."""
+    import torch
+    from torch import nn
+
+    class Norm(nn.LayerNorm):
+        def __init__(self):
+            super().__init__(4)
+            self.gamma = nn.Parameter(torch.full((4,), 0.5))
+            self.register_buffer("beta", torch.full((4,), 3.0))
+
+        def forward(self, x):
+            return super().forward(x) * self.gamma + self.beta
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4), Norm()).double()
+    with torch.no_grad():
+        net[1].weight.fill_(2.0)
+    plain = copy.deepcopy(net)
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    assert [p.name for p in replicas.all_parameters()] == [
+        "0.weight", "0.bias", "1.weight", "1.bias", "1.gamma", "1.beta"]
+    trainer = mgpu.Trainer(replicas, "adam", {"lr": 0.1}, semantics="torch")
+    optimizer = torch.optim.Adam(plain.parameters(), 0.1)
+    X, y = np.random.default_rng(0).normal(size=(2, 8, 6))
+    for _ in range(3):
+        mgpu.train_batch(X, y[:, :4], replicas, mgpu.losses.L2Loss(), trainer)
+        optimizer.zero_grad()
+        (plain(torch.tensor(X)) - torch.tensor(y[:, :4])).square().mean(
+            1).sum().div(16).backward()
+        optimizer.step()
+    values = replicas.export_numpy()
+    for name, x in plain.state_dict().items():
+        assert abs(values[name] - x.numpy()).max() < 1e-12
+    replicas.import_numpy({n: x + 1 for n, x in values.items()})
+    for name, x in net.state_dict().items():
+        assert (x.numpy() == values[name] + 1).all()
+    mgpu.initialize(net, replicas.devices, "xavier", force_reinit=True)
+    assert (net[1].weight == 1).all()
+    assert (net[1].gamma.detach().numpy() == values["1.gamma"] + 1).all()
 
 
 def replace_layer(net):

@@ -90,6 +90,11 @@ MUTANTS = [
            edit(_ATTRIBUTES + "Attributes.follow",
                 "and self._is_the_users(number, name)", "and False"),
            (_FOLLOW + "as_a_tensor-torch]",)),
+    Mutant("torch-two-of-one-name", "a norm's weight takes the name of the "
+           "user's own gamma",
+           edit("mgpu.backends._torch.names:suffix_of",
+                "gluon in module._parameters", "False"),
+           ("test_network_hooks.py::test_no_two_parameters_have_one_name*",)),
     Mutant("torch-late-buffers", "a new buffer on replica 0 only",
            edit(_ATTRIBUTES + "Attributes.check_layers",
                 "and name in made", ""),

@@ -11,6 +11,7 @@ from mgpu.backends._torch.arithmetic import BATCH_NORMS
 
 NORMS = (*BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.LayerNorm,
          nn.GroupNorm)
+_GLUON = {"weight": "gamma", "bias": "beta"}     # of norms
 # What torch's layers call the weights and biases that they draw.
 _DRAWN = re.compile(r"(weight|bias)(_[ih][hr](_l\d+(_reverse)?)?)?"
                     r"|(in|out|[qkv])_proj_(weight|bias)|bias_[kv]")
@@ -22,20 +23,20 @@ def joined(path: str, name: str) -> str:
 
 
 def suffix_of(module: nn.Module, name: str) -> str:
-    """A parameter's own name, in Gluon's terms: a norm's weight is gamma."""
-    if isinstance(module, NORMS):
-        return {"weight": "gamma", "bias": "beta"}.get(name, name)
-    return name
+    """A parameter's own name, in Gluon's terms: a norm's weight is gamma,
+    but where the user has another parameter or buffer of that name."""
+    gluon = _GLUON.get(name, name) if isinstance(module, NORMS) else name
+    return name if gluon in module._parameters or gluon in module._buffers \
+        else gluon
 
 
-def kind_of(module: nn.Module, suffix: str, p: torch.Tensor) -> str:
-    """`Spec.kind` of the parameter `p`, whose name ends in `suffix`."""
-    if isinstance(module, NORMS) and suffix in (
-            "gamma", "beta", "running_mean", "running_var"):
-        return suffix
-    if not _DRAWN.fullmatch(suffix) or isinstance(module, nn.RMSNorm):
+def kind_of(module: nn.Module, name: str, p: torch.Tensor) -> str:
+    """`Spec.kind` of the parameter `p`, which `module` calls `name`."""
+    if isinstance(module, NORMS) and name in _GLUON:
+        return _GLUON[name]
+    if not _DRAWN.fullmatch(name) or isinstance(module, nn.RMSNorm):
         return "unknown"
-    if "bias" in suffix:
+    if "bias" in name:
         return "bias"
     # A vector of weights scales a layer; a PReLU's has a rule of its own.
     scale = not is_lazy(p) and p.dim() < 2 and not isinstance(module,

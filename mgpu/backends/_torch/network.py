@@ -55,12 +55,12 @@ class TorchNetwork(base.Network):
     def specs(self) -> list[base.Spec]:
         found = []
         for path, module, name, p in walk(self.net, "_parameters"):
-            suffix = suffix_of(module, name)
             own = ("constant", {"value": 0.25}) \
                 if isinstance(module, nn.PReLU) else None
             found.append(base.Spec(
-                joined(path, suffix), kind_of(module, suffix, p), _shape(p),
-                name_of_dtype(p), self.backend.grad_req(p), own))
+                joined(path, suffix_of(module, name)),
+                kind_of(module, name, p), _shape(p), name_of_dtype(p),
+                self.backend.grad_req(p), own))
         for path, module, name, b in walk(self.net, "_buffers"):
             kind = name if isinstance(module, NORMS) \
                 and name in base.STATISTICS else "other"
