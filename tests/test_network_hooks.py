@@ -500,7 +500,9 @@ def caching(grows):
             self.register_buffer("cache", torch.zeros(1) if grows else None)
 
         def forward(self, x):
-            if grows:
+            if grows == "in place":
+                self.cache.resize_(2).fill_(0)
+            elif grows:
                 self.cache = torch.cat([self.cache, torch.zeros(1)])
             elif self.cache is None:
                 self.register_buffer("cache", torch.ones(1))
@@ -527,11 +529,14 @@ def test_buffers_that_passes_make_belong_to_their_device(backend, k):
     with contextlib.nullcontext() if k == 1 else pytest.raises(
             RuntimeError, match="others under 'late'"):
         replicas(shards)
-    replicas = mgpu.initialize(caching(True), replicas.devices)
-    with mgpu.record(), contextlib.nullcontext() if k == 1 else pytest.raises(
-            ValueError, match=r"'cache' keeps its shape, \(1,\); received "
-            r"\(2,\)"):
-        replicas(shards)
+    for grows in (True, "in place"):
+        replicas = mgpu.initialize(caching(grows), replicas.devices)
+        replicas.export_numpy()
+        with mgpu.record(), contextlib.nullcontext() if k == 1 \
+                else pytest.raises(
+                    ValueError, match=r"'cache' keeps its shape, \(1,\); "
+                    r"received \(2,\)"):
+            replicas(shards)
 
 
 def mxnet_layer(net):

@@ -1,5 +1,6 @@
 """The PyTorch engine."""
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -102,7 +103,9 @@ class TorchBackend(Leaves, base.Backend):
         strict.fetched(x)
         if x.dtype is torch.bfloat16:       # NumPy has none: exact in float32
             x = x.float()
-        return x.detach().cpu().numpy().copy()
+        # NumPy's view of the array itself would let no pass resize it.
+        return x.detach().cpu().clone(
+            memory_format=torch.contiguous_format).numpy()
 
     def is_native(self, x: Any) -> bool:
         return isinstance(x, torch.Tensor)
@@ -140,7 +143,8 @@ class TorchBackend(Leaves, base.Backend):
                     or x.dtype is torch.bfloat16:
                 return None
             if x.is_contiguous():       # so that reshape does not copy
-                views.append(x.detach().numpy().reshape(-1))
+                views.append(_bytes(x) if to_read
+                             else x.detach().numpy().reshape(-1))
         if len(views) == len(arrays):
             return views
         if any(x.stride() != arrays[0].stride() for x in arrays):
@@ -367,6 +371,14 @@ class TorchBackend(Leaves, base.Backend):
             found.append(("warning", "MGPU_LOGICAL_GPUS is set, and there is "
                           "no physical GPU that logical ones could share."))
         return found
+
+
+def _bytes(x: torch.Tensor) -> np.ndarray:
+    """The memory of `x`, which it does not keep. After ``numpy()`` torch
+    refuses to resize an array, as passes do to some buffers."""
+    return np.frombuffer(
+        (ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()),
+        np.uint8) if x.nbytes else np.empty(0, np.uint8)
 
 
 def _pinned(x: Any) -> Any:
