@@ -438,7 +438,8 @@ class Replicas(Hints, abc.Sequence):
     def import_numpy(self, values: Mapping[str, np.ndarray]) -> None:
         """Write values by name on all devices: what `export_numpy` gave, of
         this engine or of the other one, each read once. Buffers may have a
-        leading axis of length K. Those of kind "other" may be missing.
+        leading axis of length K. Those of kind "other" may be missing, and
+        the gamma and beta of a norm layer that learns none: ones and zeros.
 
         Raises
         ------
@@ -457,13 +458,17 @@ class Replicas(Hints, abc.Sequence):
         values = {name: np.array(values[name])
                   for name in by_name("values", values)}
         own = {p.name: p for p in self.all_parameters()}
+        for name, p in own.items():
+            if p.spec.constant is not None and name not in values:
+                values[name] = np.full(p.shape or (), p.spec.constant)
         k = len(self.devices)
         wrong = [f"missing {name}" for name, p in own.items()
                  if name not in values and p.kind != "other"]
         # The other engine may count steps where this one does not.
         known = [name for name in values if name in own]
-        wrong += [f"unknown {name}" for name in values
-                  if name not in own and not name.endswith(_COUNTER)]
+        wrong += [f"unknown {name}" for name, x in values.items()
+                  if name not in own and not name.endswith(_COUNTER)
+                  and not self._changes_nothing(name, x)]
         for name in known:
             value, p = values[name], own[name]
             each = p.kind in BUFFERS \
@@ -489,6 +494,15 @@ class Replicas(Hints, abc.Sequence):
             self.following.settle([own[name] for name in known])
             self.torn = None
         return write
+
+    def _changes_nothing(self, name: str, value: np.ndarray) -> bool:
+        """Whether it is a gamma of ones, or a beta of zeros, of a norm layer
+        that has none here."""
+        path, _, kind = name.rpartition(".")
+        start = {"gamma": 1, "beta": 0}.get(kind)
+        return start is not None and bool(np.all(value == start)) and any(
+            layer.path == path and layer.kind.endswith("_norm")
+            for layer in self.network.layers())
 
     # -- checking -----------------------------------------------------------
 
@@ -1085,7 +1099,8 @@ def initialize(net: Any, devices: Any, init: Any = None,
         return spec.kind != "other" and (
             spec.name in missing or everything and spec.kind != "unknown")
 
-    trained = [s for s in network.specs() if s.kind not in BUFFERS]
+    trained = [s for s in network.specs()
+               if s.kind not in BUFFERS and s.constant is None]
     drawn = sum(map(is_drawn, trained))
     if seed is not None and not (everything or missing):
         raise ValueError(
@@ -1097,26 +1112,28 @@ def initialize(net: Any, devices: Any, init: Any = None,
     if not _initialized:    # the networks before are gone
         give_back()
     values: dict[str, np.ndarray] = {}
+    # Parameters come first, so their numbers are those of the layers; last
+    # what the other engine does not have.
+    numbers = {spec.name: number for number, spec in enumerate(sorted(
+        network.specs(), key=lambda spec: spec.constant is not None))}
 
-    def draw(number: int, spec: base.Spec, shape: tuple[int, ...]
-             ) -> np.ndarray:
+    def draw(spec: base.Spec, shape: tuple[int, ...]) -> np.ndarray:
         if spec.kind == "other":
             return np.zeros(shape, spec.dtype)      # a counter
         return initializers.draw_parameter(
             "weight" if spec.kind == "unknown" else spec.kind, shape,
-            dtype or spec.dtype, rule, seed=start, index=number,
-            own=spec.init)
+            dtype or spec.dtype, rule, seed=start,
+            index=numbers[spec.name], own=spec.init)
 
     def to_draw() -> Iterator[tuple[int, base.Spec]]:
-        # Parameters come first, so their numbers are those of the layers.
         return ((number, spec) for number, spec in enumerate(network.specs())
                 if is_drawn(spec)
                 or everything and spec.name.endswith(_COUNTER))
 
     def draw_known() -> dict[str, np.ndarray]:
-        for number, spec in to_draw():
+        for _, spec in to_draw():
             if spec.shape is not None and spec.name not in values:
-                values[spec.name] = draw(number, spec, spec.shape)
+                values[spec.name] = draw(spec, spec.shape)
         return values
 
     network.prepare(options, devices)
@@ -1139,7 +1156,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
         else:
             replicas._complete()
             if not replicas.complete and network.defer(devices, {
-                    number: partial(draw, number, spec)
+                    number: partial(draw, spec)
                     for number, spec in to_draw()}):
                 replicas._draw = dict       # the engine draws
     except BaseException:       # a sample that does not fit

@@ -1553,6 +1553,73 @@ def test_values_cross_engines_and_device_counts(source, target):
         assert mgpu.to_numpy(b.params()[0].data()).any()
 
 
+def bare_norm(backend, kind):
+    """A norm layer that learns no gamma, or no beta, between two others."""
+    no = {"center": False} if kind == "bias" \
+        else {"center": False, "scale": False}
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        norm = {"batch": nn.BatchNorm, "instance": nn.InstanceNorm}.get(
+            kind, nn.LayerNorm)     # over the last axis, of 4 columns
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(4, 3, in_channels=2), norm(in_channels=4, **no),
+                nn.Conv2D(3, 1, in_channels=4), nn.Flatten())
+        return net
+    from torch import nn
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        nn.BatchNorm2d(4, affine=False) if kind == "batch" else
+        nn.InstanceNorm2d(4) if kind == "instance" else
+        nn.LayerNorm(4, bias=False) if kind == "bias" else
+        nn.LayerNorm(4, elementwise_affine=False),
+        nn.Conv2d(4, 3, 1), nn.Flatten())
+
+
+@pytest.mark.parametrize("kind", ["batch", "instance", "layer", "bias"])
+def test_a_norm_layer_without_gamma_and_beta_is_one_network(devices, kind):
+    """Gluon's layer keeps them as frozen parameters, torch's has none: the
+    draws behind them are the same, and values cross."""
+    found, kept, after = {}, {}, {}
+    for name in BACKENDS:
+        with using_engine(name) as engine:
+            replicas = mgpu.initialize(bare_norm(engine, kind), devices,
+                                       "xavier", seed=3)
+            found[name] = replicas.export_numpy()
+            train(replicas, images(6))
+            kept[name] = replicas.export_numpy(device=devices[0])
+            after[name] = replicas
+    weights = [p.name for p in after[BACKENDS[0]].params()
+               if p.kind == "weight"]
+    for name in BACKENDS:
+        assert "; 0 parameters kept, " in repr(after[name])
+        assert len({repr(r).partition("; ")[2] for r in after.values()}) == 1
+        for weight in weights:
+            assert_bit_equal(found[name][weight], found[BACKENDS[0]][weight])
+        for other in BACKENDS:
+            with using_engine(other):
+                after[other].import_numpy(kept[name])
+                values = after[other].export_numpy(device=devices[0])
+                for shared in kept[name].keys() & values.keys():
+                    assert_bit_equal(values[shared], kept[name][shared])
+                for constant in values.keys() - kept[name].keys():
+                    if constant.endswith(("gamma", "beta")):
+                        assert (values[constant]
+                                == constant.endswith("gamma")).all()
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+@pytest.mark.parametrize("name, value", [
+    ("1.gamma", np.full(4, 2.0)), ("1.beta", np.ones(4)),
+    ("0.gamma", np.ones(4)), ("9.gamma", np.ones(4))])
+def test_a_gamma_that_a_layer_does_not_have_is_refused(
+        engine_name, name, value):
+    """Unless it changes nothing."""
+    with using_engine(engine_name) as engine:
+        replicas = mgpu.initialize(bare_norm(engine, "batch"), on(0, 1))
+        with pytest.raises(ValueError, match=f"received unknown {name}"):
+            replicas.import_numpy({**replicas.export_numpy(), name: value})
+
+
 def test_every_devices_statistics_survive(engine, devices):
     replicas = mgpu.initialize(convnet(engine), devices, "uniform")
     k = len(devices)

@@ -70,6 +70,9 @@ class Spec(NamedTuple):
     init: tuple[str, dict[str, Any]] | None = None      # the layer's own
     lr_mult: float = 1.0
     wd_mult: float = 1.0
+    #: what a gamma or beta that its layer does not learn starts from; where
+    #: one engine's layer keeps it, the other's has none
+    constant: float | None = None
 
 
 class Options(NamedTuple):

@@ -118,6 +118,18 @@ MUTANTS = [
                 "not keep and (init is not None or force_reinit)",
                 "not keep"),
            ("test_replicas.py::test_values_that_are_there_stay[torch-2dev]",)),
+    Mutant("constants-numbered", "a gamma that only one engine keeps takes a "
+           "number of the draws",
+           edit("mgpu.replicas:initialize",
+                "key=lambda spec: spec.constant is not None",
+                "key=lambda spec: 0"),
+           ("test_replicas.py::test_a_norm_layer_without_gamma_and_beta_is_"
+            "one_network[1dev-batch]",)),
+    Mutant("any-gamma-taken", "values that a layer cannot hold are dropped",
+           edit("mgpu.replicas:Replicas._changes_nothing",
+                "bool(np.all(value == start))", "True"),
+           ("test_replicas.py::test_a_gamma_that_a_layer_does_not_have_is_"
+            "refused*",)),
     Mutant("scales-drawn", "what scales a layer is drawn as weights are",
            edit("mgpu.replicas:initialize",
                 'everything and spec.kind != "unknown"',

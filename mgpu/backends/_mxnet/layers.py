@@ -27,6 +27,7 @@ def is_layer(block: Any) -> bool:
 _Conv = nn.Conv2D.__mro__[1]
 _Pooling = nn.MaxPool2D.__mro__[1]
 BATCH_NORM = nn.BatchNorm.__mro__[1]
+_WITH_GAMMA: Any = (BATCH_NORM, *_NORMS)
 
 
 def describe(block: Any) -> tuple[str, dict[str, Any]]:
@@ -68,6 +69,16 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(block, nn.Activation):
         return block._act_type, {}
     return kind, {}
+
+
+def constants(block: Any) -> Iterator[tuple[Any, float]]:
+    """The gamma and beta that a norm layer keeps and was told not to learn,
+    each with what it starts from."""
+    if isinstance(block, _WITH_GAMMA):
+        for p, option, start in ((block.gamma, "scale", 1.0),
+                                 (block.beta, "center", 0.0)):
+            if not block._kwargs.get(option, p._differentiable):
+                yield p, start
 
 
 def _activation(block: Any) -> Any:

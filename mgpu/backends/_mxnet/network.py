@@ -13,7 +13,8 @@ import numpy as np
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet.dispatch import Passes, is_known
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import BATCH_NORM, Between, describe, is_layer
+from mgpu.backends._mxnet.layers import (BATCH_NORM, Between, constants,
+                                         describe, is_layer)
 from mgpu.backends._mxnet.ops import is_np
 from mgpu.backends._mxnet.own_step import MXNetParts, any_dtype_clipped
 
@@ -146,6 +147,8 @@ class MXNetNetwork(base.Network):
         self._named = net._collect_params_with_prefix()
         for name, p in self._named.items():
             found.setdefault(id(p), (name, p, _kind(name, p)))
+        self._constants = {id(p): start for _, block in _blocks(net)
+                           for p, start in constants(block)}
         # Parameters first, then buffers, each in the order of the layers.
         self.entries = sorted(
             found.values(), key=lambda entry: entry[2] in base.BUFFERS)
@@ -180,7 +183,8 @@ class MXNetNetwork(base.Network):
         for name, p, kind in self.entries:
             found.append(base.Spec(
                 name, kind, _shape(p), np.dtype(p.dtype).name, p.grad_req,
-                _own_init(p), p.lr_mult, p.wd_mult))
+                _own_init(p), p.lr_mult, p.wd_mult,
+                self._constants.get(id(p))))
         return found
 
     def grad_req(self, number: int) -> str:
