@@ -11,6 +11,7 @@ for example (n, 1). Labels (but class numbers) and sample weights are brought
 to the dtype of `pred`.
 """
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -324,7 +325,9 @@ def per_example(loss: Callable[[Array, Array], Array]
     Raises
     ------
     ValueError
-        When it is called: such a function returned more than one number.
+        When it is called: such a function returned more than one number; or
+        `pred` and `label` have shapes, (n, 1) and (n,), that the loss
+        broadcasts, so that each row meets the labels of all.
     """
     if hasattr(loss, "reduction"):
         adds = loss.reduction in ("sum", "batchmean")
@@ -334,7 +337,7 @@ def per_example(loss: Callable[[Array, Array], Array]
         def unreduced(pred: Array, label: Array) -> Array:
             ops = get_backend().ops
             return _joined(ops.sum if adds else ops.mean, loss(pred, label))
-        return unreduced
+        return _paired(unreduced)
 
     def spread(pred: Array, label: Array) -> Array:
         ops = get_backend().ops
@@ -348,15 +351,63 @@ def per_example(loss: Callable[[Array, Array], Array]
                 "value for each example as it is.")
         rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
         return rows + mean.reshape((1,))
-    return spread
+    return _paired(spread)
 
 
-def check_per_example(values: Any, rows: int, *others: int) -> None:
-    """What `train_batch` demands of a loss: shape (rows,)."""
+def _paired(loss: Callable[[Array, Array], Array]
+            ) -> Callable[[Array, Array], Array]:
+    """`loss`, which is refused where it compares a row with the labels of
+    others: those of its shard, so that numbers depend on the devices."""
+    known: set[Any] = set()     # shapes of one example
+
+    def checked(pred: Array, label: Array) -> Array:
+        one, other = (tuple(getattr(x, "shape", ()))[1:]
+                      for x in (pred, label))
+        if len(one) != len(other) and (one, other) not in known:
+            _check_paired(loss, pred, label)
+            known.add((one, other))
+        return loss(pred, label)
+    return checked
+
+
+def _check_paired(loss: Callable[[Array, Array], Array], pred: Array,
+                  label: Array) -> None:
+    shapes = [tuple(getattr(x, "shape", ())) for x in (pred, label)]
+    one, other = (shape[1:] for shape in shapes)
+    rows = next(n for n in itertools.count(2) if n not in one + other)
+    try:
+        np.broadcast_shapes((rows, *one), (rows, *other))
+    except ValueError:
+        return
+    backend = get_backend()
+
+    def marked(x: Array, shape: tuple[int, ...], row: int, *values: float
+               ) -> Array:
+        host = np.full((rows, *shape), values[0])
+        host[row] = values[1]
+        return _as(backend.ops, backend.put(host, x), x)
+    with backend.scope(recording=False):
+        # Only a loss of pairs changes with the order of the labels.
+        own, turned = (backend.to_numpy(loss(
+            marked(pred, one, 0, 0.25, 0.75), marked(label, other, i, 0, 1)
+        )).sum() for i in (0, 1))
+    if np.isclose(own, turned, rtol=1e-3):
+        raise ValueError(
+            "a loss compares each row of pred with its own label; received "
+            f"one that broadcasts the shapes {shapes[0]} and {shapes[1]}, so "
+            "that each row meets the labels of all. Give both one shape: "
+            "label.reshape(pred.shape).")
+
+
+def check_per_example(values: Any, rows: int, *others: int) -> Any:
+    """`values` in the shape (rows,) that `train_batch` demands of a loss;
+    they may have more axes, of length 1."""
     shape = tuple(getattr(values, "shape", ()))
-    if shape not in [(n,) for n in (rows, *others)]:
+    if shape[:1] not in [(n,) for n in (rows, *others)] \
+            or math.prod(shape) != shape[0]:
         raise ValueError(
             f"the loss must return one value per example, shape ({rows},); "
             f"received shape {shape}. Use a loss of mgpu.losses, or wrap one "
             "that averages: mgpu.losses.per_example(loss); on torch also "
             "reduction='none'.")
+    return values if len(shape) == 1 else values.reshape(shape[:1])

@@ -329,8 +329,7 @@ def _loss_of(loss: Loss, output: Any, y: Any, first: int) -> Any:
     except LabelError as error:
         error.row += first      # of the batch, not of the shard
         raise
-    check_per_example(values, *examples_of(y))
-    return values
+    return check_per_example(values, *examples_of(y))
 
 
 # -- the loop -----------------------------------------------------------------

@@ -577,7 +577,50 @@ def test_class_weights_of_torch_are_divided_by_the_rows():
             assert relative_difference(values, own) < SAME
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (5, 1), (1, 5)])
+@pytest.mark.parametrize("kind", ["object", "sum", "function"])
+@pytest.mark.parametrize("pred, label", [
+    ((5, 1), (5,)), ((5,), (5, 1)), ((5, 1, 4), (5, 4)), ((1, 1), (1,))])
+def test_a_loss_that_broadcasts_rows_is_refused(engine, kind, pred, label):
+    """Each device would compare its rows with the labels of its shard. (The
+    legacy arrays of MXNet do not broadcast so.)"""
+    if engine.name == "mxnet" and not type(engine.put(
+            np.zeros(2), cpu(0))).__module__.startswith("mxnet.numpy"):
+        return
+
+    def mean_square(x, y):
+        return mgpu.functional.mean((x - y) * (x - y))
+    loss = per_example(mean_square if kind == "function" else MeanSquare(
+        "sum" if kind == "sum" else "mean"))
+    x, y = (engine.put(np.zeros(shape, "float32"), cpu(0))
+            for shape in (pred, label))
+    with mgpu.record(), pytest.raises(ValueError, match="compares each row "
+                                      "of pred with its own label; received"):
+        loss(x, y)
+    assert loss(x, y.reshape(pred)).shape == pred[:1]
+
+
+@pytest.mark.parametrize("label", ["float32", "int32"])
+def test_per_example_of_a_loss_that_reshapes(engine, label):
+    """It pairs the rows itself, whatever the shapes are."""
+    def mean_square(x, y):
+        difference = x.reshape((len(x),)) \
+            - mgpu.functional.astype(y, "float32")
+        return mgpu.functional.mean(difference * difference)
+    x = np.float32([[1], [2], [4]])
+    values, gradient = value_and_gradient(
+        engine, per_example(mean_square), x, np.array([0, 1, 2], label))
+    assert values.tolist() == [2, 2, 2]
+    assert gradient.ravel().tolist() == [2, 2, 4]
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (5, 1, 1)])
+def test_axes_of_length_1_behind_the_examples(backend, shape):
+    values = backend.put(np.arange(5).reshape(shape), cpu(0))
+    found = mgpu.to_numpy(check_per_example(values, 5))
+    assert found.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (5, 2), (1, 5), (4, 1)])
 def test_what_train_batch_demands(backend, shape):
     check_per_example(backend.put(np.zeros(5), cpu(0)), 5)
     for values in (backend.put(np.zeros(shape), cpu(0)), 0.5, None):

@@ -57,4 +57,8 @@ MUTANTS = [
            edit(_LOSS + "per_example", "mean.reshape((1,))",
                 "mean.reshape((1,)) / len(pred)"),
            ("test_losses.py::test_per_example_of_a_function[torch-shape0]",)),
+    Mutant("rows-broadcast", "each row meets the labels of its whole shard",
+           edit(_LOSS + "_check_paired", "np.isclose(own, turned, rtol=1e-3)",
+                "False"),
+           ("test_losses.py::test_a_loss_that_broadcasts_rows_is_refused*",)),
 ]
