@@ -1,5 +1,6 @@
 """A network on a list of devices."""
 import contextlib
+import gc
 import threading
 import warnings
 import weakref
@@ -316,8 +317,9 @@ class Replicas(Hints, abc.Sequence):
                 "Give each thread a network of its own.")
         if self.complete and _initialized.get(self.net) is not self.devices:
             raise RuntimeError(
-                "these replicas are void: the network was initialized again, "
-                "with force_reinit=True. Use what that call returned.")
+                "these replicas are void: the network, or one with parameters "
+                "of it, was initialized again, with force_reinit=True. Use "
+                "what that call returned.")
         if self.torn is not None:
             raise RuntimeError(
                 f"replicas may hold different values, since an update failed "
@@ -979,18 +981,31 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
     return base.Options(bool(hybridize), bool(channels_last), autocast)
 
 
-def _check_alone(network: base.Network) -> None:
+def _sharing(network: base.Network) -> dict[Any, list[str]]:
+    """The other initialized networks that have parameters of `network`."""
+    return {other: shared for other in list(_initialized)
+            if other is not network.net
+            and (shared := network.shares(other))}
+
+
+def _check_alone(network: base.Network, give_up: bool) -> list[Any]:
     """Refuse a part of a network that is on devices already: it would get
-    copies of its own there, and the gradients of both would part."""
-    for other in list(_initialized):
-        shared = [] if other is network.net else network.shares(other)
-        if shared:
-            raise ValueError(
-                "a parameter belongs to one network that is initialized; "
-                f"received {', '.join(map(repr, shared))}, which "
-                f"{type(other).__name__} on {_initialized[other]} has too. "
-                "Initialize the network that holds both, once; freeze what "
-                "a step is not to move (Parameter.grad_req = 'null').")
+    copies of its own there, and the gradients of both would part. With
+    `give_up`: those networks, whose replicas are to become void."""
+    if _sharing(network):
+        gc.collect()        # a network that nobody has may be in a cycle
+    found = _sharing(network)
+    for other, shared in found.items() if not give_up else ():
+        raise ValueError(
+            "a parameter belongs to one network that is initialized; "
+            f"received {', '.join(map(repr, shared))}, which "
+            f"{type(other).__name__} on {_initialized[other]} has too. Pass "
+            "force_reinit=True if that one has done its work (its replicas "
+            "are void then), and init='keep' with it to keep the values; or "
+            "give the new one copy.deepcopy of the layers. To train both, "
+            "initialize the network that holds them, once, and freeze what "
+            "a step is not to move (Parameter.grad_req = 'null').")
+    return list(found)
 
 
 def initialize(net: Any, devices: Any, init: Any = None,
@@ -1029,9 +1044,10 @@ def initialize(net: Any, devices: Any, init: Any = None,
         from NumPy take the dtype of the network. Without it the shapes are
         completed once, at the first forward pass.
     force_reinit : bool
-        Take a network that has been through `initialize`, and draw it again,
-        running statistics included; with ``init="keep"``: the same values
-        on new devices. Replicas from the earlier call are void.
+        Take a network that has been through `initialize`, or one that has
+        parameters of such a network, and draw it again, running statistics
+        included; with ``init="keep"``: the same values. Replicas from the
+        earlier call are void.
     dtype : str, optional
         Cast the network, for example to ``"float64"``.
     batch_norm : {"per_device", "average", "sync"}
@@ -1087,13 +1103,14 @@ def initialize(net: Any, devices: Any, init: Any = None,
             f"the network is initialized already, on {_initialized[net]}; "
             "pass force_reinit=True to draw it again, and init='keep' with "
             "it to keep its values.")
-    _check_alone(network)
+    earlier = _check_alone(network, force_reinit)
     missing = network.missing()
     if keep and missing:
         raise RuntimeError(
-            "init='keep' needs a network that has values; received one whose "
-            "parameters are not initialized yet. Load or initialize it "
-            "first, or choose an initialiser.")
+            "init='keep' needs a network that has values; received none of "
+            f"{[s.name for s in network.specs() if s.name in missing]}. Load "
+            "or initialize these first, or choose an initialiser, which "
+            "draws all.")
 
     def is_drawn(spec: base.Spec) -> bool:
         return spec.kind != "other" and (
@@ -1163,5 +1180,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
         if dtype is not None and len(before) == 1:
             network.cast(*before)
         raise
+    for other in earlier:
+        _initialized.pop(other, None)
     _initialized[net] = devices
     return replicas

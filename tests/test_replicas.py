@@ -235,8 +235,8 @@ def test_keep_wants_a_value_for_each_parameter(engine):
     net = mgpu.models.lenet()
     with_values(engine, net[0])
     with pytest.raises(RuntimeError, match="init='keep' needs a network that "
-                       "has values; received one whose parameters are not "
-                       "initialized yet. Load or initialize it first"):
+                       "has values; received none of .*'9.bias'.*. Load or "
+                       "initialize these first"):
         mgpu.initialize(net, on(0), "keep")
 
 
@@ -1520,9 +1520,66 @@ def test_a_part_of_an_initialized_network_is_refused(engine, devices):
         mgpu.initialize(net[0], devices, "xavier")
     train(replicas, table(8))
     part = net[0]
-    del net, replicas
-    gc.collect()
-    mgpu.initialize(part, devices)
+    net.cycle = replicas
+    gc.disable()        # nobody has it, but it is there
+    try:
+        del net, replicas
+        mgpu.initialize(part, devices)
+    finally:
+        gc.enable()
+
+
+def test_a_later_network_on_trained_layers(engine, devices):
+    """Fine-tuning: `force_reinit` makes the earlier replicas void, and the
+    later ones train as on copies of the layers."""
+    found = []
+    for copied in (False, True):
+        net = mlp(engine)
+        old = mgpu.initialize(net, devices, "xavier", seed=1)
+        trainer = mgpu.Trainer(old, "sgd")
+        train(old, table(8))
+        values = on_each(old)
+        layers = list(net)[:-1]
+        later = with_head(engine, copy.deepcopy(layers) if copied else layers)
+        if copied:
+            replicas = mgpu.initialize(later, devices, "keep")
+            train(old, table(8))
+        else:
+            with pytest.raises(ValueError, match="Pass force_reinit=True if .*"
+                               " or give the new one copy.deepcopy of the "
+                               "layers"):
+                mgpu.initialize(later, devices, "keep")
+            train(old, table(8))        # nothing has changed
+            old.import_numpy({name: x for name, (x, *_) in values.items()})
+            replicas = mgpu.initialize(later, devices, "keep",
+                                       force_reinit=True)
+            for call in (lambda: trainer.step(1), lambda: old[0](mgpu.put(
+                    table(2), devices[0]))):
+                with pytest.raises(RuntimeError, match="these replicas are "
+                                   "void: the network, or one with parameters"
+                                   " of it, was initialized again"):
+                    call()
+        for name in ("0.weight", "0.bias"):
+            assert_bit_equal(on_each(replicas)[name][0], values[name][0])
+        train(replicas, table(8), steps=2)
+        found.append(on_each(replicas))
+    for name, arrays in found[0].items():
+        for x, y in zip(arrays, found[1][name], strict=True):
+            assert_bit_equal(x, y)
+
+
+def with_head(engine, layers):
+    """`layers`, and behind them a dense layer with values."""
+    head = bricks(engine)[1](5, 4)
+    mgpu.initialize(head, on(0), mgpu.initializers.Constant(0.25))
+    head = copy.deepcopy(head)
+    if engine.name == "torch":
+        from torch import nn
+        return nn.Sequential(*layers, head)
+    from mxnet.gluon import nn
+    net = nn.Sequential()
+    net.add(*layers, head)
+    return net
 
 
 # -- values through NumPy -----------------------------------------------------

@@ -139,7 +139,7 @@ MUTANTS = [
                           "if written and", "if False and"),
            ("test_replicas.py::test_layers_that_do_not_fit_are_refused*",)),
     Mutant("parts-of-a-network", "a part gets replicas of its own",
-           edit("mgpu.replicas:_check_alone", "if shared:", "if False:"),
+           edit("mgpu.replicas:_check_alone", "not give_up", "False"),
            ("test_replicas.py::test_a_part_of_an_initialized_network_is_"
             "refused*",)),
     Mutant("mxnet-frozen-later", "a bias learns from old gradients",

@@ -162,6 +162,11 @@ MUTANTS = [
                 "_initialized.get(self.net) is not self.devices", "False"),
            ("test_trainer.py::test_replicas_made_void_are_refused"
             "[torch-2dev]",)),
+    Mutant("earlier-networks-train", "layers of a later network are trained "
+           "by an earlier one", edit("mgpu.replicas:initialize",
+                                  "_initialized.pop(other, None)", "pass"),
+           ("test_replicas.py::test_a_later_network_on_trained_layers"
+            "[torch-2dev]",)),
     Mutant("gradients-averaged", "the mean over devices instead of the sum",
            edit(_REDUCE, "algorithm=self._strategy",
                 'op="mean"'), _ONE),
