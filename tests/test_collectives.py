@@ -354,6 +354,17 @@ def test_reductions_of_another_dtype_are_refused(backend, function, dtype,
     assert backend.to_numpy(data[0]).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("algorithm", collectives.ALGORITHMS)
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_complex_numbers_have_no_largest(algorithm, op):
+    for name in (e for e in ENGINES if e == "torch"):
+        with using_engine(name):
+            import torch
+            with pytest.raises(ValueError, match="no order, and so no " + op):
+                allreduce([torch.ones(2, dtype=torch.complex64)
+                           for _ in range(2)], op=op, algorithm=algorithm)
+
+
 SHARED = ("arrays that a collective writes must not overlap in memory; "
           "received one array twice, or views that share memory. Copy one of "
           "them with mgpu.put(x, device).")

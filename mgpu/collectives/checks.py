@@ -60,6 +60,11 @@ def check_op(arrays: list[Array], op: str, ops: Sequence[str] = OPS) -> None:
         raise ValueError(f"unknown op; received {op!r}. Use one of "
                          f"{', '.join(map(repr, ops))}.")
     dtype = dtype_name(arrays[0])
+    if "complex" in dtype and op in ("max", "min"):
+        raise ValueError(
+            f"complex numbers have no order, and so no {op}; received "
+            f"{forms(arrays)}. Reduce their sizes, or real and imaginary "
+            "parts.")
     if dtype == "bool" or (op == "mean" and "int" in dtype):
         raise ValueError(
             f"the {op} of {dtype} arrays is not of that dtype; received "
