@@ -8,7 +8,7 @@ import numpy as np
 
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
-from mgpu.nested import as_inputs, as_pair, is_empty, rows_of
+from mgpu.nested import as_inputs, as_pair, is_empty, leaves, rows_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 
@@ -152,7 +152,15 @@ def _run(run: Callable[[Any], Any], shard: Any) -> Any:
 
 
 def _correct(output: Any, labels: Any) -> int:
-    return 0 if output is None else accuracy(output, labels)
+    if output is None:
+        return 0
+    if not any(x is output for x in leaves(output)):
+        raise TypeError(
+            "an accuracy is that of one array of scores; received a network "
+            f"whose output is a {type(output).__name__} of "
+            f"{len(leaves(output))} arrays. Choose one: pass devices= and a "
+            "list of functions, lambda x: replicas[i](x)[0] for device i.")
+    return accuracy(output, labels)
 
 
 def _devices_of(net: Any, wanted: Any) -> list[Device]:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
-                     on, refusal_of_foreign, using_engine)
+from helpers import (ENGINES, assert_bit_equal, bricks, convnet, foreign_array,
+                     mlp, on, refusal_of_foreign, using_engine)
 
 #: rows of the batches: uneven, and fewer than the devices
 ROWS = (16, 7, 3, 1)
@@ -290,6 +290,27 @@ def test_wrong_arguments_are_refused(engine):
             [(foreign, np.zeros(3))])
     with pytest.raises(ValueError, match="each device may be named once"):
         mgpu.evaluate_accuracy_gpus(replicas, data(), devices=on(1, 1))
+
+
+def test_a_network_of_two_outputs_is_named(engine, devices):
+    """An auxiliary head: which of the two is the accuracy of?"""
+    base, dense = bricks(engine)
+
+    class Aux(base):
+        def __init__(self):
+            super().__init__()
+            self.out, self.aux = dense(8, 3), dense(8, 5)
+
+        def forward(self, x):
+            return self.out(x), self.aux(x)
+    replicas = mgpu.initialize(Aux(), devices, "xavier")
+    X, y = np.ones((6, 8), "float32"), np.arange(6) % 3
+    with pytest.raises(TypeError, match="whose output is a tuple of 2 arrays"
+                       ". Choose one: pass devices= and a list"):
+        mgpu.evaluate_accuracy_gpus(replicas, [(X, y)])
+    assert mgpu.evaluate_accuracy_gpus(
+        [lambda x, run=run: run(x)[0] for run in replicas], [(X, y)],
+        devices=devices) == 1 / 3
 
 
 def test_a_block_is_evaluated_where_it_is(engine):
