@@ -3,6 +3,7 @@
 The pytest plugin `pytest_mgpu` comes with it: it lists failed comparisons at
 the end of a run, and ``--parity-report DIR`` writes a page for each.
 """
+import inspect
 from typing import Any
 
 from mgpu.parity.comparison import Result, compare
@@ -56,6 +57,12 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
     ...     assert_parity(gluon_net, torch_net, batches=batches, devices=2)
     """
     __tracebackhide__ = True        # pytest shows the test's own line
+    known = list(inspect.signature(compare).parameters)[2:]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                "assert_parity takes the options of mgpu.parity.compare; "
+                f"received {name!r}. Use {', '.join(known)}.")
     result = compare(a, b, **options)
     if not result.proves(allow_mxnet_float32, allow_formulas):
         raise ParityError(result)
