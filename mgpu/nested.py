@@ -4,6 +4,7 @@ An array is whatever has a ``shape`` (but for NumPy's scalars), and a list of
 numbers, or of such lists, which becomes one as `Backend.put` makes it.
 """
 import copy
+from collections import UserDict
 from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any
@@ -25,8 +26,10 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int
     """
     if hasattr(data, "shape") and not isinstance(data, np.generic):
         return function(data)
-    if isinstance(data, dict):
-        copies = [copy.copy(data) for _ in range(k)]
+    if isinstance(data, Mapping):
+        own = isinstance(data, (dict, UserDict))    # what can be written to
+        copies: list[Any] = [copy.copy(data) if own else dict(data)
+                             for _ in range(k)]
         for key, value in data.items():
             for one, part in zip(copies, split_leaves(function, value, k),
                                  strict=True):

@@ -8,7 +8,7 @@ from mgpu import probes
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
-from mgpu.nested import row_counts, rows_of, split_leaves
+from mgpu.nested import leaves, row_counts, rows_of, split_leaves
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -103,6 +103,7 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
     """
     devices = as_devices(devices)
     k, backend = len(devices), get_backend()
+    _check_dense(data)
     if not row_counts(data):
         raise TypeError("data must hold an array to split; received "
                         f"{type(data).__name__}. Pass a native or NumPy "
@@ -137,6 +138,16 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
     return shards
 
 
+def _check_dense(data: Any) -> None:
+    backend = get_backend()
+    for x in leaves(data):
+        if backend.is_native(x) and not backend.is_dense(x):
+            raise ValueError(
+                "a batch is cut into rows of dense arrays; received a sparse "
+                f"or nested {type(x).__name__}. Make it dense first: "
+                "x.to_dense() on torch, x.tostype('default') on MXNet.")
+
+
 def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
     return x[(slice(None),) * (axis % x.ndim) + (slice(begin, end),)]
 
@@ -158,6 +169,7 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
         `X` and `y` (or arrays in them) of different lengths, or an empty
         batch; and what `split_and_load` refuses.
     """
+    _check_dense((X, y))
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
     if n != m or len(n) > 1:
         cure = "Cut them to one length." if n and m else (

@@ -278,6 +278,45 @@ def test_a_dict_with_a_default_keeps_it(backend):
     assert data["x"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_mapping_that_is_no_dict(backend, devices):
+    """A UserDict, as tokenizers give, keeps its class; others are dicts."""
+    class ReadOnly(collections.abc.Mapping):
+        def __getitem__(self, name):
+            return {"x": X}[name]
+
+        def __iter__(self):
+            return iter("x")
+
+        def __len__(self):
+            return 1
+    X, y = np.arange(8.0), np.arange(8)
+    for data, kind in ((collections.UserDict(x=X), collections.UserDict),
+                       (ReadOnly(), dict)):
+        shards, _ = split_batch(data, y, devices)
+        assert {type(shard) for shard in shards} == {kind}
+        assert np.concatenate([backend.to_numpy(shard["x"])
+                               for shard in shards]).tolist() == X.tolist()
+        assert data["x"] is X
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr", "nested"])
+def test_sparse_batches_are_refused(backend, devices, layout):
+    if backend.name == "mxnet":
+        from mxnet import nd
+        x = nd.array(np.eye(4)).tostype(
+            "row_sparse" if layout == "coo" else "csr")
+    else:
+        import torch
+        x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) \
+            if layout == "nested" else torch.eye(4).to_sparse(
+                layout=getattr(torch, f"sparse_{layout}"))
+    for call in (lambda: split_batch({"x": x}, np.arange(4), devices),
+                 lambda: split_and_load(x, devices)):
+        with pytest.raises(ValueError, match="rows of dense arrays; received "
+                           "a sparse or nested .* Make it dense first"):
+            call()
+
+
 def test_lists_of_numbers_are_arrays(backend):
     """With the dtypes that `put` gives: Gluon takes such lists too."""
     for data, dtype in (([1, 2, 3, 4], "int64"), ([0.5, 1, 2, 3], "float32"),

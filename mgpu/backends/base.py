@@ -1005,6 +1005,10 @@ class Backend(ABC):
         place of its own in memory."""
         return None
 
+    def is_dense(self, x: Array) -> bool:
+        """Whether `x` has rows that can be cut off: no sparse array."""
+        return True
+
     # optional: networks that mgpu brings, and Gluon's arithmetic for good
 
     def gluonize(self, net: Any, on: bool = True) -> Any:

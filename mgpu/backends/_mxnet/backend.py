@@ -439,6 +439,9 @@ class MXNetBackend(base.Backend):
             raise messages.no_places(f"a {x.stype} array",
                                      "x.tostype('default')")
 
+    def is_dense(self, x: Any) -> bool:
+        return x.stype == "default"
+
     # -- networks -----------------------------------------------------------
 
     def network(self, net: Any) -> MXNetNetwork:

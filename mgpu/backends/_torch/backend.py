@@ -335,6 +335,9 @@ class TorchBackend(Leaves, base.Backend):
                     f"{x.stride()}, as of expand()", "x.contiguous()")
             reach += (n - 1) * step
 
+    def is_dense(self, x: Any) -> bool:
+        return x.layout is torch.strided and not x.is_nested
+
     # -- networks -----------------------------------------------------------
 
     def network(self, net: Any) -> TorchNetwork:
