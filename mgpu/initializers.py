@@ -406,7 +406,9 @@ def create(init: Any, /, **options: Any) -> Initializer:
     if kind is None:
         raise ValueError(
             f"unknown initialiser; received {name!r}. Use one of "
-            f"{', '.join(map(repr, _NAMES))}, or an Initializer of your own.")
+            f"{', '.join(map(repr, _NAMES))}, or an object of a class of "
+            "mgpu.initializers.Initializer. What the framework draws stays: "
+            "initialize the network first, and pass no init=.")
     fields = dataclasses.fields(kind)
     known = [field.name for field in fields]
     needed = {field.name for field in fields

@@ -52,6 +52,12 @@ _HINTS = {
     "parameters": "Replicas.params(), or replicas.net.parameters()",
     "state_dict": "Replicas.export_numpy(), or replicas.net.state_dict()",
     "modules": "replicas.net, the user's network",
+    "collect_params": "Replicas.params(), or replicas.net.collect_params()",
+    **dict.fromkeys(("save_parameters", "load_parameters"),
+                    "Replicas.export_numpy() and import_numpy, or the same "
+                    "method of replicas.net"),
+    "hybridize": "mgpu.initialize(net, devices, hybridize=True)",
+    "cast": "mgpu.initialize(net, devices, dtype=...)",
     "to": "mgpu.initialize(net, devices, dtype=...)"}
 
 
@@ -457,8 +463,9 @@ class Replicas(Hints, abc.Sequence):
         and refuses nothing; raises as that does."""
         self.of_engine()
         # Copies: a mapping may read them anew each time, or change.
-        values = {name: np.array(values[name])
-                  for name in by_name("values", values)}
+        values = {name: self.backend.to_numpy(x)
+                  if self.backend.is_native(x) else np.array(x)
+                  for name, x in by_name("values", values).items()}
         own = {p.name: p for p in self.all_parameters()}
         for name, p in own.items():
             if p.spec.constant is not None and name not in values:
@@ -478,6 +485,8 @@ class Replicas(Hints, abc.Sequence):
             if value.shape != p.shape and not each:
                 wrong.append(f"{name}: shape {value.shape} instead of "
                              f"{p.shape}")
+            elif value.dtype.name == p.dtype and value.dtype.kind in "iu":
+                values[name] = value.astype("int64")    # uint16, for example
             elif value.dtype.name not in messages.DTYPES:
                 wrong.append(f"{name}: dtype {value.dtype}")
         if wrong:
@@ -620,7 +629,9 @@ class Replicas(Hints, abc.Sequence):
                 "example come first, or give a device without rows None.")
 
     def _no_array(self, i: int, *received: Any) -> TypeError:
-        what = type(received[0]).__name__ if received else "no input"
+        what = type(received[0]).__name__ if received else \
+            "no input, which says what is on this device: let a network " \
+            "without inputs take one that it does not use"
         return TypeError(
             f"replica {i} on {self.devices[i]} takes arrays of the "
             f"{self.backend.name} backend; received {what}. Use "
@@ -1154,7 +1165,14 @@ def initialize(net: Any, devices: Any, init: Any = None,
         return values
 
     network.prepare(options, devices)
-    draw_known()        # what cannot be drawn is refused before a change
+    # What cannot be drawn is refused before a change.
+    for _, spec in to_draw():       # draw_known passes unknown shapes over
+        name, own = spec.init or ("zero", {})
+        try:
+            initializers.create(name, **own)
+        except ValueError as error:
+            raise ValueError(f"parameter {spec.name!r}: {error}") from None
+    draw_known()
     before = {s.dtype for s in network.specs() if "float" in s.dtype}
     if dtype is not None:
         network.cast(dtype)

@@ -709,10 +709,14 @@ def test_a_layers_own_initialiser_that_numpy_does_not_have(name, options):
                                 weight_initializer=Own(**options))
         with_values(engine, net)
         before = native_values(engine, net)
-        with pytest.raises(ValueError, match="unknown initialiser; received "
-                           "'own'"):
+        text = ("parameter 'weight': unknown initialiser; received 'own'.* "
+                "initialize the network first, and pass no init=")
+        with pytest.raises(ValueError, match=text):
             mgpu.initialize(net, on(0, 1), "uniform")
         assert_all_equal(native_values(engine, net), before)
+        net = mx.gluon.nn.Dense(3, weight_initializer=Own(**options))
+        with pytest.raises(ValueError, match=text):     # at once, not late
+            mgpu.initialize(net, on(0, 1), "uniform")
 
 
 def with_buffer(engine):
@@ -1214,6 +1218,11 @@ def test_a_frameworks_names_say_what_mgpu_calls(engine):
             (replicas, "parameters", "Replicas.params()"),
             (replicas, "state_dict", "Replicas.export_numpy()"),
             (replicas, "modules", "replicas.net"),
+            (replicas, "collect_params", "Replicas.params()"),
+            (replicas, "save_parameters", "Replicas.export_numpy()"),
+            (replicas, "hybridize", "mgpu.initialize("),
+            (trainer.optimizer, "lr", "Trainer.learning_rate"),
+            (trainer.optimizer, "lr_scheduler", "Trainer(..., "),
             (replicas, "to", "mgpu.initialize("),
             (trainer, "zero_grad", "Replicas.zero_grad()"),
             (trainer, "param_groups", "set_learning_rate"),
@@ -1264,8 +1273,9 @@ def test_wrong_calls_are_refused(engine):
                     f"{engine.name} backend; received {what}. Use "
                     "mgpu.put(x, cpu(1)).", lambda: replicas([x, wrong]))
     refused(TypeError, "replica 1 on cpu(1) takes arrays of the "
-            f"{engine.name} backend; received no input. Use mgpu.put(x, "
-            "cpu(1)).", lambda: replicas[1]())
+            f"{engine.name} backend; received no input, which says what "
+            "is on this device: let a network without inputs take one that "
+            "it does not use. Use mgpu.put(x, cpu(1)).", lambda: replicas[1]())
 
 
 def test_the_other_frameworks_arrays_are_refused(engine):
@@ -1706,6 +1716,34 @@ def test_every_devices_statistics_survive(engine, devices):
     with pytest.raises(ValueError, match="one device's statistics or those "
                        "of all are exported; received device="):
         replicas.export_numpy(device=devices[0], all_devices=True)
+
+
+def test_native_arrays_are_values_too(engine, devices):
+    """What the framework has read from a file of its own, for example."""
+    replicas = mgpu.initialize(convnet(engine), devices, "xavier")
+    wanted = {name: x + 1 for name, x in replicas.export_numpy().items()}
+    replicas.import_numpy({name: engine.put(x, devices[-1])
+                           for name, x in wanted.items()})
+    assert_all_equal(replicas.export_numpy(), wanted)
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("dtype", ["int16", "uint16", "int32"])
+def test_buffers_of_other_integers_come_back(name, dtype, devices, tmp_path):
+    """Also those of a dtype that no data has."""
+    with using_engine(name):
+        import torch
+        from torch import nn
+        net = nn.Linear(6, 3)
+        net.register_buffer("table", torch.arange(4).to(getattr(torch, dtype)))
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd")
+        mgpu.save_checkpoint(tmp_path / "saved", replicas, trainer)
+        wanted = replicas.export_numpy()
+        replicas.import_numpy({**wanted, "table": wanted["table"] + 1})
+        assert replicas.export_numpy()["table"].tolist() == [1, 2, 3, 4]
+        mgpu.load_checkpoint(tmp_path / "saved", replicas, trainer)
+        assert_all_equal(replicas.export_numpy(), wanted)
 
 
 @pytest.mark.parametrize("change, text", [
@@ -2274,8 +2312,8 @@ def complex_weight(nn):
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("make, words, single", [
     (scripted, r"received TorchScript in \['0'\]", False),
-    (sparse_buffer, r"sparse or complex ones: \['0.graph'\]", False),
-    (complex_weight, r"sparse or complex ones: \['0.factor'\]", False),
+    (sparse_buffer, r"sparse, complex or float8 ones: \['0.graph'\]", False),
+    (complex_weight, r"sparse, complex or float8 ones: \['0.factor'\]", False),
     (lambda nn: nn.Embedding(4, 3, scale_grad_by_freq=True),
      r"received scale_grad_by_freq=True in \['0'\]", True),
     (lambda nn: nn.Embedding(4, 3, max_norm=1.0),

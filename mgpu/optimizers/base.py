@@ -1,12 +1,12 @@
 """What every optimiser has in common: its options and its interface."""
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
-from mgpu.arguments import is_number
+from mgpu.arguments import Hints, is_number
 from mgpu.backends.base import Array, Ops
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def rule(semantics: str, family: str) -> Callable[[_Rule], _Rule]:
 
 
 @dataclass(eq=False, kw_only=True)
-class Optimizer:
+class Optimizer(Hints):
     """A rule that moves one weight; one object serves every device.
 
     It holds options only. What an update remembers is in the state of that
@@ -144,6 +144,13 @@ class Optimizer:
     decoupled_decay: ClassVar[bool] = False
     arrays: ClassVar[tuple[str, ...]] = ()
     has_begin_step: ClassVar[bool] = False
+
+    _hints: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("lr", "set_learning_rate"),
+                        "Trainer.learning_rate and set_learning_rate"),
+        "lr_scheduler": "Trainer(..., lr_scheduler=...)",
+        "set_lr_mult": "Trainer(..., lr_mult=...)",
+        "set_wd_mult": "Trainer(..., wd_mult=...)"}
 
     learning_rate: float = 0.01
     wd: float = 0.0

@@ -6,8 +6,8 @@ _REPLICAS = "mgpu.replicas:Replicas."
 MUTANTS = [
     Mutant("values-read-twice", "a mapping that changes is not what was "
            "checked", edit("mgpu.replicas:Replicas.fit_numpy",
-                           'by_name("values", values)}',
-                           'by_name("values", values)} and values'),
+                           'by_name("values", values).items()}',
+                           'by_name("values", values).items()} and values'),
            ("test_replicas.py::test_values_are_read_once[torch]",)),
     Mutant("set-data-once-per-device", "what a pass sets is set again on each "
            "device", edit("mgpu.backends._mxnet.network:_set_data",

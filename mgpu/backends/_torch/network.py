@@ -183,12 +183,14 @@ class TorchNetwork(base.Network):
             raise messages.sparse_gradient(sparse)
         other = [joined(path, name) for of in ("_parameters", "_buffers")
                  for path, _, name, x in walk(self.net, of)
-                 if x.layout is not torch.strided or x.is_complex()]
+                 if x.layout is not torch.strided or x.is_complex()
+                 or "float8" in str(x.dtype)]
         if other:
             raise ValueError(
                 "parameters and buffers are dense arrays of real numbers; "
-                f"received sparse or complex ones: {other}. Keep a constant "
-                "in a plain attribute, and complex numbers as pairs.")
+                f"received sparse, complex or float8 ones: {other}. Keep a "
+                "constant in a plain attribute, and complex numbers as "
+                "pairs.")
         scripted = [path for path, m in layers
                     if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
