@@ -371,6 +371,8 @@ class Observed:
         What the optimisers multiplied the gradients by.
     loss_scale : float
         What a loss scaler multiplied the loss by.
+    rule : (str, dict) or None
+        `OwnParts.rule` as it was at the update.
     """
 
     left: dict[str, np.ndarray] = field(default_factory=dict)
@@ -378,6 +380,7 @@ class Observed:
     rates: dict[str, float] = field(default_factory=dict)
     scale: float = 1.0
     loss_scale: float = 1.0
+    rule: Any = None
 
 
 class OwnParts(ABC):

@@ -201,6 +201,22 @@ def unknown_part(part: Any) -> TypeError:
         f"{type(part).__name__}. Return those that the step changes.")
 
 
+def dropout_inside(paths: Sequence[str]) -> ValueError:
+    """Masks that no comparison can draw."""
+    return ValueError(
+        "both sides must draw the same masks; received dropout= of nn.LSTM "
+        f"and nn.MultiheadAttention, which no mask reaches, in {paths}. Use "
+        "dropout layers between them, or dropout=0.")
+
+
+def other_weights(count: int) -> ValueError:
+    """An own step trains what no comparison sees."""
+    return ValueError(
+        "the optimisers of a step move weights of the network only, which "
+        f"are set and compared; received {count} others. Put them into the "
+        "network, or compare them in a step of their own.")
+
+
 def no_optimizer(parts: Sequence[Any]) -> ValueError:
     """Nothing is known of the updates of an own step."""
     return ValueError(

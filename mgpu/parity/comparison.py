@@ -25,7 +25,7 @@ from mgpu.parity.matching import Entry
 from mgpu.parity.measure import STAGES, TOLERANCE, Gap
 from mgpu.parity.own import OwnRun
 from mgpu.parity.result import FLOAT32, FORMULAS, Evidence, Result
-from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
+from mgpu.parity.run import (AVERAGE, Arrays, Calls, Run, State, StepResult,
                              at_one_device, join_devices, translate)
 from mgpu.parity.side import check_common, complete
 from mgpu.parity.spill import spilled_state, spilled_step
@@ -154,8 +154,9 @@ def compare(a: Any, b: Any, *, batches: Batches,
 
 def check_deterministic(run: Run, X: Any, y: Any) -> None:
     """Refuse a network that draws random numbers of its own (ValueError)."""
-    n = 2 * len(run.devices)
-    X, y, before = first_rows(X, n), first_rows(y, n), run.state()
+    before = run.state()
+    if not isinstance(run, OwnRun):     # whose code may count the rows
+        X, y = (first_rows(z, 2 * len(run.devices)) for z in (X, y))
     batch = run.prepared(X, y)
     first = run.forward(*batch)
     run.load(before)        # a pass may have moved a buffer
@@ -167,7 +168,9 @@ def check_deterministic(run: Run, X: Any, y: Any) -> None:
             "both sides must draw the same random numbers; received a "
             f"network on {run.name} that draws its own outside its "
             "dropout layers (two passes from one state differ). Use dropout "
-            "layers, or switch the other random parts off.")
+            "layers, or switch the other random parts off, such as the "
+            "dropout= of nn.LSTM and nn.MultiheadAttention. A step of your "
+            "own names what it carries on in its parts.")
 
 
 class Comparison:
@@ -202,7 +205,12 @@ class Comparison:
         self.progress = progress or (lambda done, steps: None)
         self.epsilon = float(np.finfo(dtype).eps)
         self.notes: list[str] = []
-        self.a, self.b = self._run(a), self._run(b)
+        self.a = self._run(a)
+        try:
+            self.b = self._run(b)
+        except BaseException:
+            self.a.restore()
+            raise
         self.settings: dict[str, Any] = {
             "steps": self.steps, "dtype": dtype, "tolerance": self.tolerance,
             "seed": seed, "weights": weights,
@@ -210,6 +218,12 @@ class Comparison:
         self._match(given, rules, weights)
         slots = self.a.updates.slots, self.b.updates.slots
         self._memory = slots[0] == slots[1]
+        own = [run for run in (self.a, self.b) if isinstance(run, OwnRun)]
+        #: whether averages of the weights are compared
+        self._averages = len(own) == 2
+        if len(own) == 1 and own[0].parts.averaged:
+            self.notes.append("the average of the weights is kept on one "
+                              "side only, and was not on trial")
         if not self._memory:
             self.notes.append(
                 f"the optimisers remember different things ({slots[0]} and "
@@ -399,12 +413,16 @@ class Comparison:
         gaps = self._outputs_of(step, "output", one.outputs, two.outputs, own)
         if one.predictions is not None and two.predictions is not None:
             gaps += self._outputs_of(step, "prediction", one.predictions,
-                                     two.predictions)
+                                     two.predictions, own)
         losses = one.losses, two.losses
         if own and losses[0].shape != losses[1].shape:
-            losses = tuple(x.mean(keepdims=True) for x in losses if x.size)
-        if len(losses) == 2:
-            gaps.append(self.single_gap(step, "loss", "", *losses))
+            # what the one side returns is compared with the other's mean
+            for x in (one, two):
+                x.losses = x.losses.mean(keepdims=True) if all(
+                    z.size for z in losses) else np.zeros(0)
+        if not own or one.losses.size:
+            gaps.append(self.single_gap(step, "loss", "", one.losses,
+                                        two.losses))
         gaps += self._own_gaps(step, one, two) if own else \
             self._tensors(step, "gradient", one.gradients, two.gradients)
         firsts = {n: p.a[0] for p in self.plan.pairs for n in p.a}
@@ -421,22 +439,46 @@ class Comparison:
                 {n: v for n, v in values.items() if n in entries
                  and entries[n].is_statistic is statistic}
                 for values in after))
-        if self._memory:
-            gaps += self._tensors(step, "memory", *(
-                {f"{name}.{slot}": value for (name, slot), value
-                 in result.after.optimizer.slots.items() if np.ndim(value)}
-                for result in (one, two)))
+        memory = [{f"{name}.{slot}": value for (name, slot), value
+                   in result.after.optimizer.slots.items()
+                   if np.ndim(value) and (self._memory or slot == AVERAGE)}
+                  for result in (one, two)]
+        if own:     # what one side has thrown away counts as zeros
+            memory = [{n: mine[n] if n in mine else np.zeros_like(yours[n])
+                       for n in {**memory[0], **memory[1]}
+                       if self._averages or not n.endswith("." + AVERAGE)}
+                      for mine, yours in (memory, memory[::-1])]
+            gaps += self._count_gaps(step, one, two)
+        if self._memory or memory[0]:
+            gaps += self._tensors(step, "memory", *memory)
         return sorted(gaps, key=lambda g: STAGES.index(g.stage))
+
+    def _count_gaps(self, step: int, one: StepResult, two: StepResult
+                    ) -> list[Gap]:
+        """The gap of the numbers of updates, on which a formula may depend:
+        of the first weight for which they differ."""
+        counts = [result.after.optimizer.counts for result in (one, two)]
+        trained = {e.name for e in self.a.entries if e.trained}
+        wrong = [n for n in {**counts[0], **counts[1]}
+                 if n in trained and self._memory
+                 and counts[0].get(n) != counts[1].get(n)]
+        return [self.single_gap(
+            step, "memory", f"{n}.updates",
+            *(np.array(float(own.get(n, 0))) for own in counts))
+            for n in wrong[:1]]
 
     def _outputs_of(self, step: int, stage: str, one: list[np.ndarray],
                     two: list[np.ndarray], own: bool = False) -> list[Gap]:
         """`own`: code of the user's has called a network, perhaps in another
-        form (with a state, on half a batch): what has no partner is left."""
+        form (on half a batch): what has no partner is left. States may have
+        an axis of one layer more."""
+        pairs = [(x, measure.in_shape_of(x, z) if own else z)
+                 for x, z in itertools.zip_longest(
+                     one, two, fillvalue=np.zeros(0))]
         return [self.single_gap(
             step, stage, str(i) if len(one) > 1 else "", x, z)
-            for i, (x, z) in enumerate(itertools.zip_longest(
-                one, two, fillvalue=np.zeros(0)))
-            if not own or x.shape == z.shape]
+            for i, (x, z) in enumerate(pairs)
+            if stage == "prediction" or not own or x.shape == z.shape]
 
     def _own_gaps(self, step: int, one: StepResult, two: StepResult
                   ) -> list[Gap]:

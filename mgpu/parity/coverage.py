@@ -116,12 +116,14 @@ def _named(what: str, names: list[str]) -> list[str]:
 
 def _differences(a: Layer, b: Layer) -> Iterator[str]:
     """The options in which two layers with equal outputs differ."""
-    if NAMES.get(a.kind, a.kind) != NAMES.get(b.kind, b.kind):
+    one, two = (NAMES.get(layer.kind, layer.kind).removesuffix("cell")
+                for layer in (a, b))
+    if one != two:
         yield f"{_words(a)} and {_words(b)}"
         return
-    one, two = _effective(a), _effective(b)
-    for name in one:
-        x, z = one[name], two.get(name, one[name])
+    mine, yours = _effective(a), _effective(b)
+    for name in mine:
+        x, z = mine[name], yours.get(name, mine[name])
         if x != z and not (isinstance(x, float) and isinstance(z, float)
                            and isclose(x, z)):
             yield f"{a.kind} with {name} {x!r} and {z!r}"

@@ -33,6 +33,11 @@ __all__ = ["CAUSES", "LIMIT", "ROWS", "Cause", "diagnose"]
 CAUSES = tuple(dict.fromkeys(rule.name for rule in RULES))
 
 
+#: what the frameworks' own optimisers do
+_FORMULAS = {"float32 hyper-parameters", "rate inside the velocity",
+             "Adam epsilon"}
+
+
 def diagnose(result: Result) -> list[Cause]:
     """The likely causes of the first difference of a lock-step.
 
@@ -68,6 +73,9 @@ def diagnose(result: Result) -> list[Cause]:
                                     f"{type(error).__name__}: {error}")
                 continue
             for cause in causes:
+                if cause.name in _FORMULAS and (
+                        evidence.a.own or evidence.b.own):
+                    continue    # no fault of a port
                 known = best.setdefault(cause.name, cause)
                 if cause.residual < known.residual:
                     best[cause.name] = cause

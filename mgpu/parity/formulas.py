@@ -5,13 +5,16 @@ places. Where a side takes steps of the user's own, such a difference is no
 mistake of the port: it is proven by computing one side's update, from that
 side's own gradients, with the other's formula.
 """
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu.optimizers import Optimizer, counterpart
-from mgpu.parity.causes.update_search import (OPS, as_class,
+from mgpu.parity.causes.update_search import (OPS, as_class, lost_options,
                                               options_of)
+from mgpu.parity.live import LiveRun
 from mgpu.parity.measure import Gap
 from mgpu.parity.own import OwnRun
 from mgpu.parity.run import (Arrays, Run, State, StepResult, common_factor,
@@ -60,26 +63,30 @@ class Formulas:
         wrong = {g.stage for g in gaps if g.status == "different"}
         if not self._able or wrong & _FORWARD:
             return gaps
-        proven: dict[str, tuple[str, ...]] = {}     # stages by text
+        #: by text: the size of a formula, and which gaps it explains
+        proven: dict[str, tuple[float, Callable[[Gap], bool]]] = {}
         clipped = "clipping" in wrong
         if wrong & _STAGES and not wrong & {"gradient", "rate"} \
-                and (
-                    not clipped or self._clip_alike(one, two)):
-            names = self._by_formulas(number, before, one, two, clipped)
-            proven |= dict.fromkeys(names or (), ("weight", "memory"))
-            if clipped and names is not None:
-                proven[_CLIPPING] = "clipping", "weight", "memory"
+                and (not clipped or self._clip_alike(one, two)):
+            sizes, explains = self._by_formulas(before, one, two, clipped)
+            if clipped and sizes is not None:
+                proven[_CLIPPING] = max(
+                    g.relative for g in gaps if g.stage == "clipping"), \
+                    lambda g: g.stage == "clipping" or explains(g)
+            proven |= {text: (size, explains)
+                       for text, size in (sizes or {}).items()}
         if "statistic" in wrong:
-            proven |= dict.fromkeys(self._statistics(
-                before, one, two, gaps), ("statistic",))
-        for text, stages in proven.items():
-            size = max((g.relative for g in gaps if g.stage == stages[0]
-                        and g.status == "different"), default=0.0)
+            proven |= {
+                text: (size, lambda g: g.stage == "statistic") for text, size
+                in self._statistics(before, one, two, gaps).items()}
+        explained = {
+            i for i, g in enumerate(gaps) if g.status == "different"
+            and any(holds(g) for _, holds in proven.values())}
+        for text, (size, _) in proven.items() if explained else ():
             known = self.found.setdefault(text, {"text": text, "size": 0.0})
             known["size"] = max(known["size"], size)
-        explained = {stage for stages in proven.values() for stage in stages}
-        return [g._replace(status="formula") if g.status == "different"
-                and g.stage in explained else g for g in gaps]
+        return [g._replace(status="formula") if i in explained else g
+                for i, g in enumerate(gaps)]
 
     # -- clipping -----------------------------------------------------------
 
@@ -97,42 +104,62 @@ class Formulas:
             norm = np.sqrt(sum(float(np.vdot(g, g)) for g
                                in step.own.left.values())) \
                 / (step.divisor * step.own.scale)
-            limits.append(factor * (norm + run.parts.clip_epsilon)
-                          * step.own.scale)
-        return bool(np.isclose(limits[0], limits[1], rtol=_ROUNDING, atol=0))
+            limits.append([factor * (norm + epsilon) * step.own.scale
+                           for epsilon in (run.parts.clip_epsilon, 0.0)])
+        # code of the user's own that clips may add nothing to the norm
+        return any(np.isclose(x, z, rtol=_ROUNDING, atol=0)
+                   for x in limits[0] for z in limits[1])
 
     # -- the update ---------------------------------------------------------
 
-    def _by_formulas(self, number: int, before: State, one: StepResult,
-                two: StepResult, clipped: bool) -> list[str] | None:
-        """The names of the formulas with which the update of `b` is that of
-        `a`; None if none do it."""
+    def _by_formulas(self, before: State, one: StepResult,
+                     two: StepResult, clipped: bool
+                     ) -> tuple[dict[str, float] | None,
+                                Callable[[Gap], bool]]:
+        """How large a difference each formula makes between the updates of
+        both sides, from equal gradients, and whether they explain a gap;
+        None if one side does not do what its optimiser says."""
         rules = [run.updates.optimizer for run in self._runs]
         ways = [_Way(type(rule), isinstance(run, OwnRun)
-                     and run.name == "mxnet")
+                     and run.backend.semantics == "gluon"
+                     and rule.family in _COMPILED)
                 for run, rule in zip(self._runs, rules)]
-        if ways[0].kind not in (ways[1].kind, counterpart(
-                ways[1].kind, ways[0].kind.semantics)) \
-                or "" in (kind.family for kind, _ in ways):
-            return None
+        nothing = None, lambda g: False
+        if "" in (kind.family for kind, _ in ways) or ways[0].kind not in (
+                ways[1].kind, counterpart(ways[1].kind,
+                                          ways[0].kind.semantics)) \
+                or lost_options(rules[1], ways[0].kind) \
+                or lost_options(rules[0], ways[1].kind):
+            return nothing
         scales = [s.own.scale if s.own else 1 / s.divisor for s in (one, two)]
-        if not self._near(number, two, self._moved(
-                before, two, ways[1], two.gradients, scales[1])):
-            return None     # b does not do what its optimiser says
-        gradients = one.gradients if clipped else two.gradients
-        if not self._near(number, one, self._moved(
-                before, two, ways[0], gradients, scales[0])):
-            return None
-        others = {
-            _NAMES.get(ways[0].kind.family, (
+        gradients = one.gradients
+
+        def moved(kind: type[Optimizer], single: bool, scale: float
+                  ) -> StepResult:
+            return self._moved(before, two, _Way(kind, single), gradients,
+                               scale)
+        if not self._near(one, moved(*ways[0], scales[0])) \
+                or not self._near(two, self._moved(
+                    before, two, ways[1], two.gradients, scales[1])):
+            return nothing
+        kind, single = ways[0]
+        sizes = {name: size for name, x, z in (
+            (_NAMES.get(kind.family, (
                 "another formula of Gluon's and PyTorch's "
-                f"{ways[0].kind.family}")):
-            ways[0]._replace(kind=ways[1].kind),
-            _SINGLE: ways[0]._replace(single=ways[1].single)}
-        # those without which the sides differ
-        return [name for name, way in others.items() if way != ways[0]
-                and not self._near(number, one, self._moved(
-                    before, two, way, gradients, scales[0]))]
+                f"{kind.family}")),
+             moved(kind, False, scales[0]),
+             moved(ways[1].kind, False, scales[0])),
+            (_SINGLE, moved(kind, single, scales[0]),
+             moved(kind, ways[1].single, scales[1])))
+            if (size := self._apart(x, z)) > self._work.tolerance}
+        if clipped:     # each by its own formula
+            factor = common_factor(one.gradients, two.gradients) or 1.0
+            gradients = {n: g * factor for n, g in gradients.items()}
+        # What is left comes from gradients that agree up to rounding.
+        other = moved(*ways[1], scales[1])
+        return sizes, lambda g: g.stage in ("weight", "memory") \
+            and self._gap(_tensor(g, two), _tensor(g, other)) \
+            <= self._work.tolerance
 
     def _moved(self, before: State, step: StepResult, way: _Way,
                gradients: Arrays, scale: float) -> StepResult:
@@ -155,7 +182,7 @@ class Formulas:
             factor = 1.0
             if outside[0] != outside[1] and counts.get(name):
                 last = b.updates.last_rate(name, start.optimizer.num_update)
-                factor = -1 / last if outside[1] else -last
+                factor = -last if not outside[1] else -1 / last if last else 0
             for slot, value in state.items():
                 old = slots.get((name, slot))
                 if old is not None:
@@ -183,7 +210,7 @@ class Formulas:
             if outside[0] != outside[1]:    # as `b` keeps it
                 now = b.updates.last_rate(name,
                                           step.after.optimizer.num_update)
-                factor = -now if outside[1] else -1 / now
+                factor = -now if outside[1] else -1 / now if now else 0.0
             slots.update({(name, slot): np.asarray(value) * (
                 factor if slot == "momentum" else 1.0)
                 for slot, value in state.items()})
@@ -192,32 +219,32 @@ class Formulas:
         return StepResult([], np.zeros(0), {}, translate(
             State(values, memory), plan.inverse(), b, a))
 
-    def _near(self, number: int, step: StepResult, moved: StepResult) -> bool:
-        """Whether the weights and the memory of a step are `moved`."""
-        names = {e.name for e in self._runs[0].entries if not e.is_statistic}
-        for x, z in ((step.after.values, moved.after.values),
-                     ({"/".join(k): v for k, v
-                       in step.after.optimizer.slots.items()},
-                      {"/".join(k): v for k, v
-                       in moved.after.optimizer.slots.items()})):
-            for name in x.keys() & z.keys():
-                if x is step.after.values and name not in names:
-                    continue
-                if np.ndim(x[name]) and self._work.single_gap(
-                        number, "weight", name, x[name], z[name]
-                        ).status == "different":
-                    return False
-        return True
+    def _near(self, step: StepResult, moved: StepResult) -> bool:
+        return self._apart(step, moved) <= self._work.tolerance
 
+    def _apart(self, step: StepResult, moved: StepResult) -> float:
+        """How far the weights and the memory of a step are from `moved`."""
+        names = {e.name for e in self._runs[0].entries if not e.is_statistic}
+        mine, yours = step.after, moved.after
+        return max(itertools.chain(
+            (self._gap(mine.values[n], yours.values[n])
+             for n in names & yours.values.keys()),
+            (self._gap(mine.optimizer.slots[key], x)
+             for key, x in yours.optimizer.slots.items()
+             if key in mine.optimizer.slots)), default=0.0)
+
+    def _gap(self, x: Any, z: Any) -> float:
+        return self._work.single_gap(0, "", "", x, z).relative \
+            if np.ndim(x) else 0.0
 
     # -- running statistics -------------------------------------------------
 
     def _statistics(self, before: State, one: StepResult, two: StepResult,
-                    gaps: list[Gap]) -> list[str]:
-        """The names of the formulas with which the running statistics of
-        both sides come from one batch; none if they do not."""
+                    gaps: list[Gap]) -> dict[str, float]:
+        """How large a difference the formulas make with which the running
+        statistics of both sides come from one batch; none if they do not."""
         a, b = self._runs
-        found: dict[str, None] = {}
+        found: dict[str, float] = {}
         wrong = {g.name for g in gaps
                  if g.stage == "statistic" and g.status == "different"}
         pairs = {pair.a[0]: pair.b[0] for pair in self._work.plan.pairs}
@@ -226,43 +253,58 @@ class Formulas:
                  for name in layer.parameters} for run in (a, b)]
         for name in wrong:
             if name not in keep[0] or pairs.get(name) not in keep[1]:
-                return []
+                return {}
             momenta = [own[n][1] for own, n in zip(
                 keep, (name, pairs[name]))]
             if None in momenta:
-                return []
-            exact = [float(np.float32(m)) if run.name == "mxnet" else m
+                return {}
+            exact = [float(np.float32(m)) if _is_gluons(run) else m
                      for m, run in zip(momenta, (a, b))]
             x, z = ((step.after.values[name] - m * before.values[name])
                     / (1 - m) for m, step in zip(exact, (one, two)))
             ratio = 1.0
             if name.endswith("var"):
-                ratio = _ratio_of_counts(x, z, one.rows)
+                factors = [_unbiased(run, step, n) for run, step, n in zip(
+                    (a, b), (one, two), (name, pairs[name]))]
+                ratio = factors[1] / factors[0]
             tolerance = self._work.tolerance / (1 - exact[0])
             if momenta[0] != momenta[1] or not np.allclose(
                     x * ratio, z, rtol=tolerance,
                     atol=tolerance * float(np.abs(z).max(initial=0.0))):
-                return []
-            if ratio != 1.0:
-                found[_UNBIASED] = None
-            if exact[0] != exact[1]:
-                found[_MOMENTUM] = None
-        return list(found)
+                return {}
+            old, new = before.values[name], two.after.values[name]
+            for text, size in (
+                    (_UNBIASED, self._gap(new, new - z * (1 - exact[1])
+                                          * (1 - 1 / ratio))),
+                    (_MOMENTUM, self._gap(new, new + (old - z)
+                                          * (exact[0] - exact[1])))):
+                if size > self._work.tolerance:
+                    found[text] = max(size, found.get(text, 0.0))
+        return found
 
 
-def _ratio_of_counts(x: np.ndarray, z: np.ndarray, rows: list[int]) -> float:
-    """What all of `z` are of `x`: n / (n - 1), or its inverse, for a number
-    of values n that the rows have; else 1."""
-    square = float(np.vdot(x, x))
-    ratio = float(np.vdot(x, z)) / square if square else 1.0
-    for factor, power in ((ratio, 1), (1 / ratio if ratio else 1.0, -1)):
-        if factor > 1 + 1e-9:
-            count = round(factor / (factor - 1))
-            if count > 1 and count % sum(rows) == 0:
-                return (count / (count - 1)) ** power
-    return 1.0
+def _tensor(gap: Gap, step: StepResult) -> Any:
+    """What a gap of weights or memory is about, in a step."""
+    if gap.stage == "weight":
+        return step.after.values[gap.name]
+    name, _, slot = gap.name.rpartition(".")
+    return step.after.optimizer.slots[name, slot]
 
 
+def _is_gluons(run: Run) -> bool:
+    return isinstance(run, LiveRun) and run.backend.semantics == "gluon"
+
+
+def _unbiased(run: Run, step: StepResult, name: str) -> float:
+    """What a side multiplies the variance of a batch by: n / (n - 1) in
+    torch's own code."""
+    count = step.own.counts.get(name, 0) if step.own else 0
+    return count / (count - 1) if count > 1 and isinstance(run, OwnRun) \
+        and run.backend.semantics == "torch" else 1.0
+
+
+#: the optimisers of MXNet whose kernels get their numbers as float32
+_COMPILED = ("sgd", "nag", "adam", "rmsprop", "ftrl", "signum")
 _SINGLE = "MXNet's optimisers round rates and options to float32"
 _CLIPPING = ("clipping by the global norm: Gluon adds 1e-8 to the norm, "
              "PyTorch 1e-6")

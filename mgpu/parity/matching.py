@@ -11,6 +11,7 @@ import numpy as np
 from mgpu.backends.base import Layer
 from mgpu.parity.maps import (MatchError, Target, alternatives, as_map,
                               read_map)
+from mgpu.parity.measure import in_shape_of
 from mgpu.parity.plan import Entry, Pair, Plan
 from mgpu.parity.search import (SIZES, Choice, Group, aligned, alignments,
                                 decide, equal_shapes)
@@ -199,9 +200,9 @@ class Probe:
                expected: list) -> bool:
         """Whether `b` returns the same with these values under `plan`."""
         outputs, _ = self._run_b(plan.to_b(values_a), False)
+        pairs = [(x, in_shape_of(x, y)) for x, y in zip(expected, outputs)]
         return len(outputs) == len(expected) and all(
-            x.shape == y.shape and close(x, y)
-            for x, y in zip(expected, outputs))
+            x.shape == y.shape and close(x, y) for x, y in pairs)
 
     def calls(self, values_a: Mapping[str, np.ndarray],
               values_b: Mapping[str, np.ndarray]) -> tuple[list, list]:

@@ -92,6 +92,12 @@ def scales(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray],
             for name, size in own.items()}
 
 
+def in_shape_of(x: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """`z`, in the shape of `x` if they differ in axes of length 1 only."""
+    return z.reshape(x.shape) if [n for n in x.shape if n != 1] \
+        == [n for n in z.shape if n != 1] else z
+
+
 def size_of(x: np.ndarray) -> float:
     """The largest absolute value that is finite."""
     return max((float(sizes.max(initial=0.0, where=np.isfinite(sizes)))

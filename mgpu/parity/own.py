@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
@@ -9,12 +10,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mgpu.arguments import is_number
 from mgpu.backends import base, using_backend
 from mgpu.nested import leaves
-from mgpu.optimizers import Optimizer, create
+from mgpu.optimizers import RULES, Optimizer
+from mgpu.parity.causes.update_search import OPS
 from mgpu.parity.live import LiveRun, rows_of_shards
 from mgpu.parity.masks import Masks
-from mgpu.parity.run import (Arrays, Calls, LayerCall, OwnStep, State,
+from mgpu.parity.run import (AVERAGE, Arrays, Calls, LayerCall, OwnStep, State,
                              StepResult, UpdateRule, join_devices)
 from mgpu.trainer_states import TrainerStates
 
@@ -29,6 +32,7 @@ class _Seen(NamedTuple):
     value: Any
     observed: base.Observed
     ran: dict[str, bool]    # by path of a layer: in training mode
+    counts: dict[str, int]  # by statistic: values of a channel in the batch
     calls: Calls
 
 
@@ -64,35 +68,44 @@ class OwnRun(LiveRun):
             self._own, parts = made
             self.parts = self.network.own_parts(
                 list(parts) if isinstance(parts, (list, tuple)) else [parts])
-            self._rule = self._known_rule()
+            self._rule = self._known_rule(self.parts.rule)
+            if self._rule is None:
+                self.parts.rule = None
         self._rates: dict[int, dict[str, float]] = {}
         self._at, self._put_back = -1, self._keep()
+        #: by step: what puts back the state before it
+        self._before_step: dict[int, Callable[[], None]] = {}
         self.updates = self._own_rule()
 
-    def _known_rule(self) -> Optimizer | None:
+    def _known_rule(self, rule: Any) -> Optimizer | None:
         """What the parts' optimisers compute, as one of mgpu."""
-        if self.parts.rule is None:
+        if rule is None:
             return None
-        family, options = self.parts.rule
+        family, options = rule
         try:
-            known = {f.name for f in fields(create(
-                family, self.backend.semantics))}
-            return create(family, self.backend.semantics, **{
-                k: v for k, v in options.items() if k in known})
-        except (TypeError, ValueError):
-            self.parts.rule = None
+            kind = RULES[self.backend.semantics][family]
+            known = {f.name for f in fields(kind)}
+            return kind(**{k: v for k, v in options.items() if k in known})
+        except (KeyError, TypeError, ValueError):
             return None
 
     def _own_rule(self) -> UpdateRule:
         parts, rule = self.parts, self._rule
         names = [p.name for p in self.replicas.params()]
         return UpdateRule(
-            rule or Optimizer(), sorted(rule.slots()) if rule
-            else [f"those of {parts.text}"],
+            rule or Optimizer(), sorted(rule.create_state(np.zeros(1), OPS))
+            if rule else [f"those of {parts.text}"],
             {n: parts.lr_mult.get(n, 0.0) for n in names},
             {n: parts.wd_mult.get(n, 0.0) for n in names}, names,
-            lambda name, num_update: self._rates.get(
-                num_update, {}).get(name, 0.0))
+            self._moved_by)
+
+    def _moved_by(self, name: str, num_update: int) -> float:
+        """That of an update which is known, of this one or one before."""
+        known = max((n for n in self._rates if n <= num_update), default=None)
+        if known is not None:
+            return self._rates[known].get(name, 0.0)
+        return self._rule.learning_rate * self.parts.lr_mult.get(name, 0.0) \
+            if self._rule else 0.0
 
     def options(self) -> dict[str, Any]:
         own = f"the step's own: {self.parts.text}"
@@ -108,6 +121,14 @@ class OwnRun(LiveRun):
         return State(super().state().values, TrainerStates(
             type(rule).__name__ if rule else UNKNOWN, last, 0.0,
             {n: t for n, t in counts.items() if t}, slots))
+
+    def load(self, state: State, memory: bool = True) -> None:
+        super().load(state, memory)
+        if not memory:      # but the average is nobody's memory
+            slots, counts = self.parts.memory()
+            self.parts.load({**slots, **{
+                key: value for key, value in state.optimizer.slots.items()
+                if key[1] == AVERAGE}}, counts)
 
     def load_memory(self, states: TrainerStates) -> None:
         self.parts.load(states.slots, states.counts)
@@ -136,17 +157,30 @@ class OwnRun(LiveRun):
         (x,), (label,) = self.shards(X, y)
         outputs: list[Any] = []
         ran: dict[str, bool] = {}
+        norms = {layer.path: layer for layer in self.layers
+                 if layer.kind == "batch_norm"}
+        counts: dict[str, int] = {}
         calls: list[Calls] = [[]]
 
-        given: list[np.ndarray] = []
-        places = {row.tobytes(): i for row_of in self.copies(x)[:1]
-                  for i, row in enumerate(row_of)}
+        places: list[list[int]] = []    # of the rows of each call
+        known: dict[bytes, list[int]] = {}
+        for rows in self.copies(x)[:1]:
+            for i, row in enumerate(rows):
+                known.setdefault(row.tobytes(), []).append(i)
+        met: Counter[bytes] = Counter()
+
+        def place(row: np.ndarray) -> int:
+            """Where a row is in the batch; equal ones have their turns."""
+            key = row.tobytes()
+            met[key] += 1
+            return known[key][(met[key] - 1) % len(known[key])] \
+                if key in known else -1
 
         def begins(inputs: Any) -> None:
             # Half a batch gets its rows of the masks of a whole one.
-            given.extend(self.copies(inputs)[:1])
-            self.masks.take([places.get(row.tobytes(), -1)
-                             for part in given[-1:] for row in part])
+            places.append([place(row) for rows in self.copies(inputs)[:1]
+                           for row in rows])
+            self.masks.take(places[-1])
 
         def seen(output: Any) -> None:
             outputs.append(output)
@@ -156,6 +190,11 @@ class OwnRun(LiveRun):
             trains = self.network.trains(path)
             if trains is None:
                 return
+            if path in norms:
+                x, axis = inputs[0], norms[path].options["axis"]
+                counts.update(dict.fromkeys(
+                    norms[path].parameters, 0 if path in ran
+                    else int(np.prod(x.shape)) // x.shape[axis]))
             ran[path] = trains and ran.get(path, True)
             if watch:
                 calls[-1].append(LayerCall(path, self.copies(inputs),
@@ -165,9 +204,9 @@ class OwnRun(LiveRun):
                 self.network.natively(self.masks, begins, seen), \
                 self.parts.observe() as observed:
             value = self._own(x, label)
-        order = _order(places, given)
+        order = _order(places)
         return _Seen([_in_order(z, order) for z in self.joined(outputs)],
-                     value, observed, ran,
+                     value, observed, ran, counts,
                      [call._replace(inputs=[
                          _in_order(z, order) for z in call.inputs], outputs=[
                          _in_order(z, order) for z in call.outputs])
@@ -186,10 +225,12 @@ class OwnRun(LiveRun):
             if observed.rates:
                 self._rates[after.optimizer.num_update] = observed.rates
             rate = next(iter(observed.rates.values()), 0.0)
-            if rate:
-                self.updates = self.updates._replace(lr_mult={
-                    n: observed.rates.get(n, 0.0) / rate
-                    for n in self.updates.lr_mult})
+            if rate:        # and options, which a schedule may move too
+                rule = self._known_rule(observed.rule)
+                self.updates = self.updates._replace(
+                    optimizer=rule or self.updates.optimizer, lr_mult={
+                        n: observed.rates.get(n, 0.0) / rate
+                        for n in self.updates.lr_mult})
 
             def known(grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 return {n: g * rows for n, g in grads.items()
@@ -201,17 +242,25 @@ class OwnRun(LiveRun):
                 OwnStep(known(observed.left or observed.applied),
                         observed.scale, observed.loss_scale,
                         [p for p, trains in seen.ran.items() if not trains],
+                        seen.counts,
                         after.optimizer.num_update
                         - max(before.values(), default=0)))
 
     def _losses(self, value: Any) -> np.ndarray:
+        if isinstance(value, dict) and value:
+            value = value.get("loss", next(iter(value.values())))
         if isinstance(value, (tuple, list)) and value:
             value = value[0]
         if value is None:
             return np.zeros(0)
-        return np.atleast_1d(self.backend.to_numpy(value)
-                             if self.backend.is_native(value)
-                             else np.asarray(value, np.float64))
+        if self.backend.is_native(value):
+            return np.atleast_1d(self.backend.to_numpy(value))
+        if not is_number(value) and not isinstance(value, np.ndarray):
+            raise TypeError(
+                "a step returns its loss, one number or one for each "
+                "example, or nothing; received "
+                f"{type(value).__name__}. Return loss.")
+        return np.atleast_1d(np.asarray(value, np.float64))
 
     def train(self, X: Any, y: Any, step: int = 0) -> np.ndarray:
         return self.step(X, y, step, predict=False).losses
@@ -230,20 +279,20 @@ class OwnRun(LiveRun):
         return self.refuse("gradients of single devices")
 
     def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
-        with using_backend(self.name):
+        with using_backend(self.name), self._once():
             if step == self._at:
                 self._put_back()
-            with self._once():
-                return self._take(X, y, step).outputs
+            return self._take(X, y, step).outputs
 
     def calls(self, X: Any, y: Any, step: int, *, predict: bool = False,
               first: bool = False) -> list[Calls]:
         if predict:
             return super().calls(X, y, step, predict=True, first=first)
         with using_backend(self.name):
-            if step == self._at:
-                self._put_back()
+            if step == self._at:    # asked for again after other steps
+                self._before_step = {step: self._put_back}
             with self._once():
+                self._before_step.get(step, lambda: None)()
                 return [self._take(X, y, step, True).calls]
 
 
@@ -257,7 +306,7 @@ def _kept(step: Any, met: frozenset[int] = frozenset()
         with contextlib.suppress(ValueError):       # empty as yet
             value = cell.cell_contents
             if inspect.isroutine(value):
-                if id(value) not in met:
+                if inspect.isfunction(value) and id(value) not in met:
                     found += _kept(value, met | {id(step)})
                 continue
             found += _kept_value(value, partial(setattr, cell,
@@ -288,12 +337,11 @@ def _refill(value: Any, now: Any) -> None:
         value.update(now)
 
 
-def _order(places: dict[bytes, int], given: list[np.ndarray]
-           ) -> np.ndarray | None:
+def _order(places: list[list[int]]) -> np.ndarray | None:
     """Where each row of the batch is among those that the calls of the
     network got; None if that is not clear, or there was one call."""
-    found = [places.get(row.tobytes(), -1) for x in given for row in x]
-    if len(given) < 2 or sorted(found) != list(range(len(found))):
+    found = [i for own in places for i in own]
+    if len(places) < 2 or sorted(found) != list(range(len(found))):
         return None
     return np.argsort(found)
 

@@ -51,6 +51,9 @@ class OwnStep(NamedTuple):
         What the loss was multiplied by before the backward pass.
     predicted : list of str
         The paths of layers that ran in prediction mode.
+    counts : dict of str -> int
+        By running statistic: how many values of each channel the batch had;
+        0 where the layer was called more than once.
     updates : int
         How many updates the step made.
     """
@@ -59,6 +62,7 @@ class OwnStep(NamedTuple):
     scale: float
     loss_scale: float
     predicted: list[str]
+    counts: dict[str, int]
     updates: int
 
 

@@ -24,13 +24,14 @@ def gluon_step(optimizer="sgd", clip=None, schedule=None, **options):
 
 
 def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
-               scaler=None, unscale=True, parts=1, divide=True, mode="train",
+               scaler=None, unscale=True, parts=1, divide=True, mode="train", updates=1,
                **options):
     """A plain loop of PyTorch.
 
     `schedule` makes a scheduler, which moves ``before`` the optimiser or
     after it; `scaler`: the loss scale of a `GradScaler`; `parts`: how many
-    backward passes a step has; `mode`: called once, before the first step.
+    backward passes a step has; `mode`: called once, before the first step;
+    `updates`: how many.
     """
     def make(net):
         import torch
@@ -55,7 +56,8 @@ def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
                 if unscale:
                     scales.unscale_(moves)
                 torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
-            scales.step(moves)
+            for _ in range(updates):
+                scales.step(moves)
             scales.update()
             if rates and not before:
                 rates.step()

@@ -285,6 +285,7 @@ FAULTS = {
     "no schedule": ("schedule", steps({}, schedule=gluons_halving)),
     "not divided by the parts": ("gradient scale", steps(
         {"parts": 3, "divide": False}, [tuple(x[:6] for x in ROWS[0])])),
+    "two updates": ("updates in a step", steps({"updates": 2})),
     "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
     # batch norm
     "unbiased variance": ("unbiased variance", lambda patch: (

@@ -1,11 +1,15 @@
 """Training steps of the user's own, on one side or on both."""
+import inspect
+
 import numpy as np
 import pytest
 
+import mgpu
 from mgpu import parity
 from mgpu.parity import Side
 from networks import gluon
 from networks import torch as torch_
+from parity import scripts
 from parity.steps import gluon_step, torch_step
 
 RNG = np.random.default_rng(0)
@@ -82,3 +86,443 @@ def test_a_loop_equals_itself_with_whatever_optimiser():
         result = parity.compare(B, B, batches=BATCHES, step_a=step,
                                 step_b=step)
         assert result.same, (optimizer, result)
+
+
+# -- whole scripts ------------------------------------------------------------
+
+def pictures(size, classes=4):
+    return [(RNG.normal(size=(8, 1, size, size)),
+             RNG.integers(0, classes, 8).astype("int32")) for _ in range(5)]
+
+
+def tokens(words, length, shape, classes):
+    return [(RNG.integers(0, words, (8, length)).astype("int32"),
+             RNG.integers(0, classes, shape).astype("int32"))
+            for _ in range(5)]
+
+
+MOMENTUM, SINGLE, CLIPPING = "momentum:", "MXNet's optimisers", "clipping"
+STATISTICS = "batch norm: PyTorch", "batch norm: MXNet"
+#: both networks and both steps, batches, and how the formulas begin
+SCRIPTS = {
+    "digits": (scripts.lenet_gluon, scripts.digits_gluon,
+               scripts.lenet_torch, scripts.digits_torch, pictures(14),
+               [SINGLE]),
+    "pictures": (scripts.residual_gluon, scripts.pictures_gluon,
+                 scripts.residual_torch, scripts.pictures_torch, pictures(8),
+                 [MOMENTUM, SINGLE, *STATISTICS]),
+    "language": (scripts.words_gluon, scripts.language_gluon,
+                 scripts.words_torch, scripts.language_torch,
+                 tokens(11, 4, (8, 4), 11), [CLIPPING]),
+    "sentences": (scripts.encoder_gluon, scripts.sentences_gluon,
+                  scripts.encoder_torch, scripts.sentences_torch,
+                  tokens(13, 6, (8,), 3), ["Adam's", SINGLE])}
+
+
+def compared(name, swapped, changes=(), fault=None, **options):
+    """A script against its port, whose text is changed."""
+    mgpu.mxnet_compat()
+    a, step_a, b, step_b, batches, _ = SCRIPTS[name]
+    if fault == "gluon":
+        step_a = changed(step_a, changes)
+    elif changes:
+        step_b = changed(step_b, changes)
+    sides = [(a, step_a), (b, step_b)][::-1 if swapped else 1]
+    (a, step_a), (b, step_b) = sides
+    import torch
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return parity.compare(a, b, batches=batches, step_a=step_a,
+                              step_b=step_b, **options)
+
+
+def changed(function, changes):
+    """The function with other text: pairs of old and new lines."""
+    text = inspect.getsource(function)
+    for old, new in changes:
+        assert text.count(old) == 1, (old, text)
+        text = text.replace(old, new)
+    space = dict(vars(scripts))
+    exec(text, space)
+    return space[function.__name__]
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_and_its_port_are_the_same_but_for_named_formulas(
+        name, swapped):
+    result = compared(name, swapped)
+    assert result.verdict == "same but for named formulas", result
+    texts = [f["text"] for f in result.formulas]
+    words = SCRIPTS[name][-1]
+    assert len(texts) == len(words) and all(
+        any(text.startswith(word) for text in texts) for word in words), texts
+    # what is rounded to float32 is not said to make a large difference
+    assert all(f["size"] < 1e-5 for f in result.formulas
+               if "float32" in f["text"]), result.formulas
+    assert result.coverage["not_on_trial"] == [] \
+        == result.coverage["options"]
+
+
+STEP, MOVE = "        optimizer.step()\n", "        schedule.step()\n"
+CLIP_ALL = ("        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)"
+            "\n")
+ONE_PASS = ("        loss = criterion(net(x), y.long())\n"
+            "        loss.backward()\n")
+
+
+def halves(divisor):
+    return [(ONE_PASS, f"""\
+        total = 0
+        for half in (slice(4), slice(4, 8)):
+            loss = criterion(net(x[half]), y[half].long())
+            (loss / {divisor}).backward()
+            total += loss.item() / 2
+"""), ("return loss.item()", "return total")]
+
+
+def scaled(clip):
+    """With a `GradScaler`."""
+    return [("    carried =", "    scaler = torch.amp.GradScaler('cpu', "
+             "init_scale=64.0)\n    carried ="),
+            ("loss.backward()", "scaler.scale(loss).backward()"),
+            (CLIP_ALL, clip + CLIP_ALL),
+            (STEP, "        scaler.step(optimizer)\n"
+             "        scaler.update()\n"),
+            ("[optimizer, carried]", "[optimizer, carried, scaler]")]
+
+
+#: by what they add to a port: the script, and its changes
+ALSO_RIGHT = {
+    "a loss scaler": ("language", scaled(
+        "        scaler.unscale_(optimizer)\n")),
+    "two halves of a batch": ("digits", halves(2)),
+    "a state that is no part": ("language", [
+        ('    carried = {"state": None}\n', "    carried = None\n"),
+        ('        state = carried["state"]\n',
+         "        nonlocal carried\n        state = carried\n"),
+        ('carried["state"] = state', "carried = state"),
+        ("[optimizer, carried]", "[optimizer]")]),
+    "a rate by hand": ("sentences", [
+        (STEP + MOVE, """\
+        nonlocal updates
+        updates += 1
+        optimizer.param_groups[0]["lr"] = 0.1 / math.sqrt(WIDTH) * min(
+            updates ** -0.5, updates * 3 ** -1.5)
+        optimizer.step()
+"""), ("    net.train()\n", "    net.train()\n    updates = 0\n"),
+        ("[optimizer, schedule]", "[optimizer]")]),
+}
+
+
+@pytest.mark.parametrize("name", ALSO_RIGHT)
+def test_a_port_may_do_the_same_in_another_way(name):
+    script, changes = ALSO_RIGHT[name]
+    result = compared(script, False, changes)
+    assert result.verdict == "same but for named formulas", result
+
+
+#: script, changes, step and stage of the first difference, and the cause, if
+#: there is one
+FAULTS = {
+    "schedule too early": ("pictures", [(STEP + MOVE, MOVE + STEP)],
+                           1, "rate", "schedule: one step ahead"),
+    "schedule from 0": ("pictures", [("update = done + 1", "update = done")],
+                        1, "rate", "schedule: one step ahead"),
+    "schedule by epoch": ("pictures", [
+        ("    def step(", "    done = {'steps': 0}\n\n    def step("),
+        (MOVE, "        done['steps'] += 1\n"
+         "        if done['steps'] % 2 == 0:\n            schedule.step()\n"),
+        ], 2, "rate", "schedule: moves 2 times"),
+    "no schedule": ("pictures", [(MOVE, "")], 2, "rate",
+                    "schedule: does not move"),
+    "clips before it unscales": ("language", scaled(""), 1, "clipping",
+                                 "clipping: still multiplied by"),
+    "clips by value": ("language", [
+        ("clip_grad_norm_(net.parameters(), CLIP)",
+         "clip_grad_value_(net.parameters(), CLIP / 4)")], 1, "clipping",
+         "clipping: clips each element to 0.025"),
+    "clips each tensor": ("language", [(CLIP_ALL, """\
+        for p in net.parameters():
+            torch.nn.utils.clip_grad_norm_(p, CLIP)
+""")], 1, "clipping", "clipping: each tensor by its own norm"),
+    "never clips": ("language", [(CLIP_ALL, "")], 1, "clipping",
+                    "clipping: does not clip"),
+    "prediction mode": ("pictures", [("net.train()", "net.eval()")], 1,
+                        "layer", "training mode: net.train()"),
+    "prediction mode after the first step": ("language", [
+        ("        net.train()\n", ""),
+        ("        return loss\n", "        net.eval()\n        return loss\n"
+         )], 2, "layer", "training mode: 'drop'"),
+    "loss divided twice": ("digits", [
+        ("net(x), y.long())", "net(x), y.long()) / len(x)")], 1, "loss",
+        "loss reduction: divides by the rows"),
+    "gradients divided twice": ("digits", [
+        ("loss.backward()", "(loss / len(x)).backward()")], 1, "gradient",
+        "loss reduction: divided by 8 already"),
+    "accumulation not divided": ("digits", halves(1), 1, "gradient",
+                                 "gradient scale: all gradients of b"),
+    "no zero_grad": ("digits", [("        optimizer.zero_grad()\n", "")], 2,
+                     "gradient", "stale gradient: still contains"),
+    "zero_grad before the step": ("digits", [
+        (STEP, "        optimizer.zero_grad()\n" + STEP),
+        ("    def step(x, y):\n        optimizer.zero_grad()\n",
+         "    def step(x, y):\n")], 1, "clipping", None),
+    "no decay": ("digits", [(",\n" + " " * 32 + "weight_decay=5e-4", "")], 1,
+                 "weight", "optimizer options: wd 0.0"),
+    "decay of biases": ("pictures", [
+        ('"weight_decay": 0.0', '"weight_decay": 1e-3')], 1, "weight",
+        "weight decay on biases: set wd_mult"),
+    "no smoothing": ("pictures", [(", label_smoothing=0.1", "")], 1, "loss",
+                     None),
+    "state not carried": ("language", [
+        ('        carried["state"] = state\n', "")], 2, "layer", None),
+    "two updates": ("digits", [(STEP, STEP * 2)], 1, "weight",
+                    "updates in a step: 2 times"),
+    "another momentum": ("digits", [("momentum=0.9", "momentum=0.8")], 2,
+                         "weight", "optimizer options: momentum"),
+    "another beta": ("sentences", [("(0.9, 0.98)", "(0.9, 0.999)")], 1,
+                     "weight", None),
+    "gluon: step(1)": ("digits", [("x.shape[0])", "1)")], 1, "gradient",
+                       "loss reduction: divided by 8 already"),
+    "gluon: prediction mode": ("language", [
+        ("autograd.record()", "autograd.record(train_mode=False)")], 1,
+        "layer", "training mode: trains in prediction mode"),
+    "gluon: clips the sum": ("language", [("CLIP * x.size", "CLIP")], 1,
+                             "clipping", "clipping: to the global norm"),
+}
+
+
+@pytest.mark.parametrize("name, swapped", [
+    (name, bool(i % 2)) for i, name in enumerate(FAULTS)])
+def test_a_fault_in_a_loop_is_found_and_no_wrong_cause_is_named(
+        name, swapped):
+    """In one order of the sides or the other."""
+    script, changes, step, stage, cause = FAULTS[name]
+    result = compared(script, swapped, changes, name.partition(":")[0],
+                      steps=5 if stage == "rate" else 3)
+    assert result.verdict == "different"
+    assert (result.first.step, result.first.stage) == (step, stage), result
+    assert not any("stopped" in note for note in result.notes), result
+    if cause is None:
+        assert result.causes == [], result
+    else:
+        expected, words = cause.split(": ")
+        assert result.causes[0].name == expected, result
+        assert words in result.causes[0].text, result
+
+
+# -- averages of the weights, and what else a step may have -------------------
+
+def gluon_average(decay, rebinds):
+    """A step with an average by names, which gets new arrays or not."""
+    def make(net):
+        step, parts = gluon_step(learning_rate=0.125)(net)
+        weights = net._collect_params_with_prefix()
+        average = {name: p.data().copy() for name, p in weights.items()}
+
+        def averaged(x, y):
+            loss = step(x, y)
+            for name, p in weights.items():
+                new = decay * average[name] + (1 - decay) * p.data()
+                if rebinds:
+                    average[name] = new
+                else:
+                    average[name][:] = new
+            return loss
+        return averaged, [*parts, average]
+    return make
+
+
+def torch_average(decay, kind):
+    def make(net):
+        import torch
+        step, parts = torch_step(lr=0.125)(net)
+        weights = dict(net.named_parameters())
+        average = {name: p.detach().clone() for name, p in weights.items()}
+        model = torch.optim.swa_utils.AveragedModel(
+            net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(
+                decay))
+        model.n_averaged += 1       # the first update is one, no copy
+
+        def averaged(x, y):
+            loss = step(x, y)
+            if kind == "model":
+                model.update_parameters(net)
+            for name, p in weights.items():
+                new = decay * average[name] + (1 - decay) * p.detach()
+                if kind == "rebinds":
+                    average[name] = new
+                else:
+                    average[name].copy_(new)
+            return loss
+        return averaged, [*parts, *({"model": [model], "none": []}.get(
+            kind, [average]))]
+    return make
+
+
+@pytest.mark.parametrize("kind, rebinds", [
+    ("model", False), ("in place", True), ("rebinds", False)])
+def test_averages_are_compared_however_they_are_kept(kind, rebinds):
+    for decay, place in ((0.75, None), (0.5, (1, "memory"))):
+        sides = [(A, gluon_average(0.75, rebinds)),
+                 (B, torch_average(decay, kind))]
+        for (a, step_a), (b, step_b) in (sides, sides[::-1]):
+            result = parity.compare(a, b, batches=BATCHES, step_a=step_a,
+                                    step_b=step_b)
+            assert (result.first and (result.first.step, result.first.stage)
+                    ) == place, (decay, result)
+            assert place or result.same
+
+
+def test_an_average_that_one_side_does_not_keep_is_a_difference():
+    result = parity.compare(A, B, batches=BATCHES,
+                            step_a=gluon_average(0.75, False),
+                            step_b=torch_average(0.75, "none"))
+    assert (result.first.step, result.first.stage) == (1, "memory")
+
+
+def test_weights_may_have_rates_and_decays_and_optimisers_of_their_own():
+    def torch_groups(net):
+        import torch
+        return [torch.optim.SGD([
+            {"params": net[0].parameters(), "lr": 0.25,
+             "weight_decay": 0.125}, {"params": net[3].parameters()}],
+            lr=0.125, momentum=0.5)]
+
+    def gluon_groups(net):
+        from mxnet import gluon
+        for p in net[0].collect_params().values():
+            p.lr_mult = 2.0
+        for p in net[2].collect_params().values():
+            p.wd_mult = 0.0
+        return [gluon.Trainer(net.collect_params(), "sgd", {
+            "learning_rate": 0.125, "momentum": 0.5, "wd": 0.125})]
+
+    def torch_two(net):
+        import torch
+        return [torch.optim.SGD(net[i].parameters(), lr=lr, momentum=0.5)
+                for i, lr in ((0, 0.25), (3, 0.125))]
+
+    def gluon_two(net):
+        from mxnet import gluon
+        return [gluon.Trainer(net[i].collect_params(), "sgd", {
+            "learning_rate": lr, "momentum": 0.5})
+            for i, lr in ((0, 0.25), (2, 0.125))]
+
+    for gluons, torchs in ((gluon_groups, torch_groups),
+                           (gluon_two, torch_two)):
+        sides = [(A, gluon_loop(gluons)), (B, torch_loop(torchs))]
+        for (a, step_a), (b, step_b) in (sides, sides[::-1]):
+            result = parity.compare(a, b, batches=BATCHES, step_a=step_a,
+                                    step_b=step_b)
+            assert result.same, result
+
+
+def gluon_loop(trainers, parts=1):
+    """A step of several trainers; `parts`: gradients add up over so many."""
+    def make(net):
+        from mxnet import autograd, gluon
+        own = trainers(net)
+        loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
+        if parts > 1:
+            for p in net.collect_params().values():
+                p.grad_req = "add"
+
+        def step(x, y):
+            net.collect_params().zero_grad()
+            size = len(x) // parts
+            for i in range(0, len(x), size):
+                with autograd.record():
+                    loss = loss_of(net(x[i:i + size]), y[i:i + size])
+                loss.backward()
+            for trainer in own:
+                trainer.step(len(x))
+        return step, own
+    return make
+
+
+def torch_loop(optimizers, call=lambda net, x: net(x)):
+    def make(net):
+        from torch.nn import functional
+        own = optimizers(net)
+        net.train()
+
+        def step(x, y):
+            for optimizer in own:
+                optimizer.zero_grad()
+            loss = functional.cross_entropy(call(net, x), y.long())
+            loss.backward()
+            for optimizer in own:
+                optimizer.step()
+            return loss
+        return step, own
+    return make
+
+
+def one_sgd(net):
+    import torch
+    return [torch.optim.SGD(net.parameters(), lr=0.125)]
+
+
+def one_trainer(net):
+    from mxnet import gluon
+    return [gluon.Trainer(net.collect_params(), "sgd",
+                          {"learning_rate": 0.125})]
+
+
+def test_gradients_may_add_up_on_either_side():
+    result = parity.compare(A, B, batches=BATCHES,
+                            step_a=gluon_loop(one_trainer, parts=4),
+                            step_b=torch_loop(one_sgd))
+    assert result.same, result
+
+
+def tagged():
+    """F.dropout, an option by keyword, and a dictionary as its output."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Tagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(5, 4), nn.Linear(4, 3)
+
+        def forward(self, x, *, scale=1.0):
+            hidden = torch.relu(self.one(x)) * scale
+            return {"logits": self.two(functional.dropout(
+                hidden, 0.5, self.training)), "hidden": hidden}
+    return Tagged()
+
+
+def test_the_step_calls_a_network_as_it_likes():
+    step = torch_loop(one_sgd, lambda net, x: net(
+        x=x, scale=1.0)["logits"])
+    for other, own in ((A, gluon_loop(one_trainer)),
+                       (B, torch_loop(one_sgd))):
+        result = parity.compare(other, tagged, batches=BATCHES, step_a=own,
+                                step_b=step, map={
+                                    "0.weight": "one.weight",
+                                    "0.bias": "one.bias"})
+        assert result.worst["gradient"].status == "same", result
+
+
+def test_dropout_inside_of_a_layer_is_refused_by_name():
+    def attending():
+        from torch import nn
+
+        class Attending(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.attend = nn.MultiheadAttention(4, 2, dropout=0.5)
+                self.out = nn.Linear(4, 3)
+
+            def forward(self, x):
+                x = x[:, None, :4]
+                return self.out(self.attend(x, x, x)[0][:, 0])
+        return Attending()
+    step = torch_loop(one_sgd)
+    with pytest.raises(ValueError, match="dropout= of nn.LSTM and nn.Multi"):
+        parity.compare(attending, attending, batches=BATCHES, step_a=step,
+                       step_b=step)

@@ -506,8 +506,11 @@ class MXNetNetwork(base.Network):
             else None
 
     def own_parts(self, parts) -> MXNetParts:
-        return MXNetParts({name: p for name, p, kind in self.entries
-                           if kind not in base.BUFFERS}, parts)
+        return MXNetParts(
+            {name: p for name, p, kind in self.entries
+             if kind not in base.BUFFERS},
+            [name for name, _, kind in self.entries if kind in base.BUFFERS],
+            parts)
 
     @contextlib.contextmanager
     def use_batch_norm(self, normalise) -> Iterator[None]:

@@ -3,7 +3,6 @@ import contextlib
 import copy
 from collections.abc import (Callable, Iterator, Mapping, MutableMapping,
                              Sequence)
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,11 +31,14 @@ class MXNetParts(base.OwnParts):
     ----------
     named : mapping of str -> gluon.Parameter
         Those of the network.
+    buffers : sequence of str
+        The names of its running statistics.
     """
 
     clip_epsilon = 1e-8
 
-    def __init__(self, named: Mapping[str, Any], parts: Sequence[Any]):
+    def __init__(self, named: Mapping[str, Any], buffers: Sequence[str],
+                 parts: Sequence[Any]):
         self._named = dict(named)
         self._names = {id(p): name for name, p in named.items()}
         self._trainers: list[Any] = []
@@ -51,6 +53,8 @@ class MXNetParts(base.OwnParts):
                 averages.append({
                     name: p.data() for name, p
                     in part._collect_params_with_prefix().items()})
+                if not averages[-1].keys() & {*named, *buffers}:
+                    raise messages.unknown_part(part)
             elif isinstance(part, Mapping) and part.keys() & named.keys():
                 averages.append(part)
             elif isinstance(part, mx.lr_scheduler.LRScheduler) \
@@ -62,8 +66,13 @@ class MXNetParts(base.OwnParts):
             raise messages.no_optimizer(parts)
         if len(averages) > 1:
             raise messages.several_averages(len(averages))
-        self._average = {name: x for own in averages
-                         for name, x in own.items() if name in named}
+        #: the user's code may put other arrays into its dictionary
+        self._average = {name: own for own in averages
+                         for name in own if name in {*named, *buffers}}
+        others = sum(id(p) not in self._names and p.grad_req != "null"
+                     for trainer in self._trainers for p in trainer._params)
+        if others:
+            raise messages.other_weights(others)
         self.averaged = bool(self._average)
         self.text = ", ".join(
             f"Trainer ({type(part.optimizer).__name__})"
@@ -102,8 +111,8 @@ class MXNetParts(base.OwnParts):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        slots = {(name, "average"): x.asnumpy()
-                 for name, x in self._average.items()}
+        slots = {(name, "average"): own[name].asnumpy()
+                 for name, own in self._average.items()}
         counts = {}
         for trainer, index, name in self._weights():
             times = trainer.optimizer._all_index_update_counts[0].get(index)
@@ -121,9 +130,9 @@ class MXNetParts(base.OwnParts):
         return slots, counts
 
     def load(self, slots, counts) -> None:
-        for name, x in self._average.items():
+        for name, own in self._average.items():
             if (name, "average") in slots:
-                x[:] = _array(slots[name, "average"], x)
+                own[name][:] = _array(slots[name, "average"], own[name])
         for trainer, index, name in self._weights():
             optimizer, updater = trainer.optimizer, trainer._updaters[0]
             own = optimizer._all_index_update_counts[0]
@@ -153,13 +162,15 @@ class MXNetParts(base.OwnParts):
 
     def keep(self) -> Callable[[], None]:
         puts = [_kept(part) for part in self._others]
-        # which a step may add to those of the step before
-        puts += [partial(p.grad().__setitem__, slice(None), p.grad().copy())
-                 for p in self._named.values() if p.grad_req == "add"]
         for trainer in self._trainers:
             puts.append(_kept_trainer(trainer, self.rule is None))
+        # which a step may add to those of the step before
+        grads = [(p.grad(), p.grad().copy()) for p in self._named.values()
+                 if p.grad_req != "null"]
 
         def put_back() -> None:
+            for grad, own in grads:
+                grad[:] = own
             for put in puts:
                 put()
         return put_back
@@ -212,6 +223,7 @@ class _Updater:
 
     def __call__(self, indices: Any, grads: Any, weights: Any) -> None:
         seen, optimizer = self._seen, self._own.optimizer
+        seen.rule = _rule(optimizer)
         rates: dict[int, float] = {}
         seen.scale = optimizer.rescale_grad
         for index, grad in zip(indices, grads):

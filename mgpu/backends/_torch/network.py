@@ -19,6 +19,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
 from mgpu.backends._torch.attributes import (Attributes, Kept,
                                              follow_attributes)
 from mgpu.backends._torch.compiled import check_compiler
+from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
 from mgpu.backends._torch.layers import Between, describe
 from mgpu.backends._torch.leaves import together
@@ -389,6 +390,8 @@ class TorchNetwork(base.Network):
                         layer, draw, 0, lambda: None, again)
                     stack.callback(vars(layer).pop, "forward")
             stack.enter_context(MaskedFunctions(draw, again))
+            if self.float32.names or self.float32.watched:
+                stack.enter_context(AsMXNet(self.float32))
             if replica.seen is not None:
                 replica.between = stack.enter_context(
                     Between(replica.seen, 0, self.functions))
@@ -404,8 +407,16 @@ class TorchNetwork(base.Network):
     def own_parts(self, parts) -> TorchParts:
         paths = {joined(path, name): joined(path, suffix_of(module, name))
                  for path, module, name, _ in walk(self.net, "_parameters")}
-        return TorchParts({name: self.net.get_parameter(path)
-                           for path, name in paths.items()}, paths, parts)
+        inside = [path for path, module in self.net.named_modules()
+                  if isinstance(module, (nn.RNNBase, nn.MultiheadAttention))
+                  and module.dropout]
+        if inside:
+            raise messages.dropout_inside(inside)
+        named = {name: self.net.get_parameter(path)
+                 for path, name in paths.items()}
+        paths |= {joined(path, name): joined(path, name)
+                  for path, _, name, _ in walk(self.net, "_buffers")}
+        return TorchParts(named, paths, parts, list(self.net.modules()))
 
     def use_batch_norm(self, normalise):
         own = self.replicas[0].own_batch_norms

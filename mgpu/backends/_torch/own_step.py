@@ -27,7 +27,7 @@ _SLOTS = {"momentum_buffer": "momentum", "exp_avg": "mean",
           "exp_inf": "norm", "square_avg": "variance", "grad_avg": "mean",
           "acc_delta": "delta_variance", "sum": "history",
           "mu_product": "schedule"}
-_KEYS = {"sgd": ("momentum_buffer",),
+_KEYS = {"sgd": ("momentum_buffer",), "nag": ("momentum_buffer",),
          "adam": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
          "adamw": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
          "adamax": ("exp_avg", "exp_inf"),
@@ -44,25 +44,31 @@ class TorchParts(base.OwnParts):
     named : mapping of str -> Parameter
         Those of the network.
     paths : mapping of str -> str
-        By torch's own name of a parameter, ours.
+        By torch's own name of a parameter or buffer, ours.
+    modules : sequence of Module
+        Of the network, whose training modes the step may change.
     """
 
     clip_epsilon = 1e-6
 
     def __init__(self, named: Mapping[str, Any], paths: Mapping[str, str],
-                 parts: Sequence[Any]):
-        self._named = dict(named)
+                 parts: Sequence[Any], modules: Sequence[nn.Module] = ()):
+        self._named, self._switched = dict(named), list(modules)
         self._names = {id(p): name for name, p in named.items()}
         self._optimizers: list[Any] = []
         self._others: list[Any] = []
         averages: list[Mapping[str, Any]] = []
         for part in parts:
-            if isinstance(part, torch.optim.Optimizer) \
-                    and not isinstance(part, torch.optim.LBFGS):
+            if isinstance(part, torch.optim.LBFGS):
+                raise messages.unknown_part(part)   # several passes a step
+            if isinstance(part, torch.optim.Optimizer):
                 self._optimizers.append(part)
                 continue
             if isinstance(part, nn.Module):
-                averages.append(dict(part.named_parameters()))
+                averages.append({**dict(part.named_parameters()),
+                                 **dict(part.named_buffers())})
+                if not self._in_average(averages[-1], paths):
+                    raise messages.unknown_part(part)
             elif isinstance(part, Mapping) and part.keys() & paths.keys():
                 averages.append(part)
             elif not isinstance(part, MutableMapping) and not (
@@ -74,10 +80,14 @@ class TorchParts(base.OwnParts):
             raise messages.no_optimizer(parts)
         if len(averages) > 1:
             raise messages.several_averages(len(averages))
-        self._average = {
-            paths[path]: x for own in averages for key, x in own.items()
-            for path in {key, key.removeprefix("module.")} & paths.keys()}
+        #: the user's code may put other tensors into its dictionary
+        self._average = {name: (own, key) for own in averages for name, key
+                         in self._in_average(own, paths).items()}
         self.averaged = bool(self._average)
+        others = sum(id(p) not in self._names for _, group in self._groups()
+                     for p in group["params"])
+        if others:
+            raise messages.other_weights(others)
         self._scalers = [x for x in parts
                          if isinstance(x, torch.amp.GradScaler)]
         self.text = ", ".join(type(part).__name__ for part in parts)
@@ -87,6 +97,13 @@ class TorchParts(base.OwnParts):
             name: int(state.get("step", 1))
             for optimizer, group in self._groups() for name in self._of(group)
             if (state := optimizer.state.get(self._named[name]))}
+
+    @staticmethod
+    def _in_average(own: Mapping[str, Any], paths: Mapping[str, str]
+                    ) -> dict[str, str]:
+        """By our name of a weight, its name in an average."""
+        return {paths[path]: key for key in own for path in
+                {key, key.removeprefix("module.")} & paths.keys()}
 
     def _groups(self) -> Iterator[tuple[Any, dict[str, Any]]]:
         for optimizer in self._optimizers:
@@ -122,22 +139,24 @@ class TorchParts(base.OwnParts):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        slots = {(name, "average"): _to_numpy(x)
-                 for name, x in self._average.items()}
+        slots = {(name, "average"): _to_numpy(own[key])
+                 for name, (own, key) in self._average.items()}
         for optimizer, group in self._groups() if self.rule else ():
             for name in self._of(group):
                 state = optimizer.state.get(self._named[name], {})
                 slots |= {(name, _SLOTS[key]): _to_numpy(value)
                           for key, value in state.items()
                           if key in _SLOTS and value is not None}
+                if "step" in state:
+                    self._counts[name] = int(state["step"])
         return slots, dict(self._counts)
 
     def load(self, slots, counts) -> None:
         self._counts = dict(counts)
         with torch.no_grad():
-            for name, x in self._average.items():
+            for name, (own, key) in self._average.items():
                 if (name, "average") in slots:
-                    x.copy_(torch.from_numpy(slots[name, "average"]))
+                    own[key].copy_(torch.from_numpy(slots[name, "average"]))
         for optimizer, group in self._groups() if self.rule else ():
             for name in self._of(group):
                 self._load(optimizer.state, name, slots)
@@ -146,7 +165,8 @@ class TorchParts(base.OwnParts):
               slots: Mapping[tuple[str, str], np.ndarray]) -> None:
         """What the optimiser remembers of one weight."""
         p, (family, _) = self._named[name], self.rule or ("", {})
-        if not self._counts.get(name):
+        if not self._counts.get(name) or not any(
+                (name, _SLOTS[key]) in slots for key in _KEYS[family]):
             states.pop(p, None)
             return
         for key in _KEYS[family]:
@@ -154,7 +174,7 @@ class TorchParts(base.OwnParts):
             if value is not None:
                 states[p][key] = torch.as_tensor(
                     value, dtype=p.dtype if np.ndim(value) else None).clone()
-        if family != "sgd":
+        if family not in ("sgd", "nag"):
             states[p]["step"] = torch.tensor(
                 float(self._counts[name]), dtype=torch.get_default_dtype())
 
@@ -165,13 +185,14 @@ class TorchParts(base.OwnParts):
             {p: copy.deepcopy(state) for p, state in optimizer.state.items()}
             for optimizer in self._optimizers]
         others = [_kept(part) for part in self._others]
-        # which a step may add to those of the step before
-        gradients = [(p, None if p.grad is None else p.grad.clone())
-                     for p in self._named.values()]
+        grads = {p: _copied(p.grad) for p in self._named.values()}
+        modes = [(module, module.training) for module in self._switched]
 
         def put_back() -> None:
-            for p, grad in gradients:
-                p.grad = None if grad is None else grad.clone()
+            for p, grad in grads.items():
+                p.grad = _copied(grad)
+            for module, mode in modes:
+                module.training = mode
             for (_, group), own in zip(self._groups(), groups):
                 group.update(copy.deepcopy(own))
             for optimizer, states in zip(self._optimizers, memory):
@@ -190,9 +211,23 @@ class TorchParts(base.OwnParts):
         seen = base.Observed(loss_scale=scale)
 
         def left(name: str, p: Any) -> None:
-            seen.left[name] = _to_numpy(p.grad) / scale
+            if p.grad is not None:      # a hook may have applied it already
+                seen.left[name] = _to_numpy(p.grad) / scale
 
-        def begins(optimizer: Any, *_: Any) -> None:
+        def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            if closure is None:
+                updates(optimizer)
+                return None
+
+            def told() -> Any:      # the backward pass is in it
+                result = closure()
+                updates(optimizer)
+                return result
+            return (optimizer, told), {}
+
+        def updates(optimizer: Any) -> None:
+            seen.rule = self._read()[0]
             for group in optimizer.param_groups:
                 for name in self._of(group):
                     grad = self._named[name].grad
@@ -251,6 +286,8 @@ def _rule(optimizer: Any, group: Mapping[str, Any]
         return None
     if family == "adam" and group.get("decoupled_weight_decay"):
         family = "adamw"
+    if family == "sgd" and group.get("nesterov"):
+        family = "nag"
     return family, {
         "wd": 0.0, **{_OPTIONS.get(k, k): float(v) if isinstance(
             v, torch.Tensor) else v for k, v in group.items()

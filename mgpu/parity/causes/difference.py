@@ -143,6 +143,8 @@ class Difference:
         Of the whole batch.
     place : Location or None
         The first layer whose output differs.
+    rates : list of (float, float)
+        Of both sides in each step, where a step is of the user's own.
     """
 
     def __init__(self, result: Result, evidence: Evidence):
@@ -156,6 +158,7 @@ class Difference:
         self._gaps = [g for g in result.gaps if g.step == ev.step or (
             g.stage == "initial" and ev is result.evidence)]
         self.rows = sum(ev.a.rows)
+        self.rates = [(g.a, g.b) for g in result.gaps if g.stage == "rate"]
         self.place: Any = ev.location
         self.known: dict[Any, Any] = {}     # see `once`
 

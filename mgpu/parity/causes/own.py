@@ -1,17 +1,19 @@
 """Causes in a training step of the user's own: modes, clipping, schedules."""
+import itertools
 from typing import Any
 
 import numpy as np
 
 from mgpu.parity.causes.difference import Difference, View, unexplained
 from mgpu.parity.causes.registry import Found, cause
+from mgpu.parity.causes.update_search import Changes, Update, replaced
 from mgpu.parity.run import Arrays, common_factor
 
 #: layers that do something else in prediction mode
 _MODES = ("dropout", "batch_norm")
 
 
-@cause("training mode", "forward")
+@cause("training mode", "forward", resort=-1)
 def training_mode(d: Difference) -> Found:
     for right, side in d.both_ways():
         own = side.step.own
@@ -20,11 +22,14 @@ def training_mode(d: Difference) -> Found:
                   if path in layers and layers[path].kind in _MODES]
         if frozen and right.step.predictions is not None:
             named = ", ".join(repr(path) for path in frozen[:4])
+            first = d.place and {c.path for c in (d.place.call_a,
+                                                  d.place.call_b)}
+            left = 0.0 if first and first & {*frozen} else _far(
+                right.step.outputs, side.step.outputs,
+                right.step.predictions)
             yield (f"{side} trains in prediction mode (layers {named}): call "
                    "net.train() on torch, or autograd.record() without "
-                   "train_mode=False in Gluon, before each step"), _far(
-                       right.step.outputs, side.step.outputs,
-                       right.step.predictions)
+                   "train_mode=False in Gluon, before each step"), left
 
 
 def _far(base: list[Any], target: list[Any], predicted: list[Any]
@@ -64,28 +69,31 @@ def _clips_not(side: View) -> bool:
 
 @cause("clipping", "clipping")
 def clipping(d: Difference) -> Found:
-    for right, side in d.both_ways():
-        limit, own = _limit(right), _limit(side)
-        one = (f"{right} clips gradients to the global norm {limit:.6g} "
-               f"(here {_norm(right):.6g})" if limit is not None
-               else f"{right} does not clip")
-        if own is not None and limit is not None:
+    one, two = _limit(d.a), _limit(d.b)
+    if one is not None and two is not None:
+        for side, own, limit in ((d.a, one, two), (d.b, two, one)):
             scale = side.step.own.loss_scale if side.step.own else 1.0
             if scale != 1 and np.isclose(own * scale, limit, rtol=1e-4):
                 yield (f"{side} clips gradients that are still multiplied by "
                        f"the loss scale {scale:g}: call "
                        "scaler.unscale_(optimizer) before clipping"), 0.0
-            else:
-                yield f"{one}, {side} to {own:.6g}", 0.0
+                return
+        yield (f"{d.a} clips gradients to the global norm {one:.6g} (here "
+               f"{_norm(d.a):.6g}), {d.b} to {two:.6g}"), 0.0
+        return
+    for right, side in d.both_ways():
+        norm = one if right is d.a else two
+        text = (f"{right} clips gradients to the global norm {norm:.6g} "
+                f"(here {_norm(right):.6g})" if norm is not None
+                else f"{right} does not clip")
+        if _clips_not(side) and norm is not None:
+            yield f"{text}, {side} does not clip", 0.0
             return
-        if _clips_not(side) and limit is not None:
-            yield f"{one}, {side} does not clip", 0.0
-            return
-        if limit is None and not _clips_not(right):
+        if norm is None and not _clips_not(right):
             continue
-        for text, clipped in _other_ways(side):
-            yield f"{one}, {side} {text}", d.residual(
-                _left(side), side.gradients, clipped)
+        for how, clipped in _other_ways(side):
+            yield f"{text}, {side} {how}", d.residual(
+                _left(side), side.gradients, clipped, d.scales("clipping"))
 
 
 def _other_ways(side: View) -> list[tuple[str, Arrays]]:
@@ -106,34 +114,44 @@ def _other_ways(side: View) -> list[tuple[str, Arrays]]:
     return found
 
 
+# -- updates ------------------------------------------------------------------
+
+@cause("updates in a step", "update")
+def several_updates(d: Difference, rule: Update, other: Update) -> Changes:
+    own = other.side.step.own
+    if own is not None and own.updates > 1:
+        yield (f"{other.side} updates its weights {own.updates} times in a "
+               "step: call optimizer.step() or Trainer.step() once"), \
+            replaced(repeats=own.updates)
+
+
 # -- schedules ----------------------------------------------------------------
 
 @cause("schedule", "rate")
 def schedule(d: Difference) -> Found:
-    number = d.evidence.before.optimizer.num_update + 1
-    for right, side in d.both_ways():
-        name = next(iter(right.gradients), None)
-        if name is None or side is not d.b:
-            continue
+    step = d.evidence.step
+    rates = [list(own) for own in zip(*d.rates)]
+    text = (f"the rate of step {step} is {rates[0][step - 1]:.6g} on {d.a} "
+            f"and {rates[1][step - 1]:.6g} on {d.b}: ")
+    for (right, side), wanted, own in zip(d.both_ways(), rates, rates[::-1]):
+        moves = [sum(x != z for x, z in itertools.pairwise(all_))
+                 for all_ in (own, wanted)]
+        if not moves[0] and moves[1]:
+            yield (f"{text}the schedule of {side} does not move; call "
+                   "scheduler.step() after optimizer.step()"), 0.0
+            return
+        if moves[1] and own[2:] and np.allclose(
+                own[:-1], wanted[1:], rtol=1e-9, atol=0):
+            yield (f"{text}the schedule of {side} is one step ahead of that "
+                   f"of {right}; call scheduler.step() after "
+                   "optimizer.step(), and mind that Gluon's schedules count "
+                   "from 1, torch's from 0"), 0.0
+            return
+        if 0 < moves[0] < moves[1]:
+            yield (f"{text}the schedule of {side} moves {moves[0]} times, "
+                   f"that of {right} {moves[1]} times; call "
+                   "scheduler.step() once per step, or once per epoch, as the "
+                   "other side does"), 0.0
+            return
+    yield f"{text}give both the same schedule, by step or by epoch", 0.0
 
-        def rate(view: View, update: int, name: str = name) -> float:
-            try:
-                return view.run.updates.last_rate(view.names[name], update)
-            except (KeyError, IndexError):
-                return 0.0
-        own, wanted = rate(side, number), rate(right, number)
-        text = (f"the rate of update {number} is {own:.6g} on {side} and "
-                f"{wanted:.6g} on {right}")
-        if own and np.isclose(rate(right, number + 1), own, rtol=1e-9):
-            text += (f": the schedule of {side} is one step ahead; call "
-                     "scheduler.step() after optimizer.step(), once per step")
-        elif own and np.isclose(rate(right, number - 1), own, rtol=1e-9):
-            text += (f": the schedule of {side} is one step behind, or does "
-                     "not move")
-        elif own and number > 1 and np.isclose(
-                own, rate(side, number - 1), rtol=1e-9):
-            text += (f": the schedule of {side} does not move in this step; "
-                     "call scheduler.step() as often as the other one")
-        else:
-            text += ": give both the same schedule, by step or by epoch"
-        yield text, 0.0

@@ -59,7 +59,11 @@ def _loss_factor(d: Difference) -> list[tuple[float, float]]:
     nonzero = one != 0
     factor = float(np.median(two[nonzero] / one[nonzero])) \
         if nonzero.any() else 1.0
-    return [(factor, unexplained(one, two, factor * one))]
+    if one.size > 1:
+        return [(factor, unexplained(one, two, factor * one))]
+    # One number always has a factor; then the gradients must have it too.
+    return [(factor, d.residual(d.a.gradients, d.b.gradients, {
+        n: factor * g for n, g in d.a.gradients.items()}))]
 
 
 @cause("loss reduction", "loss")

@@ -112,6 +112,17 @@ def as_class(optimizer: Optimizer, kind: type[Optimizer],
         return None
 
 
+def lost_options(optimizer: Optimizer, kind: type[Optimizer]) -> list[str]:
+    """The options of an optimiser that a class does not have, and that are
+    not what they are by default."""
+    known = {_GLUONS.get(field.name, field.name) for field in fields(kind)}
+    return [field.name for field in fields(optimizer)
+            if _GLUONS.get(field.name, field.name) not in known
+            and not (field.name == "betas" and "beta1" in known)
+            and not (field.name in ("beta1", "beta2") and "betas" in known)
+            and getattr(optimizer, field.name) != field.default]
+
+
 def options_of(optimizer: Optimizer) -> dict[str, Any]:
     """The options of an optimiser, under one name for both semantics."""
     options = {_GLUONS.get(field.name, field.name):
@@ -150,8 +161,10 @@ def explain_update(d: Difference) -> list[Cause]:
     """Does one rule explain the weights of both sides, each from its own
     gradients? If not, what was changed?"""
     stage = "weight" if d.wrong("weight") else "memory"
-    if not d.wrong(stage):
-        return []
+    if not d.wrong(stage) or any(
+            type(side.run.updates.optimizer) is Optimizer
+            for side in (d.a, d.b)):
+        return []       # a rule that is not known is not tried
     search = _Search(d, stage)
     found: list[Cause] = []
     for right, side in d.both_ways():
