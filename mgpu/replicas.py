@@ -231,10 +231,11 @@ class Replicas(Hints, abc.Sequence):
         """Tell the engine which arrays are trained now."""
         requests = self.grad_reqs()
         trained = [p for p in self.params() if requests[p.name] != "null"]
-        self._leaves = self._trained()
+        self._leaves, passes = self._trained(), self._watched.passes
         self._watched = self.backend.watch_gradients(
             list(zip(*(p.list_data() for p in trained))),
             [requests[p.name] for p in trained])
+        self._watched.passes = passes
         self._watched.renew = weakref.WeakMethod(self._renew)
 
     def _trained(self) -> list[tuple[str, int]]:
@@ -548,19 +549,35 @@ class Replicas(Hints, abc.Sequence):
                 raise mismatch(p, self.devices[0], device, first, other)
 
     def check_native(self, backward: Sequence[bool]) -> None:
-        """Check, before gradients are summed, what the replicas check before
-        a pass, if the user has called the network itself (``net(x)``) in
-        their place. `backward`: which devices had a backward pass.
+        """Check, before gradients are summed, that they are of one batch; and
+        what the replicas check before a pass, if the user has called the
+        network itself (``net(x)``) in their place. `backward`: which devices
+        had a backward pass.
 
         Raises
         ------
         RuntimeError
-            Each device used its own batch statistics, under "sync"; or the
-            network has other layers than at `initialize`.
+            Some gradients may be of an earlier batch. Each device used its
+            own batch statistics, under "sync"; or the network has other
+            layers than at `initialize`.
         ReplicaMismatchError
             The devices hold different weights.
         """
-        if any(self.recorded) or not any(backward):
+        if not any(backward):
+            return
+        doubt = self._watched.passes.doubt
+        if doubt:
+            raise RuntimeError(
+                "a step applies one batch, of which each device's last "
+                "backward pass counts; received backward passes since the "
+                "last step that do not tell which devices have rows in the "
+                "latest batch: " + ", ".join(
+                    f"{n} on {self.devices[i]}"
+                    for i, n in sorted(doubt.items()))
+                + ". Give the losses of all devices to one "
+                "mgpu.backward(losses), or call replicas.zero_grad() where "
+                "a batch is given up.")
+        if any(self.recorded):
             return
         self.network.follow()
         if len(backward) == 1:

@@ -544,6 +544,32 @@ def test_a_new_batch_voids_what_its_pass_does_not_reach(backend):
     assert fresh(backend, columns) == [True, False, False, False]
 
 
+@pytest.mark.parametrize("passes, batch", [
+    ("0 0 1 1", "01"), ("00 11 22 0 1 2", "012"), ("0 1 1 0", "01"),
+    ("0 0 1", "01"), ("01 0 0 1", "01"), ("0 1 2 0", "0"), ("012 01", "01"),
+    ("0 0 1 1 0 0", "0"), ("0 0 1 1 01", "01"), ("01 01 2 2", "012"),
+    ("0 1 1", None), ("0 0 0 1 1", None), ("1 0 1", None),
+    ("0 1 1 1 0 0", None), ("0 1 1 01", "01")], ids=str)
+def test_passes_tell_the_latest_batch(backend, passes, batch):
+    """Each with the numbers of the devices that it reaches, here "00" for two
+    of one device; None: they do not tell."""
+    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(3)]
+    kept = watch(backend, columns)
+    for reached in passes.replace("00", "0 0").replace("11", "1 1").replace(
+            "22", "2 2").split():
+        backend.backward(losses_of(backend, [columns[int(i)]
+                                             for i in reached]))
+    counts = {i: passes.count(str(i)) for i in range(3) if str(i) in passes}
+    assert kept.passes.doubt == ({} if batch else counts)
+    assert fresh(backend, columns) == [
+        str(i) in (batch or passes) for i in range(3)]
+    for x in columns[0] + columns[1] + columns[2]:      # a step
+        backend.mark_used(x)
+    backend.backward(losses_of(backend, columns[2:]))
+    assert not kept.passes.doubt
+    assert fresh(backend, columns) == [False, False, True]
+
+
 @pytest.mark.parametrize("when", ["before a pass", "before a step",
                                   "after a step"])
 def test_watching_gradients_changes_no_operation_in_place(backend, when):

@@ -585,6 +585,87 @@ def test_a_step_applies_one_batch(engine, devices, passes):
     assert_close(found[1], found[0])
 
 
+def attacked(run, x, labels, times):
+    """`x` after some backward passes through the network `run`."""
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    for _ in range(times):
+        x = mgpu.put(mgpu.to_numpy(x), x)
+        mgpu.attach_grad(x)
+        with mgpu.record():
+            one = loss(run(x), labels)
+        mgpu.backward([one])
+        x = mgpu.put(mgpu.to_numpy(x) + np.sign(mgpu.to_numpy(mgpu.grad(x))),
+                     x)
+    return x
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("order", ["device by device", "all, then all"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_of_several_passes_the_last_of_each_device_counts(
+        engine, devices, times, order, native):
+    """An attack on the rows and then the pass that trains, as on one device:
+    a second pass of one device does not void what others hold."""
+    if native and engine.name == "torch":
+        pytest.skip("the network itself is on the first device")
+    loss, found = mgpu.losses.SoftmaxCrossEntropyLoss(), []
+    for places in (on(0), devices):
+        replicas = initialize(mlp(engine), places)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for rows in ROWS:
+            Xs, ys = mgpu.split_batch(*batch(rows), places)
+            shards = [(replicas.net if native else replica, x, labels)
+                      for replica, x, labels in zip(replicas, Xs, ys)
+                      if len(x)]
+            for together in ([[one] for one in shards]
+                             if order == "device by device" else [shards]):
+                changed = [attacked(*one, times) for one in together]
+                with mgpu.record():
+                    losses = [loss(run(x), labels) for (run, _, labels), x
+                              in zip(together, changed)]
+                for one in losses:
+                    mgpu.backward([one])
+            trainer.step(rows)
+        found.append(values(replicas))
+        assert_replicas_equal(found[-1])
+    assert_close(found[1], found[0])
+
+
+def test_passes_that_do_not_tell_their_batch_are_refused(engine):
+    """Before anything changes; what the message says helps."""
+    devices, loss = on(0, 1), mgpu.losses.SoftmaxCrossEntropyLoss()
+    replicas = initialize(mlp(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    Xs, ys = mgpu.split_batch(*batch(8), devices)
+
+    def losses():
+        with mgpu.record():
+            return [loss(replica(x), labels)
+                    for replica, x, labels in zip(replicas, Xs, ys)]
+
+    def passes():
+        for one in losses():
+            mgpu.backward([one])
+        mgpu.backward(losses()[1:])
+    passes()
+    before = values(replicas), gradients(replicas)
+    for call in (trainer.allreduce_grads, lambda: trainer.step(8)):
+        with pytest.raises(RuntimeError, match=(
+                r"in the latest batch: 1 on cpu\(0\), 2 on cpu\(1\)\. Give "
+                r"the losses of all.*mgpu.backward\(losses\).*zero_grad")):
+            call()
+    assert_unchanged(values(replicas), before[0])
+    assert_unchanged(gradients(replicas), before[1])
+    mgpu.backward(losses())
+    trainer.step(8)
+    passes()
+    replicas.zero_grad()        # the batch is given up
+    for one in losses():
+        mgpu.backward([one])
+    trainer.step(8)
+    assert_replicas_equal(values(replicas))
+
+
 @pytest.mark.parametrize("edited", [False, True])
 def test_gradients_of_the_network_itself(engine, devices, edited):
     """Gluon's own loop, ``net(x)`` for each shard (torch: of the first

@@ -22,7 +22,7 @@ Neutral code may use these directly on native arrays of either engine:
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -281,11 +281,99 @@ class Float32Functions:
     met: dict[str, None] = field(default_factory=dict)
 
 
+class Passes:
+    """Which devices of a network hold gradients of the latest batch, told by
+    the backward passes since the last step.
+
+    No pass says which batch it is of, and a batch may have several on each
+    device: an attack on its rows, then the pass that trains. There are two
+    readings: a device that is reached again begins a new batch; or it does
+    so only if others were reached in between. All devices count if one of
+    the readings says so and each had equally many passes. Otherwise both
+    must agree, and leave out devices behind all others (rows fill the first
+    ones first), with another number of passes. Everything else is in doubt.
+    A pass that reaches some devices of an earlier one, and not the same,
+    begins a new batch.
+
+    Attributes
+    ----------
+    void : set of int
+        Devices whose gradients are of an earlier batch.
+    doubt : dict of int -> int
+        How many passes each device had, if that does not tell. None of them
+        is in `void` then.
+    """
+
+    def __init__(self) -> None:
+        self.void, self.doubt = frozenset[int](), dict[int, int]()
+        self._number: int | None = None
+        self._this = frozenset[int]()
+        self._now = self._before = _History({}, set(), set(), frozenset(),
+                                            self._this)
+
+    def reached(self, number: int, devices: Iterable[int],
+                holding: Callable[[], Iterable[int]]) -> None:
+        """The pass `number` reaches `devices`; it may be told one by one.
+        `holding()`: those with fresh gradients ("write" only) before it."""
+        if number != self._number:
+            self._before = self._now.left(frozenset(holding()))
+            self._number, self._this = number, frozenset()
+        self._this |= frozenset(devices)
+        self._now = self._before.then(self._this)
+        self.void, self.doubt = self._now.judged()
+
+
+class _History(NamedTuple):
+    """The passes since the last step. Devices that one pass reaches are
+    together from then on."""
+
+    counts: dict[frozenset[int], int]       # of passes
+    # What is of the latest batch, if each device that was reached again began
+    # one, or went on with its own where it could.
+    least: Set[frozenset[int]]
+    most: Set[frozenset[int]]
+    old: frozenset[int]         # devices, of earlier batches for certain
+    last: frozenset[int]        # the last pass
+
+    def left(self, fresh: frozenset[int]) -> "_History":
+        """Without what was used since; with what nobody has told."""
+        counts = {one: n for one, n in self.counts.items() if one & fresh}
+        new = {frozenset([i]): 1 for i in fresh.difference(self.old, *counts)}
+        return _History({**counts, **new},
+                        self.least & counts.keys() | new.keys(),
+                        self.most & counts.keys() | new.keys(),
+                        self.old & fresh, self.last)
+
+    def then(self, this: frozenset[int]) -> "_History":
+        if any(this & one and this != one for one in self.counts):
+            old = self.old.union(*self.counts) - this
+            return _History({this: 1}, {this}, {this}, old, this)
+        again = this in self.most and this != self.last
+        return _History(
+            {**self.counts, this: self.counts.get(this, 0) + 1},
+            {this} if this in self.least else self.least | {this},
+            {this} if again else self.most | {this}, self.old - this, this)
+
+    def judged(self) -> tuple[frozenset[int], dict[int, int]]:
+        """`Passes.void` and `Passes.doubt`."""
+        counts = {i: n for one, n in self.counts.items() for i in one}
+        equal = len(set(counts.values())) == 1
+        void = frozenset(counts).difference(*self.most)
+        if self.least == self.most:
+            clear = not void or not equal and \
+                min(void) > max(counts.keys() - void)
+        else:
+            void = frozenset()
+            clear = equal and self.counts.keys() in (self.least, self.most)
+        return (void | self.old, {}) if clear else (self.old, counts)
+
+
 class Watch:
     """An announcement of `Backend.watch_gradients`.
 
     Attributes
     ----------
+    passes : Passes
     observed : bool
         Whether somebody may ask what the user writes to the gradients.
     renew : callable
@@ -295,6 +383,9 @@ class Watch:
 
     observed = True
     renew: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.passes = Passes()
 
 
 class Replica(ABC):
@@ -801,14 +892,13 @@ class Backend(ABC):
         device i, and the grad_req of each, so that a step applies the
         gradients of one batch.
 
-        From then on a backward pass of the user's that reaches a device which
-        holds a fresh gradient of an *earlier* pass begins a new batch: what
-        earlier passes wrote on any device is not fresh any more. Exempt are
-        leaves with "add". Passes that start together (`backward`,
-        `Network.forward_backward`) count as one. A leaf that was announced
-        before belongs to the latest announcement. Keeps no array alive,
-        unless what it returns does; the announcement holds as long as the
-        caller keeps that.
+        From then on the gradients of a device are those of the last backward
+        pass that reached it, and on the devices in `Passes.void` of the
+        result none is fresh. Exempt are leaves with "add". Passes that start
+        together (`backward`, `Network.forward_backward`) count as one. A leaf
+        that was announced before belongs to the latest announcement. Keeps no
+        array alive, unless what it returns does; the announcement holds as
+        long as the caller keeps that.
         """
         return Watch()
 

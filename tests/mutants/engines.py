@@ -2,6 +2,7 @@
 from mutants.planting import Mutant, edit
 
 _TORCH = "mgpu.backends._torch.backend:TorchBackend."
+_HISTORY = "mgpu.backends.base:_History."
 _LEAVES = "mgpu.backends._torch.leaves:"
 _REPLICA = "mgpu.backends._torch.replica:TorchReplica."
 _ATTRIBUTES = "mgpu.backends._torch.attributes:"
@@ -41,9 +42,17 @@ MUTANTS = [
            edit(_LEAVES + "Pass.__call__", "leaf.fresh = True", "pass"),
            ("test_contract.py::test_fresh_until_used[torch]",)),
     Mutant("torch-batches-mix", "a second pass on a device is the same batch",
-           edit(_LEAVES + "Place.reached", "group.batch += 1", "pass"),
-           ("test_contract.py::test_a_second_pass_on_a_device_begins_a_new_"
-            "batch[torch-2dev]",)),
+           edit(_LEAVES + "Place.reached", "leaf.fresh = False", "pass"),
+           ("test_contract.py::test_a_new_batch_voids_what_its_pass_does_not_"
+            "reach[torch]",)),
+    Mutant("a-second-pass-voids", "a device's second pass voids the others'",
+           edit(_HISTORY + "then", " and this != self.last", ""),
+           ("test_trainer.py::test_of_several_passes_the_last_of_each_device_"
+            "counts[torch-2dev-1-device by device-False]",)),
+    Mutant("rows-of-one-device-lost", "what may be of the latest batch is "
+           "void", edit(_HISTORY + "judged", "not equal and", ""),
+           ("test_contract.py::test_passes_tell_the_latest_batch[torch-0 1 1 "
+            "1 0 0-None]",)),
     Mutant("torch-losses-apart", "losses that are given together are batches",
            edit(_LEAVES + "_pass_number", "start is None", "True"),
            ("test_contract.py::test_losses_that_are_given_together_are_one_"

@@ -49,10 +49,15 @@ MUTANTS = [
            ("test_trainer.py::test_a_layer_that_only_some_devices_rows_reach*",
             )),
     Mutant("old-batch-applied", "an abandoned batch counts with the next one",
-           edit("mgpu.backends._mxnet.gradients:Watched.end_pass",
-                "not new_batch", "True"),
+           edit("mgpu.backends.base:_History.judged", "void | self.old",
+                "self.old"),
            ("test_trainer.py::test_a_step_applies_one_batch[mxnet-nd-2dev-"
             "native]",)),
+    Mutant("passes-in-doubt", "gradients of an earlier batch may be applied",
+           edit("mgpu.replicas:Replicas.check_native", "if doubt:",
+                "if False:"),
+           ("test_trainer.py::test_passes_that_do_not_tell_their_batch_are_"
+            "refused[torch]",)),
     Mutant("part-clipped", "one device's part of the sum may be clipped",
            edit("mgpu.trainer:Trainer._check_unedited",
                 "any(edited) and not all(edited)", "False"),

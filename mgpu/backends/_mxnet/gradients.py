@@ -11,6 +11,7 @@ result is lost. So the result is waited for, and only while it matters what
 writes to a gradient: between a backward pass and the step.
 """
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ class Watched(Watch):
 
     def __init__(self, leaves: Sequence[Sequence[Any]],
                  requests: Sequence[str]) -> None:
+        super().__init__()
         self.leaves = [list(zip(own, requests, strict=True))
                        for own in leaves]
         #: by identity: arrays whose gradient the user has written to
@@ -43,6 +45,9 @@ class Watched(Watch):
         #: whether it matters who writes to a gradient
         self.noting = False
         self._places: list[tuple[int, int, int]] | None = None
+        #: by identity: the devices of what is written, and not added to
+        self._devices = {id(x): i for i, own in enumerate(self.leaves)
+                         for x, request in own if request == "write"}
         _watch(self)
 
     def fresh(self) -> list[list[bool]]:
@@ -64,16 +69,22 @@ class Watched(Watch):
         if self.edited:
             self.edited -= {id(x) for own in self.leaves for x, _ in own
                             if x._fresh_grad}
-        if not any(map(any, before)):
-            return
-        new_batch = any(any(now) and any(
-            flag and request == "write"
-            for (_, request), flag in zip(own, then))
-            for own, now, then in zip(self.leaves, self.fresh(), before))
-        for own, flags in zip(self.leaves, before):
+        reached = [any(now) for now in self.fresh()]
+        if any(reached):
+            self.passes.reached(
+                next(_numbers), (i for i, now in enumerate(reached) if now),
+                lambda: {self._devices[id(x)]
+                         for own, flags in zip(self.leaves, before)
+                         for (x, request), flag in zip(own, flags)
+                         if flag and request == "write"})
+        for own, flags, now in zip(self.leaves, before, reached):
             for (x, request), flag in zip(own, flags):
-                if flag and (request == "add" or not new_batch):
+                if flag and (request == "add" or not now):
                     x._fresh_grad = True
+
+    def voids(self, x: Any) -> bool:
+        """Whether the gradient of `x` is of an earlier batch."""
+        return self._devices.get(id(x)) in self.passes.void
 
     def note(self, on: bool) -> None:
         """Begin or end noting. One device's gradients are nobody's parts."""
@@ -100,7 +111,8 @@ def _extent(x: Any) -> tuple[int, int, int]:
 def is_fresh(x: Any) -> bool:
     """See `mgpu.backends.base.Backend.is_fresh`."""
     with _passing:
-        return bool(x._fresh_grad)
+        return bool(x._fresh_grad) and not any(
+            one.voids(x) for one in _alive())
 
 
 def mark_used(x: Any) -> None:
@@ -135,6 +147,7 @@ def _alive() -> list[Watched]:
     return [one for ref in _watched if (one := ref()) is not None]
 
 
+_numbers = itertools.count(1)       # of passes
 #: held during a pass, since freshness is cleared for that time
 _passing = threading.RLock()
 _inside: ContextVar[bool] = ContextVar("mgpu_inside_pass", default=False)

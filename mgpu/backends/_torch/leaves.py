@@ -63,29 +63,28 @@ def _pass_number() -> int:
         else start.number
 
 
-@dataclass(slots=True)
-class _Mark:
-    """One pass of the user's, for the leaves that it has written."""
-
-    number: int
-    batch: int              # it belongs to
-
-
 class _Group(Watch):
     """All devices of one network."""
 
-    def __init__(self) -> None:
-        self.batch, self.last = 0, _Mark(0, 0)
+    def __init__(self, *places: "Place") -> None:
+        super().__init__()
+        self.places: Sequence[Place] = places
         self.lock = threading.Lock()
+
+    def holding(self) -> list[int]:
+        """The devices with fresh gradients of "write"."""
+        return [i for i, place in enumerate(self.places)
+                if any(leaf.fresh and leaf.request == "write"
+                       for leaf in place.leaves)]
 
 
 class Place:
     """The leaves of one network on one device."""
 
     def __init__(self) -> None:
-        self.group, self.leaves = _Group(), list[_Leaf]()
-        #: whether it is the first of several: the user's own network
-        self.leads = False
+        self.group, self.leaves = _Group(self), list[_Leaf]()
+        self.index = 0      # of the device
+        self._number: int | None = None     # of the last pass
         self.under_way: Callable[[], Pass | None] = _nothing
 
     def running(self) -> "Pass":
@@ -93,18 +92,22 @@ class Place:
         is."""
         return self.under_way() or Pass(self)
 
-    def reached(self, number: int) -> _Mark:
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of several: the user's own network."""
+        return self.index == 0 and len(self.group.places) > 1
+
+    def reached(self, number: int) -> None:
         """The pass `number` writes here: see `Backend.watch_gradients`."""
-        group = self.group
-        with group.lock:
-            if group.last.number != number:
-                group.last = _Mark(number, group.batch)
-            mark = group.last
-            if any(leaf.request == "write" and leaf.is_fresh()
-                   and leaf.mark is not mark for leaf in self.leaves):
-                group.batch += 1
-                mark.batch = group.batch
-            return mark
+        if number == self._number:
+            return
+        with self.group.lock:
+            self.group.passes.reached(number, [self.index],
+                                      self.group.holding)
+        self._number = number
+        for leaf in self.leaves:
+            if leaf.request == "write":
+                leaf.fresh = False
 
 
 class Pass:
@@ -120,7 +123,6 @@ class Pass:
     def __init__(self, place: Place):
         self.undo: Callable[[], Any] | None = None
         self._place, self._number = place, _pass_number()
-        self._mark: _Mark | None = None
         self._old: dict[_Leaf, Any] = {}    # gradients, until new ones come
         self._edited: set[_Leaf] = set()
         self._written: set[_Leaf] = set()
@@ -130,7 +132,7 @@ class Pass:
     def arrives(self, leaf: "_Leaf", x: Any) -> None:
         """A piece of the gradient of `x` is there. It may not be added:
         ``torch.autograd.grad`` gives it to its caller."""
-        if leaf.mark is not None and leaf.mark.number == self._number:
+        if leaf.number == self._number:
             return      # a later piece
         if leaf.request == "add":
             if leaf.fresh and leaf.edited():
@@ -148,10 +150,9 @@ class Pass:
                 else old.zero_().add_(new)
         if leaf not in self._written:
             self._written.add(leaf)
-            if self._mark is None:
-                self._mark = self._place.reached(self._number)
+            self._place.reached(self._number)
             # After an error in this pass the gradient is of no use.
-            leaf.mark, leaf.fresh = self._mark, False
+            leaf.number, leaf.fresh = self._number, False
 
     def __call__(self) -> None:
         for leaf in self._written:
@@ -218,7 +219,7 @@ class _Leaf:
     request: str = "null"
     trained: str = "write"  # the last request but "null"
     fresh: bool = False     # written by a backward pass since `mark_used`
-    mark: _Mark | None = None       # the last pass that wrote it
+    number: int | None = None       # of the last pass that wrote it
     #: the gradient, its version and its contents when it was last known
     seen: tuple[Callable[[], Any], int, Any] | None = None
     hooks: tuple[Any, ...] = ()
@@ -227,8 +228,9 @@ class _Leaf:
     borrowed: Callable[[str], Sequence[Any]] | None = None
 
     def is_fresh(self) -> bool:
-        return self.fresh and (self.request == "add" or self.mark is None
-                               or self.mark.batch == self.place.group.batch)
+        return self.fresh and (
+            self.request == "add"
+            or self.place.index not in self.place.group.passes.void)
 
     def edited(self) -> bool:
         if self.seen is None:
@@ -292,15 +294,15 @@ class Leaves:
 
     def watch_gradients(self, leaves: Sequence[Sequence[Any]],
                         requests: Sequence[str]) -> Watch:
-        # Its own one, which knows the batch, if it was announced before.
+        # Their own ones, if they were announced before.
         places = [self._leaf(arrays[0]).place for arrays in leaves]
-        for place, arrays in zip(places, leaves):
-            place.group = places[0].group
-            place.leads = place is places[0] and len(places) > 1
+        group = _Group(*places)
+        for i, (place, arrays) in enumerate(zip(places, leaves)):
+            place.group, place.index = group, i
             place.leaves = [self._leaf(x) for x in arrays]
             for leaf in place.leaves:
                 leaf.place = place
-        return places[0].group if places else Watch()
+        return group
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
         messages.check_grad_req(grad_req)
