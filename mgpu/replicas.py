@@ -144,7 +144,8 @@ class Replicas(Hints, abc.Sequence):
         self._all_passed = False        # in a pass of all devices
         #: devices whose pass has begun and is not queued: those that failed
         self._begun: list[int] = []
-        self._carried: list[Parameter] = []
+        #: whose sums all devices hold: see `carry_over`
+        self.carried: list[Parameter] = []
         #: devices without rows whose gradients are zeros, and the user's
         self.emptied: set[int] = set()
         #: in `unobserved`: the running statistics before its passes
@@ -249,6 +250,7 @@ class Replicas(Hints, abc.Sequence):
         with contextlib.suppress(RuntimeError):     # values moved elsewhere
             if self._trained() != self._leaves:
                 self.watch()
+        self._carry()
 
     def note_edits(self, on: bool) -> None:
         """Whether the engine is to note what the user writes to gradients;
@@ -723,19 +725,25 @@ class Replicas(Hints, abc.Sequence):
         self._ran = set()
         self.network.follow()
         self.following.follow(self.all_parameters())
-        if self._carried and self.backend.is_recording():
-            with self.backend.scope(recording=False):
-                for p in (p for p in self._carried if p.grad_req == "add"):
-                    for x, g in list(zip(p.list_data(), p.list_grad()))[1:]:
-                        g[...] = 0
-                        self.backend.settle(x)
-            self._carried = []
+        if self.backend.is_recording():
+            self._carry()
 
     def carry_over(self, parameters: list[Parameter]) -> None:
         """The gradients of `parameters` hold the same sum on all devices, to
         which the next backward pass adds: replica 0 alone is to keep it, or
         it would be summed K times."""
-        self._carried = parameters
+        self.carried = parameters
+
+    def _carry(self) -> None:
+        """Before a pass: see `carry_over`."""
+        carried, self.carried = self.carried, []
+        if not carried:
+            return
+        with self.backend.scope(recording=False):
+            for p in (p for p in carried if p.grad_req == "add"):
+                for x, g in list(zip(p.list_data(), p.list_grad()))[1:]:
+                    g[...] = 0
+                    self.backend.settle(x)
 
     def _queued(self, *devices: int) -> None:
         for i in devices:

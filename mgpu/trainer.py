@@ -501,9 +501,12 @@ class Trainer(Hints):
                     f"received a gradient of {p.name!r} that a backward pass "
                     "has written since. Call allreduce_grads again.")
             edited = [backend.edited(x) for x in arrays]
-            if not any(edited) or all(edited):
+            if p.grad_req == "add" and p not in self.replicas.carried:
+                # A pass has come between: replica 0 alone has the sum.
+                self.replicas.carried.append(p)
+            elif not any(edited) or all(edited):
                 continue
-            if not edited[0]:
+            elif not edited[0]:
                 raise RuntimeError(
                     "a summed gradient is changed on replica 0, or on all; "
                     f"received the gradient of {p.name!r} changed only on "

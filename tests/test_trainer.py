@@ -732,17 +732,31 @@ def test_after_a_refused_step_gradients_are_the_users(engine, devices):
         trainer.step(8, ignore_stale_grad=True)
 
 
-def test_sums_that_grow_are_summed_once(engine, devices):
+@pytest.mark.parametrize("loop", ["replicas", "native",
+                                  "with a forward pass for a log"])
+def test_sums_that_grow_are_summed_once(engine, devices, loop):
     """``grad_req="add"`` without `zero_grad`: the sum goes on growing, by the
     next batch's gradients, on any number of devices."""
+    if loop == "native" and engine.name == "torch":
+        pytest.skip("the network itself is on the first device")
     found = []
     for places in (on(0), devices):
         replicas = initialize(mlp(engine), places)
         for p in replicas.params():
             p.grad_req = "add"
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        train(replicas, trainer)
+        # of each device's own gradients
+        trainer = mgpu.Trainer(replicas, "nadam", {
+            "learning_rate": 0.125, "epsilon": 2.0 ** -10})
+        for rows in ROWS:
+            one = batch(rows)
+            (train_natively if loop == "native" else backward)(replicas, *one)
+            trainer.allreduce_grads()
+            if loop.startswith("with"):
+                with mgpu.record():
+                    replicas(mgpu.split_batch(*one, places)[0])
+            trainer.update(rows)
         found.append(values(replicas))
+        assert_replicas_equal(found[-1])
     assert_close(found[1], found[0])
 
 

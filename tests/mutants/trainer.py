@@ -53,6 +53,11 @@ MUTANTS = [
                 "self.old"),
            ("test_trainer.py::test_a_step_applies_one_batch[mxnet-nd-2dev-"
             "native]",)),
+    Mutant("sums-grow-k-times", "in Gluon's own loop each device keeps a sum "
+           "that the next pass adds to", edit("mgpu.replicas:Replicas._renew",
+                                              "self._carry()", "pass"),
+           ("test_trainer.py::test_sums_that_grow_are_summed_once[mxnet-nd-"
+            "2dev-native]",)),
     Mutant("passes-in-doubt", "gradients of an earlier batch may be applied",
            edit("mgpu.replicas:Replicas.check_native", "if doubt:",
                 "if False:"),
