@@ -805,19 +805,35 @@ def test_the_network_may_end_the_training_mode_of_a_layer(
                     images(4))
 
 
+def predicted(engine, norm, x):
+    """A batch norm that the network's own code calls in prediction mode."""
+    if engine.name == "torch":
+        return norm.eval()(x)
+    from mxnet import autograd
+    with autograd.predict_mode():
+        return norm(x)
+
+
 @pytest.mark.parametrize("policy", ["per_device", "sync"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_gradients_of_a_pass_that_predicts(engine, devices, policy, compiled):
-    """``record(train_mode=False)``: running statistics are constants, so the
-    gradients are those of fixed scales and shifts, and sums over rows."""
-    net = convnet(engine)
-    if compiled and engine.name == "mxnet":
+@pytest.mark.parametrize("how", ["plain", "compiled", "one layer"])
+def test_gradients_of_a_pass_that_predicts(engine, devices, policy, how):
+    """``record(train_mode=False)``, or the network's own code for a layer:
+    running statistics are constants, so the gradients are those of fixed
+    scales and shifts, and sums over rows."""
+    X = images(7)
+    if how == "one layer":
+        net = features(engine, lambda net, x: net.b(
+            predicted(engine, net.norm, net.a(x))))
+        X = X[:, :, 0, 0].repeat(2, axis=1)
+    else:
+        net = convnet(engine)
+    if how == "compiled" and engine.name == "mxnet":
         net.hybridize()
     replicas = initialize(net, devices, policy)
-    shards = mgpu.split_and_load(images(7), devices, even_split=False)
+    shards = mgpu.split_and_load(X, devices, even_split=False)
     start = replicas.export_numpy()
-    for name in ("5.running_mean", "5.running_var"):
-        start[name] = start[name] + 0.5
+    for p in replicas.statistics():
+        start[p.name] = start[p.name] + 0.5
     rng = np.random.default_rng(1)
     direction = {p.name: rng.normal(size=p.shape) for p in replicas.params()}
 
@@ -828,7 +844,7 @@ def test_gradients_of_a_pass_that_predicts(engine, devices, policy, compiled):
                    for out in replicas(shards) if out is not None)
     slope = (loss(2.0 ** -20) - loss(-2.0 ** -20)) * 2.0 ** 19
     loss(0)
-    with mgpu.record(train_mode=False):
+    with mgpu.record(train_mode=how == "one layer"):
         losses = [None if out is None else out * out
                   for out in replicas(shards)]
     mgpu.backward(losses)
@@ -836,8 +852,8 @@ def test_gradients_of_a_pass_that_predicts(engine, devices, policy, compiled):
     found = sum((mgpu.to_numpy(p.grad()) * direction[p.name]).sum()
                 for p in replicas.params())
     assert relative_difference(found, slope) < 1e-6
-    if not compiled:
-        pass_through(replicas, images(7))       # this one trains again
+    if how == "plain":
+        pass_through(replicas, X)       # this one trains again
         for name, arrays in statistics(replicas).items():
             assert (arrays[0] != start[name]).any()
 

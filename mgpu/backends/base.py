@@ -281,7 +281,7 @@ class Float32Functions:
     met: dict[str, None] = field(default_factory=dict)
 
 
-class Passes:
+class BackwardPasses:
     """Which devices of a network hold gradients of the latest batch, told by
     the backward passes since the last step.
 
@@ -355,7 +355,7 @@ class _History(NamedTuple):
             {this} if again else self.most | {this}, self.old - this, this)
 
     def judged(self) -> tuple[frozenset[int], dict[int, int]]:
-        """`Passes.void` and `Passes.doubt`."""
+        """`BackwardPasses.void` and `BackwardPasses.doubt`."""
         counts = {i: n for one, n in self.counts.items() for i in one}
         equal = len(set(counts.values())) == 1
         void = frozenset(counts).difference(*self.most)
@@ -373,7 +373,7 @@ class Watch:
 
     Attributes
     ----------
-    passes : Passes
+    passes : BackwardPasses
     observed : bool
         Whether somebody may ask what the user writes to the gradients.
     renew : callable
@@ -385,7 +385,7 @@ class Watch:
     renew: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
-        self.passes = Passes()
+        self.passes = BackwardPasses()
 
 
 class Replica(ABC):
@@ -893,12 +893,12 @@ class Backend(ABC):
         gradients of one batch.
 
         From then on the gradients of a device are those of the last backward
-        pass that reached it, and on the devices in `Passes.void` of the
-        result none is fresh. Exempt are leaves with "add". Passes that start
-        together (`backward`, `Network.forward_backward`) count as one. A leaf
-        that was announced before belongs to the latest announcement. Keeps no
-        array alive, unless what it returns does; the announcement holds as
-        long as the caller keeps that.
+        pass that reached it, and where the result's `BackwardPasses.void` has
+        the device none is fresh. Exempt are leaves with "add". Passes that
+        start together (`backward`, `Network.forward_backward`) count as one.
+        A leaf that was announced before belongs to the latest announcement.
+        Keeps no array alive, unless what it returns does; the announcement
+        holds as long as the caller keeps that.
         """
         return Watch()
 

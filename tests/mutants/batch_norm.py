@@ -77,10 +77,19 @@ MUTANTS = [
             "mxnet-nd]",)),
     Mutant("predicted-and-trained", "the backward pass of a pass that "
            "predicts takes batch norms for those of training",
-           edit("mgpu.backends._mxnet.network:MXNetNetwork._predicting",
-                'options["use_global_stats"] = True', "pass"),
+           edit("mgpu.backends._mxnet.network:_by_global_statistics",
+                '"use_global_stats"], block._active = True',
+                '"use_global_stats"], block._active = False'),
            ("test_batch_norm.py::test_gradients_of_a_pass_that_predicts["
-            "mxnet-nd-2dev-False-per_device]",)),
+            "mxnet-nd-2dev-plain-per_device]",)),
+    Mutant("one-layer-predicts", "a layer that the network's code calls in "
+           "predict_mode is taken for one in training",
+           edit("mgpu.backends._mxnet.network:_computed_by",
+                "[layer] *", "[] *"),
+           ("test_batch_norm.py::test_gradients_of_a_pass_that_predicts["
+            "mxnet-nd-2dev-one layer-per_device]",
+            "test_batch_norm.py::test_gradients_of_a_pass_that_predicts["
+            "mxnet-nd-2dev-one layer-sync]")),
     Mutant("sync-epsilon-outside", "epsilon is added to the root",
            edit(_CALL, "(var + call.epsilon) ** -0.5",
                 "1 / (var ** 0.5 + call.epsilon)"),

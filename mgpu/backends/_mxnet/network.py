@@ -4,7 +4,7 @@ import copy
 import json
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -143,6 +143,10 @@ class MXNetNetwork(base.Network):
         self._options = base.Options()
         self._passes = Passes(net)
         self._one_predicts = threading.RLock()      # threads share the layers
+        blocks = [block for _, block in _blocks(net)]
+        #: batch norms that code of the user's may call in predict_mode
+        self._may_predict = [] if all(map(is_known, blocks)) else [
+            block for block in blocks if isinstance(block, BATCH_NORM)]
         found: dict[int, Any] = {}
         self._named = net._collect_params_with_prefix()
         for name, p in self._named.items():
@@ -411,11 +415,17 @@ class MXNetNetwork(base.Network):
 
     @contextlib.contextmanager
     def _predicting(self) -> Iterator[None]:
-        """Inside the block, if it is recorded in prediction mode, batch norms
-        use their global statistics by name. MXNet's backward pass takes all
+        """Inside the block, if it is recorded, batch norms that predict use
+        their global statistics by name. MXNet's backward pass takes all
         others for layers in training, whatever their forward pass was."""
-        if mx.autograd.is_training() or not mx.autograd.is_recording():
+        if not mx.autograd.is_recording():
             yield
+            return
+        if mx.autograd.is_training():
+            # The network's own code may end that for a layer.
+            with _computed_by([(layer, None) for layer in self._may_predict
+                               if "forward" not in vars(layer)]):
+                yield
             return
         loose = self._loose_statistics()
         if loose:
@@ -424,17 +434,9 @@ class MXNetNetwork(base.Network):
                 f"gluon.nn; received running statistics of others: {loose}. "
                 "Use gluon.nn.BatchNorm(use_global_stats=True) in their "
                 "place, or record() in training mode.")
-        with self._one_predicts, self._layer_by_layer():
-            norms = [block._kwargs for _, block in _blocks(self.net)
-                     if isinstance(block, BATCH_NORM)
-                     and block._kwargs.get("use_global_stats") is False]
-            for options in norms:
-                options["use_global_stats"] = True
-            try:
-                yield
-            finally:
-                for options in norms:
-                    options["use_global_stats"] = False
+        with self._one_predicts, self._layer_by_layer(), _by_global_statistics(
+                block for _, block in _blocks(self.net)):
+            yield
 
     @contextlib.contextmanager
     def _layer_by_layer(self) -> Iterator[None]:
@@ -610,13 +612,32 @@ def _same(x: Any, y: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _computed_by(forwards: Sequence[tuple[Any, Callable[[Any], Any]]]
-                 ) -> Iterator[None]:
-    """Inside the block, layers compute by functions of mgpu, but where the
-    network's own code has ended the training mode."""
-    def either(layer: Any, forward: Callable[[Any], Any], x: Any) -> Any:
-        return forward(x) if mx.autograd.is_training() \
-            else type(layer).forward(layer, x)
+def _by_global_statistics(blocks: Iterable[Any]) -> Iterator[None]:
+    norms = [(block, block._active) for block in blocks
+             if isinstance(block, BATCH_NORM)
+             and block._kwargs.get("use_global_stats") is False]
+    for block, _ in norms:
+        block._kwargs["use_global_stats"], block._active = True, False
+    try:
+        yield
+    finally:
+        for block, active in norms:
+            block._kwargs["use_global_stats"], block._active = False, active
+
+
+@contextlib.contextmanager
+def _computed_by(forwards: Sequence[
+        tuple[Any, Callable[[Any], Any] | None]]) -> Iterator[None]:
+    """Inside the block, layers compute by functions of mgpu (None: their
+    own), but where the network's own code has ended the training mode."""
+    def either(layer: Any, forward: Callable[[Any], Any] | None, x: Any
+               ) -> Any:
+        if mx.autograd.is_training():
+            return type(layer).forward(layer, x) if forward is None \
+                else forward(x)
+        # Symbols are what all passes of a compiled network are made of.
+        with _by_global_statistics([layer] * isinstance(x, mx.nd.NDArray)):
+            return type(layer).forward(layer, x)
     try:
         for layer, forward in forwards:
             layer.__dict__["forward"] = partial(either, layer, forward)
