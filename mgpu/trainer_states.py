@@ -157,7 +157,8 @@ def read(file: files.FilePath) -> TrainerStates:
 
 def by_layer(names: Sequence[str]) -> Callable[[str], Any]:
     """A sort key: layer after layer, and by name inside a layer, as a Gluon
-    Trainer that is given a dictionary sorts a plain stack of layers."""
+    Trainer that is given a dictionary sorts up to ten layers of one kind:
+    see `mgpu.optimizers.Nadam`."""
     layers: dict[str, int] = {}
     for name in names:
         layers.setdefault(name.rpartition(".")[0], len(layers))

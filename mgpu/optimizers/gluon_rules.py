@@ -156,9 +156,13 @@ class Nadam(Optimizer):
     P is meant to be the product over the updates of *this* parameter. Gluon
     keeps one P for all parameters and multiplies it at every update of any
     of them, so that with n parameters it falls n times as fast and depends
-    on their order. That is what happens here when `begin_step` is called
-    with the parameters in Gluon's order (a Gluon Trainer given a dictionary
-    sorts them by name: a layer's bias comes before its weight). Without
+    on their order. That is what happens here when `begin_step` is called.
+    A `Trainer` goes through the layers in their order, and in each by name:
+    its bias comes before its weight. A Gluon Trainer sorts all by Gluon's
+    own names, which torch has not, and which count the layers made so far
+    in a process: the same order for up to ten layers of one kind, another
+    where ``dense10`` comes before ``dense2``, ``batchnorm0`` before
+    ``conv0``, or a parameter of the block's own among its layers. Without
     `begin_step` each parameter has its own P, as in torch. The weights
     diverge in the first steps, until P vanishes, and then keep their
     distance: measured on random gradients, up to 0.8 of a rate per element
