@@ -320,7 +320,10 @@ class BackwardPasses:
             self._number, self._this = number, frozenset()
         self._this |= frozenset(devices)
         self._now = self._before.then(self._this)
-        self.void, self.doubt = self._now.judged()
+        if self._before.counts:
+            self.void, self.doubt = self._now.judged()
+        else:       # the first since the step
+            self.void, self.doubt = self._now.old, {}
 
 
 class _History(NamedTuple):
