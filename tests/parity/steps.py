@@ -24,8 +24,8 @@ def gluon_step(optimizer="sgd", clip=None, schedule=None, **options):
 
 
 def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
-               scaler=None, unscale=True, parts=1, divide=True, mode="train", updates=1,
-               **options):
+               scaler=None, unscale=True, parts=1, divide=True, mode="train",
+               updates=1, **options):
     """A plain loop of PyTorch.
 
     `schedule` makes a scheduler, which moves ``before`` the optimiser or
