@@ -506,23 +506,3 @@ def test_the_step_calls_a_network_as_it_likes():
                                     "0.weight": "one.weight",
                                     "0.bias": "one.bias"})
         assert result.worst["gradient"].status == "same", result
-
-
-def test_dropout_inside_of_a_layer_is_refused_by_name():
-    def attending():
-        from torch import nn
-
-        class Attending(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.attend = nn.MultiheadAttention(4, 2, dropout=0.5)
-                self.out = nn.Linear(4, 3)
-
-            def forward(self, x):
-                x = x[:, None, :4]
-                return self.out(self.attend(x, x, x)[0][:, 0])
-        return Attending()
-    step = torch_loop(one_sgd)
-    with pytest.raises(ValueError, match="dropout= of nn.LSTM and nn.Multi"):
-        parity.compare(attending, attending, batches=BATCHES, step_a=step,
-                       step_b=step)
