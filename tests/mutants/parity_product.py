@@ -164,12 +164,6 @@ MUTANTS = [
                 "p.grad = _copied(grad)", "pass"),
            ("parity/test_own_step.py::test_a_fault_in_a_loop_is_found_and_no_"
             "wrong_cause_is_named[no zero_grad*",)),
-    Mutant("variables-run-on", "a step that is taken once more moves what it "
-           "counts by nonlocal", edit("mgpu.parity.own:Variables.__setitem__",
-                                      "cell_contents = value",
-                                      "cell_contents"),
-           ("parity/test_own_step.py::test_a_port_may_do_the_same_in_another_"
-            "way[a rate by hand]",)),
     Mutant("averages-may-be-missing", "a port without the average of the "
            "weights is the same",
            edit("mgpu.parity.comparison:Comparison._tensors",
