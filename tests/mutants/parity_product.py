@@ -158,12 +158,6 @@ MUTANTS = [
                 "not self.training or", "True or"),
            ("parity/test_gluonize.py::test_plain_training_keeps_gluons_statistics"
             "[2]",)),
-    Mutant("gradients-run-on", "a trial of the user's step leaves its "
-           "gradients to the first step",
-           edit("mgpu.backends._torch.own_step:TorchParts.keep",
-                "p.grad = _copied(grad)", "pass"),
-           ("parity/test_own_step.py::test_a_fault_in_a_loop_is_found_and_no_"
-            "wrong_cause_is_named[no zero_grad*",)),
     Mutant("averages-may-be-missing", "a port without the average of the "
            "weights is the same",
            edit("mgpu.parity.comparison:Comparison._tensors",

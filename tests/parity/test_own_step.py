@@ -379,6 +379,7 @@ def test_an_average_that_one_side_does_not_keep_is_a_difference():
     result = parity.compare(A, B, batches=BATCHES,
                             step_a=gluon_average(0.75, False),
                             step_b=torch_average(0.75, "none"))
+    assert not result.same
     assert (result.first.step, result.first.stage) == (1, "memory")
 
 
