@@ -38,11 +38,13 @@ class Coverage:
             name: False for layer in a.layers if layer.kind == "embedding"
             for name in layer.parameters if name in self._trained}
         self._finite, self._predicted = False, True
+        self.had_loss = False   # a step of the user's own may return none
 
     def add(self, before: State, one: StepResult, two: StepResult) -> None:
         """One step, from the state `before`."""
         self._ran["a"] |= dict.fromkeys(one.ran)
         self._ran["b"] |= dict.fromkeys(two.ran)
+        self.had_loss |= bool(one.losses.size)
         self._finite |= bool(np.isfinite(one.losses).all()
                              and np.isfinite(two.losses).all())
         self._predicted &= None not in (one.predictions, two.predictions)

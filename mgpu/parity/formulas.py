@@ -69,7 +69,7 @@ class Formulas:
         if wrong & _STAGES and not wrong & {"gradient", "rate"} \
                 and (not clipped or self._clip_alike(one, two)):
             sizes, explains = self._by_formulas(before, one, two, clipped)
-            if clipped and sizes is not None:
+            if clipped:
                 proven[_CLIPPING] = max(
                     g.relative for g in gaps if g.stage == "clipping"), \
                     lambda g: g.stage == "clipping" or explains(g)

@@ -49,6 +49,13 @@ class OwnRun(LiveRun):
 
     def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
         super().__init__(side, sample, dtype, masks)
+        try:
+            self._prepare(side)
+        except BaseException:
+            self.restore()
+            raise
+
+    def _prepare(self, side: Any) -> None:
         if len(self.devices) != 1:
             raise ValueError(
                 "a step of the user's own runs on one device; received "

@@ -25,7 +25,7 @@ MUTANTS = [
            edit(_TORCH + "_put", "messages.host_array(x)", "np.asarray(x)"),
            (_COPIES + "torch-numpy-target0-None]",)),
     Mutant("torch-to-numpy-aliases", "the host sees later changes",
-           edit(_TORCH + "to_numpy", ".numpy().copy()", ".numpy()"),
+           edit(_TORCH + "to_numpy", ".clone(", ".to("),
            ("test_contract.py::test_to_numpy_gives_a_fresh_copy[torch]",)),
     Mutant("mxnet-waits-for-all", "another thread's error is raised here",
            edit(_MXNET + "host_views", "_settle(arrays, places)",
@@ -187,7 +187,7 @@ MUTANTS = [
             "change[torch]",)),
     Mutant("torch-pieces-overwrite", "what arrives later in a pass overwrites",
            edit(_LEAVES + "Pass.arrives",
-                "leaf.mark.number == self._number", "False"),
+                "leaf.number == self._number", "False"),
            (_RECOMPUTED + "0.0-False-True-True-torch]",)),
     Mutant("torch-recomputes-undressed", "a checkpoint computes again by "
            "torch's own layers", edit(

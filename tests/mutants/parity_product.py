@@ -39,7 +39,8 @@ MUTANTS = [
             "those_that_it_got",)),
     Mutant("float32-is-same", "what MXNet does in float32 is no difference",
            edit("mgpu.parity.comparison:Comparison.lockstep",
-                "result.verdict = FLOAT32", "pass"),
+                "if result.same and (result.float32", "if False and (result"
+                ".float32"),
            ("parity/test_compare.py::test_mxnets_float32_is_a_verdict_of_its_"
             "own[1dev-prelu-False]",)),
     Mutant("float32-everywhere", "a function stays in float32 where it does "
@@ -76,10 +77,8 @@ MUTANTS = [
            ("parity/test_compare.py::test_a_small_tensor_above_the_floor_keeps_its_"
             "own_scale",)),
     Mutant("nan-is-equal", "a NaN on one side passes",
-           edit("mgpu.parity.measure:gap", "np.where(finite, np.abs(",
-                "np.where(finite | True, np.abs(",
-                "relative > tolerance else", "relative >= tolerance + 0 else"
-                ),
+           edit("mgpu.parity.measure:_apart", "np.where(finite, np.abs(",
+                "np.where(finite | True, np.abs("),
            ("parity/test_compare.py::test_what_is_not_finite_differs[nan-*",)),
     Mutant("masks-per-device", "each device draws masks of its own",
            edit("mgpu.parity.masks:Masks._draw",
@@ -158,10 +157,30 @@ MUTANTS = [
                 "not self.training or", "True or"),
            ("parity/test_gluonize.py::test_plain_training_keeps_gluons_statistics"
             "[2]",)),
+    Mutant("formulas-drop-options", "an option that the other framework does "
+           "not have is a formula",
+           edit("mgpu.parity.formulas:Formulas._by_formulas",
+                "or lost_options(rules[1], ways[0].kind)", "",
+                "or lost_options(rules[0], ways[1].kind)", ""),
+           ("parity/test_own_step.py::test_a_formula_hides_no_other_option_"
+            "and_no_memory[dampening-]",)),
+    Mutant("memory-may-be-thrown-away", "what one side has no memory of is "
+           "not compared",
+           edit("mgpu.parity.comparison:Comparison.compare_results",
+                "n in mine else np.zeros_like(yours[n])",
+                "n in mine else yours[n]"),
+           ("parity/test_own_step.py::test_a_formula_hides_no_other_option_"
+            "and_no_memory[memory thrown away-]",)),
+    Mutant("any-count-is-unbiased", "a variance of any number of values is "
+           "that of the batch",
+           edit("mgpu.parity.formulas:_unbiased", "step.own.counts.get(name, "
+                "0)", "16"),
+           ("parity/test_own_step.py::test_an_unbiased_variance_is_that_of_"
+            "the_batch*",)),
     Mutant("averages-may-be-missing", "a port without the average of the "
            "weights is the same",
-           edit("mgpu.parity.comparison:Comparison._tensors",
-                "| self._averages", "| set()"),
+           edit("mgpu.parity.comparison:Comparison.compare_results",
+                "if self._averages or not", "if not"),
            ("parity/test_own_step.py::test_an_average_that_one_side_does_not_"
             "keep_is_a_difference",)),
 ]

@@ -507,3 +507,156 @@ def test_the_step_calls_a_network_as_it_likes():
                                     "0.weight": "one.weight",
                                     "0.bias": "one.bias"})
         assert result.worst["gradient"].status == "same", result
+
+
+def test_dropout_inside_of_a_layer_is_refused_by_name():
+    def attending():
+        from torch import nn
+
+        class Attending(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.attend = nn.MultiheadAttention(4, 2, dropout=0.5)
+                self.out = nn.Linear(4, 3)
+
+            def forward(self, x):
+                x = x[:, None, :4]
+                return self.out(self.attend(x, x, x)[0][:, 0])
+        return Attending()
+    step = torch_loop(one_sgd)
+    with pytest.raises(ValueError, match="dropout= of nn.LSTM and nn.Multi"):
+        parity.compare(attending, attending, batches=BATCHES, step_a=step,
+                       step_b=step)
+
+
+def plain_loop(prepare=lambda net: None, after=lambda optimizer, count: None,
+               optimizer="SGD", **options):
+    """A loop of PyTorch's; `after(optimizer, count)` follows each update,
+    and `prepare(net)` gives more parts."""
+    def make(net):
+        import torch
+        moves = getattr(torch.optim, optimizer)(net.parameters(), **options)
+        more, count = prepare(net), 0
+
+        def step(x, y):
+            nonlocal count
+            count += 1
+            moves.zero_grad()
+            torch.nn.functional.cross_entropy(net(x), y.long()).backward()
+            moves.step()
+            after(moves, count)
+            for part in more or ():
+                part.update_parameters(net)
+        return step, [moves, *(more or ())]
+    return make
+
+
+def forgets(optimizer, count):
+    optimizer.state.clear()
+
+
+def slows(optimizer, count):
+    optimizer.param_groups[0]["lr"] = 0.125 if count < 3 else 0.0625
+
+
+def average(**options):
+    def prepare(net):
+        from torch.optim import swa_utils
+        return [swa_utils.AveragedModel(net, **options)]
+    return prepare
+
+
+MOMENTUM = {"lr": 0.125, "momentum": 0.5}
+#: loops of PyTorch's that differ, and loops that do not
+PAIRS = {
+    "nesterov": (gluon_step(learning_rate=0.125, momentum=0.5), plain_loop(
+        nesterov=True, **MOMENTUM), False),
+    "dampening": (gluon_step(learning_rate=0.125, momentum=0.5), plain_loop(
+        dampening=0.5, **MOMENTUM), False),
+    "memory thrown away": (plain_loop(**MOMENTUM), plain_loop(
+        after=forgets, **MOMENTUM), False),
+    "steps thrown away": (
+        plain_loop(optimizer="Adam", lr=0.125), plain_loop(
+            optimizer="Adam", after=forgets, lr=0.125), False),
+    "buffers of the average": (
+        plain_loop(average(use_buffers=True), lr=0.125),
+        plain_loop(average(), lr=0.125), True),
+    "counted by the step itself": (
+        plain_loop(after=slows, lr=0.125), torch_step(
+            lr=0.125, schedule=lambda optimizer: __import__(
+                "torch").optim.lr_scheduler.StepLR(optimizer, 3, 0.5)), True),
+    "counted, and slower": (plain_loop(after=slows, lr=0.125),
+                            plain_loop(lr=0.125), False)}
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_formula_hides_no_other_option_and_no_memory(name, swapped):
+    *steps, same = PAIRS[name]
+    nets = [A if "gluon" in step.__qualname__ else B for step in steps]
+    if swapped:
+        steps, nets = steps[::-1], nets[::-1]
+    result = parity.compare(*nets, batches=BATCHES[:4], step_a=steps[0],
+                            step_b=steps[1])
+    assert result.proves(formulas=True) is same, result
+
+
+@pytest.mark.parametrize("count", [16, 8])
+def test_an_unbiased_variance_is_that_of_the_batch(count):
+    """With another number of values the formula explains nothing."""
+    net = gluon(lambda nn: [nn.Dense(4, in_units=5), nn.BatchNorm(
+        in_channels=4, momentum=0.5), nn.Dense(3, in_units=4)])
+    port = torch_(lambda nn: [nn.Linear(5, 4), nn.BatchNorm1d(
+        4, momentum=0.5), nn.Linear(4, 3)])
+
+    def make(net):
+        step, parts = torch_step(lr=0.125)(net)
+
+        def another(x, y):
+            old = 0.5 * net[1].running_var
+            loss = step(x, y)       # 8 rows: the factor is 8 / 7
+            net[1].running_var.copy_(old + (net[1].running_var - old) * (
+                7 / 8 * count / (count - 1)))
+            return loss
+        return another, parts
+    result = parity.compare(
+        net, port, batches=BATCHES[:2],
+        step_a=gluon_step(learning_rate=0.125), step_b=make)
+    assert result.proves(formulas=True) is (count == 8), result
+
+
+def test_weights_outside_of_the_network_are_refused():
+    def outside(net):
+        import torch
+        scale = torch.nn.Parameter(torch.ones(()))
+        moves = torch.optim.SGD([*net.parameters(), scale], lr=0.1)
+        return lambda x, y: None, moves
+
+    def another(net):
+        import torch
+        return lambda x, y: None, [torch.optim.SGD(net.parameters(), lr=0.1),
+                                   torch.nn.Bilinear(2, 2, 2)]
+    before = B()
+    for step, kind, words in ((outside, ValueError, "received 1 others"),
+                              (another, TypeError, "received Bilinear")):
+        with pytest.raises(kind, match=words):
+            parity.compare(before, B, batches=BATCHES, step_a=step)
+    assert {str(p.dtype) for p in before.parameters()} == {"torch.float32"}
+
+
+def test_a_closure_is_waited_for():
+    def make(net):
+        import torch
+        moves = torch.optim.SGD(net.parameters(), lr=0.125)
+
+        def step(x, y):
+            def again():
+                moves.zero_grad()
+                loss = torch.nn.functional.cross_entropy(net(x), y.long())
+                loss.backward()
+                return loss
+            return moves.step(again)
+        return step, moves
+    result = parity.compare(B, B, batches=BATCHES, step_a=make,
+                            step_b=torch_step(lr=0.125))
+    assert result.same, result
