@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant("a-second-pass-voids", "a device's second pass voids the others'",
            edit(_HISTORY + "then", " and this != self.last", ""),
            ("test_trainer.py::test_of_several_passes_the_last_of_each_device_"
-            "counts[torch-2dev-1-device by device-False]",)),
+            "counts[torch-2dev-device by device-False]",)),
     Mutant("rows-of-one-device-lost", "what may be of the latest batch is "
            "void", edit(_HISTORY + "judged", "not equal and", ""),
            ("test_contract.py::test_passes_tell_the_latest_batch[torch-0 1 1 "

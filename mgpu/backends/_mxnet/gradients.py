@@ -112,7 +112,7 @@ def is_fresh(x: Any) -> bool:
     """See `mgpu.backends.base.Backend.is_fresh`."""
     with _passing:
         return bool(x._fresh_grad) and not any(
-            one.voids(x) for one in _alive())
+            one.passes.void and one.voids(x) for one in _alive())
 
 
 def mark_used(x: Any) -> None:
