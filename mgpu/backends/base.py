@@ -447,6 +447,10 @@ class Turns:
         devices."""
 
 
+#: the slot of the average of a weight that a step of the user's own keeps
+AVERAGE = "average"
+
+
 @dataclass
 class Observed:
     """What a training step of the user's own has done, as NumPy arrays by
@@ -491,7 +495,7 @@ class OwnParts(ABC):
         Of each weight that an optimiser has: its learning rate and weight
         decay as multiples of those of `rule`.
     averaged : bool
-        Whether there is an average of the weights: slot "average".
+        Whether there is an average of the weights: slot `AVERAGE`.
     clip_epsilon : float
         What the engine's own clipping by the global norm adds to the norm.
     text : str

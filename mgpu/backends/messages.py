@@ -209,26 +209,25 @@ def dropout_inside(paths: Sequence[str]) -> ValueError:
         "dropout layers between them, or dropout=0.")
 
 
-def other_weights(count: int) -> ValueError:
-    """An own step trains what no comparison sees."""
-    return ValueError(
-        "the optimisers of a step move weights of the network only, which "
-        f"are set and compared; received {count} others. Put them into the "
-        "network, or compare them in a step of their own.")
-
-
-def no_optimizer(parts: Sequence[Any]) -> ValueError:
-    """Nothing is known of the updates of an own step."""
-    return ValueError(
-        "a step comes with the optimiser that it uses; received parts "
-        f"{[type(part).__name__ for part in parts]}. Return (step, "
-        "[optimizer, ...]).")
-
-
-def several_averages(count: int) -> ValueError:
-    """Own steps keep one average of the weights at most."""
-    return ValueError("a step keeps one average of the weights at most; "
-                      f"received {count}. Compare one at a time.")
+def check_parts(parts: Sequence[Any], optimizers: Sequence[Any],
+                averages: Sequence[Any], others: int) -> None:
+    """ValueError unless the parts of an own step hold an optimiser, which
+    moves weights of the network only (`others`: how many that are not), and
+    one average at most."""
+    if not optimizers:
+        raise ValueError(
+            "a step comes with the optimiser that it uses; received parts "
+            f"{[type(part).__name__ for part in parts]}. Return (step, "
+            "[optimizer, ...]).")
+    if len(averages) > 1:
+        raise ValueError(
+            "a step keeps one average of the weights at most; received "
+            f"{len(averages)}. Compare one at a time.")
+    if others:
+        raise ValueError(
+            "the optimisers of a step move weights of the network only, "
+            f"which are set and compared; received {others} others. Put them "
+            "into the network, or compare them in a step of their own.")
 
 
 # -- memory and dtypes --------------------------------------------------------

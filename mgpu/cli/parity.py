@@ -38,6 +38,7 @@ else:
 
     api, report = _OnUse("mgpu.parity"), _OnUse("mgpu.parity.report")
 
+#: `mgpu.parity.MODES`, which nobody loads for a ``--help``
 MODES = ("lockstep", "free", "accuracy")
 
 @contextlib.contextmanager
@@ -179,8 +180,9 @@ def _compare(a: str, b: Any, given: set[str], options: dict[str, Any],
     other = api.Side(find.factory(b, options["kwargs_b"]), **{
         name: options[f"b_{name}"] for name in (
             "semantics", "optimizer", "optimizer_params", "devices")})
-    steps: dict[str, Any] = {name: find.factory(options[name], {})
-             for name in ("step_a", "step_b") if options[name]}
+    steps: dict[str, Any] = {
+        name: find.factory(options[name], {})
+        for name in ("step_a", "step_b") if options[name]}
     if len(steps) == 2:
         _refuse(given & {"optimizer", "optimizer_params", "semantics"},
                 "steps of your own have optimisers of their own")

@@ -10,6 +10,7 @@ import numpy as np
 
 from mgpu.arguments import is_number, one_of
 from mgpu.backends import give_back
+from mgpu.backends.base import AVERAGE
 from mgpu.nested import map_leaves
 from mgpu.parity import matching, measure
 from mgpu.parity.accuracy import compare_accuracy
@@ -25,8 +26,9 @@ from mgpu.parity.matching import Entry
 from mgpu.parity.measure import STAGES, TOLERANCE, Gap
 from mgpu.parity.own import OwnRun
 from mgpu.parity.result import FLOAT32, FORMULAS, Evidence, Result
-from mgpu.parity.run import (AVERAGE, Arrays, Calls, Run, State, StepResult,
-                             at_one_device, join_devices, translate)
+from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
+                             at_one_device, gradients_left, join_devices,
+                             translate)
 from mgpu.parity.side import check_common, complete
 from mgpu.parity.spill import spilled_state, spilled_step
 
@@ -494,8 +496,8 @@ class Comparison:
         gaps = self._tensors(step, "gradient",
                              *pair(one.gradients, two.gradients))
         if _different(gaps):
-            left = self._tensors(step, "gradient", *pair(*(
-                s.own.left if s.own else s.gradients for s in (one, two))))
+            left = self._tensors(step, "gradient", *pair(
+                *map(gradients_left, (one, two))))
             gaps = left if _different(left) else [
                 g._replace(stage="clipping") for g in gaps]
         rates = [(name, np.array(self.a.updates.last_rate(

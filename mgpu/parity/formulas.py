@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mgpu.host_memory import HOST_OPS
 from mgpu.optimizers import Optimizer, counterpart
-from mgpu.parity.causes.update_search import (OPS, as_class, lost_options,
+from mgpu.parity.causes.update_search import (as_class, lost_options,
                                               options_of)
 from mgpu.parity.live import LiveRun
 from mgpu.parity.measure import Gap
 from mgpu.parity.own import OwnRun
 from mgpu.parity.run import (Arrays, Run, State, StepResult, common_factor,
-                             rate_outside_velocity, translate)
+                             norm_left, rate_outside_velocity, translate)
 from mgpu.trainer_states import TrainerStates
 
 #: stages that another formula of the update or of clipping explains
@@ -101,9 +102,7 @@ class Formulas:
             if factor is None:
                 return False
             # as the code sees them: what optimisers multiply by comes after
-            norm = np.sqrt(sum(float(np.vdot(g, g)) for g
-                               in step.own.left.values())) \
-                / (step.divisor * step.own.scale)
+            norm = norm_left(step) / step.own.scale
             limits.append([factor * (norm + epsilon) * step.own.scale
                            for epsilon in (run.parts.clip_epsilon, 0.0)])
         # code of the user's own that clips may add nothing to the norm
@@ -169,7 +168,9 @@ class Formulas:
         plan = self._work.plan
         start = translate(before, plan, a, b)
         rule = b.updates.optimizer
+        # Gluon's code has the options themselves, its kernel not.
         optimizer = _by(rule, way)
+        exactly = _by(rule, way._replace(single=False))
         grads = plan.to_b(gradients)
         values, slots = dict(start.values), dict(start.optimizer.slots)
         counts = dict(start.optimizer.counts)
@@ -178,7 +179,7 @@ class Formulas:
         states, moving = {}, [n for n in b.updates.order if n in grads]
         for name in moving:
             values[name] = values[name].copy()
-            state = optimizer.create_state(values[name], OPS)
+            state = optimizer.create_state(values[name], HOST_OPS)
             factor = 1.0
             if outside[0] != outside[1] and counts.get(name):
                 last = b.updates.last_rate(name, start.optimizer.num_update)
@@ -198,13 +199,12 @@ class Formulas:
         for name in moving:
             lr = b.updates.last_rate(name, step.after.optimizer.num_update)
             wd = rule.wd * b.updates.wd_mult[name]
-            # Gluon's code has the options themselves, its kernel not.
-            exact, bias = (_bias(x, counts[name]) for x in (
-                _by(rule, way._replace(single=False)), optimizer))
+            exact, bias = (_bias(x, counts[name])
+                           for x in (exactly, optimizer))
             optimizer.update(
                 values[name], grads[name] / divisor,
                 states[name], lr=float(single(lr * exact)) / bias,
-                wd=float(single(wd)), t=counts[name], ops=OPS)
+                wd=float(single(wd)), t=counts[name], ops=HOST_OPS)
         for name, state in states.items():
             factor = 1.0
             if outside[0] != outside[1]:    # as `b` keeps it
@@ -312,10 +312,9 @@ _UNBIASED = ("batch norm: PyTorch keeps the unbiased variance, n / (n - 1) "
              "times that of the batch, Gluon the batch's own")
 _MOMENTUM = "batch norm: MXNet reads the momentum as float32"
 _NAMES = {
-    "sgd": "momentum: Gluon keeps the rate inside the velocity, PyTorch "
-    "outside, which differ where the rate changes",
-    "nag": "momentum: Gluon keeps the rate inside the velocity, PyTorch "
-    "outside, which differ where the rate changes",
+    **dict.fromkeys(("sgd", "nag"), "momentum: Gluon keeps the rate inside "
+                    "the velocity, PyTorch outside, which differ where the "
+                    "rate changes"),
     "adam": "Adam's epsilon: Gluon adds it outside of the bias correction, "
     "PyTorch inside"}
 

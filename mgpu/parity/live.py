@@ -12,8 +12,8 @@ from mgpu.parity.batches import Batch
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry, RunWith
 from mgpu.parity.measure import summary
-from mgpu.parity.run import (AVERAGE, Arrays, Calls, LayerCall, Run, State,
-                             StepResult, UpdateRule)
+from mgpu.parity.run import (Arrays, Calls, LayerCall, Run, State, StepResult,
+                             UpdateRule)
 from mgpu.parity.side import network_of
 from mgpu.parity.spill import spilled
 from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
@@ -162,7 +162,7 @@ class LiveRun(Run):
         self.trainer.import_states(states._replace(
             optimizer=type(own).__name__, learning_rate=own.learning_rate,
             slots={key: value for key, value in states.slots.items()
-                   if key[1] != AVERAGE}))
+                   if key[1] != base.AVERAGE}))
 
     def _write(self, values: Mapping[str, np.ndarray]) -> None:
         missing = any(p.name not in values and p.kind != "other"

@@ -12,12 +12,12 @@ import numpy as np
 
 from mgpu.arguments import is_number
 from mgpu.backends import base, using_backend
+from mgpu.host_memory import HOST_OPS
 from mgpu.nested import leaves
 from mgpu.optimizers import RULES, Optimizer
-from mgpu.parity.causes.update_search import OPS
 from mgpu.parity.live import LiveRun, rows_of_shards
 from mgpu.parity.masks import Masks
-from mgpu.parity.run import (AVERAGE, Arrays, Calls, LayerCall, OwnStep, State,
+from mgpu.parity.run import (Arrays, Calls, LayerCall, OwnStep, State,
                              StepResult, UpdateRule, join_devices)
 from mgpu.trainer_states import TrainerStates
 
@@ -100,8 +100,9 @@ class OwnRun(LiveRun):
         parts, rule = self.parts, self._rule
         names = [p.name for p in self.replicas.params()]
         return UpdateRule(
-            rule or Optimizer(), sorted(rule.create_state(np.zeros(1), OPS))
-            if rule else [f"those of {parts.text}"],
+            rule or Optimizer(),
+            sorted(rule.create_state(np.zeros(1), HOST_OPS)) if rule
+            else [f"those of {parts.text}"],
             {n: parts.lr_mult.get(n, 0.0) for n in names},
             {n: parts.wd_mult.get(n, 0.0) for n in names}, names,
             self._moved_by)
@@ -135,7 +136,7 @@ class OwnRun(LiveRun):
             slots, counts = self.parts.memory()
             self.parts.load({**slots, **{
                 key: value for key, value in state.optimizer.slots.items()
-                if key[1] == AVERAGE}}, counts)
+                if key[1] == base.AVERAGE}}, counts)
 
     def load_memory(self, states: TrainerStates) -> None:
         self.parts.load(states.slots, states.counts)

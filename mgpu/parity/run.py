@@ -21,10 +21,6 @@ from mgpu.trainer_states import TrainerStates
 Arrays = dict[str, np.ndarray]
 
 
-#: the slot of the average of a weight that a step of the user's own keeps
-AVERAGE = "average"
-
-
 class CannotRun(RuntimeError):
     """A recorded run was asked for what only a network can compute."""
 
@@ -329,6 +325,17 @@ def common_factor(left: Arrays, applied: Arrays) -> float | None:
                            atol=1e-12 * np.abs(left[n]).max(initial=0.0))
                for n in names)
     return factor if near else None
+
+
+def gradients_left(step: StepResult) -> Arrays:
+    """The gradients as the backward pass left them."""
+    return step.own.left if step.own else step.gradients
+
+
+def norm_left(step: StepResult) -> float:
+    """The norm of all of them, divided as the optimiser divides them."""
+    return float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients_left(
+        step).values()))) / step.divisor
 
 
 def velocity_factor(source: UpdateRule, target: UpdateRule, name: str,

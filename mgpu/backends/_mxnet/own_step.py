@@ -62,17 +62,12 @@ class MXNetParts(base.OwnParts):
                 self._others.append(part)
             else:
                 raise messages.unknown_part(part)
-        if not self._trainers:
-            raise messages.no_optimizer(parts)
-        if len(averages) > 1:
-            raise messages.several_averages(len(averages))
+        messages.check_parts(parts, self._trainers, averages, sum(
+            id(p) not in self._names and p.grad_req != "null"
+            for trainer in self._trainers for p in trainer._params))
         #: the user's code may put other arrays into its dictionary
         self._average = {name: own for own in averages
                          for name in own if name in {*named, *buffers}}
-        others = sum(id(p) not in self._names and p.grad_req != "null"
-                     for trainer in self._trainers for p in trainer._params)
-        if others:
-            raise messages.other_weights(others)
         self.averaged = bool(self._average)
         self.text = ", ".join(
             f"Trainer ({type(part.optimizer).__name__})"
@@ -111,7 +106,7 @@ class MXNetParts(base.OwnParts):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        slots = {(name, "average"): own[name].asnumpy()
+        slots = {(name, base.AVERAGE): own[name].asnumpy()
                  for name, own in self._average.items()}
         counts = {}
         for trainer, index, name in self._weights():
@@ -131,8 +126,8 @@ class MXNetParts(base.OwnParts):
 
     def load(self, slots, counts) -> None:
         for name, own in self._average.items():
-            if (name, "average") in slots:
-                own[name][:] = _array(slots[name, "average"], own[name])
+            if (name, base.AVERAGE) in slots:
+                own[name][:] = _array(slots[name, base.AVERAGE], own[name])
         for trainer, index, name in self._weights():
             optimizer, updater = trainer.optimizer, trainer._updaters[0]
             own = optimizer._all_index_update_counts[0]

@@ -52,7 +52,7 @@ class TorchParts(base.OwnParts):
     clip_epsilon = 1e-6
 
     def __init__(self, named: Mapping[str, Any], paths: Mapping[str, str],
-                 parts: Sequence[Any], modules: Sequence[nn.Module] = ()):
+                 parts: Sequence[Any], modules: Sequence[nn.Module]):
         self._named, self._switched = dict(named), list(modules)
         self._names = {id(p): name for name, p in named.items()}
         self._optimizers: list[Any] = []
@@ -76,18 +76,13 @@ class TorchParts(base.OwnParts):
                     and hasattr(part, "load_state_dict")):
                 raise messages.unknown_part(part)
             self._others.append(part)
-        if not self._optimizers:
-            raise messages.no_optimizer(parts)
-        if len(averages) > 1:
-            raise messages.several_averages(len(averages))
+        messages.check_parts(parts, self._optimizers, averages, sum(
+            id(p) not in self._names for _, group in self._groups()
+            for p in group["params"]))
         #: the user's code may put other tensors into its dictionary
         self._average = {name: (own, key) for own in averages for name, key
                          in self._in_average(own, paths).items()}
         self.averaged = bool(self._average)
-        others = sum(id(p) not in self._names for _, group in self._groups()
-                     for p in group["params"])
-        if others:
-            raise messages.other_weights(others)
         self._scalers = [x for x in parts
                          if isinstance(x, torch.amp.GradScaler)]
         self.text = ", ".join(type(part).__name__ for part in parts)
@@ -139,7 +134,7 @@ class TorchParts(base.OwnParts):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        slots = {(name, "average"): _to_numpy(own[key])
+        slots = {(name, base.AVERAGE): _to_numpy(own[key])
                  for name, (own, key) in self._average.items()}
         for optimizer, group in self._groups() if self.rule else ():
             for name in self._of(group):
@@ -155,8 +150,8 @@ class TorchParts(base.OwnParts):
         self._counts = dict(counts)
         with torch.no_grad():
             for name, (own, key) in self._average.items():
-                if (name, "average") in slots:
-                    own[key].copy_(torch.from_numpy(slots[name, "average"]))
+                if (name, base.AVERAGE) in slots:
+                    own[key].copy_(torch.from_numpy(slots[name, base.AVERAGE]))
         for optimizer, group in self._groups() if self.rule else ():
             for name in self._of(group):
                 self._load(optimizer.state, name, slots)

@@ -7,7 +7,8 @@ import numpy as np
 from mgpu.parity.causes.difference import Difference, View, unexplained
 from mgpu.parity.causes.registry import Found, cause
 from mgpu.parity.causes.update_search import Changes, Update, replaced
-from mgpu.parity.run import Arrays, common_factor
+from mgpu.parity.run import (Arrays, common_factor, gradients_left,
+                             norm_left)
 
 #: layers that do something else in prediction mode
 _MODES = ("dropout", "batch_norm")
@@ -43,28 +44,17 @@ def _far(base: list[Any], target: list[Any], predicted: list[Any]
 
 # -- clipping -----------------------------------------------------------------
 
-def _left(side: View) -> Arrays:
-    own = side.step.own
-    return own.left if own else side.gradients
-
-
-def _norm(side: View) -> float:
-    """Of all gradients, divided as the optimiser divides them."""
-    return float(np.sqrt(sum(float(np.vdot(g, g)) for g in _left(
-        side).values()))) / side.step.divisor
-
-
 def _limit(side: View) -> float | None:
     """The global norm that a side clips to; None: it does not, or not to
     one."""
-    factor = common_factor(_left(side), side.gradients)
+    factor = common_factor(gradients_left(side.step), side.gradients)
     return None if factor is None or factor > 1 - 1e-9 \
-        else factor * _norm(side)
+        else factor * norm_left(side.step)
 
 
 def _clips_not(side: View) -> bool:
-    return common_factor(_left(side), side.gradients) is not None \
-        and _limit(side) is None
+    factor = common_factor(gradients_left(side.step), side.gradients)
+    return factor is not None and _limit(side) is None
 
 
 @cause("clipping", "clipping")
@@ -79,12 +69,12 @@ def clipping(d: Difference) -> Found:
                        "scaler.unscale_(optimizer) before clipping"), 0.0
                 return
         yield (f"{d.a} clips gradients to the global norm {one:.6g} (here "
-               f"{_norm(d.a):.6g}), {d.b} to {two:.6g}"), 0.0
+               f"{norm_left(d.a.step):.6g}), {d.b} to {two:.6g}"), 0.0
         return
     for right, side in d.both_ways():
         norm = one if right is d.a else two
         text = (f"{right} clips gradients to the global norm {norm:.6g} "
-                f"(here {_norm(right):.6g})" if norm is not None
+                f"(here {norm_left(right.step):.6g})" if norm is not None
                 else f"{right} does not clip")
         if _clips_not(side) and norm is not None:
             yield f"{text}, {side} does not clip", 0.0
@@ -93,13 +83,14 @@ def clipping(d: Difference) -> Found:
             continue
         for how, clipped in _other_ways(side):
             yield f"{text}, {side} {how}", d.residual(
-                _left(side), side.gradients, clipped, d.scales("clipping"))
+                gradients_left(side.step), side.gradients, clipped,
+                d.scales("clipping"))
 
 
 def _other_ways(side: View) -> list[tuple[str, Arrays]]:
     """Ways to clip that are not by the global norm: in words, and what they
     make of the gradients."""
-    left, divisor = _left(side), side.step.divisor
+    left, divisor = gradients_left(side.step), side.step.divisor
     most = max((float(np.abs(g).max(initial=0.0))
                 for g in side.gradients.values()), default=0.0)
     found = [(f"clips each element to {most / divisor:.6g}",
@@ -154,4 +145,3 @@ def schedule(d: Difference) -> Found:
                    "other side does"), 0.0
             return
     yield f"{text}give both the same schedule, by step or by epoch", 0.0
-

@@ -10,21 +10,16 @@ those of the side with the fault is a cause.
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mgpu.host_memory import HOST_OPS
 from mgpu.optimizers import Optimizer
 from mgpu.parity.causes.difference import (PART, Arrays, Difference, View,
                                            distance)
 from mgpu.parity.causes.registry import RULES, Cause
 from mgpu.parity.run import velocity_factor
-
-#: the operations of rules, on NumPy arrays
-OPS: Any = SimpleNamespace(
-    abs=np.abs, sign=np.sign, sqrt=np.sqrt, exp=np.exp, log=np.log,
-    maximum=np.maximum, minimum=np.minimum, zeros_like=np.zeros_like)
 
 
 # -- how a side updates -------------------------------------------------------
@@ -225,7 +220,8 @@ class _Search:
         optimizer, before = rule.optimizer, self.d.evidence.before
         for name, part in self.parts.items():
             w = before.values[name].reshape(-1)[part].copy()
-            weights[name], states[name] = w, optimizer.create_state(w, OPS)
+            weights[name] = w
+            states[name] = optimizer.create_state(w, HOST_OPS)
             for slot, value in states[name].items():
                 old = rule.slots.get((name, slot))
                 if old is not None:
@@ -246,7 +242,7 @@ class _Search:
                 if rule.decay == "inside":
                     g = g + w * wd
                 optimizer.update(
-                    w, g, states[name], lr=lr, t=counts[name], ops=OPS,
+                    w, g, states[name], lr=lr, t=counts[name], ops=HOST_OPS,
                     wd=wd if rule.decay == "own" else 0.0)
                 w -= loose
         return weights, states
