@@ -9,9 +9,13 @@ that is named and does not load is a failure, never a skip.
 about what the mode refuses says so: ``@pytest.mark.crosses_devices(reason)``.
 """
 import contextlib
+import operator
 import os
+import random
 import sys
+import zlib
 
+import numpy as np
 import pytest
 
 import mgpu
@@ -59,6 +63,18 @@ def engine(request):
 @pytest.fixture(params=DEVICE_COUNTS, ids=lambda k: f"{k}dev")
 def devices(request):
     return [mgpu.cpu(i) for i in range(request.param)]
+
+
+@pytest.fixture(autouse=True)
+def own_seed(request):
+    """What a test draws without a seed of its own depends on its name alone,
+    not on the tests before it."""
+    number = zlib.crc32(request.node.nodeid.encode())
+    random.seed(number)
+    np.random.seed(number)
+    for engine, seed in (("torch", "manual_seed"), ("mxnet", "random.seed")):
+        if engine in sys.modules:
+            operator.attrgetter(seed)(sys.modules[engine])(number & 0x7fffffff)
 
 
 @pytest.fixture(autouse=True)

@@ -334,8 +334,9 @@ def next_step(backend, writer, optimizer, states=True):
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("writer", ["mxnet", "torch"])
 def test_states_of_the_previous_version(backend, writer, optimizer):
-    # Adam divides noise by noise in the bias before the batch norm.
-    limit = 1e-12 if writer == backend.name or optimizer == "sgd" else 1e-7
+    # Adam divides noise by noise in the bias before the batch norm, and
+    # processors round that differently.
+    limit = 1e-12 if optimizer == "sgd" else 1e-7
     assert next_step(backend, writer, optimizer) < limit
     assert next_step(backend, writer, optimizer, states=False) > 1e-4
 

@@ -513,12 +513,10 @@ class Comparison:
 
     def _tensors(self, step: int, stage: str, x: Arrays, z: Arrays
                  ) -> list[Gap]:
-        both = [name for name in x if name in z]
         layer = measure.layer_of if stage != "memory" \
             else lambda name: measure.layer_of(measure.layer_of(name))
         gaps = measure.compare_tensors(
-            step, stage, {n: x[n] for n in both}, {n: z[n] for n in both},
-            self.tolerance, self.epsilon, layer)
+            step, stage, x, z, self.tolerance, self.epsilon, layer)
         # on one side nothing reached these
         alone = (x.keys() ^ z.keys()) & self.plan.names().keys()
         return gaps + [Gap(step, stage, name, np.inf, np.inf, 1.0,

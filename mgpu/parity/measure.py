@@ -80,9 +80,11 @@ def scales(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray],
            layer: Callable[[str], str] = layer_of
            ) -> dict[str, tuple[float, bool]]:
     """The scale of each tensor, and whether it is the tensor's own size
-    (True) or its layer's (False). See docs/internals/parity.md, "The
+    (True) or its layer's (False). A layer has the size of its largest
+    tensor, on whichever side that is. See docs/internals/parity.md, "The
     measure"."""
-    own = {name: max(size_of(a[name]), size_of(b[name])) for name in a}
+    own = {name: max(size_of(x[name]) for x in (a, b) if name in x)
+           for name in {**a, **b}}
     largest: dict[str, float] = {}
     for name, size in own.items():
         key = layer(name)
@@ -117,7 +119,7 @@ def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],
                     b: Mapping[str, np.ndarray], tolerance: float,
                     epsilon: float,
                     layer: Callable[[str], str] = layer_of) -> list[Gap]:
-    """A `Gap` for each name of `a`; `b` has the same names.
+    """A `Gap` for each name that both sides have.
 
     Parameters
     ----------
@@ -128,7 +130,8 @@ def compare_tensors(step: int, stage: str, a: Mapping[str, np.ndarray],
     """
     return [gap(step, stage, name, a[name], b[name], scale, tolerance,
                 0.0 if own else ZERO * epsilon)
-            for name, (scale, own) in scales(a, b, layer).items()]
+            for name, (scale, own) in scales(a, b, layer).items()
+            if name in a and name in b]
 
 
 def gap(step: int, stage: str, name: str, a: Any, b: Any, scale: float,

@@ -859,6 +859,15 @@ def test_a_tensor_under_the_floor_has_its_layers_scale():
     assert gaps(a, b)["l.bias"].status == "different"
 
 
+def test_a_layer_has_the_size_of_what_one_side_alone_has():
+    a = {"l.weight": np.ones(2), "l.bias": np.array([1e-17])}
+    for one, two in ((a, {"l.bias": -a["l.bias"]}),
+                     ({"l.bias": -a["l.bias"]}, a)):
+        found = gaps(one, two)
+        assert found.keys() == {"l.bias"}
+        assert found["l.bias"].status == "zero"
+
+
 @pytest.mark.parametrize("value, status", [
     (np.nan, "different"), (np.inf, "different"), (1.0, "same")])
 def test_what_is_not_finite_differs(value, status):

@@ -371,6 +371,10 @@ FAULTS = {
         dense_t(lambda nn: nn.Softmax(0), activation=None), ROWS, {})),
     "twice a layer": ("constant factor", lambda patch: (
         dense_g(), dense_t(lambda nn: times(nn, 2)), ROWS, {})),
+    "twice what is negative": ("constant factor", lambda patch: (
+        dense_t(lambda nn: nn.LogSigmoid(), activation=None),
+        dense_t(lambda nn: nn.LogSigmoid(), lambda nn: times(nn, 2),
+                activation=None), ROWS, {})),
     "transposed weight": ("transposed weight", lambda patch: (
         gluon(lambda nn: [nn.Dense(6, in_units=6), nn.Dense(3, in_units=6)]),
         torch_(lambda nn: [transposed(nn), nn.Linear(6, 3)]), ROWS, {})),

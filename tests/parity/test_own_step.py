@@ -66,7 +66,8 @@ def test_a_loop_and_its_port_are_the_same_but_for_named_formulas(
     assert result.proves(formulas=True), result
     assert [f["text"].split()[0] for f in result.formulas] == words, result
     assert result.same is not bool(words)
-    assert all(1e-10 < f["size"] < 1 for f in result.formulas)
+    # of values of opposite signs the difference is up to twice the larger
+    assert all(1e-10 < f["size"] <= 2 for f in result.formulas)
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])

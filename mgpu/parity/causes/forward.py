@@ -170,10 +170,11 @@ def _nearest(values: dict[str, np.ndarray], start: np.ndarray,
              seen: np.ndarray, apart: float, limit: float
              ) -> tuple[float, Any]:
     """`nearest` of the known activations; where none is near, of those that
-    have a number of their own: the slope or alpha that fits the median."""
+    have a number of their own: the slope or alpha that fits the median.
+    Negative numbers alone do not tell a slope from a constant factor."""
     found = nearest(values, seen, apart)
     below = start < 0
-    if found[0] < limit or below.sum() < 3:
+    if found[0] < limit or below.sum() < 3 or (start > 0).sum() < 3:
         return found
     slope = float(np.median(seen[below] / start[below]))
     alpha = float(np.median(seen[below] / np.expm1(start[below])))
