@@ -114,8 +114,10 @@ DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
 
 #: ``seen(path, inputs, outputs, index)`` is called after each layer's call,
 #: and with a path of `Network.functions` after that of a function between
-#: layers that could be a layer.
-LayerCallback = Callable[[str, tuple[Any, ...], Any, int], None]
+#: layers that could be a layer. Where the engine can (`Network.replaces`), a
+#: list of arrays that it returns takes the place of the outputs.
+LayerCallback = Callable[[str, tuple[Any, ...], Any, int],
+                         "Sequence[Array] | None"]
 
 
 def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
@@ -540,6 +542,8 @@ class Network(ABC):
     own_arithmetic: bool = False
     #: None: the engine has no choice
     float32: Float32Functions | None = None
+    #: whether what a `LayerCallback` returns takes the place of outputs
+    replaces: bool = False
     #: what `watch_layers` has seen besides layers: see `LayerCallback`
     functions: dict[str, Layer]
 

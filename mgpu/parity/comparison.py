@@ -19,6 +19,7 @@ from mgpu.parity.coverage import Coverage
 from mgpu.parity.diagnosis import diagnose
 from mgpu.parity.float32 import Float32
 from mgpu.parity.formulas import Formulas
+from mgpu.parity.further import described, further
 from mgpu.parity.live import LiveRun
 from mgpu.parity.location import Location, locate
 from mgpu.parity.masks import Masks
@@ -371,6 +372,11 @@ class Comparison:
             result.notes.append("the loss is not finite: from there on the "
                                 "comparison proves nothing")
 
+    def load_both(self, state: State) -> None:
+        """Give both sides a state of `a`."""
+        self.a.load(state)
+        self.load_b(state)
+
     def load_b(self, state: State) -> None:
         """Give `b` a state of `a`."""
         self.b.load(translate(state, self.plan, self.a, self.b), self._memory)
@@ -391,6 +397,7 @@ class Comparison:
                 "inputs_agree": place.inputs_agree,
                 "predicting": first.location is None}
         result.causes = diagnose(result)
+        result.further = described(result, further(self, first))
 
     def _walk(self) -> Iterator[tuple[int, Any, Any, State]]:
         """For each step: its number, the batch, and what `a` starts from."""
@@ -598,8 +605,7 @@ class Comparison:
     def calls(self, number: int, X: Any, y: Any, before: State,
               predict: bool = False) -> tuple[Calls, Calls]:
         """All calls of layers of both sides in a step from `before`."""
-        self.a.load(before)
-        self.load_b(before)
+        self.load_both(before)
         return self._calls(X, y, number, predict)
 
     def _evidence(self, number: int, X: Any, y: Any, before: State,

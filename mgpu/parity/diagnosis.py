@@ -23,7 +23,7 @@ from mgpu.parity.causes import (  # noqa: F401  isort: skip
 from mgpu.parity.causes.difference import ROWS, Difference
 from mgpu.parity.causes.registry import LIMIT, RULES, Cause
 from mgpu.parity.causes.update_search import explain_update
-from mgpu.parity.result import Result
+from mgpu.parity.result import Evidence, Result
 from mgpu.parity.run import CannotRun
 
 __all__ = ["CAUSES", "LIMIT", "ROWS", "Cause", "diagnose"]
@@ -67,10 +67,7 @@ def diagnose(result: Result) -> list[Cause]:
                 causes = [cause for stage in _stages(difference)
                           for cause in _causes(difference, stage)]
             except Exception as error:
-                # The comparison stands without a diagnosis, which runs
-                # parts of the user's own code again.
-                result.notes.append("the search for causes stopped: "
-                                    f"{type(error).__name__}: {error}")
+                _stopped(result, error)
                 continue
             for cause in causes:
                 if cause.name in _FORMULAS and (
@@ -79,9 +76,33 @@ def diagnose(result: Result) -> list[Cause]:
                 known = best.setdefault(cause.name, cause)
                 if cause.residual < known.residual:
                     best[cause.name] = cause
-    return sorted(best.values(), key=lambda c: (
-        c.residual > 1e-4, c.residual > LIMIT, CAUSES.index(c.name),
-        c.residual))
+    return sorted(best.values(), key=_rank)
+
+
+def causes_of(result: Result, evidence: Evidence) -> list[Cause]:
+    """The likely causes of a further difference, of a layer or of the loss,
+    the best first."""
+    stage = "loss" if evidence.location is None else "forward"
+    try:
+        with np.errstate(all="ignore"):
+            found = _causes(Difference(result, evidence), stage)
+    except Exception as error:
+        _stopped(result, error)
+        return []
+    return sorted({cause.name: cause for cause in sorted(
+        found, key=_rank, reverse=True)}.values(), key=_rank)
+
+
+def _rank(cause: Cause) -> tuple:
+    return (cause.residual > 1e-4, cause.residual > LIMIT,
+            CAUSES.index(cause.name), cause.residual)
+
+
+def _stopped(result: Result, error: Exception) -> None:
+    # The comparison stands without a diagnosis, which runs parts of the
+    # user's own code again.
+    result.notes.append("the search for causes stopped: "
+                        f"{type(error).__name__}: {error}")
 
 
 def _stages(difference: Difference) -> list[str]:
@@ -89,7 +110,7 @@ def _stages(difference: Difference) -> list[str]:
     wrong = difference.wrong
     stages = ["initial"] if wrong("initial") else []
     if wrong("layer") or wrong("output"):
-        return [*stages, "forward"]
+        return [*stages, "forward", "update"]
     stages += [stage for stage in ("loss", "gradient", "devices", "clipping",
                                    "rate") if wrong(stage)][:1]
     if not (wrong("clipping") or wrong("rate")):

@@ -12,8 +12,8 @@ from mgpu.parity.batches import Batch
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry, RunWith
 from mgpu.parity.measure import summary
-from mgpu.parity.run import (Arrays, Calls, LayerCall, Run, State, StepResult,
-                             UpdateRule)
+from mgpu.parity.run import (Arrays, Calls, LayerCall, Put, Run, State,
+                             StepResult, UpdateRule)
 from mgpu.parity.side import network_of
 from mgpu.parity.spill import spilled
 from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
@@ -77,6 +77,7 @@ class LiveRun(Run):
                                           self.replicas.devices)
             self.network.own_arithmetic = bool(side.native)
             self.float32 = self.network.float32
+            self.replaces = self.network.replaces
             self.trainer = Trainer(
                 self.replicas, side.optimizer, dict(side.optimizer_params
                                                     or {}),
@@ -217,24 +218,43 @@ class LiveRun(Run):
 
     def calls(self, X: Any, y: Any, step: int, *, predict: bool = False,
               first: bool = False) -> list[Calls]:
+        return self._watched(X, y, step, predict, first)[0]
+
+    def forced(self, X: Any, y: Any, step: int, put: Sequence[Put]
+               ) -> tuple[list[Calls], list[np.ndarray], np.ndarray]:
+        calls, outputs, labels = self._watched(X, y, step, False, False, put)
         with using_backend(self.name):
-            Xs, _ = self.shards(X, y)
+            losses = parallel(self._loss, outputs, labels)
+            return calls, self.joined(outputs), self.joined(losses)[0]
+
+    def _watched(self, X: Any, y: Any, step: int, predict: bool, first: bool,
+                 put: Sequence[Put] = ()
+                 ) -> tuple[list[Calls], list[Any], list[Any]]:
+        """The calls of a pass, with outputs and labels by device. `put`: by
+        device with rows, what takes the place of a call's outputs."""
+        with using_backend(self.name):
+            Xs, ys = self.shards(X, y)
             rows = rows_of_shards(Xs)
             busy = [i for i, n in enumerate(rows) if n]
             calls: dict[int, Calls] = {
                 i: [] for i in (busy[:1] if first else busy)}
 
             def watch(path: str, inputs: Any, outputs: Any, index: int
-                      ) -> None:
-                if index in calls:
-                    calls[index].append(
-                        LayerCall(path, self.copies(inputs),
-                                  self.copies(outputs)))
+                      ) -> Any:
+                if index not in calls:
+                    return None
+                calls[index].append(LayerCall(
+                    path, self.copies(inputs), self.copies(outputs)))
+                values = put and put[busy.index(index)].get(
+                    len(calls[index]) - 1)
+                return None if not values else [
+                    self.backend.put(x, self.devices[index], dtype=self.dtype)
+                    for x in values]
             with self._running(rows, step, training=not predict), \
                     self.network.watch_layers(watch):
-                self.replicas(Xs)
+                outputs = self.replicas(Xs)
             self._forget()
-        return list(calls.values())
+        return list(calls.values()), outputs, ys
 
     def copies(self, tree: Any) -> list[np.ndarray]:
         """The arrays in nested ones, in NumPy."""

@@ -2,7 +2,7 @@
 import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -123,21 +123,33 @@ def pairs(paths_a: Sequence[str], paths_b: Sequence[str],
             yield block.a + k, block.b + k
 
 
-def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
-           of_a: Mapping[str, Layer], of_b: Mapping[str, Layer], plan: Plan,
-           tolerance: float, summarised: bool = False) -> Location | None:
-    """The first layer whose output differs, or None. `pairs` says which
-    belong together. Those of `summarised` calls cannot be joined."""
-    def activated(calls: Sequence[LayerCall], i: int,
-                  layers: Mapping[str, Layer], other: Layer | None
-                  ) -> LayerCall:
-        """The call, with the output behind the activation that follows it
-        where the other side's layer has one inside."""
+def ends(calls: tuple[Sequence[LayerCall], Sequence[LayerCall]],
+         at: tuple[int, int],
+         layers: tuple[Mapping[str, Layer], Mapping[str, Layer]]
+         ) -> tuple[int, int]:
+    """The numbers of the calls whose outputs are those of the pair `at`:
+    behind the activation that follows, where the other side's layer has one
+    inside."""
+    def end(side: int) -> int:
+        i = at[side]
+        other = layers[1 - side].get(calls[1 - side][at[1 - side]].path)
         inside = other.options.get("activation") if other else None
-        if inside and calls[i + 1:] and kind_of(
-                calls[i + 1].path, layers) in ACTIVATIONS:
-            return calls[i]._replace(outputs=calls[i + 1].outputs)
-        return calls[i]
+        return i + 1 if inside and calls[side][i + 1:] and kind_of(
+            calls[side][i + 1].path, layers[side]) in ACTIVATIONS else i
+    return end(0), end(1)
+
+
+def locate(*arguments: Any, **options: Any) -> Location | None:
+    """The first of the `differences`, or None."""
+    return next(differences(*arguments, **options), None)
+
+
+def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
+                of_a: Mapping[str, Layer], of_b: Mapping[str, Layer],
+                plan: Plan, tolerance: float, summarised: bool = False
+                ) -> Iterator[Location]:
+    """The layers whose outputs differ, in their order. `pairs` says which
+    belong together. Those of `summarised` calls cannot be joined."""
     groups = together(of_a.values(), of_b.values(), plan)
     for i, j in pairs([c.path for c in calls_a], [c.path for c in calls_b],
                       of_a, of_b, plan, groups=not summarised):
@@ -149,23 +161,23 @@ def locate(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                 _of_group(calls_a[:i + 1], group[0], of_a),
                 _of_group(calls_b[:j + 1], group[1], of_b), (i, j), tolerance)
             if place is not None:
-                return place
+                yield place
             continue
         layers = of_a.get(one.path), of_b.get(two.path)
         if groups and _sizes(one, summarised) != _sizes(two, summarised) \
                 and not _agree(one.outputs, two.outputs, tolerance):
             continue    # what is behind single layers of a group
         # First, since tanh of small numbers nearly is these numbers.
-        one, two = (activated(calls_a, i, of_a, layers[1]),
-                    activated(calls_b, j, of_b, layers[0]))
+        m, n = ends((calls_a, calls_b), (i, j), (of_a, of_b))
+        one = one._replace(outputs=calls_a[m].outputs)
+        two = two._replace(outputs=calls_b[n].outputs)
         if not _agree(one.outputs, two.outputs, tolerance) \
                 and not _turned(one, two, tolerance):
-            return Location(
+            yield Location(
                 *layers, _agree(one.inputs, two.inputs, tolerance), one, two,
-                (i, j), [call.outputs[0] for call, now in (
-                    (calls_a[i], one), (calls_b[j], two))
-                    if now is not call and call.outputs])
-    return None
+                (i, j), [calls[k].outputs[0] for calls, k, end in (
+                    (calls_a, i, m), (calls_b, j, n))
+                    if k != end and calls[k].outputs])
 
 
 def _sizes(call: LayerCall, summarised: bool) -> list[float]:

@@ -65,6 +65,7 @@ class OwnRun(LiveRun):
                 if parameter.grad_req == "write":   # as without mgpu
                     parameter.grad_req = self.backend.plain_request
             made = side.step(self.net)
+            self.replaces = False   # by the user's code
             if not isinstance(made, tuple) or len(made) != 2 \
                     or not callable(made[0]):
                 raise TypeError(

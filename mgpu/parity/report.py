@@ -83,6 +83,8 @@ def print_result(result: Result, console: Any = None, *,
         show("Likely causes", style="bold")
         for number, cause in enumerate(result.causes, 1):
             show(f"  {number}. {cause}")
+    for line in result.further_lines():
+        show(line)
     pairs("Test accuracy", accuracy_rows(result))
     if result.gaps:
         show("The worst of each stage", style="bold")

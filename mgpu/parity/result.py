@@ -8,7 +8,7 @@ from mgpu.parity.causes.registry import Cause
 from mgpu.parity.location import Location
 from mgpu.parity.matching import Plan
 from mgpu.parity.measure import STAGES, Gap
-from mgpu.parity.run import Arrays, Run, State, StepResult
+from mgpu.parity.run import Arrays, Calls, Run, State, StepResult
 
 #: the worst first
 STATUSES = ("different", "formula", "rounding", "zero", "same")
@@ -43,6 +43,9 @@ class Evidence:
         The values of both at the start, where each side has its own.
     later : list of Evidence
         Of later steps in which another stage differs for the first time.
+    calls : (list, list) or None
+        All calls of layers on each device of both sides, where they are
+        others than those of a step: see `mgpu.parity.further`.
     """
 
     step: int
@@ -59,6 +62,7 @@ class Evidence:
     plan: Plan
     initial: tuple[Arrays, Arrays] = ({}, {})
     later: list["Evidence"] = field(default_factory=list)
+    calls: tuple[list[Calls], list[Calls]] | None = None
 
 
 @dataclass(repr=False)
@@ -103,6 +107,9 @@ class Result:
         in prediction mode differ.
     causes : list of Cause
         Likely causes of `first`, the best first.
+    further : list of dict
+        What differs besides, if the place of `first` is put right: "place",
+        in words, and "causes".
     plan : Plan
         How parameters were matched.
     sides : dict
@@ -130,6 +137,7 @@ class Result:
     first: Gap | None = None
     location: dict[str, Any] | None = None
     causes: list[Cause] = field(default_factory=list)
+    further: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     curves: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
@@ -208,7 +216,16 @@ class Result:
         if self.first is not None:
             lines.append(f"first difference: {self.first}")
         return lines + [f"likely cause: {cause}"
-                        for cause in self.causes[:causes]]
+                        for cause in self.causes[:causes]
+                        ] + self.further_lines()
+
+    def further_lines(self) -> list[str]:
+        """`further` as lines of text."""
+        more = len(self.further) - 3
+        return [f"also different: {found['place']}: " + (
+            str(found["causes"][0]) if found["causes"]
+            else "no known cause") for found in self.further[:3]] + [
+                f"also different: {more} more places"] * (more > 0)
 
     def __str__(self) -> str:
         return "\n".join([
@@ -233,6 +250,9 @@ class Result:
             "first": self.first and self.first._asdict(),
             "location": self.location,
             "causes": [cause._asdict() for cause in self.causes],
+            "further": [{**found, "causes": [
+                cause._asdict() for cause in found["causes"]]}
+                for found in self.further],
             "worst": {s: g._asdict() for s, g in self.worst.items()},
             "gaps": [gap._asdict() for gap in self.gaps],
             "plan": {**self.plan._asdict(),

@@ -4,7 +4,7 @@
 has the run of a network, `mgpu.parity.recorded` that of a file.
 """
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
@@ -117,6 +117,9 @@ class LayerCall(NamedTuple):
 
 Calls = list[LayerCall]
 
+#: by the number of a call, what takes the place of its outputs
+Put = Mapping[int, list[np.ndarray]]
+
 
 class UpdateRule(NamedTuple):
     """How a side updates its weights.
@@ -174,6 +177,8 @@ class Run(ABC):
     updates : UpdateRule
     float32 : Float32Functions or None
         Of a network that can compute as MXNet does.
+    replaces : bool
+        Whether it answers `forced`.
     """
 
     name: str
@@ -184,6 +189,7 @@ class Run(ABC):
     batch_norm: str
     updates: UpdateRule
     float32: base.Float32Functions | None = None
+    replaces: bool = False
 
     def by_path(self) -> dict[str, base.Layer]:
         """The layers, and the functions between them that have been seen, by
@@ -241,6 +247,14 @@ class Run(ABC):
         training pass (`predict`: in a prediction). `first`: only for the
         first of these devices."""
         self.refuse("calls of layers")
+
+    def forced(self, X: Any, y: Any, step: int, put: Sequence[Put]
+               ) -> tuple[list[Calls], list[np.ndarray], np.ndarray]:
+        """The calls of all innermost layers in a training pass, by device
+        with rows, its outputs and its losses. After each call, what it says
+        in `put` takes the place of the outputs; those of the call are what
+        the layer computed."""
+        self.refuse("pass of other values")
 
     def local_gradients(self, X: Any, y: Any, step: int) -> list[Arrays]:
         """Each device's own gradients, before they are summed."""

@@ -247,8 +247,11 @@ class _Replay(Comparison):
                  for layer in self.b.layers if pair.b[0] in layer.parameters
                  and pair.a[0] in owner and layer.path not in not_alone}
         self.load_b(self._equal[step])
-        return [[call._replace(path=paths.get(call.path, call.path))
-                 for call in calls] for calls in self.b.calls(X, y, step)]
+        taken = set(paths.values())
+        return [[call._replace(path=paths.get(
+            call.path, call.path if call.path not in taken
+            else f"{call.path} of b"))
+            for call in calls] for calls in self.b.calls(X, y, step)]
 
     def _whole(self, place: Location, number: int) -> Location:
         """The place with calls for the diagnosis. Where the inputs agree,
@@ -257,7 +260,10 @@ class _Replay(Comparison):
         rows = self.a.kept_calls(number, "rows_of_calls")
         at, other = place.at
         live, inner = self._live[other], []
-        if place.call_b is not self._seen[1][other]:    # with an activation
+        if place.call_a.outputs is not self._seen[0][at].outputs:
+            inner = [x[:ROWS] for x in rows[at].outputs] if rows else []
+            at += 1     # the activation that follows
+        if place.call_b.outputs is not self._seen[1][other].outputs:
             inner = [live.outputs[0][:ROWS]]
             live = live._replace(outputs=self._live[other + 1].outputs)
         place = place._replace(inner=inner)

@@ -183,4 +183,19 @@ MUTANTS = [
                 "if self._averages or not", "if not"),
            ("parity/test_own_step.py::test_an_average_that_one_side_does_not_"
             "keep_is_a_difference",)),
+    Mutant("layers-get-their-own-inputs", "what differs behind the first "
+           "difference is not seen",
+           edit("mgpu.backends._torch.network:_watch",
+                "in_place_of(outputs, put)", "None"),
+           ("parity/test_diagnosis.py::test_faults_behind_the_first_are_found"
+            "[1dev-gluon-]",)),
+    Mutant("masks-that-moved-are-a-fault", "a dropout layer too many makes "
+           "faults of all behind it",
+           edit("mgpu.parity.further:_places", "and not shifted", ""),
+           ("parity/test_diagnosis.py::test_one_fault_is_one",)),
+    Mutant("what-a-function-gives-twice", "a function before two layers is "
+           "two faults",
+           edit("mgpu.parity.further:_places", "between |= not "
+                "place.inputs_agree", "pass"),
+           ("parity/test_diagnosis.py::test_one_fault_is_one",)),
 ]

@@ -567,6 +567,9 @@ def test_a_planted_fault_is_named(name, monkeypatch):
         assert cause in named[1:3]
     else:
         assert named and named[0] == cause, result
+    # one fault: nothing else differs, but for its own traces
+    assert {f["causes"][0].name if f["causes"] else "unknown"
+            for f in result.further} <= {named[0]}, result
     found = result.causes[named.index(cause)]
     assert 0 <= found.residual <= diagnosis.LIMIT
     # which side it speaks of
@@ -739,6 +742,111 @@ def test_a_trace_sees_functions_between_layers(tmp_path):
         result = parity.compare_trace(tmp_path / "a", between(function))
         assert result.location["a"]["path"] == path
         assert words in str(result.causes[0]), result
+
+
+def test_a_trace_of_layers_and_functions_between_them(tmp_path):
+    parity.record(between(lambda t: t.tanh), batches=ROWS, file=tmp_path / "a")
+    result = parity.compare_trace(tmp_path / "a", fused("relu"))
+    assert "applies tanh, b (mxnet) relu" in str(result.causes[0]), result
+
+
+# -- several faults -----------------------------------------------------------
+
+def pictures_g():
+    return gluon(lambda nn: [
+        nn.Conv2D(4, 3, padding=1, in_channels=2, activation="relu"),
+        nn.BatchNorm(in_channels=4), nn.MaxPool2D(2), nn.Dropout(0.25),
+        nn.Conv2D(4, 3, in_channels=4), nn.LeakyReLU(0.25), nn.Flatten(),
+        nn.Dense(5, in_units=4, activation="tanh"), nn.Dropout(0.5),
+        nn.Dense(3, in_units=5)])
+
+
+def pictures_t(eps=1e-5, pool="Max", slope=0.25, act="Tanh", double=False):
+    return torch_(lambda nn: [
+        nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(4, eps),
+        getattr(nn, f"{pool}Pool2d")(2), nn.Dropout(0.25),
+        nn.Conv2d(4, 4, 3), nn.LeakyReLU(slope), nn.Flatten(),
+        nn.Linear(4, 5), getattr(nn, act)(),
+        *([times(nn, 2)] if double else []), nn.Dropout(0.5),
+        nn.Linear(5, 3)])
+
+
+def smoothed(output, y):
+    from torch.nn import functional
+    return functional.cross_entropy(output, y.long(), reduction="none",
+                                    label_smoothing=0.125)
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+@pytest.mark.parametrize("right", ["gluon", "torch"])
+def test_faults_behind_the_first_are_found(right, swapped, devices):
+    """Each with its place and its cause, whatever side is right."""
+    one = pictures_g() if right == "gluon" else pictures_t()
+    data = [(X[..., :6, :6], y) for X, y in IMAGES]
+    faults = {"eps": 1e-3, "pool": "Avg", "slope": 0.125, "act": "Sigmoid",
+              "double": True}
+    sides = [one, parity.Side(
+        pictures_t(**faults), loss=smoothed,
+        optimizer_params={"learning_rate": 0.125, "wd": 0.125})]
+    result = parity.compare(
+        *sides[::-1 if swapped else 1], batches=data, devices=len(devices),
+        optimizer_params={"learning_rate": 0.125, "wd": 0.25})
+    assert [c.name for c in result.causes] == [
+        "normalisation epsilon", "optimizer options"], result
+    assert [c.name for f in result.further for c in f["causes"][:1]] == [
+        "kind of pooling", "activation", "activation", "constant factor",
+        "label smoothing"], result
+    assert [f["place"].split()[-1] for f in result.further] == [
+        *["inputs"] * 3, "gets", "outputs"]
+    assert all(f["causes"][0].residual < 1e-6 for f in result.further)
+    assert result.to_dict()["further"][0]["causes"][0]["name"] == \
+        "kind of pooling"
+    # three of them are printed
+    assert str(result).count("also different: ") == 4
+    assert "also different: 2 more places" in str(result)
+
+
+def forked(function, dropout=False):
+    """Two layers get what `function` makes of a layer."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Forked(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b, self.c = (nn.Linear(6, 6) for _ in "abc")
+                if dropout:
+                    self.first = nn.Dropout(0.5)
+                self.second = nn.Dropout(0.25)
+                self.out = nn.Linear(6, 3)
+
+            def forward(self, x):
+                x = function(torch, self.a(x))
+                z = self.first(x) if dropout else x
+                return self.out(self.second(self.b(z)) + self.c(x))
+        return Forked()
+    return make
+
+
+def test_one_fault_is_one():
+    """What a function gives reaches two layers; a dropout layer more moves
+    the masks of those behind it."""
+    right = forked(lambda torch, x: x.cos())
+    for wrong, path in ((forked(lambda torch, x: x.sin()), "b"),
+                        (forked(lambda torch, x: x.cos(), True), "b")):
+        result = parity.compare(right, wrong, batches=ROWS)
+        assert result.location["b"]["path"] == path
+        assert result.further == [], result
+
+
+def test_summaries_cannot_take_the_place_of_outputs(tmp_path):
+    data = [(X[..., :6, :6], y) for X, y in IMAGES]
+    parity.record(pictures_g(), batches=data, file=tmp_path / "a")
+    result = parity.compare_trace(tmp_path / "a",
+                                  pictures_t(eps=1e-3, pool="Avg"))
+    assert [c.name for c in result.causes] == ["normalisation epsilon"]
+    assert result.further == []
 
 
 def test_enough_faults_come_first():

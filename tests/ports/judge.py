@@ -99,6 +99,7 @@ class Row:
     cause: str = ""
     text: str = ""
     engines: str = ""
+    further: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -353,6 +354,7 @@ def said(row: Row, kind: Mistake, p: Pair, result: Any,
     row.verdict = result.verdict
     row.causes = [c.name for c in result.causes]
     row.text = str(result)
+    row.further = [found["place"] for found in result.further]
     if result.verdict != "different":
         row.cause, row.layer = "missing", False
         return row

@@ -143,7 +143,7 @@ class Between:
         Gets the layer that does the same, by path.
     """
 
-    def __init__(self, net: Any, seen: Callable[[str, Any, Any], None],
+    def __init__(self, net: Any, seen: Callable[[str, Any, Any], Any],
                  known: dict[str, Layer]):
         self._net, self._seen, self._known = net, seen, known
         self._handles: dict[int, str] = {}

@@ -1,10 +1,12 @@
 """Torch's layers, described as `mgpu.backends.base.Layer`."""
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
 from mgpu.backends.base import Layer, LayerCallback, named
@@ -70,9 +72,21 @@ class Between(TorchFunctionMode):
         x = args[0].detach().clone()    # it may be overwritten
         result = function(*args, **kwargs)
         kind, options = same
-        self._seen(named(self._known, kind, options, self.after), (x,),
-                   result, self._index)
-        return result
+        put = self._seen(named(self._known, kind, options, self.after), (x,),
+                         result, self._index)
+        return result if put is None else in_place_of(result, put)
+
+
+def in_place_of(outputs: Any, values: Sequence[torch.Tensor]) -> Any:
+    """`outputs`, the first of them with the numbers of `values`, and with the
+    graph that they have."""
+    left = iter(values)
+
+    def take(x: Any) -> Any:
+        value = next(left, None) if isinstance(x, torch.Tensor) else None
+        return x if value is None else torch.where(
+            torch.ones_like(x, dtype=torch.bool), value.reshape(x.shape), x)
+    return tree_map(take, outputs)
 
 
 def _layer_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -21,7 +21,7 @@ from mgpu.backends._torch.attributes import (Attributes, Kept,
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
-from mgpu.backends._torch.layers import Between, describe
+from mgpu.backends._torch.layers import Between, describe, in_place_of
 from mgpu.backends._torch.leaves import together
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
@@ -39,6 +39,7 @@ class TorchNetwork(base.Network):
     """A user's module, and its copies on several devices."""
 
     backend: Any
+    replaces = True
 
     def __init__(self, backend: Any, net: nn.Module):
         self.backend, self.net = backend, net
@@ -475,12 +476,13 @@ def _watch(module: nn.Module, path: str, replica: TorchReplica,
             inputs = tree_map(_cloned, inputs)
         given[:] = [inputs]
 
-    def told(_: Any, inputs: Any, outputs: Any) -> None:
+    def told(_: Any, inputs: Any, outputs: Any) -> Any:
         if replica.between is not None:
             replica.between.inside = False
             replica.between.after = path
-        if not recomputing():
-            seen(path, given[0], outputs, replica.index)
+        put = None if recomputing() else seen(
+            path, given[0], outputs, replica.index)
+        return None if put is None else in_place_of(outputs, put)
     yield module.register_forward_pre_hook(begins)
     yield module.register_forward_hook(told)
 

@@ -83,11 +83,14 @@ class View:
     @once
     def calls(self) -> list[tuple[int, LayerCall]]:
         """All calls of innermost layers in the step: (device, call)."""
-        self.run.load(self.before(), memory=False)
         ev, busy = self._evidence, [i for i, n in enumerate(self.step.rows)
                                     if n]
-        return [(i, call) for i, calls in zip(busy, self.run.calls(
-            ev.X, ev.y, ev.step)) for call in calls]
+        if ev.calls is not None:
+            known = ev.calls[self.run is not ev.run_a]
+        else:
+            self.run.load(self.before(), memory=False)
+            known = self.run.calls(ev.X, ev.y, ev.step)
+        return [(i, call) for i, calls in zip(busy, known) for call in calls]
 
     @once
     def local_gradients(self) -> list[Arrays]:
