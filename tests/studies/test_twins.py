@@ -2,9 +2,11 @@
 
 Five small ones of as many families; studies/twins.py runs them all."""
 import importlib.util
+import json
 import math
 import pathlib
 
+import numpy as np
 import pytest
 
 _PATH = pathlib.Path(__file__).parents[2] / "studies" / "twins.py"
@@ -101,3 +103,82 @@ def test_the_page():
     assert "| wide1 | step 1, a \\| b | 1 | 1e-13 |" in page
     assert "| slow1 | time: over 9 s |" in page
     assert "| dead1 | all gradients are zero" in page
+
+
+# -- without mgpu -------------------------------------------------------------
+
+#: ten pairs of other families, which docs/internals/twins.md calls the same
+PLAIN = ("preresnet20_cifar10", "resnet20_cifar10", "seresnet20_cifar10",
+         "densenet40_k12_bc_cifar10", "ror3_56_cifar10",
+         "xdensenet40_2_k24_bc_cifar10", "sepreresnet20_cifar10",
+         "diaresnet20_cifar10", "diapreresnet20_cifar10",
+         "resnext20_32x2d_cifar10")
+
+
+def plain_step(catalogue, name, change=lambda net: None, rows=4):
+    """One step of plain MXNet and of plain torch from equal values: by what
+    part of the largest value outputs, losses, gradients and weights differ.
+    Nothing of mgpu takes part."""
+    import mxnet as mx
+    import torch
+    rng = np.random.default_rng(0)
+    one, two = catalogue[name][1](), catalogue[name][2]().double()
+    change(two)
+    one.initialize()
+    one.cast("float64")
+    x = rng.normal(size=(rows, 3, 32, 32))
+    X = mx.nd.array(x, dtype="float64")
+    y = rng.integers(0, one(X).shape[-1], rows)
+    left = list(one._collect_params_with_prefix().values())
+    right = [p for n, p in two.state_dict(keep_vars=True).items()
+             if not n.endswith("num_batches_tracked")]
+    assert [p.shape for p in left] == [tuple(p.shape) for p in right]
+    for p, q in zip(left, right):
+        value = rng.normal(size=p.shape) * 0.1 if len(p.shape) > 1 \
+            else rng.uniform(0.5, 1.5, p.shape)
+        p.set_data(mx.nd.array(value, dtype="float64"))
+        q.data.copy_(torch.from_numpy(value))
+
+    trainer = mx.gluon.Trainer(one.collect_params(), "sgd",
+                               {"learning_rate": 0.125})
+    with mx.autograd.record():
+        output = one(X)
+        loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()(
+            output, mx.nd.array(y, dtype="float64"))
+    loss.backward()
+    trainer.step(rows)
+
+    optimizer = torch.optim.SGD(two.parameters(), lr=0.125)
+    its_output = two(torch.from_numpy(x))
+    its_loss = torch.nn.functional.cross_entropy(
+        its_output, torch.from_numpy(y), reduction="none")
+    its_loss.mean().backward()
+    optimizer.step()
+
+    trained = [(p, q) for p, q in zip(left, right) if p.grad_req != "null"]
+    assert trained and all(q.requires_grad for _, q in trained)
+    return {stage: max(float(np.abs(a - b).max()) for a, b in pairs)
+            / max(float(np.abs(a).max()) for a, _ in pairs)
+            for stage, pairs in {
+                "output": [(output.asnumpy(), its_output.detach().numpy())],
+                "loss": [(loss.asnumpy(), its_loss.detach().numpy())],
+                "gradient": [(p.grad().asnumpy() / rows, q.grad.numpy())
+                             for p, q in trained],
+                "weight": [(p.data().asnumpy(), q.detach().numpy())
+                           for p, q in trained]}.items()}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_is_called_the_same_is_so_without_mgpu(catalogue, name):
+    said = [json.loads(line) for line in
+            _PATH.with_name("twins.jsonl").read_text().splitlines()]
+    assert {r["verdict"] for r in said if r["pair"] == name} == {"same"}
+    apart = plain_step(catalogue, name)
+    assert max(apart.values()) < 1e-11, apart
+
+
+def test_the_plain_step_sees_a_fault(catalogue):
+    def other_epsilon(net):
+        next(m for m in net.modules() if hasattr(m, "eps")).eps = 1e-3
+    apart = plain_step(catalogue, PLAIN[0], other_epsilon)
+    assert min(apart.values()) > 1e-6, apart
