@@ -255,7 +255,9 @@ class Comparison:
         X = first_rows(self.first_batch[0], 2)
         probe = matching.Probe(self.a.probe(X), self.b.probe(X),
                                at_one_device(start[0], self.a.entries),
-                               (self.a.layers, self.b.layers))
+                               (self.a.layers, self.b.layers),
+                               # as far as float32 rounds in many layers
+                               1e-4 if self.dtype == "float32" else 1e-6)
         try:
             self.plan = matching.match(self.a.entries, self.b.entries,
                                        given=given, rules=rules, probe=probe)

@@ -175,12 +175,16 @@ class Probe:
         Values of `a` that the probe starts from.
     layers : (sequence, sequence)
         The layers of both.
+    tolerance : float
+        The largest difference of equal outputs, relative to the largest value.
     """
 
     def __init__(self, run_a: RunWith, run_b: RunWith,
                  values_a: Mapping[str, np.ndarray],
-                 layers: Sequence[Sequence[Layer]] = ((), ())):
+                 layers: Sequence[Sequence[Layer]] = ((), ()),
+                 tolerance: float = 1e-6):
         self._run_a, self._run_b = run_a, run_b
+        self._tolerance = tolerance
         self.values = values_a
         self.kinds = [{name: layer.kind for layer in side
                        for name in layer.parameters} for side in layers]
@@ -202,7 +206,8 @@ class Probe:
         outputs, _ = self._run_b(plan.to_b(values_a), False)
         pairs = [(x, in_shape_of(x, y)) for x, y in zip(expected, outputs)]
         return len(outputs) == len(expected) and all(
-            x.shape == y.shape and close(x, y) for x, y in pairs)
+            x.shape == y.shape and close(x, y, self._tolerance)
+            for x, y in pairs)
 
     def calls(self, values_a: Mapping[str, np.ndarray],
               values_b: Mapping[str, np.ndarray]) -> tuple[list, list]:

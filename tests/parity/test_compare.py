@@ -826,6 +826,20 @@ def test_a_shared_tensor_is_one(backend):
                for note in result.plan.notes)
 
 
+@pytest.mark.parametrize("dtype, factor", [
+    ("float32", 1 + 2 ** -18), ("float64", 1 + 2 ** -36)])
+def test_a_match_is_confirmed_as_far_as_the_dtype_rounds(dtype, factor):
+    """Outputs within the tolerance are equal, in the match too."""
+    def port(factor=factor):
+        import torch
+        net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh())
+        net.register_forward_hook(lambda net, x, output: factor * output)
+        return net
+    data = [(np.random.default_rng(0).random((4, 3)), np.zeros(4, int))]
+    result = parity.compare(lambda: port(1), port, batches=data, dtype=dtype)
+    assert result.same and result.plan.confirmed, result
+
+
 # -- the measure --------------------------------------------------------------
 
 def gaps(a, b, tolerance=1e-6):
