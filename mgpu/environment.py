@@ -69,8 +69,9 @@ def debug() -> bool:
 
 
 def keep_memory() -> bool:
-    """``MGPU_KEEP_MEMORY``: only ``0`` says no."""
-    return os.environ.get("MGPU_KEEP_MEMORY") != "0"
+    """``MGPU_KEEP_MEMORY``: ``0`` says no, unset and empty yes."""
+    return not os.environ.get("MGPU_KEEP_MEMORY") \
+        or flag("MGPU_KEEP_MEMORY")
 
 
 def logical_gpus() -> int | None:

@@ -324,17 +324,22 @@ class Replicas(Hints, abc.Sequence):
                 "one thread at a time uses the replicas of a network; "
                 "received a call while another thread runs or trains them. "
                 "Give each thread a network of its own.")
-        if self.complete and _initialized.get(self.net) is not self.devices:
-            raise RuntimeError(
-                "these replicas are void: the network, or one with parameters "
-                "of it, was initialized again, with force_reinit=True. Use "
-                "what that call returned.")
+        self.check_valid()
         if self.torn is not None:
             raise RuntimeError(
                 f"replicas may hold different values, since an update failed "
                 f"midway ({self.torn}). Load values with "
                 "Replicas.import_numpy, and states with Trainer.load_states.")
         return me
+
+    def check_valid(self) -> None:
+        """Raise RuntimeError if ``force_reinit`` has made them void: what is
+        written to them would reach a part of those that hold now."""
+        if self.complete and _initialized.get(self.net) is not self.devices:
+            raise RuntimeError(
+                "these replicas are void: the network, or one with parameters "
+                "of it, was initialized again, with force_reinit=True. Use "
+                "what that call returned.")
 
     def of_engine(self) -> list[base.Replica]:
         """The engine's own replicas. RuntimeError before they have
@@ -376,6 +381,7 @@ class Replicas(Hints, abc.Sequence):
         """Set every gradient to zero on all devices. They are no new ones
         any more: what has been cleared is not applied, and no step is due.
         """
+        self.check_valid()
         self._undone = []
         for p in self.params():
             p.zero_grad()
@@ -406,8 +412,10 @@ class Replicas(Hints, abc.Sequence):
         ValueError
             `device` and `all_devices` together.
         RuntimeError
-            A device where the network is not, or no values yet.
+            A device where the network is not, no values yet, or replicas
+            that ``force_reinit`` has made void.
         """
+        self.check_valid()
         if device is not None and all_devices:
             raise ValueError("one device's statistics or those of all are "
                              f"exported; received device={device!r} and "
@@ -457,6 +465,8 @@ class Replicas(Hints, abc.Sequence):
         ValueError
             Missing or unknown names, other shapes, or values that are not
             numbers; all of them are listed. Nothing has changed then.
+        RuntimeError
+            Replicas that ``force_reinit`` has made void.
         """
         self.fit_numpy(values)()
 
@@ -465,6 +475,7 @@ class Replicas(Hints, abc.Sequence):
         """A function that does what `import_numpy` of `values` would do now,
         and refuses nothing; raises as that does."""
         self.of_engine()
+        self.check_valid()
         # Copies: a mapping may read them anew each time, or change.
         values = {name: self.backend.to_numpy(x)
                   if self.backend.is_native(x) else np.array(x)

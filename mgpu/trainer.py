@@ -113,6 +113,7 @@ class Trainer(Hints):
                 f"received {type(replicas).__name__}. Use Trainer(replicas, "
                 "...) in the place of Trainer(net.collect_params(), ...), and "
                 "for lists of arrays mgpu.sgd.")
+        replicas.check_valid()
         if replicas.complete:
             replicas.network.follow()       # refuses other layers
         options = dict(by_name("optimizer_params", optimizer_params))

@@ -14,7 +14,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from mgpu import (BackendNotAvailable, available_backends, get_backend,
+from mgpu import (BackendNotAvailable, available_backends, environment, get_backend,
                   set_backend, using_backend)
 from mgpu import backends as registry
 
@@ -405,6 +405,19 @@ else:
     time.sleep(3)
 print(kept - before, resident() - before)
 """
+
+
+@pytest.mark.parametrize("value, keeps", [
+    (None, True), ("", True), ("1", True), ("0", False)])
+def test_whether_freed_memory_is_kept(monkeypatch, value, keeps):
+    monkeypatch.delenv("MGPU_KEEP_MEMORY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MGPU_KEEP_MEMORY", value)
+    assert environment.keep_memory() is keeps
+    monkeypatch.setenv("MGPU_KEEP_MEMORY", "no")
+    with pytest.raises(ValueError, match="MGPU_KEEP_MEMORY must be 0 or 1"):
+        environment.keep_memory()
+
 
 
 @pytest.mark.parametrize("by", ["train", "initialize", "compare", "idle"])

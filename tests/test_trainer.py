@@ -1082,17 +1082,29 @@ def test_freezing_the_users_network_freezes_all(engine, devices, grad_req):
 
 # -- who uses the replicas ----------------------------------------------------
 
-def test_replicas_made_void_are_refused(engine, devices):
+def test_replicas_made_void_are_refused(engine, devices, tmp_path):
     net = mlp(engine)
     old = initialize(net, devices)
     trainer = mgpu.Trainer(old, "sgd")
+    values = old.export_numpy()
+    mgpu.save_checkpoint(tmp_path / "old", old, trainer)
     new = initialize(net, devices, force_reinit=True)
+    now = new.export_numpy()
+    zeros = {name: 0 * value for name, value in values.items()}
     for call in (lambda: trainer.step(1), trainer.allreduce_grads,
                  lambda: old[0](mgpu.put(batch(2)[0], devices[0])),
                  lambda: old(mgpu.split_and_load(
                      batch(8)[0], devices, even_split=False))):
         with pytest.raises(RuntimeError, match="are void.*force_reinit"):
             call()
+    for call in (lambda: old.import_numpy(zeros), old.zero_grad,
+                 old.export_numpy, lambda: mgpu.Trainer(old, "sgd"),
+                 lambda: mgpu.load_checkpoint(tmp_path / "old", old,
+                                              trainer)):
+        with pytest.raises(RuntimeError, match="are void.*force_reinit"):
+            call()
+    after = new.export_numpy()
+    assert all(np.array_equal(after[name], now[name]) for name in now)
     train(new, mgpu.Trainer(new, "sgd"))
 
 

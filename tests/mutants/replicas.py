@@ -216,4 +216,9 @@ MUTANTS = [
                 "own"),
            ("test_replicas.py::test_inputs_of_another_dtype_are_named["
             "torch-*",)),
+    Mutant("void-replicas-take-values", "values written to void replicas "
+           "reach a part of the new ones",
+           edit("mgpu.replicas:Replicas.fit_numpy", "self.check_valid()",
+                "pass"),
+           ("test_trainer.py::test_replicas_made_void_are_refused[*",)),
 ]

@@ -82,6 +82,7 @@ NO_NUMBERS = {
                     "what `Trainer.multipliers` reads; tests/test_trainer.py"),
     "Replicas.owned": "refuses other threads",
     "Replicas.check_equal": "compares bits and changes none",
+    "Replicas.check_valid": "raises an error or nothing",
     "Replicas.after_step": "called by `Trainer.update`: batch_norm.average",
 }
 
