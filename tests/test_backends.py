@@ -14,8 +14,8 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from mgpu import (BackendNotAvailable, available_backends, environment, get_backend,
-                  set_backend, using_backend)
+from mgpu import (BackendNotAvailable, available_backends, environment,
+                  get_backend, set_backend, using_backend)
 from mgpu import backends as registry
 
 ALIASES = {"mxnet": "gluon", "torch": "pytorch"}

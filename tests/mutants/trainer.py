@@ -168,7 +168,7 @@ MUTANTS = [
                 "other is not me", "False"),
            ("test_trainer.py::test_one_thread_at_a_time[torch-2dev]",)),
     Mutant("void-replicas-train", "replicas of an earlier initialize go on",
-           edit("mgpu.replicas:Replicas._check_usable",
+           edit("mgpu.replicas:Replicas.check_valid",
                 "_initialized.get(self.net) is not self.devices", "False"),
            ("test_trainer.py::test_replicas_made_void_are_refused"
             "[torch-2dev]",)),
