@@ -645,8 +645,8 @@ class Worker:
             if ended:
                 why = f"the process ended with {self.child.returncode}"
                 continue
-            memory = process.memory_info()      # without mapped files
-            size = (memory.rss - memory.shared) / 2 ** 30
+            info = process.memory_info()        # without mapped files
+            size = (info.rss - info.shared) / 2 ** 30
             peak, now = max(peak, size), time.monotonic()
             if peak > memory:
                 why = f"memory: over {memory:g} GB"
