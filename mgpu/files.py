@@ -3,6 +3,7 @@ import contextlib
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -54,6 +55,7 @@ def part_of(file: Any) -> Iterator[str]:
     check_folder(path, "a file")
     # A name, not a file: Ctrl-C finds nothing here that it could leave.
     part = os.path.join(os.path.dirname(path), os.urandom(8).hex() + ".part")
+    handled = sys.exc_info()[1]
     try:
         yield part
         with contextlib.suppress(FileNotFoundError):    # it is new
@@ -65,7 +67,20 @@ def part_of(file: Any) -> Iterator[str]:
             error.filename = path_of(file)
         with contextlib.suppress(FileNotFoundError):    # not made, or moved
             os.unlink(part)
+        interrupt = _interrupt_behind(error, handled)
+        if interrupt is not None:
+            raise interrupt from error
         raise
+
+
+def _interrupt_behind(error: BaseException, handled: BaseException | None
+                      ) -> BaseException | None:
+    """Ctrl-C, where code that it met (an archive that is closed) has made
+    another error of it. `handled`: what was being handled before."""
+    found: BaseException | None = error
+    while isinstance(found, Exception) and found is not handled:
+        found = found.__context__
+    return None if found is error or found is handled else found
 
 
 @contextlib.contextmanager

@@ -481,3 +481,26 @@ def test_ctrl_c_leaves_no_part_of_a_file(tmp_path, patch, moment):
                 press()
     assert list(tmp_path.iterdir()) == [file]
     assert file.read_text() == ("[1]" if moment == "replace" else "")
+
+
+@pytest.mark.parametrize("before", [KeyboardInterrupt, RuntimeError])
+def test_an_error_that_ctrl_c_causes_is_ctrl_c(tmp_path, before):
+    """Code that it interrupts may raise something else; what was being
+    handled before has nothing to do with it."""
+    with pytest.raises(KeyboardInterrupt) as seen:
+        with files.part_of(tmp_path / "file"):
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise ValueError("seek of closed file")
+    assert isinstance(seen.value.__cause__, ValueError)
+    with pytest.raises(ValueError, match="of its own"):
+        try:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise before
+        except before:
+            with files.part_of(tmp_path / "file"):
+                raise ValueError("of its own")
+    assert not list(tmp_path.iterdir())
