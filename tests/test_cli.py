@@ -502,5 +502,5 @@ def test_an_error_that_ctrl_c_causes_is_ctrl_c(tmp_path, before):
                 raise before
         except before:
             with files.part_of(tmp_path / "file"):
-                raise ValueError("of its own")
+                raise ValueError("of its own")   # noqa: B904
     assert not list(tmp_path.iterdir())
