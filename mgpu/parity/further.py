@@ -44,6 +44,8 @@ def further(work: Any, known: Evidence) -> list[Evidence]:
     calls[which], outputs, losses = runs[which].forced(
         known.X, known.y, known.step, put)
     taken = [known.a, known.b]
+    if losses.shape != taken[which].losses.shape:   # the user's own is a mean
+        losses = losses.mean(keepdims=True)
     taken[which] = replace(taken[which], outputs=outputs, losses=losses)
     found = replace(known, a=taken[0], b=taken[1], location=None, later=[],
                     calls=(calls[0], calls[1]))

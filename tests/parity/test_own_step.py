@@ -80,6 +80,17 @@ def test_one_side_may_be_mgpus(devices):
         assert result.same, result
 
 
+def test_one_fault_of_a_network_is_one_with_an_own_step_too():
+    """The loss of the user's own step is a mean."""
+    wrong = torch_(lambda nn: [nn.Linear(5, 4), nn.Tanh(), nn.Dropout(0.5),
+                               nn.Linear(4, 3)])
+    result = parity.compare(wrong, B, batches=BATCHES,
+                            step_b=torch_step(lr=0.125),
+                            optimizer_params={"learning_rate": 0.125})
+    assert [c.name for c in result.causes] == ["activation"], result
+    assert result.further == [], result
+
+
 def test_a_loop_equals_itself_with_whatever_optimiser():
     for optimizer in ("Adamax", "NAdam", "RMSprop", "Adagrad", "Adadelta",
                       "AdamW", "RAdam", "Rprop"):
