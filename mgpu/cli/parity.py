@@ -93,12 +93,14 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
         help="The number of trainings of each network in accuracy mode.")
 @shared.output("--report", "Write a page for the browser, .html.")
 @shared.output("--json", "Write all differences to this file.")
+@option("--details", is_flag=True, help="Also print the sides, the largest "
+        "difference of each stage, all causes and all notes.")
 @option("--plan", is_flag=True,
-        help="Print which parameter was matched with which.")
+        help="Also print which parameter was matched with which.")
 @click.pass_context
 def parity(ctx: click.Context, a: str, b: str | None, *,
-           report_file: str | None, json_file: str | None, plan: bool,
-           invariance: bool, **options: Any) -> None:
+           report_file: str | None, json_file: str | None, details: bool,
+           plan: bool, invariance: bool, **options: Any) -> None:
     """Compare how two networks train.
 
     They are of MXNet/Gluon, of PyTorch, or one of each. MODULE:FACTORY is a
@@ -128,7 +130,7 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     if invariance:
         click.echo(str(found))
     else:
-        report.print_result(found, Console(), plan=plan)
+        report.print_result(found, Console(), details=details, plan=plan)
     if report_file is not None:
         report.write_html(found, report_file, command=ctx.meta["mgpu.command"])
     if json_file is not None:

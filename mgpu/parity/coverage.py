@@ -10,8 +10,6 @@ from mgpu.parity.location import ACTIVATIONS, NAMES, kind_of, pairs
 from mgpu.parity.matching import Plan
 from mgpu.parity.run import Run, State, StepResult
 
-#: of each kind of thing that was not on trial, so many are named
-_NAMED = 8
 #: Options that every pass reaches, whatever the data: the outputs agree, so
 #: they mean the same. `flatten` would show in the shape.
 _REACHED = {"activation", "axis", "bias", "center", "flatten", "relu", "rows",
@@ -110,10 +108,8 @@ class Coverage:
 
 
 def _named(what: str, names: list[str]) -> list[str]:
-    if len(names) > _NAMED:
-        return [f"{what}s {', '.join(map(repr, names[:_NAMED]))} and "
-                f"{len(names) - _NAMED} more"]
-    return [f"{what} {name!r}" for name in names]
+    return [f"{what}{'s' * (len(names) > 1)} {', '.join(map(repr, names))}"
+            ] if names else []
 
 
 def _differences(a: Layer, b: Layer) -> Iterator[str]:

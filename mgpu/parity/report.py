@@ -8,27 +8,31 @@ import numpy as np
 from mgpu import environment, files
 from mgpu.parity.measure import STAGES
 from mgpu.parity.page import check_packages, check_page, to_html, write_html
-from mgpu.parity.result import Result
+from mgpu.parity.result import NO_CAUSE, SHORT, Result
 from mgpu.parity.tables import (MODE_WORDS, Rows, Table, accuracy_rows,
                                 first_rows, layer_table, location_rows,
-                                plan_table, sentence, side_table, stage_table,
-                                text, versions)
+                                plan_table, sentence, short_rows, side_table,
+                                stage_table, text, versions)
 
 __all__ = ["STAGES", "accuracy_rows", "check_packages", "check_page",
            "first_rows", "layer_table", "location_rows", "plan_table",
-           "print_result", "sentence", "side_table", "stage_table", "to_html",
-           "versions", "write_html", "write_json"]
+           "print_result", "sentence", "short_rows", "side_table",
+           "stage_table", "to_html", "versions", "write_html", "write_json"]
 
 
 def print_result(result: Result, console: Any = None, *,
-                 plan: bool = False) -> None:
-    """Print a result as tables. No value is shortened; long ones wrap.
+                 details: bool = False, plan: bool = False) -> None:
+    """Print a result: what fits one screen, or all of it as tables. No value
+    is shortened; long ones wrap.
 
     Parameters
     ----------
     result : Result
     console : rich.console.Console, optional
         Default: standard output.
+    details : bool
+        Also print the sides, the largest difference of each stage, all
+        causes and all notes.
     plan : bool
         Also print which parameter was matched with which.
 
@@ -39,6 +43,7 @@ def print_result(result: Result, console: Any = None, *,
     """
     environment.package("rich", "a table in the terminal")
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text
     console = console or Console()
@@ -66,36 +71,57 @@ def print_result(result: Result, console: Any = None, *,
             drawn.add_row("  " + name, Text(value))
         show(drawn)
 
+    def items(title: str, lines: Sequence[str]) -> None:
+        if lines:
+            show(title, style="bold")
+        for line in lines:
+            show(Padding(Text(line), (0, 0, 0, 2), expand=False))
+
+    most = None if details else SHORT
+    trial = result.on_trial(most)
     show(f"{result.verdict.upper()} ({MODE_WORDS[result.mode]})",
          style="bold green" if result.agrees else "bold red")
     show(sentence(result))
-    for line in result.on_trial():
+    keys = ("network", "engine", "devices", "optimizer", "batch_norm")
+    sides = [f"{name}: " + ", ".join(
+        text(side[key]) for key in keys[:None if details else 2]
+        if side.get(key)) for name, side in result.sides.items()]
+    show(("\n" if details else "; ").join(sides))
+    for line in trial[:1]:
         show(line)
-    for name, side in result.sides.items():
-        show(f"{name}: " + ", ".join(text(side[key]) for key in (
-            "network", "engine", "devices", "optimizer", "batch_norm")
-            if side.get(key)))
-    pairs("First difference", first_rows(result.first)
-          if result.first is not None else [])
-    pairs("First layer whose output differs", location_rows(result.location)
-          if result.location else [])
-    if result.causes:
-        show("Likely causes", style="bold")
-        for number, cause in enumerate(result.causes, 1):
-            show(f"  {number}. {cause}")
-    for line in result.further_lines():
+    if details:
+        pairs("First difference", first_rows(result.first)
+              if result.first is not None else [])
+        pairs("First layer whose output differs",
+              location_rows(result.location) if result.location else [])
+        items("Likely causes", [f"{number}. {cause}" for number, cause
+                                in enumerate(result.causes, 1)])
+        items("Also different", result.further_lines())
+        pairs("Test accuracy", accuracy_rows(result))
+    else:
+        pairs("First difference", short_rows(result))
+        items("Likely cause", [str(cause) for cause in result.causes[:1]] + [
+            result.other_causes()] * (len(result.causes) > 1) or [
+            NO_CAUSE] * (result.first is not None))
+        items("Also different", result.further_lines(SHORT))
+    for line in trial[1:]:
         show(line)
-    pairs("Test accuracy", accuracy_rows(result))
-    if result.gaps:
+    if details and result.gaps:
         show("The worst of each stage", style="bold")
         grid(stage_table(result), ("relative", "step"))
     if result.plan.pairs:
-        show(result.plan.lines()[0] + ("" if plan else "; --plan shows them"),
+        show(result.plan.lines()[0],
              style="red" if result.plan.confirmed is False else "")
-        if plan:
-            grid(plan_table(result))
-    for note in dict.fromkeys((*result.plan.notes, *result.notes)):
-        show(f"note: {note}")
+    if plan and result.plan.pairs:
+        grid(plan_table(result))
+    for note in [f"note: {note}" for note in dict.fromkeys(
+            (*result.plan.notes, *result.notes))] if details \
+            else result.short_notes():
+        show(note)
+    if not details:
+        show("--details shows the sides, each stage and all notes" + (
+            "; --plan the matching." if result.plan.pairs and not plan
+            else "."), style="dim")
 
 
 def write_json(result: Any, file: files.FilePath) -> None:

@@ -16,6 +16,12 @@ STATUSES = ("different", "formula", "rounding", "zero", "same")
 FLOAT32 = "same but for MXNet's float32"
 #: the verdict where nothing else differs than named formulas
 FORMULAS = "same but for named formulas"
+#: a verdict on one screen names so many of a kind, and says how many more
+SHORT = 3
+#: instead of a cause, where something differs
+NO_CAUSE = "none that mgpu knows explains it"
+#: a note of what is so unless somebody asked for something else
+ROUTINE = "dropout: masks drawn in NumPy"
 #: columns of `Result.by_stage`
 BY_STAGE = ("stage", "relative", "tensor", "step", "status")
 
@@ -171,6 +177,13 @@ class Result:
                 found[gap.stage] = gap
         return {stage: found[stage] for stage in STAGES if stage in found}
 
+    def largest(self) -> Gap | None:
+        """The largest relative difference that neither rounding nor a formula
+        of the frameworks explains."""
+        return max((g for g in self.gaps
+                    if g.status not in ("rounding", "formula")),
+                   key=lambda g: g.relative, default=None)
+
     def by_stage(self) -> list[list[str]]:
         """The largest relative difference of each stage as text, with the
         columns `BY_STAGE`."""
@@ -183,22 +196,29 @@ class Result:
                              if counts[s])])
         return rows
 
-    def on_trial(self) -> list[str]:
-        """The coverage, and what was not on trial, as lines of text."""
+    def on_trial(self, most: int | None = None) -> list[str]:
+        """The coverage, and what was not on trial, as lines of text; with at
+        most so many (`most`) of what there may be hundreds of."""
         if not self.coverage:
             return []
         moved, a, b = (
             " of ".join(map(str, self.coverage[name]))
             for name in ("parameters", "layers_a", "layers_b"))
         return [f"on trial: {moved} parameters; {a} layers of a and {b} of b",
-                *(f"not on trial: {text}"
-                  for text in self.coverage["not_on_trial"]),
-                *(f"warning: not reached by this data: {text}"
-                  for text in self.coverage["options"]
-                  if self.first is None),
-                *map(_float32_line, self.float32),
+                *_some("not on trial", [
+                    _joined(text.split(", "), most)
+                    for text in self.coverage["not_on_trial"]], most),
+                *_some("warning: not reached by this data",
+                       self.coverage["options"]
+                       if self.first is None else [], most),
+                *(_float32_line(found, most) for found in self.float32),
                 *(f"formula: {f['text']} (a difference of up to "
                   f"{f['size']:.1e})" for f in self.formulas)]
+
+    def short_notes(self) -> list[str]:
+        """The notes that a verdict on one screen has room for."""
+        return _some("note", [note for note in dict.fromkeys(self.notes)
+                              if note != ROUTINE], SHORT)
 
     def prove_nothing(self, reason: str | None) -> None:
         """Take back that nothing differs, for a reason."""
@@ -217,21 +237,38 @@ class Result:
             lines.append(f"first difference: {self.first}")
         return lines + [f"likely cause: {cause}"
                         for cause in self.causes[:causes]
-                        ] + self.further_lines()
+                        ] + [f"also different: {line}"
+                             for line in self.further_lines(SHORT)]
 
-    def further_lines(self) -> list[str]:
-        """`further` as lines of text."""
-        more = len(self.further) - 3
-        return [f"also different: {found['place']}: " + (
-            str(found["causes"][0]) if found["causes"]
-            else "no known cause") for found in self.further[:3]] + [
-                f"also different: {more} more places"] * (more > 0)
+    def further_lines(self, most: int | None = None) -> list[str]:
+        """`further` as lines of text. `most`: so many, each with no more than
+        the name of its cause."""
+        lines = [f"{found['place']}: " + (
+            NO_CAUSE if not found["causes"]
+            else found["causes"][0].name if most else str(found["causes"][0])) for found in self.further[:most]]
+        left = len(self.further) - len(lines)
+        return lines + [f"{left} more places" if left > 1 else
+                        "one more place"] * (left > 0)
 
     def __str__(self) -> str:
-        return "\n".join([
-            *self._head(3), *self.on_trial(), *(
-                f"worst {stage}: {gap.relative:.1e} {gap.name}"
-                for stage, gap in self.worst.items()), *self.notes])
+        lines = self._head(1)
+        if self.causes[1:]:
+            lines.append(self.other_causes())
+        elif self.first is not None and not self.causes:
+            lines.append(f"likely cause: {NO_CAUSE}")
+        gap = self.largest()
+        if self.first is None and gap is not None:
+            lines.append(f"largest difference: {gap.relative:.1e} "
+                         f"({gap.stage} {gap.name}".rstrip() + ")")
+        lines += self.on_trial(SHORT)
+        if self.plan.confirmed is False:    # perhaps it is the matching
+            lines.append(self.plan.lines()[0])
+        return "\n".join(lines + self.short_notes())
+
+    def other_causes(self) -> str:
+        """The names of all likely causes but the best."""
+        return "other likely causes: " + _joined(
+            [cause.name for cause in self.causes[1:]], SHORT)
 
     def __repr__(self) -> str:
         return f"<Result: {self._head(0)[0]}>"
@@ -262,10 +299,28 @@ class Result:
             "curves": self.curves}
 
 
-def _float32_line(found: dict[str, Any]) -> str:
-    layers = ", ".join(found["layers"][:8]) + (
-        f" and {len(found['layers']) - 8} more"
-        if found["layers"][8:] else "")
+def _some(what: str, texts: list[str], most: int | None) -> list[str]:
+    """A line for each text, and one for those that are too many."""
+    left = _left(texts, most)
+    return [f"{what}: {text}" for text in texts[:len(texts) - left]] + [
+        f"{what}: {left} more"] * bool(left)
+
+
+def _joined(names: list[str], most: int | None) -> str:
+    """Names with commas between them, and the number of the rest."""
+    left = _left(names, most)
+    return ", ".join(names[:len(names) - left]) + (
+        f" and {left} more" if left else "")
+
+
+def _left(texts: list[str], most: int | None) -> int:
+    """How many are left out: never one, which takes no more room."""
+    return len(texts) - most if most and len(texts) > most + 1 else 0
+
+
+def _float32_line(found: dict[str, Any], most: int | None) -> str:
+    layers, s = _joined(found["layers"], most), "s" * (
+        len(found["layers"]) > 1)
     return (f"MXNet's float32: {found['text']} "
-            f"({'layers ' + layers if layers else 'between layers'}; a "
+            f"({f'layer{s} {layers}' if layers else 'between layers'}; a "
             f"difference of up to {found['size']:.1e})")

@@ -63,8 +63,8 @@ def sentence(result: Result) -> str:
         what = f"{STAGE_WORDS[gap.stage][1]} {gap.name}".rstrip()
         return (f"Started alike before {each}, the sides first "
                 f"differ in step {gap.step}, in {what}.")
-    worst = max((g.relative for g in result.gaps
-                 if g.status not in ("rounding", "formula")), default=0.0)
+    largest = result.largest()
+    worst = 0.0 if largest is None else largest.relative
     larger = sum(g.status == "rounding" for g in result.gaps)
     return (f"Started alike before {each}, the sides computed the same, up "
             f"to a relative {worst:.1e} "
@@ -91,6 +91,25 @@ def first_rows(gap: Gap) -> Rows:
     if gap.own is not None:
         rows.append(("rounding alone", f"{gap.own:.3e} (what a change of the "
                      "last bits does to a, relative)"))
+    return rows
+
+
+def short_rows(result: Result) -> Rows:
+    """The first difference and its layer, as (name, value), without what
+    `sentence` says."""
+    gap, place = result.first, result.location
+    rows: Rows = []
+    if gap is not None:
+        rows = [row for row in first_rows(gap) if row[0] in (
+            "index", "a", "b", "relative difference", "rounding alone")]
+    if place:
+        more = location_rows(place)
+        if more[0][1] == more[1][1]:
+            more[:2] = [("layer", more[0][1])]
+        if not place.get("inputs_agree"):   # its options explain nothing
+            more = [row for row in more if not row[0].startswith("its ")
+                    or row[0] == "its input"]
+        rows += more
     return rows
 
 

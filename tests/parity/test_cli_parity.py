@@ -72,7 +72,8 @@ def refused(*arguments):
 def test_the_same_is_status_0(folder):
     result = mgpu_command("parity", A, B, *SMALL, "--devices", "2",
                           "--optimizer-params", "momentum=0.9", "--plan",
-                          "--report", "x.html", "--json", "x.json")
+                          "--details", "--report", "x.html", "--json",
+                          "x.json")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("SAME (lock-step)")
     assert "momentum=0.9" in "".join(result.stdout.split())
@@ -91,9 +92,13 @@ def test_a_difference_is_status_1():
     assert result.exit_code == 1, result.output
     assert result.stdout.startswith("DIFFERENT")
     words = " ".join(result.stdout.split())
-    assert "First difference" in words
+    assert "First difference" in words and "The worst of each" not in words
     assert "its epsilon 1e-05 in a, 0.001 in b" in words
     assert "Traceback" not in result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 24 and "--details shows" in lines[-1]
+    assert "The worst of each" in mgpu_command(
+        "parity", A, B, *SMALL, *SLIP, "--details").stdout
 
 
 def test_strict(folder):
@@ -129,7 +134,7 @@ def port():
         assert result.exit_code == code, result.output
         said = " ".join(result.stdout.split())
         assert said.startswith("SAME BUT FOR MXNET'S FLOAT32 (lock-step)")
-        assert "(layers 1; a difference of up to" in said
+        assert "(layer 1; a difference of up to" in said
         page = (folder / "page.html").read_text()
         assert 'class="verdict same"' in page
         assert "Same but for MXNet" in page
@@ -146,7 +151,8 @@ def data():
 ''')
     result = mgpu_command(
         "parity", A, B, "--mode", "accuracy", "--seeds", "3", "--steps", "2",
-        "--data", "own.py:data", "--report", "x.html", "--json", "x.json")
+        "--data", "own.py:data", "--report", "x.html", "--json", "x.json",
+        "--details")
     assert result.exit_code in (0, 1), result.output    # chance decides
     assert result.stdout.startswith(("SAME", "DIFFERENT")[result.exit_code]
                                     + " (accuracies)")

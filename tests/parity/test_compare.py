@@ -224,7 +224,8 @@ def test_what_was_not_on_trial_is_named():
     assert result.coverage["layers_a"] == [3, 4]
     text = "\n".join(result.on_trial())
     for line in ("on trial: 3 of 7 parameters; 3 of 4 layers of a and 3 of 4 "
-                 "of b", "parameter 'dead.weight'", "a did not run layer "
+                 "of b", "parameters 'rare.weight', 'rare.bias', 'dead."
+                 "weight', 'dead.bias'", "a did not run layer "
                  "'rare'", "6 of 9 rows of 'words.weight' were not reached"):
         assert line in text and line in str(result)
 

@@ -171,7 +171,7 @@ def test_the_page_of_accuracies():
     page = check_page(report.to_html(result))
     assert "p-value (Welch) 0.8125" in page.text
     assert "0.5000, 0.7500" in page.all("svg")[0]["aria-label"]
-    words = printed(result)
+    words = printed(result, details=True)
     assert "0.8125" in words and "0.5, 0.75" in words
 
 
@@ -198,16 +198,99 @@ def test_a_missing_extra_is_named(package, same):
 
 # -- the terminal -------------------------------------------------------------
 
+def in_order(text, *words):
+    places = [text.index(word) for word in words]
+    assert places == sorted(places), text
+
+
 def test_the_terminal_shows_the_verdict_first(different):
     words = printed(different)
     assert words.startswith("DIFFERENT (lock-step)\n")
-    order = [words.index(w) for w in ("First difference", "Likely causes",
-                                      "The worst of each", "matched by")]
-    assert order == sorted(order)
-    assert f"{different.first.a:.17g}" in words
-    assert "--plan shows" in " ".join(words.split())
-    whole = printed(different, plan=True)
-    assert "as it is" in whole and "as it is" not in words
+    assert len(words.splitlines()) <= 24
+    in_order(words, "on trial: 6 of 6", "First difference\n",
+             f"{different.first.a:.17g}", "1e-05 in a, 0.001 in b",
+             "Likely cause\n", "make them equal", "matched by", "--details")
+    assert "The worst of each" not in words and "SGD" not in words
+    whole = printed(different, details=True)
+    in_order(whole, "SGD", "on trial: 6 of 6", "First difference\n",
+             "absolute difference", "First layer whose output differs\n",
+             "Likely causes\n  1. ", "The worst of each", "matched by")
+    assert "--details" not in whole
+    plan = printed(different, plan=True)
+    assert "as it is" in plan and "as it is" not in words + whole
+
+
+def crowded(**changes):
+    """What a large network may have: much that was not on trial, and notes."""
+    names = [f"'block{i}.weight'" for i in range(500)]
+    gap = Gap(1, "gradient", "block3.weight", 0.5, 0.5, 2.0, "different",
+              (3, 1), 1.5, 1.0)
+    return made_up(gaps=[gap], first=gap, coverage={
+        "parameters": [10, 510], "layers_a": [3, 503], "layers_b": [3, 503],
+        "not_on_trial": [f"no gradient moved parameters {', '.join(names)}",
+                         *(f"1 of 9 rows of 'words{i}' were not reached"
+                           for i in range(9))],
+        "options": [f"layers '{i}' of a and '{i}' of b: ceil" for i in range(
+            9)]},
+        notes=["dropout: masks drawn in NumPy",
+               *(f"note <{i}>" for i in range(9))],
+        causes=[Cause(f"cause {i}", "change line 7", 0.5) for i in range(9)],
+        **changes)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"verdict": "same", "first": None, "causes": []}],
+    ids=["different", "same"])
+def test_a_verdict_stays_short(changes):
+    result = crowded()
+    vars(result).update(changes)
+    words, whole = printed(result), printed(result, details=True)
+    assert len(words.splitlines()) <= 25, words
+    assert max(map(len, words.splitlines())) <= 80
+    assert words.splitlines()[-1].startswith("--details shows")
+    said = " ".join(words.split())
+    assert "not on trial: no gradient moved parameters 'block0.weight', " \
+        "'block1.weight', 'block2.weight' and 497 more" in said
+    for part in ("not on trial: 7 more", "note: note <2>", "note: 6 more"):
+        assert part in said
+    for part in ("'block499.weight'", "'words8'", "note: note <8>",
+                 "note: dropout: masks"):
+        assert part not in said and part in whole
+    if result.first is None:
+        assert "warning: not reached by this data: 6 more" in said
+    else:
+        assert "cause 0: change line 7" in said and "cause 8" in whole
+        assert "also possible: cause 1, cause 2, cause 3 and 5 more" in said
+    # in a test's failure there is no option for the rest
+    text = str(result)
+    assert len(text.splitlines()) <= 16
+    assert "'block2.weight' and 497 more" in text and "note: 6 more" in text
+    page = check_page(report.to_html(result)).text
+    assert "'block499.weight'" in page and "note <8>" in page
+
+
+def test_one_that_is_left_is_shown():
+    """It takes no more room than its number."""
+    result = made_up(notes=[f"note {i}" for i in range(4)])
+    assert "note: note 3" in printed(result)
+
+
+def test_a_difference_without_a_cause_says_so():
+    result = made_up(causes=[])
+    for text in (printed(result), str(result)):
+        assert "none that mgpu knows" in text
+    assert "none that mgpu knows" not in printed(made_up())
+
+
+def test_options_of_a_layer_whose_input_differs_explain_nothing():
+    layers = [{"path": "fc", "kind": "dense", "options": {"flatten": x}}
+              for x in (True, False)]
+    result = made_up(location={"a": layers[0], "b": layers[1],
+                               "inputs_agree": False, "predicting": False})
+    assert "its flatten" not in printed(result)
+    assert "its flatten" in printed(result, details=True)
+    result.location["inputs_agree"] = True
+    assert "its flatten" in printed(result)
 
 
 @pytest.mark.parametrize("changes, words", [
