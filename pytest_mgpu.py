@@ -1,4 +1,4 @@
-"""What pytest does with a failed `mgpu.testing.assert_parity`.
+"""What pytest does with a failed or refused `mgpu.testing.assert_parity`.
 
 A module outside the package, and without imports of it: pytest loads it at
 every start, also for suites that compare nothing.
@@ -14,7 +14,7 @@ _KEY = "mgpu parity"
 def pytest_addoption(parser):
     parser.getgroup("mgpu").addoption(
         "--parity-report", metavar="DIR", help="write an HTML page for each "
-        "failed assert_parity (needs jinja2 and matplotlib)")
+        "assert_parity that fails or is refused (needs jinja2 and matplotlib)")
 
 
 def pytest_configure(config):
@@ -37,6 +37,8 @@ def pytest_runtest_makereport(item, call):
     if report.failed and result is not None:    # not an expected failure
         words = str(result.first) if result.first is not None \
             else f"{result.verdict} ({result.mode})"
+        if result.verdict == "not compared":
+            words += ": " + result.reason.splitlines()[0]
         page = _write(result, item)
         # user_properties travel from pytest-xdist's workers, and to JUnit
         report.user_properties.append((_KEY, words + page))
@@ -62,6 +64,9 @@ def pytest_terminal_summary(terminalreporter):
             for key, words in getattr(report, "user_properties", ())
             if key == _KEY]
     if rows:
-        terminalreporter.section("networks that train differently")
+        terminalreporter.section("comparisons that failed")
     for nodeid, words in rows:
         terminalreporter.write_line(f"{nodeid}\n  {words}")
+    if rows and terminalreporter.config.getoption("--parity-report") is None:
+        terminalreporter.write_line(
+            "--parity-report DIR writes a page for each.")

@@ -1,12 +1,18 @@
 """For test suites: `assert_parity`.
 
 The pytest plugin `pytest_mgpu` comes with it: it lists failed comparisons at
-the end of a run, and ``--parity-report DIR`` writes a page for each.
+the end of a run, and ``--parity-report DIR`` writes a page for each, also for
+those that were refused.
 """
+import contextlib
 import inspect
+from dataclasses import fields
 from typing import Any
 
-from mgpu.parity.comparison import Result, compare
+from mgpu.backends import using_backend
+from mgpu.parity.comparison import MODES, Result, compare
+from mgpu.parity.matching import MatchError, Plan
+from mgpu.parity.side import Side, network_of
 
 __all__ = ["ParityError", "assert_parity"]
 
@@ -20,7 +26,7 @@ class ParityError(AssertionError):
     """
 
     def __init__(self, result: Result):
-        super().__init__(_message(result))
+        super().__init__(str(result))
         self.parity_result = result
 
 
@@ -49,7 +55,8 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
         They do not; an AssertionError whose text has the verdict, the first
         difference and its likely causes, and whose `parity_result` has all.
     MatchError, ValueError
-        They could not be compared: see `mgpu.parity.compare`.
+        They could not be compared: see `mgpu.parity.compare`. Its
+        `parity_result` has the verdict "not compared".
 
     Examples
     --------
@@ -63,14 +70,49 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
             raise TypeError(
                 "assert_parity takes the options of mgpu.parity.compare; "
                 f"received {name!r}. Use {', '.join(known)}.")
-    result = compare(a, b, **options)
+    try:
+        result = compare(a, b, **options)
+    except Exception as error:
+        error.parity_result = _refused(     # type: ignore[attr-defined]
+            a, b, options, error)
+        raise
     if not result.proves(allow_mxnet_float32, allow_formulas):
         raise ParityError(result)
     return result
 
 
-def _message(result: Result) -> str:
-    lines = [str(result)]
-    if result.plan.confirmed is False:      # perhaps it is the matching
-        lines += result.plan.lines()
-    return "\n".join(lines)
+def _refused(a: Any, b: Any, options: dict[str, Any], error: Exception
+             ) -> Result:
+    """What there is to say of two networks that could not be compared."""
+    mode = options.get("mode")
+    if isinstance(error, MatchError):
+        notes = [f"{name or 'left in b'}: " + (", ".join(names) or "nothing "
+                 "like it in b") for name, names in error.candidates.items()]
+    elif isinstance(error, ValueError):
+        notes = []      # the text says what to do
+    else:
+        notes = ["To see where the error comes from, give the first batch to "
+                 "each network by itself."]
+    return Result(
+        mode if mode in MODES else "lockstep", "not compared", [],
+        Plan("", []), {"a": _described(a), "b": _described(b)}, {},
+        {name: value if isinstance(value, (str, int, float, list, tuple))
+         else repr(value) for name, value in options.items()
+         if name != "batches"}, notes=notes,
+        reason=str(error) if isinstance(error, ValueError)
+        else f"{type(error).__name__}: {error}")
+
+
+def _described(side: Any) -> dict[str, Any]:
+    """A side as far as it is known before the first step."""
+    side = side if isinstance(side, Side) else Side(side)
+    known = {f.name: str(getattr(side, f.name)) for f in fields(side)
+             if f.name != "net" and getattr(side, f.name) is not None}
+    known["network"] = getattr(side.net, "__qualname__",
+                               type(side.net).__name__)
+    with contextlib.suppress(Exception):    # perhaps it is what has failed
+        net, engine = network_of(side.net)
+        known["network"] = type(net).__name__
+        with using_backend(engine) as backend:
+            known["engine"] = f"{engine} {backend.version}"
+    return known

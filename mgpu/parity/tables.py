@@ -42,6 +42,8 @@ NETWORK = "(the network)"       # instead of an empty path
 
 def sentence(result: Result) -> str:
     """The verdict, in a sentence."""
+    if result.verdict == "not compared":
+        return str(result.reason)
     if result.reason is not None:
         return ("No number differs, but " if result.verdict == "different"
                 else "Nothing differs, and nothing is proved: "

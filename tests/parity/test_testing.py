@@ -10,6 +10,7 @@ import mgpu
 from conftest import BACKENDS
 from mgpu import testing
 from mgpu.parity import report
+from test_report import Page
 
 pytest_plugins = ["pytester"]
 
@@ -68,7 +69,7 @@ def test_failures_are_listed_and_get_a_page(suite, pytester):
     result.stdout.fnmatch_lines([
         "*ParityError: different (lockstep*", "*first difference: *",
         "*likely cause: *", "*NOT confirmed*",
-        "*= networks that train differently =*",
+        "*= comparisons that failed =*",
         "test_suite.py::test_port?a/b?", "  step 1, *",
         f"  report: pages/{page}"])
     text = (pytester.path / "pages" / page).read_text(encoding="utf-8")
@@ -81,15 +82,17 @@ def test_failures_are_listed_and_get_a_page(suite, pytester):
 def test_without_the_option_there_is_no_page(suite, pytester):
     result = suite()
     result.assert_outcomes(passed=2, failed=2, xfailed=1)
-    result.stdout.fnmatch_lines(["*networks that train differently*"])
-    assert "report:" not in result.stdout.str()
+    result.stdout.fnmatch_lines(["*comparisons that failed*"])
+    assert "  report:" not in result.stdout.str()
+    result.stdout.fnmatch_lines(["--parity-report DIR writes a page for each."
+                                 ])
     assert not list(pytester.path.glob("**/*.html"))
 
 
 def test_a_suite_without_comparisons_sees_nothing(pytester):
     pytester.makepyfile("def test_it(): assert 1 == 2")
     result = pytester.runpytest_inprocess("-p", "pytest_mgpu")
-    assert "networks that train differently" not in result.stdout.str()
+    assert "comparisons that failed" not in result.stdout.str()
 
 
 def test_a_page_that_cannot_be_written_hides_no_failure(suite, pytester):
@@ -100,6 +103,81 @@ def test_a_page_that_cannot_be_written_hides_no_failure(suite, pytester):
         result = suite("--parity-report", "pages")
     result.assert_outcomes(passed=2, failed=2, xfailed=1)
     result.stdout.fnmatch_lines(["  no report: OSError: no space left"])
+
+
+REFUSED = SUITE[:SUITE.index("def test_same")] + '''
+def wide():
+    with mgpu.using_backend("ENGINE"):
+        if "ENGINE" == "mxnet":
+            from mxnet.gluon import nn
+            net = nn.HybridSequential()
+            net.add(nn.Dense(7, in_units=5), nn.BatchNorm(in_channels=7))
+            return net
+        from torch import nn
+        return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+
+def noisy():
+    from torch import nn
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            import torch
+            return super().forward(x) + torch.randn(len(x), 4).to(x)
+    return Noisy(5, 4)
+
+def broken():
+    raise RuntimeError("no weights <here>")
+
+def test_match():
+    assert_parity(make, wide, batches=batches(), devices=2)
+
+def test_draws():
+    assert_parity(noisy, mgpu.parity.Side(noisy, devices=2),
+                  batches=batches())
+
+def test_option():
+    assert_parity(make, make, batches=batches(), mode="lock-step")
+
+def test_broken():
+    assert_parity(make, broken, batches=batches())
+
+def test_no_comparison():
+    assert_parity(make, make, batches=batches(), stpes=3)
+
+def test_expected():
+    with pytest.raises(ValueError):
+        assert_parity(make, wide, batches=batches())
+'''
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="noise is drawn on torch")
+def test_a_refusal_has_a_page_too(pytester):
+    pytester.makepyfile(test_suite=REFUSED.replace("ENGINE", BACKENDS[0]))
+    result = pytester.runpytest_inprocess(
+        "-p", "pytest_mgpu", "-p", "no:cacheprovider", "--parity-report",
+        "pages")
+    result.assert_outcomes(passed=1, failed=5)
+    pages = {page.name.partition("-test_")[2]: Page(page.read_text("utf-8"))
+             for page in (pytester.path / "pages").iterdir()}
+    assert sorted(pages) == [f"{name}.html" for name in (
+        "broken", "draws", "match", "option")]
+    for name, words in {
+            "match": ["every parameter of one network needs its partner",
+                      "Add entries to map=", "0.weight: nothing like it in b",
+                      f"({BACKENDS[0]} ", "devices 2"],
+            "draws": ["both sides must draw the same random numbers",
+                      "Use dropout layers", "Noisy (torch ", "devices - 2"],
+            "option": ["unknown mode"],
+            "broken": ["RuntimeError: no weights <here>", "against broken, "
+                       "lock-step", "give the first batch"]}.items():
+        text = pages[f"{name}.html"].text
+        assert text.index("Not compared") < text.index(words[0])
+        for part in [*words, f"pytest 'test_suite.py::test_{name}'"]:
+            assert part in text, (name, part, text)
+    result.stdout.fnmatch_lines([
+        "*= comparisons that failed =*", "test_suite.py::test_match",
+        "  not compared (lockstep): every parameter of one network needs *",
+        "  report: pages/*test_match.html"])
+    assert "test_no_comparison\n  not" not in result.stdout.str()
 
 
 def test_an_extra_that_is_missing_is_said_at_the_start(suite):
