@@ -86,8 +86,11 @@ def _refused(a: Any, b: Any, options: dict[str, Any], error: Exception
     """What there is to say of two networks that could not be compared."""
     mode = options.get("mode")
     if isinstance(error, MatchError):
-        notes = [f"{name or 'left in b'}: " + (", ".join(names) or "nothing "
-                 "like it in b") for name, names in error.candidates.items()]
+        notes = [
+            f"left in b: {', '.join(names) or 'nothing'}" if not name else
+            f"{name} of a could be {' or '.join(names)}" if names else
+            f"{name} of a is like nothing in b"
+            for name, names in error.candidates.items()]
     elif isinstance(error, ValueError):
         notes = []      # the text says what to do
     else:

@@ -96,7 +96,7 @@ def assert_bit_equal(a, b):
 
 def worst(ours, reference):
     """The largest relative difference of two dicts of arrays, and where:
-    the measure of `mgpu.parity` (docs/guide/parity.md, 2)."""
+    the measure of `mgpu.parity` (docs/internals/parity.md)."""
     assert ours and ours.keys() == reference.keys(), (
         ours.keys() ^ reference.keys())
     gaps = {name: relative_difference(ours[name], reference[name], scale)

@@ -145,7 +145,7 @@ def read_map(file: str | None, name: str = "--map") -> dict[str, Any]:
         raise ValueError(
             f"{name} takes a JSON file with an object, {{\"name in a\": "
             "\"name in b\"} or {\"name in a\": {\"to\": name, ...}} (see "
-            "docs/guide/parity.md); its entry \"rules\" may be [[pattern, "
+            "docs/guide/parity-maps.md); its entry \"rules\" may be [[pattern, "
             f"replacement], ...]; received {file!r} ({error}).") from error
     return {"map": given, "rules": rules}
 

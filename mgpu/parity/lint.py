@@ -122,7 +122,8 @@ def lint(net: Any, *, sample: Any = None, optimizer: Any = "sgd",
     Returns
     -------
     list of Finding
-        In the order of `RULES`; docs/guide/parity.md has the source of each.
+        In the order of `RULES`; docs/internals/divergences.md has the
+        size of each difference.
 
     Raises
     ------

@@ -162,7 +162,9 @@ def test_a_refusal_has_a_page_too(pytester):
         "broken", "draws", "match", "option")]
     for name, words in {
             "match": ["every parameter of one network needs its partner",
-                      "Add entries to map=", "0.weight: nothing like it in b",
+                      "Add entries to map=",
+                      "0.weight of a is like nothing in b",
+                      "left in b: 0.weight",
                       f"({BACKENDS[0]} ", "devices 2"],
             "draws": ["both sides must draw the same random numbers",
                       "Use dropout layers", "Noisy (torch ", "devices - 2"],
