@@ -12,6 +12,7 @@ from typing import Any
 from mgpu.backends import using_backend
 from mgpu.parity.comparison import MODES, Result, compare
 from mgpu.parity.matching import MatchError, Plan
+from mgpu.parity.result import joined
 from mgpu.parity.side import Side, network_of
 
 __all__ = ["ParityError", "assert_parity"]
@@ -87,8 +88,8 @@ def _refused(a: Any, b: Any, options: dict[str, Any], error: Exception
     mode = options.get("mode")
     if isinstance(error, MatchError):
         notes = [
-            f"left in b: {', '.join(names) or 'nothing'}" if not name else
-            f"{name} of a could be {' or '.join(names)}" if names else
+            f"left in b: {joined(names, 8) or 'nothing'}" if not name else
+            f"{name} of a could be {joined(names, 8)}" if names else
             f"{name} of a is like nothing in b"
             for name, names in error.candidates.items()]
     elif isinstance(error, ValueError):

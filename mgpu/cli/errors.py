@@ -74,12 +74,10 @@ class Command(click.Command):
         except Exception as error:
             if ctx.meta.get("mgpu.traceback"):
                 traceback.print_exc()
-            message = self._in_options(_one_line(error))
-            # what a MatchError could not match, a line each
-            message += "".join(
-                f"\n  {name or 'left in b'}: {', '.join(names) or 'none'}"
-                for name, names in getattr(error, "candidates", {}).items())
-            raise Refused(message) from error
+            # A MatchError has a line for each tensor that fits no other.
+            raise Refused(self._in_options(
+                str(error) if hasattr(error, "candidates")
+                else _one_line(error))) from error
 
     def _in_options(self, text: str) -> str:
         """`text` with ``--batch-size`` where it says ``batch_size=`` or, at

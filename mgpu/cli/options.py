@@ -145,8 +145,9 @@ def read_map(file: str | None, name: str = "--map") -> dict[str, Any]:
         raise ValueError(
             f"{name} takes a JSON file with an object, {{\"name in a\": "
             "\"name in b\"} or {\"name in a\": {\"to\": name, ...}} (see "
-            "docs/guide/parity-maps.md); its entry \"rules\" may be [[pattern, "
-            f"replacement], ...]; received {file!r} ({error}).") from error
+            "docs/guide/parity-maps.md); its entry \"rules\" may be "
+            "[[pattern, replacement], ...]; "
+            f"received {file!r} ({error}).") from error
     return {"map": given, "rules": rules}
 
 

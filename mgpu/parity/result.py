@@ -206,7 +206,7 @@ class Result:
             for name in ("parameters", "layers_a", "layers_b"))
         return [f"on trial: {moved} parameters; {a} layers of a and {b} of b",
                 *_some("not on trial", [
-                    _joined(text.split(", "), most)
+                    joined(text.split(", "), most)
                     for text in self.coverage["not_on_trial"]], most),
                 *_some("warning: not reached by this data",
                        self.coverage["options"]
@@ -267,7 +267,7 @@ class Result:
 
     def other_causes(self) -> str:
         """The names of all likely causes but the best."""
-        return "other likely causes: " + _joined(
+        return "other likely causes: " + joined(
             [cause.name for cause in self.causes[1:]], SHORT)
 
     def __repr__(self) -> str:
@@ -306,7 +306,7 @@ def _some(what: str, texts: list[str], most: int | None) -> list[str]:
         f"{what}: {left} more"] * bool(left)
 
 
-def _joined(names: list[str], most: int | None) -> str:
+def joined(names: list[str], most: int | None) -> str:
     """Names with commas between them, and the number of the rest."""
     left = _left(names, most)
     return ", ".join(names[:len(names) - left]) + (
@@ -319,7 +319,7 @@ def _left(texts: list[str], most: int | None) -> int:
 
 
 def _float32_line(found: dict[str, Any], most: int | None) -> str:
-    layers, s = _joined(found["layers"], most), "s" * (
+    layers, s = joined(found["layers"], most), "s" * (
         len(found["layers"]) > 1)
     return (f"MXNet's float32: {found['text']} "
             f"({f'layer{s} {layers}' if layers else 'between layers'}; a "

@@ -288,11 +288,13 @@ def test_parameters_that_do_not_match_are_listed():
     result = mgpu_command("parity", A, B, *SMALL, "--kwargs-b",
                           '{"units": 8}')
     assert result.exit_code == 2, result.output
-    first, *rest = result.stderr.splitlines()
+    first, *rest, last = result.stderr.splitlines()
     assert first.startswith("Error: every parameter")
-    assert "--map" in first and "map=" not in first and "rules=" not in first
-    assert "  0.weight: none" in rest
+    assert "--map" in last and "map=" not in last and "rules=" not in last
+    assert "  0.weight (16, 12): nothing like it in b, nearest is 0.weight " \
+        "(8, 12)" in rest
     assert any(line.startswith("  left in b: 0.weight") for line in rest)
+    assert len(rest) < 14
 
 
 def test_an_engine_that_is_missing_matters_where_it_is_needed(folder):
