@@ -8,7 +8,7 @@ import numpy as np
 from mgpu import environment, files
 from mgpu.parity.measure import STAGES
 from mgpu.parity.page import check_packages, check_page, to_html, write_html
-from mgpu.parity.result import NO_CAUSE, SHORT, Result
+from mgpu.parity.result import SHORT, Result
 from mgpu.parity.tables import (MODE_WORDS, Rows, Table, accuracy_rows,
                                 first_rows, layer_table, location_rows,
                                 plan_table, sentence, short_rows, side_table,
@@ -100,9 +100,7 @@ def print_result(result: Result, console: Any = None, *,
         pairs("Test accuracy", accuracy_rows(result))
     else:
         pairs("First difference", short_rows(result))
-        items("Likely cause", [str(cause) for cause in result.causes[:1]] + [
-            result.other_causes()] * (len(result.causes) > 1) or [
-            NO_CAUSE] * (result.first is not None))
+        items("Likely cause", result.likely())
         items("Also different", result.further_lines(SHORT))
     for line in trial[1:]:
         show(line)

@@ -236,26 +236,24 @@ class Result:
         if self.first is not None:
             lines.append(f"first difference: {self.first}")
         return lines + [f"likely cause: {cause}"
-                        for cause in self.causes[:causes]
-                        ] + [f"also different: {line}"
-                             for line in self.further_lines(SHORT)]
+                        for cause in self.causes[:causes]]
 
     def further_lines(self, most: int | None = None) -> list[str]:
         """`further` as lines of text. `most`: so many, each with no more than
         the name of its cause."""
         lines = [f"{found['place']}: " + (
             NO_CAUSE if not found["causes"]
-            else found["causes"][0].name if most else str(found["causes"][0])) for found in self.further[:most]]
+            else found["causes"][0].name if most
+            else str(found["causes"][0])) for found in self.further[:most]]
         left = len(self.further) - len(lines)
         return lines + [f"{left} more places" if left > 1 else
                         "one more place"] * (left > 0)
 
     def __str__(self) -> str:
-        lines = self._head(1)
-        if self.causes[1:]:
-            lines.append(self.other_causes())
-        elif self.first is not None and not self.causes:
-            lines.append(f"likely cause: {NO_CAUSE}")
+        likely = self.likely()
+        likely[:1] = [f"likely cause: {cause}" for cause in likely[:1]]
+        lines = self._head(0) + likely + [
+            f"also different: {line}" for line in self.further_lines(SHORT)]
         gap = self.largest()
         if self.first is None and gap is not None:
             lines.append(f"largest difference: {gap.relative:.1e} "
@@ -265,10 +263,15 @@ class Result:
             lines.append(self.plan.lines()[0])
         return "\n".join(lines + self.short_notes())
 
-    def other_causes(self) -> str:
-        """The names of all likely causes but the best."""
-        return "other likely causes: " + joined(
-            [cause.name for cause in self.causes[1:]], SHORT)
+    def likely(self) -> list[str]:
+        """The best cause, and the names of the others; or that there is none
+        where one was looked for."""
+        if not self.causes:
+            return [NO_CAUSE] * (
+                self.first is not None and self.mode == "lockstep")
+        others = [cause.name for cause in self.causes[1:]]
+        return [str(self.causes[0])] + [
+            f"other likely causes: {joined(others, SHORT)}"] * bool(others)
 
     def __repr__(self) -> str:
         return f"<Result: {self._head(0)[0]}>"

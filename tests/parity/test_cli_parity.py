@@ -135,6 +135,7 @@ def port():
         said = " ".join(result.stdout.split())
         assert said.startswith("SAME BUT FOR MXNET'S FLOAT32 (lock-step)")
         assert "(layer 1; a difference of up to" in said
+        assert len(result.stdout.splitlines()) <= 24
         page = (folder / "page.html").read_text()
         assert 'class="verdict same"' in page
         assert "Same but for MXNet" in page
