@@ -100,7 +100,8 @@ def described(result: Result, found: list[Evidence]) -> list[dict[str, Any]]:
     def where(place: Location | None) -> str:
         if place is None:
             return "the loss, from equal outputs"
-        layer = f"{place.call_b.path or 'the network'} of b"
+        path = place.call_b.path
+        layer = f"layer {path} of b" if path else "b"
         return f"{layer}, from equal inputs" if place.inputs_agree \
             else f"what {layer} gets"
     return [{"place": where(evidence.location),

@@ -259,7 +259,8 @@ class Result:
             lines.append(f"largest difference: {gap.relative:.1e} "
                          f"({gap.stage} {gap.name}".rstrip() + ")")
         lines += self.on_trial(SHORT)
-        if self.plan.confirmed is False:    # perhaps it is the matching
+        if self.plan.confirmed is False and not self.causes:
+            # perhaps it is the matching
             lines.append(self.plan.lines()[0])
         return "\n".join(lines + self.short_notes())
 
