@@ -68,7 +68,6 @@ def test_failures_are_listed_and_get_a_page(suite, pytester):
     page, = os.listdir(pytester.path / "pages")
     result.stdout.fnmatch_lines([
         "*ParityError: different (lockstep*", "*first difference: *",
-        "*likely cause: *", "*NOT confirmed*",
         "*= comparisons that failed =*",
         "test_suite.py::test_port?a/b?", "  step 1, *",
         f"  report: pages/{page}"])
