@@ -94,7 +94,7 @@ def causes_of(result: Result, evidence: Evidence) -> list[Cause]:
 
 
 def _rank(cause: Cause) -> tuple:
-    return (cause.residual > 1e-4, cause.residual > LIMIT,
+    return (not cause.confirmed, cause.residual > LIMIT,
             CAUSES.index(cause.name), cause.residual)
 
 

@@ -849,6 +849,20 @@ def test_summaries_cannot_take_the_place_of_outputs(tmp_path):
     assert result.further == []
 
 
+def test_a_cause_that_predicts_little_is_not_confirmed():
+    """A setting differs, and its effect was not computed."""
+    port = torch_(lambda nn: [nn.Linear(6, 4), nn.Softshrink(0.25),
+                              nn.Linear(4, 3)])
+    other = torch_(lambda nn: [nn.Linear(6, 4), nn.Hardshrink(0.25),
+                               nn.Linear(4, 3)])
+    result = parity.compare(port, other, batches=ROWS)
+    assert not [c for c in result.causes if c.confirmed], result
+    cause = diagnosis.Cause("layer options", "x is 1 on a", 1.0)
+    assert str(cause).endswith("(unexplained: 1.0e+00, not confirmed)")
+    sure = cause._replace(residual=1e-5)
+    assert sure.confirmed and "not confirmed" not in str(sure)
+
+
 def test_enough_faults_come_first():
     assert len(NOT_FIRST) <= 2
     assert {cause for cause, _ in FAULTS.values()} >= {

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 #: a prediction that leaves more than this of a difference explains nothing;
 #: in float32 rounding is part of a difference that is little above it
 LIMIT, LIMIT_FLOAT32 = 1e-3, 0.02
+#: one that leaves no more than this is confirmed
+CONFIRMED = 1e-4
 
 #: what a cause yields: (text, residual); None: the effect was not computed
 Found = Iterator[tuple[str, float | None]]
@@ -28,8 +30,15 @@ class Cause(NamedTuple):
     text: str
     residual: float
 
+    @property
+    def confirmed(self) -> bool:
+        """Whether it predicts the one side's numbers from the other's."""
+        return self.residual <= CONFIRMED
+
     def __str__(self) -> str:
-        return f"{self.name}: {self.text} (unexplained: {self.residual:.1e})"
+        doubt = "" if self.confirmed else ", not confirmed"
+        return (f"{self.name}: {self.text} (unexplained: "
+                f"{self.residual:.1e}{doubt})")
 
 
 class Rule(NamedTuple):
