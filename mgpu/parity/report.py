@@ -107,7 +107,8 @@ def print_result(result: Result, console: Any = None, *,
     if details and result.gaps:
         show("The worst of each stage", style="bold")
         grid(stage_table(result), ("relative", "step"))
-    if result.plan.pairs:
+    # With a cause, the matching is not in doubt.
+    if result.plan.pairs and (details or plan or not result.causes):
         show(result.plan.lines()[0],
              style="red" if result.plan.confirmed is False else "")
     if plan and result.plan.pairs:

@@ -209,7 +209,9 @@ def test_the_terminal_shows_the_verdict_first(different):
     assert len(words.splitlines()) <= 24
     in_order(words, "on trial: 6 of 6", "First difference\n",
              f"{different.first.a:.17g}", "1e-05 in a, 0.001 in b",
-             "Likely cause\n", "make them equal", "matched by", "--details")
+             "Likely cause\n", "make them equal", "--details")
+    assert "matched by" not in words    # a cause is known
+    assert "matched by" in printed(different, plan=True)
     assert "The worst of each" not in words and "SGD" not in words
     whole = printed(different, details=True)
     in_order(whole, "SGD", "on trial: 6 of 6", "First difference\n",
