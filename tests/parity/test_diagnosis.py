@@ -18,6 +18,8 @@ IMAGES = [(RNG.random((N, 2, 8, 8)), RNG.integers(0, 3, N).astype("int32"))
 ROWS = [(RNG.normal(size=(N, 6)), RNG.integers(0, 3, N).astype("int32"))
         for _ in range(3)]
 TARGETS = [(X, RNG.normal(size=(N, 3))) for X, _ in ROWS]
+SERIES = [(np.random.default_rng(i).normal(size=(N, 2, 3)), y)
+          for i, (_, y) in enumerate(ROWS)]
 FULL_THEN_SHORT = [ROWS[0], tuple(x[:5] for x in ROWS[1])]
 SLOW = {"learning_rate": 0.125}
 
@@ -234,6 +236,147 @@ class Channels:
         return Flat()
 
 
+def recurrent(kind, **options):
+    """Gluon's layer, on sequences."""
+    def make():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn, rnn
+        layer = getattr(rnn, kind)(4, layout="NTC", input_size=3, **options)
+        net = nn.HybridSequential()
+        net.add(layer, nn.Flatten(), nn.Dense(3, in_units=2 * 4 * layer._dir))
+        return net
+    return make
+
+
+def recurrent_port(kind, order, **options):
+    """torch's layer, with the blocks of its weights in another order."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Port(getattr(nn, kind)):
+            def forward(self, x):
+                own = self._flat_weights
+                self._flat_weights = [torch.cat([
+                    w.chunk(len(order))[k] for k in order]) for w in own]
+                y, _ = super().forward(x)
+                self._flat_weights = own
+                return y
+        layer = Port(3, 4, batch_first=True, **options)
+        return nn.Sequential(layer, nn.Flatten(), nn.Linear(
+            2 * 4 * (1 + layer.bidirectional), 3))
+    return make
+
+
+def permuted_values(order):
+    """torch's layer, whose values are blocks in another order."""
+    def make():
+        import torch
+        torch.manual_seed(0)
+        net = recurrent_port("LSTM", range(4))()
+        for p in net[0].parameters():
+            p.data = torch.cat([p.data.chunk(4)[k] for k in order])
+        return net
+    return make
+
+
+def one_cell():
+    """Gluon's cell, one step of it."""
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn, rnn
+
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.cell = rnn.LSTMCell(5, input_size=6)
+            self.head = nn.Dense(3, in_units=5)
+
+        def hybrid_forward(self, F, x):
+            zero = 0 * F.slice_axis(x, axis=1, begin=0, end=5)
+            return self.head(self.cell(x, [zero, zero])[0])
+    return Net()
+
+
+def cell_port():
+    """As a sum of forget, input, output gates and new value."""
+    import torch
+    from torch import nn
+
+    class Cell(nn.LSTMCell):
+        def forward(self, x):
+            y = x @ self.weight_ih.T + self.bias_ih + self.bias_hh
+            _, i, o, new = y.chunk(4, 1)
+            return o.sigmoid() * (i.sigmoid() * new.tanh()).tanh()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.head = Cell(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.cell(x))
+    torch.manual_seed(0)
+    return Net()
+
+
+def gru_port(how):
+    def make():
+        from ports.nets import Node
+        from ports.torch_side import HandGRU
+        from torch import nn
+        return nn.Sequential(
+            HandGRU(3, Node("", "gru", (), {
+                "hidden": 4, "inputs_": 3, "how": how})),
+            nn.Flatten(), nn.Linear(8, 3))
+    return make
+
+
+def three(swapped=False):
+    """Three dense layers, two of one shape, and those two exchanged."""
+    def port():
+        made = torch_(lambda nn: [
+            nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(),
+            nn.Linear(6, 3)], seed=1)()
+        if swapped:
+            one, two = ({n: v.clone() for n, v in made[i].state_dict().items()}
+                        for i in (0, 2))
+            made[0].load_state_dict(two)
+            made[2].load_state_dict(one)
+        return made
+    return port
+
+
+def of_torch(make):
+    """The Gluon network with `three`'s values."""
+    net, values = make(), three()().state_dict()
+    with mgpu.using_backend("mxnet"):
+        net.initialize()
+        for (_, p), v in zip(net.collect_params().items(), values.values()):
+            p.set_data(mgpu.put(v.numpy(), mgpu.cpu()))
+    return net
+
+
+def three_g():
+    return gluon(lambda nn: [
+        nn.Dense(6, in_units=6, activation="relu"),
+        nn.Dense(6, in_units=6, activation="tanh"),
+        nn.Dense(3, in_units=6)])()
+
+
+def reordered_t():
+    """`dense_t`, the last layer registered first."""
+    from torch import nn
+
+    class Port(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b, self.a = nn.Linear(5, 3), nn.Linear(6, 5)
+
+        def forward(self, x):
+            return self.b(self.a(x).relu())
+    return Port()
+
+
 def frozen():
     net = dense_t()()
     net[0].bias.requires_grad_(False)
@@ -296,6 +439,11 @@ FAULTS = {
         {})),
     "momentum": ("statistics momentum", lambda patch: (
         conv_g(momentum=0.9), conv_t(momentum=0.9), IMAGES, {})),
+    "cumulative statistics": ("cumulative statistics", lambda patch: (
+        conv_g(momentum=0.9), conv_t(momentum=None), IMAGES, {})),
+    "cumulative statistics in a": ("cumulative statistics", lambda patch: (
+        Side(conv_t(momentum=None), native=True),
+        Side(conv_t(momentum=0.5), native=True), IMAGES, {})),
     "statistics frozen": ("statistics updates", lambda patch: (
         still(patch) or conv_g(), conv_t(), IMAGES, {})),
     "epsilon": ("normalisation epsilon", lambda patch: (
@@ -393,6 +541,27 @@ FAULTS = {
                    lambda nn: [nn.Conv2d(2, 4, 3, padding=1,
                                          padding_mode="reflect")], 256),
         IMAGES, {})),
+    "gates of an LSTM": ("permuted gates", lambda patch: (
+        recurrent("LSTM"), recurrent_port("LSTM", (0, 2, 1, 3)), SERIES,
+        {"dtype": "float32"})),
+    "gates of a GRU in a": ("permuted gates", lambda patch: (
+        recurrent_port("GRU", (1, 0, 2)), recurrent("GRU"), SERIES,
+        {"dtype": "float32"})),
+    "gates of stacked layers": ("permuted gates", lambda patch: (
+        recurrent("LSTM", num_layers=2, bidirectional=True), recurrent_port(
+            "LSTM", (1, 0, 3, 2), num_layers=2, bidirectional=True), SERIES,
+        {"dtype": "float32"})),
+    "gates of a cell": ("permuted gates", lambda patch: (
+        one_cell, cell_port, ROWS, {})),
+    "gates of the values": ("permuted gates", lambda patch: (
+        permuted_values((0, 1, 2, 3)), permuted_values((0, 2, 1, 3)),
+        SERIES, {"weights": "own"})),
+    "reset gate": ("GRU variant", lambda patch: (
+        recurrent("GRU"), gru_port("before"), SERIES, {"dtype": "float32"})),
+    "values of another layer": ("order of parameters", lambda patch: (
+        three_g, three(), ROWS, {"map": {
+            "0.weight": "2.weight", "0.bias": "2.bias",
+            "1.weight": "0.weight", "1.bias": "0.bias"}})),
     "padding_idx": ("padding_idx", lambda patch: (
         gluon(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
                           nn.Dense(3, in_units=12)]),
@@ -534,7 +703,12 @@ FAULTS = {
     "not divided": ("batch divisor", lambda patch: (
         dense_g(), Side(dense_t(), divisor=1), ROWS,
         {"optimizer_params": SLOW})),
+    "order of Nadam": ("order of parameters", lambda patch: (
+        dense_g(), reordered_t, ROWS, {
+            "optimizer": "nadam", "optimizer_params": SLOW})),
     # the start
+    "values by position": ("order of parameters", lambda patch: (
+        of_torch(three_g), three(swapped=True), ROWS, {"weights": "own"})),
     "initialiser": ("initialiser", lambda patch: (
         conv_g(), conv_t(), IMAGES, {"weights": "own"})),
     "biases": ("initialiser", lambda patch: (

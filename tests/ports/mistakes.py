@@ -383,8 +383,7 @@ def other_momentum(p):
     p.stages = ("statistic",)
 
 
-@mistake("cumulative statistics", "cumulative statistics",
-         "statistics momentum", later=True)
+@mistake("cumulative statistics", "cumulative statistics")
 def cumulative(p):
     p.torch()
     n = p.pick("batch_norm")
@@ -540,11 +539,17 @@ def padding_idx(p):
     p.stages = ("gradient",)
 
 
-@mistake("gates in another order", "permuted gates", later=True)
+@mistake("gates in another order", "permuted gates")
 def gates(p):
     p.torch()
     n = p.pick("lstm", "gru")
     p.wrong(n.name, how="gates")
+
+
+@mistake("reset gate before the product", "GRU variant")
+def reset_before(p):
+    p.torch()
+    p.wrong(p.pick("gru").name, how="before")
 
 
 @mistake("order of a concatenation", "order of columns", "dense flatten",
@@ -630,12 +635,6 @@ def max_norm(p):
     n = p.pick("embedding")
     p.wrong(n.name, max_norm=1.0)
     p.stages = ("layer", "output", "weight", "gradient")
-
-
-@mistake("reset gate before the product")
-def reset_before(p):
-    p.torch()
-    p.wrong(p.pick("gru").name, how="before")
 
 
 @mistake("last state for the mean")
@@ -1045,8 +1044,7 @@ def adam_formula(p):
     _update(p, optimizer="adam", params=ADAM, semantics="torch")
 
 
-@mistake("layers registered in another order", "order of parameters",
-         later=True)
+@mistake("layers registered in another order", "order of parameters")
 def registered(p):
     """Gluon's Nadam gives the weights that it gets later other rates."""
     _update(p, optimizer="nadam", params={"learning_rate": 0.125})

@@ -28,7 +28,7 @@ def kept_as_float32(d: Difference, rule: Update, other: Update) -> Changes:
 @cause("float32 statistics momentum", "statistic")
 def momentum(d: Difference) -> Found:
     for r, layer in readings(d):
-        if r.rounded and not (r.other_share and r.times):
+        if r.rounded and not (r.changed and r.times):
             yield (f"{layer}: MXNet keeps the momentum as float32, "
                    f"{as_single(r.given[r.names[0]])!r}, torch as double: "
                    "use mgpu.parity.gluonize(net), native=False, or a "

@@ -52,6 +52,21 @@ def _formulas(d: Difference) -> tuple[list[str], list[list[str]]]:
         for values in d.evidence.initial]
 
 
+@cause("order of parameters", "initial")
+def other_places(d: Difference) -> Found:
+    """The same values, in other parameters."""
+    one, two = d.evidence.initial
+    wrong = [g.name for g in d.wrong("initial")]
+    source = {n: m for n in wrong for m in wrong
+              if m != n and np.array_equal(one[m], two[n])}
+    if wrong and len(set(source.values())) == len(wrong):
+        words = ", ".join(f"that of {m} in {n}"
+                          for n, m in [*source.items()][:4])
+        yield (f"{d.b} has the values of {d.a} in other parameters ({words}):"
+               " its layers are registered in another order. Load values by "
+               "name, not by position"), 0.0
+
+
 @cause("initialiser", "initial")
 def initialiser(d: Difference) -> Found:
     biases, (weights, known) = _other_biases(d), _formulas(d)

@@ -1,5 +1,6 @@
 """Causes in the shape of a layer's input and in its other options."""
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,3 +121,49 @@ def other_options(d: Difference) -> Found:
         if differ:
             yield (f"{d.layer}: {_differences(d, differ)}; the effect was "
                    "not computed"), None
+
+
+#: exchanges of values that are tried
+_EXCHANGES = 32
+
+
+@cause("order of parameters", "forward", resort=5)
+def exchanged(d: Difference) -> Found:
+    """Does the network of a, with the values of equal layers exchanged, do
+    what b does?"""
+    ev, run, before = d.evidence, d.a.run, d.a.before()
+    first = set(d.place.a.parameters) if d.place and d.place.a else set()
+    for places in itertools.islice((
+            p for p in _exchanges(d) if not first or first & {
+                n for names in p for n in names}), _EXCHANGES):
+        moved = {n: before.values[m] for one, other in places.items()
+                 for n, m in zip(one, other)}
+        run.load(before._replace(values={**before.values, **moved}),
+                 memory=False)
+        outputs = run.forward(*run.prepared(ev.X, ev.y), ev.step)
+        words = ", ".join(f"{m} in {n}" for n, m in [
+            (n, m) for one, other in places.items()
+            for n, m in zip(one, other)][:4])
+        yield (f"{d.b} computes as {d.a} with its values in other layers "
+               f"({words}): layers are registered, matched or loaded in "
+               "another order. Load values by name, or correct map="
+               ), max(map(unexplained, ev.a.outputs, ev.b.outputs, outputs))
+
+
+def _exchanges(d: Difference
+               ) -> Iterator[dict[tuple[str, ...], tuple[str, ...]]]:
+    """Ways to exchange the values of equal-shaped layers, and of their
+    weights alone: the names that get others, with those others."""
+    alike: dict[Any, list[tuple[str, ...]]] = {}
+    for layer in d.a.run.layers:
+        names = tuple(n for n in layer.parameters if n in d.kinds)
+        for own in dict.fromkeys((names, names[:1])) if names else ():
+            alike.setdefault(tuple(
+                d.evidence.before.values[n].shape for n in own), []
+                ).append(own)
+    for same in sorted(alike.values(), key=lambda own: -len(own[0])):
+        for one, two in itertools.combinations(same, 2):
+            yield {one: two, two: one}
+        for other in ([same[1:] + same[:1], same[-1:] + same[:-1],
+                       same[::-1]] if len(same) > 2 else []):
+            yield dict(zip(same, other))

@@ -37,9 +37,10 @@ class Reading(NamedTuple):
     residual: float
 
     @property
-    def other_share(self) -> bool:
-        return any(abs(self.kept[n] - self.given[n]) > 1e-6
-                   for n in self.names)
+    def changed(self) -> list[str]:
+        """The statistics of which the sides keep other shares."""
+        return [n for n in self.names
+                if abs(self.kept[n] - self.given[n]) > 1e-6]
 
     @property
     def rounded(self) -> bool:
@@ -51,7 +52,7 @@ class Reading(NamedTuple):
     @property
     def cost(self) -> tuple[bool, float, float]:
         return (self.residual > 1e-4,
-                bool(self.how) + self.other_share + (self.times != 1)
+                bool(self.how) + bool(self.changed) + (self.times != 1)
                 + 0.5 * self.rounded, self.residual)
 
 
@@ -74,9 +75,8 @@ def _reading(d: Difference, kind: str, names: tuple[str, ...]
     if any(old[n].shape != own[n].shape for n in names):
         return None
     scales = {n: d.scales("statistic")[n] for n in names}
-    mine = _shares(d.a, names)
-    tried = [*_shares(d.b, names), *mine,
-             dict.fromkeys(names, 1 - 1 / d.evidence.step)]
+    mine = _shares(d, d.a, names)
+    tried = [*_shares(d, d.b, names), *mine]
     hows = ("", "unbiased", "biased") if kind == "running_var" else ("",)
     fits = []
     for given in mine[:2]:
@@ -95,17 +95,40 @@ def _reading(d: Difference, kind: str, names: tuple[str, ...]
     return min(fits, key=lambda reading: reading.cost, default=None)
 
 
-def _shares(side: View, names: tuple[str, ...]) -> list[Shares]:
-    """The ways to read the option `momentum` of a side: as it is, as
-    float32, and both exchanged. Empty where it is not known for all."""
-    layers = {n: side.layer(n) for n in names}
-    known: Shares = {n: layer.options.get("momentum")
-                     for n, layer in layers.items() if layer is not None}
-    if len(known) < len(names) or None in known.values():
+def _shares(d: Difference, side: View, names: tuple[str, ...]
+            ) -> list[Shares]:
+    """The ways to read the option `momentum` of a side: as it is (None: a
+    mean over all steps), as float32, and both exchanged. Empty where it is
+    not known for all."""
+    layers = [side.layer(n) for n in names]
+    if any("momentum" not in x.options for x in layers if x) \
+            or None in layers:
         return []
+    known = {n: 1 - 1 / _steps(d, side, n) if _cumulative(side, n)
+             else x.options["momentum"] for n, x in zip(names, layers)}
     return [known, {n: as_single(m) for n, m in known.items()},
             {n: 1 - m for n, m in known.items()},
             {n: as_single(1 - m) for n, m in known.items()}]
+
+
+def _cumulative(side: View, name: str) -> bool:
+    layer = side.layer(name)
+    return layer is not None and layer.options.get("momentum", 0) is None
+
+
+def _steps(d: Difference, side: View, name: str) -> int:
+    """The number of steps that a statistic is the mean of, where the other
+    side keeps a moving average."""
+    right = d.b if side is d.a else d.a
+    layer = right.layer(name)
+    share = layer.options.get("momentum") if layer is not None else None
+    if share is None or share == 1:
+        return d.evidence.step
+    old = d.evidence.before.values[name]
+    new = (right.values[name] - share * old) / (1 - share)
+    moves = np.ravel(new - old), np.ravel(side.values[name] - old)
+    number = moves[0] @ moves[0] / (moves[0] @ moves[1])
+    return max(1, round(number)) if np.isfinite(number) else d.evidence.step
 
 
 def _factor(d: Difference, name: str, how: str) -> Any:
@@ -144,11 +167,27 @@ def unbiased_variance(d: Difference) -> Found:
                    ), r.residual
 
 
+@cause("cumulative statistics", "statistic")
+def cumulative(d: Difference) -> Found:
+    for r, _ in readings(d):
+        for right, side in d.both_ways() if r.times else ():
+            own = [n for n in r.names if _cumulative(side, n)
+                   and not _cumulative(right, n)]
+            if own:
+                yield (f"batch norm {side.layer(own[0]).path}: {side} keeps "
+                       "the mean of all steps (here 1/"
+                       f"{_steps(d, side, own[0])} of the new one), as "
+                       f"momentum=None on torch, {right} a moving average: "
+                       "give both a momentum"), r.residual
+
+
 @cause("statistics momentum", "statistic")
 def momentum(d: Difference) -> Found:
     for r, layer in readings(d):
-        if r.other_share and r.times:
-            first = r.names[0]
+        names = [n for n in r.changed if not (_cumulative(d.a, n)
+                                              or _cumulative(d.b, n))]
+        if names and r.times:
+            first = names[0]
             yield (f"{layer}: the old statistic keeps a share of "
                    f"{r.given[first]:.6g} on {d.a} and of "
                    f"{r.kept[first]:.6g} on {d.b}. Gluon's momentum is that "

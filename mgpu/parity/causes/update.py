@@ -123,6 +123,17 @@ def multipliers(d: Difference, rule: Update, other: Update) -> Changes:
             replaced(**{factors: dict.fromkeys(mine, 1.0)})
 
 
+@cause("order of parameters", "update")
+def order(d: Difference, rule: Update, other: Update) -> Changes:
+    if rule.order != other.order:
+        n, m = next(pair for pair in zip(rule.order, other.order)
+                    if pair[0] != pair[1])
+        yield (f"{other.side} gives its optimiser {m} where {rule.side} gives "
+               f"{n}, and {type(rule.optimizer).__name__} treats a weight by "
+               "its place: register the layers in one order"
+               ), replaced(order=other.order)
+
+
 # -- options ------------------------------------------------------------------
 
 def other_options(rule: Update, other: Update, single: bool) -> Changes:

@@ -39,6 +39,8 @@ class Update(NamedTuple):
         The optimiser's memory before the step.
     last_rate : dict of str -> float
         The rate of each weight in the update before; empty before the first.
+    order : list of str
+        The weights in the order in which the optimiser gets them.
     decay : str
         Where weight decay is added: by the optimiser's "own" formula, or
         "outside" or "inside" of it.
@@ -57,6 +59,7 @@ class Update(NamedTuple):
     divisor: float
     slots: dict[tuple[str, str], Any]
     last_rate: dict[str, float]
+    order: list[str]
     decay: str = "own"
     repeats: int = 1
     frozen: tuple[str, ...] = ()
@@ -147,7 +150,9 @@ def _update_of(d: Difference, side: View) -> Update:
         {n: updates.wd_mult[own] for n, own in names.items()},
         step.gradients, step.divisor, slots,
         {n: updates.last_rate(own, before.num_update)
-         for n, own in names.items()} if before.num_update else {})
+         for n, own in names.items()} if before.num_update else {},
+        sorted(names, key=lambda n: updates.order.index(names[n])
+               if names[n] in updates.order else len(updates.order)))
 
 
 # -- the search ---------------------------------------------------------------
@@ -204,7 +209,7 @@ class _Search:
         if self.stage == "weight":
             return weights
         memory = {f"{n}.{s}": v for n, state in states.items()
-                  for s, v in state.items() if np.ndim(v)}
+                  if n in weights for s, v in state.items() if np.ndim(v)}
         inside = [type(u.optimizer).rate_in_velocity
                   for u in (self.updates[self.d.a], rule)]
         for n in states:        # in the terms of a, as the memory of b is
@@ -218,21 +223,23 @@ class _Search:
         """The weights and the memory after an update by `rule`, flat."""
         weights, states = {}, {}
         optimizer, before = rule.optimizer, self.d.evidence.before
-        for name, part in self.parts.items():
+        # Some rules look at the others: no element of those not tried.
+        for name in rule.order:
+            part = self.parts.get(name, np.arange(0))
             w = before.values[name].reshape(-1)[part].copy()
-            weights[name] = w
+            if name in self.parts:
+                weights[name] = w
             states[name] = optimizer.create_state(w, HOST_OPS)
             for slot, value in states[name].items():
                 old = rule.slots.get((name, slot))
                 if old is not None:
                     states[name][slot] = np.array(old).reshape(-1)[part] \
                         if np.ndim(value) else float(old)
-        counts = {n: before.optimizer.counts.get(n, 0) + 1 for n in weights
+        counts = {n: before.optimizer.counts.get(n, 0) + 1 for n in states
                   if n in rule.gradients}
-        order = [n for n in self.d.a.run.updates.order if n in states]
-        optimizer.begin_step([states[n] for n in order],
-                             [counts.get(n) for n in order])
-        for name in counts.keys() - set(rule.frozen):
+        optimizer.begin_step([states[n] for n in rule.order],
+                             [counts.get(n) for n in rule.order])
+        for name in counts.keys() & weights.keys() - set(rule.frozen):
             w, part = weights[name], self.parts[name]
             g = rule.gradients[name].reshape(-1)[part] / rule.divisor
             lr = rule.rate * rule.lr_mult.get(name, 1.0)
