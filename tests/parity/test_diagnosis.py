@@ -60,6 +60,22 @@ def image_net(layers_g, layers_t, units):
                                nn.Linear(units, 3)]))
 
 
+def enlarged(function, layer=False, **options):
+    """Networks that double the size of pictures, by a layer of torch's or a
+    function."""
+    def port(nn):
+        class Double(nn.Module):
+            def forward(self, x):
+                return nn.functional.interpolate(
+                    x, scale_factor=2, **options)
+        double = Double() if not layer else nn.Upsample(
+            scale_factor=2, **options)
+        return [nn.Conv2d(2, 4, 7), double, nn.Conv2d(4, 4, 3)]
+    return image_net(lambda nn: [
+        nn.Conv2D(4, 7, in_channels=2), nn.HybridLambda(function),
+        nn.Conv2D(4, 3, in_channels=4)], port, 16)
+
+
 def rate(n):
     """A schedule with a jump at the third update."""
     return 0.125 if n < 3 else 0.0625
@@ -90,6 +106,28 @@ def transposed(nn):
         def forward(self, x):
             return nn.functional.linear(x, self.weight.T, self.bias)
     return Transposed(6, 6)
+
+
+def single(dtype, activation="ReLU"):
+    """A network whose first layer computes in a smaller dtype."""
+    def make():
+        from torch import nn
+
+        class Single(nn.Linear):
+            def forward(self, x):
+                own = [getattr(t, dtype)() for t in (
+                    x, self.weight, self.bias)]
+                return nn.functional.linear(*own).to(x.dtype)
+        return nn.Sequential(Single(6, 5), getattr(nn, activation)(),
+                             nn.Linear(5, 3))
+    return make
+
+
+def cast(nn):
+    class Cast(nn.Module):
+        def forward(self, x):
+            return x.float().to(x.dtype)
+    return Cast()
 
 
 def mean_square(output, y):
@@ -536,6 +574,29 @@ FAULTS = {
                                nn.GlobalAvgPool2D()],
                    lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveMaxPool2d(1)],
                    4), IMAGES, {})),
+    "a layer in float32": ("dtype", lambda patch: (
+        dense_g(), single("float"), ROWS, {})),
+    "a layer in float16, then tanh": ("dtype", lambda patch: (
+        dense_g(activation="tanh"), single("half", "Tanh"), ROWS, {})),
+    "in bfloat16 within float32": ("dtype", lambda patch: (
+        dense_g(), single("bfloat16"), ROWS, {"dtype": "float32"})),
+    "a cast between layers, in a": ("dtype", lambda patch: (
+        dense_t(cast), dense_t(), ROWS, {})),
+    "the loss in float32": ("dtype", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: cross_entropy(
+                reduction="none")(output.float(), y).double()), ROWS, {})),
+    "bilinear": ("interpolation", lambda patch: (
+        *enlarged(lambda F, x: F.UpSampling(
+            x, scale=2, sample_type="nearest"), mode="bilinear"),
+        IMAGES, {})),
+    "align_corners": ("interpolation", lambda patch: (
+        *enlarged(lambda F, x: F.contrib.BilinearResize2D(
+            x, height=4, width=4), mode="bilinear"), IMAGES, {})),
+    "align_corners of a layer": ("interpolation", lambda patch: (
+        enlarged(None, mode="bilinear", layer=True)[1], enlarged(
+            None, mode="bilinear", layer=True, align_corners=True)[1],
+        IMAGES, {})),
     "padding mode": ("layer options", lambda patch: (
         *image_net(lambda nn: [nn.Conv2D(4, 3, padding=1, in_channels=2)],
                    lambda nn: [nn.Conv2d(2, 4, 3, padding=1,
@@ -847,8 +908,13 @@ def calls(function):
     (lambda F: lambda x: F.Pooling(x, kernel=(3, 3), pool_type="max",
                                    pad=(1, 1)),
      lambda t: lambda x: t.nn.functional.avg_pool2d(x, 3, 1, padding=1),
-     "max_pool", "max_pool on a (mxnet) and avg_pool on b")],
-    ids=["slope", "alpha", "gelu", "axis", "padding", "kind"])
+     "max_pool", "max_pool on a (mxnet) and avg_pool on b"),
+    (lambda F: lambda x: F.contrib.BilinearResize2D(
+        F.slice(x, (0, 0, 0, 0), (None, None, 3, 3)), height=6, width=6),
+     lambda t: lambda x: t.nn.functional.interpolate(
+         x[:, :, :3, :3], size=6, mode="bilinear"),
+     "upsample", "align_corners=True on a (mxnet), bilinear with")],
+    ids=["slope", "alpha", "gelu", "axis", "padding", "kind", "corners"])
 @pytest.mark.parametrize("swapped", (False, True))
 def test_the_options_of_functions_between_layers_are_known(
         one, other, kind, words, swapped):
@@ -1058,6 +1124,12 @@ CONTROLS = {
         lambda nn: [nn.Conv2d(2, 4, 3), nn.MaxPool2d(
             2, 2, ceil_mode=True)], 36), IMAGES, {}),
     "dense": lambda: (dense_g(), dense_t(), ROWS, {"devices": 4}),
+    "nearest": lambda: (*enlarged(lambda F, x: F.UpSampling(
+        x, scale=2, sample_type="nearest")), IMAGES, {}),
+    "bilinear": lambda: (
+        *enlarged(lambda F, x: F.contrib.BilinearResize2D(
+            x, height=4, width=4, align_corners=False), mode="bilinear"),
+        IMAGES, {"strict": True}),
     "embedding": lambda: (
         gluon(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
                           nn.Dense(3, in_units=12)]),

@@ -113,6 +113,12 @@ def _leaky(own: Mapping[str, Any]) -> _Same | None:
     return found.get(name)
 
 
+def _upsample(own: Mapping[str, Any]) -> _Same | None:
+    """Not by a convolution, whose weight may be anything."""
+    return ("upsample", {"mode": "nearest", "align_corners": False}) \
+        if own.get("sample_type") == "nearest" else None
+
+
 def _axis(own: Mapping[str, Any]) -> dict[str, Any]:
     return {"axis": own.get("axis", -1)}
 
@@ -127,7 +133,9 @@ _OPERATORS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     **dict.fromkeys(("relu", "_npx_relu"), lambda own: ("relu", {})),
     **dict.fromkeys(("sigmoid", "_npx_sigmoid"), lambda own: ("sigmoid", {})),
     **dict.fromkeys(("tanh", "_npi_tanh"), lambda own: ("tanh", {})),
-    "softsign": lambda own: ("softsign", {})}
+    "softsign": lambda own: ("softsign", {}), "UpSampling": _upsample,
+    "_contrib_BilinearResize2D": lambda own: ("upsample", {
+        "mode": "bilinear", "align_corners": own.get("align_corners", True)})}
 
 
 class Between:

@@ -40,7 +40,9 @@ _ARGUMENTS: dict[str, tuple[tuple[str, Any], ...]] = {
                          ("count_include_pad", True)) for n in (1, 2, 3)},
     **{f"adaptive_{kind}_pool{n}d": (("output_size", None),)
        for kind in ("avg", "max") for n in (1, 2, 3)},
-    **dict.fromkeys(("mean", "amax"), (("dim", None),))}
+    **dict.fromkeys(("mean", "amax"), (("dim", None),)),
+    "interpolate": (("size", None), ("scale_factor", None),
+                    ("mode", "nearest"), ("align_corners", None))}
 #: by function, its name in `_ARGUMENTS`
 _FUNCTIONS = {function: name for name in _ARGUMENTS
               for where in (F, torch, torch.Tensor)
@@ -103,6 +105,8 @@ def _layer_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         every = axes > 0 and isinstance(axis, (tuple, list)) and sorted(
             n % (axes + 2) for n in axis) == list(range(2, axes + 2))
         return (f"global_{kind}_pool", {}) if every else None
+    if name == "interpolate":
+        return _upsample(given["mode"], given["align_corners"])
     if name.startswith("adaptive"):
         return _adaptive(kind.removeprefix("adaptive_"),
                          given["output_size"])
@@ -157,6 +161,8 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
         return _pool(kind, n, module.kernel_size, module.stride,
                      module.padding, module.ceil_mode,
                      getattr(module, "count_include_pad", None))
+    if isinstance(module, nn.Upsample):
+        return _upsample(module.mode, module.align_corners)
     if type(module) in _DROPOUTS:
         return "dropout", {"rate": module.p, "axes": tuple(
             range(2, 2 + _DROPOUTS[type(module)]))}
@@ -172,6 +178,11 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
 #: layers with one option: kind, torch's name of the option
 _WITH_OPTION = ((nn.LeakyReLU, "leaky_relu", "negative_slope"),
                 (nn.ELU, "elu", "alpha"), (nn.GELU, "gelu", "approximate"))
+
+
+def _upsample(mode: str, align_corners: bool | None
+              ) -> tuple[str, dict[str, Any]]:
+    return "upsample", {"mode": mode, "align_corners": bool(align_corners)}
 
 
 def _adaptive(kind: str, size: Any) -> tuple[str, dict[str, Any]]:

@@ -1,12 +1,13 @@
-"""Causes in pooling layers."""
+"""Causes in pooling layers, and in those that enlarge."""
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu.parity.causes.difference import (ROWS, Difference, distance, once,
-                                           unexplained)
+from mgpu.parity.causes.difference import (ROWS, Difference, distance, nearest,
+                                           once, unexplained)
 from mgpu.parity.causes.registry import Found, cause
 
 KINDS = ("max_pool", "avg_pool")
@@ -137,3 +138,44 @@ def kind(d: Difference) -> Found:
         return
     yield (f"layer {place.call_a.path}: {kinds[0]} on {d.a} and {kinds[1]} on "
            f"{d.b}: use one of them"), unexplained(u, v, y)
+
+
+# -- interpolation ------------------------------------------------------------
+
+#: which place between the n inputs each of m outputs has
+_PLACES: dict[str, Callable[[np.ndarray, int, int], np.ndarray]] = {
+    "nearest": lambda i, n, m: i * n // m,
+    "nearest-exact": lambda i, n, m: (2 * i + 1) * n // (2 * m),
+    "bilinear with align_corners=False": lambda i, n, m: np.clip(
+        (i + 0.5) * n / m - 0.5, 0, n - 1),
+    "bilinear with align_corners=True": lambda i, n, m:
+        i * (n - 1) / max(m - 1, 1)}
+
+
+def _interpolated(x: np.ndarray, size: tuple[int, ...], mode: str
+                  ) -> np.ndarray:
+    for axis, m in enumerate(size, 2):
+        n = x.shape[axis]
+        at = _PLACES[mode](np.arange(m), n, m)
+        weights = np.maximum(1 - np.abs(at[:, None] - np.arange(n)), 0)
+        x = np.moveaxis(np.tensordot(weights, x, (1, axis)), 0, axis)
+    return x
+
+
+@cause("interpolation", "forward", resort=1)
+def interpolation(d: Difference) -> Found:
+    for u, v, where, ahead in d.tensors():
+        u, v = u[:ROWS], v[:ROWS]
+        for x in ahead if u.shape == v.shape else ():
+            if x.ndim < 3 or x.shape[1:2] != u.shape[1:2] \
+                    or x.ndim != u.ndim or x.shape[2:] == u.shape[2:]:
+                continue
+            known = {mode: _interpolated(x[:ROWS].astype(float), u.shape[2:],
+                                         mode) for mode in _PLACES}
+            (e, one), (f, two) = (nearest(known, seen, distance(u, v) or 1)
+                                  for seen in (u, v))
+            if one != two:
+                yield (f"{where}: interpolation is {one} on {d.a}, {two} on "
+                       f"{d.b}: give both the same mode and align_corners= "
+                       "(True by default in MXNet's BilinearResize2D, False "
+                       "on torch)"), max(e, f)
