@@ -18,8 +18,8 @@ import numpy as np
 # The order of these modules, and of the functions in them, is that of causes
 # which explain a difference equally well.
 from mgpu.parity.causes import (  # noqa: F401  isort: skip
-    own, data, forward, norms, pooling, recurrent, layers, scale, gradients,
-    update, initial, statistics, float32)
+    own, data, forward, norms, pooling, recurrent, structure, layers, scale,
+    gradients, update, initial, statistics, float32)
 from mgpu.parity.causes.difference import ROWS, Difference
 from mgpu.parity.causes.registry import LIMIT, RULES, Cause
 from mgpu.parity.causes.update_search import explain_update

@@ -20,6 +20,8 @@ ROWS = [(RNG.normal(size=(N, 6)), RNG.integers(0, 3, N).astype("int32"))
 TARGETS = [(X, RNG.normal(size=(N, 3))) for X, _ in ROWS]
 SERIES = [(np.random.default_rng(i).normal(size=(N, 2, 3)), y)
           for i, (_, y) in enumerate(ROWS)]
+ATTENDED = [(np.random.default_rng(i).normal(size=(N, 5, 4)), y)
+            for i, (_, y) in enumerate(ROWS)]
 FULL_THEN_SHORT = [ROWS[0], tuple(x[:5] for x in ROWS[1])]
 SLOW = {"learning_rate": 0.125}
 
@@ -74,6 +76,40 @@ def enlarged(function, layer=False, **options):
     return image_net(lambda nn: [
         nn.Conv2D(4, 7, in_channels=2), nn.HybridLambda(function),
         nn.Conv2D(4, 3, in_channels=4)], port, 16)
+
+
+def attention(scale, pooled="mean", skip="x", wide=False, turned=False):
+    """A block of a transformer, in torch."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Norm(nn.LayerNorm):
+            def forward(self, x):
+                return nn.functional.layer_norm(
+                    x, x.shape[1:]) * self.weight + self.bias \
+                    if wide else super().forward(x)
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.k, self.v = (nn.Linear(4, 4) for _ in "qkv")
+                self.norm, self.act = Norm(4), nn.Tanh()
+                self.head = nn.Linear(8, 3)
+
+            def forward(self, x):
+                q, k, v = self.q(x), self.k(x), self.v(x)
+                y = torch.softmax(scale * q @ k.mT, 2) @ v
+                if skip == "behind":
+                    y = self.norm(y) + x
+                else:
+                    y = self.norm(y + {"x": x, "v": v, None: 0 * x}[skip])
+                y = self.act(y)
+                parts = [getattr(y, pooled)(1), y[:, 0]]
+                return self.head(torch.cat(parts[::-1] if turned else parts,
+                                           1))
+        return Block()
+    return make
 
 
 def rate(n):
@@ -586,6 +622,28 @@ FAULTS = {
         Side(dense_g(), loss=gluon_cross_entropy), Side(
             dense_t(), loss=lambda output, y: cross_entropy(
                 reduction="none")(output.float(), y).double()), ROWS, {})),
+    "attention scale": ("attention scale", lambda patch: (
+        attention(0.5), attention(1.0), ATTENDED, {})),
+    "a mean for a maximum": ("kind of pooling", lambda patch: (
+        attention(0.5), attention(0.5, "amax"), ATTENDED, {})),
+    "no skip": ("residual connection", lambda patch: (
+        attention(0.5), attention(0.5, skip=None), ATTENDED, {})),
+    "another skip": ("residual connection", lambda patch: (
+        attention(0.5), attention(0.5, skip="v"), ATTENDED, {})),
+    "norm before the sum": ("order of layers", lambda patch: (
+        attention(0.5), attention(0.5, skip="behind"), ATTENDED, {})),
+    "norm over all axes": ("normalisation axis", lambda patch: (
+        attention(0.5), attention(0.5, wide=True), ATTENDED, {})),
+    "columns": ("order of columns", lambda patch: (
+        attention(0.5), attention(0.5, turned=True), ATTENDED, {})),
+    "groups": ("layer options", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 7, in_channels=2),
+                               nn.GroupNorm(4)],
+                   lambda nn: [nn.Conv2d(2, 4, 7), nn.GroupNorm(2, 4)], 16),
+        IMAGES, {})),
+    "alpha": ("activation", lambda patch: (
+        dense_g(lambda nn: nn.ELU(1.0), activation=None),
+        dense_t(lambda nn: nn.ELU(0.5), activation=None), ROWS, {})),
     "bilinear": ("interpolation", lambda patch: (
         *enlarged(lambda F, x: F.UpSampling(
             x, scale=2, sample_type="nearest"), mode="bilinear"),
@@ -659,6 +717,17 @@ FAULTS = {
         Side(dense_g(), loss=gluon_cross_entropy), Side(
             dense_t(), loss=lambda output, y: cross_entropy(reduction="none")(
                 output, y.roll(1))), ROWS, {})),
+    "ignored class": ("ignore_index", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy),
+        Side(dense_t(), loss=cross_entropy(
+            reduction="none", ignore_index=1)), ROWS, {})),
+    "softmax twice": ("softmax in the loss", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: cross_entropy(
+                reduction="none")(output.softmax(1), y)), ROWS, {})),
+    "L1 for L2": ("loss formula", lambda patch: (
+        dense_g(), Side(dense_t(), loss=losses.L1Loss()), TARGETS,
+        {"loss": losses.L2Loss()})),
     "twice the entropy": ("loss weight", lambda patch: (
         Side(dense_g(), loss=gluon_cross_entropy), Side(
             dense_t(), loss=lambda output, y: 2 * cross_entropy(
@@ -893,7 +962,7 @@ def calls(function):
      "leaky_relu", "slope 0.125 on a (mxnet), 0.5 on b (torch)"),
     (lambda F: lambda x: F.LeakyReLU(x, act_type="elu", slope=0.5),
      lambda t: lambda x: t.nn.functional.elu(x),
-     "elu", "applies elu(0.5), b (torch) elu"),
+     "elu", "alpha 0.5 on a (mxnet), 1 on b (torch)"),
     (lambda F: lambda x: F.LeakyReLU(x, act_type="gelu"),
      lambda t: lambda x: t.nn.functional.gelu(x, approximate="tanh"),
      "gelu", "applies gelu, b (torch) gelu with tanh"),

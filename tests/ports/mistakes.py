@@ -178,7 +178,7 @@ def gelu(p):
     p.wrong(n.name, approximate="tanh")
 
 
-@mistake("alpha of ELU", "activation", later=True)
+@mistake("alpha of ELU", "activation")
 def elu(p):
     n = p.pick("act")
     p.both(n.name, act="elu", alpha=1.0)
@@ -224,8 +224,7 @@ def softmax_twice(p):
     p.at("extra", last)
 
 
-@mistake("activation before batch norm", "order of layers", "activation",
-         later=True)
+@mistake("activation before batch norm", "order of layers", "activation")
 def activation_first(p):
     n = p.pick("batch_norm", "layer_norm", "group_norm", "instance_norm",
                where=lambda n: [m.kind for m in p.a.readers(n.name)]
@@ -235,8 +234,7 @@ def activation_first(p):
     p.at(n.name, act.name)
 
 
-@mistake("activation before the sum", "order of layers", "activation",
-         later=True)
+@mistake("activation before the sum", "order of layers", "activation")
 def activation_before_sum(p):
     n = p.pick("add", where=lambda n: [m.kind for m in p.a.readers(n.name)]
                == ["act"])
@@ -341,8 +339,7 @@ def global_pooling(p):
     p.wrong(n.name, "gmp" if n.kind == "gap" else "gap")
 
 
-@mistake("mean for maximum by a function", "functional pooling",
-         "kind of pooling", later=True)
+@mistake("mean for maximum by a function", "kind of pooling")
 def functional_pooling(p):
     n = p.pick("mean", "max")
     p.wrong(n.name, "max" if n.kind == "mean" else "mean")
@@ -434,7 +431,7 @@ def policy(p):
     p.at(next(m.name for m in p.a if m.kind == "batch_norm"))
 
 
-@mistake("layer norm over all axes", "normalisation axis", later=True)
+@mistake("layer norm over all axes", "normalisation axis")
 def wide_norm(p):
     p.torch()
     n = p.pick("layer_norm", where=lambda n: _sequences(p.a, n))
@@ -452,14 +449,14 @@ def _sequences(net: Net, n: Node) -> bool:
     return True
 
 
-@mistake("groups of group norm", "layer options", later=True)
+@mistake("groups of group norm", "layer options")
 def groups(p):
     n = p.pick("group_norm")
     p.torch()
     p.wrong(n.name, groups=2)
 
 
-@mistake("norm after the sum", "order of layers", later=True)
+@mistake("norm after the sum", "order of layers", "residual connection")
 def post_norm(p):
     n = p.pick("layer_norm", where=lambda n: n.inputs[0] != "x"
                and p.a[n.inputs[0]].kind == "add")
@@ -500,22 +497,19 @@ def axis(p):
     p.wrong(n.name, axis=1)
 
 
-@mistake("scale of attention missing", "attention scale", "constant factor",
-         later=True)
+@mistake("scale of attention missing", "attention scale")
 def no_scale(p):
     n = p.pick("scale")
     p.wrong(n.name, "nothing")
 
 
-@mistake("scale of attention by another width", "attention scale",
-         "constant factor", later=True)
+@mistake("scale of attention by another width", "attention scale")
 def other_scale(p):
     n = p.pick("scale")
     p.wrong(n.name, factor=p.rng.choice([0.25, n.factor ** 2 * 1.5]))
 
 
-@mistake("scale of attention after the softmax", "attention scale",
-         later=True)
+@mistake("scale of attention after the softmax", "attention scale")
 def late_scale(p):
     n = p.pick("scale")
     s = p.pick("softmax")
@@ -552,15 +546,14 @@ def reset_before(p):
     p.wrong(p.pick("gru").name, how="before")
 
 
-@mistake("order of a concatenation", "order of columns", "dense flatten",
-         later=True)
+@mistake("order of a concatenation", "order of columns")
 def concat_order(p):
     n = p.pick("concat")
     p.b = p.a.rewire(n.name, *n.inputs[::-1])
     p.at(n.name)
 
 
-@mistake("skip connection missing", "residual connection", later=True)
+@mistake("skip connection missing", "residual connection")
 def no_skip(p):
     n = p.pick("add")
     p.b = p.a.change(n.name, "nothing").rewire(n.name, n.inputs[0])
@@ -582,6 +575,31 @@ def not_shared(p):
     p.at(n.name)
 
 
+@mistake("query and key exchanged", "order of parameters")
+def exchanged(p):
+    n = p.pick("scores")
+    p.b = p.a.rewire(n.name, *n.inputs[::-1])
+    p.at(n.name)
+
+
+@mistake("skip connection from another place", "residual connection")
+def other_skip(p):
+    n = p.pick("add")
+    before = p.a[n.inputs[1]] if n.inputs[1] != "x" else None
+    if before is None or before.inputs[0] == "x":
+        raise NotHere
+    p.b = p.a.rewire(n.name, n.inputs[0], before.inputs[0])
+    p.at(n.name)
+
+
+@mistake("channels shuffled", "order of columns")
+def shuffled_channels(p):
+    p.torch()
+    n = p.pick("conv", where=lambda n: n.dims == 2)
+    p.b = p.a.after(n.name, "shuffle", "extra")
+    p.at("extra", n.name)
+
+
 # -- without a cause ----------------------------------------------------------
 
 @mistake("mask missing")
@@ -597,13 +615,6 @@ def no_mask(p):
     p.at(m.name)
 
 
-@mistake("query and key exchanged")
-def exchanged(p):
-    n = p.pick("scores")
-    p.b = p.a.rewire(n.name, *n.inputs[::-1])
-    p.at(n.name)
-
-
 @mistake("reshape without transpose")
 def reshaped(p):
     p.torch()
@@ -612,16 +623,6 @@ def reshaped(p):
                and p.task.inputs[0] in ("words", "series"))
     p.b = p.a.after(n.name, "heads", "extra")
     p.at("extra", n.name)
-
-
-@mistake("skip connection from another place")
-def other_skip(p):
-    n = p.pick("add")
-    before = p.a[n.inputs[1]] if n.inputs[1] != "x" else None
-    if before is None or before.inputs[0] == "x":
-        raise NotHere
-    p.b = p.a.rewire(n.name, n.inputs[0], before.inputs[0])
-    p.at(n.name)
 
 
 @mistake("gate added, not multiplied")
@@ -703,19 +704,18 @@ def flipped(p):
     p.wrong(n.name, how="flipped")
 
 
+@mistake("kernel turned")
+def turned_kernel(p):
+    p.torch()
+    n = p.pick("conv", where=lambda n: n.kernel > 1 and n.dims == 2)
+    p.wrong(n.name, how="turned")
+
+
 @mistake("weight standardised")
 def standardised(p):
     p.torch()
     n = p.pick("conv", where=lambda n: n.dims == 2)
     p.wrong(n.name, how="standardised")
-
-
-@mistake("channels shuffled")
-def shuffled_channels(p):
-    p.torch()
-    n = p.pick("conv", where=lambda n: n.dims == 2)
-    p.b = p.a.after(n.name, "shuffle", "extra")
-    p.at("extra", n.name)
 
 
 @mistake("gradient scaled in a branch")
@@ -770,7 +770,7 @@ def class_weights(p):
     _loss(p, "weighted")
 
 
-@mistake("ignore_index", "ignore_index", "class weights", later=True)
+@mistake("ignore_index", "ignore_index")
 def ignored(p):
     _loss(p, "ignoring")
 
@@ -796,12 +796,12 @@ def mean_of_squares(p):
     _loss(p, "mean squares", "l2")
 
 
-@mistake("softmax in the loss", "softmax in the loss", later=True)
+@mistake("softmax in the loss", "softmax in the loss")
 def softmax_in_loss(p):
     _loss(p, "softmax first")
 
 
-@mistake("absolute values for squares", "loss formula", later=True)
+@mistake("absolute values for squares", "loss formula")
 def absolute(p):
     _loss(p, "l1", "l2")
 
@@ -1188,8 +1188,7 @@ def labels(p):
     _prepared(p, lambda X, y: (X, np.roll(y, 1, 0)), ("loss",))
 
 
-@mistake("last row dropped", "rows left out", "input preparation",
-         later=True)
+@mistake("last row dropped", "input preparation")
 def dropped(p):
     _prepared(p, lambda X, y: (X[:-1], y[:-1]))
 

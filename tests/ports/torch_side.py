@@ -70,6 +70,13 @@ class Flipped(nn.Conv2d):
                         self.padding, self.dilation, self.groups)
 
 
+class Turned(nn.Conv2d):
+    """One with height and width of its kernel exchanged."""
+
+    def forward(self, x):
+        return self._conv_forward(x, self.weight.mT, self.bias)
+
+
 class Standardised(nn.Conv2d):
     def forward(self, x):
         w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
@@ -77,8 +84,8 @@ class Standardised(nn.Conv2d):
 
 
 def conv(n):
-    special = {"flipped": Flipped, "standardised": Standardised}.get(
-        n.options.get("how"))
+    special = {"flipped": Flipped, "standardised": Standardised,
+               "turned": Turned}.get(n.options.get("how"))
     kind = special or {1: nn.Conv1d, 2: nn.Conv2d}[n.dims]
     return kind(n.inputs_, n.channels, n.kernel, n.stride, n.pad, n.dilation,
                 n.groups, n.bias, n.mode)
@@ -105,14 +112,8 @@ class EvalNorm(nn.BatchNorm2d):
         pass
 
 
-class WideNorm(nn.Module):
+class WideNorm(nn.LayerNorm):
     """Layer norm over all axes but the rows, scaled along the last."""
-
-    def __init__(self, channels, eps):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.eps = eps
 
     def forward(self, x):
         return F.layer_norm(x, x.shape[1:], eps=self.eps) * self.weight \

@@ -54,7 +54,9 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
             "relu": isinstance(block, nn.BatchNormReLU)}
     for norm, name in _NORMS.items():
         if isinstance(block, norm):
-            return name, {"epsilon": block._kwargs["eps"]}
+            return name, {"epsilon": block._kwargs["eps"], **(
+                {"groups": block._kwargs["num_groups"]}
+                if name == "group_norm" else {})}
     if isinstance(block, _Pooling):
         return _pool(block._kwargs)
     if type(block) is nn.Dropout:

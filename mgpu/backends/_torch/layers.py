@@ -153,7 +153,9 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
             "use_global_stats": False, "relu": False}
     for norm, kind in _NORMS.items():
         if isinstance(module, norm):
-            return kind, {"epsilon": module.eps}
+            return kind, {"epsilon": module.eps, **(
+                {"groups": module.num_groups}
+                if isinstance(module, nn.GroupNorm) else {})}
     if type(module) in _ADAPTIVE:
         return _adaptive(_ADAPTIVE[type(module)], module.output_size)
     if type(module) in _POOLS:

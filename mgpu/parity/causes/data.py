@@ -143,6 +143,48 @@ def smoothing(d: Difference) -> Found:
                    ), unexplained(plain, losses, plain + share * apart)
 
 
+@cause("softmax in the loss", "loss")
+def softmax_twice(d: Difference) -> Found:
+    for side, losses, plain, log_p, y in _entropies(d):
+        twice = -_log_softmax(np.exp(log_p))[np.arange(len(y)), y]
+        yield (f"the loss of {side} takes the softmax of what is a softmax "
+               "already: give cross-entropy the outputs themselves, or "
+               "from_logits=True in Gluon and nll_loss on torch their "
+               "log_softmax"), unexplained(plain, losses, twice)
+
+
+@cause("ignore_index", "loss")
+def ignored(d: Difference) -> Found:
+    for side, losses, plain, _, y in _entropies(d):
+        for c in np.unique(y[losses == 0]):
+            yield (f"{side} leaves the examples of class {c} out of the loss, "
+                   "as with ignore_index; Gluon's loss has none: use "
+                   "sample_weight, or drop ignore_index"), unexplained(
+                       plain, losses, np.where(y == c, 0.0, plain))
+
+
+@cause("loss formula", "loss", resort=1)
+def regression(d: Difference) -> Found:
+    """Losses of each output against each label, averaged over a row."""
+    known = []
+    for side in (d.a, d.b):
+        (_, labels), outputs = side.prepared(), side.step.outputs
+        losses = side.step.losses
+        if len(labels) != 1 or len(outputs) != 1 or losses.shape != (
+                len(outputs[0]),) or labels[0].size != outputs[0].size:
+            return
+        apart = (outputs[0] - labels[0].reshape(outputs[0].shape)
+                 ).reshape(len(losses), -1)
+        formulas = {"|x - y|": np.abs(apart), "(x - y)^2 / 2": apart ** 2 / 2}
+        known.append(nearest(
+            {how: f.mean(1) for how, f in formulas.items()}, losses,
+            distance(d.a.step.losses, d.b.step.losses) or 1))
+    (e, one), (f, two) = known
+    if one != two:
+        yield (f"the loss of {d.a} is the mean of {one}, that of {d.b} of "
+               f"{two}: use L1Loss on both, or L2Loss on both"), max(e, f)
+
+
 @cause("class weights", "loss")
 def class_weights(d: Difference) -> Found:
     for side, losses, plain, _, y in _entropies(d):

@@ -248,7 +248,7 @@ class Difference:
                 self.evidence.a.outputs[:1], self.evidence.b.outputs[:1])]
         path = place.call_a.path or "the network"
         if not place.inputs_agree:
-            ahead = self._ahead(place.call_a.path)
+            ahead = self._given(place.call_a.path)[:-4:-1]
             return [Tensors(u, v, f"the layers before {path}", ahead)
                     for u, v in zip(place.call_a.inputs, place.call_b.inputs)]
         # A dropout layer computes nothing but its mask.
@@ -256,15 +256,20 @@ class Difference:
                         [*place.inner, *place.call_a.inputs[:1]])] \
             if self.kind not in ("", "dropout") else []
 
-    def _ahead(self, path: str) -> list[np.ndarray]:
-        """Outputs of the last layers of `a` before `path`, newest first."""
-        outputs: list[np.ndarray] = []
+    def _given(self, path: str, inputs: bool = False) -> list[np.ndarray]:
+        """Outputs of the layers of `a` before `path`; with their `inputs`."""
+        given: list[np.ndarray] = []
         for index, call in self.a.calls():
             if index == 0:
                 if call.path == path:
                     break
-                outputs += call.outputs[:1]
-        return outputs[:-4:-1]
+                given += (call.inputs if inputs else []) + call.outputs[:1]
+        return given
+
+    def earlier(self) -> list[np.ndarray]:
+        """What the layers of `a` before that place got and gave."""
+        return self._given(self.place.call_a.path if self.place else "",
+                           inputs=True)
 
     def outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """What the first layer that differs puts out on both sides."""

@@ -1,6 +1,6 @@
 """Causes of another output: masks and activations, seen in one tensor."""
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -133,14 +133,31 @@ def softmax_axis(d: Difference) -> Found:
                        "the last)"), max(e, f)
 
 
-@cause("constant factor", "forward", resort=5)
-def factor(d: Difference) -> Found:
+def _factors(d: Difference) -> Iterator[tuple[str, float]]:
+    """Tensors of b that are a number times those of a, and the residual."""
     for u, v, where, _ in d.tensors():
         if u.shape == v.shape and u.size > 4 and u.any():
             c = float((u * v).sum() / (u * u).sum())
-            yield (f"at {where} {d.b} has {c:.6g} times the numbers of {d.a}:"
-                   " a scale, a mean in the place of a sum, or a rate of "
-                   "dropout"), unexplained(u, v, c * u)
+            yield (f"at {where} {d.b} has {c:.6g} times the numbers of {d.a}"
+                   ), unexplained(u, v, c * u)
+
+
+@cause("attention scale", "forward", resort=5)
+def attention_scale(d: Difference) -> Found:
+    place = d.place
+    if place and place.a and place.a.kind == "softmax" \
+            and not place.inputs_agree:
+        for text, residual in _factors(d):
+            yield (f"{text}: in attention, divide the scores by the root of "
+                   "the width of a head before the softmax, on both"
+                   ), residual
+
+
+@cause("constant factor", "forward", resort=5)
+def factor(d: Difference) -> Found:
+    for text, residual in _factors(d):
+        yield (f"{text}: a scale, a mean in the place of a sum, or a rate of "
+               "dropout"), residual
 
 
 def _activations(d: Difference, tensors: Tensors
@@ -182,6 +199,16 @@ def _nearest(values: dict[str, np.ndarray], start: np.ndarray,
         f"leaky_relu({slope:.6g})": _leaky_relu(slope)(start),
         f"elu({alpha:.6g})": np.where(below, alpha * np.expm1(start), start)},
         seen, apart)
+
+
+@cause("activation", "forward", resort=1, kinds=["elu"])
+def alpha(d: Difference) -> Found:
+    x, u, v = d.rows_of_layer()
+    one, two = d.options("alpha")
+    if one and two and one != two:
+        yield (f"{d.layer}: alpha {one:.6g} on {d.a}, {two:.6g} on {d.b}: "
+               "make them equal"), unexplained(
+                   u, v, np.where(x > 0, u, u * (two / one)))
 
 
 @cause("activation", "forward", resort=1, kinds=["leaky_relu"])

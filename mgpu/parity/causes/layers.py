@@ -145,8 +145,8 @@ def exchanged(d: Difference) -> Found:
             (n, m) for one, other in places.items()
             for n, m in zip(one, other)][:4])
         yield (f"{d.b} computes as {d.a} with its values in other layers "
-               f"({words}): layers are registered, matched or loaded in "
-               "another order. Load values by name, or correct map="
+               f"({words}): layers are registered, matched, loaded or "
+               "called in another order. Load values by name, or correct map="
                ), max(map(unexplained, ev.a.outputs, ev.b.outputs, outputs))
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.parity.causes.difference import (ROWS, Difference, View, distance,
-                                           nearest, once)
+                                           once)
 from mgpu.parity.causes.registry import Found, cause
 
 Moments = tuple[np.ndarray, np.ndarray]     # mean and variance
@@ -100,15 +100,46 @@ def epsilon(d: Difference) -> Found:
 @cause("normalisation epsilon", "forward", resort=1,
        kinds=["layer_norm", "group_norm", "instance_norm"])
 def epsilon_of_rows(d: Difference) -> Found:
+    for one, two, residual in _rows(d):
+        if one[-1] != two[-1]:
+            yield _epsilon(d, one[-1], two[-1]), residual
+
+
+@cause("layer options", "forward", resort=1, kinds=["group_norm"])
+def groups(d: Difference) -> Found:
+    for one, two, residual in _rows(d):
+        if one[0] != two[0]:
+            yield (f"{d.layer}: {one[0][1]} groups on {d.a}, {two[0][1]} on "
+                   f"{d.b}: make them equal"), residual
+
+
+@cause("normalisation axis", "forward", resort=1, kinds=["layer_norm"])
+def axes_of_rows(d: Difference) -> Found:
+    for one, two, residual in _rows(d):
+        if one[1] != two[1]:
+            yield (f"{d.layer} normalises over the axes {one[1]} on {d.a}, "
+                   f"{two[1]} on {d.b}: make them equal (axis= in Gluon, "
+                   "normalized_shape on torch)"), residual
+
+
+#: the shape that the input gets, the axes to normalise over, epsilon
+_Rows = tuple[tuple[int, ...], tuple[int, ...], float]
+
+
+@once
+def _rows(d: Difference) -> list[tuple[_Rows, _Rows, float]]:
+    """How the sides normalise each row, with the residual: the pair with the
+    fewest differences."""
     x, u, v = d.rows_of_layer(ROWS)
     epsilons = dict.fromkeys([*d.options("epsilon"), 1e-5, 1e-3, 1e-6, 1e-12])
-    for shape, axes in _groups(d, x.shape):
-        outputs = {e: _normalised(d, x, shape, axes, e) for e in epsilons}
-        (e, one), (f, two) = (nearest(outputs, y, distance(u, v) or 1)
-                              for y in (u, v))
-        if max(e, f) < d.limit and one != two:
-            yield _epsilon(d, one, two), max(e, f)
-            return
+    apart = distance(u, v) or 1
+    keys = [(*group, e) for group in _groups(d, x.shape) for e in epsilons]
+    fits = [[(left, key) for key in keys if (left := distance(_normalised(
+        d, x, *key), seen) / apart) < d.limit] for seen in (u, v)]
+    pairs = [(one, two, max(e, f)) for e, one in fits[0]
+             for f, two in fits[1]]
+    return sorted(pairs, key=lambda pair: (
+        sum(p != q for p, q in zip(*pair[:2])), pair[2]))[:1]
 
 
 def _groups(d: Difference, shape: tuple[int, ...]
@@ -117,7 +148,8 @@ def _groups(d: Difference, shape: tuple[int, ...]
     if d.kind == "layer_norm":
         gamma = d.parameter("gamma")
         dims = gamma.ndim if gamma is not None else 1
-        yield shape, tuple(range(len(shape) - dims, len(shape)))
+        for first in range(len(shape) - dims, 0, -1):
+            yield shape, tuple(range(first, len(shape)))
         return
     channels = shape[1]
     for g in range(1, channels + 1):
