@@ -46,7 +46,7 @@ def momentum(d: Difference) -> Found:
 _STEPS = {"float16": 2.0 ** -10, "bfloat16": 2.0 ** -7, "float32": 2.0 ** -23}
 #: as many steps, a computation in that dtype may be off, and as many numbers
 #: the other side must have that are not of it
-_OFF, _OTHERS = 1000, 4
+_OFF, _OTHERS = 100, 4
 
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -82,7 +82,7 @@ def _dtype(d: Difference, where: str, side: View, dtype: str) -> str:
             "there, or use them on both sides")
 
 
-@cause("dtype", "forward")
+@cause("dtype", "forward", resort=5)
 def dtype_of_a_layer(d: Difference) -> Found:
     place = d.place
     inside = place is not None and place.inputs_agree and place.call_a.outputs

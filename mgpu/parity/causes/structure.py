@@ -12,12 +12,16 @@ from mgpu.parity.causes.registry import Found, cause
 _SUMMANDS = 24
 
 
+def _sums(d: Difference) -> bool:
+    """Whether a sum before a layer may differ."""
+    return d.place is None or not d.place.inputs_agree
+
+
 @once
 def _skips(d: Difference) -> list[tuple[View, np.ndarray, str, float]]:
     """Tensors that a side does not add to what the other one has: that side,
     the tensor, where, and the residual."""
-    inside = d.place is not None and d.place.inputs_agree
-    return [] if inside else [
+    return [] if not _sums(d) else [
         (side, s, where, unexplained(x, z, x - s))
         for u, v, where, _ in d.tensors() if u.any() and v.any()
         for s in d.earlier() if s.shape == u.shape == v.shape and s.any()
@@ -52,11 +56,27 @@ def not_added(d: Difference) -> Found:
                "the other side does: add the skip connection, x + f(x)"), left
 
 
+@cause("dropout rate", "forward", resort=5)
+def no_dropout(d: Difference) -> Found:
+    """Does a side add what a dropout layer of the other one gets?"""
+    for right, side in d.both_ways() if _sums(d) else ():
+        layers = right.run.by_path()
+        for index, call in right.calls():
+            layer = layers.get(call.path)
+            if index or layer is None or layer.kind != "dropout":
+                continue
+            x, y = call.inputs[0], call.outputs[0]
+            for u, v, where, _ in d.tensors():
+                one, two = (u, v) if right is d.a else (v, u)
+                if x.shape == y.shape == one.shape == two.shape:
+                    yield (f"{where}: {right} has {call.path}, {side} adds "
+                           "what that gets: drop out on both, or on "
+                           "neither"), unexplained(one, two, one - y + x)
+
+
 @cause("residual connection", "forward", resort=6)
 def added_from_elsewhere(d: Difference) -> Found:
-    if not _skips(d):
-        return
-    for u, v, where, _ in d.tensors():
+    for u, v, where, _ in d.tensors() if _sums(d) else ():
         u, v = u[:ROWS], v[:ROWS]
         known = [s[:ROWS] for s in d.earlier()[:-_SUMMANDS:-1]
                  if s[:ROWS].shape == u.shape == v.shape]
