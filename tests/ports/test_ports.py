@@ -26,6 +26,15 @@ def test_a_mistake_is_seen_and_named(kind, family):
     assert row.layer and row.cause == "right", row
 
 
+@pytest.mark.parametrize("kind, family", [
+    ("activation missing", "inception"),    # of a part of what is joined
+    ("channels last before flatten", "convnet")])
+def test_zeros_in_other_places_are_not_masks(kind, family):
+    row = judge.judge(MISTAKES[kind], family, 0)
+    assert row.verdict == "different" and row.layer, row.text
+    assert "dropout masks" not in row.causes, row.text
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_equal_pairs_are_equal(seed):
     """One of several families, each written in two ways."""

@@ -17,14 +17,16 @@ def _mask_factor(u: np.ndarray, v: np.ndarray) -> tuple[float, float] | None:
     if u.shape != v.shape:
         return None
     both = (u != 0) & (v != 0)
-    if ((u == 0) == (v == 0)).all() or both.sum() < 3:
+    if ((u == 0) == (v == 0)).all() or both.sum() < max(
+            3, 0.1 * ((u != 0) | (v != 0)).sum()):
         return None
     # Half of the zeros of one ReLU are where the other's input is negative:
     # a mask does not look at signs.
     for x, z in ((u, v), (v, u)):
         only = z[(x == 0) & (z != 0)]
-        if only.size and only.size + both.sum() > 8 \
-                and not (z[both] < 0).any() and (only < 0).all():
+        if only.size and (only < 0).all() and (
+                only.size + both.sum() > 8 and not (z[both] < 0).any()
+                or only.size > 8 and (z[both] > 0).any()):
             return None
     factor = float(np.median(v[both] / u[both]))
     residual = distance(v[both], factor * u[both]) / distance(u, v)
