@@ -97,9 +97,11 @@ class Replicas(Hints, abc.Sequence):
     time and returns a list. Where a shard is empty or None the network does
     not run and the result is None. Training mode holds inside `mgpu.record`;
     outside it a replica predicts and builds no graph, whatever the user's
-    own flags say. A torch network that the user has put into eval mode
-    predicts in `record` too, under ``torch.no_grad()``; with gradients it is
-    refused (`mgpu.record` has ``train_mode=False`` for them).
+    own flags say; but layers of a torch network in eval mode that the user
+    has put into training mode again, such as dropout, train there. Such a
+    network in eval mode predicts in `record` too, under ``torch.no_grad()``;
+    with gradients it is refused (`mgpu.record` has ``train_mode=False`` for
+    them).
 
     A network with several inputs takes ``replicas[i](a, b)``, and either
     ``replicas(a_shards, b_shards)`` or shards that are tuples or lists of

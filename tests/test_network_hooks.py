@@ -666,6 +666,106 @@ def test_a_network_in_eval_mode_is_not_trained(backend):
         trained(net, 2)
 
 
+def partly(*flagged):
+    """In eval mode, with a layer that adds in training mode."""
+    import torch
+    from torch import nn
+
+    class Flagged(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(3 * x, 1.0) + x * 5 \
+                if self.training else x
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4), Flagged(), nn.Dropout(0.5),
+                        nn.BatchNorm1d(4), Flagged()).double().eval()
+    for number in flagged:
+        net[number].train()
+    return net
+
+
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_layer_in_training_mode_trains_in_predictions(backend, k):
+    """Under a network in eval mode: Monte Carlo dropout. By itself and in
+    gradients of predictions; no statistics move."""
+    import torch
+    x = np.random.default_rng(0).normal(size=(9, 6))
+    net, plain = partly(1), partly(1)
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+
+    def passed():
+        shards, _ = mgpu.split_batch(x, x, replicas.devices)
+        return np.concatenate([mgpu.to_numpy(out)
+                               for out in replicas(shards)])
+    for mode in (True, False):
+        given = torch.from_numpy(x).requires_grad_()
+        expected = plain(given)
+        assert np.abs(passed() - expected.detach().numpy()).max() < 1e-12
+        expected.sum().backward()
+        shards, _ = mgpu.split_batch(x, x, replicas.devices)
+        shards = [shard.requires_grad_() for shard in shards]
+        with mgpu.record(train_mode=False):
+            mgpu.backward([out.sum() for out in replicas(shards)])
+        assert np.abs(np.concatenate([mgpu.to_numpy(shard.grad)
+                                      for shard in shards])
+                      - given.grad.numpy()).max() < 1e-12
+        assert [m.training for m in net.modules()] \
+            == [m.training for m in plain.modules()]
+        for one in (net, plain):
+            one[1].train(not mode)
+            one[4].train(mode)
+    net[4].eval()
+    once = passed()
+    assert (once == passed()).all()
+    net[2].train()
+    drawn = []
+    for _ in range(2):
+        mgpu.seed(3)
+        drawn += [passed(), passed()]
+    assert (drawn[0] != drawn[1]).any() and (drawn[0] != once).any()
+    assert (drawn[0] == drawn[2]).all() and (drawn[1] == drawn[3]).all()
+    net[3].train()
+    with pytest.raises(ValueError, match=r"received \['3'\] in training "
+                       r"mode.*replicas\.net itself"):
+        passed()
+    net(torch.from_numpy(x))
+    net[3].eval()
+    assert (net[3].running_mean != 0).all()
+    for p in replicas.statistics():
+        passed()
+        assert all((y == p.data()).all() for y in p.list_data())
+
+
+@TORCH
+def test_a_layer_that_trains_later_draws_in_turn(backend):
+    """Whether a replica draws from torch's default stream is asked again
+    where layers have other modes."""
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+
+    class Functional(nn.Module):
+        def forward(self, x):
+            return nn.functional.dropout(x, 0.5, self.training)
+    x = np.ones((40, 50))
+    found = []
+    for _ in range(2):
+        net = nn.Sequential(Functional())
+        net[0].eval()
+        replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(4)])
+        shards = mgpu.split_and_load(x, replicas.devices)
+        with mgpu.record():
+            replicas(shards)
+            net[0].train()
+            mgpu.seed(5)
+            torch.manual_seed(7)
+            before = torch.get_rng_state()
+            found.append(np.concatenate(
+                [mgpu.to_numpy(out) for out in replicas(shards)]))
+        assert (torch.get_rng_state() == before).all()
+    assert (found[0] == found[1]).all() and set(np.unique(found)) == {0, 2}
+
+
 _global = {}
 
 

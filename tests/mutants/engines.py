@@ -220,6 +220,22 @@ MUTANTS = [
                "if torch.is_grad_enabled():", "if False:"),
            ("test_network_hooks.py::test_a_network_in_eval_mode_is_not_"
             "trained*",)),
+    Mutant("torch-parts-predict", "a layer in training mode predicts with a "
+           "network in eval mode", edit(_REPLICA + "_modes",
+                                        "not users[0] and True in users",
+                                        "False"),
+           ("test_network_hooks.py::test_a_layer_in_training_mode_trains_in_"
+            "predictions*",)),
+    Mutant("torch-parts-move-statistics", "a prediction normalises by the "
+           "rows of a device", edit(_REPLICA + "_check_predicting",
+                                    "if found:", "if False:"),
+           ("test_network_hooks.py::test_a_layer_in_training_mode_trains_in_"
+            "predictions*",)),
+    Mutant("torch-draws-out-of-turn", "a layer that trains later draws from "
+           "the stream of all", edit(_REPLICA + "_may_draw",
+                                     "self._quiet != modes", "False"),
+           ("test_network_hooks.py::test_a_layer_that_trains_later_draws_in_"
+            "turn*",)),
     Mutant("torch-train-not-called", "the user's own train is passed over",
            edit(_REPLICA + "_set_modes", "layers[number].train(mode)", "pass"),
            ("test_network_hooks.py::test_the_users_own_train_is_called_where_"

@@ -295,7 +295,8 @@ class TorchNetwork(base.Network):
             raise ValueError(
                 "a network in eval mode has no part in training mode while "
                 f"it trains; received one whose {name!r} is. Call net.train()"
-                ", then .eval() on the layers that are to stay frozen.")
+                ", then .eval() on the layers that are to stay frozen. "
+                "Predictions with dropout are made outside of record().")
         if torch.is_grad_enabled():
             raise ValueError(
                 "a network in eval mode does not train; received "

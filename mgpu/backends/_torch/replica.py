@@ -114,6 +114,8 @@ class TorchReplica(base.Replica):
         #: whether it draws from torch's default stream (functional dropout,
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
+        #: the modes that the layers had then
+        self._quiet: Sequence[bool | None] = ()
         #: in this replica's turn: the state of that stream outside of it
         self._users: torch.Tensor | None = None
         self._halted = False    # in its turn, while others run
@@ -179,10 +181,12 @@ class TorchReplica(base.Replica):
         training, recording = backend.is_training(), backend.is_recording()
         if options.channels_last:
             inputs = tuple(map(channels_last, inputs))
-        forwards = self._forwards() if training else ()
+        modes = self._modes(training)
+        draws = True in modes
+        forwards = self._forwards() if draws else ()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._dress(self._modes(training), forwards))
-            if training and self._draws is not False:
+            stack.callback(self._dress(modes, forwards))
+            if draws and self._may_draw(modes):
                 stack.enter_context(self._in_turn())
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
@@ -228,7 +232,33 @@ class TorchReplica(base.Replica):
             self._set_modes(users)
         if training and users[0]:
             return list(users)
+        if not training and not users[0] and True in users:
+            self._check_predicting(users)
+            return list(users)
         return [None if inside else training for inside in self._inside]
+
+    def _check_predicting(self, users: Sequence[bool]) -> None:
+        """Refuse layers in training mode, in a network that predicts, whose
+        numbers would depend on the rows of each device."""
+        trained = {id(m) for m, mode in zip(self.layers, users) if mode}
+        found = [path for path, m in self.module.named_modules()
+                 if id(m) in trained
+                 and isinstance(m, (*BATCH_NORMS, *INSTANCE_NORMS))
+                 and m.running_mean is not None]
+        if found:
+            raise ValueError(
+                "a layer that keeps running statistics does not train in a "
+                f"prediction; received {found} in training mode, in a network"
+                " in eval mode. Call .eval() on them; or, to move their "
+                "statistics, call replicas.net itself.")
+
+    def _may_draw(self, modes: Sequence[bool | None]) -> bool:
+        """Whether a pass with layers in these `modes` may draw from torch's
+        default stream: none with the same ones is known not to."""
+        if self._draws is False and self._quiet != modes:
+            self._draws = None
+        self._quiet = modes
+        return self._draws is not False
 
     def _set_modes(self, modes: Sequence[bool | None]) -> None:
         layers = self.layers
@@ -339,7 +369,8 @@ class TorchReplica(base.Replica):
         # The layers of compiled code cannot be reached.
         if not network.options.hybridize or network.by_layer or strict.on():
             return self.module(*inputs)
-        call = (training, torch.is_grad_enabled(), network.own_arithmetic, *(
+        call = (tuple(m.training for m in self.layers),
+                torch.is_grad_enabled(), network.own_arithmetic, *(
             (x.shape, x.stride(), x.dtype, x.requires_grad)
             if isinstance(x, torch.Tensor) else repr(x)
             for x in tree_leaves(inputs)))
