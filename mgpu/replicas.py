@@ -293,9 +293,28 @@ class Replicas(Hints, abc.Sequence):
                 f"and dtype, {p.shape} {p.dtype}; received "
                 f"{tuple(array.shape)} {array.dtype}. Make the network anew, "
                 "and call mgpu.initialize.")
+        self._check_shared_memory(p)
         if p.kind not in BUFFERS:
             self.network.adopt(p.number, p.list_data(), earlier)
             self.watch()
+
+    def _check_shared_memory(self, p: Parameter) -> None:
+        """Refuse an array in the place of replica 0's that shares memory with
+        other arrays than on the other devices."""
+        sharing: list[set[str]] = []
+        for i, device in list(enumerate(self.devices))[:2]:
+            every = [extent for q in self.all_parameters() for extent in
+                     extents(self.backend, [device], q.name,
+                             [q.list_data()[i]])]
+            sharing.append({x.name for here in every if here.name == p.name
+                            for x in every if x.space == here.space
+                            and x.begin < here.end and here.begin < x.end})
+        if sharing[0] != sharing[-1]:
+            raise ValueError(
+                "arrays share memory on all devices or on none; received one "
+                f"in the place of {p.name!r} that changes that, for "
+                f"{sorted(sharing[0] ^ sharing[-1])}. Write to the array that "
+                "is there, or share memory before mgpu.initialize.")
 
     @contextlib.contextmanager
     def owned(self) -> Iterator[None]:

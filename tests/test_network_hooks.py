@@ -666,6 +666,98 @@ def test_a_network_in_eval_mode_is_not_trained(backend):
         trained(net, 2)
 
 
+def sharing(how):
+    """A network whose forward pass reads the memory of a parameter under
+    another name."""
+    import torch
+    from torch import nn
+
+    class Sharing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = perceptron(), nn.Linear(6, 4).double()
+            weight = self.b.weight.data
+            if how == "buffer":
+                self.register_buffer("proto", weight)
+            elif how == "part of a buffer":
+                self.register_buffer("proto", torch.zeros(
+                    8, 6, dtype=torch.float64))
+                self.b.weight.data = self.proto[:4]
+            elif how == "attribute":
+                self.proto = self.b.weight.detach()
+            elif how == "list":
+                self.protos = [[weight.t()]]
+            elif how == "parameter":
+                self.c = nn.Linear(6, 4, bias=False).double()
+                self.c.weight.data = weight
+            elif how == "buffer of a buffer":
+                self.register_buffer("count", torch.zeros(4, 6).double())
+                self.counts = {"all": self.count.view(-1)}
+
+        def forward(self, x):
+            y = self.a(x)
+            if hasattr(self, "counts"):
+                with torch.no_grad():
+                    self.count += 0.25
+                proto = self.counts["all"].view(4, 6)
+            elif hasattr(self, "protos"):
+                proto = self.protos[0][0].t()
+            else:
+                proto = self.c.weight if hasattr(self, "c") else self.proto
+            return y + self.b(x) + nn.functional.linear(x, proto[:4].clone())
+    torch.manual_seed(0)
+    return Sharing()
+
+
+@TORCH
+@pytest.mark.filterwarnings("error:.*had other values")
+@pytest.mark.parametrize("how", [
+    "buffer", "part of a buffer", "attribute", "list", "parameter",
+    "buffer of a buffer"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_what_shares_memory_does_so_on_every_device(backend, k, how):
+    """A buffer, an attribute or a parameter that is a view of another
+    parameter."""
+    plain, here = (trained(sharing(how), devices, 4) for devices in (0, k))
+    for name, value in plain.items():
+        assert np.abs(here[name] - value).max() < 1e-12, name
+
+    def later(net):
+        net.proto = net.b.weight.detach()
+    plain, here = (trained(sharing("attribute"), devices, 4, later)
+                   for devices in (0, k))
+    for name, value in plain.items():
+        assert np.abs(here[name] - value).max() < 1e-12, name
+
+
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_memory_that_only_one_device_would_share_is_refused(backend, k):
+    """A large NumPy view; and what takes another array's place."""
+    import torch
+    from torch import nn
+    devices = [mgpu.cpu(i) for i in range(k)]
+    refused = contextlib.nullcontext() if k == 1 else pytest.raises(
+        ValueError, match="received 'views', which is one of '0.weight'")
+    net = nn.Sequential(nn.Linear(60, 40))
+    net.views = {"first": net[0].weight.detach().numpy()[3:]}
+    with refused:
+        mgpu.initialize(net, devices)
+    net.views = net[0].weight.detach()
+    mgpu.initialize(net, devices, force_reinit=True, init="keep")
+    net = sharing("buffer")
+    replicas = mgpu.initialize(net, devices)
+    shards = mgpu.split_and_load(np.ones((2 * k, 6)), devices)
+    replicas(shards)
+    net.proto = net.b.weight.data       # as before
+    replicas(shards)
+    net.proto = torch.zeros_like(net.b.weight.data)
+    with contextlib.nullcontext() if k == 1 else pytest.raises(
+            ValueError, match=r"place of 'proto' that changes that, for "
+            r"\['b\.weight'\]"):
+        replicas(shards)
+
+
 def partly(*flagged):
     """In eval mode, with a layer that adds in training mode."""
     import torch

@@ -220,6 +220,18 @@ MUTANTS = [
                "if torch.is_grad_enabled():", "if False:"),
            ("test_network_hooks.py::test_a_network_in_eval_mode_is_not_"
             "trained*",)),
+    Mutant("torch-copies-part", "a view of a parameter has memory of its own "
+           "in a copy", edit(
+               "mgpu.backends._torch.network:_copy",
+               "copies[id(p)] =", "_ ="),
+           ("test_network_hooks.py::test_what_shares_memory_does_so_on_every_"
+            "device[2-buffer-torch]",)),
+    Mutant("torch-later-views-part", "a view that the user makes later has "
+           "memory of its own on other devices",
+           edit(_ATTRIBUTES + "_twins", "memory[space._cdata] = other",
+                "pass"),
+           ("test_network_hooks.py::test_what_shares_memory_does_so_on_every_"
+            "device[2-attribute-torch]",)),
     Mutant("torch-parts-predict", "a layer in training mode predicts with a "
            "network in eval mode", edit(_REPLICA + "_modes",
                                         "not users[0] and True in users",

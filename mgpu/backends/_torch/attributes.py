@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mgpu.backends import messages
 from mgpu.backends._torch.names import joined
@@ -93,8 +94,7 @@ class Attributes:
     def _copy(self, name: str, number: int, copied: list[nn.Module]) -> None:
         source, target = vars(self._first[number]), vars(copied[number])
         if name in source:
-            twins: dict[int, Any] = {id(x): twin for x, twin in zip(
-                _members(self._first), _members(copied))}
+            twins = _twins(self._first, copied)
             value = source[name]
             target[name] = type(value)(
                 (key, _twin(hook, twins)) for key, hook in value.items()) \
@@ -140,6 +140,34 @@ def follow_attributes(parameters: Sequence[Sequence[Any]]) -> None:
         for x in copies:
             vars(x).clear()
             vars(x).update(own)
+
+
+def check_views(net: nn.Module) -> None:
+    """ValueError for a NumPy view of a parameter that the copies of `net`
+    would have as it was: small arrays follow by their contents."""
+    found = [(joined(path, name), x) for path, m in net.named_modules()
+             for name, x in vars(m).items() if name not in _ELSEWHERE
+             and isinstance(x, (np.ndarray, *_COLLECTIONS))]
+    views = [(name, x) for name, a in found for x in _numpy_arrays(a, 5)]
+    for full, p in net.named_parameters() if views else ():
+        begin = p.data_ptr()
+        end = begin + p.untyped_storage().nbytes()
+        for name, x in views:
+            if p.is_cpu and begin <= x.ctypes.data < end:
+                raise ValueError(
+                    "on several devices a network has no large NumPy views "
+                    f"of its parameters; received {name!r}, which is one of "
+                    f"{full!r}. Keep the tensor, {full}.detach(), of which "
+                    "each device has its own.")
+
+
+def _numpy_arrays(x: Any, depth: int) -> Iterator[np.ndarray]:
+    """Those in collections that have no content here: see `_parts`."""
+    if isinstance(x, np.ndarray) and x.size > _LARGE:
+        yield x
+    elif isinstance(x, _COLLECTIONS) and depth and len(x) <= _LARGE:
+        for part in x.values() if isinstance(x, dict) else x:
+            yield from _numpy_arrays(part, depth - 1)
 
 
 class Kept:
@@ -312,6 +340,27 @@ def _hooks(table: dict[int, Any]) -> list[Any]:
     contents = [(key, _content(hook)) for key, hook in table.items()]
     return [(key, id(table[key]) if content is _ARRAYS else content)
             for key, content in contents]
+
+
+def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module]
+           ) -> dict[Any, Any]:
+    """What `copy.deepcopy` is to take in the place of the layers and arrays
+    of a module, and of the memory that these have."""
+    found: dict[Any, Any] = {}
+    memory = found["torch"] = dict[int, Any]()     # torch's own key
+    for m, n in zip(layers, copied):
+        found[id(m)] = n
+        for table in ("_parameters", "_buffers"):
+            for name, x in getattr(m, table).items():
+                twin = getattr(n, table).get(name)
+                if x is None or twin is None or is_lazy(x) or is_lazy(twin):
+                    continue
+                if table == "_parameters":
+                    found[id(x)] = twin
+                space, other = x.untyped_storage(), twin.untyped_storage()
+                if space.nbytes() == other.nbytes():
+                    memory[space._cdata] = other
+    return found
 
 
 def _twin(x: Any, twins: dict[int, Any]) -> Any:

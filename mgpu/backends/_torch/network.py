@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
-from mgpu.backends._torch.attributes import (Attributes, Kept,
+from mgpu.backends._torch.attributes import (Attributes, Kept, check_views,
                                              follow_attributes)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.float32 import AsMXNet
@@ -244,6 +244,8 @@ class TorchNetwork(base.Network):
     @_to_be_trained
     def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
         requests = [spec.grad_req for spec in self.specs()]
+        if len(devices) > 1:
+            check_views(self.net)
         # Copied before the first one moves: a copy of a copy on another
         # card would cross the bus twice.
         copies = [self.net] + [_copy(self.net) for _ in devices[1:]]
@@ -505,6 +507,12 @@ def _copy(net: nn.Module) -> nn.Module:
                 if name not in computed:
                     raise _computed(joined(path, name))
                 copies[id(x)] = x.detach().clone()
+    for *_, p in walk(net, "_parameters"):
+        if type(p).__deepcopy__ is nn.Parameter.__deepcopy__:
+            # That gives each memory of its own. Here what shares memory with
+            # it, a buffer or a tensor in an attribute, does so in the copy.
+            copies[id(p)] = type(p)(copy.deepcopy(p.data, copies),
+                                    p.requires_grad)
     try:
         return copy.deepcopy(net, dict(copies))
     except Exception:

@@ -230,12 +230,11 @@ class TorchReplica(base.Replica):
             users = first.users or [m.training for m in first.layers]
         if first is not self:
             self._set_modes(users)
-        if training and users[0]:
-            return list(users)
         if not training and not users[0] and True in users:
             self._check_predicting(users)
-            return list(users)
-        return [None if inside else training for inside in self._inside]
+        elif not (training and users[0]):
+            return [None if inside else training for inside in self._inside]
+        return list(users)
 
     def _check_predicting(self, users: Sequence[bool]) -> None:
         """Refuse layers in training mode, in a network that predicts, whose
