@@ -797,6 +797,7 @@ class Replicas(Hints, abc.Sequence):
         idle = [i for i in range(len(self)) if i not in moved]
         if moved and idle:
             self._copy_from(moved[0], self.buffers(), idle)
+            self.network.catch_up(moved[0], idle)
 
     def _copy_from(self, source: int, buffers: list[Parameter],
                    devices: Sequence[int]) -> None:
@@ -880,6 +881,9 @@ class Replicas(Hints, abc.Sequence):
 
     def _note(self, active: list[int]) -> None:
         self._queued(*active)
+        if len(active) < len(self):
+            self.network.catch_up(active[0], [
+                i for i in range(len(self)) if i not in active])
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
             self._empty()

@@ -539,6 +539,113 @@ def test_buffers_that_passes_make_belong_to_their_device(backend, k):
             replicas(shards)
 
 
+def counting(how):
+    """A network whose passes count themselves."""
+    from types import SimpleNamespace
+
+    import torch
+    from torch import nn
+
+    class Counting(nn.Sequential):
+        def __init__(self):
+            super().__init__(*perceptron())
+            self.n = torch.zeros(())
+            if how == "buffer of a pass":
+                del self.n
+                self.register_buffer("n", None)
+            elif how == "tables":
+                self.kept = {"n": [torch.zeros(())]}
+            elif how == "object":
+                self.kept = SimpleNamespace(n=torch.zeros(()), late=False)
+            elif how == "large array":
+                self.kept = np.zeros(2000)
+            elif how == "number":
+                self.kept = 0
+            elif how == "generator":
+                self.kept = [torch.Generator().manual_seed(3)]
+                self.same = self.kept[0]
+            elif how == "with history":
+                self.n = None
+
+        def forward(self, x):
+            with torch.no_grad():
+                factor = self.count(x)
+            y = super().forward(x)
+            if how == "with history":
+                self.n = y.mean() * 0 + 1 + (
+                    0 if self.n is None else self.n.detach())
+                factor = 1 + 0.1 * self.n.detach()
+            return y * factor
+
+        def count(self, x):
+            if how == "attribute":
+                self.n = self.n + 1
+            elif how == "in place":
+                self.n += 1
+            elif how == "buffer of a pass":
+                self.n = x.new_ones(()) if self.n is None else self.n + 1
+            elif how == "registered in a pass":
+                if "late" not in self._buffers:
+                    self.register_buffer("late", torch.zeros(()))
+                self.late += 1
+                return 1 + 0.1 * self.late
+            elif how == "tables":
+                self.kept["n"].append(self.kept["n"][-1] + 1)
+                return 1 + 0.1 * self.kept["n"][-1]
+            elif how == "object":
+                self.kept.n = self.kept.n + 1
+                return 1 + 0.1 * self.kept.n
+            elif how == "large array":
+                self.kept[7] += 1
+                return 1 + 0.1 * self.kept[7]
+            elif how == "number":
+                self.kept += 1
+                return 1 + 0.1 * self.kept
+            elif how == "generator":
+                return torch.rand((), generator=self.same)
+            return 1 + 0.1 * (self.n or 0)
+    torch.manual_seed(0)
+    return Counting()
+
+
+@TORCH
+@pytest.mark.parametrize("how", [
+    "attribute", "in place", "buffer of a pass", "registered in a pass",
+    "tables", "object", "large array", "number", "generator",
+    "with history"])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_devices_without_rows_have_what_a_pass_keeps(backend, k, how):
+    """Of the first device that ran, whichever that is: in steps, and in
+    predictions."""
+    import torch
+    rng = np.random.default_rng(0)
+    loss = torch.nn.MSELoss(reduction="none")
+    plain, net = counting(how), counting(how)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    for rows in (8, 1, 2, 8, 1, 3):
+        X, y = rng.normal(size=(rows, 6)), rng.normal(size=(rows, 4))
+        mgpu.train_batch(X, y, replicas, lambda out, y: loss(out, y).mean(1),
+                         trainer)
+        optimizer.zero_grad()
+        loss(plain(torch.from_numpy(X)),
+             torch.from_numpy(y)).mean(1).sum().div(rows).backward()
+        optimizer.step()
+        for name, p in plain.named_parameters():
+            assert (net.get_parameter(name) - p).abs().max() < 1e-12, name
+    X = rng.normal(size=(4, 6))
+    with torch.no_grad():
+        for last in (False, True, False):
+            shards = [None] * k
+            shards[-last] = mgpu.put(X, mgpu.cpu(-last % k))
+            expected = plain(torch.from_numpy(X))
+            assert (replicas(shards)[-last] - expected).abs().max() < 1e-12
+        found = torch.cat([out for out in replicas(mgpu.split_batch(
+            X, X, replicas.devices)[0])])
+    assert (found - plain(torch.from_numpy(X)).detach()).abs().max() < 1e-12
+
+
 def mxnet_layer(net):
     from mxnet.gluon import nn
     new = nn.Dense(6, in_units=6)

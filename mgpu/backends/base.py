@@ -578,6 +578,11 @@ class Network(ABC):
         its arrays, is so on all devices. Refuses other layers."""
         return
 
+    def catch_up(self, source: int, idle: Sequence[int]) -> None:
+        """Devices `idle` had no rows in a pass: they take what that of device
+        `source` has kept outside of the arrays of `specs`."""
+        return
+
     def check_kept(self) -> None:
         """After passes of several devices since `follow`: refuses what they
         have kept in one place."""

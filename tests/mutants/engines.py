@@ -220,6 +220,28 @@ MUTANTS = [
                "if torch.is_grad_enabled():", "if False:"),
            ("test_network_hooks.py::test_a_network_in_eval_mode_is_not_"
             "trained*",)),
+    Mutant("torch-attributes-lag", "a device without rows has attributes of "
+           "an earlier pass", edit(
+               _ATTRIBUTES + "Attributes.catch_up", "_lags(found.get(name),",
+               "False and _lags(found.get(name),"),
+           ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
+            "pass_keeps[2-attribute-torch]",)),
+    Mutant("torch-late-buffers-lag", "a device without rows lacks buffers "
+           "that passes make", edit(
+               _ATTRIBUTES + "Attributes.catch_up",
+               "if name not in self._buffers[number]", "if False"),
+           ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
+            "pass_keeps[2-buffer of a pass-torch]",)),
+    Mutant("torch-first-device-lags", "a number that the last device has "
+           "counted is not replica 0's", edit(
+               _ATTRIBUTES + "_lags", "not follows and", "False and"),
+           ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
+            "pass_keeps[2-number-torch]",)),
+    Mutant("predictions-lag", "what a prediction keeps is lost on devices "
+           "without rows", edit("mgpu.replicas:Replicas._note",
+                                "len(active) < len(self)", "False"),
+           ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
+            "pass_keeps[2-attribute-torch]",)),
     Mutant("torch-copies-part", "a view of a parameter has memory of its own "
            "in a copy", edit(
                "mgpu.backends._torch.network:_copy",

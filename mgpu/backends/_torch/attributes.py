@@ -1,8 +1,9 @@
 """What a module is besides its arrays: layers, attributes, hooks."""
+import contextlib
 import copy
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -51,6 +52,9 @@ class Attributes:
         #: (number of the layer, name): those in which passes keep tensors
         self._kept: set[tuple[int, str]] = set()
         self._in_copies = list(map(self._of_copies, range(len(self._first))))
+        #: buffers that passes have not made, which follow by themselves
+        self._buffers = [{name for name, b in m._buffers.items()
+                          if b is not None} for m in self._first]
 
     def follow(self) -> bool:
         """Give the copies the attributes and hooks that the module has.
@@ -74,6 +78,24 @@ class Attributes:
             self._in_copies[number] = self._of_copies(number)
         return changed
 
+    def catch_up(self, source: int, idle: int) -> None:
+        """Give copy `idle` (0: the user's module) what a pass has kept in
+        copy `source`, and would have kept there: attributes and buffers. What
+        is no tensor follows the user's module anyway."""
+        every = [self._first, *self._copies]
+        twins = _twins(every[source], every[idle], self._buffers)
+        for number, (here, there) in enumerate(zip(every[source],
+                                                   every[idle])):
+            found, buffers = vars(here), here._buffers
+            _take(buffers, there._buffers, [
+                name for name in {**buffers, **there._buffers}
+                if name not in self._buffers[number]], twins)
+            _take(found, vars(there), [
+                name for name in {**found, **vars(there)}
+                if name not in _ELSEWHERE and name not in _TABLES
+                and _lags(found.get(name), vars(there).get(name),
+                          source == 0)], twins)
+
     def _of_copies(self, number: int) -> list[dict[str, Any]]:
         """What the copies of a layer have, but for what passes keep."""
         return [{name: x for name, x in vars(copied[number]).items()
@@ -94,7 +116,7 @@ class Attributes:
     def _copy(self, name: str, number: int, copied: list[nn.Module]) -> None:
         source, target = vars(self._first[number]), vars(copied[number])
         if name in source:
-            twins = _twins(self._first, copied)
+            twins = _twins(self._first, copied, self._buffers)
             value = source[name]
             target[name] = type(value)(
                 (key, _twin(hook, twins)) for key, hook in value.items()) \
@@ -253,6 +275,49 @@ class _Seen:
                     for name, x, content in self._filled)
 
 
+def _lags(x: Any, y: Any, follows: bool) -> bool:
+    """Whether `y` may be another thing than `x`, of another copy; `follows`:
+    what has a content that is known is copied by `Attributes.follow`."""
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        return x is not y and not (
+            (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+            and torch.equal(x, y))
+    content, other = _content(x), _content(y)
+    if _ARRAYS in (content, other):
+        return True
+    if isinstance(x, (np.ndarray, *_COLLECTIONS)) and content == (id(x), x):
+        return True     # a large one
+    return not follows and _held(content) != _held(other)
+
+
+def _held(content: Any) -> Any:
+    """A `_content` without what objects are: they differ in each copy."""
+    if isinstance(content, list):
+        return list(map(_held, content))
+    if isinstance(content, tuple):
+        return _held(list(content[2:] if isinstance(content[0], int)
+                          else content))
+    return content
+
+
+def _take(source: dict[str, Any], target: dict[str, Any],
+          names: Iterable[str], twins: dict[Any, Any]) -> None:
+    """Copy entries of one copy's table to that of another one."""
+    for name in names:
+        x, y = source.get(name), target.get(name)
+        if name not in source:
+            del target[name]
+        elif isinstance(x, torch.Generator) \
+                and isinstance(y, torch.Generator):
+            y.set_state(x.get_state())      # others may hold it
+        else:
+            # What depends on parameters has no history on another device.
+            twins |= {id(t): t.detach().clone() for t in _reached(
+                x, 5, set()) if not t.is_leaf and id(t) not in twins}
+            with contextlib.suppress(Exception):    # a file, a lock
+                target[name] = copy.deepcopy(x, twins)
+
+
 def _members(layers: Sequence[nn.Module]) -> list[Any]:
     found: list[Any] = []
     for m in layers:
@@ -342,21 +407,23 @@ def _hooks(table: dict[int, Any]) -> list[Any]:
             for key, content in contents]
 
 
-def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module]
-           ) -> dict[Any, Any]:
-    """What `copy.deepcopy` is to take in the place of the layers and arrays
-    of a module, and of the memory that these have."""
+def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module],
+           buffers: Sequence[set[str]]) -> dict[Any, Any]:
+    """What `copy.deepcopy` is to take in the place of the layers and
+    parameters of a module, and of the memory that these and `buffers`
+    have."""
     found: dict[Any, Any] = {}
     memory = found["torch"] = dict[int, Any]()     # torch's own key
-    for m, n in zip(layers, copied):
+    for m, n, names in zip(layers, copied, buffers):
         found[id(m)] = n
-        for table in ("_parameters", "_buffers"):
-            for name, x in getattr(m, table).items():
-                twin = getattr(n, table).get(name)
-                if x is None or twin is None or is_lazy(x) or is_lazy(twin):
-                    continue
-                if table == "_parameters":
-                    found[id(x)] = twin
+        for name, x in (*m._parameters.items(), *m._buffers.items()):
+            twin = n._parameters.get(name)
+            if x is not None and twin is not None:
+                found[id(x)] = twin
+            elif name in names:
+                twin = n._buffers.get(name)
+            if x is not None and twin is not None \
+                    and not (is_lazy(x) or is_lazy(twin)):
                 space, other = x.untyped_storage(), twin.untyped_storage()
                 if space.nbytes() == other.nbytes():
                     memory[space._cdata] = other

@@ -279,6 +279,11 @@ class TorchNetwork(base.Network):
                           and not self._watchers
                           and self.backend.is_recording() else ())
 
+    def catch_up(self, source: int, idle: Sequence[int]) -> None:
+        if self.replicas[0].users is None:
+            for i in idle:
+                self._attributes.catch_up(source, i)
+
     def check_kept(self) -> None:
         self._kept.check()
 
