@@ -229,7 +229,7 @@ MUTANTS = [
     Mutant("torch-late-buffers-lag", "a device without rows lacks buffers "
            "that passes make", edit(
                _ATTRIBUTES + "Attributes.catch_up",
-               "if name not in self._buffers[number]", "if False"),
+               "if name not in self._ready[number]", "if False"),
            ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
             "pass_keeps[2-buffer of a pass-torch]",)),
     Mutant("torch-first-device-lags", "a number that the last device has "

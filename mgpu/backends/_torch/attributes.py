@@ -53,7 +53,7 @@ class Attributes:
         self._kept: set[tuple[int, str]] = set()
         self._in_copies = list(map(self._of_copies, range(len(self._first))))
         #: buffers that passes have not made, which follow by themselves
-        self._buffers = [{name for name, b in m._buffers.items()
+        self._ready = [{name for name, b in m._buffers.items()
                           if b is not None} for m in self._first]
 
     def follow(self) -> bool:
@@ -83,13 +83,13 @@ class Attributes:
         copy `source`, and would have kept there: attributes and buffers. What
         is no tensor follows the user's module anyway."""
         every = [self._first, *self._copies]
-        twins = _twins(every[source], every[idle], self._buffers)
+        twins = _twins(every[source], every[idle], self._ready)
         for number, (here, there) in enumerate(zip(every[source],
                                                    every[idle])):
             found, buffers = vars(here), here._buffers
             _take(buffers, there._buffers, [
                 name for name in {**buffers, **there._buffers}
-                if name not in self._buffers[number]], twins)
+                if name not in self._ready[number]], twins)
             _take(found, vars(there), [
                 name for name in {**found, **vars(there)}
                 if name not in _ELSEWHERE and name not in _TABLES
@@ -116,7 +116,7 @@ class Attributes:
     def _copy(self, name: str, number: int, copied: list[nn.Module]) -> None:
         source, target = vars(self._first[number]), vars(copied[number])
         if name in source:
-            twins = _twins(self._first, copied, self._buffers)
+            twins = _twins(self._first, copied, self._ready)
             value = source[name]
             target[name] = type(value)(
                 (key, _twin(hook, twins)) for key, hook in value.items()) \
