@@ -260,13 +260,14 @@ class Replicas(Hints, abc.Sequence):
         self.backend.note_edits(self._watched, on)
 
     @contextlib.contextmanager
-    def unobserved(self) -> Iterator[None]:
+    def unobserved(self, observed: bool = False) -> Iterator[None]:
         """A step in the block: no code of the user's runs between its
         backward pass and its update, so nobody looks for what that writes to
-        gradients. After an error running statistics are those before it,
-        until an update follows all the same."""
+        gradients (unless `observed`: the user's own trainer steps). After an
+        error running statistics are those before it, until an update follows
+        all the same."""
         watched = self._watched
-        watched.observed, self._before, self._undone = False, [], []
+        watched.observed, self._before, self._undone = observed, [], []
         try:
             yield
         except BaseException:

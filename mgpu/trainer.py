@@ -227,6 +227,8 @@ class Trainer(Hints):
 
         With ``grad_req="add"`` gradients go on growing until they are set to
         zero (`Replicas.zero_grad`); do it after each step, as in Gluon.
+        Where a subclass has its own `allreduce_grads` or `update`, these are
+        called, one after the other (Gluon's own `step` passes them by).
 
         Parameters
         ----------
@@ -258,6 +260,10 @@ class Trainer(Hints):
             A batch size that is not a whole number, 1 or more.
         """
         check_batch_size(batch_size)
+        if self._overrides("allreduce_grads", "update"):
+            self.allreduce_grads(ignore_stale_grad)
+            self.update(batch_size)
+            return
 
         def both() -> None:
             self._allreduce(ignore_stale_grad)
@@ -267,6 +273,17 @@ class Trainer(Hints):
                 self._settle()      # an `update` may follow
                 raise
         self._whole(both)
+
+    def _overrides(self, *names: str) -> bool:
+        """Whether one of these methods is the user's own."""
+        return any(getattr(getattr(self, name), "__func__", None)
+                   is not getattr(Trainer, name) for name in names)
+
+    @property
+    def observed(self) -> bool:
+        """Whether code of the user's runs in a step, and may write to
+        gradients there."""
+        return self._overrides("step", "allreduce_grads", "update")
 
     def _whole(self, section: Callable[[], None]) -> None:
         """Call `section` whole, or after Ctrl-C perhaps not at all, while no

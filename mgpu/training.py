@@ -225,7 +225,7 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
             X_shards, y_shards = split_f(X, y, devices)
         _check_labels(X_shards, y_shards, devices)
         passes = _at_once if replicas.independent() else _stage_by_stage
-        with replicas.unobserved():
+        with replicas.unobserved(trainer.observed):
             losses = passes(replicas, X_shards, y_shards, loss,
                             trainer.loss_scale)
             trainer.step(sum(len(x) for x in losses if x is not None),

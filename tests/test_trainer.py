@@ -884,6 +884,56 @@ def test_a_gradient_that_the_user_takes_away_is_not_applied(when, devices):
         assert (p - q).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("overridden", ["update", "allreduce_grads", "both",
+                                        "an attribute"])
+@pytest.mark.parametrize("stepped", ["train_batch", "by hand"])
+def test_a_step_calls_what_a_subclass_overrides(engine, devices, overridden,
+                                                stepped):
+    """With what it writes to gradients there, also in ways that torch does
+    not count."""
+    def halve(trainer):
+        for p in trainer.summed():
+            gradient = p.data().grad
+            if engine.name == "torch":
+                gradient = gradient.data
+            gradient *= 0.5
+
+    class Half(mgpu.Trainer):
+        def update(self, batch_size):
+            halve(self)
+            super().update(batch_size)
+
+    class Doubled(mgpu.Trainer):
+        def allreduce_grads(self, ignore_stale_grad=False):
+            super().allreduce_grads(ignore_stale_grad)
+            for p in self.summed():
+                for g in p.list_grad():
+                    g *= 2.0
+
+    class Both(Half, Doubled):
+        pass
+    kind, factor = {"update": (Half, 0.5), "allreduce_grads": (Doubled, 2.0),
+                    "both": (Both, 1.0), "an attribute": (mgpu.Trainer, 0.5)
+                    }[overridden]
+    loss, found = mgpu.losses.SoftmaxCrossEntropyLoss(), []
+    for made, rate in ((kind, 0.5), (mgpu.Trainer, 0.5 * factor)):
+        replicas = initialize(mlp(engine), devices)
+        trainer = made(replicas, "sgd", {"learning_rate": rate})
+        if overridden == "an attribute" and not found:
+            own = trainer.update
+            trainer.update = lambda rows: (halve(trainer), own(rows))
+        for seed, rows in enumerate(ROWS):
+            X, y = batch(rows, seed)
+            if stepped == "train_batch":
+                mgpu.train_batch(X, y, replicas, loss, trainer)
+            else:
+                backward(replicas, X, y)
+                trainer.step(rows)
+        found.append(values(replicas))
+    assert_replicas_equal(found[0])
+    assert_close(*found)
+
+
 def test_a_change_of_replica_0s_sum_reaches_all(engine, devices):
     """Between all-reduce and update the framework's own clipping works as on
     one device; a change of another replica's sum alone is refused."""

@@ -99,6 +99,16 @@ MUTANTS = [
                "to_read=True)", "pass"),
            ("test_trainer.py::test_a_pass_that_fails_late_updates_nothing["
             "1dev-mxnet-nd]",)),
+    Mutant("overrides-passed-by", "a step calls no method of a subclass",
+           edit("mgpu.trainer:Trainer.step",
+                'self._overrides("allreduce_grads", "update")', "False"),
+           ("test_trainer.py::test_a_step_calls_what_a_subclass_overrides["
+            "torch-2dev-train_batch-update]",)),
+    Mutant("overrides-unobserved", "nobody looks what an override writes to "
+           "gradients", edit("mgpu.training:train_batch",
+                             "trainer.observed", "False"),
+           ("test_trainer.py::test_a_step_calls_what_a_subclass_overrides["
+            "torch-2dev-train_batch-update]",)),
     Mutant("edits-after-an-error", "nobody looks after a refused step",
            edit("mgpu.replicas:Replicas.unobserved",
                 "if self.complete:", "if False:"),

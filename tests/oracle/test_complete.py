@@ -52,7 +52,8 @@ NO_NUMBERS = {
                      "Replicas.carry_over", "Replicas.check_native",
                      "Replicas.new_batch", "Replicas.give_up",
                      "Replicas.note_edits", "Replicas.unobserved",
-                     "Replicas.watch", "Trainer.gluon_order"),
+                     "Replicas.watch", "Trainer.gluon_order",
+                     "Trainer.observed"),
                     "a piece of `train_batch`, which is covered"),
     **dict.fromkeys((f"Ops.{name}" for name in vars(base.Ops)
                      if name[0] != "_" and name != "astype"),
