@@ -173,6 +173,16 @@ def nested_rendezvous() -> RuntimeError:
         "that mgpu.parallel runs; call the replicas together, outside of it.")
 
 
+def watched_rendezvous(what: Any) -> RuntimeError:
+    """Devices wait for each other in their passes, where code of the user's
+    sees one device after the other."""
+    return RuntimeError(
+        "a mode or hook around a step sees one device after the other, and "
+        "with batch_norm='sync' they meet in the middle of their passes; "
+        f"received {what}. Enter it in the network's forward(), or use "
+        "batch_norm='per_device' or 'average', or one device.")
+
+
 def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
     """`net` is not a network of the engine `backend`."""
     if isinstance(net, type):

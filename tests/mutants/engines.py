@@ -18,6 +18,26 @@ _DISPATCH = "mgpu.backends._mxnet.dispatch:"
 _KNOWN = "test_dispatch.py::test_code_that_is_not_known_stays_in_one_thread["
 
 MUTANTS = [
+    Mutant("modes-stay-behind", "a mode around a step sees nothing of it",
+           edit(_TORCH + "carry", "modes.carried(watching)",
+                "modes.carried(False)"),
+           ("test_thread_modes.py::test_modes_around_a_step_act_in_its_passes"
+            "[1dev-scaling-torch]",)),
+    Mutant("modes-at-the-same-time", "devices call a mode of the user's at "
+           "the same time", edit(_TORCH + "_run",
+                                 "modes.watching()", "False"),
+           ("test_thread_modes.py::test_what_a_mode_counts_is_that_of_the_"
+            "whole_batch*",)),
+    Mutant("hooks-are-checkpoints", "dropout takes hooks of the user's for a "
+           "checkpoint", edit(_REPLICA + "generator",
+                              "saving() == self._saving", "not saving()"),
+           ("test_thread_modes.py::test_dropout_inside_hooks_draws_the_same_"
+            "masks*",)),
+    Mutant("default-device-stays-behind", "devices' threads have their own",
+           edit("mgpu.backends._torch.modes:carried",
+                "functions or operations", "operations"),
+           ("test_thread_modes.py::test_the_default_device_is_that_of_the_"
+            "calling_thread*",)),
     Mutant("torch-put-aliases", "a tensor that is there already is not copied",
            edit(_TORCH + "_put", "copy=True", "copy=False"),
            (_COPIES + "torch-native-target0-None]",)),

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from mgpu import environment
+from mgpu import environment, probes
 from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
-from mgpu.backends._torch import strict
+from mgpu.backends._torch import modes, strict
 from mgpu.backends._torch.graph import disjoint, total
 from mgpu.backends._torch.leaves import Leaves, together
 from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._torch.replica import aside, undisturbed
-from mgpu.backends._workers import Workers, inside_worker
+from mgpu.backends._workers import Workers, inside_worker, run_in_turn
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
 
@@ -59,9 +59,10 @@ class TorchBackend(Leaves, base.Backend):
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads),
-            self.carry, aside=aside)
-        self._leader = Workers("mgpu-torch-step", lambda: None, self.carry,
-                               leading=True, aside=aside)
+            partial(self.carry, True), aside=aside)
+        self._leader = Workers("mgpu-torch-step", lambda: None,
+                               partial(self.carry, True), leading=True,
+                               aside=aside)
 
     # -- devices and arrays -------------------------------------------------
 
@@ -206,29 +207,39 @@ class TorchBackend(Leaves, base.Backend):
             # One pass for all: threads must not write to the same leaves.
             self._workers.run([lambda: torch.autograd.backward(totals)])
         else:
-            self._workers.run([
-                partial(torch.autograd.backward, x) for x in totals])
+            self._run([partial(torch.autograd.backward, x) for x in totals])
 
     # -- running on several devices -----------------------------------------
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if rendezvous and inside_worker() and len(thunks) > 1:
             raise messages.nested_rendezvous()
+        if rendezvous and len(thunks) > 1 and modes.watching():
+            raise messages.watched_rendezvous(modes.watching())
+        return self._run(thunks)
+
+    def _run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+        if len(thunks) > 1 and modes.watching():
+            with probes.only_queueing():    # one thread serves all devices
+                return self._workers.run([partial(run_in_turn, thunks)])[0]
         return self._workers.run(thunks)
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
         return self._leader.run([thunk])[0]
 
-    def carry(self) -> Callable[[], base.ContextManager]:
+    def carry(self, watching: bool = False
+              ) -> Callable[[], base.ContextManager]:
+        """`watching`: also what sees the operations of the calling thread,
+        which waits."""
         grad = torch.is_grad_enabled()
         inference = torch.is_inference_mode_enabled()
         autocast = [(kind, torch.get_autocast_dtype(kind))
                     for kind in ("cpu", "cuda")
                     if torch.is_autocast_enabled(kind)]
-        checks = strict.carried()
+        checks, carried = strict.carried(), modes.carried(watching)
 
         @contextlib.contextmanager
-        def modes() -> Iterator[None]:
+        def all_modes() -> Iterator[None]:
             with contextlib.ExitStack() as stack:
                 if inference:
                     stack.enter_context(torch.inference_mode())
@@ -237,8 +248,9 @@ class TorchBackend(Leaves, base.Backend):
                 stack.enter_context(torch.set_grad_enabled(grad))
                 for check in checks:
                     stack.enter_context(check)
+                stack.enter_context(carried())
                 yield
-        return modes
+        return all_modes
 
     def seed(self, seed: int) -> None:
         self._seed = seed

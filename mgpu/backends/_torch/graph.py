@@ -52,10 +52,3 @@ def recomputing() -> bool:
     """Whether this thread is inside a backward pass: what a network computes
     there it has computed before."""
     return torch._C._current_graph_task_id() != -1
-
-
-def saved_by_hooks() -> bool:
-    """Whether hooks decide what this thread saves for the backward pass: so
-    do checkpoints that are not reentrant, also when they recompute."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) \
-        is not None

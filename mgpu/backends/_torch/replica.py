@@ -27,9 +27,10 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
 from mgpu.backends._torch.float32 import AsMXNet
-from mgpu.backends._torch.graph import recomputing, saved_by_hooks
+from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between
 from mgpu.backends._torch.leaves import Place, users_hooks
+from mgpu.backends._torch.modes import saving
 from mgpu.backends._torch.names import arrays_of, walk
 from mgpu.backends._torch.ops import dtype_of
 
@@ -121,6 +122,7 @@ class TorchReplica(base.Replica):
         self._halted = False    # in its turn, while others run
         self._masks: dict[int, Any] = {}    # that a backward pass needs again
         self._graph = True  # the pass records one
+        self._saving: Any = None    # hooks of the user's around the pass
         self._met = False   # replicas met in the pass that is computed again
 
     def array(self, number: int) -> Any:
@@ -142,7 +144,7 @@ class TorchReplica(base.Replica):
         if self._again():
             return None
         if not network.backend.is_recording() or network.normalise is not None\
-                or not saved_by_hooks() \
+                or saving() == self._saving \
                 and torch.is_grad_enabled() is self._graph:
             return self.own_generator()
         if self._draws is False:
@@ -199,7 +201,7 @@ class TorchReplica(base.Replica):
                 stack.enter_context(autocast(self._handle, options))
             if torch.is_grad_enabled() and not recording:
                 stack.enter_context(torch.no_grad())
-            self._graph = torch.is_grad_enabled()
+            self._graph, self._saving = torch.is_grad_enabled(), saving()
             try:
                 result = self._run(inputs, training)
             except (RuntimeError, ValueError) as error:

@@ -1,0 +1,166 @@
+"""What torch keeps for each thread acts on passes that run in the devices'
+threads: modes around a step that see its operations, hooks on what is saved,
+the default device. Networks are in float64; the judge is the plain loop.
+"""
+import contextlib
+import copy
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import mlp, on
+
+pytestmark = pytest.mark.parametrize("name", [
+    name for name in BACKENDS if name == "torch"])
+
+
+@pytest.fixture(autouse=True)
+def engine(name):
+    with mgpu.using_backend(name) as backend:
+        yield backend
+
+
+def scaling():
+    """A mode that changes what a function returns, and counts its calls."""
+    import torch
+    from torch.nn import functional as F
+    from torch.overrides import TorchFunctionMode
+
+    class Scale(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            y = function(*args, **(kwargs or {}))
+            if function is F.linear:
+                self.calls += 1
+                y = (1 + torch.sin(torch.tensor(self.calls % 2))) * y
+            return y
+    return Scale()
+
+
+def rounding():
+    """Hooks that change what is saved for the backward pass."""
+    import torch
+    return torch.autograd.graph.saved_tensors_hooks(
+        lambda x: x.detach() * 1.5 if x.is_floating_point() else x,
+        lambda x: x)
+
+
+def on_the_host():
+    import torch
+    return torch.autograd.graph.save_on_cpu()
+
+
+def trained(engine, devices, around, batches=(8, 7, 3, 1)):
+    """The weights after plain SGD: by mgpu, or without `devices`."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    net = mlp(engine).double()
+    with torch.no_grad():
+        for i, p in enumerate(net.parameters()):
+            p.copy_(torch.linspace(-1, 1, p.numel()).reshape(p.shape) / (i+1))
+    replicas = mgpu.initialize(net, devices) if devices else None
+    trainer = replicas and mgpu.Trainer(replicas, "sgd",
+                                        {"learning_rate": 0.1})
+    for rows in batches:
+        rng = np.random.default_rng(rows)
+        X = torch.from_numpy(rng.normal(size=(rows, 6)))
+        y = torch.from_numpy(rng.integers(0, 3, rows))
+        if devices:
+            with around():
+                mgpu.train_batch(X, y, replicas, lambda o, y: cross_entropy(
+                    o, y, reduction="none"), trainer)
+            continue
+        net.zero_grad()
+        with around():
+            loss = cross_entropy(net(X), y, reduction="none")
+        loss.sum().backward()
+        with torch.no_grad():
+            for p in net.parameters():
+                p -= 0.1 * p.grad / rows
+    return [p.detach().numpy() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("around", [scaling, rounding, on_the_host])
+def test_modes_around_a_step_act_in_its_passes(engine, devices, around):
+    for ours, plain in zip(trained(engine, devices, around),
+                           trained(engine, None, around)):
+        np.testing.assert_allclose(ours, plain, rtol=0, atol=1e-12)
+
+
+def test_what_a_mode_counts_is_that_of_the_whole_batch(engine, devices):
+    """Operations of all devices, one at a time: nothing is lost."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    found = []
+    for k in (len(devices), 1):
+        modes = []
+
+        def around(modes=modes):
+            modes.append(FlopCounterMode(display=False))
+            return modes[-1]
+        trained(engine, on(*range(k)), around)
+        found.append([mode.flop_counts for mode in modes])
+    assert found[0] == found[1] and found[0][0]["Global"]
+    packed = []
+
+    def pack(x):
+        number = len(packed)
+        packed.append(number)
+        return number, x
+
+    replicas = mgpu.initialize(mlp(engine), devices)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[1]), \
+            mgpu.record():
+        losses = mgpu.parallel(lambda x: (x * x).sum(1), replicas(
+            [mgpu.put(np.ones((2, 6), "float32"), d) for d in devices]))
+    mgpu.backward(losses)
+    assert packed == list(range(len(packed))) and packed
+
+
+def test_the_default_device_is_that_of_the_calling_thread(devices):
+    import torch
+    with torch.device("meta"):
+        found = mgpu.parallel(lambda _: torch.zeros(()).device.type, devices)
+    assert found == ["meta"] * len(devices)
+    assert mgpu.parallel(lambda _: torch.zeros(()).device.type, devices) \
+        == ["cpu"] * len(devices)
+
+
+def test_dropout_inside_hooks_draws_the_same_masks(devices):
+    """Hooks of the user's around a step are no checkpoint."""
+    import torch
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.5))
+    found = []
+    for around in (contextlib.nullcontext, on_the_host):
+        replicas = mgpu.initialize(copy.deepcopy(net), devices)
+        mgpu.seed(1)
+        shards = [mgpu.put(np.ones((2, 6), "float32"), d) for d in devices]
+        for _ in range(2):
+            with around(), mgpu.record():
+                found.append([x.detach().numpy() for x in replicas(shards)])
+    np.testing.assert_array_equal(found[:2], found[2:])
+
+
+@pytest.mark.parametrize("around", [scaling, rounding])
+def test_modes_around_devices_that_meet_are_refused(devices, around):
+    import torch
+    replicas = mgpu.initialize(
+        torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3)),
+        devices, batch_norm="sync")
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    X = np.ones((8, 6), "float32")
+
+    def step():
+        mgpu.train_batch(X, X[:, 0], replicas, lambda o, y: o.sum(1), trainer)
+    with around():
+        if len(devices) == 1:
+            return step()
+        before = replicas.export_numpy()
+        with pytest.raises(RuntimeError, match="one device after the other"):
+            step()
+    for name, value in replicas.export_numpy().items():
+        np.testing.assert_array_equal(value, before[name])
+    step()
