@@ -19,7 +19,7 @@ _KNOWN = "test_dispatch.py::test_code_that_is_not_known_stays_in_one_thread["
 
 MUTANTS = [
     Mutant("modes-stay-behind", "a mode around a step sees nothing of it",
-           edit(_TORCH + "carry", "modes.carried(watching)",
+           edit(_TORCH + "_carried", "modes.carried(watching)",
                 "modes.carried(False)"),
            ("test_thread_modes.py::test_modes_around_a_step_act_in_its_passes"
             "[1dev-scaling-torch]",)),

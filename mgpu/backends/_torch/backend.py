@@ -59,9 +59,9 @@ class TorchBackend(Leaves, base.Backend):
         self.threads = threads = environment.threads_per_device()
         self._workers = Workers(
             "mgpu-torch", lambda: torch.set_num_threads(threads),
-            partial(self.carry, True), aside=aside)
+            partial(self._carried, True), aside=aside)
         self._leader = Workers("mgpu-torch-step", lambda: None,
-                               partial(self.carry, True), leading=True,
+                               partial(self._carried, True), leading=True,
                                aside=aside)
 
     # -- devices and arrays -------------------------------------------------
@@ -227,8 +227,10 @@ class TorchBackend(Leaves, base.Backend):
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
         return self._leader.run([thunk])[0]
 
-    def carry(self, watching: bool = False
-              ) -> Callable[[], base.ContextManager]:
+    def carry(self) -> Callable[[], base.ContextManager]:
+        return self._carried(watching=False)
+
+    def _carried(self, watching: bool) -> Callable[[], base.ContextManager]:
         """`watching`: also what sees the operations of the calling thread,
         which waits."""
         grad = torch.is_grad_enabled()
