@@ -189,6 +189,11 @@ MUTANTS = [
                 "in_place_of(outputs, put)", "None"),
            ("parity/test_diagnosis.py::test_faults_behind_the_first_are_found"
             "[1dev-gluon-]",)),
+    Mutant("float32-is-a-further-fault", "MXNet's float32 behind a fault is "
+           "another fault", edit("mgpu.parity.further:further",
+                                 "_place(e) in also", "True"),
+           ("parity/test_diagnosis.py::test_the_float32_of_mxnet_is_no_"
+            "further_fault[*",)),
     Mutant("masks-that-moved-are-a-fault", "a dropout layer too many makes "
            "faults of all behind it",
            edit("mgpu.parity.further:_places", "and not shifted", ""),

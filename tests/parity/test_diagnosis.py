@@ -1149,6 +1149,22 @@ def test_one_fault_is_one():
         assert result.further == [], result
 
 
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+def test_the_float32_of_mxnet_is_no_further_fault(swapped):
+    """It is not looked for where something differs before."""
+    one = gluon(lambda nn: [
+        nn.Dense(6, in_units=6), nn.BatchNorm(in_channels=6),
+        nn.LeakyReLU(0.3), nn.Dense(6, in_units=6), nn.GELU(),
+        nn.Dense(3, in_units=6)])
+    two = torch_(lambda nn: [
+        nn.Linear(6, 6), nn.BatchNorm1d(6, eps=1e-3), nn.LeakyReLU(0.3),
+        nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3)])
+    result = parity.compare(*[one, two][::-1 if swapped else 1],
+                            batches=ROWS)
+    assert result.causes[0].name == "normalisation epsilon"
+    assert result.further == [], result
+
+
 def test_summaries_cannot_take_the_place_of_outputs(tmp_path):
     data = [(X[..., :6, :6], y) for X, y in IMAGES]
     parity.record(pictures_g(), batches=data, file=tmp_path / "a")
