@@ -76,6 +76,7 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     with replicas.owned():
         _check_between_steps(replicas, trainer)
         replicas.give_up()
+        replicas.network.follow()
         replicas.following.follow(replicas.all_parameters())
         states, slots = trainer_states.pack(trainer.export_states())
         arrays = {f"slot:{name}": x for name, x in slots.items()}

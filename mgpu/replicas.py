@@ -600,6 +600,7 @@ class Replicas(Hints, abc.Sequence):
         """
         if not any(backward):
             return
+        self.network.check_kept(backward=True)
         doubt = self._watched.passes.doubt
         if doubt:
             raise RuntimeError(

@@ -1036,6 +1036,246 @@ def test_a_hook_keeps_nothing_where_devices_share_it(backend, k, way):
             replicas[i](shard)
 
 
+_gradients = {}
+
+
+def _put(found):
+    def put(module, before, after):
+        found["g"] = after[0].detach()
+    return put
+
+
+def _sum_up(found):
+    def add(module, before, after):
+        g = after[0].detach()
+        found[module] = found.get(module, 0) + g.T @ g
+    return add
+
+
+def _with_backward_hook(way):
+    import torch
+    from torch import nn
+    net, found = normalised(), {}
+
+    class Watched(nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:
+                self.watch(y)
+            return y
+
+        def watch(self, y):
+            y.register_hook(lambda g: _gradients.update(g=g))
+    if way == "full":
+        net[0].register_full_backward_hook(_put(found))
+    elif way == "by module":
+        net[0].register_full_backward_hook(_sum_up(found))
+    elif way == "pre":
+        net[2].register_full_backward_pre_hook(
+            lambda module, after: found.update(g=after[0].clone()))
+    elif way == "NumPy":
+        net[2].register_full_backward_pre_hook(
+            lambda module, after: found.update(g=after[0].numpy().copy()))
+    elif way == "made in a hook":
+        net[0].register_forward_hook(lambda m, x, out: out.register_hook(
+            lambda g: found.update(g=g)) and None)
+    elif way == "made in forward":
+        torch.manual_seed(0)
+        net = Watched(*net)
+    elif way == "added":
+        net[0].register_full_backward_hook(_put(_gradients))
+    return net
+
+
+BACKWARD_HOOKS = ["full", "by module", "pre", "NumPy", "made in a hook",
+                  "made in forward", "added"]
+
+
+@TORCH
+@pytest.mark.parametrize("way", BACKWARD_HOOKS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_backward_hook_keeps_nothing_where_devices_share_it(
+        backend, k, way):
+    """By hand, with mgpu's backward and with torch's own, in train_batch,
+    and in gradients of predictions; one device may."""
+    x = np.random.default_rng(0).normal(size=(7, 6))
+    net = _with_backward_hook(way)
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    before = net[0].weight.detach().clone()
+    shards, _ = mgpu.split_batch(x, x, replicas.devices)
+
+    def losses(**mode):
+        with mgpu.record(**mode):
+            return [out.sum() for out in replicas(shards)]
+
+    def by_hand():
+        mgpu.backward(losses())
+
+    def of_predictions():
+        mgpu.backward(losses(train_mode=False))
+
+    def natively():
+        sum(losses()).backward()
+        trainer.step(7)
+
+    def step():
+        mgpu.train_batch(x, x[:, :4], replicas, mgpu.losses.L2Loss(), trainer)
+    for call in (by_hand, of_predictions, natively, step):
+        if k == 1:
+            call()
+            continue
+        _gradients.clear()
+        with pytest.raises(ValueError, match=r"on several devices a \w+ hook "
+                           r"keeps tensors .*retain_grad\(\)"):
+            call()
+        assert (net[0].weight == before).all()
+        replicas.zero_grad()
+    for loss in losses():       # one at a time: read in between
+        mgpu.backward(loss)
+    with mgpu.record():
+        for i, shard in enumerate(shards):
+            mgpu.backward(replicas[i](shard).sum())
+
+
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_gradients_of_a_layer_are_taken_from_its_output(backend, k):
+    """What the refusal of a backward hook says, and a backward hook that
+    writes to its module."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Sequential):
+        def forward(self, x):
+            h = self[0](x)
+            return self[2](self[1](h)), h
+    torch.manual_seed(0)
+    net, plain = Net(*perceptron()), Net(*perceptron())
+    for one in (net, plain):
+        one.load_state_dict(plain.state_dict())
+        one[0].register_full_backward_hook(
+            lambda m, before, after: setattr(m, "kept", after[0]))
+    x = np.random.default_rng(0).normal(size=(7, 6))
+    out, h = plain(torch.from_numpy(x))
+    h.retain_grad()
+    out.square().sum().backward()
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    shards, _ = mgpu.split_batch(x, x, replicas.devices)
+    with mgpu.record():
+        outputs = replicas(shards)
+        for _, own in outputs:
+            own.retain_grad()
+        mgpu.backward([out.square().sum() for out, _ in outputs])
+    assert (torch.cat([own.grad for _, own in outputs])
+            - h.grad).abs().max() < 1e-12
+    assert (torch.cat([r.module[0].kept for r in replicas.of_engine()])
+            - plain[0].kept).abs().max() < 1e-12
+
+
+@TORCH
+@pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_hook_on_several_parameters_is_refused_on_several_devices(
+        backend, k, mode):
+    """It counts the gradients of the first device. Between the halves of a
+    step they are those of all rows."""
+    import torch
+    found = []
+
+    def norms(gradients):
+        found.append([g.norm() for g in gradients]
+                     if mode == "all" else gradients.norm())
+
+    def hooked(net):
+        return torch.autograd.graph.register_multi_grad_hook(
+            list(net.parameters()), norms, mode=mode)
+    net = perceptron()
+    before = net[0].weight.detach().clone()
+    handle = hooked(net)
+    if k == 1:
+        trained(net, k)
+        assert len(found) == 2
+        return
+    with pytest.raises(ValueError, match="received torch.autograd.graph."
+                       "register_multi_grad_hook"):
+        trained(net, k)
+    assert (net[0].weight == before).all() and not found
+    handle.remove()
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)],
+                               force_reinit=True, init="keep")
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    x = np.random.default_rng(0).normal(size=(7, 6))
+    with mgpu.record():
+        losses = [out.square().sum() for out in replicas(
+            mgpu.split_batch(x, x, replicas.devices)[0])]
+    mgpu.backward(losses)
+    trainer.allreduce_grads()
+    plain = perceptron()
+    plain(torch.from_numpy(x)).square().sum().backward()
+    for p, own in zip(plain.parameters(), net.parameters()):
+        assert (p.grad - own.grad).abs().max() < 1e-12
+    trainer.update(7)
+
+
+@TORCH
+@pytest.mark.parametrize("change", [
+    lambda net: net.float(), lambda net: net.half(),
+    lambda net: setattr(net[0].weight, "data", net[0].weight.data.t())],
+    ids=["float", "half", "shape"])
+@pytest.mark.parametrize("when", ["pass", "backward", "allreduce_grads",
+                                  "checkpoint"])
+@pytest.mark.parametrize("k", [2, 3])
+def test_another_dtype_or_shape_is_refused(
+        backend, k, change, when, tmp_path):
+    """In the middle of a training on several devices; until the network is
+    made anew."""
+    net, devices = perceptron(), [mgpu.cpu(i) for i in range(k)]
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1,
+                                             "momentum": 0.9})
+    x = np.random.default_rng(0).normal(size=(7, 6))
+
+    def step(dtype):
+        mgpu.train_batch(x.astype(dtype), x[:, :4].astype(dtype), replicas,
+                         mgpu.losses.L2Loss(), trainer)
+    step("float64")
+    states = [mgpu.to_numpy(p.list_data()[1]) for p in replicas.params()]
+    if when in ("backward", "allreduce_grads"):
+        with mgpu.record():
+            losses = [out.square().sum() for out in replicas(
+                mgpu.split_batch(x, x, devices)[0])]
+        mgpu.backward(losses)
+        if when == "allreduce_grads":
+            trainer.allreduce_grads()
+    change(net)
+    then = [p.data.clone() for p in net.parameters()]
+    dtype = str(net[0].weight.dtype).removeprefix("torch.")
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        if when == "pass":
+            step(dtype)
+        elif when == "checkpoint":
+            mgpu.save_checkpoint(tmp_path / "x", replicas, trainer)
+        elif when == "backward":
+            trainer.step(7)
+        else:
+            trainer.update(7)
+    if when in ("pass", "checkpoint"):
+        assert "force_reinit=True" in str(caught.value)
+    for p, x0 in zip(net.parameters(), then):
+        assert (p == x0).all()
+    for p, x0 in zip(replicas.params(), states):
+        if dtype != "float64" or when in ("pass", "checkpoint"):
+            assert (mgpu.to_numpy(p.list_data()[1]) == x0).all()
+    if dtype == "float32":
+        replicas = mgpu.initialize(net, devices, init="keep",
+                                   force_reinit=True)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+        step(dtype)
+        assert {x.dtype for p in replicas.params()
+                for x in p.list_data()} == {net[0].weight.dtype}
+
+
 @TORCH
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_a_hook_may_read_tensors_and_write_to_its_module(backend, k):

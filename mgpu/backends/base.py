@@ -583,9 +583,9 @@ class Network(ABC):
         `source` has kept outside of the arrays of `specs`."""
         return
 
-    def check_kept(self) -> None:
+    def check_kept(self, backward: bool = False) -> None:
         """After passes of several devices since `follow`: refuses what they
-        have kept in one place."""
+        have kept in one place; `backward`: what backward passes have."""
         return
 
     def predicts(self) -> bool:

@@ -240,6 +240,39 @@ MUTANTS = [
                "if torch.is_grad_enabled():", "if False:"),
            ("test_network_hooks.py::test_a_network_in_eval_mode_is_not_"
             "trained*",)),
+    Mutant("torch-backward-hooks-share", "what backward hooks keep in one "
+           "place goes unseen", edit(
+               "mgpu.backends._torch.network:TorchNetwork.check_kept",
+               "if several or not backward:", "if not backward:"),
+           ("test_network_hooks.py::test_a_backward_hook_keeps_nothing_where_"
+            "devices_share_it[2-full-torch]",)),
+    Mutant("torch-hooks-in-forward-share", "what hooks that forward makes "
+           "keep in one place goes unseen", edit(
+               _ATTRIBUTES + "_makes_hooks", "code is not None", "False"),
+           ("test_network_hooks.py::test_a_backward_hook_keeps_nothing_where_"
+            "devices_share_it[2-made in*",)),
+    Mutant("torch-one-at-a-time", "a user cannot read what hooks keep "
+           "between devices", edit(
+               "mgpu.backends._torch.network:TorchNetwork.check_kept",
+               "len(self.reached) > 1", "True"),
+           ("test_network_hooks.py::test_a_backward_hook_keeps_nothing_where_"
+            "devices_share_it[2-full-torch]",)),
+    Mutant("torch-multi-grad-hook", "a hook counts gradients of the first "
+           "device", edit(
+               _ATTRIBUTES + "_check_hooks",
+               "code.co_filename == graph.__file__", "False"),
+           ("test_network_hooks.py::test_a_hook_on_several_parameters_is_"
+            "refused_on_several_devices*",)),
+    Mutant("torch-dtypes-part", "a network in half precision on one device",
+           edit("mgpu.backends._torch.network:TorchNetwork._check_forms",
+                "here.dtype is not there.dtype or", "False or"),
+           ("test_network_hooks.py::test_another_dtype_or_shape_is_refused"
+            "[2-pass-half-torch]",)),
+    Mutant("torch-shapes-part", "a transposed weight on one device",
+           edit("mgpu.backends._torch.network:TorchNetwork._check_forms",
+                "here.shape != there.shape", "False"),
+           ("test_network_hooks.py::test_another_dtype_or_shape_is_refused"
+            "[2-pass-shape-torch]",)),
     Mutant("torch-attributes-lag", "a device without rows has attributes of "
            "an earlier pass", edit(
                _ATTRIBUTES + "Attributes.catch_up", "_lags(found.get(name),",

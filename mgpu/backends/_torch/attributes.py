@@ -4,14 +4,15 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import is_
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import graph
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import messages
@@ -147,8 +148,11 @@ class Attributes:
 def follow_attributes(parameters: Sequence[Sequence[Any]]) -> None:
     """Give the parameters of the copies the attributes of those of the
     user's module, which come first. ValueError for a tensor: nobody knows
-    which rows it was made from."""
+    which rows it was made from; and for a hook on several of them."""
     for first, *copies in zip(*parameters):
+        # One of them is mgpu's own.
+        if first._backward_hooks and len(first._backward_hooks) > 1:
+            _check_hooks(first._backward_hooks.values())
         own = vars(first)
         if not own and not any(map(vars, copies)):
             continue
@@ -162,6 +166,19 @@ def follow_attributes(parameters: Sequence[Sequence[Any]]) -> None:
         for x in copies:
             vars(x).clear()
             vars(x).update(own)
+
+
+def _check_hooks(hooks: Iterable[Any]) -> None:
+    for hook in hooks:
+        code = getattr(hook, "__code__", None)
+        if code is not None and code.co_filename == graph.__file__:
+            raise ValueError(
+                "on several devices a hook waits for the gradient of one "
+                "parameter; received torch.autograd.graph."
+                "register_multi_grad_hook, which waits for several, of the "
+                "first device alone. Read the gradients between "
+                "Trainer.allreduce_grads and Trainer.update, where they are "
+                "those of all rows; or use one device.")
 
 
 def check_views(net: nn.Module) -> None:
@@ -193,38 +210,86 @@ def _numpy_arrays(x: Any, depth: int) -> Iterator[np.ndarray]:
 
 
 class Kept:
-    """The tensors that the user's forward hooks reach outside of modules, as
-    they are now: in a dictionary that a function closes over, perhaps, which
-    the copies of the module share, or have copies of."""
+    """The tensors that the user's hooks reach outside of modules, as they are
+    now: in a dictionary that a function closes over, perhaps, which the
+    copies of the module share, or have copies of.
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._found: list[tuple[Any, list[tuple[Any, int]]]] = [
-            (hook, [(weakref.ref(x), x._version)
-                    for x in _reached(hook, 5, set())])
-            for m in layers
-            for table in (m._forward_hooks, m._forward_pre_hooks)
+    Attributes
+    ----------
+    backward : bool
+        Whether some of the hooks run in backward passes.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module],
+                 makers: Sequence[FunctionType] = ()) -> None:
+        """`makers`: see `makers_of_hooks`."""
+        self._found: list[tuple[str, Any, list[Any]]] = [
+            ("tensor" if _makes_hooks(getattr(hook, "__code__", None))
+             else kind, hook, _states(hook)) for m in layers
+            for kind, table in (("forward", m._forward_hooks),
+                                ("forward", m._forward_pre_hooks),
+                                ("backward", m._backward_hooks),
+                                ("backward", m._backward_pre_hooks))
             for hook in table.values()]
+        self._found += [("tensor", f, _states(f)) for f in makers]
+        self.backward = any(kind != "forward" for kind, *_ in self._found)
 
-    def check(self) -> None:
+    def check(self, backward: bool = False) -> None:
         """ValueError where the passes of several devices have put others
-        there."""
-        for hook, known in self._found:
-            now: list[Any] = list(_reached(hook, 5, set()))
+        there; `backward`: backward passes alone, in hooks on layers, or on
+        tensors that forward passes have made."""
+        for kind, hook, known in self._found:
+            if backward and kind == "forward":
+                continue
+            now: list[Any] = list(_reached(hook, 5, set(), (np.ndarray,)))
             if len(now) != len(known) or any(
-                    ref() is not x or x._version != version
+                    ref() is not x or getattr(x, "_version", 0) != version
                     for x, (ref, version) in zip(now, known)):
+                cure = (
+                    "Write module.kept = output, and return it with the "
+                    "network's output" if kind == "forward" else
+                    "Return the layer's output with the network's output, and "
+                    "take its gradient on each device: output.retain_grad() "
+                    "before the backward pass")
                 raise ValueError(
-                    "on several devices a forward hook keeps tensors on its "
+                    f"on several devices a {kind} hook keeps tensors on its "
                     "module, of which each device has one; received "
                     f"{getattr(hook, '__qualname__', repr(hook))}, which has "
-                    "put them where all devices share them. Write "
-                    "module.kept = output, and return it with the network's "
-                    "output; or use one device.")
+                    f"put them where all devices share them. {cure}; or use "
+                    "one device.")
 
 
-def _reached(x: Any, depth: int, met: set[int]) -> Iterator[Any]:
-    """The tensors in what a hook may write to."""
-    if isinstance(x, torch.Tensor):
+def makers_of_hooks(layers: Sequence[nn.Module]) -> list[FunctionType]:
+    """The functions of the user's layers that put hooks on tensors."""
+    kinds = {kind for m in layers for kind in type(m).__mro__
+             if kind.__module__.split(".")[0] not in ("torch", "builtins")}
+    return [f for kind in kinds for f in vars(kind).values()
+            if isinstance(f, FunctionType) and _makes_hooks(f.__code__)]
+
+
+@cache
+def _makes_hooks(code: CodeType | None) -> bool:
+    return code is not None and not {
+        "register_hook", "register_multi_grad_hook"}.isdisjoint(
+            _global_names(code))
+
+
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """The names that a function's code looks up, inner functions too."""
+    return (*code.co_names, *(
+        name for inner in code.co_consts if isinstance(inner, CodeType)
+        for name in _global_names(inner)))
+
+
+def _states(hook: Any) -> list[Any]:
+    return [(weakref.ref(x), getattr(x, "_version", 0))
+            for x in _reached(hook, 5, set(), (np.ndarray,))]
+
+
+def _reached(x: Any, depth: int, met: set[int],
+             kinds: tuple[type, ...] = ()) -> Iterator[Any]:
+    """The tensors, and what is of `kinds`, in what a hook may write to."""
+    if isinstance(x, (torch.Tensor, *kinds)):
         yield x
         return
     if not depth or id(x) in met or isinstance(x, (
@@ -237,7 +302,7 @@ def _reached(x: Any, depth: int, met: set[int]) -> Iterator[Any]:
                  if cell != _EMPTY_CELL]
         parts = [*cells, *(x.__defaults__ or ()),
                  *(x.__kwdefaults__ or {}).values(),
-                 *(x.__globals__.get(name) for name in x.__code__.co_names)]
+                 *map(x.__globals__.get, _global_names(x.__code__))]
     elif isinstance(x, MethodType):
         parts = [x.__self__, x.__func__]
     elif isinstance(x, partial):
@@ -248,7 +313,7 @@ def _reached(x: Any, depth: int, met: set[int]) -> Iterator[Any]:
     elif type(x).__module__.split(".")[0] not in ("mgpu", "torch"):
         parts = list(getattr(x, "__dict__", {}).values())
     for part in parts:
-        yield from _reached(part, depth - 1, met)
+        yield from _reached(part, depth - 1, met, kinds)
 
 
 class _Seen:

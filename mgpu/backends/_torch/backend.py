@@ -1,6 +1,7 @@
 """The PyTorch engine."""
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -54,6 +55,8 @@ class TorchBackend(Leaves, base.Backend):
         self.ops = TorchOps()
         self._seed = 0
         self._generators: dict[Any, torch.Generator] = {}
+        #: networks with hooks that may keep something in backward passes
+        self.keeping = weakref.WeakSet[TorchNetwork]()
         # set_num_threads acts on the calling thread only, so each device gets
         # its share and the user's own threads keep theirs.
         self.threads = threads = environment.threads_per_device()
@@ -193,7 +196,12 @@ class TorchBackend(Leaves, base.Backend):
         return _training.get()
 
     def backward(self, losses: Sequence[Any]) -> None:
+        keeping = list(self.keeping)
+        for network in keeping:
+            network.reached.clear()
         self.run_backward(losses, together())
+        for network in keeping:
+            network.check_kept(backward=True)
 
     def run_backward(self, losses: Sequence[Any],
                      join: Callable[[Any], Any]) -> None:

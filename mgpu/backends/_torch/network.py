@@ -17,7 +17,8 @@ from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
 from mgpu.backends._torch.attributes import (Attributes, Kept, check_views,
-                                             follow_attributes)
+                                             follow_attributes,
+                                             makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
@@ -51,6 +52,9 @@ class TorchNetwork(base.Network):
         self._watchers = 0
         self.replicas: list[TorchReplica] = []
         self._kept = Kept(())
+        self._makers: list[Any] = []    # see `makers_of_hooks`
+        #: the replicas that backward passes have reached since `follow`
+        self.reached: set[int] = set()
         #: held while a replica's training flags are read and saved
         self.reading = threading.Lock()
 
@@ -263,11 +267,13 @@ class TorchNetwork(base.Network):
                 replicas[i].borrow_hooks()
         self.replicas = replicas
         self._attributes = Attributes([r.layers for r in replicas])
+        self._makers = makers_of_hooks(replicas[0].layers)
         return list(replicas)
 
     def follow(self) -> None:
         self._attributes.check_layers()
         if len(self.replicas) > 1:
+            self._check_forms()
             follow_attributes([[owner[name] for owner, name in r.weights]
                                for r in self.replicas])
         if (len(self.replicas) > 1 or self.options.hybridize) \
@@ -275,17 +281,40 @@ class TorchNetwork(base.Network):
                 and self._attributes.follow():
             for replica in self.replicas:
                 replica.forget()
-        self._kept = Kept(self.replicas[0].layers if len(self.replicas) > 1
-                          and not self._watchers
-                          and self.backend.is_recording() else ())
+        self._kept = Kept(self.replicas[0].layers, self._makers) \
+            if len(self.replicas) > 1 and not self._watchers \
+            and self.backend.is_recording() else Kept(())
+        self.reached.clear()
+        if self._kept.backward:
+            self.backend.keeping.add(self)
+
+    def _check_forms(self) -> None:
+        """ValueError where the user has given parameters another dtype or
+        shape in place."""
+        first, second, *_ = self.replicas
+        for number, ((own, name), (others, _)) in enumerate(zip(
+                first.weights, second.weights)):
+            here, there = own[name], others[name]
+            if here.dtype is not there.dtype or here.shape != there.shape:
+                raise ValueError(
+                    "on several devices a parameter keeps its dtype and shape"
+                    f", {name_of_dtype(there)} {tuple(there.shape)}; received"
+                    f" {name_of_dtype(here)} {tuple(here.shape)} for "
+                    f"{self.specs()[number].name!r}. Call mgpu.initialize(net"
+                    ", devices, init='keep', force_reinit=True), and make a "
+                    "new Trainer; or change it back.")
 
     def catch_up(self, source: int, idle: Sequence[int]) -> None:
         if self.replicas[0].users is None:
             for i in idle:
                 self._attributes.catch_up(source, i)
 
-    def check_kept(self) -> None:
-        self._kept.check()
+    def check_kept(self, backward: bool = False) -> None:
+        # One device at a time may keep what the user reads in between.
+        several = len(self.reached) > 1
+        self.reached.clear()
+        if several or not backward:
+            self._kept.check(backward)
 
     def turns(self) -> "_Streams":
         return _Streams(self.replicas)

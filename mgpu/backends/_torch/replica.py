@@ -329,6 +329,7 @@ class TorchReplica(base.Replica):
                          met: bool, _: Any) -> None:
         """Let what the backward pass computes again (checkpoints) see the
         modes and the functions of the forward pass."""
+        self._network.reached.add(self.index)
         trained = next((owner[name] for owner, name in self.weights
                         if owner[name].requires_grad), None)
         place = Place() if trained is None \
