@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import files, trainer_states
+from mgpu import extra_states, files, trainer_states
 from mgpu.arguments import integer
 from mgpu.backends import messages
 from mgpu.datasets import BatchIterator
@@ -33,11 +33,13 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
 
     Call it between two steps. The run that goes on from the file has the bits
     of the run that goes on from here. In the file are: weights, and what is
-    frozen; the buffers of every device; the trainer's slots, counts, rate and
-    dynamic loss scale; the random streams of the engine, NumPy's global one
-    and Python's; the position in `data`. Options are not: the program that
-    goes on makes network, trainer, schedule (a function of the number of the
-    update) and data as this one did. Waits for pending work.
+    frozen; the buffers of every device; what layers give by
+    ``get_extra_state`` (torch: numbers, text, arrays, and lists, tuples and
+    dicts of them); the trainer's slots, counts, rate and dynamic loss scale;
+    the random streams of the engine, NumPy's global one and Python's; the
+    position in `data`. Options are not: the program that goes on makes
+    network, trainer, schedule (a function of the number of the update) and
+    data as this one did. Waits for pending work.
 
     Parameters
     ----------
@@ -61,7 +63,8 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
         an update failed midway; the parameters have no values yet; or
         another thread uses the replicas or draws from `data`.
     TypeError, ValueError
-        What is not replicas, their trainer, or such data.
+        What is not replicas, their trainer, or such data. An extra state that
+        is neither of these; a buffer that a pass has made.
 
     Notes
     -----
@@ -79,7 +82,10 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
         replicas.network.follow()
         replicas.following.follow(replicas.all_parameters())
         states, slots = trainer_states.pack(trainer.export_states())
+        extra, more = extra_states.pack(replicas.network.extra_states(),
+                                        backend)
         arrays = {f"slot:{name}": x for name, x in slots.items()}
+        arrays |= {f"extra:{name}": x for name, x in more.items()}
         for p in replicas.all_parameters():
             copies = p.list_data() if p.kind in BUFFERS else p.list_data()[:1]
             every = [backend.to_numpy(x) for x in copies]
@@ -91,6 +97,7 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     files.write_arrays(file, {
         "format": FORMAT, "engine": backend.name,
         "devices": list(map(str, replicas.devices)), "states": states,
+        "extra": extra,
         "grad_req": {p.name: p.grad_req for p in replicas.params()},
         "position": position, "python": random.getstate(),
         "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]]}, arrays)
@@ -135,7 +142,8 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
         seed = integer("seed", seed, 0)
 
     def unpack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
-        groups: dict[str, Any] = {"slot": {}, "value": {}, "stream": {}}
+        groups: dict[str, Any] = {"slot": {}, "value": {}, "stream": {},
+                                  "extra": {}}
         for key, x in arrays.items():
             group, _, name = key.partition(":")
             groups[group][name] = x
@@ -152,9 +160,12 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
             put_back.append(backend.fit_streams(groups["stream"]))
         return (place, trainer_states.unpack(header["states"],
                                              groups["slot"]),
-                groups["value"], put_back, header["grad_req"], at)
+                groups["value"], put_back, header["grad_req"], at,
+                # older files have none
+                extra_states.unpack(header.get("extra", {}), groups["extra"]))
 
-    place, states, values, put_back, requests, position = files.read_arrays(
+    (place, states, values, put_back, requests, position,
+     extra) = files.read_arrays(
         file, FORMAT, "a file of mgpu.save_checkpoint", unpack)
     _check_values(replicas, values, len(place[1]))
     put_values = replicas.fit_numpy(values)
@@ -165,9 +176,14 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
             f"{replicas!r}. Pass seed= to begin new streams, or use the same "
             "devices.")
     _check_position(position, source)
+    _check_extra(replicas, extra, len(place[1]))
 
     def apply() -> None:
         trainer.import_states(states)       # the last that may refuse
+        replicas.network.set_extra_states({
+            name: [extra_states.build(every[i % len(every)], backend, device)
+                   for i, device in enumerate(replicas.devices)]
+            for name, every in extra.items()})
         put_values()
         for p in replicas.params():
             if requests.get(p.name, p.grad_req) != p.grad_req:
@@ -259,6 +275,23 @@ def _check_values(replicas: Replicas, values: Mapping[str, np.ndarray],
             f"the buffers of {count} devices ({apart[0]}, ...) differ, so "
             f"they are those of no other number; received {replicas!r}. Use "
             f"{count} devices, or train with batch_norm='average' or 'sync'.")
+
+
+def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]],
+                 count: int) -> None:
+    names = replicas.network.extra_names()
+    if set(extra) != set(names):
+        raise ValueError(
+            "a checkpoint holds what get_extra_state of the network's layers "
+            f"gives; received {sorted(extra)} for {names}. Use the network "
+            "that was saved (older versions of mgpu saved none).")
+    apart = [name for name, every in extra.items()
+             if len(every) not in (1, len(replicas))]
+    if apart:
+        raise ValueError(
+            f"extra states of {count} devices ({apart[0]}, ...) differ, so "
+            f"they are those of no other number; received {replicas!r}. Use "
+            f"{count} devices.")
 
 
 def _host_streams(numpy: Any, python: Any) -> Callable[[], None]:

@@ -288,6 +288,124 @@ def test_statistics_that_differ_belong_to_as_many_devices(engine, tmp_path):
         assert_same(everything(other), before)
 
 
+TORCH = [name for name in BACKENDS if name == "torch"]
+
+
+def counting(state, key="n", back=True):
+    """A network whose layers count their passes, and say so by `state`."""
+    import torch
+    from torch import nn
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.n, self.sum, self.note = 0, torch.zeros(2), None
+
+        def forward(self, x):
+            if self.training:
+                self.n += 1
+                self.sum = self.sum + x.detach().mean(0)[:2]
+            return x / (1 + self.n) + self.sum.mean()
+
+        def get_extra_state(self):
+            return state(self)
+
+    def set_extra_state(self, state):
+        if key is not None:
+            self.n, self.sum, self.note = (
+                state[key], state["sum"], state.get("note"))
+    if back:
+        Counts.set_extra_state = set_extra_state
+    return nn.Sequential(nn.Linear(6, 6), Counts(), nn.Linear(6, 3), Counts())
+
+
+NOTE = {"text": ["a", (1, 2.5, None, True)], 3: float("nan"),
+        ("t",): b"bytes", "array": np.arange(6.0).reshape(2, 3),
+        "number": np.float32(0.1), "empty": {}}
+
+
+def same(x, y):
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(same(x[k], y[k]) for k in x)
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(map(same, x, y))
+    return type(x) is type(y) and (
+        x.tobytes() == y.tobytes() and x.dtype == y.dtype
+        if hasattr(x, "tobytes") else x == y or x != x and y != y)
+
+
+@pytest.mark.parametrize("backend", TORCH, indirect=True)
+def test_what_layers_add_to_a_state_goes_on(backend, devices, tmp_path):
+    """On every device, of each its own; without pickle."""
+    def state(layer):
+        return {"n": layer.n, "sum": layer.sum.to(
+            layer.sum.dtype), "note": NOTE}
+    whole = training(backend, devices, None, 1, counting(state))
+    go_on(whole, 9, 4, tmp_path / "saved")
+    resumed = training(backend, devices, None, 1, counting(state), seed=5)
+    mgpu.load_checkpoint(tmp_path / "saved", *resumed)
+    for replica in resumed[0].of_engine():
+        assert replica.module[1].n > 0 and same(replica.module[1].note, NOTE)
+    go_on(resumed, 9)
+    assert_same(everything(resumed), everything(whole))
+    for one, two in zip(whole[0].of_engine(), resumed[0].of_engine()):
+        for k in (1, 3):
+            assert one.module[k].n == two.module[k].n
+            assert (one.module[k].sum == two.module[k].sum).all()
+    other = training(backend, on(*range(len(devices) % 4 + 1)), None, 1,
+                     counting(state))
+    before = everything(other)
+    if len(devices) == 1:
+        mgpu.load_checkpoint(tmp_path / "saved", *other, seed=0)
+        for replica in other[0].of_engine():
+            assert replica.module[3].n == 4
+        return
+    with pytest.raises(ValueError, match=f"extra states of {len(devices)} "
+                       "devices"):
+        mgpu.load_checkpoint(tmp_path / "saved", *other, seed=0)
+    assert_same(everything(other), before)
+
+
+@pytest.mark.parametrize("backend", TORCH, indirect=True)
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_state_that_does_not_go_back_is_refused(backend, k, tmp_path):
+    import torch
+
+    def saved(net, load=None):
+        run = training(backend, on(*range(k)), None, net=net)
+        go_on(run, 1)
+        mgpu.save_checkpoint(tmp_path / "saved", *run)
+        return run
+    for wrong in (object(), {1, 2}, 1j, np.ones(2, "complex128"),
+                  torch.ones(2, dtype=torch.complex64), print):
+        with pytest.raises(ValueError, match="holds no pickle.*"
+                           "in '1._extra_state'"):
+            saved(counting(lambda layer, wrong=wrong: {"a": [wrong]}))
+    with pytest.raises(ValueError, match=r"without one: \['1', '3'\]"):
+        saved(counting(lambda layer: layer.n, back=False))
+    assert not (tmp_path / "saved").exists()
+    saved(counting(lambda layer: {"n": layer.n, "sum": layer.sum}))
+    other = training(backend, on(*range(k)), None, net=torch.nn.Sequential(
+        torch.nn.Linear(6, 6), torch.nn.Identity(), torch.nn.Linear(6, 3)))
+    before = everything(other)
+    with pytest.raises(ValueError, match=r"received \['1._extra_state', '3."
+                       r"_extra_state'\] for \[\]"):
+        mgpu.load_checkpoint(tmp_path / "saved", *other)
+    assert_same(everything(other), before)
+
+    class Late(torch.nn.Linear):
+        keeps = True
+
+        def forward(self, x):
+            self.register_buffer("late", x.new_ones(1), self.keeps)
+            return super().forward(x)
+    with pytest.raises(ValueError, match=r"received \['late'\], which passes "
+                       "have made"):
+        saved(Late(6, 3))
+    Late.keeps = False
+    saved(Late(6, 3))
+
+
 # -- what is refused ----------------------------------------------------------
 
 def test_a_save_between_the_halves_of_a_step_is_refused(engine, tmp_path):
@@ -423,6 +541,10 @@ HOSTILE_CHECKPOINT = {
     "epoch": lambda header, arrays: header["position"].update(
         position=[-1, 0]),
     "order": lambda header, arrays: header["position"].pop("seed"),
+    "extra": lambda header, arrays: header.update(extra={"x": [["set", []]]}),
+    "extra array": lambda header, arrays: header.update(
+        extra={"x": [["array", 0]]}),
+    "unknown extra": lambda header, arrays: header.update(extra={"x": [1]}),
     "no devices": lambda header, arrays: header.update(devices=None),
     "devices": lambda header, arrays: header.update(devices=[1, 2, 3]),
 }

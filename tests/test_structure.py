@@ -41,7 +41,7 @@ LAYERS = {
         "collectives functional models strict",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "trainer_states trainer",
-    "training": "evaluation training checkpoint",
+    "training": "evaluation training extra_states checkpoint",
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
     "the public names": ".",

@@ -583,6 +583,21 @@ class Network(ABC):
         `source` has kept outside of the arrays of `specs`."""
         return
 
+    def extra_names(self) -> list[str]:
+        """Which of its layers have a state besides arrays: see
+        `extra_states`."""
+        return []
+
+    def extra_states(self) -> dict[str, list[Any]]:
+        """By name, on each device: what layers give of themselves to be
+        saved, besides the arrays of `specs`. ValueError for what they could
+        not take back."""
+        return {}
+
+    def set_extra_states(self, states: Mapping[str, Sequence[Any]]) -> None:
+        """Give it back to the layers."""
+        return
+
     def check_kept(self, backward: bool = False) -> None:
         """After passes of several devices since `follow`: refuses what they
         have kept in one place; `backward`: what backward passes have."""

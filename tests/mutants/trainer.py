@@ -259,6 +259,20 @@ MUTANTS = [
                 "ValueError(\"its arrays"),
            ("test_checkpoint.py::test_a_file_takes_as_much_memory_as_it_has_"
             "bytes",)),
+    Mutant("extra-states-lost", "what layers add to a state is not loaded",
+           edit("mgpu.backends._torch.network:TorchNetwork.set_extra_states",
+                "m.set_extra_state(states[name][i])", "pass"),
+           ("test_checkpoint.py::test_what_layers_add_to_a_state_goes_on[2dev-"
+            "torch]",)),
+    Mutant("extra-states-alike", "all devices get the first one's state",
+           edit("mgpu.extra_states:pack", "len(bits) == 1", "True"),
+           ("test_checkpoint.py::test_what_layers_add_to_a_state_goes_on[2dev-"
+            "torch]",)),
+    Mutant("extra-states-of-others", "a state of layers that there are not",
+           edit("mgpu.checkpoint:_check_extra", "set(extra) != set(names)",
+                "False"),
+           ("test_checkpoint.py::test_a_state_that_does_not_go_back_is_"
+            "refused*",)),
     Mutant("half-a-step-saved", "a gradient that waits is forgotten",
            edit("mgpu.checkpoint:_check_between_steps", "trainer.pending or "
                 "any(map(backend.is_fresh, p.list_data()))", "False"),

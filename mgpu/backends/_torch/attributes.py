@@ -48,14 +48,26 @@ class Attributes:
         self._first, *self._copies = layers
         self._members = _members(self._first)
         self._names = _names(self._first[0])
-        met: dict[int, Any] = {}
-        self._known = [_Seen(m, met) for m in self._first]
         #: (number of the layer, name): those in which passes keep tensors
         self._kept: set[tuple[int, str]] = set()
-        self._in_copies = list(map(self._of_copies, range(len(self._first))))
+        self.settle()
         #: buffers that passes have not made, which follow by themselves
         self._ready = [{name for name, b in m._buffers.items()
                           if b is not None} for m in self._first]
+
+    def settle(self) -> None:
+        """What the copies have is what they are to have."""
+        met: dict[int, Any] = {}
+        self._known = [_Seen(m, met) for m in self._first]
+        self._in_copies = list(map(self._of_copies, range(len(self._first))))
+
+    def late_buffers(self) -> list[str]:
+        """Those that passes have made, and that torch would save."""
+        return [joined(path, name) for (path, m), ready in zip(
+                    self._first[0].named_modules(), self._ready)
+                for name, b in m._buffers.items() if b is not None
+                and name not in ready
+                and name not in m._non_persistent_buffers_set]
 
     def follow(self) -> bool:
         """Give the copies the attributes and hooks that the module has.

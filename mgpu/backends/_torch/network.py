@@ -309,6 +309,36 @@ class TorchNetwork(base.Network):
             for i in idle:
                 self._attributes.catch_up(source, i)
 
+    def extra_names(self) -> list[str]:
+        return [joined(path, "_extra_state")
+                for path, m in self.net.named_modules() if _has_extra(m)]
+
+    def extra_states(self) -> dict[str, list[Any]]:
+        late = self._attributes.late_buffers()
+        if late:
+            raise ValueError(
+                "a checkpoint holds the buffers that are there at "
+                f"mgpu.initialize; received {late}, which passes have made. "
+                "Make them tensors in __init__, or persistent=False where "
+                "each pass makes them anew.")
+        one_way = [path for path, m in self.net.named_modules()
+                   if _has_extra(m) and type(m).set_extra_state
+                   is nn.Module.set_extra_state]
+        if one_way:
+            raise ValueError(
+                "what get_extra_state gives goes back by set_extra_state; "
+                f"received layers without one: {one_way}. Write it.")
+        each = [[m.get_extra_state() for m in r.layers if _has_extra(m)]
+                for r in self.replicas]
+        return dict(zip(self.extra_names(), map(list, zip(*each))))
+
+    def set_extra_states(self, states) -> None:
+        for i, replica in enumerate(self.replicas):
+            layers = filter(_has_extra, replica.layers)
+            for m, name in zip(layers, self.extra_names()):
+                m.set_extra_state(states[name][i])
+        self._attributes.settle()
+
     def check_kept(self, backward: bool = False) -> None:
         # One device at a time may keep what the user reads in between.
         several = len(self.reached) > 1
@@ -526,6 +556,10 @@ def _watch(module: nn.Module, path: str, replica: TorchReplica,
 
 def _cloned(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+def _has_extra(m: nn.Module) -> bool:
+    return type(m).get_extra_state is not nn.Module.get_extra_state
 
 
 def _copy(net: nn.Module) -> nn.Module:
