@@ -479,7 +479,8 @@ class Replicas(Hints, abc.Sequence):
     def import_numpy(self, values: Mapping[str, np.ndarray]) -> None:
         """Write values by name on all devices: what `export_numpy` gave, of
         this engine or of the other one, each read once. Buffers may have a
-        leading axis of length K. Those of kind "other" may be missing, and
+        leading axis of length K. A parameter of several layers may come under
+        each of its names. Those of kind "other" may be missing, and
         the gamma and beta of a norm layer that learns none: ones and zeros.
 
         Raises
@@ -503,6 +504,8 @@ class Replicas(Hints, abc.Sequence):
                   if self.backend.is_native(x) else np.array(x)
                   for name, x in by_name("values", values).items()}
         own = {p.name: p for p in self.all_parameters()}
+        apart = _under_one_name(values, self.network.aliases()) \
+            if values.keys() - own.keys() else []
         for name, p in own.items():
             if p.spec.constant is not None and name not in values:
                 values[name] = np.full(p.shape or (), p.spec.constant)
@@ -511,7 +514,7 @@ class Replicas(Hints, abc.Sequence):
                  if name not in values and p.kind != "other"]
         # The other engine may count steps where this one does not.
         known = [name for name in values if name in own]
-        wrong += [f"unknown {name}" for name, x in values.items()
+        wrong += apart + [f"unknown {name}" for name, x in values.items()
                   if name not in own and not name.endswith(_COUNTER)
                   and not self._changes_nothing(name, x)]
         for name in known:
@@ -1013,6 +1016,21 @@ class Replicas(Hints, abc.Sequence):
         if self.batch_norm == "average":
             allreduce_many([p.list_data() for p in self.statistics()],
                            op="mean")
+
+
+def _under_one_name(values: dict[str, np.ndarray],
+                    aliases: Mapping[str, Sequence[str]]) -> list[str]:
+    """Leave of `values` one for each parameter that several layers share.
+    Returns those that have others, in words."""
+    wrong = []
+    for first, *others in aliases.values():
+        for name in others:
+            x = values.pop(name, None)
+            if x is not None and values.setdefault(
+                    first, x).tobytes() != x.tobytes():
+                wrong.append(f"other values of {name} than of {first}, "
+                             "which are one parameter")
+    return wrong
 
 
 def _of(active: list[int], rows: Sequence[Any]) -> list[Any]:

@@ -968,6 +968,33 @@ def test_shared_parameters(engine, devices):
             assert relative_difference(move, moves[0] + moves[1]) < 1e-12
 
 
+def test_a_shared_parameter_may_come_under_each_name(engine, devices):
+    """As the network's own state has it."""
+    replicas = mgpu.initialize(tied(engine, True), devices, "xavier",
+                               dtype="float64")
+    values = replicas.export_numpy()
+    new = {name: x + 1 for name, x in values.items()}
+    for change in (lambda x: x.update({"2.weight": x["0.weight"],
+                                       "2.bias": x["0.bias"]}),
+                   lambda x: x.update({"2.weight": x.pop("0.weight")})):
+        given = dict(new)
+        change(given)
+        replicas.import_numpy(given)
+        for name, x in new.items():
+            for i in range(len(devices)):
+                assert_bit_equal(on_each(replicas)[name][i], x)
+        replicas.import_numpy(values)
+    with pytest.raises(ValueError, match="other values of 2.bias than of "
+                       "0.bias"):
+        replicas.import_numpy({**new, "2.bias": values["0.bias"]})
+    assert_bit_equal(replicas.export_numpy()["0.bias"], values["0.bias"])
+    if engine.name == "torch":
+        replicas.import_numpy({
+            name: x.numpy() + 1
+            for name, x in replicas.net.state_dict().items()})
+        assert_bit_equal(replicas.export_numpy()["0.bias"], new["0.bias"])
+
+
 @pytest.mark.parametrize("name", TORCH)
 def test_nothing_of_a_torch_users_module_is_changed(name):
     with using_engine(name):

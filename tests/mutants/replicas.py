@@ -4,6 +4,11 @@ from mutants.planting import Mutant, edit
 _REPLICAS = "mgpu.replicas:Replicas."
 
 MUTANTS = [
+    Mutant("names-of-one-parameter-differ", "the first of two values wins",
+           edit("mgpu.replicas:_under_one_name", "!= x.tobytes()",
+                "is None"),
+           ("test_replicas.py::test_a_shared_parameter_may_come_under_each_"
+            "name*",)),
     Mutant("values-read-twice", "a mapping that changes is not what was "
            "checked", edit("mgpu.replicas:Replicas.fit_numpy",
                            'by_name("values", values).items()}',
