@@ -41,9 +41,22 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int
         columns = [split_leaves(function, v, k) for v in data]
         rows = [[column[i] for column in columns] for i in range(k)]
         if hasattr(data, "_fields"):
-            return [type(data)(*row) for row in rows]
+            return [_made_anew(data, row) for row in rows]
         return [type(data)(row) for row in rows]
     return [data] * k
+
+
+def _made_anew(data: Any, row: list[Any]) -> Any:
+    """A named tuple like `data` of the parts in `row`."""
+    try:
+        return type(data)(*row)
+    except Exception as error:
+        raise TypeError(
+            "a named tuple is cut part by part, and made of its parts anew; "
+            f"received a {type(data).__name__}, which is not made so. Pass "
+            "its parts in a plain tuple or dict, each with a row for each "
+            "example, and make it in the network's forward: of padded "
+            "sequences and their lengths, for example.") from error
 
 
 def _is_numbers(data: Any) -> bool:

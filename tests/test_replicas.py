@@ -2322,6 +2322,12 @@ def scripted(nn):
     return torch.jit.script(nn.Linear(4, 3))
 
 
+def proxy(nn):
+    layer = nn.Linear(4, 3)
+    layer.itself = weakref.proxy(layer)
+    return layer
+
+
 def sparse_buffer(nn):
     import torch
     layer = nn.Linear(4, 3)
@@ -2339,6 +2345,7 @@ def complex_weight(nn):
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("make, words, single", [
     (scripted, r"received TorchScript in \['0'\]", False),
+    (proxy, r"weakref.proxy as \['0.itself'\]. Keep .* in a list", False),
     (sparse_buffer, r"sparse, complex or float8 ones: \['0.graph'\]", False),
     (complex_weight, r"sparse, complex or float8 ones: \['0.factor'\]", False),
     (lambda nn: nn.Embedding(4, 3, scale_grad_by_freq=True),

@@ -398,3 +398,48 @@ def test_an_empty_batch_is_refused(backend, X, y):
     assert str(refused.value) == (
         "a batch needs at least one row; received an empty one. Leave it "
         "out.")
+
+
+class Of(collections.namedtuple("Of", "data sizes")):
+    def __new__(cls, parts):
+        return super().__new__(cls, *parts)
+
+
+def test_a_named_tuple_that_its_parts_do_not_make(backend):
+    with pytest.raises(TypeError, match="received a Of, which is not made "
+                       "so. Pass its parts in a plain tuple"):
+        split_batch(Of([np.ones((4, 2)), np.arange(4)]), np.ones(4),
+                    [cpu(0), cpu(1)])
+
+
+@pytest.mark.parametrize("backend", [
+    name for name in ENGINES if name == "torch"], indirect=True)
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_packed_sequences_are_made_of_padded_ones(backend, k):
+    """What the refusal of a packed one says."""
+    import torch
+    from torch import nn
+    from torch.nn.utils import rnn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn = nn.GRU(3, 4, batch_first=True, dtype=torch.float64)
+
+        def forward(self, x, lengths):
+            packed = rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False)
+            _, last = self.rnn(packed)
+            return last[0]
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 6, 3)))
+    lengths = torch.tensor([2, 6, 1, 4, 3])
+    expected = Net()(x, lengths).detach()
+    replicas = mgpu.initialize(Net(), [cpu(i) for i in range(k)])
+    with pytest.raises(TypeError, match="received a PackedSequence"):
+        split_batch(rnn.pack_padded_sequence(
+            x, lengths, batch_first=True, enforce_sorted=False), lengths,
+            replicas.devices)
+    shards, _ = split_batch((x, lengths), lengths, replicas.devices)
+    found = torch.cat([out for out in replicas(shards) if out is not None])
+    assert (found - expected).abs().max() < 1e-12

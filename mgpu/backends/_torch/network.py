@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -197,6 +198,14 @@ class TorchNetwork(base.Network):
                 f"received sparse, complex or float8 ones: {other}. Keep a "
                 "constant in a plain attribute, and complex numbers as "
                 "pairs.")
+        proxies = [joined(path, name) for path, m in layers
+                   for name, child in m._modules.items()
+                   if type(child) in weakref.ProxyTypes]
+        if proxies:
+            raise ValueError(
+                "a layer of a network is the layer itself, which torch moves "
+                f"to a device; received weakref.proxy as {proxies}. Keep what"
+                " is registered elsewhere in a list: self.other = [layer].")
         scripted = [path for path, m in layers
                     if isinstance(m, torch.jit.ScriptModule)]
         if scripted:
