@@ -865,6 +865,38 @@ def test_memory_that_only_one_device_would_share_is_refused(backend, k):
         replicas(shards)
 
 
+@TORCH
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_cache_of_weights_is_of_one_device(backend, k):
+    """In the forward pass the devices take turns; around it, it is
+    refused."""
+    import torch
+    from torch import nn
+    from torch.nn.utils import parametrizations, parametrize
+
+    class Twice(nn.Module):
+        def __init__(self, cache):
+            super().__init__()
+            self.l = parametrizations.orthogonal(nn.Linear(6, 6))
+            self.o, self.cache = nn.Linear(6, 4), cache
+
+        def forward(self, x):
+            if not self.cache:
+                return self.o(self.l(self.l(x)))
+            with parametrize.cached():
+                return self.o(self.l(self.l(x)))
+
+    def made(cache=True):
+        torch.manual_seed(0)
+        return Twice(cache).double()
+    plain, here = (trained(made(), devices, 4) for devices in (0, k))
+    for name, value in plain.items():
+        assert np.abs(here[name] - value).max() < 1e-12, name
+    with parametrize.cached(), contextlib.nullcontext() if k == 1 \
+            else pytest.raises(ValueError, match="in the network's forward"):
+        trained(made(False), k, 1)
+
+
 def partly(*flagged):
     """In eval mode, with a layer that adds in training mode."""
     import torch

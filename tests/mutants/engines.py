@@ -274,6 +274,11 @@ MUTANTS = [
                 "here.shape != there.shape", "False"),
            ("test_network_hooks.py::test_another_dtype_or_shape_is_refused"
             "[2-pass-shape-torch]",)),
+    Mutant("torch-cached-weights", "the weights of one device are those of "
+           "all", edit("mgpu.backends._torch.network:TorchNetwork.follow",
+                       "if parametrize._cache_enabled:", "if False:"),
+           ("test_network_hooks.py::test_a_cache_of_weights_is_of_one_device"
+            "[2-torch]",)),
     Mutant("torch-attributes-lag", "a device without rows has attributes of "
            "an earlier pass", edit(
                _ATTRIBUTES + "Attributes.catch_up", "_lags(found.get(name),",

@@ -273,10 +273,21 @@ class Kept:
 
 def makers_of_hooks(layers: Sequence[nn.Module]) -> list[FunctionType]:
     """The functions of the user's layers that put hooks on tensors."""
+    return [f for f in _functions(layers) if _makes_hooks(f.__code__)]
+
+
+def caches_weights(layers: Sequence[nn.Module]) -> bool:
+    """Whether passes may use ``torch.nn.utils.parametrize.cached()``, whose
+    cache is one for all copies of a module."""
+    return any(hasattr(m, "parametrizations") for m in layers) and any(
+        "cached" in _global_names(f.__code__) for f in _functions(layers))
+
+
+def _functions(layers: Sequence[nn.Module]) -> list[FunctionType]:
     kinds = {kind for m in layers for kind in type(m).__mro__
              if kind.__module__.split(".")[0] not in ("torch", "builtins")}
     return [f for kind in kinds for f in vars(kind).values()
-            if isinstance(f, FunctionType) and _makes_hooks(f.__code__)]
+            if isinstance(f, FunctionType)]
 
 
 @cache

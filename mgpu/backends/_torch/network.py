@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
@@ -282,6 +283,12 @@ class TorchNetwork(base.Network):
     def follow(self) -> None:
         self._attributes.check_layers()
         if len(self.replicas) > 1:
+            if parametrize._cache_enabled:
+                raise ValueError(
+                    "on several devices each has weights of its own; received"
+                    " a pass inside torch.nn.utils.parametrize.cached(), "
+                    "which keeps those of one for all. Write `with cached():`"
+                    " in the network's forward.")
             self._check_forms()
             follow_attributes([[owner[name] for owner, name in r.weights]
                                for r in self.replicas])

@@ -24,6 +24,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              computes_itself,
                                              dropout_forward,
                                              gluon_batch_norm, masked_forward)
+from mgpu.backends._torch.attributes import caches_weights
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
 from mgpu.backends._torch.float32 import AsMXNet
@@ -115,6 +116,7 @@ class TorchReplica(base.Replica):
         #: whether it draws from torch's default stream (functional dropout,
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
+        self._caches = caches_weights(self.layers)
         #: the modes that the layers had then
         self._quiet: Sequence[bool | None] = ()
         #: in this replica's turn: the state of that stream outside of it
@@ -188,7 +190,7 @@ class TorchReplica(base.Replica):
         forwards = self._forwards() if draws else ()
         with contextlib.ExitStack() as stack:
             stack.callback(self._dress(modes, forwards))
-            if draws and self._may_draw(modes):
+            if self._caches or draws and self._may_draw(modes):
                 stack.enter_context(self._in_turn())
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
