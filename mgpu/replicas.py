@@ -154,6 +154,8 @@ class Replicas(Hints, abc.Sequence):
         self._before: list[Any] | None = None
         #: those of a step that was not done, while it may still be
         self._undone: list[Any] = []
+        #: what `train_batch` knows of the loss that it was called with
+        self.shared_loss: Any = None
         #: the trainer whose sums the gradients are, or were last
         self.summed_by: Any = None
         #: why the replicas must not be used until values are loaded, or None

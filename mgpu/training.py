@@ -19,6 +19,7 @@ from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import evaluate_accuracy_gpus
+from mgpu.loss_state import SharedLoss
 from mgpu.losses import LabelError, check_per_example
 from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
                          rows_of)
@@ -189,7 +190,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         A tuple or list of arrays stands for several inputs of the network.
     replicas : Replicas
     loss : callable
-        ``loss(pred, label)``, one value per example.
+        ``loss(pred, label)``, one value per example. On several devices it
+        is called for the rows of each, at the same time on torch.
     trainer : Trainer
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``. A list of dicts,
@@ -211,7 +213,9 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     ------
     ValueError
         `X` and `y` of different lengths, an empty batch, a loss that does
-        not return one value per example, or a trainer of other replicas.
+        not return one value per example, or a trainer of other replicas. On
+        several devices: a loss that counts its calls, or changes something
+        else that it keeps.
     RuntimeError
         On torch, where devices do not wait: a loss of one device that
         depends on the parameters of another one's replica.
@@ -226,7 +230,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         _check_labels(X_shards, y_shards, devices)
         passes = _at_once if replicas.independent() else _stage_by_stage
         with replicas.unobserved(trainer.observed):
-            losses = passes(replicas, X_shards, y_shards, loss,
+            losses = passes(replicas, X_shards, y_shards,
+                            _shared(loss, replicas, X_shards),
                             trainer.loss_scale)
             trainer.step(sum(len(x) for x in losses if x is not None),
                          ignore_stale_grad)
@@ -270,6 +275,16 @@ def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],
                 f"{examples_of(y)[0]} rows of labels without inputs on "
                 f"{device}. The first array of the inputs is the one whose "
                 "rows count.")
+
+
+def _shared(loss: Loss, replicas: Replicas, X_shards: Sequence[Any]) -> Loss:
+    """`loss`, watched where it is called for several devices."""
+    if sum(not is_empty(as_inputs(shard)) for shard in X_shards) < 2:
+        return loss
+    known = replicas.shared_loss
+    if known is None or known.loss is not loss:
+        known = replicas.shared_loss = SharedLoss(loss, replicas)
+    return known.begin() if known.keeps else loss
 
 
 def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],

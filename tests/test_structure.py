@@ -37,8 +37,8 @@ LAYERS = {
     "registry": "backends",
     "engines": "backends._mxnet backends._torch",
     "devices, data and formulas": "nested device split datasets prefetching "
-        "initializers optimizers lr_scheduler losses loss_scale host_memory "
-        "collectives functional models strict",
+        "initializers optimizers lr_scheduler losses loss_state loss_scale "
+        "host_memory collectives functional models strict",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "trainer_states trainer",
     "training": "evaluation training extra_states checkpoint",

@@ -346,6 +346,183 @@ def test_labels_without_inputs_are_refused(engine):
     assert_unchanged(values(replicas), before)
 
 
+class Counter:
+    calls = 0
+
+    def add(self, n):
+        self.calls += n
+
+
+class Slots:
+    __slots__ = ("counter", "last")
+
+    def __init__(self):
+        self.counter, self.last = Counter(), 0.0
+
+    def __call__(self, pred, label):
+        self.last += len(label)
+        return LOSS(pred, label)
+
+
+LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+TOTAL = {"rows": 0}
+
+
+def counted(pred, label):
+    global COUNT
+    COUNT = globals().get("COUNT", 0) + 1
+    return LOSS(pred, label) * COUNT
+
+
+def annotated(pred, label):
+    annotated.calls = getattr(annotated, "calls", 0) + 1
+    return LOSS(pred, label) * annotated.calls
+
+
+def counters(engine):
+    """By name: losses that count, or sum up, in all places that there are."""
+    counter, log, stream = Counter(), [], np.random.default_rng(0)
+    array = mgpu.put(np.zeros(1), mgpu.cpu(0))
+    host = np.zeros(2)
+
+    def sums(pred, label):
+        TOTAL["rows"] += len(label)
+        return LOSS(pred, label)
+
+    def of_another(pred, label):
+        counter.add(1)
+        return LOSS(pred, label) * counter.calls
+
+    def logs(pred, label):
+        log.append(len(label))
+        return LOSS(pred, label)
+
+    def in_an_array(pred, label):
+        array[:] = array + 1
+        return LOSS(pred, label)
+
+    def in_numpy(pred, label):
+        host[0] += 1
+        return LOSS(pred, label) * host[0]
+
+    def draws(pred, label):
+        return LOSS(pred, label) * stream.random()
+
+    def defaults(pred, label, kept={"n": 0}):       # noqa: B006
+        kept["n"] += 1
+        return LOSS(pred, label)
+
+    class Annealed(mgpu.losses.Loss):
+        steps = 0.0
+
+        def __call__(self, pred, label):
+            self.steps += 0.1
+            return LOSS(pred, label) * self.steps
+
+    class Method:
+        calls = 0
+
+        def loss(self, pred, label):
+            Method.calls += 1
+            return LOSS(pred, label)
+    found = {f.__name__: f for f in (
+        counted, annotated, sums, of_another, logs, in_an_array, in_numpy,
+        draws, defaults)}
+    found |= {"slots": Slots(), "annealed": Annealed(),
+              "method": Method().loss,
+              "adapted": mgpu.losses.per_example(
+                  lambda pred, label: sums(pred, label).mean())}
+    if engine.name == "torch":
+        import torch
+
+        class Buffer(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, pred, label):
+                self.calls += 1
+                return LOSS(pred, label) * self.calls
+
+        class Inside(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = torch.nn.BatchNorm1d(3)
+
+            def forward(self, pred, label):
+                return LOSS(self.norm(pred.float()).double(), label)
+        found |= {"buffer": Buffer(), "inside": Inside()}
+    else:
+        from mxnet import gluon
+
+        class Block(gluon.Block):
+            calls = 0
+
+            def forward(self, pred, label):
+                self.calls += 1
+                return LOSS(pred, label) * self.calls
+        found["block"] = Block()
+    return found
+
+
+KINDS = ("counted annotated sums of_another logs in_an_array in_numpy draws "
+         "defaults slots annealed method adapted buffer inside block").split()
+
+
+@pytest.mark.parametrize("stage_by_stage", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_counts_its_calls_is_refused_on_several_devices(
+        engine, devices, kind, stage_by_stage):
+    """Before anything changes. On one device, or where one has all rows, it
+    is called once."""
+    loss = counters(engine).get(kind)
+    if loss is None:        # of the other engine
+        return
+    replicas, _, trainer = set_up(engine, devices)
+    if stage_by_stage:
+        for p in replicas.params():
+            p.grad_req = "add"
+    for rows in (1, 8):
+        replicas.zero_grad()
+        before = values(replicas)
+        if rows == 1 and kind == "inside":
+            continue        # no statistics of one row
+        if rows == 1 or len(devices) == 1:
+            mgpu.train_batch(*batch(rows), replicas, loss, trainer)
+            continue
+        with pytest.raises(ValueError, match="keeps no state.*Count outside"):
+            mgpu.train_batch(*batch(rows), replicas, loss, trainer)
+        assert_unchanged(values(replicas), before)
+
+
+def test_a_loss_that_reads_what_changes_between_steps(engine, devices):
+    """Settings, parameters, caches and what is made in the first call."""
+    class Free:
+        def __init__(self):
+            self.step, self.ones, self.cache = 0, None, {}
+            self.weight = [mgpu.put(np.full(1, 2.0), d) for d in devices]
+            self.log = []
+
+        def __call__(self, pred, label):
+            if self.ones is None:
+                self.ones = np.ones(1)
+            key = str(getattr(pred, "ctx", len(label)))
+            self.cache.setdefault(key, np.zeros(1))
+            return LOSS(pred, label) * float(self.step * self.ones[0]) \
+                * float(mgpu.to_numpy(self.weight[0])[0])
+    found = []
+    for on_devices in (devices, on(0)):
+        replicas, _, trainer = set_up(engine, on_devices)
+        loss = Free()
+        for step, rows in enumerate((5, 8, 2, 1), 1):
+            loss.step = step
+            loss.weight[0] += 0.5
+            losses = mgpu.train_batch(*batch(rows), replicas, loss, trainer)
+            loss.log.append(sum(len(x) for x in losses if x is not None))
+        found.append(values(replicas))
+    assert_close(*found)
+
+
 def test_a_leaf_that_all_losses_share(engine, devices):
     """Its gradient is the sum over devices, and each step's own."""
     replicas, _, trainer = set_up(engine, devices)

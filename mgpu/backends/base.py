@@ -1029,6 +1029,13 @@ class Backend(ABC):
         """Wrap a `gluon.Block` or a `torch.nn.Module`; TypeError for
         anything else."""
 
+    # optional: what a loss keeps
+
+    def parts(self, x: Any) -> list[tuple[str, Any]] | None:
+        """The layers and arrays right in `x`, a network or a layer, by name;
+        None for anything else."""
+        return None
+
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
         """Call `thunk` where no signal cuts it short, and return its result:
         after Ctrl-C it has run to its end, or not begun. Inside it,

@@ -14,6 +14,25 @@ MUTANTS = [
                 "len(losses[0])"),
            ("test_training.py::test_train_batch_is_one_step_of_the_whole_batch"
             "[torch-2dev]",)),
+    Mutant("losses-unwatched", "a loss may count its calls",
+           edit(_TRAINING + "_shared", "if known.keeps", "if False"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-annealed-False]",)),
+    Mutant("globals-of-losses-unseen", "a loss may count in a global",
+           edit("mgpu.loss_state:SharedLoss._of_function",
+                "if name in x.__globals__", "if False"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-counted-False]",)),
+    Mutant("every-call-is-first", "what a loss keeps is never compared",
+           edit("mgpu.loss_state:SharedLoss.__call__",
+                "self._known is None", "True"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-sums-True]",)),
+    Mutant("arrays-of-losses-unread", "a loss may count in an array",
+           edit("mgpu.loss_state:SharedLoss._content",
+                "return _Content(mark)", "return _Content(0)"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-in_an_array-False]",)),
     Mutant("row-of-the-shard", "a wrong label is named by its row in its "
            "shard", edit(_TRAINING + "_loss_of", "error.row += first",
                          "error.row += 0"),

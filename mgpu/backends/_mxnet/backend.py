@@ -449,6 +449,10 @@ class MXNetBackend(base.Backend):
             raise messages.not_a_network(net, self.name, "gluon.Block")
         return MXNetNetwork(self, net)
 
+    def parts(self, x: Any) -> list[tuple[str, Any]] | None:
+        return list(x._children.items()) if isinstance(x, mx.gluon.Block) \
+            else None
+
     def model(self, name: str, **options: int) -> Any:
         from mgpu.backends._mxnet.models import MODELS
         return MODELS[name](**options)

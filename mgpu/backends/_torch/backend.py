@@ -367,6 +367,11 @@ class TorchBackend(Leaves, base.Backend):
             raise messages.not_a_network(net, self.name, "torch.nn.Module")
         return TorchNetwork(self, net)
 
+    def parts(self, x: Any) -> list[tuple[str, Any]] | None:
+        return [*x._modules.items(), *x._buffers.items(),
+                *x._parameters.items()] \
+            if isinstance(x, torch.nn.Module) else None
+
     def gluonize(self, net: Any, on: bool = True) -> Any:
         from mgpu.backends._torch.gluonize import gluonize
         if not isinstance(net, torch.nn.Module):

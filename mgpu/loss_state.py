@@ -1,0 +1,274 @@
+"""A loss that is called for the rows of each device, and what it keeps.
+
+What a loss counts or sums up while it runs would depend on the number of
+devices, and on which of them is first. So after the first call of a step what
+the loss keeps may not change any more: numbers, arrays, lists and dicts in
+its attributes, in variables that it closes over, in globals that it names. A
+dict may get new keys, as a cache does.
+"""
+import dis
+import itertools
+import pickle
+import random
+import sys
+import threading
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import (BuiltinFunctionType, CellType, CodeType, FunctionType,
+                   MemberDescriptorType, MethodType, ModuleType)
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mgpu.backends import ENTRIES, base
+
+_FOREIGN = {"mgpu", "numpy", *sys.stdlib_module_names, *(
+    entry.framework for entry in ENTRIES.values())} - {"test"}
+_PLAIN = {int, float, complex, bool, str, bytes, type(None)}
+_FUNCTIONS = (FunctionType, MethodType, partial)
+_EMPTY = CellType()
+_LARGE = 1000       # a collection with more items is data, or a log
+_CELLS = 5000       # more are not looked at
+_BYTES = 1 << 20    # nor arrays with more, where the engine counts no writes
+#: what is called without being named
+_CALLED = {"__call__", "forward", "hybrid_forward", "__enter__", "__exit__",
+           "__getitem__", "__setitem__", "__add__", "__iadd__", "__next__"}
+_ANY = {"getattr", "setattr", "vars", "__dict__"}
+
+
+class _Content(NamedTuple):
+    """What an array or a stream of random numbers holds."""
+
+    value: Any
+
+
+class SharedLoss:
+    """`loss`, to be called for each device of a step.
+
+    Raises
+    ------
+    ValueError
+        Another call than the first has changed what the loss keeps.
+    """
+
+    def __init__(self, loss: Callable[[Any, Any], Any], replicas: Any
+                 ) -> None:
+        self.loss, self._replicas = loss, weakref.ref(replicas)
+        self._backend: base.Backend = replicas.backend
+        self._codes: set[CodeType] = set()
+        self._names = set(_CALLED)      # of attributes that code may reach
+        self._first = threading.Lock()
+        self.begin()
+        count = -1
+        while len(self._names) > count:
+            count = len(self._names)
+            found = self._kept()
+        #: whether there is something that could change
+        self.keeps = any(map(_may_change, found.values())) \
+            or not isinstance(loss, FunctionType) \
+            and not _foreign(type(loss).__module__) \
+            or any(one.opname in ("STORE_GLOBAL", "STORE_ATTR")
+                   for code in self._codes
+                   for one in dis.get_instructions(code))
+
+    def begin(self) -> "SharedLoss":
+        """Another step."""
+        self._known: dict[tuple[int, Any], Any] | None = None
+        self._owners: dict[int, Any] = {}
+        self._moving: set[int] | None = None
+        return self
+
+    def __call__(self, output: Any, y: Any) -> Any:
+        with self._first:
+            if self._known is None:
+                values = self.loss(output, y)
+                self._known = self._kept(self._owners)
+                return values
+        values = self.loss(output, y)
+        self._check(self._kept())
+        return values
+
+    def _check(self, now: dict[tuple[int, Any], Any]) -> None:
+        for place, before in (self._known or {}).items():
+            if place in now and _same(before, now[place]) \
+                    or place not in now and len(now) >= _CELLS:
+                continue
+            owner, key = self._owners[place[0]], place[1]
+            raise ValueError(
+                "a loss keeps no state: on several devices it is called for "
+                f"the rows of each; received {_name(self.loss)}, which "
+                f"changes {key!r} of {_name(owner)}. Count outside of it "
+                "(set what it reads before each step, or pass it in y), sum "
+                "up what train_batch returns, or use one device.")
+
+    # -- what it reaches -----------------------------------------------------
+
+    def _kept(self, owners: dict[int, Any] | None = None
+              ) -> dict[tuple[int, Any], Any]:
+        found: dict[tuple[int, Any], Any] = {}
+        waiting: list[Any] = [self.loss]
+        met: set[int] = set()
+        while waiting and len(found) < _CELLS:
+            x = waiting.pop()
+            if id(x) in met:
+                continue
+            met.add(id(x))
+            if owners is not None:
+                owners[id(x)] = x
+            for key, value in self._parts(x):
+                if type(value) in _PLAIN or type(value) is _Content:
+                    found[id(x), key] = value
+                    continue
+                content = self._content(value)
+                found[id(x), key] = value if content is None else content
+                if content is None:
+                    waiting.append(value)
+        return found
+
+    def _content(self, x: Any) -> _Content | None:
+        """What an array or a stream holds; None for anything else."""
+        if isinstance(x, (np.ndarray, np.generic)):
+            return _Content(None if x.nbytes > _BYTES or x.dtype.hasobject
+                            else zlib.crc32(x.tobytes()))
+        if self._backend.is_native(x):
+            size = int(np.prod(x.shape, dtype=int))
+            mark = self._backend.mark(x)
+            if mark is None or size <= 16:      # .data leaves no mark
+                mark = None if size > _BYTES >> 3 else \
+                    self._backend.to_numpy(x).tobytes()
+            return _Content(mark)
+        if isinstance(x, itertools.count):
+            return _Content(repr(x))
+        if isinstance(x, random.Random):
+            return _Content(x.getstate())
+        if isinstance(x, (np.random.Generator, np.random.RandomState)):
+            return _Content(pickle.dumps(x))
+        if type(x).__name__ == "Generator" and hasattr(x, "get_state"):
+            return _Content(self._backend.to_numpy(x.get_state()).tobytes())
+        return None
+
+    def _parts(self, x: Any) -> Iterator[tuple[Any, Any]]:
+        """What is in `x`, and the code of the loss may reach, by name."""
+        if isinstance(x, FunctionType):
+            yield from self._of_function(x)
+        elif isinstance(x, MethodType):
+            yield from (("__func__", x.__func__), ("__self__", x.__self__))
+        elif isinstance(x, partial):
+            yield from (("func", x.func), ("args", x.args),
+                        ("keywords", x.keywords))
+        elif isinstance(x, BuiltinFunctionType):
+            if not isinstance(x.__self__, (ModuleType, type(None))):
+                yield "__self__", x.__self__
+        elif isinstance(x, (list, tuple, deque, dict)):
+            if len(x) > _LARGE:
+                yield "length", len(x)
+            else:
+                yield from list(x.items() if isinstance(x, dict)
+                                else enumerate(x))
+            if not isinstance(x, (dict, tuple)):
+                yield "length", len(x)
+        elif isinstance(x, (set, frozenset)):
+            yield "content", _Content(frozenset(map(id, x)))
+        elif isinstance(x, ModuleType):
+            if not _foreign(x.__name__):
+                yield from self._named(vars(x))
+        elif isinstance(x, type):
+            if not _foreign(x.__module__):
+                for one in x.__mro__[:-1]:
+                    yield from map(_function_in, self._named(vars(one)))
+        else:
+            yield from self._of_object(x)
+        if "__wrapped__" in getattr(x, "__dict__", ()):
+            yield "__wrapped__", vars(x)["__wrapped__"]
+
+    def _of_function(self, x: Any) -> Iterator[tuple[Any, Any]]:
+        cells = [(name, cell.cell_contents) for name, cell in zip(
+            x.__code__.co_freevars, x.__closure__ or ()) if cell != _EMPTY]
+        if _foreign(x.__globals__.get("__name__", "")):
+            # A decorator, around functions of the user's.
+            yield from ((name, value) for name, value in cells
+                        if isinstance(value, _FUNCTIONS)
+                        or callable(value) and hasattr(value, "__dict__")
+                        and not isinstance(value, type))
+            return
+        yield from cells
+        yield from self._named(vars(x))
+        yield from enumerate(x.__defaults__ or ())
+        yield from (x.__kwdefaults__ or {}).items()
+        for code in _codes(x.__code__):
+            if code not in self._codes:
+                self._codes.add(code)
+                self._names.update(code.co_names)
+            for name in code.co_names:
+                if name in x.__globals__:
+                    yield name, x.__globals__[name]
+
+    def _of_object(self, x: Any) -> Iterator[tuple[Any, Any]]:
+        parts = self._backend.parts(x)
+        replicas: Any = self._replicas()
+        if parts and x is not replicas.net:
+            if self._moving is None:    # what passes move meanwhile
+                self._moving = {id(b) for p in replicas.buffers()
+                                for b in p.list_data()} \
+                    if replicas.complete else set()
+            yield from (part for part in parts
+                        if id(part[1]) not in self._moving)
+        if _foreign(type(x).__module__):
+            return
+        yield "its class", type(x)
+        if hasattr(x, "__dict__"):
+            yield from ((name, value) for name, value
+                        in self._named(vars(x))
+                        # which mgpu sets for the time of a pass
+                        if parts is None or name not in ("training",
+                                                         "forward"))
+        for name in [] if hasattr(x, "__dict__") else self._names:
+            slot = getattr(type(x), name, None)
+            if isinstance(slot, MemberDescriptorType) and hasattr(x, name):
+                yield name, getattr(x, name)
+
+    def _named(self, space: Any) -> list[tuple[Any, Any]]:
+        if not _ANY.isdisjoint(self._names):
+            return list(space.items())
+        return [(name, space[name]) for name in space.keys() & self._names]
+
+
+def _foreign(module: Any) -> bool:
+    return str(module).split(".")[0] in _FOREIGN
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """The code of a function and of those inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _function_in(pair: tuple[Any, Any]) -> tuple[Any, Any]:
+    name, x = pair
+    if isinstance(x, (staticmethod, classmethod)):
+        return name, x.__func__
+    return name, x.fget if isinstance(x, property) else x
+
+
+def _may_change(x: Any) -> bool:
+    return not isinstance(x, (*_FUNCTIONS, type, BuiltinFunctionType)) \
+        and not (isinstance(x, ModuleType) and _foreign(x.__name__))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if type(a) is _Content:
+        return bool(a.value == b.value)
+    return type(a) in _PLAIN and (a == b or a != a and b != b)
+
+
+def _name(x: Any) -> str:
+    return getattr(x, "__qualname__", None) or f"a {type(x).__qualname__}"
