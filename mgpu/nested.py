@@ -5,7 +5,7 @@ numbers, or of such lists, which becomes one as `Backend.put` makes it.
 """
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from numbers import Number
 from typing import Any
 
@@ -14,9 +14,11 @@ import numpy as np
 from mgpu.backends import messages
 
 
-def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int
+def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
+                 entries: Callable[[Any], list[Any]] | None = None
                  ) -> list[Any]:
-    """Apply `function`, array -> list of `k`, to each array in `data`.
+    """Apply `function`, array -> list of `k`, to each array in `data`, and
+    `entries` to each list that `is_listed`.
 
     Returns
     -------
@@ -31,14 +33,16 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int
         copies: list[Any] = [copy.copy(data) if own else dict(data)
                              for _ in range(k)]
         for key, value in data.items():
-            for one, part in zip(copies, split_leaves(function, value, k),
-                                 strict=True):
+            for one, part in zip(copies, split_leaves(function, value, k,
+                                                    entries), strict=True):
                 one[key] = part
         return copies
     if isinstance(data, (list, tuple)):
         if _is_numbers(data):
             return function(messages.host_array(data))
-        columns = [split_leaves(function, v, k) for v in data]
+        if entries is not None and is_listed(data):
+            return entries(data)
+        columns = [split_leaves(function, v, k, entries) for v in data]
         rows = [[column[i] for column in columns] for i in range(k)]
         if hasattr(data, "_fields"):
             return [_made_anew(data, row) for row in rows]
@@ -62,6 +66,33 @@ def _made_anew(data: Any, row: list[Any]) -> Any:
 def _is_numbers(data: Any) -> bool:
     return isinstance(data, list) and bool(data) and all(
         isinstance(v, (Number, np.bool_)) or _is_numbers(v) for v in data)
+
+
+def is_listed(data: Any) -> bool:
+    """Whether `data` is a list that holds no array: of text, or objects, an
+    entry for each row."""
+    return isinstance(data, list) and not _is_numbers(data) \
+        and bool(leaves(data)) and not row_counts(data)
+
+
+def lists_in(data: Any) -> Iterator[list[Any]]:
+    """The lists in `data`, but for those that are arrays and for what is in
+    those that are `is_listed`."""
+    if isinstance(data, list) and not _is_numbers(data):
+        yield data
+    if isinstance(data, Mapping):
+        data = list(data.values())
+    if isinstance(data, tuple) or isinstance(data, list) \
+            and not _is_numbers(data) and not is_listed(data):
+        for entry in data:
+            yield from lists_in(entry)
+
+
+def shapes_of(data: Any) -> list[tuple[int, ...]]:
+    """The shape of each array in `data`."""
+    found: list[tuple[int, ...]] = []
+    map_leaves(lambda x: found.append(tuple(x.shape)), data)
+    return found
 
 
 def map_leaves(function: Callable[[Any], Any], data: Any) -> Any:

@@ -8,7 +8,8 @@ from mgpu import probes
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
-from mgpu.nested import leaves, row_counts, rows_of, split_leaves
+from mgpu.nested import (is_listed, leaves, lists_in, row_counts, rows_of,
+                         shapes_of, split_leaves)
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -74,9 +75,10 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
     ----------
     data : native array, NumPy array, list of numbers, or a tuple, list,
         dict or named tuple of them
-        Nested data are split leaf by leaf; anything else goes to every
-        device as it is. NumPy data are sliced on the host, so that a device
-        receives only its own slice.
+        Nested data are split leaf by leaf, and so is a list without arrays
+        (of text, with an entry for each row); anything else goes to every
+        device as it is, a tuple of text too. NumPy data are sliced on the
+        host, so that a device receives only its own slice.
     devices : sequence of devices
     batch_axis : int
     even_split : bool
@@ -109,6 +111,19 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                         f"{type(data).__name__}. Pass a native or NumPy "
                         "array, or a list of numbers.")
 
+    def check_even(size: int, shape: tuple[int, ...]) -> None:
+        if even_split and weights is None and size % k != 0:
+            raise ValueError(
+                f"data with shape {shape} cannot be evenly split into {k} "
+                f"slices along axis {batch_axis}. Use a batch size that's "
+                f"multiple of {k} or set even_split=False to allow uneven "
+                "partitioning of data.")
+
+    def entries(x: list[Any]) -> list[Any]:
+        check_even(len(x), (len(x),))
+        return [x[begin:end] for begin, end in
+                shard_bounds(len(x), k, weights)]
+
     def split(x: Any) -> list[Any]:
         if not backend.is_native(x):
             messages.refuse_foreign(x, backend.name)
@@ -119,12 +134,7 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                 f"data with shape {shape} has no axis {batch_axis} to split "
                 "along; use a batch_axis that it has.")
         size = shape[batch_axis]
-        if even_split and weights is None and size % k != 0:
-            raise ValueError(
-                f"data with shape {shape} cannot be evenly split into {k} "
-                f"slices along axis {batch_axis}. Use a batch size that's "
-                f"multiple of {k} or set even_split=False to allow uneven "
-                "partitioning of data.")
+        check_even(size, shape)
         cut = backend.ops.slice_axis if backend.is_native(x) else _slice
 
         def place(begin: int, end: int, device: Device) -> Any:
@@ -134,7 +144,7 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                 in zip(shard_bounds(size, k, weights), devices,
                        strict=True)]
     with probes.stage("copy", "split", devices, lambda: shards):
-        shards = split_leaves(split, data, k)
+        shards = split_leaves(split, data, k, entries)
     return shards
 
 
@@ -146,6 +156,28 @@ def _check_dense(data: Any) -> None:
                 "a batch is cut into rows of dense arrays; received a sparse "
                 f"or nested {type(x).__name__}. Make it dense first: "
                 "x.to_dense() on torch, x.tostype('default') on MXNet.")
+
+
+def _check_lists(X: Any, y: Any, n: int) -> None:
+    """Refuse lists of which it is not known what their entries are."""
+    # The network's inputs, where X itself is a list.
+    for one in lists_in((tuple(X) if type(X) is list else X, y)):
+        if is_listed(one):
+            if len(one) != n:
+                raise ValueError(
+                    "a list without arrays has an entry for each row of the "
+                    f"batch; received {len(one)} entries, {one[0]!r} first, "
+                    f"for {n} rows. Give what belongs to the whole batch as "
+                    "a tuple.")
+        elif len(one) == n > 1:
+            first, *others = map(shapes_of, one)
+            if first and all(shapes == first for shapes in others):
+                raise ValueError(
+                    "a list of arrays in a batch holds several arrays of all "
+                    f"rows, or one for each row; received {n} of shape "
+                    f"{first[0]} for {n} rows, which could be both. Give "
+                    "several arrays as a tuple, and stack those of the rows "
+                    "in one array.")
 
 
 def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
@@ -167,7 +199,9 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     ------
     ValueError
         `X` and `y` (or arrays in them) of different lengths, or an empty
-        batch; and what `split_and_load` refuses.
+        batch; a list (not `X` itself, the inputs of a network) of as many
+        like arrays as there are rows, which may be one for each; and what
+        `split_and_load` refuses.
     """
     _check_dense((X, y))
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
@@ -182,5 +216,6 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")
+    _check_lists(X, y, n[0])
     return (split_and_load(X, devices, 0, even_split, weights),
             split_and_load(y, devices, 0, even_split, weights))

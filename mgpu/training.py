@@ -144,7 +144,9 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
     Number i runs for device i: in a thread of its own on torch, queued on
     the engine by MXNet. Recording, training and array modes are those of the
     caller. Waits for all; then the first exception is raised. Inside `fn`,
-    another `parallel` runs one call after the other.
+    another `parallel` runs one call after the other. Where the first list has
+    None for some devices, as what replicas return has for those without
+    rows, `fn` is not called for them, and the result is None.
     """
     lengths = {len(column) for column in per_device}
     if len(lengths) != 1:
@@ -152,8 +154,11 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
                          "per device; received lengths "
                          f"{[len(c) for c in per_device]}. Give each list an "
                          "entry for every device.")
+    calls = [partial(fn, *row) for row in zip(*per_device)]
+    idle = [x is None for x in per_device[0]]
     return get_backend().parallel(
-        [partial(fn, *row) for row in zip(*per_device)])
+        calls if all(idle) else [(lambda: None) if none else call
+                                 for none, call in zip(idle, calls)])
 
 
 def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:

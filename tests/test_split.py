@@ -335,6 +335,45 @@ def test_what_numpy_can_read_is_split_on_the_host(backend):
         assert_bit_equal(np.concatenate(shards, axis), np.array(Table()))
 
 
+def test_lists_of_text_are_split_by_rows(backend, devices):
+    """What belongs to the whole batch is a tuple: it goes to all devices."""
+    X = {"x": np.arange(14.0).reshape(7, 2), "text": list("abcdefg"),
+         "sizes": [(i, i + 1) for i in range(7)], "classes": ("cat", "dog")}
+    y = (np.arange(7), [{"file": name} for name in "abcdefg"])
+    Xs, ys = split_batch(X, y, devices)
+    found = [(name, size[0], target["file"], int(label))
+             for shard, (labels, targets) in zip(Xs, ys)
+             for name, size, target, label in zip(
+                 shard["text"], shard["sizes"], targets,
+                 backend.to_numpy(labels), strict=True)]
+    assert found == [(c, i, c, i) for i, c in enumerate("abcdefg")]
+    assert all(shard["classes"] == ("cat", "dog") for shard in Xs)
+    for wrong in (dict(X, text=["a", "b"]), (X["x"], [["cat"]])):
+        with pytest.raises(ValueError, match="an entry for each row of the "
+                           "batch; received [12] entries, .* as a tuple"):
+            split_batch(wrong, y, devices)
+    with pytest.raises(ValueError, match=r"shape \(3,\) cannot be evenly"):
+        split_and_load((np.ones(4), ["a", "b", "c"]), [cpu(0), cpu(1)])
+
+
+def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
+    """Whatever the number of devices; a tuple, or other forms, are clear. A
+    list as X is what a network is called with."""
+    X, square = np.zeros((4, 2)), [np.full(4, float(i)) for i in range(4)]
+    dicts = [{"boxes": np.zeros((4, 2))} for _ in range(4)]
+    for data in ((X, square), (X, {"a": square}), ({"a": square, "x": X},
+                 np.arange(4)), (X, dicts), ((X, (1, square)), X)):
+        with pytest.raises(ValueError, match="could be both. Give several"):
+            split_batch(*data, devices)
+    native = [backend.put(x, cpu(0)) for x in square]
+    with pytest.raises(ValueError, match="received 4 of shape \\(4,\\)"):
+        split_batch(X, native, devices)
+    for data in ((X, tuple(square)), (square, X), (X, square[:3]),
+                 (X, [np.zeros(4), np.zeros((4, 1)), *square[2:]]),
+                 (X[:1], [np.zeros(1)]), (X, np.stack(square))):
+        split_batch(*data, devices)
+
+
 def test_map_leaves_and_rows_of(backend):
     data = (np.ones((3, 2)), [np.ones(3), "a"])
     assert map_leaves(lambda x: [x.sum(), -x.sum()], data, 2) \

@@ -171,6 +171,32 @@ def test_parallel(engine, devices):
             "device.")
 
 
+def test_parallel_leaves_devices_without_rows_out(engine, devices):
+    """So the guide's step by hand takes any loss; a list of None alone is
+    what `fn` is called with."""
+    rest = [None] * len(devices[1:])
+    assert mgpu.parallel(lambda x, y: (x, y), [1, *rest],
+                         range(len(devices))) == [(1, 0), *rest]
+    assert mgpu.parallel(lambda x: x is None, [None] * len(devices)) \
+        == [True] * len(devices)
+
+    def squares(pred, label):
+        return (pred * pred).sum(1) + 0 * label     # None has no sum
+    found = []
+    for on_devices in (devices, on(0)):
+        replicas, _, trainer = set_up(engine, on_devices)
+        for rows in (1, 3):
+            X, y = batch(rows)
+            X_shards, y_shards = mgpu.split_batch(X, y * 1.0,
+                                                  replicas.devices)
+            with mgpu.record():
+                losses = mgpu.parallel(squares, replicas(X_shards), y_shards)
+            mgpu.backward(losses)
+            trainer.step(rows)
+        found.append(values(replicas))
+    assert_close(*found)
+
+
 def test_sgd(engine, devices):
     """The book's function: p -= lr * grad / batch_size, grad = 0."""
     for device in devices:

@@ -24,6 +24,14 @@ MUTANTS = [
                 "even_split, weights))", "split_and_load(y, devices, 0, "
                 "even_split, weights)[::-1])"),
            ("test_split.py::test_split_batch[torch-2dev]",)),
+    Mutant("text-to-all", "a list of text goes to every device",
+           edit("mgpu.nested:is_listed", "bool(leaves(data))", "False"),
+           ("test_split.py::test_lists_of_text_are_split_by_rows[torch-"
+            "2dev]",)),
+    Mutant("lists-of-both-meanings", "arrays of rows are cut the other way",
+           edit("mgpu.split:_check_lists", "len(one) == n > 1", "False"),
+           ("test_split.py::test_lists_of_arrays_that_may_be_rows_are_refused"
+            "[torch-2dev]",)),
     Mutant("shards-alias-the-batch", "a change of a shard changes the batch",
            edit("mgpu.split:split_and_load",
                 "backend.put(cut(x, batch_axis, begin, end), device)",

@@ -54,6 +54,10 @@ MUTANTS = [
     Mutant("put-asks-no-dtype", "the dtype that was asked for is ignored",
            edit(_TRAINING + "put", "dtype=dtype)", "dtype=None)"),
            ("test_training.py::test_put_and_back[torch-1dev]",)),
+    Mutant("parallel-calls-with-none", "a function meets devices without rows",
+           edit(_TRAINING + "parallel", "x is None", "False"),
+           ("test_training.py::test_parallel_leaves_devices_without_rows_out"
+            "[torch-2dev]",)),
     Mutant("parallel-loses-a-device", "device 0 runs for the last one too",
            edit(_TRAINING + "parallel", "zip(*per_device)",
                 "[*zip(*per_device)][:-1] + [*zip(*per_device)][:1]"),
