@@ -149,11 +149,13 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
     """A batch of a data iterator, (X, y); TypeError for any other."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
+    pair = "(b.data[0], b.label[0])" if hasattr(batch, "label") \
+        and hasattr(batch, "data") else "(b['x'], b['y'])"
     raise TypeError(
         "a data iterator gives batches that are pairs, (X, y); received "
         + (f"{len(batch)} things" if isinstance(batch, (tuple, list))
            else f"a {type(batch).__name__}")
-        + ". Make pairs of them: ((b['x'], b['y']) for b in batches), or "
+        + f". Make pairs of them: ({pair} for b in batches), or "
         "((X, X) for X in batches).")
 
 

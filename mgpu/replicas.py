@@ -1072,7 +1072,8 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
                 "autocast narrows the passes of a float32 network; received "
                 f"autocast={autocast!r} with {', '.join(others)}. Use "
                 "dtype='float32', or autocast=None.")
-    return base.Options(bool(hybridize), bool(channels_last), autocast)
+    return base.Options(bool(hybridize), bool(channels_last), autocast,
+                        batch_norm == "sync")
 
 
 def _sharing(network: base.Network) -> dict[Any, list[str]]:

@@ -399,7 +399,9 @@ class Trainer(Hints):
         what, cure = ("the last backward pass did not reach it",
                       "add up losses, or use grad_req='add', where each had "
                       "a backward pass of its own; ") if again else (
-                          "no backward pass reached it", "")
+                          "no backward pass reached it",
+                          "use that device's own array, p.data(x.context) in "
+                          "a forward pass of yours; " if where else "")
         return StaleGradientError(
             f"parameter {p.name!r} has no new gradient{where} since the "
             f"last step: {what}. Run the forward pass inside record() and "

@@ -718,22 +718,22 @@ def test_what_a_pass_keeps_in_an_attribute_is_its_devices(
     assert worst(*found)[0] < 1e-12
 
 
-@pytest.mark.parametrize("name", MXNET)
 @pytest.mark.parametrize("change", ["append", "clear"])
-def test_a_list_that_all_devices_would_change_is_refused(name, change):
+def test_a_list_that_passes_change_is_each_devices(engine, devices, change):
+    """Outside of passes the network has that of device 0."""
     def forward(net, x):
-        getattr(net.seen, change)(*[x] * (change == "append"))
+        getattr(net.seen, change)(*[tuple(x.shape)] * (change == "append"))
         return net.b(net.norm(net.a(x)))
-    with using_engine(name) as engine:
-        net = features(engine, forward)
-        net.seen = [1]
-        replicas = initialize(net, on(2), "sync")
-        shards = mgpu.split_and_load(np.ones((4, 4)), replicas.devices)
-        with mgpu.record(), pytest.raises(
-                RuntimeError, match="received a forward pass of Net that "
-                "changes 'seen'. Make a new one in each pass"):
+    net = features(engine, forward)
+    net.seen = seen = [1]
+    replicas = initialize(net, devices, "sync")
+    shards, _ = mgpu.split_batch(np.ones((9, 4)), np.ones(9), devices)
+    for _ in range(2):
+        with mgpu.record():
             replicas(shards)
-        assert net.seen == [1]
+    assert net.seen is seen
+    assert seen == ([1] + 2 * [tuple(shards[0].shape)]
+                    if change == "append" else [])
 
 
 @pytest.mark.parametrize("how", FORWARDS)
@@ -803,6 +803,43 @@ def test_the_network_may_end_the_training_mode_of_a_layer(
         engine, devices, policy):
     assert_predicts(initialize(predicting(engine), devices, policy),
                     images(4))
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_sync_refuses_a_layer_that_trains_in_a_prediction(name, k):
+    """It would be normalised by the rows of each device."""
+    with using_engine(name) as engine:
+        from mxnet import autograd, gluon
+
+        class Net(gluon.Block):
+            def __init__(self):
+                super().__init__()
+                self.norm = gluon.nn.BatchNorm(in_channels=2)
+
+            def forward(self, x):
+                with autograd.train_mode():
+                    return self.norm(x)
+        X = images(6)
+        plain = Net()
+        plain.initialize()
+        plain.cast("float64")
+        expected = plain(engine.put(X, mgpu.cpu(0))).asnumpy()
+        for policy in ("per_device", "sync"):
+            replicas = initialize(Net(), on(k), policy)
+            shards, _ = mgpu.split_batch(X, labels(6), replicas.devices)
+            if k > 1 and policy == "sync":
+                with pytest.raises(ValueError, match="joins the statistics "
+                                   "of passes that train; received 'batchnor"
+                                   r"m.*Run the pass inside mgpu.record\(\)"):
+                    replicas(shards)
+            else:
+                found = np.concatenate([engine.to_numpy(y)
+                                        for y in replicas(shards)])
+                if k == 1:
+                    assert abs(found - expected).max() < 1e-12
+            with mgpu.record():
+                replicas(shards)
 
 
 def predicted(engine, norm, x):

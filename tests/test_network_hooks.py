@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import mgpu
-from conftest import BACKENDS
+from conftest import BACKENDS, ENGINES
+from helpers import using_engine
 
 
 @pytest.fixture
@@ -1306,6 +1307,50 @@ def test_another_dtype_or_shape_is_refused(
         step(dtype)
         assert {x.dtype for p in replicas.params()
                 for x in p.list_data()} == {net[0].weight.dtype}
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINES
+                                  if name.startswith("mxnet")])
+@pytest.mark.parametrize("way", ["closure", "default", "partial", "method",
+                                 "object"])
+@pytest.mark.parametrize("batch_norm", ["per_device", "sync"])
+def test_a_hook_of_gluon_keeps_nothing_where_devices_share_it(
+        name, batch_norm, way):
+    """It may read arrays there, and write to its block."""
+    factors = {}
+
+    def kept(block, inputs, output):
+        block.kept = output * factors["h"]
+    with using_engine(name) as engine:
+        from mxnet.gluon import nn
+        x = np.random.default_rng(0).normal(size=(7, 6)).astype("float32")
+        for k, hook in ((1, _hook(way)), (3, _hook(way)), (3, kept)):
+            net = nn.Sequential()
+            net.add(nn.Dense(4), nn.Dense(4))
+            net.initialize()
+            devices = [mgpu.cpu(i) for i in range(k)]
+            factors["h"] = engine.put(np.float32([2]), devices[0])
+            replicas = mgpu.initialize(net, devices, batch_norm=batch_norm,
+                                       sample=x)
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+            net[1].register_forward_hook(hook)
+            before = net[0].weight.list_data()[0].asnumpy()
+            shards, _ = mgpu.split_batch(x, x, devices)
+
+            def step():
+                mgpu.train_batch(x, x[:, :4], replicas,
+                                 mgpu.losses.L2Loss(), trainer)
+            if k == 1 or hook is kept:
+                step()
+                continue
+            with pytest.raises(ValueError, match="a forward hook keeps "
+                               "tensors on its module, of which each device "
+                               "has one"):
+                with mgpu.record():
+                    replicas(shards)
+            with pytest.raises(ValueError, match="a forward hook keeps"):
+                step()
+            assert (net[0].weight.list_data()[0].asnumpy() == before).all()
 
 
 @TORCH

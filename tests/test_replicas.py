@@ -15,7 +15,7 @@ import mgpu
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, bricks, convnet,
                      foreign_array, mlp, on, refusal_of_foreign,
-                     relative_difference, using_engine)
+                     relative_difference, using_engine, worst)
 from mgpu import initializers
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
@@ -1546,6 +1546,187 @@ def test_a_bias_learns_once_its_weight_is_frozen(name, devices, make, own):
     for name, arrays in found[1].items():
         for x in arrays:        # four steps in float32
             assert relative_difference(x, found[0][name][0]) < 1e-5, name
+
+
+MXNET = [name for name in ENGINES if name.startswith("mxnet")]
+
+
+def loose(way, dtype="float64"):
+    """A Gluon network with parameters that are no attributes of a block."""
+    import mxnet as mx
+    nn = mx.gluon.nn
+
+    class Net(nn.Block):
+        def __init__(self):
+            super().__init__()
+            if way == "list":
+                self.own = [self.params.get("w", shape=(4, 4))]
+            elif way == "dict":
+                self.own = {"w": self.params.get("w", shape=(4, 4))}
+            elif way == "fetched":
+                self.params.get("w", shape=(4, 4))
+            else:
+                self.own = [nn.Dense(4, in_units=4, use_bias=False)]
+                self.params.update(self.own[0].params)
+            self.end = nn.Dense(3, in_units=4)
+
+        def collect_params(self, select=None):
+            if way == "collected":      # not of the block's own
+                found = mx.gluon.ParameterDict()
+                found.update(self.own[0].collect_params())
+                found.update(self.end.collect_params())
+                return found
+            return super().collect_params(select)
+
+        def forward(self, x):
+            if way in ("taken in", "collected"):
+                return self.end(self.own[0](x))
+            w = self.params.get("w") if way == "fetched" else \
+                self.own[0 if way == "list" else "w"]
+            dot = mx.np.dot if mx.util.is_np_array() else mx.nd.dot
+            return self.end(dot(x, w.data(x.context)))
+    return Net()
+
+
+@pytest.mark.filterwarnings("ignore:.*unregistered container with Blocks")
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("way", ["list", "dict", "fetched", "taken in",
+                                 "collected"])
+@pytest.mark.parametrize("values", ["there", "drawn"])
+def test_all_that_gluons_own_trainer_trains_is_trained(
+        name, devices, way, values):
+    """``net.collect_params()``, also what is no attribute of a block."""
+    with using_engine(name) as engine:
+        from mxnet import autograd
+        first, L2 = on(0)[0], mgpu.losses.L2Loss()
+        net, plain = loose(way), loose(way)
+        if values == "there":
+            net.initialize()
+        replicas = mgpu.initialize(net, devices, dtype="float64", init=None if
+                                   values == "there" else "xavier")
+        names = sorted(p.name for p in replicas.params())
+        own = "dense_weight" if way in ("taken in", "collected") else "w"
+        assert names == sorted([own, "end.bias", "end.weight"])
+        assert (replicas.export_numpy()[own] != 0).all()
+        plain.initialize()
+        plain.cast("float64")
+        pairs = list(zip(net.collect_params().values(),
+                         plain.collect_params().values()))
+        for p, q in pairs:
+            q.set_data(engine.put(p.list_data()[0].asnumpy(), first))
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+        for seed in range(3):
+            X = np.random.default_rng(seed).normal(size=(8, 4))
+            y = np.random.default_rng(seed + 9).normal(size=(8, 3))
+            mgpu.train_batch(X, y, replicas, L2, trainer)
+            with autograd.record():
+                total = L2(plain(engine.put(X, first)), engine.put(y, first))
+            total.backward()
+            for _, q in pairs:
+                q.set_data(engine.put(q.data().asnumpy() - 0.5 / 8
+                                      * q.grad().asnumpy(), first))
+        for p, q in pairs:
+            for x in p.list_data():
+                assert relative_difference(
+                    x.asnumpy(), q.data().asnumpy()) < 1e-12, p.name
+        for p in (net.params.get("late", shape=(2,)),):
+            p.initialize()
+        if way != "collected":
+            with pytest.raises(RuntimeError, match="received others under "
+                               "'late'"):
+                replicas[0](engine.put(np.ones((2, 4)), devices[0]))
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("way", ["standalone", "overridden"])
+def test_what_gluons_own_trainer_leaves_out_is_refused(name, devices, way):
+    """Unless it is frozen."""
+    with using_engine(name):
+        import mxnet as mx
+
+        class Net(mx.gluon.nn.Block):
+            def __init__(self):
+                super().__init__()
+                if way == "standalone":
+                    self.scale = mx.gluon.Parameter("scale", shape=(3,))
+                    self.scale.initialize(mx.init.One())
+                else:
+                    self.scale = self.params.get("scale", shape=(3,))
+                self.end = mx.gluon.nn.Dense(3, in_units=6)
+
+            def collect_params(self, select=None):
+                return self.end.collect_params(select)
+
+            def forward(self, x):
+                return self.end(x) * self.scale.data(x.context)
+        net = Net()
+        net.initialize()
+        if way == "overridden":
+            net.params.initialize()
+        for wanted in ("xavier", "keep"):
+            with pytest.raises(ValueError, match="parameters that it leaves "
+                               "out: 'scale'. Make a parameter with self"):
+                mgpu.initialize(net, devices, wanted)
+        before = net.scale.data().asnumpy()
+        net.scale.grad_req = "null"
+        replicas = mgpu.initialize(net, devices, "keep")
+        train(replicas, table(8, "float32"))
+        assert (net.scale.list_data()[-1].asnumpy() == before).all()
+
+
+@pytest.mark.parametrize("where", ["weight", "bias", "layer"])
+@pytest.mark.parametrize("name", MXNET)
+def test_a_bias_learns_where_its_weight_belongs_to_another_block(
+        name, devices, where):
+    """In float32 MXNet computes no gradient of a bias whose weight has
+    none."""
+    with using_engine(name) as engine:
+        import mxnet as mx
+        Block, L2 = mx.gluon.nn.Block, mgpu.losses.L2Loss()
+
+        class Holder(Block):
+            def __init__(self, name, shape):
+                super().__init__()
+                self.own = self.params.get(name, shape=shape)
+
+        class Net(Block):
+            def __init__(self):
+                super().__init__()
+                self.b = self.w = None
+                self.c = Holder("bias", (3,)) if where == "bias" else None
+                if where == "layer":
+                    self.d = mx.gluon.nn.Dense(3, in_units=4)
+                elif where == "weight":
+                    self.d = Holder("weight", (3, 4))
+                else:
+                    self.v = self.params.get("v", shape=(3, 4))
+                if where != "bias":
+                    self.k = self.params.get("k", shape=(3,))
+
+            def forward(self, x):
+                w = self.v if where == "bias" else \
+                    self.d.own if where == "weight" else self.d.weight
+                k = self.c.own if where == "bias" else self.k
+                dense = mx.npx.fully_connected if name == "mxnet-np" \
+                    else mx.nd.FullyConnected
+                return dense(x, w.data(x.context), k.data(x.context),
+                             num_hidden=3)
+        found = []
+        for dtype, places in (("float64", on(0)), ("float32", devices)):
+            net = Net()
+            for p in net.collect_params().values():
+                if len(p.shape) == 2 or p.name.endswith("dense0_bias"):
+                    p.grad_req = "null"
+            if where == "layer":
+                net.d.bias.grad_req = "null"
+            net.initialize(mx.init.Constant(0.5))
+            replicas = mgpu.initialize(net, places, dtype=dtype)
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+            X, y = np.random.default_rng(0).normal(size=(2, 8, 4))
+            mgpu.train_batch(X.astype(dtype), y[:, :3].astype(dtype),
+                             replicas, L2, trainer)
+            found.append(replicas.export_numpy())
+        assert engine.name == "mxnet" and worst(*found[::-1])[0] < 1e-5
 
 
 def test_a_part_of_an_initialized_network_is_refused(engine, devices):

@@ -33,7 +33,7 @@ def sources():
 LAYERS = {
     "foundations": "arguments environment files notebook probes progress",
     "contract of an engine": "backends.base backends.messages backends.ledger "
-        "backends.scope backends._allocator backends._workers",
+        "backends.scope backends._allocator backends._kept backends._workers",
     "registry": "backends",
     "engines": "backends._mxnet backends._torch",
     "devices, data and formulas": "nested device split datasets prefetching "

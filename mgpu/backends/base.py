@@ -81,6 +81,7 @@ class Options(NamedTuple):
     hybridize: bool = False
     channels_last: bool = False
     autocast: str | None = None         # "bfloat16", "float16"
+    sync: bool = False          # joint batch statistics on several devices
 
 
 class BatchNormCall(NamedTuple):

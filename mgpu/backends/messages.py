@@ -88,15 +88,32 @@ def own_batch_norm(paths: Iterable[str]) -> ValueError:
         "plain layer.")
 
 
-def shared_attribute(name: str, kind: type) -> RuntimeError:
-    """A pass of replicas that are one object has changed what is there for
-    all of them."""
-    return RuntimeError(
-        "with batch_norm='sync' each device has attributes of its own for "
-        "one pass, and a list, dict or set that was there before cannot hold "
-        f"those of all; received a forward pass of {kind.__name__} that "
-        f"changes {name!r}. Make a new one in each pass, keep it in a local "
-        "variable, or use batch_norm='per_device' or 'average'.")
+def one_generator(name: str) -> ValueError:
+    """Replicas that are one object have an attribute that cannot be
+    copied."""
+    return ValueError(
+        "on several devices a network keeps what each device can have a copy "
+        f"of; received a generator in {name!r}. Keep a list and a number, "
+        "itertools.count or itertools.cycle; or use one device.")
+
+
+def shared_number(name: str, kind: type) -> ValueError:
+    """Passes of several devices have counted in one place."""
+    return ValueError(
+        "on several devices a forward pass counts in an attribute, of which "
+        f"each device has one; received {kind.__name__}, whose forward pass "
+        f"gives the variable {name!r} outside of it another value, once for "
+        f"each device. Write self.{name} instead; or use one device.")
+
+
+def shared_array(name: str, kind: type) -> ValueError:
+    """Passes of several devices have written to one array."""
+    return ValueError(
+        "on several devices a forward pass assigns what it keeps, so that "
+        f"each device has its own; received {kind.__name__}, whose forward "
+        f"pass writes into the array {name!r}, which was there before for "
+        f"all. Write self.{name.rpartition('.')[2]} = ... instead of "
+        f"[:] = ...; or use one device.")
 
 
 def not_joined(what: Iterable[str]) -> ValueError:

@@ -16,10 +16,16 @@ MUTANTS = [
            ("test_checkpoint.py::test_a_resumed_run_under_sync[torch]",)),
     Mutant("sync-shares-attributes", "a replica reads what another one's pass "
            "keeps in an attribute",
-           edit("mgpu.backends._mxnet.network:_Attributes._show",
-                "zip(self._blocks, attributes)", "()"),
+           edit("mgpu.backends._mxnet.attributes:Turns.begin",
+                "self._attributes.show(index)", "pass"),
            ("test_batch_norm.py::test_what_a_pass_keeps_in_an_attribute_is_its_"
             "devices[mxnet-nd-2dev-8-attribute]",)),
+    Mutant("sync-predicts-apart", "a layer that trains in a prediction is "
+           "normalised by each device's rows",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork._predicting",
+                "self._options.sync and not", "False and not"),
+           ("test_batch_norm.py::test_sync_refuses_a_layer_that_trains_in_a_"
+            "prediction[2-mxnet-nd]",)),
     Mutant("sync-without-turns", "replicas that draw from one stream and meet "
            "draw in the order in which threads run",
            edit("mgpu.backends._torch.replica:TorchReplica.__call__",

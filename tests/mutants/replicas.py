@@ -3,12 +3,91 @@ from mutants.planting import Mutant, edit
 
 _REPLICAS = "mgpu.replicas:Replicas."
 
+_KEPT = "test_kept.py::"
+_ATTRIBUTES = "mgpu.backends._mxnet.attributes:"
+
 MUTANTS = [
     Mutant("names-of-one-parameter-differ", "the first of two values wins",
            edit("mgpu.replicas:_under_one_name", "!= x.tobytes()",
                 "is None"),
            ("test_replicas.py::test_a_shared_parameter_may_come_under_each_"
             "name*",)),
+    Mutant("mxnet-attributes-of-all", "all devices count in one attribute",
+           edit(_ATTRIBUTES + "Attributes.show", "index != self._shown",
+                "False"),
+           (_KEPT + "test_what_a_pass_keeps_is_as_on_one_device*",)),
+    Mutant("mxnet-states-of-device-0", "states go on with the rows of another "
+           "device", edit(_ATTRIBUTES + "_Block.follow",
+                          "left.get(name) is x", "False"),
+           (_KEPT + "test_what_a_pass_keeps_is_as_on_one_device*",)),
+    Mutant("mxnet-lists-of-all", "devices share the lists of a block",
+           edit(_ATTRIBUTES + "_Block.follow",
+                "elif isinstance(x, _Content):", "elif False:"),
+           (_KEPT + "test_what_a_pass_keeps_is_as_on_one_device*",)),
+    Mutant("mxnet-counts-stay", "a device without rows counts no further",
+           edit(_ATTRIBUTES + "_Block.follow", "isinstance(x, mx.nd.NDArray) "
+                "and", "i in self.now(0) or"),
+           (_KEPT + "test_a_short_batch_leaves_counts_as_on_one_device"
+            "[mxnet-nd-4dev]",)),
+    Mutant("mxnet-resets-stay", "a collection that the user empties stays on "
+           "other devices", edit(_ATTRIBUTES + "_Block.follow",
+                                 "left.get(name) == x and (", "("),
+           (_KEPT + "test_what_the_user_resets_is_reset_on_every_device*",)),
+    Mutant("torch-resets-stay", "what the user resets stays on other devices",
+           edit("mgpu.backends._torch.attributes:Attributes.follow",
+                "self._behind(number, known)", "set()"),
+           (_KEPT + "test_what_the_user_resets_is_reset_on_every_device*",)),
+    Mutant("mxnet-shapes-count", "the pass that completes shapes counts",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
+                "spare.of(1)", "spare.of(0)"),
+           (_KEPT + "test_the_pass_that_completes_shapes_keeps_nothing"
+            "[mxnet-nd]",)),
+    Mutant("mxnet-losses-read-device-0", "a loss reads what the pass of "
+           "another device has kept", edit(
+               "mgpu.backends._mxnet.network:MXNetNetwork.forward_backward",
+               "self.attributes.of(i)", "self.attributes.of(0)"),
+           (_KEPT + "test_a_loss_reads_what_the_pass_of_its_device_has_kept"
+            "[2-mxnet-nd]",)),
+    Mutant("mxnet-counts-outside", "passes count in a global variable once "
+           "for each device", edit(
+               _ATTRIBUTES + "Attributes.check", "now.get(key, x) != x",
+               "False"),
+           (_KEPT + "test_what_devices_cannot_have_apart_is_refused"
+            "[*",)),
+    Mutant("mxnet-buffers-of-all", "passes write into one array",
+           edit(_ATTRIBUTES + "Attributes.check", "_bits(x) != _bits(before)",
+                "False"),
+           (_KEPT + "test_what_devices_cannot_have_apart_is_refused"
+            "[*",)),
+    Mutant("mxnet-hooks-share", "what hooks of Gluon keep in one place goes "
+           "unseen", edit(
+               "mgpu.backends._mxnet.network:MXNetNetwork.check_kept",
+               "kept.check()", "pass"),
+           ("test_network_hooks.py::test_a_hook_of_gluon_keeps_nothing_where_"
+            "devices_share_it[per_device-closure-mxnet-nd]",)),
+    Mutant("mxnet-context-of-the-thread", "p.data() is replica 0's",
+           edit("mgpu.backends._mxnet.network:MXNetReplica.__call__",
+                "mx.Context(self._context), ", ""),
+           (_KEPT + "test_arrays_and_weights_without_a_context_are_the_"
+            "devices*",)),
+    Mutant("mxnet-attributes-only", "parameters in a list are not trained",
+           edit("mgpu.backends._mxnet.network:_named",
+                "found[name] = p", "pass"),
+           ("test_replicas.py::test_all_that_gluons_own_trainer_trains_is_"
+            "trained[1dev-there-list-mxnet-nd]",)),
+    Mutant("mxnet-trains-more", "what Gluon's own Trainer leaves out is "
+           "trained", edit("mgpu.backends._mxnet.network:MXNetNetwork.check",
+                           "if left_out:", "if False:"),
+           ("test_replicas.py::test_what_gluons_own_trainer_leaves_out_is_"
+            "refused[1dev-standalone-mxnet-nd]",)),
+    Mutant("mxnet-bias-elsewhere", "a bias whose frozen weight is another "
+           "block's does not learn", edit(
+               "mgpu.backends._mxnet.network:MXNetNetwork._mend_frozen",
+               "biases | users if known", "biases if True"),
+           ("test_replicas.py::test_a_bias_learns_where_its_weight_belongs_to_"
+            "another_block[layer-1dev-mxnet-nd]",
+            "test_replicas.py::test_a_bias_learns_where_its_weight_belongs_to_"
+            "another_block[1dev-mxnet-nd-layer]")),
     Mutant("values-read-twice", "a mapping that changes is not what was "
            "checked", edit("mgpu.replicas:Replicas.fit_numpy",
                            'by_name("values", values).items()}',

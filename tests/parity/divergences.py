@@ -399,6 +399,26 @@ def gelu_in_float64():
         torch.tensor(x)).numpy()).max())
 
 
+@divergence("layers", "a batch norm that a forward pass puts into "
+            "autograd.predict_mode() while it is recorded: Gluon's backward "
+            "pass is that of training", "finite differences of the forward "
+            "pass agree with mgpu's", "gradients of a prediction, on any "
+            "number of devices; Gluon's own in its own loop",
+            "of 1 in the gradient of one input", 0.9, 1.1)
+def gradients_of_a_layer_that_predicts():
+    mx, _ = frameworks()
+    layer = mx.gluon.nn.BatchNorm(epsilon=0, in_channels=1)
+    layer.initialize()
+    x = mx.nd.array([[-1.0], [1.0]])
+    x.attach_grad()
+    with mx.autograd.record():
+        with mx.autograd.predict_mode():
+            y = layer(x)
+    assert (y.asnumpy() == x.asnumpy()).all()   # so each gradient is 1
+    y.backward()
+    return float(abs(1 - x.grad.asnumpy()).max())
+
+
 @divergence("layers", "pooling with ceil_mode: Gluon keeps a last window "
             "that lies wholly in the padding", "the frameworks' own layers "
             "are used as they are", "`mgpu.parity` names it; `lint` warns",

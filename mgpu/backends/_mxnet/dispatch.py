@@ -16,6 +16,7 @@ A first pass, which compiles and completes shapes, never is.
 """
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from mgpu.backends._mxnet.framework import BUFFERS, mx
@@ -26,7 +27,8 @@ nn = mx.gluon.nn
 # gluon.rnn and gluon.contrib.)
 _OWN = ("mxnet.gluon.nn.", "mxnet.gluon.model_zoo.", "mgpu.")
 # Except those that call the user's functions or draw random numbers.
-_NOT_FIXED = (nn.Lambda, nn.HybridLambda, nn.Dropout)
+_FUNCTIONS = (nn.Lambda, nn.HybridLambda)
+_NOT_FIXED = (*_FUNCTIONS, nn.Dropout)
 # Operators that may draw random numbers, and those whose code is the user's.
 _DRAWS = re.compile(
     "dropout|random|sample|shuffle|multinomial|bernoulli|gumbel|uniform|"
@@ -105,28 +107,46 @@ def _called(block: Any) -> Iterator[Any]:
 def _form(net: Any) -> list[tuple[Any, ...]]:
     # The objects themselves: their addresses may be reused.
     return [(block, getattr(block, "_active", False),
-             getattr(block, "_cached_op", None), _touched(block))
+             getattr(block, "_cached_op", None), touched(block))
             for block in _called(net)]
 
 
-def _touched(block: Any) -> bool:
+def touched(block: Any) -> bool:
     """Whether the user has put code of their own into calls of `block`."""
     return bool(block._forward_hooks or block._forward_pre_hooks
                 or getattr(block, "_callback", None)
                 or not {"forward", "hybrid_forward"}.isdisjoint(vars(block)))
 
 
+def runs_users_code(net: Any) -> bool:
+    """Whether a pass runs Python code that is not of MXNet or mgpu."""
+    return any(not _is_fixed(block.__class__) and not (
+        _compiled(block) and _is_plain(type(block))) or touched(block)
+        for block in _called(net))
+
+
+@cache
+def _is_fixed(kind: Any) -> bool:
+    return kind.__module__.startswith(_OWN) \
+        and not issubclass(kind, _FUNCTIONS)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether all that blocks of this type compute is compiled."""
+    Hybrid = mx.gluon.HybridBlock
+    return kind.forward is Hybrid.forward and kind.__call__ is Hybrid.__call__
+
+
 def _operations(net: Any) -> int:
     """About how many operations a pass has; 0 if it may draw random numbers
     or run code that is not known."""
-    count, Hybrid = 0, mx.gluon.HybridBlock
+    count = 0
     for block in _called(net):
         kind = type(block)
         own = is_known(block)
-        if _touched(block):
+        if touched(block):
             return 0
-        if _compiled(block) and (own or kind.forward is Hybrid.forward
-                                 and kind.__call__ is Hybrid.__call__):
+        if _compiled(block) and (own or _is_plain(kind)):
             words = re.findall(r'"op": "(?!null)[^"]*"|"act_type": "[^"]*"',
                                block._cached_graph[1].tojson())
             if any(map(_DRAWS.search, words)):

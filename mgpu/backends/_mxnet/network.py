@@ -2,7 +2,7 @@
 import contextlib
 import copy
 import json
-import operator
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, messages
-from mgpu.backends._mxnet.dispatch import Passes, is_known
+from mgpu.backends._kept import Kept
+from mgpu.backends._mxnet.attributes import Attributes, Turns
+from mgpu.backends._mxnet.dispatch import (Passes, is_known,
+                                           runs_users_code)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import (BATCH_NORM, Between, constants,
                                          describe, is_layer)
@@ -83,6 +86,46 @@ def _blocks(block: Any, path: str = "", into_layers: bool = True
                                into_layers)
 
 
+def _own(block: Any) -> list[Any]:
+    """The parameters of `block` itself: its attributes, then those that it
+    made or took in otherwise."""
+    return list({id(p): p for p in (*block._reg_params.values(),
+                                    *block._params._params.values())}.values())
+
+
+def _named(net: Any) -> dict[str, Any]:
+    """What Gluon's own Trainer takes of `net`, ``net.collect_params()``, and
+    the attributes of its blocks. Those that are no attribute (in a list, say)
+    are called by the path of their block and Gluon's name in it."""
+    found = net._collect_params_with_prefix()
+    known, collected = set(map(id, found.values())), net.collect_params()
+
+    def add(path: str, prefix: str, parameters: Iterable[Any]) -> None:
+        for p in parameters:
+            if id(p) in known or collected._params.get(p.name) is not p:
+                continue
+            known.add(id(p))
+            # Of a block that is not in this one: without its number, which
+            # grows with every network that is made.
+            short = p.name[len(prefix):] if p.name.startswith(prefix) \
+                else re.sub(r"\d+_", "_", p.name, count=1)
+            name = short = f"{path}.{short}".lstrip(".")
+            number = 1
+            while name in found:
+                number += 1
+                name = f"{short}_{number}"
+            found[name] = p
+    for path, block in _blocks(net):
+        add(path, block._prefix, block._params._params.values())
+    add("", net._prefix, list(collected.values()))
+    return found
+
+
+def _held(blocks: Iterable[Any]) -> list[Any]:
+    """The parameters that each block holds now; quick."""
+    return [list(block._params._params.values()) for block in blocks]
+
+
 #: .context: of the replica whose pass runs in this thread
 _running = threading.local()
 
@@ -125,7 +168,11 @@ class MXNetReplica(base.Replica):
         earlier = getattr(_running, "context", None)
         _running.context = self._context
         try:
-            return self._network.run(inputs)
+            # Where arrays are made, and ``p.data()`` is, without a context. A
+            # new object: it remembers the thread's earlier one.
+            with mx.Context(self._context), \
+                    self._network.attributes.of(self.index):
+                return self._network.run(inputs)
         finally:
             _running.context = earlier
 
@@ -142,13 +189,15 @@ class MXNetNetwork(base.Network):
         self._deferred: list[Any] = []      # where Gluon has made the arrays
         self._options = base.Options()
         self._passes = Passes(net)
+        self.attributes, self._kept, self._watchers = Attributes(), Kept(), 0
         self._one_predicts = threading.RLock()      # threads share the layers
         blocks = [block for _, block in _blocks(net)]
         #: batch norms that code of the user's may call in predict_mode
         self._may_predict = [] if all(map(is_known, blocks)) else [
             block for block in blocks if isinstance(block, BATCH_NORM)]
         found: dict[int, Any] = {}
-        self._named = net._collect_params_with_prefix()
+        self._registered = net._collect_params_with_prefix()
+        self._named, self._held = _named(net), _held(blocks)
         for name, p in self._named.items():
             found.setdefault(id(p), (name, p, _kind(name, p)))
         self._constants = {id(p): start for _, block in _blocks(net)
@@ -178,7 +227,7 @@ class MXNetNetwork(base.Network):
         SymbolBlock, or of a block that calls F.BatchNorm itself."""
         held = {id(p) for _, block in _blocks(self.net)
                 if isinstance(block, BATCH_NORM)
-                for p in block._reg_params.values()}
+                for p in _own(block)}
         return [name for name, p, kind in self.entries
                 if kind in base.STATISTICS and id(p) not in held]
 
@@ -208,17 +257,23 @@ class MXNetNetwork(base.Network):
         # the user's use too, computes the gradient of the bias together with
         # that of the weight: where the weight is frozen the bias would not
         # learn. So the weight's arrays get a gradient, which Gluon does not
-        # see.
-        for _, block in _blocks(self.net):
-            own = block._reg_params.values()
-            if any(p.grad_req != "null" and len(p.shape or ()) == 1
-                   for p in own):
-                for p in own:
-                    if p.grad_req == "null" and len(p.shape or ()) == 2 \
-                            and np.dtype(p.dtype) == np.float32 \
-                            and _value(p) is not None:
-                        for x in p.list_data():
-                            x.attach_grad()
+        # see. A block of the user's may have one of the two, and any other
+        # block the other.
+        found = [(is_known(block), _own(block), {
+            p.shape[0] for p in _own(block)
+            if p.grad_req != "null" and len(p.shape or ()) == 1})
+            for _, block in _blocks(self.net)]
+        users = {n for known, _, ns in found for n in ns if not known}
+        everywhere = {n for _, _, ns in found for n in ns}
+        for known, own, biases in found:
+            for p in own:
+                if p.grad_req == "null" and len(p.shape or ()) == 2 \
+                        and np.dtype(p.dtype) == np.float32 \
+                        and p.shape[0] in (biases | users if known
+                                           else everywhere) \
+                        and _value(p) is not None:
+                    for x in p.list_data():
+                        x.attach_grad()
 
     def adopt(self, number, arrays, earlier) -> None:
         # Gluon's `grad_req` puts other arrays in the place of all.
@@ -284,9 +339,13 @@ class MXNetNetwork(base.Network):
 
     def infer_shapes(self, inputs, device) -> None:
         self._deferred = []
+        spare = Attributes(refuses=False)
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([self.backend.handle(device)])
-            with mx.autograd.pause(train_mode=False):
+            spare.follow(list(_blocks(self.net))
+                         if runs_users_code(self.net) else (), 2)
+            # What this pass keeps is not the user's.
+            with mx.autograd.pause(train_mode=False), spare.of(1):
                 _wait(self.run(inputs))
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
@@ -336,6 +395,16 @@ class MXNetNetwork(base.Network):
                   if {p._stype, p._grad_stype} != {"default"}]
         if sparse:
             raise messages.sparse_gradient(sparse)
+        collected = set(map(id, self.net.collect_params().values()))
+        left_out = [name for name, p, _ in self.entries
+                    if id(p) not in collected and p.grad_req != "null"]
+        if left_out:
+            raise ValueError(
+                "mgpu trains what Gluon's own Trainer trains, "
+                "net.collect_params(); received parameters that it leaves "
+                f"out: {', '.join(map(repr, left_out))}. Make a parameter "
+                "with self.params.get(name, shape=...) if it is to learn; "
+                "set its grad_req = 'null' if not.")
         joined = [path for path, block in _blocks(self.net)
                   if isinstance(block, mx.gluon.contrib.nn.SyncBatchNorm)]
         if joined and len(devices) > 1:
@@ -377,11 +446,31 @@ class MXNetNetwork(base.Network):
         return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
 
     def follow(self) -> None:
-        now = self.net._collect_params_with_prefix()
+        users = runs_users_code(self.net)
+        blocks = list(_blocks(self.net)) if users else []
+        if len(self._contexts) > 1:
+            self.attributes.follow(blocks, len(self._contexts))
+            self._kept = Kept([block for _, block in blocks]
+                              if mx.autograd.is_recording()
+                              and not self._watchers else (),
+                              mx.nd.NDArray, mx.gluon.Block)
+        held = _held(block for _, block in blocks) if users else self._held
+        registered = self.net._collect_params_with_prefix()
+        if held == self._held and registered == self._registered:
+            return
+        now = _named(self.net)
         if now != self._named:
             raise messages.changed_layers(
                 name for name in {**self._named, **now}
                 if self._named.get(name) is not now.get(name))
+        self._held, self._registered = held, registered
+
+    def check_kept(self, backward: bool = False) -> None:
+        if backward:
+            return      # Gluon has no hooks that run in backward passes
+        kept, self._kept = self._kept, Kept()   # which may hold arrays
+        kept.check()
+        self.attributes.check()
 
     def forward(self, replicas, inputs) -> list[Any]:
         thunks = base.forward_calls(replicas, inputs)
@@ -393,10 +482,17 @@ class MXNetNetwork(base.Network):
         self._passes.ended()
         return outputs
 
+    def forward_backward(self, replicas, inputs, head, leaves) -> None:
+        def own_head(i: int, output: Any) -> Any:
+            # A loss may read what the pass has kept.
+            with mx.Context(self._contexts[i]), self.attributes.of(i):
+                return head(i, output)
+        super().forward_backward(replicas, inputs, own_head, leaves)
+
     def layers(self) -> list[base.Layer]:
         names = {id(p): name for name, p, _ in self.entries}
         return [base.Layer(path, *describe(block), tuple(
-                    names[id(p)] for p in block._reg_params.values()))
+                    names[id(p)] for p in _own(block) if id(p) in names))
                 for path, block in self._leaves()]
 
     def _leaves(self) -> list[Any]:
@@ -419,7 +515,12 @@ class MXNetNetwork(base.Network):
         their global statistics by name. MXNet's backward pass takes all
         others for layers in training, whatever their forward pass was."""
         if not mx.autograd.is_recording():
-            yield
+            with _computed_by([(layer, partial(_not_joined, layer))
+                               for layer in self._may_predict]
+                              if self._options.sync and not
+                              mx.autograd.is_training()
+                              and len(self._contexts) > 1 else ()):
+                yield
             return
         if mx.autograd.is_training():
             # The network's own code may end that for a layer.
@@ -461,6 +562,9 @@ class MXNetNetwork(base.Network):
     def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._layer_by_layer())
+            self._watchers += 1
+            stack.callback(lambda: setattr(self, "_watchers",
+                                           self._watchers - 1))
             for path, block in self._leaves():
                 def told(_, inputs, outputs, path=path):
                     first = next((x for x in inputs
@@ -543,72 +647,8 @@ class MXNetNetwork(base.Network):
                            for path, layer in self._batch_norm_layers()]):
             yield
 
-    def turns(self) -> "_Attributes":
-        return _Attributes(list({
-            id(block): (path, block) for path, block in _blocks(self.net)
-            if not is_known(block)}.values()))
-
-
-class _Attributes(base.Turns):
-    """All replicas are one Block. What its code keeps in attributes, each
-    replica sees as if it ran alone; after the pass they are the last one's.
-    """
-
-    at_once = 1
-
-    def __init__(self, blocks: Sequence[tuple[str, Any]]) -> None:
-        self._blocks = blocks
-        #: by replica: what it was given, and what it has now
-        self._given: dict[int, list[dict[str, Any]]] = {}
-        self._kept: dict[int, list[dict[str, Any]]] = {}
-
-    def _now(self) -> list[dict[str, Any]]:
-        return [dict(vars(block)) for _, block in self._blocks]
-
-    def _show(self, attributes: list[dict[str, Any]]) -> None:
-        for (_, block), own in zip(self._blocks, attributes):
-            now = vars(block)
-            now.update(own)     # first: Ctrl-C in between takes nothing away
-            for name in now.keys() - own.keys():
-                del now[name]
-
-    def __enter__(self) -> None:
-        self._start = self._now()
-
-    def begin(self, index) -> None:
-        if index not in self._kept:
-            self._given[index] = self._kept[index] = [
-                {name: copy.copy(x) if type(x) in (list, dict, set) else x
-                 for name, x in own.items()} for own in self._start]
-        self._show(self._kept[index])
-
-    def end(self, index) -> None:
-        self._kept[index] = self._now()
-
-    def __exit__(self, error, *_) -> None:
-        self._show(self._start)
-        if error is not None:
-            return
-        for index in sorted(self._kept):
-            for (path, block), start, given, kept in zip(
-                    self._blocks, self._start, self._given[index],
-                    self._kept[index]):
-                for name, x in start.items():
-                    copied = given[name] is not x
-                    if copied and kept.get(name) is given[name]:
-                        if not _same(x, kept[name]):
-                            raise messages.shared_attribute(
-                                f"{path}.{name}".lstrip("."), type(block))
-                        kept[name] = x
-        if self._kept:
-            self._show(self._kept[max(self._kept)])
-
-
-def _same(x: Any, y: Any) -> bool:
-    """Whether two lists, dicts or sets hold the same objects."""
-    return len(x) == len(y) and all(map(operator.is_, x, y)) and (
-        not isinstance(x, dict)
-        or all(map(operator.is_, x.values(), y.values())))
+    def turns(self) -> Turns:
+        return Turns(self.attributes)
 
 
 @contextlib.contextmanager
@@ -645,6 +685,14 @@ def _computed_by(forwards: Sequence[
     finally:
         for layer, _ in forwards:
             layer.__dict__.pop("forward", None)
+
+
+def _not_joined(layer: Any, _: Any) -> Any:
+    raise ValueError(
+        "batch_norm='sync' joins the statistics of passes that train; "
+        f"received {layer.name!r}, which the network's own code has put into "
+        "training mode in a prediction, on several devices. Run the pass "
+        "inside mgpu.record(), or use one device.")
 
 
 class _Drawn(mx.init.Initializer):

@@ -4,9 +4,9 @@ import copy
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from operator import is_
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.autograd import graph
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import messages
+from mgpu.backends._kept import global_names, reached
 from mgpu.backends._torch.names import joined
 
 # What reaches the copies by other ways, and what torch does not copy.
@@ -24,7 +25,7 @@ _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
 _LARGE = 1000       # a collection with more items is data
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
 _ARRAYS, _BUFFER = object(), object()
-_EMPTY_CELL = CellType()
+_ARRAY_TYPES = torch.Tensor, np.ndarray
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
 # Attributes of the user's may have names that end so, too.
 _TABLES = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
@@ -75,12 +76,13 @@ class Attributes:
         changed, met = False, dict[int, Any]()
         for number, (layer, known) in enumerate(zip(self._first,
                                                     self._known)):
-            if known.holds(layer, met):
+            behind = self._behind(number, known)
+            if not behind and known.holds(layer, met):
                 continue
             seen = _Seen(layer, met)
             for name in {**known.content, **seen.content}:
                 content = seen.content.get(name)
-                if known.content.get(name) != content \
+                if name in behind or known.content.get(name) != content \
                         if content is not _ARRAYS \
                         else known.values.get(name) is not seen.values[name] \
                         and self._is_the_users(number, name):
@@ -109,6 +111,24 @@ class Attributes:
                 and _lags(found.get(name), vars(there).get(name),
                           source == 0)], twins)
 
+    def _behind(self, number: int, known: "_Seen") -> set[str]:
+        """The names of numbers, lists and the like that passes have changed
+        in a copy, and that the module has otherwise; quick."""
+        first, found = vars(self._first[number]), set[str]()
+        for seen, copied in zip(self._in_copies[number], self._copies):
+            own = vars(copied[number])
+            names = list(known.collections)
+            if len(own) != len(seen) \
+                    or not all(map(is_, own.values(), seen.values())):
+                names += [name for name, x in own.items()
+                          if seen.get(name) is not x]
+            found.update(
+                name for name in names
+                if name in first and name not in _ELSEWHERE | _TABLES
+                and _is_plain(first[name])
+                and _content(first[name]) != _content(own.get(name)))
+        return found
+
     def _of_copies(self, number: int) -> list[dict[str, Any]]:
         """What the copies of a layer have, but for what passes keep."""
         return [{name: x for name, x in vars(copied[number]).items()
@@ -123,8 +143,8 @@ class Attributes:
                                        self._copies)):
             self._kept.add((number, name))
         return bool(self._copies) and (number, name) not in self._kept \
-            and all(x.is_leaf for x in _reached(
-                vars(self._first[number])[name], 5, set()))
+            and all(x.is_leaf for x in reached(
+                vars(self._first[number])[name], torch.Tensor, nn.Module))
 
     def _copy(self, name: str, number: int, copied: list[nn.Module]) -> None:
         source, target = vars(self._first[number]), vars(copied[number])
@@ -253,7 +273,7 @@ class Kept:
         for kind, hook, known in self._found:
             if backward and kind == "forward":
                 continue
-            now: list[Any] = list(_reached(hook, 5, set(), (np.ndarray,)))
+            now: list[Any] = list(reached(hook, _ARRAY_TYPES, nn.Module))
             if len(now) != len(known) or any(
                     ref() is not x or getattr(x, "_version", 0) != version
                     for x, (ref, version) in zip(now, known)):
@@ -280,7 +300,7 @@ def caches_weights(layers: Sequence[nn.Module]) -> bool:
     """Whether passes may use ``torch.nn.utils.parametrize.cached()``, whose
     cache is one for all copies of a module."""
     return any(hasattr(m, "parametrizations") for m in layers) and any(
-        "cached" in _global_names(f.__code__) for f in _functions(layers))
+        "cached" in global_names(f.__code__) for f in _functions(layers))
 
 
 def _functions(layers: Sequence[nn.Module]) -> list[FunctionType]:
@@ -294,49 +314,12 @@ def _functions(layers: Sequence[nn.Module]) -> list[FunctionType]:
 def _makes_hooks(code: CodeType | None) -> bool:
     return code is not None and not {
         "register_hook", "register_multi_grad_hook"}.isdisjoint(
-            _global_names(code))
-
-
-def _global_names(code: CodeType) -> tuple[str, ...]:
-    """The names that a function's code looks up, inner functions too."""
-    return (*code.co_names, *(
-        name for inner in code.co_consts if isinstance(inner, CodeType)
-        for name in _global_names(inner)))
+            global_names(code))
 
 
 def _states(hook: Any) -> list[Any]:
     return [(weakref.ref(x), getattr(x, "_version", 0))
-            for x in _reached(hook, 5, set(), (np.ndarray,))]
-
-
-def _reached(x: Any, depth: int, met: set[int],
-             kinds: tuple[type, ...] = ()) -> Iterator[Any]:
-    """The tensors, and what is of `kinds`, in what a hook may write to."""
-    if isinstance(x, (torch.Tensor, *kinds)):
-        yield x
-        return
-    if not depth or id(x) in met or isinstance(x, (
-            type, nn.Module, ModuleType, str)):
-        return
-    met.add(id(x))
-    parts: Sequence[Any] = ()
-    if isinstance(x, FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or ()
-                 if cell != _EMPTY_CELL]
-        parts = [*cells, *(x.__defaults__ or ()),
-                 *(x.__kwdefaults__ or {}).values(),
-                 *map(x.__globals__.get, _global_names(x.__code__))]
-    elif isinstance(x, MethodType):
-        parts = [x.__self__, x.__func__]
-    elif isinstance(x, partial):
-        parts = [x.func, x.args, x.keywords]
-    elif isinstance(x, _COLLECTIONS):
-        parts = list(x.values() if isinstance(x, dict) else x) \
-            if len(x) <= _LARGE else ()
-    elif type(x).__module__.split(".")[0] not in ("mgpu", "torch"):
-        parts = list(getattr(x, "__dict__", {}).values())
-    for part in parts:
-        yield from _reached(part, depth - 1, met, kinds)
+            for x in reached(hook, _ARRAY_TYPES, nn.Module)]
 
 
 class _Seen:
@@ -349,6 +332,9 @@ class _Seen:
         inner = [(name, vars(layer)[name], x)
                  for name, x in self.content.items()
                  if not _is_constant(vars(layer)[name])]
+        self.collections = [name for name, x, content in inner
+                            if isinstance(x, _COLLECTIONS)
+                            and name not in _TABLES]
         self._empty = [x for _, x, content in inner if content == []]
         self._filled = [(name, x, content) for name, x, content in inner
                         if content != [] and content is not _ARRAYS]
@@ -400,8 +386,9 @@ def _take(source: dict[str, Any], target: dict[str, Any],
             y.set_state(x.get_state())      # others may hold it
         else:
             # What depends on parameters has no history on another device.
-            twins |= {id(t): t.detach().clone() for t in _reached(
-                x, 5, set()) if not t.is_leaf and id(t) not in twins}
+            twins |= {id(t): t.detach().clone()
+                      for t in reached(x, torch.Tensor, nn.Module)
+                      if not t.is_leaf and id(t) not in twins}
             with contextlib.suppress(Exception):    # a file, a lock
                 target[name] = copy.deepcopy(x, twins)
 
@@ -444,6 +431,14 @@ def _is_constant(x: Any) -> bool:
     """Whether the content of `x` is the same as long as `x` is."""
     return type(x) in _PLAIN \
         or type(x) in (tuple, frozenset) and all(map(_is_constant, x))
+
+
+def _is_plain(x: Any) -> bool:
+    """Whether `_content` tells nothing of the identity of `x`."""
+    if isinstance(x, _COLLECTIONS):
+        return len(x) <= _LARGE and all(
+            map(_is_plain, [*x, *x.values()] if isinstance(x, dict) else x))
+    return type(x) in _PLAIN
 
 
 def _content(x: Any, around: tuple[int, ...] = ()) -> Any:

@@ -1,0 +1,340 @@
+"""What blocks keep in attributes, for each device.
+
+All replicas of a network are one Block. On several devices each replica sees
+its attributes as if it ran alone: they are exchanged between the passes of
+two devices. What the Block has outside of passes is device 0's.
+"""
+import copy
+import types
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from operator import is_
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends import base, messages
+from mgpu.backends._mxnet.dispatch import is_known
+from mgpu.backends._mxnet.framework import mx
+
+_gluon = mx.gluon
+#: attributes of every block, which all devices share
+_GLUONS = {*vars(_gluon.nn.HybridSequential(prefix="")),
+           "forward", "hybrid_forward"}
+_LARGE = 1000       # a collection with more items is data
+_LARGE_ARRAY = 1 << 16
+_CONSTANT = {int, float, complex, bool, str, bytes, type(None),
+             types.FunctionType, types.BuiltinFunctionType}
+_COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
+_ONE = (mx.nd.NDArray, _gluon.Block, _gluon.Parameter, _gluon.ParameterDict,
+        mx.Context, mx.sym.Symbol, type, types.ModuleType)
+
+
+class _Is:
+    """An object that equals only itself."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and other.x is self.x
+
+    __hash__ = None     # type: ignore[assignment]
+
+
+def _is_constant(x: Any) -> bool:
+    return type(x) in _CONSTANT \
+        or type(x) in (tuple, frozenset) and all(map(_is_constant, x))
+
+
+class _Content:
+    """What is in an object that may change, to be compared.
+
+    Attributes
+    ----------
+    value : object
+    arrays : bool
+        Whether there are arrays of the engine in it.
+    single, large : dict
+        By `id`: what each device is to have the same object of, and large
+        collections, whose items are.
+    """
+
+    def __init__(self, x: Any) -> None:
+        self.arrays = False
+        self.single, self.large = dict[int, Any](), dict[int, Any]()
+        self.value = self._read(x, ())
+
+    def _read(self, x: Any, around: tuple[int, ...]) -> Any:
+        kind = type(x)
+        if kind in _CONSTANT:
+            return kind, x      # 1 is not True
+        if isinstance(x, _ONE):
+            self.arrays |= isinstance(x, mx.nd.NDArray)
+            self.single[id(x)] = x
+            return _Is(x)
+        if id(x) in around:
+            return len(around) - around.index(id(x))
+        if isinstance(x, np.ndarray):
+            if x.size <= _LARGE_ARRAY and not x.dtype.hasobject:
+                return _Is(x), x.shape, x.dtype.str, x.tobytes()
+            self.single[id(x)] = x
+            return _Is(x)
+        if isinstance(x, _COLLECTIONS) and len(x) > _LARGE:
+            self.large[id(x)] = x
+            return _Is(x), len(x)
+        parts = _parts(x)
+        if parts is None:
+            return _Is(x)
+        contents = [self._read(part, (*around, id(x))) for part in parts]
+        return _Is(x), contents
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Content) and self.value == other.value
+
+    __hash__ = None     # type: ignore[assignment]
+
+
+def _parts(x: Any) -> list[Any] | None:
+    """What pickle would store of `x`; None: it is one thing."""
+    if type(x) is dict:
+        return [*x, *x.values()]
+    if type(x) in _COLLECTIONS:
+        return list(x)
+    try:
+        reduced = x.__reduce_ex__(4)
+    except Exception:       # a lock, a file, a generator
+        return None
+    if isinstance(reduced, str):
+        return None
+    _, arguments, state, items, pairs = (*reduced, *[None] * 4)[:5]
+    return [*arguments, state, *(items or ()),
+            *(part for pair in pairs or () for part in pair)]
+
+
+class _Block:
+    """The attributes of one block, for each device."""
+
+    def __init__(self, path: str, block: Any, count: int) -> None:
+        self.path, self.block = path, block
+        self._values = list(vars(block).values())
+        now = self._names()
+        #: by device
+        self.own = [now] * count
+        #: those of device 0 when all devices got them, and after its last
+        #: pass
+        self.given: dict[str, Any] = {}
+        self.left: dict[str, Any] = {}
+        self._all: dict[str, Any] | None = None     # what all devices have
+
+    def _names(self) -> dict[str, Any]:
+        attributes = vars(self.block)
+        return {name: attributes[name] for name in
+                attributes.keys() - _GLUONS - self.block._reg_params.keys()
+                - self.block._children.keys()}
+
+    def now(self, index: int) -> dict[str, Any]:
+        """Those of the device that the block has now; quick."""
+        values = list(vars(self.block).values())
+        if len(values) != len(self._values) \
+                or not all(map(is_, values, self._values)):
+            self._values, self.own[index] = values, self._names()
+        return self.own[index]
+
+    def exchange(self, index: int, other: int) -> None:
+        """Let the block have those of a device after those of another."""
+        theirs, mine = self.own[index], self.now(other)
+        if theirs is mine:
+            return
+        attributes = vars(self.block)
+        kept = {*self.block._children, *self.block._reg_params}
+        attributes.update((name, x) for name, x in theirs.items()
+                          if name not in kept)      # a layer now
+        for name in mine.keys() - theirs.keys():
+            del attributes[name]
+        self._values = list(attributes.values())
+
+    def leave(self) -> None:
+        """A pass of device 0 has ended."""
+        if self.now(0) is not self._all or self._changing:
+            self.left = self._read(self.own[0])
+
+    @property
+    def _changing(self) -> bool:
+        return any(isinstance(x, _Content) for x in self.left.values())
+
+    def _read(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Constants and arrays themselves, and the content of others. In
+        layers of Gluon what begins with "_" is theirs."""
+        known = is_known(self.block)
+        return {name: x if _is_constant(x) or isinstance(x, _ONE)
+                or known and name[0] == "_" else _Content(x)
+                for name, x in own.items()}
+
+    def follow(self, memos: Sequence[dict[int, Any]], refuses: bool) -> None:
+        """Give all devices what is the user's, or is no array."""
+        own = self.now(0)
+        if own is self._all and not self._changing \
+                and all(x is own for x in self.own):
+            return
+        now, left = self._read(own), self.left
+        for i in range(1, len(self.own)):
+            mine, theirs = dict(own), self.own[i]
+            for name, x in now.items():
+                same = left.get(name) == x and (
+                    x.arrays or self.given.get(name) == x) \
+                    if isinstance(x, _Content) else \
+                    isinstance(x, mx.nd.NDArray) and left.get(name) is x
+                if same and name in theirs:
+                    mine[name] = theirs[name]
+                elif isinstance(x, _Content):
+                    mine[name] = _twin(own[name], x, memos[i], refuses,
+                                       f"{self.path}.{name}".lstrip("."))
+            self.own[i] = own if all(x is own[name] for name, x
+                                     in mine.items()) else mine
+        self.given = self.left = now
+        self._all = own
+
+
+class Attributes:
+    """The attributes of a network's blocks, for each device.
+
+    Before a pass all devices have what the Block has, as on torch: what the
+    user wrote there, and the numbers, lists and NumPy arrays that the pass of
+    device 0 has left. Arrays of the engine are those of each device's rows.
+
+    Parameters
+    ----------
+    refuses : bool
+        Whether there must be copies of all.
+    """
+
+    def __init__(self, refuses: bool = True) -> None:
+        self._refuses = refuses
+        self._blocks: list[_Block] = []
+        self._shown = 0
+        self._numbers: list[tuple[Any, ...]] = []
+        #: before the first passes that are recorded: the arrays that all
+        #: devices have, and copies
+        self._shared: list[tuple[Any, ...]] | None = None
+
+    def follow(self, blocks: Sequence[tuple[str, Any]], count: int) -> None:
+        """Before passes of `count` devices; `blocks`: (path, block) of all
+        blocks of the network, none if no code of the user's runs."""
+        earlier = {id(one.block): one for one in self._blocks}
+        now = {id(block): (path, block) for path, block in blocks}
+        self._blocks = [earlier.get(key) or _Block(path, block, count)
+                        for key, (path, block) in now.items()]
+        memos: list[dict[int, Any]] = [{} for _ in range(count)]
+        for one in self._blocks:
+            one.follow(memos, self._refuses)
+        self._numbers = [(type(one.block), *number) for one in self._blocks
+                         for number in _numbers(one.block)]
+        if self._shared is None and blocks and mx.autograd.is_recording():
+            self._shared = [
+                (f"{one.path}.{name}".lstrip("."), one.block, x, x.copy())
+                for one in self._blocks for name, value in one.given.items()
+                for x in ([value] if not isinstance(value, _Content)
+                          else value.single.values())
+                if isinstance(x, (mx.nd.NDArray, np.ndarray))]
+
+    def check(self) -> None:
+        """ValueError where passes have counted outside of the blocks, or the
+        first ones have written to an array of all devices."""
+        shared, self._shared = self._shared or [], []
+        for name, block, x, before in shared:
+            if _bits(x) != _bits(before):
+                raise messages.shared_array(name, type(block))
+        for kind, function, name, before in self._numbers:
+            now = _outside(function).get(name, {})
+            if any(now.get(key, x) != x for key, x in before.items()):
+                raise messages.shared_number(name, kind)
+
+    @contextmanager
+    def of(self, index: int) -> Iterator[None]:
+        """Inside the block code of the user's runs for a device."""
+        if not self._blocks:
+            yield
+            return
+        before = self._shown
+        self.show(index)
+        try:
+            yield
+        finally:
+            for one in self._blocks if index == 0 else ():
+                one.leave()
+            self.show(before)
+
+    def show(self, index: int) -> None:
+        """Let the blocks have the attributes of a device."""
+        if index != self._shown:
+            for one in self._blocks:
+                one.exchange(index, self._shown)
+            self._shown = index
+
+
+def _bits(x: Any) -> bytes:
+    return (x if isinstance(x, np.ndarray) else x.asnumpy()).tobytes()
+
+
+def _numbers(block: Any) -> Iterator[tuple[Any, str, Any]]:
+    """(function, name, numbers) of what is outside of `block` and its passes
+    may count in."""
+    functions = [vars(block).get("_func"), vars(block).get("_func_impl")] \
+        if is_known(block) else [getattr(type(block), name, None) for name
+                                 in ("forward", "hybrid_forward", "__call__")]
+    for function in functions:
+        if isinstance(function, types.FunctionType) \
+                and function.__module__.partition(".")[0] != "mxnet":
+            for name, numbers in _outside(function).items():
+                yield function, name, numbers
+
+
+def _outside(function: types.FunctionType) -> dict[str, Any]:
+    """The numbers that a function finds outside of itself, by name; those in
+    lists and dicts by their places there."""
+    code, globals_ = function.__code__, function.__globals__
+    found = {name: globals_[name] for name in code.co_names
+             if name in globals_}
+    for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+        with suppress(ValueError):      # empty yet
+            found[name] = cell.cell_contents
+    numbers: dict[str, Any] = {}
+    for name, x in found.items():
+        if type(x) in (int, float):
+            numbers[name] = {None: x}
+        elif type(x) in (list, dict) and 0 < len(x) <= _LARGE:
+            pairs = x.items() if type(x) is dict else enumerate(x)
+            numbers[name] = {key: value for key, value in list(pairs)
+                             if type(value) in (int, float)}
+    return numbers
+
+
+class Turns(base.Turns):
+    """Replicas take turns, each with the attributes of its device."""
+
+    at_once = 1
+
+    def __init__(self, attributes: Attributes) -> None:
+        self._attributes = attributes
+
+    def begin(self, index) -> None:
+        self._attributes.show(index)
+
+    def __exit__(self, error, *_) -> None:
+        self._attributes.show(0)
+
+
+def _twin(x: Any, content: _Content, memo: dict[int, Any], refuse: bool,
+          name: str) -> Any:
+    memo.update((key, value) for key, value in content.single.items()
+                if key not in memo)
+    memo.update((key, copy.copy(value)) for key, value
+                in content.large.items() if key not in memo)
+    try:
+        return copy.deepcopy(x, memo)
+    except Exception as error:      # a lock, a file: there is only one
+        if refuse and isinstance(x, types.GeneratorType):
+            raise messages.one_generator(name) from error
+        return x

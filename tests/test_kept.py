@@ -1,0 +1,334 @@
+"""What a forward pass keeps: each device has its own, as on one device."""
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import ENGINES
+from helpers import name_of, on, relative_difference, using_engine
+
+MXNET = [name for name in ENGINES if name.startswith("mxnet")]
+RATE = 0.125
+ROWS = 8
+
+
+def network(engine, forward, **kept):
+    """Two layers with the `kept` attributes; ``forward(net, x, F)``."""
+    if engine.name == "mxnet":
+        import mxnet as mx
+        Base, F = mx.gluon.Block, mx
+
+        def dense(n):
+            return mx.gluon.nn.Dense(n, in_units=4)
+    else:
+        import torch
+        Base, F = torch.nn.Module, torch
+
+        def dense(n):
+            return torch.nn.Linear(4, n)
+
+    class Net(Base):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = dense(4), dense(3)
+            for name, x in kept.items():
+                setattr(self, name, x() if callable(x) else x)
+
+        def forward(self, x):
+            return forward(self, x, F)
+    net = Net()
+    if engine.name == "mxnet":
+        net.initialize()
+        net.cast("float64")
+        parameters = net.collect_params().values()
+    else:
+        net.double()
+        parameters = net.parameters()
+    rng = np.random.default_rng(3)
+    for p in parameters:
+        value = engine.put(rng.normal(0, 0.5, p.shape), mgpu.cpu(0))
+        if engine.name == "mxnet":
+            p.set_data(value)
+        else:
+            p.data = value
+    return net
+
+
+def values(net):
+    """By position, as NumPy arrays."""
+    if hasattr(net, "collect_params"):
+        return [p.list_data()[0].asnumpy()
+                for p in net.collect_params().values()]
+    return [p.detach().numpy() for p in net.parameters()]
+
+
+def batches(steps, rows=ROWS):
+    rng = np.random.default_rng(5)
+    return [(rng.normal(size=(rows, 4)), rng.normal(size=(rows, 3)))
+            for _ in range(steps)]
+
+
+def plain(engine, net, data, loss, between=lambda net: None):
+    """The frameworks themselves, with an update in NumPy."""
+    device, = on(0)
+    if engine.name == "mxnet":
+        from mxnet import autograd
+        for X, y in data:
+            with autograd.record():
+                total = loss(net(engine.put(X, device)),
+                             engine.put(y, device))
+            total.backward()
+            for p in net.collect_params().values():
+                p.set_data(engine.put(p.data().asnumpy() - RATE / len(X)
+                                      * p.grad().asnumpy(), device))
+            between(net)
+    else:
+        import torch
+        for X, y in data:
+            net.zero_grad()
+            loss(net(torch.tensor(X)), torch.tensor(y)).sum().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= RATE / len(X) * p.grad
+            between(net)
+    return values(net)
+
+
+def trained(net, devices, data, loss, batch_norm="per_device", how="step",
+            between=lambda net: None):
+    replicas = mgpu.initialize(net, devices, batch_norm=batch_norm)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    for X, y in data:
+        if how == "step":
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+        else:
+            xs, ys = mgpu.split_batch(X, y, devices)
+            with mgpu.record():
+                if how == "hand":
+                    outputs = replicas(xs)
+                else:
+                    outputs = [replicas[i](x) for i, x in enumerate(xs)]
+                losses = mgpu.parallel(
+                    lambda o, y: None if o is None else loss(o, y),
+                    outputs, ys)
+            mgpu.backward(losses)
+            trainer.step(len(X))
+        between(replicas.net)
+    return values(net)
+
+
+def same(found, expected):
+    assert len(found) == len(expected)
+    for x, y in zip(found, expected):
+        assert relative_difference(x, y) < 1e-12
+
+
+def _number(net, x, F):
+    net.count += 1
+    return net.b(net.a(x)) / net.count
+
+
+def _in_a_list(net, x, F):
+    net.counts[0] += 1
+    net.seen.append(len(net.seen))
+    return net.b(net.a(x)) / (net.counts[0] + len(net.seen))
+
+
+def _in_an_array(net, x, F):
+    net.array += 1
+    return net.b(net.a(x)) / float(net.array[0])
+
+
+def _in_an_object(net, x, F):
+    return net.b(net.a(x)) / next(net.numbers)
+
+
+def _state(net, x, F):
+    h = net.a(x) if net.state is None else net.a(x) + net.state
+    net.state = h.detach()
+    return net.b(h)
+
+
+def _in_a_tuple(net, x, F):
+    h = net.a(x) if net.state is None else net.a(x) + net.state[0]
+    net.state = (h.detach(), 1)
+    return net.b(h)
+
+
+def _in_a_dict(net, x, F):
+    h = net.a(x) + net.cache["h"] if net.cache else net.a(x)
+    net.cache["h"] = h.detach()
+    return net.b(h)
+
+
+WAYS = [(_number, {"count": 0}),
+        (_in_a_list, {"counts": lambda: [0], "seen": list}),
+        (_in_an_array, {"array": lambda: np.zeros(2)}),
+        (_in_an_object, {"numbers": lambda: itertools.count(1)}),
+        (_state, {"state": None}), (_in_a_tuple, {"state": None}),
+        (_in_a_dict, {"cache": dict})]
+
+
+@pytest.mark.parametrize("forward, kept", WAYS, ids=name_of)
+@pytest.mark.parametrize("batch_norm, how", [
+    ("per_device", "step"), ("per_device", "hand"), ("per_device", "single"),
+    ("average", "step"), ("sync", "step")])
+def test_what_a_pass_keeps_is_as_on_one_device(
+        engine, devices, batch_norm, how, forward, kept):
+    """Numbers are counted once for a batch, whatever the number of devices;
+    arrays go on with the rows of their device."""
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, forward, **kept), batches(3),
+                     loss)
+    net = network(engine, forward, **kept)
+    same(trained(net, devices, batches(3), loss, batch_norm, how), expected)
+    if "count" in kept:
+        assert net.count == 3
+
+
+def _reset_state(net):
+    net.state = None
+
+
+def _clear(net):
+    net.cache.clear()
+
+
+def _reset_count(net):
+    net.count = 0
+
+
+@pytest.mark.parametrize("forward, kept, between", [
+    (_state, {"state": None}, _reset_state),
+    (_in_a_dict, {"cache": dict}, _clear),
+    (_number, {"count": 0}, _reset_count)], ids=name_of)
+def test_what_the_user_resets_is_reset_on_every_device(
+        engine, devices, forward, kept, between):
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, forward, **kept), batches(3),
+                     loss, between)
+    net = network(engine, forward, **kept)
+    same(trained(net, devices, batches(3), loss, between=between), expected)
+
+
+def test_a_short_batch_leaves_counts_as_on_one_device(engine, devices):
+    """Devices without rows have counted as the others at the next pass."""
+    data = [*batches(1), *batches(1, 1), *batches(2)]
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, _number, count=0), data, loss)
+    same(trained(network(engine, _number, count=0), devices, data, loss),
+         expected)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_loss_reads_what_the_pass_of_its_device_has_kept(name, k):
+    def forward(net, x, F):
+        net.kept = net.a(x)
+        return net.b(net.kept)
+    with using_engine(name) as engine:
+        found = []
+        for train in (plain, lambda engine, net, *rest: trained(
+                net, on(*range(k)), *rest)):
+            net = network(engine, forward)
+            found.append(train(
+                engine, net, batches(2), lambda o, y, net=net:
+                ((o - y) ** 2).sum(axis=1)
+                + (net.kept ** 2).sum(axis=1)))
+        same(*found)
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_the_pass_that_completes_shapes_keeps_nothing(name):
+    with using_engine(name) as engine:
+        def forward(net, x, F):
+            net.count += 1
+            net.seen.append(net.count)
+            return net.b(net.a(x))
+        import mxnet as mx
+        net = network(engine, forward, count=0, seen=list)
+        net.c = mx.gluon.nn.Dense(2, dtype="float64")
+        net.register_forward_hook(lambda net, inputs, output: net.c(output))
+        mgpu.initialize(net, on(0, 1), dtype="float64",
+                        sample=np.ones((2, 4)))
+        assert (net.count, net.seen) == (0, [])
+
+
+# -- what has no meaning on several devices -----------------------------------
+
+_outside = {"count": 0}
+_number_outside = 0
+
+
+def _count_in_a_dict(self, x):
+    _outside["count"] += 1
+    return self.b(self.a(x))
+
+
+def _count_in_a_global(self, x):
+    global _number_outside
+    _number_outside += 1
+    return self.b(self.a(x))
+
+
+def _fill(self, x):
+    self.array[:] = self.array + 1
+    return self.b(self.a(x))
+
+
+def _draw(self, x):
+    return self.b(self.a(x)) / next(self.numbers)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("forward, words", [
+    (_count_in_a_dict, "the variable '_outside' outside of it"),
+    (_count_in_a_global, "the variable '_number_outside' outside of it"),
+    (_fill, "writes into the array 'array', which was there before"),
+    (_draw, "received a generator in 'numbers'")], ids=name_of)
+def test_what_devices_cannot_have_apart_is_refused(name, forward, words):
+    with using_engine(name) as engine:
+        for k in (1, 2):
+            net = network(engine, None)
+            type(net).forward = forward
+            net.array = engine.put(np.zeros(2), mgpu.cpu(0))
+            net.numbers = (i for i in range(1, 9)) if forward is _draw else 0
+            before = values(net)
+            try:
+                trained(net, on(*range(k)), batches(2), mgpu.losses.L2Loss())
+            except ValueError as error:
+                assert k == 2 and re.search(words, str(error)), error
+                same(values(net), before)
+            else:
+                assert k == 1
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("how", ["step", "hand"])
+def test_arrays_and_weights_without_a_context_are_the_devices(
+        name, devices, how):
+    """``p.data()`` in a forward pass is the array of the device that runs,
+    also where each loss has a backward pass of its own."""
+    def forward(net, x, F):
+        y = F.nd.dot(F.nd.tanh(net.a(x).as_nd_ndarray()),
+                     net.a.weight.data().as_nd_ndarray())
+        return net.b(y.as_np_ndarray() if name == "mxnet-np" else y)
+    loss = mgpu.losses.L2Loss()
+    with using_engine(name) as engine:
+        expected = plain(engine, network(engine, forward), batches(2), loss)
+        net = network(engine, forward)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+        for X, y in batches(2):
+            if how == "step":
+                mgpu.train_batch(X, y, replicas, loss, trainer)
+                continue
+            xs, ys = mgpu.split_batch(X, y, devices)
+            with mgpu.record():
+                losses = mgpu.parallel(loss, replicas(xs), ys)
+            for one in losses:
+                one.backward()
+            trainer.step(len(X))
+        same(values(net), expected)
