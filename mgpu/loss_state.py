@@ -79,6 +79,7 @@ class SharedLoss:
         self._known: dict[tuple[int, Any], Any] | None = None
         self._owners: dict[int, Any] = {}
         self._moving: set[int] | None = None
+        self._of_net: set[int] | None = None
         return self
 
     def __call__(self, output: Any, y: Any) -> Any:
@@ -209,6 +210,9 @@ class SharedLoss:
     def _of_object(self, x: Any) -> Iterator[tuple[Any, Any]]:
         parts = self._backend.parts(x)
         replicas: Any = self._replicas()
+        if parts is not None and replicas.network.is_shared \
+                and id(x) in self._layers(replicas.net):
+            return      # each device has what its pass has left there
         if parts and x is not replicas.net:
             if self._moving is None:    # what passes move meanwhile
                 self._moving = {id(b) for p in replicas.buffers()
@@ -229,6 +233,17 @@ class SharedLoss:
             slot = getattr(type(x), name, None)
             if isinstance(slot, MemberDescriptorType) and hasattr(x, name):
                 yield name, getattr(x, name)
+
+    def _layers(self, net: Any) -> set[int]:
+        if self._of_net is None:
+            self._of_net, waiting = set(), [net]
+            while waiting:
+                layer = waiting.pop()
+                parts = self._backend.parts(layer)
+                if parts is not None and id(layer) not in self._of_net:
+                    self._of_net.add(id(layer))
+                    waiting += [part for _, part in parts]
+        return self._of_net
 
     def _named(self, space: Any) -> list[tuple[Any, Any]]:
         if not _ANY.isdisjoint(self._names):

@@ -543,6 +543,9 @@ class Network(ABC):
     own_arithmetic: bool = False
     #: None: the engine has no choice
     float32: Float32Functions | None = None
+    #: whether all replicas are `net` itself, which has what the passes of a
+    #: device keep while a pass or a loss of that device runs
+    is_shared: bool = False
     #: whether what a `LayerCallback` returns takes the place of outputs
     replaces: bool = False
     #: what `watch_layers` has seen besides layers: see `LayerCallback`

@@ -181,6 +181,7 @@ class MXNetNetwork(base.Network):
     """A user's Block with parameters on several contexts."""
 
     backend: Any
+    is_shared = True
 
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
