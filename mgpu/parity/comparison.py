@@ -170,7 +170,8 @@ def check_deterministic(run: Run, X: Any, y: Any) -> None:
         raise ValueError(
             "both sides must draw the same random numbers; received a "
             f"network on {run.name} that draws its own outside its "
-            "dropout layers (two passes from one state differ). Use dropout "
+            "dropout layers, or that keeps something from pass to pass (two "
+            "passes from one state differ). Use dropout "
             "layers, or switch the other random parts off, such as the "
             "dropout= of nn.LSTM and nn.MultiheadAttention. A step of your "
             "own names what it carries on in its parts.")
