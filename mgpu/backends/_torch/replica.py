@@ -203,7 +203,8 @@ class TorchReplica(base.Replica):
                 stack.enter_context(autocast(self._handle, options))
             if torch.is_grad_enabled() and not recording:
                 stack.enter_context(torch.no_grad())
-            self._graph, self._saving = torch.is_grad_enabled(), saving()
+            self._graph = torch.is_grad_enabled()
+            self._saving = saving()
             try:
                 result = self._run(inputs, training)
             except (RuntimeError, ValueError) as error:
