@@ -116,7 +116,7 @@ MUTANTS = [
            ("parity/test_matching.py::test_a_fault_has_its_place[*",)),
     Mutant("behind-parts", "an activation behind one of several layers is "
            "compared with one behind all of them",
-           edit("mgpu.parity.location:locate", "if groups and _sizes",
+           edit("mgpu.parity.location:differences", "if groups and _sizes",
                 "if False and _sizes"),
            ("parity/test_matching.py::test_a_fault_behind_convolutions_side_by_"
             "side[*",)),
