@@ -400,8 +400,9 @@ class Trainer(Hints):
                       "add up losses, or use grad_req='add', where each had "
                       "a backward pass of its own; ") if again else (
                           "no backward pass reached it",
-                          "use that device's own array, p.data(x.context) in "
-                          "a forward pass of yours; " if where else "")
+                          "in a forward pass of Gluon's read "
+                          "p.data(x.context), not p.data(); "
+                          if where else "")
         return StaleGradientError(
             f"parameter {p.name!r} has no new gradient{where} since the "
             f"last step: {what}. Run the forward pass inside record() and "

@@ -2204,8 +2204,7 @@ def test_an_array_of_another_form_is_refused(engine_name, devices):
         net = torch.nn.Linear(6, 3)
         replicas = mgpu.initialize(net, devices, "xavier")
         net.weight = torch.nn.Parameter(torch.zeros(4, 6))
-        with pytest.raises(ValueError, match=r"takes the place of 'weight'.*"
-                           r"received \(4, 6\)"):
+        with pytest.raises(ValueError, match=r"received .*\(4, 6\)"):
             replicas(shards_of(table(8), replicas))
 
 
