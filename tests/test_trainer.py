@@ -1239,7 +1239,7 @@ def test_one_thread_at_a_time(engine, devices):
     def loss(output, label):
         thread = threading.Thread(target=other)
         thread.start()
-        thread.join()
+        thread.join(5)      # one that is not refused waits for this one
         return plain(output, label)
     mgpu.train_batch(*batch(8), replicas, loss, trainer)
     texts = [refused.get() for _ in range(refused.qsize())]
