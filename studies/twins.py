@@ -995,7 +995,8 @@ def page(records, total=(0, 0)):
         "Each pair goes through `mgpu.parity.compare`: float64, lock-step, "
         "plain SGD with momentum 0.9, rate 0.01 and weight decay 1e-4; 3 "
         "steps on 2 logical devices and 1 step on 1 (the largest: on 1 "
-        "only). Weights are drawn once (MSRA, in NumPy) and given to both. In each step the outputs, the "
+        "only). Weights are drawn once (MSRA, in NumPy) and given to both. "
+        "In each step the outputs, the "
         "loss of each row, all gradients, all updated weights, momenta and "
         "running statistics are compared. The parameters are matched without "
         "help: the column says how.", "",
