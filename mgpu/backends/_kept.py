@@ -1,4 +1,4 @@
-"""What forward hooks keep where all devices share it."""
+"""What hooks keep where all devices share it, and what objects hold."""
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,43 +13,63 @@ _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
 
 
 class Kept:
-    """The arrays that the user's forward hooks reach outside of modules, as
-    they are now: in a dictionary that a function closes over, perhaps, which
-    the replicas share, or have copies of.
+    """The arrays that the user's hooks reach outside of modules, as they are
+    now: in a dictionary that a function closes over, perhaps, which the
+    replicas share, or have copies of.
 
     Parameters
     ----------
-    layers : iterable of networks
-        All with the tables of hooks that Gluon and torch have.
-    array, network : type
+    hooks : iterable of (str, callable)
+        Each with its kind: "forward", "backward", or "tensor".
+    array, network : type, or tuple of them
         Those of the engine.
+
+    Attributes
+    ----------
+    backward : bool
+        Whether some of the hooks run in backward passes.
     """
 
-    def __init__(self, layers: Iterable[Any] = (), array: type = object,
+    def __init__(self, hooks: Iterable[tuple[str, Any]] = (),
+                 array: type | tuple[type, ...] = object,
                  network: type = object) -> None:
         self._types = array, network
-        self._found: list[tuple[Any, list[tuple[Any, Any]]]] = [
-            (hook, [(_reference(x), _version(x))
-                    for x in reached(hook, *self._types)])
-            for m in layers
-            for table in (m._forward_hooks, m._forward_pre_hooks)
-            for hook in table.values()]
+        self._found: list[tuple[str, Any, list[tuple[Any, Any]]]] = [
+            (kind, hook, [(_reference(x), _version(x))
+                          for x in reached(hook, *self._types)])
+            for kind, hook in hooks]
+        self.backward = any(kind != "forward" for kind, *_ in self._found)
 
-    def check(self) -> None:
+    def check(self, backward: bool = False) -> None:
         """ValueError where the passes of several devices have put others
-        there."""
-        for hook, known in self._found:
+        there; `backward`: backward passes alone, in hooks on layers, or on
+        tensors that forward passes have made."""
+        for kind, hook, known in self._found:
+            if backward and kind == "forward":
+                continue
             now: list[Any] = list(reached(hook, *self._types))
             if len(now) != len(known) or any(
                     ref() is not x or _version(x) != version
                     for x, (ref, version) in zip(now, known)):
+                cure = (
+                    "Write module.kept = output, and return it with the "
+                    "network's output" if kind == "forward" else
+                    "Return the layer's output with the network's output, and "
+                    "take its gradient on each device: output.retain_grad() "
+                    "before the backward pass")
                 raise ValueError(
-                    "on several devices a forward hook keeps tensors on its "
+                    f"on several devices a {kind} hook keeps tensors on its "
                     "module, of which each device has one; received "
                     f"{getattr(hook, '__qualname__', repr(hook))}, which has "
-                    "put them where all devices share them. Write "
-                    "module.kept = output, and return it with the network's "
-                    "output; or use one device.")
+                    f"put them where all devices share them. {cure}; or use "
+                    "one device.")
+
+
+def forward_hooks(layers: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Those of layers, with the tables that Gluon and torch have."""
+    for m in layers:
+        for table in (m._forward_hooks, m._forward_pre_hooks):
+            yield from (("forward", hook) for hook in table.values())
 
 
 def _reference(x: Any) -> Callable[[], Any]:
@@ -103,3 +123,16 @@ def reached(x: Any, array: type | tuple[type, ...], network: type,
         parts = list(getattr(x, "__dict__", {}).values())
     for part in parts:
         yield from reached(part, array, network, depth - 1, met)
+
+
+def pickled(x: Any) -> list[Any] | None:
+    """What pickle would store of `x`; None: it is one thing."""
+    try:
+        reduced = x.__reduce_ex__(4)
+    except Exception:       # a lock, a file, a generator
+        return None
+    if isinstance(reduced, str):
+        return None
+    _, arguments, state, items, pairs = (*reduced, *[None] * 4)[:5]
+    return [*arguments, state, *(items or ()),
+            *(part for pair in pairs or () for part in pair)]

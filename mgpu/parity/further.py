@@ -38,7 +38,10 @@ def further(work: Any, known: Evidence) -> list[Evidence]:
             or len(work.a.devices) != len(work.b.devices):
         return []
     which = 1 if work.b.replaces else 0
-    found = _pass(work, known, which)
+    work.load_both(known.before)
+    calls = [run.calls(known.X, known.y, known.step) for run in runs]
+    put = [_targets(work, one, two, which) for one, two in zip(*calls)]
+    found = _pass(work, known, which, calls[1 - which], put)
     chosen = runs[which].float32
     if found and chosen is not None and runs[1 - which].float32 is None \
             and work.dtype == "float64":
@@ -46,7 +49,8 @@ def further(work: Any, known: Evidence) -> list[Evidence]:
         # if it differs with and without that.
         before, chosen.names = chosen.names, frozenset(WORDS)
         try:
-            also = {_place(e) for e in _pass(work, known, which)}
+            also = {_place(e) for e in _pass(
+                work, known, which, calls[1 - which], put)}
         finally:
             chosen.names = before
         found = [e for e in found if _place(e) in also]
@@ -57,22 +61,20 @@ def _place(evidence: Evidence) -> Any:
     return evidence.location and evidence.location.at
 
 
-def _pass(work: Any, known: Evidence, which: int) -> list[Evidence]:
-    """As `further`, from one pass of the side `which` with the other's
-    numbers."""
-    runs = work.a, work.b
+def _pass(work: Any, known: Evidence, which: int, other: list[Calls],
+          put: list[Put]) -> list[Evidence]:
+    """As `further`, from one pass of the side `which` with the numbers `put`
+    of the other one, whose calls are `other`."""
     work.load_both(known.before)
-    calls = [run.calls(known.X, known.y, known.step) for run in runs]
-    put = [_targets(work, one, two, which) for one, two in zip(*calls)]
-    work.load_both(known.before)
-    calls[which], outputs, losses = runs[which].forced(
+    own, outputs, losses = (work.a, work.b)[which].forced(
         known.X, known.y, known.step, put)
+    calls = (own, other) if which == 0 else (other, own)
     taken = [known.a, known.b]
     if losses.shape != taken[which].losses.shape:   # the user's own is a mean
         losses = losses.mean(keepdims=True)
     taken[which] = replace(taken[which], outputs=outputs, losses=losses)
     found = replace(known, a=taken[0], b=taken[1], location=None, later=[],
-                    calls=(calls[0], calls[1]))
+                    calls=calls)
     places = list(_places(work, calls[0][0], calls[1][0], known.location,
                           put[0], which))
     evidence = [replace(found, location=place) for place in places]

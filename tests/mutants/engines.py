@@ -224,7 +224,7 @@ MUTANTS = [
                 "return [True] * len(users)"),
            ("test_network_hooks.py::test_a_layer_in_eval_mode_is_frozen*",)),
     Mutant("torch-hooks-share", "what forward hooks keep in one place goes "
-           "unseen", edit("mgpu.backends._torch.attributes:Kept.check",
+           "unseen", edit("mgpu.backends._kept:Kept.check",
                           "ref() is not x", "False"),
            ("test_network_hooks.py::test_a_hook_keeps_nothing_where_devices_"
             "share_it*",)),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, messages
+from mgpu.backends._kept import pickled
 from mgpu.backends._mxnet.dispatch import is_known
 from mgpu.backends._mxnet.framework import mx
 
@@ -102,15 +103,7 @@ def _parts(x: Any) -> list[Any] | None:
         return [*x, *x.values()]
     if type(x) in _COLLECTIONS:
         return list(x)
-    try:
-        reduced = x.__reduce_ex__(4)
-    except Exception:       # a lock, a file, a generator
-        return None
-    if isinstance(reduced, str):
-        return None
-    _, arguments, state, items, pairs = (*reduced, *[None] * 4)[:5]
-    return [*arguments, state, *(items or ()),
-            *(part for pair in pairs or () for part in pair)]
+    return pickled(x)
 
 
 class _Block:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import Kept
+from mgpu.backends._kept import Kept, forward_hooks
 from mgpu.backends._mxnet.attributes import Attributes, Turns
 from mgpu.backends._mxnet.dispatch import (Passes, is_known,
                                            runs_users_code)
@@ -451,10 +451,10 @@ class MXNetNetwork(base.Network):
         blocks = list(_blocks(self.net)) if users else []
         if len(self._contexts) > 1:
             self.attributes.follow(blocks, len(self._contexts))
-            self._kept = Kept([block for _, block in blocks]
-                              if mx.autograd.is_recording()
-                              and not self._watchers else (),
-                              mx.nd.NDArray, mx.gluon.Block)
+            self._kept = Kept(
+                forward_hooks(block for _, block in blocks)
+                if mx.autograd.is_recording() and not self._watchers else (),
+                mx.nd.NDArray, mx.gluon.Block)
         held = _held(block for _, block in blocks) if users else self._held
         registered = self.net._collect_params_with_prefix()
         if held == self._held and registered == self._registered:

@@ -1,7 +1,6 @@
 """What a module is besides its arrays: layers, attributes, hooks."""
 import contextlib
 import copy
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -16,7 +15,8 @@ from torch.autograd import graph
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import messages
-from mgpu.backends._kept import global_names, reached
+from mgpu.backends._kept import (forward_hooks, global_names, pickled,
+                                 reached)
 from mgpu.backends._torch.names import joined
 
 # What reaches the copies by other ways, and what torch does not copy.
@@ -25,7 +25,6 @@ _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
 _LARGE = 1000       # a collection with more items is data
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
 _ARRAYS, _BUFFER = object(), object()
-_ARRAY_TYPES = torch.Tensor, np.ndarray
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
 # Attributes of the user's may have names that end so, too.
 _TABLES = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
@@ -241,54 +240,17 @@ def _numpy_arrays(x: Any, depth: int) -> Iterator[np.ndarray]:
             yield from _numpy_arrays(part, depth - 1)
 
 
-class Kept:
-    """The tensors that the user's hooks reach outside of modules, as they are
-    now: in a dictionary that a function closes over, perhaps, which the
-    copies of the module share, or have copies of.
-
-    Attributes
-    ----------
-    backward : bool
-        Whether some of the hooks run in backward passes.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module],
-                 makers: Sequence[FunctionType] = ()) -> None:
-        """`makers`: see `makers_of_hooks`."""
-        self._found: list[tuple[str, Any, list[Any]]] = [
-            ("tensor" if _makes_hooks(getattr(hook, "__code__", None))
-             else kind, hook, _states(hook)) for m in layers
-            for kind, table in (("forward", m._forward_hooks),
-                                ("forward", m._forward_pre_hooks),
-                                ("backward", m._backward_hooks),
-                                ("backward", m._backward_pre_hooks))
-            for hook in table.values()]
-        self._found += [("tensor", f, _states(f)) for f in makers]
-        self.backward = any(kind != "forward" for kind, *_ in self._found)
-
-    def check(self, backward: bool = False) -> None:
-        """ValueError where the passes of several devices have put others
-        there; `backward`: backward passes alone, in hooks on layers, or on
-        tensors that forward passes have made."""
-        for kind, hook, known in self._found:
-            if backward and kind == "forward":
-                continue
-            now: list[Any] = list(reached(hook, _ARRAY_TYPES, nn.Module))
-            if len(now) != len(known) or any(
-                    ref() is not x or getattr(x, "_version", 0) != version
-                    for x, (ref, version) in zip(now, known)):
-                cure = (
-                    "Write module.kept = output, and return it with the "
-                    "network's output" if kind == "forward" else
-                    "Return the layer's output with the network's output, and "
-                    "take its gradient on each device: output.retain_grad() "
-                    "before the backward pass")
-                raise ValueError(
-                    f"on several devices a {kind} hook keeps tensors on its "
-                    "module, of which each device has one; received "
-                    f"{getattr(hook, '__qualname__', repr(hook))}, which has "
-                    f"put them where all devices share them. {cure}; or use "
-                    "one device.")
+def hooks_of(layers: Sequence[nn.Module], makers: Sequence[FunctionType]
+             ) -> Iterator[tuple[str, Any]]:
+    """The hooks on layers, and `makers_of_hooks`, each with the kind of hook
+    that it is, or that it makes."""
+    for kind, hook in (*forward_hooks(layers), *(
+            ("backward", hook) for m in layers
+            for table in (m._backward_hooks, m._backward_pre_hooks)
+            for hook in table.values())):
+        yield "tensor" if _makes_hooks(
+            getattr(hook, "__code__", None)) else kind, hook
+    yield from (("tensor", f) for f in makers)
 
 
 def makers_of_hooks(layers: Sequence[nn.Module]) -> list[FunctionType]:
@@ -315,11 +277,6 @@ def _makes_hooks(code: CodeType | None) -> bool:
     return code is not None and not {
         "register_hook", "register_multi_grad_hook"}.isdisjoint(
             global_names(code))
-
-
-def _states(hook: Any) -> list[Any]:
-    return [(weakref.ref(x), getattr(x, "_version", 0))
-            for x in reached(hook, _ARRAY_TYPES, nn.Module)]
 
 
 class _Seen:
@@ -473,14 +430,7 @@ def _parts(x: Any) -> list[Any] | None:
             if x.size <= _LARGE and not x.dtype.hasobject else None
     if isinstance(x, (type, nn.Module, ModuleType)):
         return None
-    try:
-        reduced = x.__reduce_ex__(4)
-    except Exception:       # a lock, a file
-        return None
-    if isinstance(reduced, str):
-        return None
-    _, arguments, state, items, pairs = (*reduced, *[None] * 4)[:5]
-    return [*arguments, state, *(items or ()), *(pairs or ())]
+    return pickled(x)
 
 
 def _hooks(table: dict[int, Any]) -> list[Any]:

@@ -16,10 +16,11 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
+from mgpu.backends._kept import Kept
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
-from mgpu.backends._torch.attributes import (Attributes, Kept, check_views,
-                                             follow_attributes,
+from mgpu.backends._torch.attributes import (Attributes, check_views,
+                                             follow_attributes, hooks_of,
                                              makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.float32 import AsMXNet
@@ -53,7 +54,7 @@ class TorchNetwork(base.Network):
         self.float32: base.Float32Functions = base.Float32Functions()
         self._watchers = 0
         self.replicas: list[TorchReplica] = []
-        self._kept = Kept(())
+        self._kept = Kept()
         self._makers: list[Any] = []    # see `makers_of_hooks`
         #: the replicas that backward passes have reached since `follow`
         self.reached: set[int] = set()
@@ -297,9 +298,11 @@ class TorchNetwork(base.Network):
                 and self._attributes.follow():
             for replica in self.replicas:
                 replica.forget()
-        self._kept = Kept(self.replicas[0].layers, self._makers) \
-            if len(self.replicas) > 1 and not self._watchers \
-            and self.backend.is_recording() else Kept(())
+        self._kept = Kept(
+            hooks_of(self.replicas[0].layers, self._makers)
+            if len(self.replicas) > 1 and not self._watchers
+            and self.backend.is_recording() else (),
+            (torch.Tensor, np.ndarray), nn.Module)
         self.reached.clear()
         if self._kept.backward:
             self.backend.keeping.add(self)
