@@ -557,8 +557,13 @@ class Comparison:
             near = map_leaves(nudge, X)
             values = {name: nudge(value)
                       for name, value in before.values.items()}
-            for g in self._again(before._replace(values=values), near, y,
-                                 one, two, number):
+            self.a.nudge = nudge    # gradients of rows may cancel out
+            try:
+                again = self._again(before._replace(values=values), near, y,
+                                    one, two, number)
+            finally:
+                self.a.nudge = None
+            for g in again:
                 key = g.stage, g.name
                 if key not in fixed:
                     own[key] = max(own.get(key, 0.0), g.relative)

@@ -17,6 +17,7 @@ WORDS = {
     "selu": "keeps the constants of SELU as float32",
     "gelu": "computes GELU in float32",
     "layer_norm": "keeps epsilon of LayerNorm as float32",
+    "group_norm": "keeps epsilon of GroupNorm as float32",
     "interpolate": "computes the positions of BilinearResize2D in float32"}
 
 

@@ -272,6 +272,10 @@ class LiveRun(Run):
         with self._running(rows, step):
             outputs = self.replicas(Xs)
             losses = parallel(self._loss, outputs, ys)
+            if self.nudge is not None:
+                losses = [x if x is None else x * self.backend.put(
+                    self.nudge(np.ones(x.shape)), device, dtype=self.dtype)
+                    for x, device in zip(losses, self.devices)]
         backward([x for x in losses if x is not None])
         return outputs, losses, rows
 

@@ -179,6 +179,9 @@ class Run(ABC):
         Of a network that can compute as MXNet does.
     replaces : bool
         Whether it answers `forced`.
+    nudge : callable or None
+        Where mgpu takes the steps, by what the losses of a device are
+        multiplied before the backward pass, from ones.
     """
 
     name: str
@@ -190,6 +193,7 @@ class Run(ABC):
     updates: UpdateRule
     float32: base.Float32Functions | None = None
     replaces: bool = False
+    nudge: Callable[[np.ndarray], np.ndarray] | None = None
 
     def by_path(self) -> dict[str, base.Layer]:
         """The layers, and the functions between them that have been seen, by

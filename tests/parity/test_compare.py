@@ -421,23 +421,28 @@ def test_mxnets_float32_is_a_verdict_of_its_own(case, swap, devices):
     assert result.first is None and not result.causes
 
 
-def test_layer_norms_epsilon_is_one_of_float32():
+@pytest.mark.parametrize("kind, of", [("layer_norm", 16), ("group_norm", 4)])
+def test_epsilon_is_one_of_float32(kind, of):
     """Next to a variance of 1e-5 the last digits of epsilon count."""
     def original():
         with mgpu.using_backend("mxnet"):
             from mxnet.gluon import nn
         net = nn.HybridSequential()
-        net.add(nn.LayerNorm(in_channels=64, epsilon=3e-3), nn.Dense(3))
+        net.add(nn.LayerNorm(in_channels=of, epsilon=3e-3)
+                if kind == "layer_norm" else nn.GroupNorm(of, epsilon=3e-3),
+                nn.Dense(3))
         return net
 
     def ported():
         from torch import nn
-        return nn.Sequential(nn.Flatten(), nn.LayerNorm(64, eps=3e-3),
-                             nn.Linear(64, 3))
-    small = [(1e-4 * X.reshape(len(X), -1), y) for X, y in batches()]
+        return nn.Sequential(
+            nn.LayerNorm(of, eps=3e-3) if kind == "layer_norm"
+            else nn.GroupNorm(of, of, eps=3e-3),
+            nn.Flatten(), nn.Linear(64, 3))
+    small = [(1e-4 * X.reshape(len(X), 4, 16), y) for X, y in batches()]
     result = parity.compare(original, ported, batches=small)
     assert result.verdict == SAME_BUT
-    assert [f["function"] for f in result.float32] == ["layer_norm"]
+    assert [f["function"] for f in result.float32] == [kind]
 
 
 def test_the_search_goes_on_past_float32():

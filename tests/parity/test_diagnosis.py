@@ -54,6 +54,14 @@ def dense_t(*middle, activation="ReLU"):
     return torch_(make)
 
 
+def half_at_zero(nn):
+    """ReLU, with a derivative of 1/2 at 0."""
+    class Maximum(nn.Module):
+        def forward(self, x):
+            return x.maximum(x.new_zeros(()))
+    return Maximum()
+
+
 def image_net(layers_g, layers_t, units):
     """Two networks around a layer under test."""
     return (gluon(lambda nn: [*layers_g(nn), nn.Flatten(),
@@ -687,6 +695,12 @@ FAULTS = {
         torch_(lambda nn: [nn.Embedding(9, 4, padding_idx=2), nn.Flatten(),
                            nn.Linear(12, 3)]),
         [(RNG.integers(0, 9, (N, 3)), y) for _, y in ROWS], {})),
+    "maximum": ("derivative at a kink", lambda patch: (
+        dense_g(), dense_t(half_at_zero, activation=None), [
+            (x * (np.arange(len(x)) > 1)[:, None], y) for x, y in ROWS], {})),
+    "maximum in a": ("derivative at a kink", lambda patch: (
+        dense_t(half_at_zero, activation=None), dense_g(), [
+            (0 * x, y) for x, y in ROWS], {"weights": "b"})),
     "dropout masks": ("dropout masks", lambda patch: (
         other_masks(patch) or dense_g(lambda nn: nn.Dropout(0.5),
                                       activation=None),

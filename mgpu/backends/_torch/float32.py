@@ -3,7 +3,7 @@ network.
 
 Sources: MXNet 1.9.1, ``src/operator/mshadow_op.h`` (xelu, elu, selu, gelu and
 their gradients), ``src/operator/leaky_relu-inl.h`` (slope),
-``src/operator/nn/layer_norm-inl.h`` (eps),
+``src/operator/nn/layer_norm-inl.h`` and ``group_norm-inl.h`` (eps),
 ``src/operator/contrib/bilinear_resize.cc`` (positions).
 """
 import ctypes
@@ -128,9 +128,9 @@ def _gelu(function: Any, x: Any, approximate: str = "none") -> Any:
         else function(x, approximate=approximate)
 
 
-def _layer_norm(function: Any, x: Any, shape: Any, weight: Any = None,
-                bias: Any = None, eps: float = 1e-5) -> Any:
-    return function(x, shape, weight, bias, _single(eps))
+def _norm(function: Any, x: Any, of: Any, weight: Any = None,
+          bias: Any = None, eps: float = 1e-5, *rest: Any) -> Any:
+    return function(x, of, weight, bias, _single(eps), *rest)
 
 
 def _interpolate(function: Any, x: Any, size: Any = None,
@@ -168,7 +168,9 @@ KNOWN: dict[str, tuple[Sequence[Any], Callable[..., Any]]] = {
     "leaky_relu": ((F.leaky_relu, torch._C._nn.leaky_relu), _leaky_relu),
     "prelu": ((F.prelu, torch.prelu), _prelu),
     "elu": ((F.elu,), _elu), "selu": ((F.selu, torch.selu), _selu),
-    "gelu": ((F.gelu,), _gelu), "layer_norm": ((F.layer_norm,), _layer_norm),
+    "gelu": ((F.gelu,), _gelu),
+    "layer_norm": ((F.layer_norm, torch.layer_norm), _norm),
+    "group_norm": ((F.group_norm, torch.group_norm), _norm),
     "interpolate": ((F.interpolate,), _interpolate)}
 _NAMES = {function: name for name, (functions, _) in KNOWN.items()
           for function in functions}

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from mgpu.nested import leaves
+from mgpu.nested import leaves, map_leaves
 from mgpu.parameters import STATISTICS
 from mgpu.parity.causes.registry import LIMIT, LIMIT_FLOAT32
 from mgpu.parity.location import ACTIVATIONS, NAMES
@@ -68,11 +68,13 @@ class View:
         own = self.names.get(name)
         return next((x for x in self.run.layers if own in x.parameters), None)
 
-    def before(self) -> State:
+    def before(self, change: Callable[[Any], Any] | None = None) -> State:
         """The state before the step in the terms of this side."""
         ev = self._evidence
-        return ev.before if self.run is ev.run_a else translate(
-            ev.before, ev.plan, ev.run_a, ev.run_b)
+        state = ev.before if change is None else ev.before._replace(
+            values={n: change(v) for n, v in ev.before.values.items()})
+        return state if self.run is ev.run_a else translate(
+            state, ev.plan, ev.run_a, ev.run_b)
 
     def prepared(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The leaves of X and y after the side's `prepare`."""
@@ -97,12 +99,15 @@ class View:
         """See `gradients_again`."""
         return self.gradients_again()
 
-    def gradients_again(self) -> list[Arrays]:
+    def gradients_again(self, change: Callable[[Any], Any] | None = None
+                        ) -> list[Arrays]:
         """Each device's own gradients, before they are summed, by the names
-        and in the layout of `a`."""
+        and in the layout of `a`. `change` changes each value before the step,
+        in the terms of `a`, and each leaf of X."""
         ev = self._evidence
-        self.run.load(self.before(), memory=False)
-        own = self.run.local_gradients(ev.X, ev.y, ev.step)
+        X = ev.X if change is None else map_leaves(change, ev.X)
+        self.run.load(self.before(change), memory=False)
+        own = self.run.local_gradients(X, ev.y, ev.step)
         return own if self.run is ev.run_a else [ev.plan.to_a(g) for g in own]
 
     def past_gradients(self) -> list[Arrays]:

@@ -1,6 +1,7 @@
 """Causes of other gradients from equal losses, and of unequal copies."""
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -61,6 +62,37 @@ def selu(d: Difference) -> Found:
                "which is right: write SELU with F.where and F.expm1 in Gluon",
                d.residual(right.gradients, side.gradients, {
                    n: np.sum([g[n] for g in local], 0) for n in local[0]}))
+
+
+@cause("derivative at a kink", "gradient")
+def kink(d: Difference) -> Found:
+    """Exact zeros (a bias at the start, black pixels, what Ftrl cuts off)
+    meet the kink of a ReLU, or are equal where a maximum is taken."""
+    def off_zero(x: Any) -> np.ndarray:
+        x = np.asarray(x)
+        if x.dtype.kind != "f" or x.all():
+            return x
+        # the same numbers on both sides
+        noise = np.random.default_rng(x.size).normal(size=x.shape)
+        return np.where(x == 0, 1e-6 * noise, x).astype(x.dtype)
+    names = [n for n, v in d.evidence.before.values.items() if not np.all(v)]
+    if all(np.all(x) for x in d.a.prepared()[0]) and not names:
+        return
+    one, other = ({n: np.sum([g[n] for g in local], 0) for n in local[0]}
+                  for local in (side.gradients_again(off_zero)
+                                for side in (d.a, d.b)))
+    # what is left of the difference
+    predicted = {n: d.b.gradients[n] + other[n] - one[n] if distance(
+        one[n], other[n]) > d.tolerance * np.abs(one[n]).max(initial=0.0)
+        else d.b.gradients[n] for n in one
+        if n in other and n in d.b.gradients}
+    yield (f"{d.a} and {d.b} take different derivatives where a value is "
+           "exactly 0, or where two are equal; with other numbers for the "
+           f"zeros of {names[0] if names else 'X'} they agree. At 0 the "
+           "derivative of ReLU is 0, that of maximum(x, 0) is 1 in MXNet and "
+           "1/2 in torch, and that of clip and clamp is 1: write it as relu "
+           "on both sides",
+           d.residual(d.a.gradients, d.b.gradients, predicted))
 
 
 @cause("missing broadcast", "devices")
