@@ -46,7 +46,7 @@ class _Content(NamedTuple):
 
 
 class SharedLoss:
-    """`loss`, to be called for each device of a step.
+    """`loss`, to be called for each device of a step, inside ``with``.
 
     Raises
     ------
@@ -61,7 +61,7 @@ class SharedLoss:
         self._codes: set[CodeType] = set()
         self._names = set(_CALLED)      # of attributes that code may reach
         self._first = threading.Lock()
-        self.begin()
+        self.__enter__()
         count = -1
         while len(self._names) > count:
             count = len(self._names)
@@ -74,13 +74,21 @@ class SharedLoss:
                    for code in self._codes
                    for one in dis.get_instructions(code))
 
-    def begin(self) -> "SharedLoss":
+    def __enter__(self) -> "SharedLoss":
         """Another step."""
+        self._refused = ""
         self._known: dict[tuple[int, Any], Any] | None = None
         self._owners: dict[int, Any] = {}
         self._moving: set[int] | None = None
         self._of_net: set[int] | None = None
         return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        # Of the errors of several devices the first is raised, which may be
+        # a consequence: torch finds what it needs for a gradient changed.
+        if self._refused and isinstance(error, Exception) \
+                and str(error) != self._refused:
+            raise ValueError(self._refused) from error
 
     def __call__(self, output: Any, y: Any) -> Any:
         with self._first:
@@ -98,12 +106,13 @@ class SharedLoss:
                     or place not in now and len(now) >= _CELLS:
                 continue
             owner, key = self._owners[place[0]], place[1]
-            raise ValueError(
+            self._refused = (
                 "a loss keeps no state: on several devices it is called for "
                 f"the rows of each; received {_name(self.loss)}, which "
                 f"changes {key!r} of {_name(owner)}. Count outside of it "
                 "(set what it reads before each step, or pass it in y), sum "
                 "up what train_batch returns, or use one device.")
+            raise ValueError(self._refused)
 
     # -- what it reaches -----------------------------------------------------
 

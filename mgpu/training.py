@@ -234,9 +234,9 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
             X_shards, y_shards = split_f(X, y, devices)
         _check_labels(X_shards, y_shards, devices)
         passes = _at_once if replicas.independent() else _stage_by_stage
-        with replicas.unobserved(trainer.observed):
-            losses = passes(replicas, X_shards, y_shards,
-                            _shared(loss, replicas, X_shards),
+        with replicas.unobserved(trainer.observed), \
+                _shared(loss, replicas, X_shards) as loss:
+            losses = passes(replicas, X_shards, y_shards, loss,
                             trainer.loss_scale)
             trainer.step(sum(len(x) for x in losses if x is not None),
                          ignore_stale_grad)
@@ -282,14 +282,15 @@ def _check_labels(X_shards: Sequence[Any], y_shards: Sequence[Any],
                 "rows count.")
 
 
-def _shared(loss: Loss, replicas: Replicas, X_shards: Sequence[Any]) -> Loss:
+def _shared(loss: Loss, replicas: Replicas, X_shards: Sequence[Any]
+            ) -> AbstractContextManager[Loss]:
     """`loss`, watched where it is called for several devices."""
     if sum(not is_empty(as_inputs(shard)) for shard in X_shards) < 2:
-        return loss
+        return contextlib.nullcontext(loss)
     known = replicas.shared_loss
     if known is None or known.loss is not loss:
         known = replicas.shared_loss = SharedLoss(loss, replicas)
-    return known.begin() if known.keeps else loss
+    return known if known.keeps else contextlib.nullcontext(loss)
 
 
 def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],

@@ -94,7 +94,7 @@ MUTANTS = [
                 "_read(name, x, met) == content", "True"),
            (_FOLLOW + "in_an_array-torch]",)),
     Mutant("torch-objects-unseen", "a change inside an object is not noticed",
-           edit(_ATTRIBUTES + "_parts", "x.__reduce_ex__(4)", "''"),
+           edit("mgpu.backends._kept:pickled", "x.__reduce_ex__(4)", "''"),
            (_FOLLOW + "deep_in_an_object-torch]",)),
     Mutant("torch-hooks-with-tensors", "a hook that holds a tensor is replica "
            "0's only", edit(_ATTRIBUTES + "_read",
