@@ -25,9 +25,13 @@ _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
 _LARGE = 1000       # a collection with more items is data
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
 _ARRAYS, _BUFFER = object(), object()
+# Collections of torch's own layers, which no pass changes in place.
+_OF_TORCH = {"_non_persistent_buffers_set", "_reversed_padding_repeated_twice",
+             "_flat_weights", "_flat_weights_names", "_all_weights"}
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
+_OF_MODULE = set(vars(nn.Module()))
 # Attributes of the user's may have names that end so, too.
-_TABLES = {name for name in vars(nn.Module()) if name.endswith("_hooks")}
+_TABLES = {name for name in _OF_MODULE if name.endswith("_hooks")}
 
 
 class Attributes:
@@ -121,11 +125,11 @@ class Attributes:
                     or not all(map(is_, own.values(), seen.values())):
                 names += [name for name, x in own.items()
                           if seen.get(name) is not x]
-            found.update(
-                name for name in names
-                if name in first and name not in _ELSEWHERE | _TABLES
-                and _is_plain(first[name])
-                and _content(first[name]) != _content(own.get(name)))
+            for name in names:
+                if name in first and name not in _ELSEWHERE \
+                        and name not in _TABLES and _is_plain(first[name]) \
+                        and _content(first[name]) != _content(own.get(name)):
+                    found.add(name)
         return found
 
     def _of_copies(self, number: int) -> list[dict[str, Any]]:
@@ -288,10 +292,12 @@ class _Seen:
                         in vars(layer).items() if name not in _ELSEWHERE}
         inner = [(name, vars(layer)[name], x)
                  for name, x in self.content.items()
-                 if not _is_constant(vars(layer)[name])]
+                 if not _is_constant(vars(layer)[name])
+                 and not (name in _OF_TORCH
+                          and type(layer).__module__.startswith("torch."))]
         self.collections = [name for name, x, content in inner
                             if isinstance(x, _COLLECTIONS)
-                            and name not in _TABLES]
+                            and name not in _OF_MODULE]
         self._empty = [x for _, x, content in inner if content == []]
         self._filled = [(name, x, content) for name, x, content in inner
                         if content != [] and content is not _ARRAYS]
