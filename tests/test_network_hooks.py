@@ -975,10 +975,11 @@ def test_a_layer_that_trains_later_draws_in_turn(backend):
     import torch
     from torch import nn
     torch.manual_seed(0)
+    functions = [nn.functional.dropout]     # no name of one that draws
 
     class Functional(nn.Module):
         def forward(self, x):
-            return nn.functional.dropout(x, 0.5, self.training)
+            return functions[0](x, 0.5, self.training)
     x = np.ones((40, 50))
     found = []
     for _ in range(2):
@@ -996,6 +997,131 @@ def test_a_layer_that_trains_later_draws_in_turn(backend):
                 [mgpu.to_numpy(out) for out in replicas(shards)]))
         assert (torch.get_rng_state() == before).all()
     assert (found[0] == found[1]).all() and set(np.unique(found)) == {0, 2}
+
+
+def noise_like(x):
+    import torch
+    return torch.randn_like(x)
+
+
+def with_noise(x, net):
+    return x + net.share * noise_like(x)
+
+
+def _sampled(self, h):
+    import torch
+    return self.share * torch.distributions.Normal(
+        torch.zeros_like(h), 1).sample()
+
+
+def _unseen(h, net):
+    import torch
+    return h + net.share * getattr(torch, "randn_" + "like")(h)
+
+
+NOISES = {
+    "function": lambda self, h: with_noise(h, self),
+    "method": lambda self, h: h + self.noise(h),
+    "unseen": lambda self, h: _unseen(h, self),
+    "hook": lambda self, h: h, "loss": lambda self, h: h}
+
+
+def noisy(how):
+    """A network of torch that begins to draw when ``net.share`` is set."""
+    import torch
+    from torch import nn
+
+    def dropout(self, h):
+        return nn.functional.dropout(h, self.share, self.training)
+
+    class Net(nn.Module):
+        share = 0.0
+        noise = _sampled
+        change = NOISES.get(how, dropout)
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 300), nn.Linear(300, 3)
+            self.rand = nn.Identity()   # that layer draws nothing
+            if how == "hook":
+                self.first.register_forward_hook(lambda m, given, out: (
+                    with_noise(out, self) if self.share else out))
+
+        def forward(self, x):
+            h = self.rand(self.first(x))
+            return self.last(self.change(h) if self.share else h)
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def drawn(how, k, steps=24):
+    """What a network gives that begins to draw in its third step."""
+    import torch
+    net = noisy("method" if how == "prediction" else how)
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.01})
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(8, 6)), rng.integers(0, 3, 8)
+
+    def loss(pred, label):
+        values = torch.nn.functional.cross_entropy(
+            pred, label.long(), reduction="none")
+        for _ in range(20 if how == "loss" and net.share else 0):
+            values = values + torch.rand_like(values)
+        return values
+    mgpu.seed(5)
+    before = torch.get_rng_state()
+    found = []
+    for step in range(steps):
+        net.share = 0.25 if step >= (0 if how == "loss" else 2) else 0.0
+        if how == "prediction":
+            net.eval()
+            found += map(mgpu.to_numpy, replicas(mgpu.split_and_load(
+                X, replicas.devices, even_split=False)))
+        else:
+            found += [mgpu.to_numpy(x) for x in mgpu.train_batch(
+                X, y, replicas, loss, trainer)]
+    assert (torch.get_rng_state() == before).all()
+    return np.concatenate(found, axis=None)
+
+
+@TORCH
+@pytest.mark.parametrize("k", (1, 2, 3, 4))
+@pytest.mark.parametrize("how", ("function", "method", "hook", "dropout",
+                                 "loss", "prediction"))
+def test_what_begins_to_draw_later_draws_the_same_in_every_run(
+        backend, how, k):
+    """From torch's default stream, which the threads of all devices share:
+    a network that may draw, by the functions that it names, takes turns."""
+    runs = [drawn(how, k) for _ in range(3)]
+    assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
+    assert (runs[0][-8:] != runs[0][-16:-8]).all()
+
+
+@TORCH
+def test_draws_that_no_name_tells_of_are_said(backend, monkeypatch):
+    """Once; from then on the devices take turns."""
+    from mgpu.backends._torch import draws
+    monkeypatch.setattr(draws.watch, "_warned", False)
+    import torch
+    torch.manual_seed(0)
+    net = noisy("unseen")
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(4)])
+    shards = mgpu.split_and_load(np.ones((8, 6)), replicas.devices)
+    with mgpu.record():
+        replicas(shards)
+        net.share = 0.25
+        with pytest.warns(UserWarning, match="default random stream while "
+                          "several devices ran"):
+            replicas(shards)
+        found = []
+        for _ in range(2):
+            mgpu.seed(5)
+            before = torch.get_rng_state()
+            found.append([mgpu.to_numpy(x) for _ in range(9)
+                          for x in replicas(shards)])
+            assert (torch.get_rng_state() == before).all()
+    assert np.array_equal(*found)
 
 
 _global = {}

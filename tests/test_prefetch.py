@@ -322,7 +322,7 @@ def test_data_and_functional_dropout_draw_the_same_numbers_in_every_run(name):
             return x
 
     def data():
-        for X, y in batches(12):
+        for X, y in batches(30):
             # so often that a replica runs meanwhile
             noise = sum(torch.randn(X.shape) for _ in range(300))
             yield X + noise.numpy() / 100, y

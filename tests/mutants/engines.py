@@ -328,6 +328,21 @@ MUTANTS = [
                                      "self._quiet != modes", "False"),
            ("test_network_hooks.py::test_a_layer_that_trains_later_draws_in_"
             "turn*",)),
+    Mutant("torch-draws-unnamed", "what begins to draw later draws from the "
+           "stream of all", edit(_REPLICA + "__call__",
+                                 "network.draws[draws]", "False"),
+           ("test_network_hooks.py::test_what_begins_to_draw_later_draws_the_"
+            "same_in_every_run[function-2-torch]",)),
+    Mutant("torch-loss-draws", "a loss draws from the stream of all",
+           edit(_REPLICA + "around_loss", "self._loss_draws is False",
+                "True"),
+           ("test_network_hooks.py::test_what_begins_to_draw_later_draws_the_"
+            "same_in_every_run[loss-2-torch]",)),
+    Mutant("torch-draws-unsaid", "threads draw from one stream in silence",
+           edit("mgpu.backends._torch.backend:TorchBackend._run",
+                "watch.check(before)", "pass"),
+           ("test_network_hooks.py::test_draws_that_no_name_tells_of_are_said"
+            "[torch]",)),
     Mutant("torch-train-not-called", "the user's own train is passed over",
            edit(_REPLICA + "_set_modes", "layers[number].train(mode)", "pass"),
            ("test_network_hooks.py::test_the_users_own_train_is_called_where_"

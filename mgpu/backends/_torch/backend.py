@@ -15,6 +15,7 @@ from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, strict
+from mgpu.backends._torch.draws import watch
 from mgpu.backends._torch.graph import disjoint, total
 from mgpu.backends._torch.leaves import Leaves, together
 from mgpu.backends._torch.network import TorchNetwork, without_values
@@ -230,7 +231,13 @@ class TorchBackend(Leaves, base.Backend):
         if len(thunks) > 1 and modes.watching():
             with probes.only_queueing():    # one thread serves all devices
                 return self._workers.run([partial(run_in_turn, thunks)])[0]
-        return self._workers.run(thunks)
+        if len(thunks) == 1:
+            return self._workers.run(thunks)
+        before = watch.state()
+        try:
+            return self._workers.run(thunks)
+        finally:
+            watch.check(before)
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
         return self._leader.run([thunk])[0]

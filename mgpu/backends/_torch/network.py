@@ -23,6 +23,7 @@ from mgpu.backends._torch.attributes import (Attributes, check_views,
                                              follow_attributes, hooks_of,
                                              makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
+from mgpu.backends._torch.draws import named_draws, watch
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
 from mgpu.backends._torch.layers import Between, describe, in_place_of
@@ -56,6 +57,7 @@ class TorchNetwork(base.Network):
         self.replicas: list[TorchReplica] = []
         self._kept = Kept()
         self._makers: list[Any] = []    # see `makers_of_hooks`
+        self.draws = {False: False, True: False}    # see `named_draws`
         #: the replicas that backward passes have reached since `follow`
         self.reached: set[int] = set()
         #: held while a replica's training flags are read and saved
@@ -279,6 +281,7 @@ class TorchNetwork(base.Network):
         self.replicas = replicas
         self._attributes = Attributes([r.layers for r in replicas])
         self._makers = makers_of_hooks(replicas[0].layers)
+        self.draws = named_draws(replicas[0].layers)
         return list(replicas)
 
     def follow(self) -> None:
@@ -296,8 +299,13 @@ class TorchNetwork(base.Network):
         if (len(self.replicas) > 1 or self.options.hybridize) \
                 and not self._watchers and self.replicas[0].users is None \
                 and self._attributes.follow():
+            self.draws = named_draws(self.replicas[0].layers)
             for replica in self.replicas:
                 replica.forget()
+        if watch.drew:
+            watch.drew = False
+            for replica in self.replicas:
+                replica.learn_again()
         self._kept = Kept(
             hooks_of(self.replicas[0].layers, self._makers)
             if len(self.replicas) > 1 and not self._watchers
@@ -400,7 +408,9 @@ class TorchNetwork(base.Network):
             backward pass must wait for the losses of other devices."""
             if inputs[i] is None:
                 return None
-            loss = head(i, replicas[i](*inputs[i]))
+            output = replicas[i](*inputs[i])
+            with self.replicas[i].around_loss():
+                loss = head(i, output)
             if not loss.requires_grad:
                 raise messages.not_recorded()
             owners = {owner.get(id(x), -1) for x in leaves_of(loss)}

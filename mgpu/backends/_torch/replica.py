@@ -27,6 +27,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
 from mgpu.backends._torch.attributes import caches_weights
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
+from mgpu.backends._torch.draws import watch
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between
@@ -116,6 +117,7 @@ class TorchReplica(base.Replica):
         #: whether it draws from torch's default stream (functional dropout,
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
+        self._loss_draws: bool | None = None    # the same of its loss
         self._caches = caches_weights(self.layers)
         #: the modes that the layers had then
         self._quiet: Sequence[bool | None] = ()
@@ -190,7 +192,8 @@ class TorchReplica(base.Replica):
         forwards = self._forwards() if draws else ()
         with contextlib.ExitStack() as stack:
             stack.callback(self._dress(modes, forwards))
-            if self._caches or draws and self._may_draw(modes):
+            if self._caches or network.draws[draws] \
+                    or draws and self._may_draw(modes):
                 stack.enter_context(self._in_turn())
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
@@ -393,21 +396,37 @@ class TorchReplica(base.Replica):
         self._known.clear()
 
     @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def _in_turn(self, learn: str = "_draws") -> Iterator[None]:
         """Inside the block, no other replica runs, and this device's random
-        stream stands in for torch's default one, which all threads share."""
+        stream stands in for torch's default one, which all threads share.
+        `learn`: the attribute that is to say whether it was drawn from."""
         with _everyone:
+            if self._users is not None:     # a loss that calls the network
+                yield
+                return
             self._exchange_streams()
             try:
                 yield
             finally:
-                self._exchange_streams()
+                drew = self._exchange_streams()
+                setattr(self, learn, drew or bool(getattr(self, learn)))
+
+    def around_loss(self) -> contextlib.AbstractContextManager:
+        """`_in_turn` while the loss of this device is computed, unless it is
+        known not to draw."""
+        return contextlib.nullcontext() if self._loss_draws is False \
+            else self._in_turn("_loss_draws")
+
+    def learn_again(self) -> None:
+        """What it draws has to be seen again."""
+        self._draws = self._draws or None
+        self._loss_draws = self._loss_draws or None
 
     def halt(self) -> None:
         """Let the other replicas run, for which this one waits."""
         self._halted = self._users is not None
         if self._halted:
-            self._exchange_streams()
+            self._draws = self._exchange_streams() or self._draws
             _everyone.release()
 
     def go_on(self) -> None:
@@ -417,21 +436,23 @@ class TorchReplica(base.Replica):
             self._halted = False
             self._exchange_streams()
 
-    def _exchange_streams(self) -> None:
+    def _exchange_streams(self) -> bool:
         """Let this device's stream stand in for torch's default one, or end
-        that."""
+        that. Returns whether it was drawn from."""
         default = torch.default_generator if self._handle.type == "cpu" \
             else torch.cuda.default_generators[self._handle.index]
         own = self._network.backend.generator(self.device, "functional")
         before, now = own.get_state(), default.get_state()
         if self._users is None:
+            watch.turn(True)
             self._users = now
             default.set_state(before)
-            return
-        self._draws = bool(self._draws) or not torch.equal(before, now)
+            return False
         own.set_state(now)
         default.set_state(self._users)
         self._users = None
+        watch.turn(False)
+        return not torch.equal(before, now)
 
 
 class _NoFunctionalBatchNorm(TorchFunctionMode):
@@ -474,6 +495,7 @@ def _take_turn(stop: Sequence[Any]) -> None:
     while not _everyone.acquire(timeout=0.05):
         if stop:
             raise InterruptedError("nobody waits for this work any more")
+    watch.turn(True)
     _here.stop = stop
 
 
@@ -482,6 +504,7 @@ def _give_turn() -> Sequence[Any] | None:
     stop = getattr(_here, "stop", None)
     if stop is not None:
         _here.stop = None
+        watch.turn(False)
         _everyone.release()
     return stop
 
