@@ -317,12 +317,13 @@ def test_data_and_functional_dropout_draw_the_same_numbers_in_every_run(name):
 
     class Net(torch.nn.Sequential):
         def forward(self, x):
+            time.sleep(0.005)       # in its turn, while data is drawn
             for layer in self:
                 x = torch.nn.functional.dropout(layer(x), 0.3, self.training)
             return x
 
     def data():
-        for X, y in batches(30):
+        for X, y in batches(12):
             # so often that a replica runs meanwhile
             noise = sum(torch.randn(X.shape) for _ in range(300))
             yield X + noise.numpy() / 100, y
