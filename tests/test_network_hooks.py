@@ -1014,6 +1014,17 @@ def _sampled(self, h):
         torch.zeros_like(h), 1).sample()
 
 
+def _dropped(self, h):
+    from torch.nn import functional
+    return functional.dropout(h, self.share, training=True)
+
+
+def _seeded(self, h):
+    import torch
+    torch.manual_seed(4)
+    return h * torch.rand(300)
+
+
 def _unseen(h, net):
     import torch
     return h + net.share * getattr(torch, "randn_" + "like")(h)
@@ -1023,7 +1034,8 @@ NOISES = {
     "function": lambda self, h: with_noise(h, self),
     "method": lambda self, h: h + self.noise(h),
     "unseen": lambda self, h: _unseen(h, self),
-    "hook": lambda self, h: h, "loss": lambda self, h: h}
+    "hook": lambda self, h: h, "loss": lambda self, h: h,
+    "mc dropout": _dropped, "seeded": _seeded}
 
 
 def noisy(how):
@@ -1072,9 +1084,10 @@ def drawn(how, k, steps=24):
     mgpu.seed(5)
     before = torch.get_rng_state()
     found = []
+    begins = 0 if how in ("loss", "mc dropout") else 2
     for step in range(steps):
-        net.share = 0.25 if step >= (0 if how == "loss" else 2) else 0.0
-        if how == "prediction":
+        net.share = 0.25 if step >= begins else 0.0
+        if how in ("prediction", "mc dropout"):
             net.eval()
             found += map(mgpu.to_numpy, replicas(mgpu.split_and_load(
                 X, replicas.devices, even_split=False)))
@@ -1088,7 +1101,7 @@ def drawn(how, k, steps=24):
 @TORCH
 @pytest.mark.parametrize("k", (1, 2, 3, 4))
 @pytest.mark.parametrize("how", ("function", "method", "hook", "dropout",
-                                 "loss", "prediction"))
+                                 "loss", "prediction", "mc dropout"))
 def test_what_begins_to_draw_later_draws_the_same_in_every_run(
         backend, how, k):
     """From torch's default stream, which the threads of all devices share:
@@ -1096,6 +1109,26 @@ def test_what_begins_to_draw_later_draws_the_same_in_every_run(
     runs = [drawn(how, k) for _ in range(3)]
     assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
     assert (runs[0][-8:] != runs[0][-16:-8]).all()
+
+
+@TORCH
+@pytest.mark.parametrize("k", (2, 3, 4))
+@pytest.mark.parametrize("predicting", (False, True))
+def test_a_network_that_seeds_itself_draws_the_same_on_all_devices(
+        backend, k, predicting):
+    import torch
+    net = noisy("seeded")
+    net.share = 1.0
+    net.train(not predicting)
+    x = np.random.default_rng(0).normal(size=(9, 6))
+    wanted = net(torch.from_numpy(x)).detach().numpy()
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    shards = mgpu.split_and_load(x, replicas.devices, even_split=False)
+    with mgpu.record(train_mode=not predicting):
+        for _ in range(12):
+            found = np.concatenate([mgpu.to_numpy(y) for y in
+                                    replicas(shards)])
+            assert abs(found - wanted).max() < 1e-12
 
 
 @TORCH

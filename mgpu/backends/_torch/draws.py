@@ -14,22 +14,26 @@ _ALWAYS = frozenset(
     "rand rand_like randn randn_like randint randint_like randperm normal "
     "bernoulli multinomial poisson binomial rsample sample normal_ uniform_ "
     "bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_ "
-    "gumbel_softmax fractional_max_pool2d fractional_max_pool3d".split())
-#: those that draw in training mode only
+    "gumbel_softmax fractional_max_pool2d fractional_max_pool3d "
+    "manual_seed seed fork_rng set_rng_state".split())
+#: those that draw in training mode, or where they are told to
 _TRAINING = frozenset(
     "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout "
     "feature_dropout feature_alpha_dropout rrelu rrelu_".split())
 _MOST = 5000        # functions that are looked at
 
 
-def named_draws(layers: Sequence[nn.Module]) -> dict[bool, bool]:
+def named_draws(layers: Sequence[nn.Module]) -> dict[bool, bool | None]:
     """By training flag: whether a pass through `layers` may call something
     that draws, by the names in the code that it may reach. A pass in which
-    nothing was drawn does not tell of the next one: noise may begin later."""
+    nothing was drawn does not tell of the next one: noise may begin later.
+    None: such a pass does tell."""
     own = {name for m in layers for name in (*m._modules, *vars(m))}
     names = _names(layers) - own
     always = not _ALWAYS.isdisjoint(names)
-    return {False: always, True: always or not _TRAINING.isdisjoint(names)}
+    training = not _TRAINING.isdisjoint(names)
+    return {False: always or (None if training else False),
+            True: always or training or None}
 
 
 def _names(layers: Sequence[nn.Module]) -> set[str]:

@@ -57,7 +57,7 @@ class TorchNetwork(base.Network):
         self.replicas: list[TorchReplica] = []
         self._kept = Kept()
         self._makers: list[Any] = []    # see `makers_of_hooks`
-        self.draws = {False: False, True: False}    # see `named_draws`
+        self.draws: dict[bool, bool | None] = {}    # see `named_draws`
         #: the replicas that backward passes have reached since `follow`
         self.reached: set[int] = set()
         #: held while a replica's training flags are read and saved

@@ -117,7 +117,9 @@ class TorchReplica(base.Replica):
         #: whether it draws from torch's default stream (functional dropout,
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
-        self._loss_draws: bool | None = None    # the same of its loss
+        #: the same of its predictions, and of its loss
+        self._predicts_draws: bool | None = None
+        self._loss_draws: bool | None = None
         self._caches = caches_weights(self.layers)
         #: the modes that the layers had then
         self._quiet: Sequence[bool | None] = ()
@@ -192,9 +194,13 @@ class TorchReplica(base.Replica):
         forwards = self._forwards() if draws else ()
         with contextlib.ExitStack() as stack:
             stack.callback(self._dress(modes, forwards))
-            if self._caches or network.draws[draws] \
-                    or draws and self._may_draw(modes):
-                stack.enter_context(self._in_turn())
+            may_draw = network.draws[draws]
+            if may_draw is None:
+                may_draw = self._may_draw(modes) if draws \
+                    else self._predicts_draws is not False
+            if may_draw or self._caches:
+                stack.enter_context(self._in_turn(
+                    "_draws" if draws else "_predicts_draws"))
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
             if self.seen is not None:
@@ -420,6 +426,7 @@ class TorchReplica(base.Replica):
     def learn_again(self) -> None:
         """What it draws has to be seen again."""
         self._draws = self._draws or None
+        self._predicts_draws = self._predicts_draws or None
         self._loss_draws = self._loss_draws or None
 
     def halt(self) -> None:
