@@ -105,6 +105,11 @@ class Following:
             written[0] = known.contents != self._contents(arrays[0])
         return written
 
+    def follow_request(self, p: Parameter) -> None:
+        """Freeze or unfreeze `p` on all devices as on replica 0."""
+        if p.grad_req != self._known[p.name].request:
+            p.grad_req = p.grad_req
+
     def follow(self, parameters: Sequence[Parameter]) -> None:
         """Copy replica 0's values to the replicas that have others.
 
@@ -123,8 +128,8 @@ class Following:
             if arrays[0] is not known.arrays[0]:
                 self._adopt(p, known.arrays[0])
                 replaced.append(p)
-            elif p.grad_req != known.request:
-                p.grad_req = p.grad_req     # on all devices
+            else:
+                self.follow_request(p)
         if len(self._devices) == 1:
             self.settle(replaced)
             return

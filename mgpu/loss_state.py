@@ -60,7 +60,7 @@ class SharedLoss:
         self._backend: base.Backend = replicas.backend
         self._codes: set[CodeType] = set()
         self._names = set(_CALLED)      # of attributes that code may reach
-        self._first = threading.Lock()
+        self._first = threading.RLock()   # a signal handler may train
         self.__enter__()
         count = -1
         while len(self._names) > count:

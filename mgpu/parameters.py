@@ -149,6 +149,7 @@ class Parameter:
                 f"parameter {self.name!r} has no gradient; its grad_req is "
                 "'null' (a frozen parameter or a buffer). Set grad_req = "
                 "'write' on a parameter before the forward pass.")
+        self._replicas.following.follow_request(self)
         backend = self._replicas.backend
         return [backend.grad(x) for x in self.list_data()]
 

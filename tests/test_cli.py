@@ -189,6 +189,26 @@ def test_errors_of_auto_parallelism(backend, arguments, words):
         *arguments))
 
 
+@pytest.mark.parametrize("code", ["raise SystemExit(0)",
+                                  "import sys; sys.exit('done')"])
+def test_a_script_that_ends_the_program_is_no_answer(tmp_path, code):
+    """Its status would read as one: 0 is "the same"."""
+    script = tmp_path / "script.py"
+    script.write_text(f"def net():\n    raise NotImplementedError\n{code}\n")
+    message = refused(mgpu_command(
+        "parity", f"{script}:net", f"{script}:net", "--input", "6",
+        "--classes", "3"))
+    assert "sys.exit(" in message and "__name__" in message
+
+
+def test_ctrl_c_is_neither_an_answer_nor_an_error_of_a_command(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("raise KeyboardInterrupt\n")
+    result = mgpu_command("parity", f"{script}:net", f"{script}:net",
+                          "--input", "6", "--classes", "3")
+    assert result.exit_code == 130 and "Aborted!" in result.stderr
+
+
 def test_a_missing_backend_is_one_line(absent, patch):
     patch.setenv("MGPU_BACKEND", absent)
     message = refused(mgpu_command("reproduce", "lenet"))

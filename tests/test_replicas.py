@@ -1449,6 +1449,33 @@ def test_freezing_and_unfreezing(engine, devices):
         assert_bit_equal(now, on_each(replicas)["0.weight"][0])
 
 
+@pytest.mark.parametrize("call", ["zero_grad", "check_equal", "list_grad"])
+def test_gradients_of_what_the_user_has_unfrozen(engine, devices, call):
+    """Before the next pass, on all devices."""
+    net = mlp(engine)
+    weight = net[0].weight
+    if engine.name == "mxnet":
+        weight.grad_req = "null"
+    else:
+        weight.requires_grad = False
+    replicas = mgpu.initialize(net, devices, "xavier")
+    train(replicas, table(8))
+    if engine.name == "mxnet":
+        weight.grad_req = "write"
+    else:
+        weight.requires_grad = True
+    for p in replicas.params():
+        p.list_grad() if call == "list_grad" else getattr(replicas, call)()
+    assert all(not mgpu.to_numpy(g).any()
+               for g in replicas.params()[0].list_grad())
+    before = on_each(replicas)["0.weight"]
+    train(replicas, table(8))
+    now = on_each(replicas)["0.weight"]
+    for x, y in zip(before, now):
+        assert (x != y).any()
+        assert_bit_equal(y, now[0])
+
+
 def test_wrong_grad_reqs_are_refused(engine):
     replicas = mgpu.initialize(convnet(engine), on(0, 1), "uniform")
     with pytest.raises(ValueError, match="unknown grad_req; received 'no'. "

@@ -20,6 +20,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from mgpu.backends._workers import Workers
+from networks import mlp
 
 BEGIN = """
     import ctypes, faulthandler, gc, random, resource, signal, sys
@@ -314,3 +315,37 @@ def test_a_call_keeps_nothing_alive():
             assert Thing.count == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("k", (1, 2, 3))
+def test_work_in_a_signal_handler_is_done_or_refused(backend, k):
+    """It interrupts the thread that waits for the devices, and would wait
+    for them in its turn."""
+    X, y = np.ones((8, 6)), np.zeros(8, int)
+    net = mlp(backend)
+    replicas = mgpu.initialize(net, mgpu.list_devices(k), "xavier", dtype="float64")
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    shards = mgpu.split_and_load(X, replicas.devices, even_split=False)
+    loss, found = mgpu.losses.SoftmaxCrossEntropyLoss(), []
+
+    def handler(*_):
+        try:
+            found.append(len(replicas(shards)))
+        except RuntimeError as error:
+            found.append(str(error))
+
+    def signals(pred, label):
+        if not found:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.05)
+        return loss(pred, label)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with contextlib.suppress(ValueError):   # it keeps `found`
+            mgpu.train_batch(X, y, replicas, signals, trainer)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [k] or "Set a flag in the handler" in found[0]
+    mgpu.train_batch(X, y, replicas, loss, trainer)
+    replicas.check_equal()

@@ -80,6 +80,7 @@ class Workers:
         # change `_places`.
         self._one_call = threading.Lock()
         self._call: _Call | None = None     # that runs, or was left
+        self._caller: int | None = None     # the thread that waits for it
 
     def run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
         """Return the results when all thunks have returned, or raise the
@@ -93,6 +94,12 @@ class Workers:
         """
         if inside_worker():
             return run_in_turn(thunks)
+        if self._caller == threading.get_ident():
+            raise RuntimeError(
+                "a signal handler starts no work on devices while the code "
+                "that it interrupts waits for some; received a call of mgpu "
+                "in one. Set a flag in the handler, and look at it between "
+                "steps.")
         call = _Call([partial(probes.as_host, probes.host(), thunk)
                       for thunk in thunks] if self._leading
                      else probes.timed(thunks), self._carry())
@@ -100,6 +107,7 @@ class Workers:
             with self._aside(), self._one_call:
                 queues = self._queues(len(thunks))
                 self._call = call
+                self._caller = threading.get_ident()
                 try:
                     call.hand_out(queues)
                     call.wait()
@@ -107,6 +115,8 @@ class Workers:
                     call.hand_out(queues)   # those that were not, yet
                     call.wait()
                     raise
+                finally:
+                    self._caller = None
                 self._call = None
         return call.outcome()
 

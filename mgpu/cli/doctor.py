@@ -1,6 +1,4 @@
 """`mgpu doctor`."""
-import sys
-
 import click
 
 from mgpu import doctor as examination
@@ -16,4 +14,5 @@ def doctor(as_json: bool) -> None:
     risky settings. Exit status 1 if the default engine does not load or a
     setting is wrong.
     """
-    sys.exit(examination.report(as_json, click.echo))
+    click.get_current_context().exit(
+        examination.report(as_json, click.echo))

@@ -1,7 +1,7 @@
 """Every error of a command is one line on standard error, with exit status 2.
 
 Status 1 has a meaning of its own: `mgpu parity` has found a difference, or
-`mgpu doctor` a fault.
+`mgpu doctor` a fault. After Ctrl-C the status is 130.
 """
 import contextlib
 import re
@@ -69,8 +69,18 @@ class Command(click.Command):
             yield
         except click.UsageError as error:
             raise _usage(ctx, error) from error
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit):
             raise
+        except (KeyboardInterrupt, click.Abort) as error:
+            click.echo("Aborted!", err=True)    # click would return 1
+            raise click.exceptions.Exit(130) from error
+        except SystemExit as error:
+            # Its status would be taken for an answer.
+            raise Refused(
+                "code of yours that a command runs returns to it; received "
+                f"sys.exit({error.code!r}). Put the part of the script that "
+                'ends the program under if __name__ == "__main__":.'
+                ) from error
         except Exception as error:
             if ctx.meta.get("mgpu.traceback"):
                 traceback.print_exc()
