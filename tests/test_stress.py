@@ -324,7 +324,8 @@ def test_work_in_a_signal_handler_is_done_or_refused(backend, k):
     for them in its turn."""
     X, y = np.ones((8, 6)), np.zeros(8, int)
     net = mlp(backend)
-    replicas = mgpu.initialize(net, mgpu.list_devices(k), "xavier", dtype="float64")
+    replicas = mgpu.initialize(net, mgpu.list_devices(k), "xavier",
+                               dtype="float64")
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
     shards = mgpu.split_and_load(X, replicas.devices, even_split=False)
     loss, found = mgpu.losses.SoftmaxCrossEntropyLoss(), []
