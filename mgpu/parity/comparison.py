@@ -15,6 +15,7 @@ from mgpu.nested import map_leaves
 from mgpu.parity import matching, measure
 from mgpu.parity.accuracy import compare_accuracy
 from mgpu.parity.batches import Batches, endless, first_rows
+from mgpu.parity.constants import Constants
 from mgpu.parity.coverage import Coverage
 from mgpu.parity.diagnosis import diagnose
 from mgpu.parity.float32 import Float32
@@ -100,7 +101,8 @@ def compare(a: Any, b: Any, *, batches: Batches,
         Default: `TOLERANCE` of the dtype.
     strict : bool
         Lock-step: options of layers that differ, and whose difference these
-        batches do not reach, count as different.
+        batches do not reach, count as different. So do values of what is not
+        trained, where they may not be constants.
     test, seeds
         Accuracy mode: the batches to count on, and the seeds of each side.
         `a` and `b` must be functions, so that each seed gets a new net.
@@ -192,6 +194,8 @@ class Comparison:
 
     #: whether calls of layers hold summaries
     summarised = False
+    #: what had other values in `b`
+    constants = Constants(set(), [], [])
 
     def __init__(self, a: Any, b: Any, *, batches: Batches,
                  steps: int | None, dtype: str, seed: int, dropout: str,
@@ -254,11 +258,14 @@ class Comparison:
         """Find the plan, and the values that both sides start from."""
         start = spilled_state(self.a.state()), spilled_state(self.b.state())
         X = first_rows(self.first_batch[0], 2)
+        values_b = at_one_device(start[1], self.b.entries)
         probe = matching.Probe(self.a.probe(X), self.b.probe(X),
                                at_one_device(start[0], self.a.entries),
                                (self.a.layers, self.b.layers),
                                # as far as float32 rounds in many layers
-                               1e-4 if self.dtype == "float32" else 1e-6)
+                               1e-4 if self.dtype == "float32" else 1e-6,
+                               {e.name: values_b[e.name]
+                                for e in self.b.entries if e.kind == "other"})
         try:
             self.plan = matching.match(self.a.entries, self.b.entries,
                                        given=given, rules=rules, probe=probe)
@@ -266,10 +273,12 @@ class Comparison:
             self.a.load(start[0])
             self.b.load(start[1])
         self.initial = start
+        self.constants = Constants.of(
+            self.plan, self.a.entries, self.b.entries, start[0].values,
+            start[1].values, self.tolerance)
         if weights == "b":
             self.a.load(translate(start[1], self.plan.inverse(), self.b,
                                   self.a), memory=False)
-            self.initial = spilled_state(self.a.state()), start[1]
         for run in (self.a, self.b):
             # A step of the user's own is taken only when its turn comes:
             # it may count its calls.
@@ -290,8 +299,10 @@ class Comparison:
         """Take all steps, each from equal states, and compare them."""
         gaps: list[Gap] = []
         if self.settings["weights"] == "own":
-            gaps += self._tensors(0, "initial", self.initial[0].values,
-                                  self.plan.to_a(self.initial[1].values))
+            gaps += [g for g in self._tensors(
+                0, "initial", self.initial[0].values,
+                self.plan.to_a(self.initial[1].values))
+                if g.name not in self.constants.names]
         losses: dict[str, list[float]] = {"a": [], "b": []}
         evidence: list[Evidence] = []
         known: set = set()      # stages that differed in a step before
@@ -303,6 +314,8 @@ class Comparison:
             one = spilled_step(self.a.step(X, y, number))
             two = self.in_terms_of_a(spilled_step(self.b.step(X, y, number)))
             seen.add(before, one, two)
+            if not earlier:
+                gaps += self._constants(before, one, two)
             found = formulas.explain(number, before, one, two,
                                      self.compare_results(number, one, two))
             if _different(found) - known:
@@ -347,6 +360,15 @@ class Comparison:
         self._judge(result, seen)
         return result
 
+    def _constants(self, before: State, *after: StepResult) -> list[Gap]:
+        """The gaps of constants, once a step has been taken."""
+        found = self.constants.moved(
+            before.values, *(step.after.values for step in after))
+        if self.strict or self.settings["weights"] == "own":
+            return found.wrong + found.unsure
+        self.notes += found.note()
+        return found.wrong
+
     def _note_draws(self, number: int, X: Any, y: Any, before: State) -> None:
         """Say of steps of the user's own that draw random numbers."""
         for run, load in ((self.a, self.a.load), (self.b, self.load_b)):
@@ -387,7 +409,7 @@ class Comparison:
     def _explain(self, result: Result, first: Evidence, *later: Evidence
                  ) -> None:
         """Add the place of the first difference, and its causes."""
-        if self.settings["weights"] == "own":
+        if result.worst.get("initial"):
             first.initial = (self.initial[0].values,
                              self.plan.to_a(self.initial[1].values))
         first.later += later
@@ -683,7 +705,7 @@ class Comparison:
         near = train(self.a)
         two = [self.in_terms_of_a(step) for step in train(self.b)]
         curves: dict[str, Any] = {"distance": [], "floor": []}
-        gaps, floor = [], self.epsilon
+        gaps, floor = self._constants(start, one[0], two[0]), self.epsilon
         for number, (x, *others) in enumerate(zip(one, two, near), 1):
             apart, own = ([
                 g for g in self.compare_results(number, x, other)

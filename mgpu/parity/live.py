@@ -89,7 +89,7 @@ class LiveRun(Run):
         self.entries = [
             Entry(p.name, _kind(p), tuple(p.shape or ()), p.grad_req != "null",
                   tuple(n for n in aliases.get(p.name, ())
-                        if n != p.name))
+                        if n != p.name), p.kind in base.BUFFERS)
             for p in (*self.replicas.params(), *self.replicas.buffers())
             if not p.name.endswith(_COUNTER) and "float" in p.dtype]
         self.names = {e.name for e in self.entries}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends.base import Layer
+from mgpu.parity.constants import by_value
 from mgpu.parity.maps import (MatchError, Target, alternatives, as_map,
                               read_map)
 from mgpu.parity.measure import in_shape_of
@@ -62,17 +63,26 @@ def match(a: Sequence[Entry], b: Sequence[Entry], *,
          else _by_position(rest_a, rest_b, probe, settled))]
     notes = _shared(a, b)
     found: list[Plan] = []
+
+    def plan_of(how: str, pairs: list[Pair]) -> Plan:
+        plan = Plan(how, pairs, _left(a, b, pairs), None, notes)
+        return plan if probe is None else plan._replace(
+            confirmed=probe.confirms(plan))
     if not _needed(rest_a) and not _needed(rest_b) and settled:
         ways = [("", lambda: [])]
     for how, way in ways:
         pairs = way()
         if pairs is None:
             continue
-        pairs = settled + pairs
         how = " and ".join(filter(None, ("given map" if settled else "", how)))
-        plan = Plan(how, pairs, _left(a, b, pairs), None, notes)
-        if probe is not None:
-            plan = plan._replace(confirmed=probe.confirms(plan))
+        if probe is not None and probe.values_b:
+            pairs, loose = by_value(rest_a, rest_b, pairs, probe.values,
+                                    probe.values_b, probe.tolerance)
+            # Each may be right as its own network uses it.
+            if loose and (plan := plan_of(how, settled + pairs)).confirmed:
+                return plan
+            pairs += loose
+        plan = plan_of(how, settled + pairs)
         if plan.confirmed is not False:
             return plan
         found.append(plan)
@@ -177,15 +187,19 @@ class Probe:
         The layers of both.
     tolerance : float
         The largest difference of equal outputs, relative to the largest value.
+    values_b : dict
+        The values of `b` before the probe. Its constants without a partner
+        keep them.
     """
 
     def __init__(self, run_a: RunWith, run_b: RunWith,
                  values_a: Mapping[str, np.ndarray],
                  layers: Sequence[Sequence[Layer]] = ((), ()),
-                 tolerance: float = 1e-6):
+                 tolerance: float = 1e-6,
+                 values_b: Mapping[str, np.ndarray] | None = None):
         self._run_a, self._run_b = run_a, run_b
-        self._tolerance = tolerance
-        self.values = values_a
+        self.tolerance = tolerance
+        self.values, self.values_b = values_a, dict(values_b or {})
         self.kinds = [{name: layer.kind for layer in side
                        for name in layer.parameters} for side in layers]
         self._outputs: list | None = None
@@ -203,10 +217,11 @@ class Probe:
     def agrees(self, plan: Plan, values_a: Mapping[str, np.ndarray],
                expected: list) -> bool:
         """Whether `b` returns the same with these values under `plan`."""
-        outputs, _ = self._run_b(plan.to_b(values_a), False)
+        outputs, _ = self._run_b({**self.values_b, **plan.to_b(values_a)},
+                                 False)
         pairs = [(x, in_shape_of(x, y)) for x, y in zip(expected, outputs)]
         return len(outputs) == len(expected) and all(
-            x.shape == y.shape and close(x, y, self._tolerance)
+            x.shape == y.shape and close(x, y, self.tolerance)
             for x, y in pairs)
 
     def calls(self, values_a: Mapping[str, np.ndarray],

@@ -16,6 +16,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     trained: bool
     aliases: tuple[str, ...] = ()       # other names of the same tensor
+    buffer: bool = False        # the network's own, not a frozen parameter
 
     @property
     def is_statistic(self) -> bool:

@@ -114,6 +114,22 @@ MUTANTS = [
            "parameters", edit("mgpu.parity.location:together",
                               "if pair.whole or", "if True or"),
            ("parity/test_matching.py::test_a_fault_has_its_place[*",)),
+    Mutant("constants-are-copied", "a port that computes a constant wrongly "
+           "is the same", edit("mgpu.parity.comparison:Comparison._constants",
+                               "return found.wrong\n", "return []\n"),
+           ("parity/test_constants.py::test_a_wrong_constant_differs[constant-"
+            "buffer-pe-options0]",)),
+    Mutant("constants-by-name", "constants of other names are none of "
+           "each other's, and float32's rounding of one a difference",
+           edit("mgpu.parity.matching:match",
+                "probe is not None and probe.values_b:", "False:"),
+           ("parity/test_constants.py::test_constants_in_float32_are_equal_"
+            "up_to_its_rounding[shape0]",)),
+    Mutant("memory-is-constant", "the memory of a layer is taken for a "
+           "constant", edit("mgpu.parity.constants:Constants.moved",
+                            "g.name not in values or", "True or"),
+           ("parity/test_constants.py::test_the_memory_of_a_layer_is_no_"
+            "constant",)),
     Mutant("behind-parts", "an activation behind one of several layers is "
            "compared with one behind all of them",
            edit("mgpu.parity.location:differences", "if groups and _sizes",

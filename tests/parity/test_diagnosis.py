@@ -8,6 +8,7 @@ from mgpu.parity import Side, diagnosis
 from networks import gluon
 from networks import torch as torch_
 from parity.steps import gluon_step, torch_step
+from parity.tables import in_gluon, in_torch
 
 RNG = np.random.default_rng(0)
 #: rows that 2, 3 and 4 devices share unevenly or not, and whose factors
@@ -512,6 +513,14 @@ FAULTS = {
         {"parts": 3, "divide": False}, [tuple(x[:6] for x in ROWS[0])])),
     "two updates": ("updates in a step", steps({"updates": 2})),
     "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
+    # what is not trained
+    "table of positions": ("constant", lambda patch: (
+        in_gluon({"pe": np.ones((2, 6))}), in_torch({"pe": np.eye(2, 6)}),
+        [(np.stack([X, X], 1), y) for X, y in ROWS], {})),
+    "frozen table": ("constant", lambda patch: (
+        in_gluon({"pe": np.ones((2, 6))}, freeze=True),
+        in_torch({"pe": np.eye(2, 6)}, "frozen", freeze=True),
+        [(np.stack([X, X], 1), y) for X, y in ROWS], {"strict": True})),
     # batch norm
     "unbiased variance": ("unbiased variance", lambda patch: (
         conv_g(momentum=0.875), conv_t(momentum=0.125), IMAGES,

@@ -147,6 +147,7 @@ class Difference:
     a, b : View
     kinds : dict of str -> str
         The kind of each tensor of `a`.
+    trained : dict of str -> bool
     rows : int
         Of the whole batch.
     place : Location or None
@@ -161,6 +162,7 @@ class Difference:
         self.limit = LIMIT if result.settings["dtype"] == "float64" \
             else LIMIT_FLOAT32
         self.kinds = {e.name: e.kind for e in ev.run_a.entries}
+        self.trained = {e.name: e.trained for e in ev.run_a.entries}
         self.a = View("a", ev, ev.run_a, ev.a, {n: n for n in self.kinds})
         self.b = View("b", ev, ev.run_b, ev.b, ev.plan.names())
         self._gaps = [g for g in result.gaps if g.step == ev.step or (

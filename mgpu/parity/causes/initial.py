@@ -52,11 +52,37 @@ def _formulas(d: Difference) -> tuple[list[str], list[list[str]]]:
         for values in d.evidence.initial]
 
 
+def _constants(d: Difference, other: bool) -> Found:
+    gaps = [g for g in d.wrong("initial") if not d.trained[g.name]
+            and (d.kinds[g.name] == "other") is other]
+    if gaps:
+        names, (one, two) = [g.name for g in gaps], d.evidence.initial
+        n, far = names[0], gaps[0].absolute     # beside rounding
+        at = tuple(np.argwhere(~np.isclose(
+            one[n], two[n], 0, 1e-3 * far if np.isfinite(far) else 0,
+            equal_nan=True))[0])
+        own = d.b.names[n]
+        yield (f"{n}{f' (in b {own})' if own != n else ''} is not trained, "
+               f"and its first number that differs is {one[n][at]:.9g} on "
+               f"{d.a} and {two[n][at]:.9g} on {d.b}, at "
+               f"{[int(i) for i in at]}: compute it alike on both sides. "
+               "Where it is drawn at random on purpose, copy the one's "
+               "values into the other before the comparison"
+               + (f"; also {', '.join(names[1:4])}" if names[1:] else "")), 0.0
+
+
+@cause("constant", "initial")
+def constant(d: Difference) -> Found:
+    """What a network has computed itself, and never trains."""
+    yield from _constants(d, True)
+
+
 @cause("order of parameters", "initial")
 def other_places(d: Difference) -> Found:
     """The same values, in other parameters."""
     one, two = d.evidence.initial
-    wrong = [g.name for g in d.wrong("initial")]
+    wrong = [g.name for g in d.wrong("initial")
+             if d.kinds[g.name] != "other"]
     source = {n: m for n in wrong for m in wrong
               if m != n and np.array_equal(one[m], two[n])}
     if wrong and len(set(source.values())) == len(wrong):
@@ -101,3 +127,9 @@ def draw(d: Difference) -> Found:
     for formula in [text for text in one if text in two][:1]:
         yield (f"the weights of both sides look like {formula}, with other "
                "random numbers, whatever the seeds: use weights='a'"), 0.0
+
+
+@cause("constant", "initial", resort=1)
+def frozen(d: Difference) -> Found:
+    """A constant that is kept as a frozen weight."""
+    yield from _constants(d, False)

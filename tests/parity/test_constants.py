@@ -1,0 +1,144 @@
+"""What a network computes itself and does not train is compared as it was
+before one side got the other's values."""
+import numpy as np
+import pytest
+
+from mgpu import parity
+from parity.tables import in_gluon, in_torch
+
+RNG = np.random.default_rng(0)
+BATCHES = [(RNG.normal(size=(6, 4, 6)), RNG.integers(0, 3, 6).astype("int32"))
+           for _ in range(2)]
+TABLE = np.sin(np.arange(24.0).reshape(4, 6) / 3)
+WRONG = np.cos(TABLE)
+
+
+MAKE = {"mxnet": in_gluon, "torch": in_torch}
+
+
+def is_named(result, name="pe"):
+    assert result.verdict == "different"
+    cause, gap = result.causes[0], result.first
+    assert gap.stage == "initial" and gap.name == name
+    assert [c.name for c in result.causes] == ["constant"]
+    assert cause.residual == 0.0 and name in cause.text
+    # its first number is sin(0) or the cosine of that
+    assert " is 0 on " in cause.text and "and 1 on" in cause.text \
+        or " is 1 on " in cause.text and "and 0 on" in cause.text
+    assert "at [0, 0]" in cause.text and "compute it alike" in cause.text
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": True}, {"weights": "b"},
+                                     {"mode": "free"}])
+@pytest.mark.parametrize("name", ["pe", "table"])
+@pytest.mark.parametrize("kind", ["buffer", "temporary", "frozen"])
+@pytest.mark.parametrize("original", ["constant", "null"])
+def test_a_wrong_constant_differs(original, kind, name, options):
+    one = in_gluon({"pe": TABLE}, original)
+    assert parity.compare(one, in_torch({name: TABLE}, kind), batches=BATCHES,
+                          **options).same
+    result = parity.compare(one, in_torch({name: WRONG}, kind),
+                            batches=BATCHES, **options)
+    if options.get("mode"):
+        assert not result.same and result.first.name == "pe"
+    else:
+        is_named(result)
+
+
+@pytest.mark.parametrize("a", MAKE)
+@pytest.mark.parametrize("b", MAKE)
+def test_a_wrong_constant_differs_between_any_two(a, b, devices):
+    one = MAKE[a]({"pe": TABLE})
+    options = {"batches": BATCHES, "devices": devices}
+    assert parity.compare(one, MAKE[b]({"pe": TABLE}), **options).same
+    is_named(parity.compare(one, MAKE[b]({"pe": WRONG}), **options))
+
+
+def test_a_wrong_constant_differs_from_a_trace(backend, tmp_path):
+    backend = backend.name
+    file = str(tmp_path / "a.trace")
+    parity.record(MAKE[backend]({"pe": TABLE}), file=file, batches=BATCHES)
+    assert parity.compare_trace(file, in_torch({"pe": TABLE})).same
+    is_named(parity.compare_trace(file, in_torch({"pe": WRONG})))
+    is_named(parity.compare_trace(file, in_gluon({"pe": WRONG})))
+
+
+def test_own_weights_have_constants_beside_them():
+    one, two = in_torch({"pe": TABLE}), in_torch({"pe": WRONG})
+    result = parity.compare(one, two, batches=BATCHES, weights="own")
+    assert "constant" in [c.name for c in result.causes]
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (1, 4, 6)])
+def test_constants_in_float32_are_equal_up_to_its_rounding(shape):
+    rounded = {"table": TABLE.astype("float32").astype("float64"
+                                                       ).reshape(shape)}
+    for a, b in ((in_gluon({"pe": TABLE}), in_torch(rounded)),
+                 (in_gluon(rounded), in_torch({"pe": TABLE}))):
+        result = parity.compare(a, b, batches=BATCHES)
+        assert result.same and not result.notes, result
+
+
+def test_constants_in_another_order_are_partners_by_value():
+    result = parity.compare(
+        in_gluon({"one": TABLE, "two": WRONG}),
+        in_torch({"second": TABLE, "first": WRONG}), batches=BATCHES)
+    assert result.same
+    # registered in another order, used in that of `a`
+    names = {"x": TABLE, "y": WRONG}
+    turned = in_torch(names)
+
+    def other_order():
+        net = turned()
+        values = net._buffers.pop("x")
+        net._buffers["x"] = values
+        return net
+    result = parity.compare(in_gluon({"one": TABLE, "two": WRONG}),
+                            other_order, batches=BATCHES)
+    assert result.same and not result.causes
+
+
+def test_constants_that_are_used_in_other_ways_are_left_alone():
+    scale = np.full((1, 6), 4.0)
+    result = parity.compare(
+        in_gluon({"scale": scale}, use="broadcast_mul"),
+        in_torch({"scale": 1 / scale}, use="div"), batches=BATCHES)
+    assert result.same and result.plan.left == {"a": ["scale"],
+                                                "b": ["scale"]}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_frozen_beside_weights_is_noted(strict, backend):
+    backend = backend.name
+    one = MAKE[backend]({"pe": TABLE}, freeze=True,
+                        **({"kind": "frozen"} if backend == "torch" else {}))
+    result = parity.compare(
+        one, in_torch({"pe": WRONG}, "frozen", freeze=True), batches=BATCHES,
+        strict=strict)
+    assert result.same is not strict
+    if strict:
+        assert result.causes[0].name == "constant"
+        assert result.causes[0].text.startswith("pe is not trained")
+    else:
+        note, = result.notes
+        assert "not trained had other values in b" in note and "more" in note
+
+
+def test_the_memory_of_a_layer_is_no_constant():
+    import torch
+    from torch import nn
+
+    class Counting(nn.Module):
+        def __init__(self, start):
+            super().__init__()
+            self.register_buffer("level", torch.tensor(start))
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x):
+            if self.training:
+                self.level = self.level * 0.5 + x.detach().mean() / 2
+            return self.out(x.mean(1) * self.level)
+    result = parity.compare(lambda: Counting([0.5, 0.25] * 3),
+                            lambda: Counting([1.0] * 6), batches=BATCHES)
+    assert result.same, result
+    assert "level, at [" in result.notes[0]
