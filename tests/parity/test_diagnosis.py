@@ -460,9 +460,16 @@ def reordered_t():
     return Port()
 
 
-def frozen():
-    net = dense_t()()
+def frozen(activation="ReLU"):
+    net = dense_t(activation=activation)()
     net[0].bias.requires_grad_(False)
+    return net
+
+
+def frozen_g():
+    """Its biases are zero: a ReLU's kink is near, and not at fault."""
+    net = dense_g()()
+    net[0].weight.grad_req = "null"
     return net
 
 
@@ -798,6 +805,15 @@ FAULTS = {
         accumulating, dense_t(), ROWS, {})),
     "frozen": ("frozen parameter", lambda patch: (
         dense_g(), frozen, ROWS, {})),
+    "frozen, of zeros": ("frozen parameter", lambda patch: (
+        dense_g(), frozen, [(X * (np.arange(N) > 1)[:, None], y)
+                            for X, y in ROWS], {})),
+    "frozen in a linear network": ("frozen parameter", lambda patch: (
+        dense_g(activation=None), lambda: frozen(None), ROWS, {})),
+    "frozen in Gluon": ("frozen parameter", lambda patch: (
+        frozen_g, dense_t(), ROWS, {})),
+    "frozen in Gluon, in b": ("frozen parameter", lambda patch: (
+        dense_t(), frozen_g, ROWS, {"weights": "b"})),
     "scaled": ("gradient scale", lambda patch: (
         patch_sum(patch, "torch", halved) or dense_g(), dense_t(), ROWS,
         {})),
