@@ -1,4 +1,4 @@
-"""What MXNet computes in float32 in a float64 network.
+"""What MXNet computes in float32 in a float64 network, and torch in one case.
 
 It is put into the other side, function by function, so that the search for a
 difference goes on past it.
@@ -9,17 +9,25 @@ from mgpu.parity.location import pairs
 from mgpu.parity.measure import Gap
 from mgpu.parity.run import State, StepResult
 
-#: what MXNet does, by the names of `mgpu.backends.base.Float32Functions`
+#: what MXNet does, by the names of `mgpu.backends.base.Float32Functions`; or
+#: what torch does, where that is said
 WORDS = {
     "leaky_relu": "multiplies the negative half of LeakyReLU in float32",
     "prelu": "multiplies the negative half of PReLU in float32",
     "elu": "keeps alpha of ELU as float32",
     "selu": "keeps the constants of SELU as float32",
     "gelu": "computes GELU in float32",
+    "erf": "keeps the constant of the gradient of erf as float32",
+    "hard_sigmoid": "keeps alpha and beta of hard_sigmoid as float32",
+    "clip": "keeps the bounds of clip as float32",
+    "hardsigmoid": "torch keeps the 1/6 of the gradient of hardsigmoid as "
+                   "float32",
     "layer_norm": "keeps epsilon of LayerNorm as float32",
     "group_norm": "keeps epsilon of GroupNorm as float32",
     "interpolate": "computes the positions of BilinearResize2D in float32"}
 
+#: other kinds of layers that call them
+_KINDS = {"clip": "hardtanh", "hard_sigmoid": "hardsigmoid", "erf": "gelu"}
 
 #: relative differences below are rounding of float64
 _ROUNDING = 1e-12
@@ -143,7 +151,10 @@ class Float32:
         run = self._run
         ran = set((after.one if run is self._comparison.a
                    else after.two).ran)
+        text = WORDS[name]
         self.found.append({
-            "function": name, "text": f"MXNet {WORDS[name]}", "size": size,
+            "function": name, "size": size,
+            "text": text if text.startswith("torch") else f"MXNet {text}",
             "layers": [layer.path for layer in run.layers
-                       if layer.kind == name and layer.path in ran]})
+                       if layer.kind in (name, _KINDS.get(name))
+                       and layer.path in ran]})

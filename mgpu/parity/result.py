@@ -325,6 +325,6 @@ def _left(texts: list[str], most: int | None) -> int:
 def _float32_line(found: dict[str, Any], most: int | None) -> str:
     layers, s = joined(found["layers"], most), "s" * (
         len(found["layers"]) > 1)
-    return (f"MXNet's float32: {found['text']} "
+    return (f"{found['text'].split()[0]}'s float32: {found['text']} "
             f"({f'layer{s} {layers}' if layers else 'between layers'}; a "
             f"difference of up to {found['size']:.1e})")

@@ -54,6 +54,15 @@ MUTANTS = [
                 "_single(negative_slope)", "negative_slope"),
            ("parity/test_compare.py::test_mxnets_float32_is_a_verdict_of_its_"
             "own[1dev-leaky_relu-False]",)),
+    Mutant("hard-sigmoid-of-another", "a line that was changed in place is "
+           "still one", edit("mgpu.backends._torch.float32:_line_of",
+                             "version == x._version", "True"),
+           ("parity/test_compare.py::test_a_line_that_is_changed_is_none",)),
+    Mutant("bounds-of-double", "clamp in torch as MXNet never computes it",
+           edit("mgpu.backends._torch.float32:_clamp",
+                "isinstance(bound, float)", "False"),
+           ("parity/test_compare.py::test_mxnets_float32_is_a_verdict_of_its_"
+            "own[1dev-clip-False]",)),
     Mutant("states-are-not-made-equal", "the port trains on from its own "
            "state", edit(_LOCKSTEP, "self.load_b(before)", "pass"), _SAME),
     Mutant("nothing-is-rounding", "the chaos of one side is ignored",

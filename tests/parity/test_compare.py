@@ -372,6 +372,11 @@ def resized_t():
         nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(198, 3))
 
 
+def called_g(function):
+    """Gluon's side of a function."""
+    return layered_g(lambda nn: nn.HybridLambda(function))
+
+
 def selu_g(nn):
     """With the gradient of the formula; MXNet's own layer has another."""
     class SELU(nn.HybridBlock):
@@ -396,7 +401,40 @@ FLOAT32 = {
     "gelu": (layered_g(lambda nn: nn.GELU()),
              layered_t(lambda t: t.nn.GELU())),
     "selu": (layered_g(selu_g), layered_t(lambda t: t.nn.SELU())),
-    "interpolate": (resized_g, resized_t)}
+    "interpolate": (resized_g, resized_t),
+    "clip": (called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
+             layered_t(lambda t: lambda x: x.clamp(-0.3, 0.3))),
+    "clip, torch.clamp": (
+        called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
+        layered_t(lambda t: lambda x: t.clamp(x, min=-0.3, max=0.3))),
+    "clip, in place": (called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
+                       layered_t(lambda t: lambda x: x.clamp_(-0.3, 0.3))),
+    "clip, hardtanh": (
+        called_g(lambda F, x: F.clip(x, -0.3, 0.3)),
+        layered_t(lambda t: t.nn.Hardtanh(-0.3, 0.3))),
+    "hard_sigmoid": (
+        called_g(lambda F, x: F.hard_sigmoid(x, alpha=1 / 6)),
+        layered_t(lambda t: t.nn.functional.hardsigmoid)),
+    "hard_sigmoid, hardswish": (
+        called_g(lambda F, x: x * F.hard_sigmoid(x, alpha=1 / 6)),
+        layered_t(lambda t: t.nn.functional.hardswish)),
+    "hard_sigmoid, by hand": (
+        called_g(lambda F, x: F.hard_sigmoid(x)),
+        layered_t(lambda t: lambda x: (0.2 * x + 0.5).clamp(0, 1))),
+    "hard_sigmoid, by another": (
+        called_g(lambda F, x: F.hard_sigmoid(x, beta=0.3)),
+        layered_t(lambda t: lambda x: t.clamp((x + 1.5) / 5, 0, 1))),
+    "erf": (called_g(lambda F, x: F.erf(x)), layered_t(lambda t: t.erf)),
+    "erf, in place": (called_g(lambda F, x: F.erf(x)),
+                      layered_t(lambda t: lambda x: x.clone().erf_())),
+    "erf, GELU by hand": (
+        called_g(lambda F, x: x * 0.5 * (1 + F.erf(x / 2 ** 0.5))),
+        layered_t(lambda t: t.nn.functional.gelu)),
+    "hardsigmoid": (called_g(lambda F, x: F.clip(x + 3, 0, 6) / 6),
+                    layered_t(lambda t: t.nn.functional.hardsigmoid)),
+    "hardsigmoid, in place": (
+        called_g(lambda F, x: F.clip(x + 3, 0, 6) / 6),
+        layered_t(lambda t: t.nn.Hardsigmoid(inplace=True)))}
 SAME_BUT = "same but for MXNet's float32"
 
 
@@ -412,11 +450,16 @@ def test_mxnets_float32_is_a_verdict_of_its_own(case, swap, devices):
     assert (result.verdict, result.same) == (SAME_BUT, False), str(result)
     assert max(g.relative for g in result.gaps) < EXACT
     found, = result.float32
-    name = {"in place": "leaky_relu", "function": "leaky_relu"}.get(case, case)
+    name = {"in place": "leaky_relu", "function": "leaky_relu"}.get(
+        case, case.partition(",")[0])
     assert found["function"] == name
     assert 1e-10 < found["size"] < 1e-5
-    assert len(found["layers"]) == (case not in ("function", "interpolate"))
-    assert f"MXNet's float32: {found['text']}" in str(result)
+    assert len(found["layers"]) == (case in (
+        "leaky_relu", "in place", "prelu", "elu", "gelu", "selu",
+        "clip, hardtanh", "hardsigmoid, in place"))
+    who = "torch" if name == "hardsigmoid" else "MXNet"
+    assert f"{who}'s float32: {who} " in str(result)
+    assert found["text"] in str(result)
     assert result.to_dict()["float32"] == result.float32
     assert result.first is None and not result.causes
 
@@ -443,6 +486,22 @@ def test_epsilon_is_one_of_float32(kind, of):
     result = parity.compare(original, ported, batches=small)
     assert result.verdict == SAME_BUT
     assert [f["function"] for f in result.float32] == [kind]
+
+
+def test_a_line_that_is_changed_is_none():
+    """What is a line by its name alone is computed as it is."""
+    import torch
+    from mgpu.backends._torch.float32 import AsMXNet
+    from mgpu.backends.base import Float32Functions
+
+    def function(x):
+        y = 0.2 * x + 0.5
+        y.add_(0.1)
+        return y.clamp(0, 1)
+    x = torch.linspace(-5, 5, 9, dtype=torch.float64)
+    right = function(x)
+    with AsMXNet(Float32Functions(frozenset(["hard_sigmoid"]))):
+        assert function(x).equal(right)
 
 
 def test_the_search_goes_on_past_float32():

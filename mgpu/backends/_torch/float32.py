@@ -2,14 +2,16 @@
 network.
 
 Sources: MXNet 1.9.1, ``src/operator/mshadow_op.h`` (xelu, elu, selu, gelu and
-their gradients), ``src/operator/leaky_relu-inl.h`` (slope),
+their gradients; erf_grad, hard_sigmoid), ``src/operator/leaky_relu-inl.h``
+(slope), ``src/operator/tensor/matrix_op-inl.h`` (bounds of clip),
 ``src/operator/nn/layer_norm-inl.h`` and ``group_norm-inl.h`` (eps),
-``src/operator/contrib/bilinear_resize.cc`` (positions).
+``src/operator/contrib/bilinear_resize.cc`` (positions). Torch itself has one:
+1/6 in ``hardsigmoid_backward`` (``ActivationKernel.cpp``).
 """
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from mgpu.backends.base import Float32Functions
 
 _SELU = tuple(float(np.float32(x)) for x in (
     1.6732632423543772848170429916717, 1.0507009873554804934193349852946))
+#: 2 / sqrt(pi), the root being one of floats
+_ERF = 2.0 / float(np.sqrt(np.float32(np.pi)))
 
 
 def _single(value: float) -> float:
@@ -63,8 +67,7 @@ class _GELU(torch.autograd.Function):
     def backward(ctx: Any, gradient: Any) -> Any:
         x, erf, root = ctx.saved_tensors
         z = x / root
-        scale = 2.0 / float(np.sqrt(np.float32(np.pi)))
-        slope = (scale * _of_libm("expf", -(z * z)).double()).float()
+        slope = (_ERF * _of_libm("expf", -(z * z)).double()).float()
         return gradient * (0.5 * (1 + erf + x * slope / root)).to(
             gradient.dtype)
 
@@ -84,6 +87,34 @@ class _SELUGradient(torch.autograd.Function):
         x, y = ctx.saved_tensors
         alpha, scale = _SELU
         return gradient * scale * torch.where(x > 0, 1.0, alpha + y)
+
+
+class _Erf(torch.autograd.Function):
+    """The factor of its gradient is made of a float."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return torch.erf(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, = ctx.saved_tensors
+        return gradient * _ERF * torch.exp(-(x * x))
+
+
+class _HardSigmoid(torch.autograd.Function):
+    """Torch's, with a gradient of 1/6 that is not one of float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return F.hardsigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        x, = ctx.saved_tensors
+        return torch.where(x.abs() < 3, gradient / 6, 0.0)
 
 
 def _of_libm(name: str, x: Any) -> Any:
@@ -128,6 +159,71 @@ def _gelu(function: Any, x: Any, approximate: str = "none") -> Any:
         else function(x, approximate=approximate)
 
 
+def _clamp(function: Any, x: Any, *bounds: Any, **named: Any) -> Any:
+    def single(bound: Any) -> Any:
+        return _single(bound) if isinstance(bound, float) else bound
+    return function(x, *map(single, bounds),
+                    **{n: single(v) for n, v in named.items()})
+
+
+def _erf(function: Any, x: Any, approximate: str = "none") -> Any:
+    if function is not F.gelu:
+        return _written(function in _IN_PLACE, x, _Erf.apply)
+    return x / 2 * (1 + _Erf.apply(x / math.sqrt(2))) \
+        if approximate == "none" else function(x, approximate=approximate)
+
+
+def _hardsigmoid(_: Any, x: Any, inplace: bool = False) -> Any:
+    return _written(inplace, x, _HardSigmoid.apply)
+
+
+def _hard_sigmoid(function: Any, x: Any, *bounds: Any, **named: Any) -> Any:
+    """Also by hand: ``(a * x + b).clamp(0, 1)``, with numbers a and b."""
+    if function in (F.hardsigmoid, F.hardswish):
+        inplace = bool(bounds and bounds[0] or named.get("inplace"))
+        return _written(inplace, x, lambda x: (
+            _single(1 / 6) * x + 0.5).clamp(0, 1) * (
+                x if function is F.hardswish else 1))
+    line, limits = _line_of(x), [*bounds, *named.values()]
+    if line.x is x or any(isinstance(v, torch.Tensor) for v in limits) \
+            or limits != [0, 1]:
+        return NotImplemented
+    result = (_single(line.a) * line.x + _single(line.b)).clamp(0, 1)
+    return x.copy_(result) if function in _IN_PLACE else result
+
+
+class _Line(NamedTuple):
+    """A tensor that is ``a * x + b``."""
+
+    x: Any
+    a: float = 1.0
+    b: float = 0.0
+
+
+def _line_of(x: Any) -> _Line:
+    line, version = getattr(x, "_mgpu_line", (None, None))
+    return line if line is not None and version == x._version else _Line(x)
+
+
+#: by name, what an operation with a number makes of a line
+_LINES: dict[str, Callable[[_Line, float], _Line]] = {
+    "mul": lambda t, c: _Line(t.x, c * t.a, c * t.b),
+    "div": lambda t, c: _Line(t.x, t.a / c, t.b / c),
+    "add": lambda t, c: _Line(t.x, t.a, t.b + c),
+    "sub": lambda t, c: _Line(t.x, t.a, t.b - c)}
+
+
+def _noting(function: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The result of a function of torch; that of ``a * x + b`` says so."""
+    result = function(*args, **kwargs)
+    rule = _LINES.get(getattr(function, "__name__", ""))
+    if rule and len(args) == 2 and not kwargs \
+            and isinstance(args[0], torch.Tensor) \
+            and isinstance(args[1], (int, float)) and args[1]:
+        result._mgpu_line = rule(_line_of(args[0]), args[1]), result._version
+    return result
+
+
 def _norm(function: Any, x: Any, of: Any, weight: Any = None,
           bias: Any = None, eps: float = 1e-5, *rest: Any) -> Any:
     return function(x, of, weight, bias, _single(eps), *rest)
@@ -163,17 +259,36 @@ def _weights(before: int, after: int, like: Any) -> Any:
     return torch.from_numpy(found).to(like)
 
 
+def _called(name: str, *where: Any) -> list[Any]:
+    """The functions and methods of a name, in place too."""
+    return list(dict.fromkeys(
+        function for owner in (*where, torch, torch.Tensor)
+        for own in (name, f"{name}_")
+        if (function := getattr(owner, own, None)) is not None))
+
+
+_CLAMPS = _called("clamp") + _called("clip")
+_IN_PLACE = {function for name in ("clamp", "clip", "erf")
+             for function in _called(name)
+             if function.__name__.endswith("_")}
 #: by name: functions of torch, and what computes them as MXNet does
 KNOWN: dict[str, tuple[Sequence[Any], Callable[..., Any]]] = {
     "leaky_relu": ((F.leaky_relu, torch._C._nn.leaky_relu), _leaky_relu),
     "prelu": ((F.prelu, torch.prelu), _prelu),
     "elu": ((F.elu,), _elu), "selu": ((F.selu, torch.selu), _selu),
     "gelu": ((F.gelu,), _gelu),
+    "erf": ((F.gelu, *_called("erf", torch, torch.special)), _erf),
+    "hard_sigmoid": ((F.hardsigmoid, F.hardswish, *_CLAMPS), _hard_sigmoid),
+    "clip": ((*_CLAMPS, *_called("clamp_min"), *_called("clamp_max"),
+              F.hardtanh, F.hardtanh_), _clamp),
+    "hardsigmoid": ((F.hardsigmoid,), _hardsigmoid),
     "layer_norm": ((F.layer_norm, torch.layer_norm), _norm),
     "group_norm": ((F.group_norm, torch.group_norm), _norm),
     "interpolate": ((F.interpolate,), _interpolate)}
-_NAMES = {function: name for name, (functions, _) in KNOWN.items()
-          for function in functions}
+#: by function, its names; of the chosen ones, the first computes it
+_NAMES: dict[Any, list[str]] = {
+    function: [name for name in KNOWN if function in KNOWN[name][0]]
+    for functions, _ in KNOWN.values() for function in functions}
 
 
 class AsMXNet(TorchFunctionMode):
@@ -186,12 +301,16 @@ class AsMXNet(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any,
                            args: tuple[Any, ...] = (), kwargs: Any = None
                            ) -> Any:
-        name, kwargs = _NAMES.get(function), kwargs or {}
-        if name is None:
-            return function(*args, **kwargs)
-        self._chosen.met.setdefault(name)
-        if name not in self._chosen.names or "input" in kwargs:
-            return function(*args, **kwargs)
-        compute = _selu_gradient if name == "selu" \
-            and self._chosen.gradients else KNOWN[name][1]
-        return compute(function, *args, **kwargs)
+        names, kwargs = _NAMES.get(function, ()), kwargs or {}
+        for name in names:
+            self._chosen.met.setdefault(name)
+        for name in names if "input" not in kwargs else ():
+            if name in self._chosen.names:
+                compute = _selu_gradient if name == "selu" \
+                    and self._chosen.gradients else KNOWN[name][1]
+                result = compute(function, *args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+        return _noting(function, args, kwargs) \
+            if "hard_sigmoid" in self._chosen.names \
+            else function(*args, **kwargs)
