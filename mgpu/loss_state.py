@@ -4,9 +4,11 @@ What a loss counts or sums up while it runs would depend on the number of
 devices, and on which of them is first. So after the first call of a step what
 the loss keeps may not change any more: numbers, arrays, lists and dicts in
 its attributes, in variables that it closes over, in globals that it names. A
-dict may get new keys, as a cache does.
+dict may get new keys, as a cache does. What cannot be read (how far a
+generator is) is refused where the loss reaches it.
 """
 import dis
+import io
 import itertools
 import pickle
 import random
@@ -18,16 +20,19 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import (BuiltinFunctionType, CellType, CodeType, FunctionType,
-                   MemberDescriptorType, MethodType, ModuleType)
+                   MappingProxyType, MemberDescriptorType, MethodType,
+                   ModuleType)
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu.backends import ENTRIES, base
 
-_FOREIGN = {"mgpu", "numpy", *sys.stdlib_module_names, *(
-    entry.framework for entry in ENTRIES.values())} - {"test"}
+_STANDARD = set(sys.stdlib_module_names) - {"test"}
+_FOREIGN = {"mgpu", "numpy", *_STANDARD, *(
+    entry.framework for entry in ENTRIES.values())}
 _PLAIN = {int, float, complex, bool, str, bytes, type(None)}
+_DICTS = (dict, MappingProxyType)
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _EMPTY = CellType()
 _LARGE = 1000       # a collection with more items is data, or a log
@@ -37,6 +42,11 @@ _BYTES = 1 << 20    # nor arrays with more, where the engine counts no writes
 _CALLED = {"__call__", "forward", "hybrid_forward", "__enter__", "__exit__",
            "__getitem__", "__setitem__", "__add__", "__iadd__", "__next__"}
 _ANY = {"getattr", "setattr", "vars", "__dict__"}
+#: classes of the standard library that are but data, which their own methods
+#: change: `Namespace`, `SimpleNamespace`, `UserDict`, `Queue`, `Value`
+_DATA = {"argparse", "types", "collections", "queue",
+         "multiprocessing.sharedctypes"}
+_BARE = {"builtins", "abc", "typing", "enum"}
 
 
 class _Content(NamedTuple):
@@ -58,7 +68,7 @@ class SharedLoss:
                  ) -> None:
         self.loss, self._replicas = loss, weakref.ref(replicas)
         self._backend: base.Backend = replicas.backend
-        self._codes: set[CodeType] = set()
+        self._codes: dict[CodeType, list[str]] = {}     # what each imports
         self._names = set(_CALLED)      # of attributes that code may reach
         self._first = threading.RLock()   # a signal handler may train
         self.__enter__()
@@ -106,13 +116,16 @@ class SharedLoss:
                     or place not in now and len(now) >= _CELLS:
                 continue
             owner, key = self._owners[place[0]], place[1]
-            self._refused = (
-                "a loss keeps no state: on several devices it is called for "
-                f"the rows of each; received {_name(self.loss)}, which "
+            self._refuse(
                 f"changes {key!r} of {_name(owner)}. Count outside of it "
                 "(set what it reads before each step, or pass it in y), sum "
                 "up what train_batch returns, or use one device.")
-            raise ValueError(self._refused)
+
+    def _refuse(self, what: str) -> None:
+        self._refused = (
+            "a loss keeps no state: on several devices it is called for the "
+            f"rows of each; received {_name(self.loss)}, which {what}")
+        raise ValueError(self._refused)
 
     # -- what it reaches -----------------------------------------------------
 
@@ -135,6 +148,13 @@ class SharedLoss:
                 content = self._content(value)
                 found[id(x), key] = value if content is None else content
                 if content is None:
+                    if _runs(value):
+                        self._refuse(
+                            f"reaches {key!r} of {_name(x)}, a "
+                            f"{type(value).__qualname__}, of which cannot be "
+                            "read how far it is. Draw from it outside of the "
+                            "loss, before each step, make a list of it, or "
+                            "use one device.")
                     waiting.append(value)
         return found
 
@@ -168,22 +188,28 @@ class SharedLoss:
             yield from (("__func__", x.__func__), ("__self__", x.__self__))
         elif isinstance(x, partial):
             yield from (("func", x.func), ("args", x.args),
-                        ("keywords", x.keywords))
+                        ("keywords", x.keywords), *self._named(vars(x)))
         elif isinstance(x, BuiltinFunctionType):
             if not isinstance(x.__self__, (ModuleType, type(None))):
                 yield "__self__", x.__self__
-        elif isinstance(x, (list, tuple, deque, dict)):
+        elif isinstance(x, (list, tuple, deque, *_DICTS)):
             if len(x) > _LARGE:
                 yield "length", len(x)
             else:
-                yield from list(x.items() if isinstance(x, dict)
+                yield from list(x.items() if isinstance(x, _DICTS)
                                 else enumerate(x))
-            if not isinstance(x, (dict, tuple)):
+            if not isinstance(x, (tuple, *_DICTS)):
                 yield "length", len(x)
+            if not _foreign(type(x).__module__):
+                yield from self._of_object(x)
         elif isinstance(x, (set, frozenset)):
             yield "content", _Content(frozenset(map(id, x)))
         elif isinstance(x, ModuleType):
-            if not _foreign(x.__name__):
+            if x is np and "random" in self._names:
+                yield "random", np.random
+            elif x is random or x is np.random:
+                yield "stream", x.random.__self__
+            elif not _foreign(x.__name__):
                 yield from self._named(vars(x))
         elif isinstance(x, type):
             if not _foreign(x.__module__):
@@ -191,7 +217,7 @@ class SharedLoss:
                     yield from map(_function_in, self._named(vars(one)))
         else:
             yield from self._of_object(x)
-        if "__wrapped__" in getattr(x, "__dict__", ()):
+        if "__wrapped__" in (_space(x) or ()):
             yield "__wrapped__", vars(x)["__wrapped__"]
 
     def _of_function(self, x: Any) -> Iterator[tuple[Any, Any]]:
@@ -210,11 +236,21 @@ class SharedLoss:
         yield from (x.__kwdefaults__ or {}).items()
         for code in _codes(x.__code__):
             if code not in self._codes:
-                self._codes.add(code)
+                self._codes[code] = [
+                    one.argval for one in dis.get_instructions(code)
+                    if one.opname == "IMPORT_NAME"]
                 self._names.update(code.co_names)
+                if not _ANY.isdisjoint(code.co_names):
+                    self._names.update(text for text in code.co_consts
+                                       if isinstance(text, str))
             for name in code.co_names:
                 if name in x.__globals__:
                     yield name, x.__globals__[name]
+            package = x.__globals__.get("__package__") or ""
+            for name in self._codes[code]:
+                for full in (name, f"{package}.{name}".rstrip(".")):
+                    if full in sys.modules:
+                        yield full, sys.modules[full]
 
     def _of_object(self, x: Any) -> Iterator[tuple[Any, Any]]:
         parts = self._backend.parts(x)
@@ -229,19 +265,34 @@ class SharedLoss:
                     if replicas.complete else set()
             yield from (part for part in parts
                         if id(part[1]) not in self._moving)
-        if _foreign(type(x).__module__):
+        modules = {one.__module__ for one in type(x).__mro__}
+        if _root(type(x).__module__) == "mgpu":
             return
-        yield "its class", type(x)
-        if hasattr(x, "__dict__"):
+        foreign = _foreign(type(x).__module__)
+        if not foreign:
+            yield "its class", type(x)
+        space = _space(x)
+        if space is not None:
             yield from ((name, value) for name, value
-                        in self._named(vars(x))
+                        in self._named(space, not foreign)
                         # which mgpu sets for the time of a pass
                         if parts is None or name not in ("training",
                                                          "forward"))
-        for name in [] if hasattr(x, "__dict__") else self._names:
-            slot = getattr(type(x), name, None)
-            if isinstance(slot, MemberDescriptorType) and hasattr(x, name):
-                yield name, getattr(x, name)
+            if parts is None:   # what methods that are not read may change
+                within = not modules.isdisjoint(_DATA)
+                if within or hasattr(type(x), "state_dict") or not _STANDARD \
+                        .isdisjoint(map(_root, modules - _BARE)):
+                    yield from [pair for pair in list(space.items())
+                                if within or type(pair[1]) in _PLAIN]
+        elif not foreign:
+            for name in self._names:
+                slot = getattr(type(x), name, None)
+                if isinstance(slot, MemberDescriptorType) \
+                        and hasattr(x, name):
+                    yield name, getattr(x, name)
+        if isinstance(x, weakref.ref):
+            yield "what it refers to", x()
+        yield from _memory(x)
 
     def _layers(self, net: Any) -> set[int]:
         if self._of_net is None:
@@ -254,14 +305,51 @@ class SharedLoss:
                     waiting += [part for _, part in parts]
         return self._of_net
 
-    def _named(self, space: Any) -> list[tuple[Any, Any]]:
-        if not _ANY.isdisjoint(self._names):
+    def _named(self, space: Any, any_too: bool = True
+               ) -> list[tuple[Any, Any]]:
+        if any_too and not _ANY.isdisjoint(self._names):
             return list(space.items())
         return [(name, space[name]) for name in space.keys() & self._names]
 
 
+def _root(module: Any) -> str:
+    return str(module).split(".")[0]
+
+
 def _foreign(module: Any) -> bool:
-    return str(module).split(".")[0] in _FOREIGN
+    return _root(module) in _FOREIGN
+
+
+def _space(x: Any) -> Any:
+    """The attributes of an object, whatever its own ``__getattr__`` is."""
+    try:
+        return object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return None
+
+
+def _runs(x: Any) -> bool:
+    """Whether `x` is a generator, or another iterator of the standard
+    library or a framework, that is not at its end."""
+    return isinstance(x, Iterator) and not isinstance(x, io.IOBase) \
+        and _foreign(type(x).__module__) \
+        and _root(type(x).__module__) != "mgpu" \
+        and getattr(x, "gi_frame", x) is not None
+
+
+def _memory(x: Any) -> Iterator[tuple[str, _Content]]:
+    """The bytes of an `array.array`, a `bytearray`, a ctypes object; what
+    was written to a file in memory."""
+    if isinstance(x, (io.StringIO, io.BytesIO)):
+        if not x.closed:
+            yield "content", _Content((x.getvalue(), x.tell()))
+        return
+    try:
+        view = memoryview(x)
+    except TypeError:
+        return
+    yield "content", _Content(zlib.crc32(view.tobytes())
+                              if view.nbytes <= _BYTES else view.nbytes)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -295,4 +383,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _name(x: Any) -> str:
-    return getattr(x, "__qualname__", None) or f"a {type(x).__qualname__}"
+    try:
+        name = x.__qualname__
+    except Exception:       # of a __getattr__ of its own
+        name = None
+    return name if name and isinstance(name, str) \
+        else f"a {type(x).__qualname__}"

@@ -1,7 +1,19 @@
 """Recording, backward, `parallel`, the step and the loop."""
+import argparse
+import array
+import collections
+import ctypes
+import functools
+import io
+import itertools
+import logging
+import multiprocessing
 import os
+import queue
+import random
 import re
 import sys
+import types
 import weakref
 from types import SimpleNamespace
 
@@ -406,6 +418,75 @@ def annotated(pred, label):
     return LOSS(pred, label) * annotated.calls
 
 
+def by_attribute(box):
+    """A loss that counts in an attribute of `box`."""
+    box.calls = 0
+
+    def loss(pred, label):
+        box.calls += 1
+        return LOSS(pred, label) * box.calls
+    return loss
+
+
+def by_item(box):
+    def loss(pred, label):
+        box[0] += 1
+        return LOSS(pred, label) * box[0]
+    return loss
+
+
+def by_call(draw):
+    return lambda pred, label: LOSS(pred, label) * draw()
+
+
+def by_next(iterator):
+    return by_call(lambda: next(iterator))
+
+
+def in_containers():
+    """Losses that count in objects of the standard library."""
+    waiting, written = queue.Queue(), io.StringIO()
+    module = sys.modules["counting_module"] = types.ModuleType(
+        "counting_module")
+    module.calls = 0
+
+    class Attributes(dict):
+        __getattr__ = dict.__getitem__
+        __setattr__ = dict.__setitem__
+
+    class Kept(collections.UserDict):
+        pass
+
+    def imports():
+        import counting_module
+        counting_module.calls += 1
+        return counting_module.calls
+    shared = multiprocessing.Value("i", 0)
+
+    def shares():
+        shared.value += 1
+        return shared.value
+    zipped = zip(range(1, 99), range(1, 99), strict=True)
+    return {
+        "namespace": by_attribute(argparse.Namespace()),
+        "simple": by_attribute(types.SimpleNamespace()),
+        "userdict": by_item(Kept({0: 0})),
+        "attributes": by_attribute(Attributes()),
+        "numbers": by_item(array.array("l", [0])),
+        "bytes": by_item(bytearray(1)), "shared": by_call(shares),
+        "of_ctypes": by_item((ctypes.c_int * 1)(0)),
+        "of_logger": by_attribute(logging.getLogger("counts")),
+        "of_partial": by_attribute(functools.partial(int)),
+        "queue": by_call(lambda: (waiting.put(1), waiting.qsize())[1]),
+        "written": by_call(lambda: written.write("xx") and written.tell()),
+        "generator": by_next(i for i in range(1, 99)),
+        "cycle": by_next(itertools.cycle([1, 2])),
+        "zipped": by_call(lambda: next(zipped)[0]),
+        "listed": by_next(iter([1, 2, 3, 4, 5])), "imports": by_call(imports),
+        "python_random": by_call(lambda: random.random()),
+        "numpy_random": by_call(lambda: np.random.random())}
+
+
 def counters(engine):
     """By name: losses that count, or sum up, in all places that there are."""
     counter, log, stream = Counter(), [], np.random.default_rng(0)
@@ -459,6 +540,7 @@ def counters(engine):
               "method": Method().loss,
               "adapted": mgpu.losses.per_example(
                   lambda pred, label: sums(pred, label).mean())}
+    found |= in_containers()
     if engine.name == "torch":
         import torch
 
@@ -478,7 +560,14 @@ def counters(engine):
 
             def forward(self, pred, label):
                 return LOSS(self.norm(pred.float()).double(), label)
-        found |= {"buffer": Buffer(), "inside": Inside()}
+        layer = torch.nn.Linear(1, 1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(
+            [torch.zeros(1, requires_grad=True)], 1.0), lambda step: step + 1)
+        schedule.optimizer.step()       # or torch warns
+        found |= {"buffer": Buffer(), "inside": Inside(),
+                  "layer": by_attribute(layer),
+                  "schedule": by_call(lambda: (
+                      schedule.step(), schedule.get_last_lr()[0])[1])}
     else:
         from mxnet import gluon
 
@@ -493,7 +582,8 @@ def counters(engine):
 
 
 KINDS = ("counted annotated sums of_another logs in_an_array in_numpy draws "
-         "defaults slots annealed method adapted buffer inside block").split()
+         "defaults slots annealed method adapted buffer inside block layer "
+         "schedule").split() + list(in_containers())
 
 
 @pytest.mark.parametrize("stage_by_stage", [False, True])
@@ -517,7 +607,7 @@ def test_a_loss_that_counts_its_calls_is_refused_on_several_devices(
         if rows == 1 or len(devices) == 1:
             mgpu.train_batch(*batch(rows), replicas, loss, trainer)
             continue
-        with pytest.raises(ValueError, match="keeps no state.*Count outside"):
+        with pytest.raises(ValueError, match="keeps no state.*outside"):
             mgpu.train_batch(*batch(rows), replicas, loss, trainer)
         assert_unchanged(values(replicas), before)
 
@@ -546,6 +636,29 @@ def test_a_loss_that_reads_what_changes_between_steps(engine, devices):
             loss.weight[0] += 0.5
             losses = mgpu.train_batch(*batch(rows), replicas, loss, trainer)
             loss.log.append(sum(len(x) for x in losses if x is not None))
+        found.append(values(replicas))
+    assert_close(*found)
+
+
+def test_a_loss_that_reads_objects_of_the_standard_library(engine, devices):
+    """What is set between steps, at its end, or drawn from elsewhere."""
+    args = argparse.Namespace(scale=0.5, inner=types.SimpleNamespace(n=[1]))
+    done = (i for i in ())
+    log = logging.getLogger("reads")
+
+    def loss(pred, label):
+        log.debug("rows: %d", len(label))
+        assert list(done) == [] and random and np.random
+        return LOSS(pred, label) * (args.scale * args.inner.n[0])
+    assert list(done) == []
+    found = []
+    for on_devices in (devices, on(0)):
+        replicas, _, trainer = set_up(engine, on_devices)
+        for args.scale in (0.5, 0.25):
+            args.inner.n[0] += 1
+            random.random()
+            mgpu.train_batch(*batch(8), replicas, loss, trainer)
+        args.inner.n[0] = 1
         found.append(values(replicas))
     assert_close(*found)
 

@@ -33,6 +33,42 @@ MUTANTS = [
                 "return _Content(mark)", "return _Content(0)"),
            ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
             "on_several_devices[torch-2dev-in_an_array-False]",)),
+    Mutant("iterators-of-losses-unseen", "a loss may draw from a generator",
+           edit("mgpu.loss_state:_runs",
+                "isinstance(x, Iterator)",
+                "False"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-cycle-False]",)),
+    Mutant("layers-of-losses-unseen", "a loss may count on a layer",
+           edit("mgpu.loss_state:SharedLoss._of_object",
+                "self._named(space, not foreign)",
+                "(() if foreign else self._named(space))"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-layer-False]",)),
+    Mutant("hidden-state-unseen", "a loss may count by a schedule",
+           edit("mgpu.loss_state:SharedLoss._of_object",
+                "if parts is None:",
+                "if False:"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-schedule-False]",)),
+    Mutant("memory-of-losses-unread", "a loss may count in bytes",
+           edit("mgpu.loss_state:_memory",
+                "view.tobytes()",
+                "b''"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-bytes-False]",)),
+    Mutant("imports-of-losses-unseen", "a loss may count in a module",
+           edit("mgpu.loss_state:SharedLoss._of_function",
+                "if full in sys.modules",
+                "if False"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-imports-False]",)),
+    Mutant("python-random-unseen", "a loss may draw from global streams",
+           edit("mgpu.loss_state:SharedLoss._parts",
+                "x is random or x is np.random",
+                "False"),
+           ("test_training.py::test_a_loss_that_counts_its_calls_is_refused_"
+            "on_several_devices[torch-2dev-numpy_random-False]",)),
     Mutant("row-of-the-shard", "a wrong label is named by its row in its "
            "shard", edit(_TRAINING + "_loss_of", "error.row += first",
                          "error.row += 0"),
