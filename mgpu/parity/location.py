@@ -1,6 +1,7 @@
 """Where do two networks differ first?"""
 import difflib
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,9 @@ ACTIVATIONS = {"elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
 _ALIKE = {**dict.fromkeys(ACTIVATIONS, "activation"), **{
     f"{size}{kind}_pool": "pool" for kind in ("avg", "max")
     for size in ("", "global_", "adaptive_")}}
+#: layers that compute one thing, whatever a port makes of them
+_PLAIN = {"activation", "pool", "dense", "conv", "conv_transpose",
+          "embedding"}
 #: Gluon's names of activations
 NAMES = {"silu": "swish", "softplus": "softrelu"}
 
@@ -62,7 +66,8 @@ class Location(NamedTuple):
 def together(layers_a: Iterable[Layer], layers_b: Iterable[Layer],
              plan: Plan) -> list[tuple[set[str], set[str]]]:
     """Layers of a and of b (paths) that have parameters in pieces of one
-    another: only together they are partners."""
+    another, or whose parameters belong to several layers of the other side
+    (those of an attention): only together they are partners."""
     owners: list[dict[str, set[str]]] = [{}, {}]
     for own, layers in zip(owners, (layers_a, layers_b)):
         for layer in layers:
@@ -72,8 +77,15 @@ def together(layers_a: Iterable[Layer], layers_b: Iterable[Layer],
               for own, names in zip(owners, (pair.a, pair.b))]
              for pair in plan.pairs]
     found: list[tuple[set[str], set[str]]] = []
+    # a tied weight has several layers by itself
+    alone = {(*one, *two) for one, two in links if len(one) == len(two) == 1}
+    several = {(side, path) for side in (0, 1) for path, count in Counter(
+        both[side] for both in alone).items() if count > 1}
     for pair, (one, two) in zip(plan.pairs, links):
-        if pair.whole or len(one) == len(two) == 1:
+        if len(one) == len(two) == 1:
+            if not {(0, *one), (1, *two)} & several:
+                continue
+        elif pair.whole:
             continue
         size = 0
         while size < len(one) + len(two):   # what they share with others
@@ -151,6 +163,7 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
     """The layers whose outputs differ, in their order. `pairs` says which
     belong together. Those of `summarised` calls cannot be joined."""
     groups = together(of_a.values(), of_b.values(), plan)
+    counts = [Counter(c.path for c in calls) for calls in (calls_a, calls_b)]
     for i, j in pairs([c.path for c in calls_a], [c.path for c in calls_b],
                       of_a, of_b, plan, groups=not summarised):
         one, two = calls_a[i], calls_b[j]
@@ -164,7 +177,8 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                 yield place
             continue
         layers = of_a.get(one.path), of_b.get(two.path)
-        if groups and _sizes(one, summarised) != _sizes(two, summarised) \
+        if groups and _sizes(one.inputs, summarised) \
+                != _sizes(two.inputs, summarised) \
                 and not _agree(one.outputs, two.outputs, tolerance):
             continue    # what is behind single layers of a group
         # First, since tanh of small numbers nearly is these numbers.
@@ -173,6 +187,14 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         two = two._replace(outputs=calls_b[n].outputs)
         if not _agree(one.outputs, two.outputs, tolerance) \
                 and not _turned(one, two, tolerance):
+            kinds = {_ALIKE.get(kind, kind) for kind in (
+                kind_of(one.path, of_a), kind_of(two.path, of_b))}
+            often = counts[0][one.path] == counts[1][two.path]
+            if all(x and x.parameters for x in layers) \
+                    and not (often and (len(kinds) == 1 or kinds <= _PLAIN)) \
+                    and _sizes(one.outputs, summarised)[:1] \
+                    != _sizes(two.outputs, summarised)[:1]:
+                continue    # a step of a series, or a part of a layer
             yield Location(
                 *layers, _agree(one.inputs, two.inputs, tolerance), one, two,
                 (i, j), [calls[k].outputs[0] for calls, k, end in (
@@ -180,10 +202,10 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                     if k != end and calls[k].outputs])
 
 
-def _sizes(call: LayerCall, summarised: bool) -> list[float]:
-    """The numbers of elements of the inputs."""
-    return [float(n) for n in call.inputs[-1]] if summarised \
-        else [x.size for x in call.inputs]
+def _sizes(arrays: Sequence[np.ndarray], summarised: bool) -> list[float]:
+    """The numbers of elements of the inputs or the outputs of a call."""
+    return [float(n) for n in arrays[-1]] if summarised \
+        else [x.size for x in arrays]
 
 
 def _of_group(calls: Sequence[LayerCall], paths: set[str],

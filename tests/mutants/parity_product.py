@@ -121,7 +121,7 @@ MUTANTS = [
            ("parity/test_matching.py::test_a_given_map[1dev-joined-sgd]",)),
     Mutant("parts-are-partners", "a layer is compared with one that has more "
            "parameters", edit("mgpu.parity.location:together",
-                              "if pair.whole or", "if True or"),
+                              "elif pair.whole:", "elif True:"),
            ("parity/test_matching.py::test_a_fault_has_its_place[*",)),
     Mutant("constants-are-copied", "a port that computes a constant wrongly "
            "is the same", edit("mgpu.parity.comparison:Comparison._constants",
@@ -139,6 +139,15 @@ MUTANTS = [
                             "g.name not in values or", "True or"),
            ("parity/test_constants.py::test_the_memory_of_a_layer_is_no_"
             "constant",)),
+    Mutant("parts-of-attention", "a layer is compared with a part of it",
+           edit("mgpu.parity.location:together", "if count > 1", "if False"),
+           ("parity/test_location.py::test_an_attention_is_compared_with_all_"
+            "its_parts[1dev-heads-*",)),
+    Mutant("steps-are-places", "a step of a series is compared with all",
+           edit("mgpu.parity.location:differences",
+                "counts[0][one.path] == counts[1][two.path]", "True"),
+           ("parity/test_location.py::test_a_layer_that_is_called_for_each_"
+            "step_is_no_place",)),
     Mutant("behind-parts", "an activation behind one of several layers is "
            "compared with one behind all of them",
            edit("mgpu.parity.location:differences", "if groups and _sizes",

@@ -1,0 +1,177 @@
+"""Where a difference is: layers that do not compute the same thing are no
+place of one."""
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import parity
+from networks import gluon
+from networks import torch as torch_
+
+RNG = np.random.default_rng(0)
+SERIES = [(RNG.normal(size=(6, 5, 4)), RNG.integers(0, 3, 6).astype("int32"))
+          for _ in range(2)]
+IMAGES = [(RNG.normal(size=(6, 2, 8, 8)), RNG.integers(0, 3, 6).astype(
+    "int32")) for _ in range(2)]
+
+
+def cells(layers=1):
+    """A cell, called once for each step of a series."""
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn, rnn
+
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.cells = rnn.HybridSequentialRNNCell()
+            for i in range(layers):
+                self.cells.add(rnn.GRUCell(6, input_size=6 if i else 4))
+            self.out = nn.Dense(3, in_units=6)
+
+        def hybrid_forward(self, F, x):
+            zero = F.zeros_like(F.slice_axis(F.concat(x, x, dim=2), axis=2,
+                                             begin=0, end=6))
+            states = [F.reshape(F.slice_axis(zero, axis=1, begin=0, end=1),
+                                (-1, 6))] * layers
+            y, _ = self.cells.unroll(5, x, begin_state=states, layout="NTC",
+                                     merge_outputs=True)
+            return self.out(F.mean(y, axis=1))
+    return Net()
+
+
+def series(mistake, layers=1):
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru = nn.GRU(4, 6, layers, batch_first=True)
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x):
+            y = self.gru(x)[0]
+            return self.out(y.sum(1) if mistake else y.mean(1))
+    return Net()
+
+
+def attention_by_hand():
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Dense(12, in_units=4, flatten=False)
+            self.proj = nn.Dense(4, in_units=4, flatten=False)
+            self.hidden = nn.Dense(5, in_units=4, flatten=False)
+            self.out = nn.Dense(3, in_units=5)
+
+        def hybrid_forward(self, F, x):
+            q, k, v = F.split(self.qkv(x), 3, axis=2)
+            scores = F.softmax(F.batch_dot(q, k, transpose_b=True) / 2)
+            x = x + self.proj(F.batch_dot(scores, v))
+            return self.out(F.mean(F.relu(self.hidden(x)), axis=1))
+    return Net()
+
+
+def attention(mistake):
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(
+                4, 2 if mistake == "heads" else 1, batch_first=True)
+            self.hidden, self.out = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            x = x + self.attention(x, x, x)[0]
+            x = self.hidden(x)
+            x = nn.functional.gelu(x) if mistake == "gelu" else x.relu()
+            return self.out(x.sum(1) if mistake == "sum" else x.mean(1))
+    return Net()
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_step_of_a_series_is_no_place(layers, swap, devices):
+    def compared(mistake):
+        sides = [lambda: cells(layers), lambda: series(mistake, layers)]
+        return parity.compare(*sides[::-1 if swap else 1], batches=SERIES,
+                              devices=devices)
+    assert compared(False).same
+    result = compared(True)
+    assert result.first.name == "out" and np.isfinite(result.first.relative)
+    assert result.causes[0].name == "constant factor"
+
+
+def test_a_layer_that_is_called_for_each_step_is_no_place():
+    def steps(mistake):
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.hidden, self.out = nn.Linear(4, 6), nn.Linear(6, 3)
+
+            def forward(self, x):
+                y = torch.stack([self.hidden(x[:, i]) for i in range(5)], 1)
+                return self.out(y.sum(1) if mistake else y.mean(1))
+        return Net()
+
+    def whole():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+
+        class Net(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.hidden = nn.Dense(6, in_units=4, flatten=False)
+                self.out = nn.Dense(3, in_units=6)
+
+            def hybrid_forward(self, F, x):
+                return self.out(F.mean(self.hidden(x), axis=1))
+        return Net()
+    assert parity.compare(whole, lambda: steps(False), batches=SERIES).same
+    result = parity.compare(whole, lambda: steps(True), batches=SERIES)
+    assert result.first.name == "out"
+    assert result.causes[0].name == "constant factor"
+
+
+def test_a_step_of_a_series_is_no_place_beside_a_trace(tmp_path):
+    file = str(tmp_path / "a.trace")
+    parity.record(cells, file=file, batches=SERIES)
+    assert parity.compare_trace(file, lambda: series(False)).same
+    assert parity.compare_trace(file, lambda: series(True)
+                                ).first.name == "out"
+
+
+@pytest.mark.parametrize("mistake, place", [
+    ("sum", "out"), ("gelu", "hidden"), ("heads", "qkv + proj")])
+def test_an_attention_is_compared_with_all_its_parts(mistake, place, devices):
+    options = {"batches": SERIES, "devices": devices}
+    assert parity.compare(attention_by_hand, lambda: attention(""),
+                          **options).same
+    result = parity.compare(attention_by_hand, lambda: attention(mistake),
+                            **options)
+    assert place in result.first.name and np.isfinite(result.first.relative)
+    if mistake != "heads":
+        assert result.causes[0].name == {
+            "sum": "constant factor", "gelu": "activation"}[mistake]
+
+
+@pytest.mark.parametrize("change", [{"padding": 1}, {"stride": 2}])
+def test_another_shape_of_one_kind_of_layer_is_a_place(change, backend):
+    end = {"mxnet": gluon(lambda nn: [
+        nn.Conv2D(4, 3, in_channels=2), nn.Conv2D(4, 3, in_channels=4),
+        nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(3, in_units=4)]),
+        "torch": torch_(lambda nn: [
+            nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(), nn.Linear(4, 3)])}
+    port = torch_(lambda nn: [
+        nn.Conv2d(2, 4, 3, **change), nn.Conv2d(4, 4, 3),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)])
+    result = parity.compare(end[backend.name], port, batches=IMAGES)
+    assert result.first.stage == "layer" and result.first.name == "0"
+    assert result.causes[0].name == "layer options"
