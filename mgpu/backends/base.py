@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import math
 import numpy as np
 
 from mgpu.backends import messages
@@ -119,6 +120,19 @@ DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
 #: list of arrays that it returns takes the place of the outputs.
 LayerCallback = Callable[[str, tuple[Any, ...], Any, int],
                          "Sequence[Array] | None"]
+
+
+def clipping(low: Any, high: Any) -> tuple[str, dict[str, Any]] | None:
+    """(kind, options) of the layer that keeps values between two numbers;
+    None where a bound is none, or an array. No `high`: all above `low`."""
+    high = math.inf if high is None else high
+    if not all(isinstance(bound, (int, float)) for bound in (low, high)) \
+            or math.isinf(low):
+        return None
+    kinds = {(0, math.inf): "relu", (0, 6): "relu6", (-1, 1): "hardtanh"}
+    if (low, high) in kinds:
+        return kinds[low, high], {}
+    return "clip", {"low": float(low), "high": float(high)}
 
 
 def named(known: dict[str, Layer], kind: str, options: dict[str, Any],

@@ -22,7 +22,7 @@ from mgpu.parity.float32 import Float32
 from mgpu.parity.formulas import Formulas
 from mgpu.parity.further import described, further
 from mgpu.parity.live import LiveRun
-from mgpu.parity.location import Location, locate
+from mgpu.parity.location import Location, apart, locate
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry
 from mgpu.parity.measure import STAGES, TOLERANCE, Gap
@@ -354,6 +354,10 @@ class Comparison:
         if result.same and (result.float32 or result.formulas):
             result.verdict = FLOAT32 if not result.formulas else FORMULAS \
                 + ", and MXNet's float32" * bool(result.float32)
+        if seen.options() and not _different(gaps):
+            seen.leave_out(apart(
+                *self.calls(number, X, y, before), self.a.by_path(),
+                self.b.by_path(), self.plan, self.tolerance))
         result.coverage = seen.to_dict()
         if evidence:
             self._explain(result, *evidence)

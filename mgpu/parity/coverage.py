@@ -36,6 +36,8 @@ class Coverage:
             name: False for layer in a.layers if layer.kind == "embedding"
             for name in layer.parameters if name in self._trained}
         self._finite, self._predicted = False, True
+        #: paths of partners that compute other things
+        self._apart: set[tuple[str, str]] = set()
         self.had_loss = False   # a step of the user's own may return none
 
     def add(self, before: State, one: StepResult, two: StepResult) -> None:
@@ -63,6 +65,11 @@ class Coverage:
                     "reaches one)")
         return None
 
+    def leave_out(self, apart: set[tuple[str, str]]) -> None:
+        """Layers (paths) that have one place and other outputs: as the sides
+        agree, they make the same by other operators."""
+        self._apart = apart
+
     def options(self) -> list[str]:
         """Options that differ between layers that belong together. If the
         outputs agree, no step has reached the difference."""
@@ -71,7 +78,8 @@ class Coverage:
         found = []
         for i, j in pairs(one, two, own, other, self._plan):
             a, b = own.get(one[i]), other.get(two[j])
-            if a is not None and b is not None:
+            if a is not None and b is not None \
+                    and (one[i], two[j]) not in self._apart:
                 found += [f"layers {a.path!r} of a and {b.path!r} of b: "
                           + difference for difference in _differences(a, b)]
                 acts = (_activation(a, one[i + 1:], own),

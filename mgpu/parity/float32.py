@@ -9,25 +9,25 @@ from mgpu.parity.location import pairs
 from mgpu.parity.measure import Gap
 from mgpu.parity.run import State, StepResult
 
-#: what MXNet does, by the names of `mgpu.backends.base.Float32Functions`; or
-#: what torch does, where that is said
+#: what is of float32, by the names of `mgpu.backends.base.Float32Functions`
 WORDS = {
-    "leaky_relu": "multiplies the negative half of LeakyReLU in float32",
-    "prelu": "multiplies the negative half of PReLU in float32",
-    "elu": "keeps alpha of ELU as float32",
-    "selu": "keeps the constants of SELU as float32",
-    "gelu": "computes GELU in float32",
-    "erf": "keeps the constant of the gradient of erf as float32",
-    "hard_sigmoid": "keeps alpha and beta of hard_sigmoid as float32",
-    "clip": "keeps the bounds of clip as float32",
+    "leaky_relu": "MXNet multiplies the negative half of LeakyReLU in float32",
+    "prelu": "MXNet multiplies the negative half of PReLU in float32",
+    "elu": "MXNet keeps alpha of ELU as float32",
+    "selu": "MXNet keeps the constants of SELU as float32",
+    "gelu": "MXNet computes GELU in float32",
+    "erf": "MXNet keeps the constant of the gradient of erf as float32",
+    "hard_sigmoid": "MXNet keeps alpha and beta of hard_sigmoid as float32",
+    "clip": "MXNet keeps the bounds of clip as float32",
     "hardsigmoid": "torch keeps the 1/6 of the gradient of hardsigmoid as "
                    "float32",
-    "layer_norm": "keeps epsilon of LayerNorm as float32",
-    "group_norm": "keeps epsilon of GroupNorm as float32",
-    "interpolate": "computes the positions of BilinearResize2D in float32"}
+    "layer_norm": "MXNet keeps epsilon of LayerNorm as float32",
+    "group_norm": "MXNet keeps epsilon of GroupNorm as float32",
+    "interpolate": "MXNet computes the positions of BilinearResize2D in "
+                   "float32"}
 
 #: other kinds of layers that call them
-_KINDS = {"clip": "hardtanh", "hard_sigmoid": "hardsigmoid", "erf": "gelu"}
+_KINDS = {"hard_sigmoid": "hardsigmoid", "erf": "gelu"}
 
 #: relative differences below are rounding of float64
 _ROUNDING = 1e-12
@@ -151,10 +151,8 @@ class Float32:
         run = self._run
         ran = set((after.one if run is self._comparison.a
                    else after.two).ran)
-        text = WORDS[name]
         self.found.append({
-            "function": name, "size": size,
-            "text": text if text.startswith("torch") else f"MXNet {text}",
+            "function": name, "text": WORDS[name], "size": size,
             "layers": [layer.path for layer in run.layers
                        if layer.kind in (name, _KINDS.get(name))
                        and layer.path in ran]})

@@ -13,7 +13,7 @@ from mgpu.parity.run import LayerCall
 
 
 #: the kinds of activations, in Gluon's words
-ACTIVATIONS = {"elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
+ACTIVATIONS = {"clip", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
                "leaky_relu", "relu", "relu6", "selu", "sigmoid", "softrelu",
                "softsign", "swish", "tanh"}
 #: kinds of layers that a port may take for one another
@@ -164,8 +164,9 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
     belong together. Those of `summarised` calls cannot be joined."""
     groups = together(of_a.values(), of_b.values(), plan)
     counts = [Counter(c.path for c in calls) for calls in (calls_a, calls_b)]
-    for i, j in pairs([c.path for c in calls_a], [c.path for c in calls_b],
-                      of_a, of_b, plan, groups=not summarised):
+    met = [*pairs([c.path for c in calls_a], [c.path for c in calls_b],
+                  of_a, of_b, plan, groups=not summarised)]
+    for number, (i, j) in enumerate(met):
         one, two = calls_a[i], calls_b[j]
         group = next((g for g in groups if one.path in g[0]
                       and two.path in g[1]), None)
@@ -186,7 +187,10 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         one = one._replace(outputs=calls_a[m].outputs)
         two = two._replace(outputs=calls_b[n].outputs)
         if not _agree(one.outputs, two.outputs, tolerance) \
-                and not _turned(one, two, tolerance):
+                and not _turned(one, two, tolerance) \
+                and not _no_partners(one, two, (of_a, of_b), [
+                    (calls_a[k], calls_b[n]) for k, n in met[number + 1:]],
+                    tolerance):
             kinds = {_ALIKE.get(kind, kind) for kind in (
                 kind_of(one.path, of_a), kind_of(two.path, of_b))}
             often = counts[0][one.path] == counts[1][two.path]
@@ -200,6 +204,50 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                 (i, j), [calls[k].outputs[0] for calls, k, end in (
                     (calls_a, i, m), (calls_b, j, n))
                     if k != end and calls[k].outputs])
+
+
+def _no_partners(one: LayerCall, two: LayerCall,
+                 layers: tuple[Mapping[str, Layer], Mapping[str, Layer]],
+                 later: Sequence[tuple[LayerCall, LayerCall]],
+                 tolerance: float) -> bool:
+    """Whether two calls with other outputs only have the same place: each
+    side makes the same by other operators, as ``x * sigmoid(x)`` and
+    ``silu(x)``. What one of them gives is then what a later layer gets on
+    both sides. Other functions that get something else are compared by what
+    they reach."""
+    return other_functions(one, two, layers) and (
+        not _agree(one.inputs, two.inputs, tolerance) or any(
+            bool(call.outputs and got.inputs)
+            and call.outputs[0].size == got.inputs[0].size
+            and np.array_equal(call.outputs[0].reshape(-1),
+                               got.inputs[0].reshape(-1))
+            and _agree(x.inputs[:1], z.inputs[:1], tolerance)
+            for x, z in later for call, got in ((one, x), (two, z))))
+
+
+def other_functions(one: LayerCall, two: LayerCall,
+                    layers: tuple[Mapping[str, Layer], Mapping[str, Layer]]
+                    ) -> bool:
+    """Whether the calls are of two kinds, and one is of a function between
+    layers: it may be a part of what the other does."""
+    return any(call.path.startswith("F.") for call in (one, two)) \
+        and kind_of(one.path, layers[0]) != kind_of(two.path, layers[1])
+
+
+def apart(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
+          of_a: Mapping[str, Layer], of_b: Mapping[str, Layer], plan: Plan,
+          tolerance: float) -> set[tuple[str, str]]:
+    """The paths of calls that belong together and whose outputs differ."""
+    found: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}
+    for i, j in pairs([c.path for c in calls_a], [c.path for c in calls_b],
+                      of_a, of_b, plan):
+        m, n = ends((calls_a, calls_b), (i, j), (of_a, of_b))
+        one, two = (call._replace(outputs=end.outputs) for call, end in (
+            (calls_a[i], calls_a[m]), (calls_b[j], calls_b[n])))
+        agrees = _agree(one.outputs, two.outputs, tolerance) \
+            or _turned(one, two, tolerance)
+        found[agrees].add((one.path, two.path))
+    return found[False] - found[True]
 
 
 def _sizes(arrays: Sequence[np.ndarray], summarised: bool) -> list[float]:

@@ -58,6 +58,24 @@ MUTANTS = [
            "still one", edit("mgpu.backends._torch.float32:_line_of",
                              "version == x._version", "True"),
            ("parity/test_compare.py::test_a_line_that_is_changed_is_none",)),
+    Mutant("parts-at-one-place", "functions at one place are partners, "
+           "whatever they give", edit("mgpu.parity.location:apart",
+                                      "return found[False] - found[True]",
+                                      "return set()"),
+           ("parity/test_compare.py::test_functions_that_agree_are_no_options_"
+            "unless_data_would_tell[False-silu]",)),
+    Mutant("a-part-is-at-fault", "functions that get other things are "
+           "partners", edit("mgpu.parity.location:_no_partners",
+                            "other_functions(one, two, layers)", "False"),
+           ("parity/test_diagnosis.py::test_what_is_made_of_other_functions_"
+            "is_not_at_fault",)),
+    Mutant("fault-is-a-kink", "what the pass that is repeated does not show "
+           "is a derivative at a kink",
+           edit("mgpu.parity.causes.gradients:kink",
+                "d.a.gradients[n] + two[n] - one[n] - off",
+                "d.b.gradients[n] - off"),
+           ("parity/test_diagnosis.py::test_a_planted_fault_is_named[scaled]",
+            )),
     Mutant("bounds-of-double", "clamp in torch as MXNet never computes it",
            edit("mgpu.backends._torch.float32:_clamp",
                 "isinstance(bound, float)", "False"),

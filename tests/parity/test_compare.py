@@ -275,6 +275,75 @@ def fused():
     return net
 
 
+def alike(name, one, two, words=None):
+    """A function of Gluon and one of torch that give the same here."""
+    def gluon_net():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+
+        class Net(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Dense(6), nn.Dense(3)
+
+            def hybrid_forward(self, F, x):
+                return self.b(one(F, self.a(x)))
+        return Net()
+
+    def torch_net():
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(64, 6), nn.Linear(6, 3)
+
+            def forward(self, x):
+                return self.b(two(torch, self.a(x.flatten(1))))
+        return Net()
+    return pytest.param(gluon_net, torch_net, words, id=name)
+
+
+@pytest.mark.parametrize("one, two, words", [
+    alike("silu", lambda F, x: x * F.sigmoid(x),
+          lambda t, x: t.nn.functional.silu(x)),
+    alike("gelu", lambda F, x: 0.5 * x * (1 + F.tanh(
+        (2 / np.pi) ** 0.5 * (x + 0.044715 * x * x * x))),
+        lambda t, x: t.nn.functional.gelu(x, approximate="tanh")),
+    alike("tanh", lambda F, x: F.tanh(x), lambda t, x: 2 * t.sigmoid(
+        2 * x) - 1),
+    alike("hardswish", lambda F, x: x * F.clip(x + 3, 0, 6) / 6,
+          lambda t, x: t.nn.functional.hardswish(x)),
+    alike("module", lambda F, x: x * F.sigmoid(x),
+          lambda t, x: t.nn.SiLU()(x)),
+    alike("relu6", lambda F, x: F.clip(x, 0, 6),
+          lambda t, x: t.nn.functional.relu6(x)),
+    alike("clamp", lambda F, x: F.clip(x, -50, 20),
+          lambda t, x: t.nn.functional.hardtanh(x, -50, 20)),
+    # mistakes
+    alike("relu for relu6", lambda F, x: F.clip(x, 0, 6),
+          lambda t, x: t.relu(x), "relu6 and relu"),
+    alike("relu6 for relu", lambda F, x: F.relu(x),
+          lambda t, x: x.clamp(0, 6), "relu and relu6"),
+    alike("another bound", lambda F, x: F.clip(x, 0, 20),
+          lambda t, x: t.clamp(x, min=0, max=25),
+          "clip with high 20.0 and 25.0"),
+    alike("no bound", lambda F, x: F.clip(x, 0, 20),
+          lambda t, x: x.clamp_min(0), "clip (low 0.0, high 20.0) and relu"),
+    alike("hardtanh", lambda F, x: F.clip(x, 0, 20),
+          lambda t, x: t.nn.Hardtanh(0, 25)(x), "high 20.0 and 25.0")])
+@pytest.mark.parametrize("strict", (False, True))
+def test_functions_that_agree_are_no_options_unless_data_would_tell(
+        one, two, words, strict):
+    """Two functions at one place are partners if they give the same."""
+    result = parity.compare(one, two, batches=batches(), strict=strict)
+    assert result.verdict == (
+        "different" if strict and words else "same"), str(result)
+    assert len(result.coverage["options"]) == (words is not None), result
+    assert (words or "") in "".join(result.coverage["options"])
+
+
 @pytest.mark.parametrize("one, two, words", [
     (pooled, lambda: pooled(ceil_mode=True), "ceil False and True"),
     (pooled, adaptive, "adaptive_avg_pool (size 4)"),

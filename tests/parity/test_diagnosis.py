@@ -1021,8 +1021,15 @@ def calls(function):
         F.slice(x, (0, 0, 0, 0), (None, None, 3, 3)), height=6, width=6),
      lambda t: lambda x: t.nn.functional.interpolate(
          x[:, :, :3, :3], size=6, mode="bilinear"),
-     "upsample", "align_corners=True on a (mxnet), bilinear with")],
-    ids=["slope", "alpha", "gelu", "axis", "padding", "kind", "corners"])
+     "upsample", "align_corners=True on a (mxnet), bilinear with"),
+    (lambda F: lambda x: F.clip(32 * x, 0, 6),
+     lambda t: lambda x: (32 * x).relu(),
+     "relu6", "applies relu6, b (torch) relu"),
+    (lambda F: lambda x: F.clip(32 * x, -1, 6),
+     lambda t: lambda x: t.nn.functional.hardtanh(32 * x, -1, 2),
+     "clip", "high is 6.0 on a (mxnet) and 2.0 on b (torch)")],
+    ids=["slope", "alpha", "gelu", "axis", "padding", "kind", "corners",
+         "relu6", "clip"])
 @pytest.mark.parametrize("swapped", (False, True))
 def test_the_options_of_functions_between_layers_are_known(
         one, other, kind, words, swapped):
@@ -1080,6 +1087,54 @@ def test_a_layer_that_returns_its_states_on_one_side_only():
     wrong = compared(gluon_net, port(lambda x: x.sigmoid()), data, options)
     assert wrong.location and wrong.location["a"]["path"] == "2", str(wrong)
     assert [c.name for c in wrong.causes] == ["activation"], wrong
+
+
+def test_what_is_made_of_other_functions_is_not_at_fault():
+    """The place is that of the fault behind it, and the only one; also where
+    there is a fault before."""
+    def right():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+
+        class Net(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = (nn.Dense(5, in_units=n) for n in (6, 5))
+                self.n, self.m = (nn.LayerNorm(in_channels=5) for _ in "nm")
+                self.c = nn.Dense(3, in_units=5)
+
+            def hybrid_forward(self, F, x):
+                x = self.m(self.a(x))
+                x = self.b(x * F.sigmoid(x))
+                return self.c(self.n(x * F.clip(x + 3, 0, 6) / 6))
+        return Net()
+
+    def port(first, eps):
+        def make():
+            from torch import nn
+            from torch.nn import functional
+
+            class Port(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.a, self.b = nn.Linear(6, 5), nn.Linear(5, 5)
+                    self.n = nn.LayerNorm(5, eps=eps)
+                    self.m = nn.LayerNorm(5, eps=first)
+                    self.c = nn.Linear(5, 3)
+
+                def forward(self, x):
+                    x = functional.silu(self.m(self.a(x)))
+                    return self.c(self.n(functional.hardswish(self.b(x))))
+            return Port()
+        return make
+    result = compared(right, port(1e-5, 1e-3), ROWS, {})
+    assert result.location["b"]["path"] == "n", result
+    assert result.causes[0].name == "normalisation epsilon"
+    assert result.further == [], result
+    result = compared(right, port(1e-3, 1e-3), ROWS, {})
+    assert result.location["b"]["path"] == "m", result
+    assert [f["place"] for f in result.further] == [
+        "layer n of b, from equal inputs"], result
 
 
 def test_a_trace_sees_functions_between_layers(tmp_path):

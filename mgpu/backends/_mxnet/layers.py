@@ -6,7 +6,7 @@ from threading import get_ident
 from typing import Any
 
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends.base import Layer, named
+from mgpu.backends.base import Layer, clipping, named
 
 _LIB, c_str = mx.base._LIB, mx.base.c_str
 register = mx.ndarray.register
@@ -129,6 +129,8 @@ def _axis(own: Mapping[str, Any]) -> dict[str, Any]:
 #: does the same, as `describe` gives them
 _OPERATORS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "Activation": lambda own: (own["act_type"], {}),
+    **dict.fromkeys(("clip", "_npi_clip"), lambda own: clipping(
+        own.get("a_min"), own.get("a_max"))),
     "LeakyReLU": _leaky, "Pooling": _pool,
     "softmax": lambda own: ("softmax", _axis(own)),
     "log_softmax": lambda own: ("log_softmax", _axis(own)),

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
-from mgpu.backends.base import Layer, LayerCallback, named
+from mgpu.backends.base import Layer, LayerCallback, clipping, named
 
 _Conv = nn.modules.conv._ConvNd
 _ConvTranspose = nn.modules.conv._ConvTransposeNd
@@ -30,8 +30,10 @@ _ARGUMENTS: dict[str, tuple[tuple[str, Any], ...]] = {
     "gelu": (("approximate", "none"),),
     **dict.fromkeys(("softmax", "log_softmax"), (("dim", None),)),
     **dict.fromkeys(("relu", "relu6", "selu", "silu", "softplus", "softsign",
-                     "sigmoid", "tanh", "hardtanh", "hardsigmoid",
-                     "hardswish"), ()),
+                     "sigmoid", "tanh", "hardsigmoid", "hardswish"), ()),
+    **dict.fromkeys(("clamp", "clip"), (("min", None), ("max", None))),
+    "clamp_min": (("min", None),),
+    "hardtanh": (("min_val", -1.0), ("max_val", 1.0)),
     **{f"max_pool{n}d": (("kernel_size", None), ("stride", None),
                          ("padding", 0), ("dilation", 1),
                          ("ceil_mode", False)) for n in (1, 2, 3)},
@@ -43,6 +45,7 @@ _ARGUMENTS: dict[str, tuple[tuple[str, Any], ...]] = {
     **dict.fromkeys(("mean", "amax"), (("dim", None),)),
     "interpolate": (("size", None), ("scale_factor", None),
                     ("mode", "nearest"), ("align_corners", None))}
+_CLIPS = {"clamp", "clip", "clamp_min", "hardtanh"}
 #: by function, its name in `_ARGUMENTS`
 _FUNCTIONS = {function: name for name in _ARGUMENTS
               for where in (F, torch, torch.Tensor)
@@ -99,6 +102,8 @@ def _layer_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
         [n for n, _ in _ARGUMENTS[name]], args[1:])) | kwargs
     axes = args[0].dim() - 2
     kind, _, _ = name.partition("_pool")
+    if name in _CLIPS:
+        return clipping(*[*(given[n] for n, _ in _ARGUMENTS[name]), None][:2])
     if name in ("mean", "amax"):
         axis = given["dim"]
         kind = "avg" if name == "mean" else "max"
@@ -171,6 +176,10 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
     if isinstance(module, nn.Embedding):
         return "embedding", {"rows": module.num_embeddings,
                              "units": module.embedding_dim}
+    clip = clipping(module.min_val, module.max_val) \
+        if isinstance(module, nn.Hardtanh) else None
+    if clip is not None:
+        return clip
     for layer, kind, name in _WITH_OPTION:
         if isinstance(module, layer):
             return kind, {_WORDS.get(name, name): getattr(module, name)}

@@ -81,14 +81,19 @@ def kink(d: Difference) -> Found:
     names = [n for n, v in d.evidence.before.values.items() if not np.all(v)]
     if all(np.all(x) for x in d.a.prepared()[0]) and not names:
         return
-    one, other = ({n: np.sum([g[n] for g in local], 0) for n in local[0]}
-                  for local in (side.gradients_again(off_zero)
-                                for side in (d.a, d.b)))
-    # what is left of the difference
-    predicted = {n: d.b.gradients[n] + other[n] - one[n] if distance(
-        one[n], other[n]) > d.tolerance * np.abs(one[n]).max(initial=0.0)
-        else d.b.gradients[n] for n in one
-        if n in other and n in d.b.gradients}
+    # of both sides, each with these zeros and with other numbers
+    one, two, one_off, two_off = (
+        {n: np.sum([g[n] for g in local], 0) for n in local[0]}
+        for change in (None, off_zero) for side in (d.a, d.b)
+        for local in [side.gradients_again(change) if change
+                      else side.local_gradients()])
+    predicted = {}
+    for n in (n for n in one if n in two and n in d.a.gradients):
+        off = two_off[n] - one_off[n]
+        if np.abs(off).max(initial=0.0) <= d.tolerance * np.abs(
+                one_off[n]).max(initial=0.0):
+            off = 0.0 * off     # rounding
+        predicted[n] = d.a.gradients[n] + two[n] - one[n] - off
     yield (f"{d.a} and {d.b} take different derivatives where a value is "
            "exactly 0, or where two are equal; with other numbers for the "
            f"zeros of {names[0] if names else 'X'} they agree. At 0 the "
