@@ -179,6 +179,13 @@ def mean_square(output, y):
     return ((output - y) ** 2).mean(1)
 
 
+def huber(output, y):
+    """torch's, which is rho times Gluon's."""
+    from torch.nn import functional
+    return functional.huber_loss(output, y, delta=2.0,
+                                 reduction="none").mean(1)
+
+
 def gluon_cross_entropy(output, y):
     import mxnet as mx
     return mx.gluon.loss.SoftmaxCrossEntropyLoss()(output, y)
@@ -766,6 +773,9 @@ FAULTS = {
     "L2 loss": ("L2 loss", lambda patch: (
         dense_g(), Side(dense_t(), loss=mean_square), TARGETS,
         {"loss": losses.L2Loss()})),
+    "Huber": ("loss weight", lambda patch: (
+        Side(dense_g(), loss=losses.HuberLoss(rho=2)), Side(
+            dense_t(), loss=huber), [(X, 4 * y) for X, y in TARGETS], {})),
     "mean": ("loss reduction", lambda patch: (
         dense_g(), Side(dense_t(), loss=cross_entropy()), ROWS, {})),
     "mean, spread": ("loss reduction", lambda patch: (
@@ -1257,6 +1267,20 @@ def test_the_float32_of_mxnet_is_no_further_fault(swapped):
                             batches=ROWS)
     assert result.causes[0].name == "normalisation epsilon"
     assert result.further == [], result
+
+
+def test_values_that_are_equal_have_no_other_order():
+    """Ones and zeros in each other's places are the same network."""
+    def net(kind):
+        return torch_(lambda nn: [
+            nn.Linear(6, 6), nn.LayerNorm(6), getattr(nn, kind)(),
+            nn.Linear(6, 6), nn.LayerNorm(6), getattr(nn, kind)(),
+            nn.Linear(6, 3)])
+    result = parity.compare(net("Hardswish"), net("Hardsigmoid"),
+                            batches=ROWS)
+    assert result.location["b"]["path"] == "2" and result.further, result
+    assert not [c.name for c in result.causes] + [
+        c.name for f in result.further for c in f["causes"]], result
 
 
 def test_summaries_cannot_take_the_place_of_outputs(tmp_path):

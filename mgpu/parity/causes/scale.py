@@ -172,15 +172,27 @@ def moved_several_times(d: Difference, rule: Update, other: Update) -> Changes:
 # -- L2 loss and others -------------------------------------------------------
 
 def _squares(d: Difference) -> bool:
-    """Whether the loss may be one of squares: a label for each output."""
+    """Whether the loss may be one of squares: a label for each output, and
+    no other losses than their squares give."""
     _, labels = d.a.prepared()
-    return sum(y.size for y in labels) == sum(
-        x.size for x in d.a.step.outputs)
+    outputs, losses = d.a.step.outputs, d.a.step.losses
+    if sum(y.size for y in labels) != sum(x.size for x in outputs):
+        return False
+    if len(outputs) != 1 or len(labels) != 1 or losses.size != len(
+            outputs[0]) or losses.size < 2:
+        return True
+    x = outputs[0].astype(float).reshape(len(losses), -1)
+    squares = ((x - labels[0].reshape(x.shape)) ** 2).mean(1)
+    factor = np.median(losses[squares > 0] / squares[squares > 0]) \
+        if squares.any() else 0.0
+    return bool(np.allclose(losses, factor * squares, rtol=1e-4,
+                            atol=1e-6 * np.abs(losses).max()))
 
 
 def _half(twice: View) -> str:
     return (f"the loss of {twice} is twice the other's: torch's MSELoss is "
-            "twice Gluon's L2Loss. Use mgpu.losses.L2Loss on both")
+            "twice Gluon's L2Loss. Use mgpu.losses.L2Loss on both (or "
+            "Huber's, with rho = 2: torch's is rho times Gluon's)")
 
 
 @cause("L2 loss", "loss")
