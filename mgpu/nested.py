@@ -4,9 +4,10 @@ An array is whatever has a ``shape`` (but for NumPy's scalars), and a list of
 numbers, or of such lists, which becomes one as `Backend.put` makes it.
 """
 import copy
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict, UserString
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from numbers import Number
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,12 @@ from mgpu.backends import messages
 
 
 def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
-                 entries: Callable[[Any], list[Any]] | None = None
+                 entries: Callable[[Any], list[Any]] | None = None,
+                 whole: Callable[[Any], None] | None = None
                  ) -> list[Any]:
     """Apply `function`, array -> list of `k`, to each array in `data`, and
-    `entries` to each list that `is_listed`.
+    `entries` to each list that `is_listed`; `whole` sees each tuple without
+    arrays, and whatever else goes to all.
 
     Returns
     -------
@@ -34,7 +37,8 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
                              for _ in range(k)]
         for key, value in data.items():
             for one, part in zip(copies, split_leaves(function, value, k,
-                                                    entries), strict=True):
+                                                    entries, whole),
+                                 strict=True):
                 one[key] = part
         return copies
     if isinstance(data, (list, tuple)):
@@ -42,11 +46,17 @@ def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
             return function(messages.host_array(data))
         if entries is not None and is_listed(data):
             return entries(data)
-        columns = [split_leaves(function, v, k, entries) for v in data]
+        if whole is not None and type(data) is tuple and leaves(data) \
+                and not row_counts(data):
+            whole(data)
+        columns = [split_leaves(function, v, k, entries, whole)
+                   for v in data]
         rows = [[column[i] for column in columns] for i in range(k)]
         if hasattr(data, "_fields"):
             return [_made_anew(data, row) for row in rows]
         return [type(data)(row) for row in rows]
+    if whole is not None:
+        whole(data)
     return [data] * k
 
 
@@ -81,7 +91,7 @@ def lists_in(data: Any) -> Iterator[list[Any]]:
     if isinstance(data, list) and not _is_numbers(data):
         yield data
     if isinstance(data, Mapping):
-        data = list(data.values())
+        data = tuple(data.values())
     if isinstance(data, tuple) or isinstance(data, list) \
             and not _is_numbers(data) and not is_listed(data):
         for entry in data:
@@ -116,6 +126,29 @@ def row_counts(data: Any) -> list[int]:
     found: list[int] = []
     map_leaves(lambda x: found.append(x.shape[0] if x.shape else 1), data)
     return found
+
+
+def rows_inside(x: Any, depth: int = 3) -> list[int]:
+    """The numbers of rows that an object which is no nested data may hold:
+    its length, if it is a sequence, those of the arrays in its attributes,
+    or of those in a sequence or set."""
+    if isinstance(x, (str, UserString, bytes, bytearray, Number, type(None),
+                      ModuleType)) or callable(x) or depth == 0:
+        return []
+    found: list[int] = []
+    if isinstance(x, (Set, Sequence)):
+        inside: Any = tuple(x)
+        found = [len(x)] if isinstance(x, Sequence) else []
+    else:
+        inside = {**{name: getattr(x, name, None)
+                     for one in type(x).__mro__
+                     for name, slot in vars(one).items()
+                     if isinstance(slot, MemberDescriptorType)},
+                  **getattr(x, "__dict__", {})}
+    return found + row_counts(inside) + [
+        n for leaf in leaves(inside) if not hasattr(leaf, "shape")
+        and not isinstance(leaf, list)
+        for n in rows_inside(leaf, depth - 1)]
 
 
 def is_empty(data: Any) -> bool:

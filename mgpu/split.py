@@ -1,5 +1,6 @@
 """Cutting a batch into shards, one per device."""
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,8 +9,8 @@ from mgpu import probes
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
-from mgpu.nested import (is_listed, leaves, lists_in, row_counts, rows_of,
-                         shapes_of, split_leaves)
+from mgpu.nested import (is_listed, leaves, lists_in, row_counts, rows_inside,
+                         rows_of, shapes_of, split_leaves)
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -77,7 +78,8 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
         dict or named tuple of them
         Nested data are split leaf by leaf, and so is a list without arrays
         (of text, with an entry for each row); anything else goes to every
-        device as it is, a tuple of text too. NumPy data are sliced on the
+        device as it is, a tuple of text or numbers too, unless it has as
+        many entries, or rows in it, as the batch. NumPy data are sliced on the
         host, so that a device receives only its own slice.
     devices : sequence of devices
     batch_axis : int
@@ -99,9 +101,11 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
     Raises
     ------
     ValueError
-        An uneven batch with ``even_split=True``; wrong weights.
+        An uneven batch with ``even_split=True``; wrong weights; a tuple
+        without arrays that has as many entries as the batch has rows.
     TypeError
-        An array of the other framework, or no array at all.
+        An array of the other framework, or no array at all; another object
+        that holds arrays of as many rows.
     """
     devices = as_devices(devices)
     k, backend = len(devices), get_backend()
@@ -144,7 +148,8 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                 in zip(shard_bounds(size, k, weights), devices,
                        strict=True)]
     with probes.stage("copy", "split", devices, lambda: shards):
-        shards = split_leaves(split, data, k, entries)
+        shards = split_leaves(split, data, k, entries,
+                              partial(_check_whole, data, batch_axis))
     return shards
 
 
@@ -156,6 +161,30 @@ def _check_dense(data: Any) -> None:
                 "a batch is cut into rows of dense arrays; received a sparse "
                 f"or nested {type(x).__name__}. Make it dense first: "
                 "x.to_dense() on torch, x.tostype('default') on MXNet.")
+
+
+def _check_whole(data: Any, axis: int, x: Any) -> None:
+    """Refuse `x` in `data`, which would go to all devices as it is, if it
+    may be of the rows."""
+    rows = [len(x)] if type(x) is tuple else rows_inside(x)
+    n = next((shape[axis] for shape in shapes_of(data)
+              if -len(shape) <= axis < len(shape)), 0) if rows else 0
+    if n < 2 or n not in rows:
+        return
+    if isinstance(x, Sequence) and len(x) == n and not row_counts(tuple(x)):
+        raise ValueError(
+            "a tuple without arrays belongs to the whole batch, a list has "
+            "an entry for each row; received a "
+            f"{type(x).__name__} of {n} entries, {x[0]!r} first, for {n} "
+            "rows, which could be both. Give what is of the rows as a list, "
+            "list(x), or an array, what belongs to the whole batch in a "
+            "dict.")
+    raise TypeError(
+        "arrays in tuples, lists, dicts and named tuples are cut into rows; "
+        f"received a {type(x).__name__} that holds {n} rows, as the batch "
+        "has, which would go to every device. Give what it holds in a dict, "
+        "and make it in the network's forward pass or in the loss; what "
+        "belongs to the whole batch is an attribute of the network.")
 
 
 def _check_lists(X: Any, y: Any, n: int) -> None:

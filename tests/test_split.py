@@ -1,7 +1,10 @@
 """Cutting batches: Gluon's sizes and errors, on both engines, for native
 arrays of both families of MXNet and for NumPy's."""
+import argparse
+import array
 import collections
 import re
+import types
 from typing import NamedTuple
 
 import numpy as np
@@ -348,7 +351,8 @@ def test_lists_of_text_are_split_by_rows(backend, devices):
                  backend.to_numpy(labels))]
     assert found == [(c, i, c, i) for i, c in enumerate("abcdefg")]
     assert all(shard["classes"] == ("cat", "dog") for shard in Xs)
-    for wrong in (dict(X, text=["a", "b"]), (X["x"], [["cat"]])):
+    for wrong in (dict(X, text=["a", "b"]), (X["x"], [["cat"]]),
+                  (X["x"], {"text": ["a", "b"]})):
         with pytest.raises(ValueError, match="an entry for each row of the "
                            "batch; received [12] entries, .* as a tuple"):
             split_batch(wrong, y, devices)
@@ -372,6 +376,44 @@ def test_lists_of_arrays_that_may_be_rows_are_refused(backend, devices):
                  (X, [np.zeros(4), np.zeros((4, 1)), *square[2:]]),
                  (X[:1], [np.zeros(1)]), (X, np.stack(square))):
         split_batch(*data, devices)
+
+
+def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
+    """A tuple without arrays, or an object that holds arrays, with as many
+    entries or rows as the batch; whatever the number of devices."""
+    class Slots:
+        __slots__ = ("sizes",)
+
+        def __init__(self, sizes):
+            self.sizes = sizes
+    X, y = np.zeros((4, 2)), np.arange(4)
+    for form in ((3, 4, 5, 6), tuple(np.arange(4)), tuple("abcd"), range(4),
+                 ((1, 2), (3, 4), (5, 6), (7, 8)), array.array("l", y),
+                 collections.deque(range(4))):
+        for data in (((X, form), y), (X, (y, {"a": (1.5, form)})),
+                     ({"x": X, "sizes": form}, y)):
+            with pytest.raises(ValueError, match="of 4 entries, .*could be "
+                               r"both. .* as a list, list\(x\)") as refused:
+                split_batch(*data, devices)
+            assert type(form).__name__ in str(refused.value)
+        with pytest.raises(ValueError, match="could be both"):
+            split_and_load((np.zeros((2, 4)), form), devices, 1, False)
+        split_batch((X, list(form)), y, devices)
+    rows = backend.put(np.zeros((4, 3)), cpu(0))
+    for form in (types.SimpleNamespace(a=rows), Slots(y), Slots([1, 2, 3, 4]),
+                 argparse.Namespace(a={"b": [types.SimpleNamespace(c=y)]}),
+                 collections.deque([y]), frozenset([Slots(rows)])):
+        with pytest.raises(TypeError, match=f"received a {type(form).__name__}"
+                           " that holds 4 rows, .* Give what it holds in a "
+                           "dict"):
+            split_batch({"x": X, "more": form}, y, devices)
+    for whole in ((1, 2, 3), tuple("abc"), range(3), Pair(1, 2), "abcd", None,
+                  types.SimpleNamespace(a=(1, 2, 3, 4), b=np.zeros(3)), len,
+                  {"a": 1, "b": 2, "c": 3, "d": 4}, b"abcd", (None,) * 4,
+                  Slots("abcd"), frozenset("abcd"), types):
+        shards, _ = split_batch((X, whole), y, devices)
+        assert all(shard[1] == whole for shard in shards)
+    split_batch((X[:1], (1,)), y[:1], devices)
 
 
 def test_map_leaves_and_rows_of(backend):

@@ -32,6 +32,14 @@ MUTANTS = [
            edit("mgpu.split:_check_lists", "len(one) == n > 1", "False"),
            ("test_split.py::test_lists_of_arrays_that_may_be_rows_are_refused"
             "[torch-2dev]",)),
+    Mutant("lengths-go-whole", "a tuple of lengths goes to every device",
+           edit("mgpu.split:_check_whole", "[len(x)] if", "[] if"),
+           ("test_split.py::test_what_goes_whole_and_may_be_of_the_rows_is_"
+            "refused[torch-2dev]",)),
+    Mutant("objects-go-whole", "arrays in an object go to every device",
+           edit("mgpu.split:_check_whole", "else rows_inside(x)", "else []"),
+           ("test_split.py::test_what_goes_whole_and_may_be_of_the_rows_is_"
+            "refused[torch-2dev]",)),
     Mutant("shards-alias-the-batch", "a change of a shard changes the batch",
            edit("mgpu.split:split_and_load",
                 "backend.put(cut(x, batch_axis, begin, end), device)",
