@@ -328,6 +328,10 @@ def per_example(loss: Callable[[Array, Array], Array]
         When it is called: such a function returned more than one number; or
         `pred` and `label` have shapes, (n, 1) and (n,), that the loss
         broadcasts, so that each row meets the labels of all.
+    TypeError
+        When it is called: `pred`, for such a function, is no array of rows,
+        but a dict or tuple, or itself a mean, of which nothing tells that it
+        is one over rows.
     """
     if hasattr(loss, "reduction"):
         adds = loss.reduction in ("sum", "batchmean")
@@ -351,7 +355,21 @@ def per_example(loss: Callable[[Array, Array], Array]
                 "value for each example as it is.")
         rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
         return rows + mean.reshape((1,))
-    return _paired(spread)
+    paired = _paired(spread)
+
+    def of_rows(pred: Array, label: Array) -> Array:
+        if not getattr(pred, "shape", ()):
+            kind = "an array of shape ()" if hasattr(pred, "shape") \
+                else f"a {type(pred).__name__}"
+            raise TypeError(
+                "per_example adapts a loss of an output that is an array "
+                f"with a row for each example; received {kind}. Write a loss "
+                "with a value for each example, of what the mean in the "
+                "output is made of: lambda out, label: "
+                "mgpu.losses.SoftmaxCrossEntropyLoss()(out['logits'], "
+                "label), for example.")
+        return paired(pred, label)
+    return of_rows
 
 
 def _paired(loss: Callable[[Array, Array], Array]

@@ -76,7 +76,9 @@ class ReplicaView(Hints):
         self._replicas, self._index, self._run = replicas, index, run
         self.device = replicas.devices[index]
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if named:
+            raise messages.named_inputs(named)
         return self._run(self._index, inputs)
 
     def __repr__(self) -> str:
@@ -827,7 +829,9 @@ class Replicas(Hints, abc.Sequence):
         return self.batch_norm == "sync" and len(self.devices) > 1 \
             and self.backend.is_training()
 
-    def __call__(self, *inputs: Sequence[Any]) -> list[Any]:
+    def __call__(self, *inputs: Sequence[Any], **named: Any) -> list[Any]:
+        if named:
+            raise messages.named_inputs(named)
         with self.owned(), self._mode():
             rows, active = self._prepared(inputs)
             with _explained(rows), probes.stage(

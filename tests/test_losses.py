@@ -527,6 +527,20 @@ def test_per_example_of_a_function_that_does_not_average(backend, wrong,
         "Use a loss with a value for each example as it is.")
 
 
+def test_per_example_of_an_output_that_is_no_array_of_rows(backend):
+    pred = backend.put(PRED, cpu(0))
+    label = backend.put(TARGET, cpu(0))
+    mean = mgpu.functional.mean(pred)
+    for output, kind, loss in (
+            ({"loss": mean, "logits": pred}, "a dict", lambda o, y: o["loss"]),
+            ((mean, pred), "a tuple", lambda o, y: o[0]),
+            *([(mean, r"an array of shape \(\)", lambda o, y: o)]
+              if mean.shape == () else [])):
+        with pytest.raises(TypeError, match=f"received {kind}. Write a loss "
+                           "with a value for each example"):
+            per_example(loss)(output, label)
+
+
 @pytest.mark.parametrize("make", [
     lambda nn: (nn.CrossEntropyLoss(), PRED, CHANNELS),
     lambda nn: (nn.CrossEntropyLoss(label_smoothing=0.1), PRED, CHANNELS),

@@ -2790,6 +2790,31 @@ def test_gluons_own_joint_batch_norm_is_refused(name, policy):
                 mgpu.initialize(net, on(*range(k)), batch_norm=policy)
 
 
+def test_inputs_by_name_are_refused(engine, devices):
+    """And what the refusal says works."""
+    base, _ = bricks(engine)
+
+    class Around(base):
+        def __init__(self):
+            super().__init__()
+            self.model = mlp(engine)
+
+        def forward(self, batch):
+            # Gluon's own blocks take no names.
+            return self.model(*batch.values()) if engine.name == "mxnet" \
+                else self.model(**batch)
+    replicas = mgpu.initialize(Around(), devices)
+    name = "input" if engine.name == "torch" else "x"
+    shards = mgpu.split_and_load(table(4), devices, even_split=False)
+    for call in (lambda: replicas(**{name: shards}),
+                 lambda: replicas[0](**{name: shards[0]})):
+        with pytest.raises(TypeError, match=f"received {name}=. Leave the "
+                           "names out, or train a network around this one"):
+            call()
+    outputs = replicas([{name: shard} for shard in shards])
+    assert sum(len(x) for x in outputs if x is not None) == 4
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_one_input_that_is_a_tuple_is_named(engine, devices, deferred):
     """Tuples and lists are several inputs; ``((a, b),)`` is one."""

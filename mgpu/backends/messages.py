@@ -134,6 +134,15 @@ def wrong_device(device: Any, actual: Any) -> ValueError:
         f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
 
 
+def named_inputs(named: Iterable[str]) -> TypeError:
+    """Inputs of a network that were given by name."""
+    return TypeError(
+        "replicas take inputs by their place, as forward() names them; "
+        f"received {', '.join(f'{name}=' for name in named)}. Leave the names "
+        "out, or train a network around this one that takes a dict as its "
+        "one input, and calls it as you do: self.model(**batch).")
+
+
 def not_native(x: Any, backend: str) -> TypeError:
     """`x` is not an array of the engine `backend`."""
     refuse_foreign(x, backend)
