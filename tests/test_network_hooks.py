@@ -256,6 +256,14 @@ class Slots:
     divisor: float = 1.0
 
 
+class OwnAttributes(dict):
+    """``copy.deepcopy`` leaves it without attributes."""
+
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
 def configured():
     """A network whose forward pass depends on what is no array."""
     from types import SimpleNamespace
@@ -271,13 +279,15 @@ def configured():
                 x = hook(x)
             x = super().forward(x) * self.calls * self.table["scale"][
                 0] / (self.temperature * self.config.divisor
-                      * self.config.nested.divisor) * self.array[0]
+                      * self.config.nested.divisor) * self.array[0] \
+                * self.own.factor * self.own.inner[0].factor
             return x + self.shift + sum(self.shifts)
     net = Configured(*perceptron())
     net.handle = net[0].register_forward_hook(lambda m, x, out: 2 * out)
     net.table = {"scale": [1.0]}
     net.config = SimpleNamespace(divisor=1.0, nested=Slots())
     net.array = np.ones(1)
+    net.own = OwnAttributes(factor=0.5, inner=[OwnAttributes(factor=2.0)])
     net.own_hooks, net.no_hooks, net.n_hooks = [], None, 0
     net.shift, net.shifts = 2 * a_one(net), []
     return net
@@ -301,6 +311,15 @@ def deep_in_an_object(net):
 
 def in_an_array(net):
     net.array[0] = 2.0
+
+
+def in_its_own_attributes(net):
+    net.own.factor = 2.0
+    net.own.inner[0].factor = 0.25
+
+
+def as_its_own_attributes(net):
+    net.own = OwnAttributes(factor=3.0, inner=[net.own])
 
 
 def beside_a_lock(net):
@@ -369,7 +388,7 @@ def as_count(net):
     beside_a_lock, beside_a_cycle, as_forward_hook, as_hook_with_a_tensor,
     as_backward_hook, as_a_hook_that_goes, as_count,
     in_a_list_named_as_torchs_tables, as_a_tensor, as_another_tensor,
-    as_tensors_in_a_list])
+    as_tensors_in_a_list, in_its_own_attributes, as_its_own_attributes])
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_attributes_and_hooks_of_layers_follow_replica_0(backend, k, change):
     """What is no parameter acts on every device too, however it is

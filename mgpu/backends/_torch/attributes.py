@@ -353,7 +353,7 @@ def _take(source: dict[str, Any], target: dict[str, Any],
                       for t in reached(x, torch.Tensor, nn.Module)
                       if not t.is_leaf and id(t) not in twins}
             with contextlib.suppress(Exception):    # a file, a lock
-                target[name] = copy.deepcopy(x, twins)
+                target[name] = deep_copy(x, twins)
 
 
 def _members(layers: Sequence[nn.Module]) -> list[Any]:
@@ -469,8 +469,45 @@ def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module],
     return found
 
 
+def deep_copy(x: Any, twins: dict[Any, Any]) -> Any:
+    """``copy.deepcopy(x, twins)``, which leaves dicts that are their own
+    attributes (``self.__dict__ = self``) without any."""
+    own = _own_attributes(x, twins)
+    for one in own:
+        twin = dict.__new__(type(one))
+        object.__setattr__(twin, "__dict__", twin)
+        twins[id(one)] = twin
+    made = copy.deepcopy(x, twins)
+    for one in own:
+        dict.update(twins[id(one)], [
+            copy.deepcopy(pair, twins) for pair in dict.items(one)])
+    return made
+
+
+def _own_attributes(x: Any, twins: dict[Any, Any]) -> list[Any]:
+    found, waiting, met = [], [x], set(twins)
+    while waiting:
+        one = waiting.pop()
+        if type(one) in _PLAIN or id(one) in met or isinstance(
+                one, (type, ModuleType, torch.Tensor)):
+            continue
+        met.add(id(one))
+        try:
+            space = object.__getattribute__(one, "__dict__")
+        except AttributeError:
+            space = {}
+        if space is one:
+            found.append(one)
+        else:
+            waiting += list(space.values())
+        if isinstance(one, _COLLECTIONS) and len(one) <= _LARGE:
+            waiting += list(dict.values(one) if isinstance(one, dict)
+                            else one)
+    return found
+
+
 def _twin(x: Any, twins: dict[int, Any]) -> Any:
     try:
-        return copy.deepcopy(x, twins)
+        return deep_copy(x, twins)
     except Exception:       # a file, a lock: there is only one
         return x

@@ -20,8 +20,8 @@ from mgpu.backends._kept import Kept
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
 from mgpu.backends._torch.attributes import (Attributes, check_views,
-                                             follow_attributes, hooks_of,
-                                             makers_of_hooks)
+                                             deep_copy, follow_attributes,
+                                             hooks_of, makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.draws import named_draws, watch
 from mgpu.backends._torch.float32 import AsMXNet
@@ -611,10 +611,10 @@ def _copy(net: nn.Module) -> nn.Module:
             copies[id(p)] = type(p)(copy.deepcopy(p.data, copies),
                                     p.requires_grad)
     try:
-        return copy.deepcopy(net, dict(copies))
+        return deep_copy(net, dict(copies))
     except Exception:
         copies |= _shared(net)
-    return copy.deepcopy(net, copies)
+    return deep_copy(net, copies)
 
 
 def _shared(net: nn.Module) -> dict[int, Any]:
