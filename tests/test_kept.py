@@ -332,3 +332,220 @@ def test_arrays_and_weights_without_a_context_are_the_devices(
                 one.backward()
             trainer.step(len(X))
         same(values(net), expected)
+
+
+# -- what the user edits of it ------------------------------------------------
+
+def _carries(net, x, F):
+    """A state with its history, which the loop ends."""
+    h = net.a(x) if net.state is None else net.a(x) + net.state
+    net.state = h * h * 0.25
+    return net.b(net.state)
+
+
+def _carries_two(net, x, F):
+    h = net.a(x)
+    if net.state is not None:
+        h = h + net.state[0] * net.state[1]["c"]
+    net.state = [h, {"c": h * 0.5}]
+    return net.b(h)
+
+
+def _detach(net):
+    net.state = net.state.detach()
+
+
+def _detach_twice(net):
+    net.state = net.state.detach().detach()
+
+
+def _detach_in_a_list(net):
+    h, c = net.state
+    net.state = [h.detach(), {"c": c["c"].detach()}]
+
+
+def _detach_in_place(net):
+    net.state[0] = net.state[0].detach()
+    net.state[1]["c"] = net.state[1]["c"].detach()
+
+
+def _zero(net):
+    net.state = net.state.detach() * 0
+
+
+def _zero_in_place(net):
+    net.state = net.state.detach()
+    net.state[:] = 0
+
+
+EDITS = [(_carries, _detach), (_carries, _detach_twice),
+         (_carries, _zero), (_carries, _zero_in_place),
+         (_carries_two, _detach_in_a_list), (_carries_two, _detach_in_place)]
+
+
+@pytest.mark.parametrize("forward, edit", EDITS, ids=name_of)
+@pytest.mark.parametrize("batch_norm, how", [
+    ("per_device", "step"), ("per_device", "hand"), ("per_device", "single"),
+    ("sync", "step")])
+def test_what_the_loop_does_to_a_carried_state_is_done_on_every_device(
+        engine, devices, forward, edit, batch_norm, how):
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, forward, state=None),
+                     batches(4), loss, edit)
+    same(trained(network(engine, forward, state=None), devices, batches(4),
+                 loss, batch_norm, how, edit), expected)
+
+
+def _device_keeps(net, x, F):
+    h = net.a(x)
+    if net.state is not None:
+        h = h + net.state
+    net.state = h.detach()
+    return net.b(h)
+
+
+@pytest.mark.parametrize("in_between", ["pass", "none", "detached", "step"])
+def test_a_carried_state_that_is_put_back_is_that_of_every_device(
+        engine, devices, in_between):
+    """Saved and put back around an evaluation."""
+    def around(run):
+        def between(net):
+            saved = net.state.detach() if in_between == "detached" \
+                else net.state
+            net.state = None
+            if in_between != "none":
+                run(net)
+            net.state = saved
+        return between
+    X, = (x for x, _ in batches(1))
+    loss = mgpu.losses.L2Loss()
+    data = batches(4)
+    net = network(engine, _device_keeps, state=None)
+    expected = plain(engine, net, data, loss, around(
+        lambda net: net(engine.put(X, on(0)[0]))))
+    net = network(engine, _device_keeps, state=None)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    edit = around(lambda net: replicas(
+        mgpu.split_batch(X, X, devices)[0]))
+    refused = False
+    for A, y in data:
+        before = values(net)
+        try:
+            mgpu.train_batch(A, y, replicas, loss, trainer)
+        except ValueError as error:
+            refused = True
+            assert in_between == "detached" and len(devices) > 1, error
+            assert "received another array in 'state'" in str(error)
+            assert all((x == y).all() for x, y in zip(values(net), before))
+            break
+        edit(net)
+    if not refused:
+        same(values(net), expected)
+
+
+def _half(net):
+    net.state = net.state.detach() * 0.5
+
+
+def _half_in_place(net):
+    net.state *= 0.5
+
+
+def _half_of_a_view(net):
+    h = net.state.detach()
+    h *= 0.5
+    net.state = h
+
+
+def _row(net):
+    net.state[0] = 0.25
+
+
+def _in_a_list_half(net):
+    net.state = [net.state]
+    net.state = net.state[0] * 0.5
+
+
+@pytest.mark.parametrize("edit", [
+    _half, _half_in_place, _half_of_a_view, _row, _in_a_list_half],
+    ids=name_of)
+def test_other_values_in_a_carried_state_are_refused(engine, devices, edit):
+    """What a pass keeps belongs to each device, and the network shows that
+    of the first one. None resets it."""
+    loss = mgpu.losses.L2Loss()
+    net = network(engine, _device_keeps, state=None)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    (X, y), = batches(1)
+    mgpu.train_batch(X, y, replicas, loss, trainer)
+    edit(net)
+    before = values(net)
+    if len(devices) == 1:
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+        return
+    for _ in range(2):
+        with pytest.raises(ValueError, match="received another array in "
+                           "'state', or other values"):
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+    assert all((x == y).all() for x, y in zip(values(net), before))
+    net.state = None
+    mgpu.train_batch(X, y, replicas, loss, trainer)
+
+
+def _same_on_all(net, x, F):
+    net.state = net.state + 1 if net.state is not None \
+        else net.a(x)[0, 0].detach() * 0 + 1
+    return net.b(net.a(x) * net.state.sum())
+
+
+def _user_sets(net):
+    net.state = net.state + 2
+
+
+def test_an_array_that_is_the_same_on_all_devices_stays_the_users(
+        engine, devices):
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, _same_on_all, state=None),
+                     batches(3), loss, _user_sets)
+    same(trained(network(engine, _same_on_all, state=None), devices,
+                 batches(3), loss, between=_user_sets), expected)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_what_passes_only_write_the_users_own_calls_may_write_too(
+        engine, devices, read):
+    """``net(x)`` beside the replicas keeps what one pass keeps; a state that
+    the next pass reads would be that of these rows everywhere."""
+    layers = type(network(engine, None)).__mro__[1]
+
+    class Keeps(layers):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.out = inner, None
+
+        def forward(self, x):
+            y = self.inner(x)
+            self.out = y
+            return y
+
+    class Reads(Keeps):
+        def forward(self, x):
+            h = self.inner(x) if self.out is None \
+                else self.inner(x) + self.out.detach()
+            self.out = h
+            return h
+    (X, y), = batches(1)
+    net = (Reads if read else Keeps)(network(engine, None).b)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    loss = mgpu.losses.L2Loss()
+    mgpu.train_batch(X, y, replicas, loss, trainer)
+    net.out = None
+    net(engine.put(X, on(0)[0]))
+    if read and len(devices) > 1:
+        with pytest.raises(ValueError, match="received another array in "
+                           "'out'"):
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+    else:
+        mgpu.train_batch(X, y, replicas, loss, trainer)

@@ -1,8 +1,10 @@
 """What hooks keep where all devices share it, and what objects hold."""
+import dis
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
+from itertools import pairwise
 from types import (CellType, CodeType, FunctionType, MethodType,
                    ModuleType)
 from typing import Any
@@ -91,6 +93,50 @@ def global_names(code: CodeType) -> tuple[str, ...]:
     return (*code.co_names, *(
         name for inner in code.co_consts if isinstance(inner, CodeType)
         for name in global_names(inner)))
+
+
+def reads(layers: Iterable[Any], name: str) -> bool:
+    """Whether code of these layers may read an attribute `name`; any code
+    does that which is not theirs."""
+    layers = list(layers)
+    if any(True for _ in forward_hooks(layers)):
+        return True
+    found = [_read_names(kind) for kind in set(map(type, layers))]
+    return any(names is None or name in names for names in found)
+
+
+@cache
+def _read_names(kind: type) -> frozenset[str] | None:
+    """The attributes that the code of a class of layers reads. None: it may
+    be any, since functions outside of the class get the layer."""
+    found = set[str]()
+    for one in kind.__mro__:
+        if one.__module__.partition(".")[0] in ("mxnet", "torch", "builtins"):
+            continue
+        for f in vars(one).values():
+            if not isinstance(f, FunctionType):
+                if callable(f) or hasattr(f, "__get__"):
+                    return None
+                continue
+            names = global_names(f.__code__)
+            steps = list(dis.get_instructions(f.__code__))
+            own = f.__code__.co_varnames[:1]
+            if set(f.__code__.co_freevars) - {"__class__"} \
+                    or any(isinstance(x, CodeType)
+                           for x in f.__code__.co_consts) \
+                    or any(isinstance(f.__globals__.get(x), FunctionType)
+                           for x in names) \
+                    or not {"getattr", "vars", "__dict__"}.isdisjoint(names) \
+                    or any(step.opname != "STORE_ATTR" and own and (
+                               step.argval == own[0] or isinstance(
+                                   step.argval, tuple)
+                               and own[0] in step.argval)
+                           and not after.opname.endswith(("_ATTR", "_METHOD"))
+                           for step, after in pairwise(steps)):
+                return None
+            found.update(step.argval for step in steps
+                         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+    return frozenset(found)
 
 
 def reached(x: Any, array: type | tuple[type, ...], network: type,

@@ -116,6 +116,17 @@ def shared_array(name: str, kind: type) -> ValueError:
         f"[:] = ...; or use one device.")
 
 
+def edited_array(name: str) -> ValueError:
+    """The user has changed what a pass of the first device has kept."""
+    return ValueError(
+        "on several devices what a forward pass keeps belongs to each device,"
+        " and the network shows that of the first one; received another array"
+        f" in {name!r}, or other values in it, which do not say what the "
+        "other devices are to have. Set it to None or to zeros, on all "
+        "devices; detach or change it in forward(); pass states as inputs; "
+        "or use one device.")
+
+
 def not_joined(what: Iterable[str]) -> ValueError:
     """Layers or functions that normalise each device's rows by themselves,
     under ``batch_norm="sync"``."""

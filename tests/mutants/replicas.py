@@ -37,6 +37,31 @@ MUTANTS = [
            edit("mgpu.backends._torch.attributes:Attributes.follow",
                 "self._behind(number, known)", "set()"),
            (_KEPT + "test_what_the_user_resets_is_reset_on_every_device*",)),
+    Mutant("mxnet-edited-states", "what the loop does to a state is done on "
+           "device 0", edit(_ATTRIBUTES + "_Block.follow",
+                            "if self._kept else", "if False else"),
+           (_KEPT + "test_what_the_loop_does_to_a_carried_state_is_done_on_"
+            "every_device[mxnet-nd-2dev*",)),
+    Mutant("mxnet-written-states", "a write into a state is not seen",
+           edit("mgpu.backends._mxnet.places:wrote", "handle in _known",
+                "False"),
+           (_KEPT + "test_other_values_in_a_carried_state_are_refused"
+            "[mxnet-nd-2dev*",)),
+    Mutant("torch-edited-states", "what the loop does to a state is done on "
+           "device 0", edit("mgpu.backends._torch.places:Places.follow",
+                            "if not self._kept", "if True"),
+           (_KEPT + "test_what_the_loop_does_to_a_carried_state_is_done_on_"
+            "every_device[torch-2dev*",)),
+    Mutant("torch-written-states", "a write into a state is not seen",
+           edit("mgpu.backends._torch.places:Places.follow", "n == m",
+                "True"),
+           (_KEPT + "test_other_values_in_a_carried_state_are_refused"
+            "[torch-2dev*",)),
+    Mutant("states-of-a-call", "what passes only write is refused",
+           edit("mgpu.backends._kept:reads", "names is None or name in names",
+                "True"),
+           (_KEPT + "test_what_passes_only_write_the_users_own_calls_may_"
+            "write_too*",)),
     Mutant("mxnet-shapes-count", "the pass that completes shapes counts",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
                 "spare.of(1)", "spare.of(0)"),

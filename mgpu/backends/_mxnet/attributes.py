@@ -7,7 +7,7 @@ two devices. What the Block has outside of passes is device 0's.
 import copy
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from operator import is_
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import pickled
+from mgpu.backends._kept import pickled, reads
+from mgpu.backends._mxnet import places
 from mgpu.backends._mxnet.dispatch import is_known
 from mgpu.backends._mxnet.framework import mx
 
@@ -55,15 +56,15 @@ class _Content:
     Attributes
     ----------
     value : object
-    arrays : bool
-        Whether there are arrays of the engine in it.
+    arrays : list
+        Those of the engine in it, in order.
     single, large : dict
         By `id`: what each device is to have the same object of, and large
         collections, whose items are.
     """
 
     def __init__(self, x: Any) -> None:
-        self.arrays = False
+        self.arrays = list[Any]()
         self.single, self.large = dict[int, Any](), dict[int, Any]()
         self.value = self._read(x, ())
 
@@ -72,7 +73,7 @@ class _Content:
         if kind in _CONSTANT:
             return kind, x      # 1 is not True
         if isinstance(x, _ONE):
-            self.arrays |= isinstance(x, mx.nd.NDArray)
+            self.arrays += [x] * isinstance(x, mx.nd.NDArray)
             self.single[id(x)] = x
             return _Is(x)
         if id(x) in around:
@@ -106,6 +107,12 @@ def _parts(x: Any) -> list[Any] | None:
     return pickled(x)
 
 
+def _arrays(x: Any) -> list[Any]:
+    """Those in what `_Block.left` holds of an attribute."""
+    return x.arrays if isinstance(x, _Content) \
+        else [x] * isinstance(x, mx.nd.NDArray)
+
+
 class _Block:
     """The attributes of one block, for each device."""
 
@@ -120,6 +127,7 @@ class _Block:
         self.given: dict[str, Any] = {}
         self.left: dict[str, Any] = {}
         self._all: dict[str, Any] | None = None     # what all devices have
+        self._kept = set[str]()     # in which passes leave arrays
 
     def _names(self) -> dict[str, Any]:
         attributes = vars(self.block)
@@ -148,10 +156,18 @@ class _Block:
             del attributes[name]
         self._values = list(attributes.values())
 
-    def leave(self) -> None:
-        """A pass of device 0 has ended."""
-        if self.now(0) is not self._all or self._changing:
-            self.left = self._read(self.own[0])
+    def leave(self, inputs: set[int]) -> None:
+        """A pass of device 0 has ended; `inputs`: by `id`, what is the
+        user's anyway."""
+        if self.now(0) is self._all and not self._changing:
+            return
+        self.left = self._read(self.own[0])
+        for name, x in self.left.items():
+            known = inputs.union(map(id, _arrays(self.given.get(name))))
+            for array in _arrays(x):
+                if id(array) not in known:
+                    self._kept.add(name)
+                    places.keep(array)
 
     @property
     def _changing(self) -> bool:
@@ -165,29 +181,85 @@ class _Block:
                 or known and name[0] == "_" else _Content(x)
                 for name, x in own.items()}
 
-    def follow(self, memos: Sequence[dict[int, Any]], refuses: bool) -> None:
+    def follow(self, memos: Sequence[dict[int, Any]], refuses: bool,
+               blocks: Iterable[Any]) -> None:
         """Give all devices what is the user's, or is no array."""
         own = self.now(0)
         if own is self._all and not self._changing \
                 and all(x is own for x in self.own):
             return
         now, left = self._read(own), self.left
+        edited = self._edited(now, blocks) if self._kept else {}
         for i in range(1, len(self.own)):
             mine, theirs = dict(own), self.own[i]
+            memos[i].update((key, others[i - 1]) for found in edited.values()
+                            for key, others in found.items()
+                            if others[i - 1] is not None)
             for name, x in now.items():
-                same = left.get(name) == x and (
+                same = left.get(name) == x and bool(
                     x.arrays or self.given.get(name) == x) \
                     if isinstance(x, _Content) else \
                     isinstance(x, mx.nd.NDArray) and left.get(name) is x
+                if name in edited:
+                    same = any(others[i - 1] is None
+                               for others in edited[name].values())
                 if same and name in theirs:
                     mine[name] = theirs[name]
                 elif isinstance(x, _Content):
                     mine[name] = _twin(own[name], x, memos[i], refuses,
-                                       f"{self.path}.{name}".lstrip("."))
+                                       self._full(name))
+                elif name in edited:
+                    mine[name] = memos[i].get(id(x), x)
             self.own[i] = own if all(x is own[name] for name, x
                                      in mine.items()) else mine
         self.given = self.left = now
         self._all = own
+
+    def _full(self, name: str) -> str:
+        return f"{self.path}.{name}".lstrip(".")
+
+    def _edited(self, now: dict[str, Any], blocks: Iterable[Any]
+                ) -> dict[str, dict[int, list[Any]]]:
+        """By name, then by the `id` of an array that the user has put where
+        passes leave some: what the other devices are to have in its place,
+        None for what they had. ValueError where nobody knows."""
+        for name in self._kept & self.left.keys():
+            arrays = _arrays(self.left[name])
+            each_has = [_arrays(self._read({name: x.get(name)})[name])
+                        for x in self.own[1:]]
+            for j, x in enumerate(arrays):
+                place, kind = places.find(x)
+                if place is not None and kind == places.ITSELF:
+                    place.others = [each[j] if len(each) == len(arrays)
+                                    else None for each in each_has]
+        found: dict[str, dict[int, list[Any]]] = {}
+        for name in self._kept & now.keys():
+            x, left = now[name], self.left.get(name)
+            if (left is x or isinstance(x, _Content) and left == x) \
+                    and not any(_is_written(a) and not _is_data(blocks, a)
+                                for a in _arrays(x)):
+                continue
+            old = _arrays(left)
+            for j, a in enumerate(_arrays(x)):
+                others = _elsewhere(a, old[j] if j < len(old) else None,
+                                    len(self.own) - 1)
+                stays = any(a is b for b in old) and not _is_written(a)
+                if others is None or not stays and any(
+                        other is None and _arrays(self._read(
+                            {name: own.get(name)})[name])
+                        for other, own in zip(others, self.own[1:])):
+                    if not reads(blocks, name):
+                        found.pop(name, None)   # passes write it alone
+                        break
+                    raise messages.edited_array(self._full(name))
+                found.setdefault(name, {})[id(a)] = others
+        for name in found:
+            for a in _arrays(now[name]):
+                places.keep(a)
+                place, _ = places.find(a)
+                if place is not None:
+                    place.others, place.written = found[name][id(a)], False
+        return found
 
 
 class Attributes:
@@ -220,8 +292,9 @@ class Attributes:
         self._blocks = [earlier.get(key) or _Block(path, block, count)
                         for key, (path, block) in now.items()]
         memos: list[dict[int, Any]] = [{} for _ in range(count)]
+        every = [block for _, block in now.values()]
         for one in self._blocks:
-            one.follow(memos, self._refuses)
+            one.follow(memos, self._refuses, every)
         self._numbers = [(type(one.block), *number) for one in self._blocks
                          for number in _numbers(one.block)]
         if self._shared is None and blocks and mx.autograd.is_recording():
@@ -245,7 +318,7 @@ class Attributes:
                 raise messages.shared_number(name, kind)
 
     @contextmanager
-    def of(self, index: int) -> Iterator[None]:
+    def of(self, index: int, inputs: Any = ()) -> Iterator[None]:
         """Inside the block code of the user's runs for a device."""
         if not self._blocks:
             yield
@@ -253,10 +326,13 @@ class Attributes:
         before = self._shown
         self.show(index)
         try:
-            yield
+            with places.passing():
+                yield
         finally:
-            for one in self._blocks if index == 0 else ():
-                one.leave()
+            if index == 0:
+                known = {id(x) for x in _Content(inputs).arrays}
+                for one in self._blocks:
+                    one.leave(known)
             self.show(before)
 
     def show(self, index: int) -> None:
@@ -265,6 +341,52 @@ class Attributes:
             for one in self._blocks:
                 one.exchange(index, self._shown)
             self._shown = index
+
+
+def _is_data(blocks: Iterable[Any], x: Any) -> bool:
+    """Whether `x` is a parameter's array or gradient."""
+    for p in (p for b in blocks for p in b._params._params.values()):
+        with suppress(RuntimeError):    # no value, or no gradient
+            if any(x is y for y in p.list_data()) \
+                    or any(x is y for y in p.list_grad()):
+                return True
+    return False
+
+
+def _is_written(x: Any) -> bool:
+    """Whether the user has written to what a pass of device 0 has left, and
+    that other devices do not share."""
+    place, _ = places.find(x)
+    return place is not None and place.written \
+        and any(other is not x for other in place.others)
+
+
+def _elsewhere(x: Any, left: Any, count: int) -> list[Any] | None:
+    """What `count` other devices are to have where the user has put `x` on
+    device 0, whose pass has left `left`, or None there: for each what it had
+    (None: that, whatever it is), without a history, or zeros; or `x`, if what
+    they had was the same. None if that is not certain."""
+    place, kind = places.find(x)
+    if place is not None and kind != places.OTHER and not place.written:
+        return [y if y is None or kind == places.ITSELF else y.detach()
+                for y in place.others]
+    had = places.find(left)[0] if left is not None else None
+    others = had.others if had is not None and left.shape == x.shape else []
+    if not x.asnumpy().any():
+        return [None if y is None else _zeros(y) for y in others] \
+            or [x] * count
+    if had is not None and had.others and not had.written and all(
+            y is not None and y.shape == left.shape and _bits(y)
+            == _bits(left) for y in had.others):
+        return [x] * count
+    return None
+
+
+def _zeros(x: Any) -> Any:
+    with mx.autograd.pause():
+        zeros = x.copy()
+        zeros[:] = 0
+    return zeros
 
 
 def _bits(x: Any) -> bytes:

@@ -14,13 +14,13 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
-from mgpu.backends._mxnet import calls
+from mgpu.backends._mxnet import calls, places
 from mgpu.backends.base import Watch
 
 
@@ -180,9 +180,10 @@ def _backward(call: Any, *args: Any) -> int:
         return call(*args)
 
 
-def _wrote(handles: Iterable[Any]) -> int:
+def _wrote(handles: Sequence[Any]) -> int:
     """Note that an operation writes to these arrays. The status is that of
     the library: not 0 if an earlier operation on one of them failed."""
+    places.wrote(handles)
     watched = [one for one in _alive() if one.noting]
     # The library runs custom operators in threads of its own. What they write
     # is part of a pass, which would not end if they waited for it.

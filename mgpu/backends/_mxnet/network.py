@@ -171,7 +171,7 @@ class MXNetReplica(base.Replica):
             # Where arrays are made, and ``p.data()`` is, without a context. A
             # new object: it remembers the thread's earlier one.
             with mx.Context(self._context), \
-                    self._network.attributes.of(self.index):
+                    self._network.attributes.of(self.index, inputs):
                 return self._network.run(inputs)
         finally:
             _running.context = earlier

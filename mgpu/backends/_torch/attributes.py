@@ -18,6 +18,7 @@ from mgpu.backends import messages
 from mgpu.backends._kept import (forward_hooks, global_names, pickled,
                                  reached)
 from mgpu.backends._torch.names import joined
+from mgpu.backends._torch.places import Places
 
 # What reaches the copies by other ways, and what torch does not copy.
 _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
@@ -54,6 +55,9 @@ class Attributes:
         self._names = _names(self._first[0])
         #: (number of the layer, name): those in which passes keep tensors
         self._kept: set[tuple[int, str]] = set()
+        self._places = Places(layers, _OF_MODULE)
+        #: to be called when a pass of the module has ended
+        self.leave = self._places.leave
         self.settle()
         #: buffers that passes have not made, which follow by themselves
         self._ready = [{name for name, b in m._buffers.items()
@@ -62,6 +66,7 @@ class Attributes:
     def settle(self) -> None:
         """What the copies have is what they are to have."""
         met: dict[int, Any] = {}
+        self._places.settle()
         self._known = [_Seen(m, met) for m in self._first]
         self._in_copies = list(map(self._of_copies, range(len(self._first))))
 
@@ -76,7 +81,12 @@ class Attributes:
     def follow(self) -> bool:
         """Give the copies the attributes and hooks that the module has.
         Returns whether that changed something."""
-        changed, met = False, dict[int, Any]()
+        edited, met = self._places.follow(), dict[int, Any]()
+        changed = bool(edited)
+        for (number, name), twins in edited.items():
+            self._kept.add((number, name))
+            for copied, own in zip(self._copies, twins):
+                self._copy(name, number, copied, own)
         for number, (layer, known) in enumerate(zip(self._first,
                                                     self._known)):
             behind = self._behind(number, known)
@@ -85,6 +95,8 @@ class Attributes:
             seen = _Seen(layer, met)
             for name in {**known.content, **seen.content}:
                 content = seen.content.get(name)
+                if (number, name) in edited:
+                    continue
                 if name in behind or known.content.get(name) != content \
                         if content is not _ARRAYS \
                         else known.values.get(name) is not seen.values[name] \
@@ -94,6 +106,7 @@ class Attributes:
                         self._copy(name, number, copied)
             self._known[number] = seen
             self._in_copies[number] = self._of_copies(number)
+        self._places.settle()
         return changed
 
     def catch_up(self, source: int, idle: int) -> None:
@@ -113,6 +126,8 @@ class Attributes:
                 if name not in _ELSEWHERE and name not in _TABLES
                 and _lags(found.get(name), vars(there).get(name),
                           source == 0)], twins)
+        if idle == 0:
+            self._places.leave()
 
     def _behind(self, number: int, known: "_Seen") -> set[str]:
         """The names of numbers, lists and the like that passes have changed
@@ -149,10 +164,11 @@ class Attributes:
             and all(x.is_leaf for x in reached(
                 vars(self._first[number])[name], torch.Tensor, nn.Module))
 
-    def _copy(self, name: str, number: int, copied: list[nn.Module]) -> None:
+    def _copy(self, name: str, number: int, copied: list[nn.Module],
+              tensors: dict[int, Any] | None = None) -> None:
         source, target = vars(self._first[number]), vars(copied[number])
         if name in source:
-            twins = _twins(self._first, copied, self._ready)
+            twins = _twins(self._first, copied, self._ready) | (tensors or {})
             value = source[name]
             target[name] = type(value)(
                 (key, _twin(hook, twins)) for key, hook in value.items()) \

@@ -336,6 +336,11 @@ class TorchNetwork(base.Network):
             for i in idle:
                 self._attributes.catch_up(source, i)
 
+    def leave(self, inputs: Any) -> None:
+        """A pass of replica 0 has ended."""
+        if len(self.replicas) > 1:
+            self._attributes.leave(tree_leaves(inputs))
+
     def extra_names(self) -> list[str]:
         return [joined(path, "_extra_state")
                 for path, m in self.net.named_modules() if _has_extra(m)]

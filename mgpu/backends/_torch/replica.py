@@ -193,6 +193,8 @@ class TorchReplica(base.Replica):
         draws = True in modes
         forwards = self._forwards() if draws else ()
         with contextlib.ExitStack() as stack:
+            if self.index == 0:
+                stack.callback(network.leave, inputs)
             stack.callback(self._dress(modes, forwards))
             may_draw = network.draws[draws]
             if may_draw is None:

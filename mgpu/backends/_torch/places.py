@@ -1,0 +1,184 @@
+"""Tensors that passes of the user's module have left, and what its copies have
+in their places, for as long as anyone holds them or their memory."""
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mgpu.backends import messages
+from mgpu.backends._kept import reached, reads
+from mgpu.backends._torch.names import joined
+
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+
+Where = tuple[int, str]     # the number of a layer, and an attribute of it
+#: a tensor, and the number of writes that torch has counted
+Leaf = tuple[torch.Tensor, int | None]
+
+
+class _Place:
+    """A tensor that was left, its memory, and those of the copies."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        x, self.version = leaf
+        self.itself = weakref.ref(x)
+        self.storage = StorageWeakRef(x.untyped_storage())
+        self.form = _form(x)
+        self.others: list[torch.Tensor | None] = []
+
+
+class Places:
+    """What passes of a module have left in the attributes of its layers.
+
+    Parameters
+    ----------
+    layers : list of list of nn.Module
+        As of `Attributes`.
+    own : set of str
+        Attributes of every module, where no pass keeps tensors.
+    """
+
+    def __init__(self, layers: Sequence[list[nn.Module]], own: set[str]
+                 ) -> None:
+        self._first, *self._copies = layers
+        self._own = own
+        self._places: dict[int, list[_Place]] = {}      # by storage
+        self._kept: set[Where] = set()
+        self.settle()
+
+    def settle(self) -> None:
+        """What there is now is the user's, or no news."""
+        self._given = self._left = self._scan() if self._copies else {}
+
+    def leave(self, inputs: Sequence[Any] = ()) -> None:
+        """A pass of the module has ended. `inputs` are the user's."""
+        if not self._copies:
+            return
+        self._left = self._scan()
+        theirs = {x.untyped_storage()._cdata for x in inputs
+                  if isinstance(x, torch.Tensor)} if self._left else set()
+        for where, leaves in self._left.items():
+            given = [(id(x), n) for x, n in self._given.get(where, ())]
+            if any((id(x), n) not in given
+                   and x.untyped_storage()._cdata not in theirs
+                   for x, n in leaves):
+                self._kept.add(where)
+
+    def follow(self) -> dict[Where, list[dict[int, torch.Tensor]]]:
+        """What the user has changed where passes leave tensors: for each copy
+        what it is to have in the place of each tensor, by `id`. ValueError
+        where nobody knows."""
+        if not self._kept:
+            return {}
+        self._pair()
+        now, found = self._scan(), {}
+        for where in self._kept & now.keys():
+            old = self._left.get(where, [])
+            if len(old) == len(now[where]) and all(
+                    x is y and (n == m or self._is_data(x))
+                    for (x, n), (y, m) in zip(old, now[where])):
+                continue
+            columns = [self._elsewhere(x, n, old[j] if j < len(old) else None)
+                       for j, (x, n) in enumerate(now[where])]
+            known = [column for column in columns if column is not None]
+            if len(known) == len(columns):
+                found[where] = [
+                    {id(x): column[i] for (x, _), column
+                     in zip(now[where], known)}
+                    for i in range(len(self._copies))]
+            elif reads(self._first, where[1]):
+                path = next(path for path, m in self._first[0].named_modules()
+                            if m is self._first[where[0]])
+                raise messages.edited_array(joined(path, where[1]))
+        return found
+
+    def _scan(self) -> dict[Where, list[Leaf]]:
+        found: dict[Where, list[Leaf]] = {}
+        for number, layer in enumerate(self._first):
+            if type(layer).__module__.startswith("torch.") \
+                    and not layer._forward_hooks \
+                    and not layer._forward_pre_hooks:
+                continue
+            for name, x in vars(layer).items():
+                if name not in self._own and not isinstance(x, _PLAIN):
+                    leaves = [(t, _version(t)) for t in _tensors(x)]
+                    if leaves:
+                        found[number, name] = leaves
+        return found
+
+    def _pair(self) -> None:
+        """Note what the copies have in the places of what was left."""
+        for key in [key for key, places in self._places.items()
+                    if places[0].storage.expired()]:
+            del self._places[key]
+        for where in self._kept & self._left.keys():
+            number, name = where
+            leaves = self._left[where]
+            others = [_tensors(vars(copied[number]).get(name))
+                      for copied in self._copies]
+            for j, (x, n) in enumerate(leaves):
+                place = self._find(x)
+                if place is None or place.itself() is not x:
+                    place = _Place((x, n))
+                    self._places.setdefault(place.storage.cdata,
+                                            []).append(place)
+                place.version = n
+                place.others = [each[j] if len(each) == len(leaves) else None
+                                for each in others]
+
+    def _find(self, x: torch.Tensor) -> _Place | None:
+        """The place of `x`, or of the tensor that it is without its
+        history."""
+        places = [place for place in self._places.get(
+            x.untyped_storage()._cdata, ()) if place.form == _form(x)]
+        return next((p for p in places if p.itself() is x), None) \
+            or next((p for p in places if x.grad_fn is None), None)
+
+    def _elsewhere(self, x: torch.Tensor, version: int | None,
+                   left: Leaf | None) -> list[torch.Tensor] | None:
+        """What the copies are to have where the user has put `x`: what they
+        had, perhaps without a history, or zeros; or `x`, if what they had was
+        the same. None if that is not certain."""
+        place = self._find(x)
+        if place is not None and place.version == version is not None \
+                and None not in place.others:
+            return [y if place.itself() is x
+                    else y.detach().requires_grad_(x.requires_grad)
+                    for y in place.others if y is not None]
+        had = self._find(left[0]) if left is not None else None
+        others = [] if had is None else [
+            y for y in had.others if y is not None]
+        whole = len(others) == len(self._copies)
+        if not x.any():
+            same = whole and left is not None and left[0].shape == x.shape
+            return [torch.zeros_like(others[i] if same else x,
+                                     requires_grad=x.requires_grad)
+                    for i in range(len(self._copies))]
+        if whole and left is not None and left[1] == _version(left[0]) \
+                and all(torch.equal(y, left[0]) for y in others):
+            return [x.detach().clone() for _ in others]
+        return None
+
+    def _is_data(self, x: torch.Tensor) -> bool:
+        """Whether `x` shares memory with a parameter or buffer."""
+        key = x.untyped_storage()._cdata
+        return any(y.untyped_storage()._cdata == key
+                   for m in self._first
+                   for y in (*m._parameters.values(), *m._buffers.values())
+                   if y is not None)
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    return [x] if isinstance(x, torch.Tensor) \
+        else list(reached(x, torch.Tensor, nn.Module))
+
+
+def _version(x: torch.Tensor) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def _form(x: torch.Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype
