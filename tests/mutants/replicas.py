@@ -31,7 +31,7 @@ MUTANTS = [
             "[mxnet-nd-4dev]",)),
     Mutant("mxnet-resets-stay", "a collection that the user empties stays on "
            "other devices", edit(_ATTRIBUTES + "_Block.follow",
-                                 "left.get(name) == x and (", "("),
+                                 "left.get(name) == x and bool(", "bool("),
            (_KEPT + "test_what_the_user_resets_is_reset_on_every_device*",)),
     Mutant("torch-resets-stay", "what the user resets stays on other devices",
            edit("mgpu.backends._torch.attributes:Attributes.follow",
@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant("torch-edited-states", "what the loop does to a state is done on "
            "device 0", edit("mgpu.backends._torch.places:Places.follow",
                             "if not self._kept", "if True"),
-           (_KEPT + "test_what_the_loop_does_to_a_carried_state_is_done_on_"
-            "every_device[torch-2dev*",)),
+           (_KEPT + "test_other_values_in_a_carried_state_are_refused"
+            "[torch-2dev*",)),
     Mutant("torch-written-states", "a write into a state is not seen",
            edit("mgpu.backends._torch.places:Places.follow", "n == m",
                 "True"),
