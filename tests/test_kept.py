@@ -549,3 +549,35 @@ def test_what_passes_only_write_the_users_own_calls_may_write_too(
             mgpu.train_batch(X, y, replicas, loss, trainer)
     else:
         mgpu.train_batch(X, y, replicas, loss, trainer)
+
+
+@pytest.mark.parametrize("state", ["array", "list"])
+@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("rows", [8, 7])
+def test_a_state_of_the_whole_batch_is_refused_by_name(
+        engine, devices, state, when, rows):
+    def forward(net, x, F):
+        h = net.a(x)
+        if net.state is not None:
+            h = h + (net.state if state == "array" else net.state[0])
+        net.state = h.detach() if state == "array" else [h.detach()]
+        return net.b(h)
+    net = network(engine, forward, state=None)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    loss = mgpu.losses.L2Loss()
+    (X, y), = batches(1, rows)
+    if when == "later":
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+    whole = engine.put(np.zeros((rows, 4)), mgpu.cpu(0))
+    net.state = whole if state == "array" else [whole]
+    before = values(net)
+    if len(devices) == 1:
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+        return
+    with pytest.raises(ValueError, match=rf"received 'state' of shape "
+                       rf"\({rows}, 4\) where the device has \d rows"):
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+    assert all((x == y).all() for x, y in zip(values(net), before))
+    net.state = None
+    mgpu.train_batch(X, y, replicas, loss, trainer)

@@ -127,6 +127,26 @@ def edited_array(name: str) -> ValueError:
         "or use one device.")
 
 
+def explain_states(error: Exception, states: Iterable[tuple[str, Any]],
+                   rows: int, count: int) -> None:
+    """ValueError if `error` is about shapes, and an array in an attribute has
+    the rows of a whole batch, of which each of `count` devices has
+    `rows`."""
+    if count == 1 or not re.search("(?i)shape|size|broadcast|dimension",
+                                   str(error)):
+        return
+    for name, shape in states:
+        if any(n > rows and rows in (n // count, -(-n // count))
+               for n in shape):
+            raise ValueError(
+                "on several devices a state that a network keeps has the rows"
+                f" of its device; received {name!r} of shape {tuple(shape)} "
+                f"where the device has {rows} rows: "
+                f"{str(error).strip().splitlines()[0]}. Set it to None and "
+                "make it in forward(), of as many rows as the input has; "
+                "pass states as inputs; or use one device.") from error
+
+
 def not_joined(what: Iterable[str]) -> ValueError:
     """Layers or functions that normalise each device's rows by themselves,
     under ``batch_norm="sync"``."""

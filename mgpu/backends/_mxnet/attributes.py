@@ -335,6 +335,13 @@ class Attributes:
                     one.leave(known)
             self.show(before)
 
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Of the arrays that the blocks have now, by their attributes."""
+        return [(f"{one.path}.{name}".lstrip("."), a.shape)
+                for one in self._blocks
+                for name, x in one.now(self._shown).items()
+                for a in _Content(x).arrays]
+
     def show(self, index: int) -> None:
         """Let the blocks have the attributes of a device."""
         if index != self._shown:

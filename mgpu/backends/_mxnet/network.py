@@ -172,7 +172,11 @@ class MXNetReplica(base.Replica):
             # new object: it remembers the thread's earlier one.
             with mx.Context(self._context), \
                     self._network.attributes.of(self.index, inputs):
-                return self._network.run(inputs)
+                try:
+                    return self._network.run(inputs)
+                except (RuntimeError, ValueError) as error:
+                    self._network.explain_states(error, inputs)
+                    raise
         finally:
             _running.context = earlier
 
@@ -489,6 +493,13 @@ class MXNetNetwork(base.Network):
             with mx.Context(self._contexts[i]), self.attributes.of(i):
                 return head(i, output)
         super().forward_backward(replicas, inputs, own_head, leaves)
+
+    def explain_states(self, error: Exception, inputs: Any) -> None:
+        """Inside a pass; see `messages.explain_states`."""
+        rows = next((x.shape[0] for x in inputs if getattr(x, "shape", ())),
+                    0)
+        messages.explain_states(error, self.attributes.shapes(), rows,
+                                len(self._contexts))
 
     def layers(self) -> list[base.Layer]:
         names = {id(p): name for name, p, _ in self.entries}

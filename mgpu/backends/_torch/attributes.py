@@ -63,6 +63,13 @@ class Attributes:
         self._ready = [{name for name, b in m._buffers.items()
                           if b is not None} for m in self._first]
 
+    def shapes(self, module: nn.Module) -> list[tuple[str, torch.Size]]:
+        """Of the tensors in attributes of the layers of a copy."""
+        return [(joined(path, name), t.shape)
+                for path, m in module.named_modules()
+                for name, x in vars(m).items() if name not in _OF_MODULE
+                for t in reached(x, torch.Tensor, nn.Module)]
+
     def settle(self) -> None:
         """What the copies have is what they are to have."""
         met: dict[int, Any] = {}

@@ -336,6 +336,14 @@ class TorchNetwork(base.Network):
             for i in idle:
                 self._attributes.catch_up(source, i)
 
+    def explain_states(self, error: Exception, inputs: Any,
+                       module: nn.Module) -> None:
+        """See `messages.explain_states`."""
+        messages.explain_states(
+            error, self._attributes.shapes(module) if self.replicas else [],
+            next((len(x) for x in inputs if isinstance(x, torch.Tensor)
+                  and x.ndim), 0), len(self.replicas))
+
     def leave(self, inputs: Any) -> None:
         """A pass of replica 0 has ended."""
         if len(self.replicas) > 1:

@@ -220,6 +220,7 @@ class TorchReplica(base.Replica):
                 result = self._run(inputs, training)
             except (RuntimeError, ValueError) as error:
                 network.explain(error, inputs)
+                network.explain_states(error, inputs, self.module)
                 raise
             if options.autocast is not None:
                 result = tree_map(
