@@ -535,6 +535,17 @@ FAULTS = {
         in_gluon({"pe": np.ones((2, 6))}, freeze=True),
         in_torch({"pe": np.eye(2, 6)}, "frozen", freeze=True),
         [(np.stack([X, X], 1), y) for X, y in ROWS], {"strict": True})),
+    "AdamW in the step": ("coupled weight decay", steps(
+        {"optimizer": "AdamW", "weight_decay": 0.125}, optimizer="adam",
+        wd=0.125)),
+    "AdamW's own decay in the step": ("optimizer formula", steps(
+        {"optimizer": "AdamW"}, optimizer="adam")),
+    "epsilon in the step": ("optimizer options", steps(
+        {"optimizer": "Adam", "eps": 1e-7}, optimizer="adam")),
+    "dampening in the step": ("optimizer options", steps(
+        {"momentum": 0.5, "dampening": 0.5},
+        # rows whose inverse float32 holds
+        [tuple(x[:4] for x in batch) for batch in ROWS], momentum=0.5)),
     # batch norm
     "unbiased variance": ("unbiased variance", lambda patch: (
         conv_g(momentum=0.875), conv_t(momentum=0.125), IMAGES,

@@ -1,4 +1,5 @@
 """Causes of another update from equal gradients: see `update_search`."""
+from dataclasses import fields
 from functools import partial
 
 from mgpu.optimizers import RULES, Optimizer, counterpart
@@ -102,6 +103,9 @@ def decoupled(d: Difference, rule: Update, other: Update) -> Changes:
     own = type(rule.optimizer)
     adams = [RULES[own.semantics][family] for family in ("adamw", "adam")
              if own.family in ("adam", "adamw")]
+    if adams and other.optimizer.family in ("adam", "adamw") \
+            and other.optimizer.family != own.family:
+        adams.append(type(other.optimizer))
     for decay in ("inside", "outside") if _decays(rule, other) \
             and own.family != "nag" else ():    # whose velocity holds it
         yield texts[decay == "outside"], replaced(decay=decay)
@@ -157,6 +161,13 @@ def other_options(rule: Update, other: Update, single: bool) -> Changes:
 @cause("optimizer options", "update")
 def options(d: Difference, rule: Update, other: Update) -> Changes:
     yield from other_options(rule, other, single=False)
+    mine, yours = options_of(rule.optimizer), options_of(other.optimizer)
+    for field in fields(rule.optimizer):
+        name, value = field.name, getattr(rule.optimizer, field.name)
+        if name in mine and name not in yours and value != field.default:
+            yield (f"{rule.side} has {name} {value!r}, {other.side} has no "
+                   f"{name}: make them equal"), partial(
+                       Update.with_options, options={name: field.default})
 
 
 @cause("optimizer formula", "update")

@@ -17,7 +17,7 @@ import numpy as np
 from mgpu.host_memory import HOST_OPS
 from mgpu.optimizers import Optimizer
 from mgpu.parity.causes.difference import (PART, Arrays, Difference, View,
-                                           distance)
+                                           as_single, distance)
 from mgpu.parity.causes.registry import RULES, Cause
 from mgpu.parity.run import velocity_factor
 
@@ -48,6 +48,8 @@ class Update(NamedTuple):
         How often each update is made.
     frozen : tuple of str
         Weights that do not move.
+    single : bool
+        Whether its options are of float32, as in MXNet's own kernels.
     """
 
     side: View
@@ -63,6 +65,7 @@ class Update(NamedTuple):
     decay: str = "own"
     repeats: int = 1
     frozen: tuple[str, ...] = ()
+    single: bool = False
 
     def with_options(self, options: Mapping[str, Any],
                      kind: type[Optimizer] | None = None) -> "Update":
@@ -128,6 +131,23 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     if "betas" in options:
         options["beta1"], options["beta2"] = options.pop("betas")
     return options
+
+
+def _as_kernels(rule: Update, t: int) -> tuple[Optimizer, float]:
+    """The optimiser with options of float32, and a factor of the rate, whose
+    correction by Adam's betas is none of the kernel."""
+    own = rule.optimizer
+    single = as_class(own, type(own), {
+        n: as_single(v) for n, v in options_of(own).items()})
+    if single is None:
+        return own, 1.0
+    one, two = ({"beta1": 0.0, "beta2": 0.0} | options_of(o)
+                for o in (own, single))
+    if own.family not in ("adam", "adamw"):
+        return single, 1.0
+    return single, float(
+        ((1 - one["beta2"] ** t) / (1 - two["beta2"] ** t)) ** 0.5
+        * (1 - two["beta1"] ** t) / (1 - one["beta1"] ** t))
 
 
 def _update_of(d: Difference, side: View) -> Update:
@@ -243,6 +263,9 @@ class _Search:
             w, part = weights[name], self.parts[name]
             g = rule.gradients[name].reshape(-1)[part] / rule.divisor
             lr = rule.rate * rule.lr_mult.get(name, 1.0)
+            if rule.single:
+                optimizer, factor = _as_kernels(rule, counts[name])
+                lr *= factor
             wd = optimizer.wd * rule.wd_mult.get(name, 1.0)
             for _ in range(rule.repeats):
                 loose = w * (lr * wd) if rule.decay == "outside" else 0.0
@@ -258,16 +281,29 @@ class _Search:
         return all(distance(x[n], z[n]) <= times * self.d.tolerance * scale
                    for n, scale in self.scales.items() if n in x and n in z)
 
+    def _as_it_does(self, side: View) -> Update | None:
+        """How a side says that it updates, if that gives what it has."""
+        for single in (False, True):
+            rule = self.updates[side]._replace(single=single)
+            if self._near(self._predicted(rule), self._seen(side), 1e3):
+                return rule
+        return None
+
     def causes(self, right: View, side: View) -> list[Cause]:
         """The changes of the rule of `right` that explain `side`, else pairs
         of them."""
-        rule = self.updates[right]._replace(gradients=side.gradients)
+        own = self._as_it_does(right)
+        if own is None:
+            return []       # `right` does not do what it says
+        rule = own._replace(gradients=side.gradients)
         base, target = self._predicted(rule), self._seen(side)
-        if self._near(base, target, 1.0) or not self._near(
-                self._predicted(self.updates[right]), self._seen(right), 1e3):
-            # The gradients explain it all, or `right` does not do what it
-            # says.
-            return []
+        if self._near(base, target, 1.0):
+            return []       # the gradients explain it all
+        other = self._as_it_does(side)
+        as_side = rule._replace(single=other is not None and other.single)
+        if self.d.residual(base, target, self._predicted(as_side),
+                           self.scales) >= self.d.limit:
+            rule = as_side  # rounding is not all that differs
 
         def residual(*changes: Change) -> float:
             changed = rule
