@@ -163,7 +163,28 @@ def _in_a_dict(net, x, F):
     return net.b(h)
 
 
-WAYS = [(_number, {"count": 0}),
+class OwnAttributes(dict):
+    """``copy.deepcopy`` leaves it without attributes."""
+
+    def __init__(self, **entries):
+        super().__init__(**entries)
+        self.__dict__ = self
+
+
+class ItemsAsAttributes(dict):
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+def _in_a_configuration(net, x, F):
+    net.config.inner[0].count += 1
+    return net.b(net.a(x)) / net.config.inner[0].count
+
+
+CONFIGURED = [{"config": lambda kind=kind: kind(inner=[kind(count=0)])}
+              for kind in (OwnAttributes, ItemsAsAttributes)]
+WAYS = [*((_in_a_configuration, kept) for kept in CONFIGURED),
+        (_number, {"count": 0}),
         (_in_a_list, {"counts": lambda: [0], "seen": list}),
         (_in_an_array, {"array": lambda: np.zeros(2)}),
         (_in_an_object, {"numbers": lambda: itertools.count(1)}),
@@ -196,6 +217,10 @@ def _clear(net):
     net.cache.clear()
 
 
+def _configure(net):
+    net.config.inner[0].count = 2
+
+
 def _reset_count(net):
     net.count = 0
 
@@ -203,6 +228,7 @@ def _reset_count(net):
 @pytest.mark.parametrize("forward, kept, between", [
     (_state, {"state": None}, _reset_state),
     (_in_a_dict, {"cache": dict}, _clear),
+    *((_in_a_configuration, kept, _configure) for kept in CONFIGURED),
     (_number, {"count": 0}, _reset_count)], ids=name_of)
 def test_what_the_user_resets_is_reset_on_every_device(
         engine, devices, forward, kept, between):

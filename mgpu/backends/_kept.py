@@ -1,4 +1,5 @@
 """What hooks keep where all devices share it, and what objects hold."""
+import copy
 import dis
 import weakref
 from collections import deque
@@ -182,3 +183,54 @@ def pickled(x: Any) -> list[Any] | None:
     _, arguments, state, items, pairs = (*reduced, *[None] * 4)[:5]
     return [*arguments, state, *(items or ()),
             *(part for pair in pairs or () for part in pair)]
+
+
+def deep_copy(x: Any, twins: dict[Any, Any]) -> Any:
+    """``copy.deepcopy(x, twins)``, also of dicts whose entries are their
+    attributes, which that leaves empty, or fails with: ``self.__dict__ =
+    self``, ``__getattr__ = dict.__getitem__``."""
+    found = _own_attributes(x, twins)
+    for one, own in found:
+        kind: Any = type(one)
+        twin = twins[id(one)] = kind.__new__(kind)
+        if own:
+            object.__setattr__(twin, "__dict__", twin)
+    made = copy.deepcopy(x, twins)
+    for one, own in found:
+        dict.update(twins[id(one)], [
+            copy.deepcopy(pair, twins) for pair in dict.items(one)])
+        if not own:
+            _space(twins[id(one)]).update(copy.deepcopy(_space(one), twins))
+    return made
+
+
+def _own_attributes(x: Any, twins: dict[Any, Any]) -> list[tuple[Any, bool]]:
+    """Such dicts in `x`, and whether each is its own ``__dict__``."""
+    found, waiting, met = [], [x], set(twins)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in met or isinstance(one, (
+                type, ModuleType, str, int, float)):
+            continue
+        met.add(id(one))
+        space = _space(one)
+        if space is one:
+            found.append((one, True))
+        else:
+            waiting += list(space.values())
+            if isinstance(one, dict) and type(one) is not dict:
+                try:
+                    getattr(one, "__deepcopy__", None)
+                except Exception:
+                    found.append((one, False))
+        if isinstance(one, _COLLECTIONS) and len(one) <= _LARGE:
+            waiting += list(dict.values(one) if isinstance(one, dict)
+                            else one)
+    return found
+
+
+def _space(x: Any) -> dict[Any, Any]:
+    try:
+        return object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return {}

@@ -300,11 +300,6 @@ MUTANTS = [
                                 "len(active) < len(self)", "False"),
            ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
             "pass_keeps[2-attribute-torch]",)),
-    Mutant("torch-own-attributes-lost", "a dict that is its own attributes "
-           "has none in a copy", edit(_ATTRIBUTES + "deep_copy",
-                                  '"__dict__", twin', '"__dict__", {}'),
-           ("test_network_hooks.py::test_attributes_and_hooks_of_layers_"
-            "follow_replica_0[2-in_its_own_attributes*",)),
     Mutant("torch-copies-part", "a view of a parameter has memory of its own "
            "in a copy", edit(
                "mgpu.backends._torch.network:_copy",

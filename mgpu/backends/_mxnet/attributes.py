@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import pickled, reads
+from mgpu.backends._kept import deep_copy, pickled, reads
 from mgpu.backends._mxnet import places
 from mgpu.backends._mxnet.dispatch import is_known
 from mgpu.backends._mxnet.framework import mx
@@ -455,7 +455,7 @@ def _twin(x: Any, content: _Content, memo: dict[int, Any], refuse: bool,
     memo.update((key, copy.copy(value)) for key, value
                 in content.large.items() if key not in memo)
     try:
-        return copy.deepcopy(x, memo)
+        return deep_copy(x, memo)
     except Exception as error:      # a lock, a file: there is only one
         if refuse and isinstance(x, types.GeneratorType):
             raise messages.one_generator(name) from error

@@ -1,6 +1,5 @@
 """What a module is besides its arrays: layers, attributes, hooks."""
 import contextlib
-import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -15,8 +14,8 @@ from torch.autograd import graph
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import messages
-from mgpu.backends._kept import (forward_hooks, global_names, pickled,
-                                 reached)
+from mgpu.backends._kept import (deep_copy, forward_hooks, global_names,
+                                 pickled, reached)
 from mgpu.backends._torch.names import joined
 from mgpu.backends._torch.places import Places
 
@@ -489,43 +488,6 @@ def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module],
                 space, other = x.untyped_storage(), twin.untyped_storage()
                 if space.nbytes() == other.nbytes():
                     memory[space._cdata] = other
-    return found
-
-
-def deep_copy(x: Any, twins: dict[Any, Any]) -> Any:
-    """``copy.deepcopy(x, twins)``, which leaves dicts that are their own
-    attributes (``self.__dict__ = self``) without any."""
-    own = _own_attributes(x, twins)
-    for one in own:
-        twin = dict.__new__(type(one))
-        object.__setattr__(twin, "__dict__", twin)
-        twins[id(one)] = twin
-    made = copy.deepcopy(x, twins)
-    for one in own:
-        dict.update(twins[id(one)], [
-            copy.deepcopy(pair, twins) for pair in dict.items(one)])
-    return made
-
-
-def _own_attributes(x: Any, twins: dict[Any, Any]) -> list[Any]:
-    found, waiting, met = [], [x], set(twins)
-    while waiting:
-        one = waiting.pop()
-        if type(one) in _PLAIN or id(one) in met or isinstance(
-                one, (type, ModuleType, torch.Tensor)):
-            continue
-        met.add(id(one))
-        try:
-            space = object.__getattribute__(one, "__dict__")
-        except AttributeError:
-            space = {}
-        if space is one:
-            found.append(one)
-        else:
-            waiting += list(space.values())
-        if isinstance(one, _COLLECTIONS) and len(one) <= _LARGE:
-            waiting += list(dict.values(one) if isinstance(one, dict)
-                            else one)
     return found
 
 

@@ -16,12 +16,12 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import Kept
+from mgpu.backends._kept import Kept, deep_copy
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
 from mgpu.backends._torch.attributes import (Attributes, check_views,
-                                             deep_copy, follow_attributes,
-                                             hooks_of, makers_of_hooks)
+                                             follow_attributes, hooks_of,
+                                             makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.draws import named_draws, watch
 from mgpu.backends._torch.float32 import AsMXNet
