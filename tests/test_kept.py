@@ -181,9 +181,11 @@ def _in_a_configuration(net, x, F):
     return net.b(net.a(x)) / net.config.inner[0].count
 
 
-CONFIGURED = [{"config": lambda kind=kind: kind(inner=[kind(count=0)])}
-              for kind in (OwnAttributes, ItemsAsAttributes)]
-WAYS = [*((_in_a_configuration, kept) for kept in CONFIGURED),
+CONFIGURED = {kind.__name__: {
+    "config": lambda kind=kind: kind(inner=[kind(count=0)])}
+    for kind in (OwnAttributes, ItemsAsAttributes)}
+WAYS = [*(pytest.param(_in_a_configuration, kept, id=name)
+          for name, kept in CONFIGURED.items()),
         (_number, {"count": 0}),
         (_in_a_list, {"counts": lambda: [0], "seen": list}),
         (_in_an_array, {"array": lambda: np.zeros(2)}),
@@ -228,7 +230,8 @@ def _reset_count(net):
 @pytest.mark.parametrize("forward, kept, between", [
     (_state, {"state": None}, _reset_state),
     (_in_a_dict, {"cache": dict}, _clear),
-    *((_in_a_configuration, kept, _configure) for kept in CONFIGURED),
+    *(pytest.param(_in_a_configuration, kept, _configure, id=name)
+      for name, kept in CONFIGURED.items()),
     (_number, {"count": 0}, _reset_count)], ids=name_of)
 def test_what_the_user_resets_is_reset_on_every_device(
         engine, devices, forward, kept, between):

@@ -400,6 +400,47 @@ def test_attributes_and_hooks_of_layers_follow_replica_0(backend, k, change):
 
 
 @TORCH
+@pytest.mark.parametrize("seeds", [(5, 6, 7), (5, 5, 5)])
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_generator_that_the_user_seeds_is_seeded_on_every_device(
+        backend, k, seeds):
+    """Each device's own goes on from there. Here all draw as many numbers as
+    one device does."""
+    import torch
+
+    class Noisy(torch.nn.Sequential):
+        def forward(self, x):
+            own, other = self.streams["own"], self.streams["other"][0]
+            return super().forward(x) * (
+                torch.rand((), generator=own, dtype=x.dtype)
+                + torch.rand((), generator=other, dtype=x.dtype))
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(12, 6)), rng.normal(size=(12, 4))
+    loss, found = mgpu.losses.L2Loss(), []
+    for devices in (0, k):
+        net = Noisy(*perceptron())
+        net.streams = {"own": torch.Generator().manual_seed(3),
+                       "other": [torch.Generator().manual_seed(4)]}
+        if devices:
+            replicas = mgpu.initialize(net, list(map(mgpu.cpu, range(k))))
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+        else:
+            optimizer = torch.optim.SGD(net.parameters(), 0.1 / len(X))
+        for seed in seeds:
+            net.streams["own"].manual_seed(seed)
+            if devices:
+                mgpu.train_batch(X, y, replicas, loss, trainer)
+            else:
+                optimizer.zero_grad()
+                loss(net(torch.from_numpy(X)), torch.from_numpy(y)) \
+                    .sum().backward()
+                optimizer.step()
+        found.append([p.detach().numpy() for p in net.parameters()])
+    for plain, value in zip(*found, strict=True):
+        assert np.abs(value - plain).max() < 1e-12
+
+
+@TORCH
 def test_tensors_that_a_pass_keeps_stay_with_their_device(backend):
     from torch import nn
 

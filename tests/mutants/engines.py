@@ -300,6 +300,16 @@ MUTANTS = [
                                 "len(active) < len(self)", "False"),
            ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
             "pass_keeps[2-attribute-torch]",)),
+    Mutant("torch-seeds-of-one", "a generator is seeded on replica 0 only",
+           edit(_ATTRIBUTES + "Attributes._follow_streams",
+                "other.set_state(state)", "pass"),
+           ("test_network_hooks.py::test_a_generator_that_the_user_seeds_is_"
+            "seeded_on_every_device[2-seeds1-torch]",)),
+    Mutant("torch-dicts-shared", "a dict that copy.deepcopy fails with is one "
+           "for all devices", edit("mgpu.backends._kept:_own_attributes",
+                                   "found.append((one, False))", "pass"),
+           ("test_kept.py::test_what_the_user_resets_is_reset_on_every_device"
+            "[torch-2dev-ItemsAsAttributes]",)),
     Mutant("torch-copies-part", "a view of a parameter has memory of its own "
            "in a copy", edit(
                "mgpu.backends._torch.network:_copy",

@@ -75,6 +75,37 @@ class Attributes:
         self._places.settle()
         self._known = [_Seen(m, met) for m in self._first]
         self._in_copies = list(map(self._of_copies, range(len(self._first))))
+        self._find_streams()
+
+    def _find_streams(self) -> None:
+        """The generators in attributes, each with those of the copies."""
+        self._streams: list[tuple[torch.Generator, list[Any]]] = []
+        for number, layer in enumerate(self._first if self._copies else ()):
+            for name, x in vars(layer).items():
+                if name in _ELSEWHERE or name in _OF_MODULE \
+                        or type(x) in _PLAIN:
+                    continue
+                own, *others = (
+                    list(reached(vars(one).get(name), torch.Generator,
+                                 nn.Module))
+                    for one in (layer, *(c[number] for c in self._copies)))
+                if all(len(other) == len(own) for other in others):
+                    self._streams += [
+                        (first, [one for one in rest if one is not first])
+                        for first, *rest in zip(own, *others)]
+        self.note_streams()
+
+    def note_streams(self) -> None:
+        """A pass is over: what differs at the next one, the user has
+        seeded."""
+        self._drawn = [first.get_state() for first, _ in self._streams]
+
+    def _follow_streams(self) -> None:
+        for (first, others), drawn in zip(self._streams, self._drawn):
+            state = first.get_state()
+            if not torch.equal(state, drawn):
+                for other in others:
+                    other.set_state(state)
 
     def late_buffers(self) -> list[str]:
         """Those that passes have made, and that torch would save."""
@@ -93,6 +124,7 @@ class Attributes:
             self._kept.add((number, name))
             for copied, own in zip(self._copies, twins):
                 self._copy(name, number, copied, own)
+        self._follow_streams()
         for number, (layer, known) in enumerate(zip(self._first,
                                                     self._known)):
             behind = self._behind(number, known)
@@ -113,6 +145,8 @@ class Attributes:
             self._known[number] = seen
             self._in_copies[number] = self._of_copies(number)
         self._places.settle()
+        if changed:
+            self._find_streams()
         return changed
 
     def catch_up(self, source: int, idle: int) -> None:

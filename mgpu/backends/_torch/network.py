@@ -383,6 +383,7 @@ class TorchNetwork(base.Network):
         # One device at a time may keep what the user reads in between.
         several = len(self.reached) > 1
         self.reached.clear()
+        self._attributes.note_streams()
         if several or not backward:
             self._kept.check(backward)
 
