@@ -1,18 +1,24 @@
 """Tensors that passes of the user's module have left, and what its copies have
 in their places, for as long as anyone holds them or their memory."""
 import weakref
+from collections import deque
 from collections.abc import Sequence
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu.backends import messages
-from mgpu.backends._kept import reached, reads
+from mgpu.backends._kept import reads
 from mgpu.backends._torch.names import joined
 
+_LARGE = 1000       # a collection with more items is data
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_NO_PARTS = (*_PLAIN, type, nn.Module, ModuleType, FunctionType,
+             BuiltinFunctionType, np.ndarray, torch.Generator)
 
 Where = tuple[int, str]     # the number of a layer, and an attribute of it
 #: a tensor, and the number of writes that torch has counted
@@ -59,7 +65,7 @@ class Places:
             return
         self._left = self._scan()
         theirs = {x.untyped_storage()._cdata for x in inputs
-                  if isinstance(x, torch.Tensor)} if self._left else set()
+                  for x in _tensors(x)} if self._left else set()
         for where, leaves in self._left.items():
             given = [(id(x), n) for x, n in self._given.get(where, ())]
             if any((id(x), n) not in given
@@ -155,7 +161,8 @@ class Places:
         if not x.any():
             same = whole and left is not None and left[0].shape == x.shape
             return [torch.zeros_like(others[i] if same else x,
-                                     requires_grad=x.requires_grad)
+                                     requires_grad=x.requires_grad
+                                     and x.is_leaf)
                     for i in range(len(self._copies))]
         if whole and left is not None and left[1] == _version(left[0]) \
                 and all(torch.equal(y, left[0]) for y in others):
@@ -171,9 +178,21 @@ class Places:
                    if y is not None)
 
 
-def _tensors(x: Any) -> list[torch.Tensor]:
-    return [x] if isinstance(x, torch.Tensor) \
-        else list(reached(x, torch.Tensor, nn.Module))
+def _tensors(x: Any, depth: int = 5, met: set[int] | None = None
+             ) -> list[torch.Tensor]:
+    """The dense ones in an attribute, but not in functions."""
+    if isinstance(x, torch.Tensor):
+        return [x] if x.layout is torch.strided else []
+    met = set() if met is None else met
+    if isinstance(x, _NO_PARTS) or not depth or id(x) in met:
+        return []
+    met.add(id(x))
+    if isinstance(x, (dict, list, tuple, set, frozenset, deque)):
+        parts = x.values() if isinstance(x, dict) else x
+        return [] if len(x) > _LARGE else [
+            t for part in parts for t in _tensors(part, depth - 1, met)]
+    return [t for part in list(getattr(x, "__dict__", {}).values())
+            for t in _tensors(part, depth - 1, met)]
 
 
 def _version(x: torch.Tensor) -> int | None:
