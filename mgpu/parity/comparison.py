@@ -22,7 +22,7 @@ from mgpu.parity.float32 import Float32
 from mgpu.parity.formulas import Formulas
 from mgpu.parity.further import described, further
 from mgpu.parity.live import LiveRun
-from mgpu.parity.location import Location, apart, locate
+from mgpu.parity.location import Location, apart, locate, outputs_of
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry
 from mgpu.parity.measure import STAGES, TOLERANCE, Gap
@@ -660,11 +660,13 @@ class Comparison:
             if predict:     # no cause of a training pass is looked for there
                 location, predicting = None, location
         if location is not None:
-            x, z = (c.outputs[0] if c.outputs else np.zeros(0)
-                    for c in (location.call_a, location.call_b))
-            gaps.append(self.single_gap(
-                number, "layer", location.call_a.path, x, z
-                )._replace(status="different"))
+            both = [*zip(*outputs_of(location.call_a, location.call_b,
+                                     self.summarised))]
+            apart = [self.single_gap(
+                number, "layer", location.call_a.path, x, z)
+                for x, z in both or [(np.zeros(0), np.zeros(0))]]
+            gaps.append(next((g for g in apart if g.status == "different"),
+                             apart[0])._replace(status="different"))
         return Evidence(number, X, y, before, one, two, earlier, location,
                         predicting, self.a, self.b, self.plan), gaps
 

@@ -186,7 +186,7 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         m, n = ends((calls_a, calls_b), (i, j), (of_a, of_b))
         one = one._replace(outputs=calls_a[m].outputs)
         two = two._replace(outputs=calls_b[n].outputs)
-        if not _agree(one.outputs, two.outputs, tolerance) \
+        if not _agree(*outputs_of(one, two, summarised), tolerance) \
                 and not _turned(one, two, tolerance) \
                 and not _no_partners(one, two, (of_a, of_b), [
                     (calls_a[k], calls_b[n]) for k, n in met[number + 1:]],
@@ -248,6 +248,23 @@ def apart(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
             or _turned(one, two, tolerance)
         found[agrees].add((one.path, two.path))
     return found[False] - found[True]
+
+
+def outputs_of(one: LayerCall, two: LayerCall, summarised: bool = False
+               ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The outputs of two calls. A cell of Gluon returns its output once more
+    among its states: where one call gives more than the other, each array is
+    there once."""
+    if len(one.outputs) == len(two.outputs):
+        return one.outputs, two.outputs
+
+    def once(given: list[np.ndarray]) -> list[np.ndarray]:
+        arrays = given[:-1] if summarised else given
+        own = [i for i, x in enumerate(arrays) if not any(
+            np.array_equal(x, y) for y in arrays[:i])]
+        return [*(arrays[i] for i in own),
+                *(x[own] for x in given[len(arrays):])]
+    return once(one.outputs), once(two.outputs)
 
 
 def _sizes(arrays: Sequence[np.ndarray], summarised: bool) -> list[float]:

@@ -181,6 +181,11 @@ MUTANTS = [
                 "counts[0][one.path] == counts[1][two.path]", "True"),
            ("parity/test_location.py::test_a_layer_that_is_called_for_each_"
             "step_is_no_place",)),
+    Mutant("states-twice", "what a cell returns twice is compared with its "
+           "states", edit("mgpu.parity.location:outputs_of",
+                          "len(one.outputs) == len(two.outputs):", "True:"),
+           ("parity/test_location.py::test_a_state_that_is_lost_is_what_the_"
+            "next_call_gets[False]",)),
     Mutant("behind-parts", "an activation behind one of several layers is "
            "compared with one behind all of them",
            edit("mgpu.parity.location:differences", "if groups and _sizes",

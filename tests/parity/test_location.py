@@ -175,3 +175,57 @@ def test_another_shape_of_one_kind_of_layer_is_a_place(change, backend):
     result = parity.compare(end[backend.name], port, batches=IMAGES)
     assert result.first.stage == "layer" and result.first.name == "0"
     assert result.causes[0].name == "layer options"
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_state_that_is_lost_is_what_the_next_call_gets(traced, tmp_path):
+    def original():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn, rnn
+
+        class Net(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.cell = rnn.LSTMCell(4, input_size=4)
+                self.out = nn.Dense(3, in_units=4)
+
+            def hybrid_forward(self, F, x):
+                zero = F.reshape(F.zeros_like(F.slice_axis(
+                    x, axis=1, begin=0, end=1)), (-1, 4))
+                y, _ = self.cell.unroll(5, x, begin_state=[zero, zero],
+                                        layout="NTC", merge_outputs=True)
+                return self.out(F.mean(y, axis=1))
+        return Net()
+
+    def port(mistake):
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.cell, self.out = nn.LSTMCell(4, 4), nn.Linear(4, 3)
+
+            def forward(self, x):
+                h = c = torch.zeros_like(x[:, 0])
+                seen = []
+                for i in range(5):
+                    h, c = self.cell(x[:, i], (h, c * (not mistake)))
+                    seen.append(h)
+                return self.out(torch.stack(seen, 1).mean(1))
+        return Net()
+
+    def compared(mistake):
+        if not traced:
+            return parity.compare(original, lambda: port(mistake),
+                                  batches=SERIES)
+        file = str(tmp_path / "a.trace")
+        parity.record(original, file=file, batches=SERIES)
+        return parity.compare_trace(file, lambda: port(mistake))
+    assert compared(False).same
+    result = compared(True)
+    assert result.first.name == "cell" and result.first.relative > 1e-3
+    assert not result.location["inputs_agree"]
+    if not traced:
+        assert result.causes[0].name == "constant factor"
+        assert "has 0 times the numbers" in result.causes[0].text

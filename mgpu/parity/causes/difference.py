@@ -10,6 +10,7 @@ from mgpu.nested import leaves, map_leaves
 from mgpu.parameters import STATISTICS
 from mgpu.parity.causes.registry import LIMIT, LIMIT_FLOAT32
 from mgpu.parity.location import ACTIVATIONS, NAMES
+from mgpu.parity.matching import close
 from mgpu.parity.measure import Gap
 from mgpu.parity.result import Evidence, Result
 from mgpu.parity.run import (Arrays, LayerCall, Run, State, StepResult,
@@ -256,8 +257,12 @@ class Difference:
         path = place.call_a.path or "the network"
         if not place.inputs_agree:
             ahead = self._given(place.call_a.path)[:-4:-1]
+            both = [*zip(place.call_a.inputs, place.call_b.inputs)]
             return [Tensors(u, v, f"the layers before {path}", ahead)
-                    for u, v in zip(place.call_a.inputs, place.call_b.inputs)]
+                    for u, v in [
+                        (u, v) for u, v in both if u.size != v.size
+                        or not close(u.reshape(-1), v.reshape(-1),
+                                     self.tolerance)] or both]
         # A dropout layer computes nothing but its mask.
         return [Tensors(*self.outputs(), f"layer {path} ({self.kind})",
                         [*place.inner, *place.call_a.inputs[:1]])] \
