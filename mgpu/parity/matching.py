@@ -164,6 +164,11 @@ def _by_name(a: Sequence[Entry], b: Sequence[Entry], rules: Rules
 
 def _by_order(a: Sequence[Entry], b: Sequence[Entry]) -> list[Pair] | None:
     groups = aligned(a, b, equal_shapes)
+    if groups is None:      # kinds are read from names, which may say nothing
+        forms = [[(e.shape, e.is_statistic) for e in _needed(side)]
+                 for side in (a, b)]
+        if forms[0] == forms[1]:
+            groups = equal_shapes(_needed(a), _needed(b))
     place = {e.name: i for i, e in enumerate(a)}
     return None if groups is None else sorted(
         (Pair((one.name,), (other.name,)) for (one,), (other,) in groups),

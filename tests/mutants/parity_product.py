@@ -186,6 +186,11 @@ MUTANTS = [
                           "len(one.outputs) == len(two.outputs):", "True:"),
            ("parity/test_location.py::test_a_state_that_is_lost_is_what_the_"
             "next_call_gets[False]",)),
+    Mutant("kinds-by-name", "names that tell no kind match in no way",
+           edit("mgpu.parity.matching:_by_order", "forms[0] == forms[1]",
+                "False"),
+           ("parity/test_matching.py::test_names_that_tell_no_kind_match_by_"
+            "order_and_shape[1dev-False-*",)),
     Mutant("behind-parts", "an activation behind one of several layers is "
            "compared with one behind all of them",
            edit("mgpu.parity.location:differences", "if groups and _sizes",

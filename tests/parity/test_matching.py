@@ -773,3 +773,46 @@ def test_parts_of_unequal_size_and_the_text_of_a_plan():
     assert plan.pairs[0].to_dict() == {
         "a": ["y", "x"], "b": "z", "axes": None,
         "layout": "transposed to (1, 0), joined along axis 1"}
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_names_that_tell_no_kind_match_by_order_and_shape(listed, mistake,
+                                                          devices):
+    def original():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(5, activation="tanh", in_units=6),
+                nn.Dense(3, in_units=5))
+        return net
+
+    def port():
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                made = [nn.Parameter(torch.zeros(shape))
+                        for shape in ((5, 6), (5,), (3, 5), (3,))]
+                if listed:
+                    self.given = nn.ParameterList(made)
+                else:
+                    self.W1, self.B1, self.W2, self.B2 = made
+
+            def forward(self, x):
+                w1, b1, w2, b2 = self.parameters()
+                x = nn.functional.linear(x, w1, b1)
+                if not mistake:
+                    x = x.tanh()
+                return nn.functional.linear(x, w2, b2)
+        return Net()
+    rng = np.random.default_rng(0)
+    result = parity.compare(
+        original, port, devices=devices, batches=[
+            (rng.normal(size=(6, 6)), np.arange(6) % 3)] * 2)
+    assert result.same is not mistake
+    assert result.plan.how == "order and shape"
+    assert [pair.a[0] for pair in result.plan.pairs] == [
+        "0.weight", "0.bias", "1.weight", "1.bias"]
