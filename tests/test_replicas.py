@@ -2588,6 +2588,37 @@ def test_recurrent_layers_of_mxnet_are_refused_in_float64(name, kind):
         mgpu.initialize(make("float64"), on(0, 1), dtype="float32")
 
 
+@pytest.mark.parametrize("kind", ["float64", "int64"])
+def test_the_first_state_of_a_cell_has_the_dtype_of_its_weights(kind,
+                                                                devices):
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn, rnn
+
+        class Net(nn.HybridBlock):
+            def __init__(self, named):
+                super().__init__()
+                self.named = named
+                self.embedding = nn.Embedding(4, 2)
+                self.cell = rnn.GRUCell(3, input_size=2)
+
+            def forward(self, x):
+                state = self.cell.begin_state(
+                    batch_size=len(x), ctx=x.context,
+                    dtype="float64") if self.named else None
+                return self.cell.unroll(2, self.embedding(x),
+                                        begin_state=state)[0][-1]
+        x = np.array([[0, 1], [2, 3], [1, 0], [3, 3]], kind)
+        wrong, right = (mgpu.initialize(
+            Net(named), devices, dtype="float64")
+            for named in (False, True))
+        with pytest.raises(TypeError, match=(
+                r"received \['cell'\] and MXNet's default, float32. Pass "
+                r"begin_state= in that dtype to unroll: cell.begin_state\("
+                r"batch_size=n, ctx=x.context, dtype='float64'\)")):
+            wrong(shards_of(x, wrong))
+        assert all(y.dtype == np.float64 for y in right(shards_of(x, right)))
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("build, x", [(mlp, table(4)), (convnet, images(4))],
                          ids=["dense", "conv"])

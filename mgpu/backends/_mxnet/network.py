@@ -361,11 +361,29 @@ class MXNetNetwork(base.Network):
                 return self.net(*inputs)
             except mx.MXNetError as error:
                 words = r"type|expected (\w+\d|unknown), got \w"     # bool
-                messages.explain_dtype(error, words, [
-                    np.dtype(x.dtype).name for x in inputs
-                    if isinstance(x, mx.nd.NDArray)],
-                    [spec.dtype for spec in self.specs()])
+                given = [np.dtype(x.dtype).name for x in inputs
+                         if isinstance(x, mx.nd.NDArray)]
+                own = {spec.dtype for spec in self.specs()}
+                self._explain_state(error, given, own)
+                messages.explain_dtype(error, words, given, own)
                 raise
+
+    def _explain_state(self, error: Exception, given: Sequence[str],
+                       own: Iterable[str]) -> None:
+        """TypeError if it is the first state of cells that has another
+        dtype."""
+        cells = [path for path, block in _blocks(self.net)
+                 if isinstance(block, mx.gluon.rnn.RecurrentCell)]
+        floats = sorted({x for x in own if "float" in x} - {"float32"})
+        if cells and floats and all(
+                x in floats for x in given if "float" in x) \
+                and "expected float32, got" in str(error):
+            raise TypeError(
+                "the first state of a recurrent cell has the dtype of its "
+                f"weights, {floats[0]}; received {cells} and MXNet's "
+                "default, float32. Pass begin_state= in that dtype to "
+                "unroll: cell.begin_state(batch_size=n, ctx=x.context, "
+                f"dtype='{floats[0]}').") from error
 
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
