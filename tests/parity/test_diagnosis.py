@@ -527,6 +527,11 @@ FAULTS = {
         {"parts": 3, "divide": False}, [tuple(x[:6] for x in ROWS[0])])),
     "two updates": ("updates in a step", steps({"updates": 2})),
     "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
+    "relu before batch norm": ("order of layers", lambda patch: (
+        conv_g(), torch_(lambda nn: [
+            nn.Conv2d(2, 4, 3), nn.ReLU(), nn.BatchNorm2d(4),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]),
+        IMAGES, {})),
     # what is not trained
     "table of positions": ("constant", lambda patch: (
         in_gluon({"pe": np.ones((2, 6))}), in_torch({"pe": np.eye(2, 6)}),

@@ -1,4 +1,5 @@
 """Causes of another output: masks and activations, seen in one tensor."""
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +9,8 @@ import numpy as np
 from mgpu.parity.causes.difference import (PART, Difference, Tensors, distance,
                                            nearest, unexplained)
 from mgpu.parity.causes.registry import Found, cause
+from mgpu.parity.location import kind_of
+from mgpu.parity.run import CannotRun
 
 # -- dropout ------------------------------------------------------------------
 
@@ -114,11 +117,43 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def activation(d: Difference) -> Found:
     for tensors in d.tensors():
         found = _activations(d, tensors)
-        if found:
+        if found and not _exchanged(d, found):
             one, two, residual = found
             yield (f"{tensors.where}: {d.a} applies {one}, {d.b} {two}; make "
                    "them equal (activation= in Gluon, a module on torch)"
                    ), residual
+
+
+def _exchanged(d: Difference, found: tuple[str, str, float]) -> bool:
+    """Whether the activation that one side applies before a layer, and the
+    other does not, comes behind that layer there."""
+    place, plain = d.place, "no activation"
+    if place is None or place.inputs_agree or plain not in found[:2]:
+        return False
+    which = found.index(plain)
+    try:
+        behind = [next((after.path for before, after in itertools.pairwise(
+            call for device, call in side.calls() if device == 0)
+            if before.path == at.path), "") for side, at in (
+                (d.a, place.call_a), (d.b, place.call_b))]
+    except CannotRun:       # a recorded side
+        return False
+    kinds = [kind_of(path, side.run.by_path())
+             for path, side in zip(behind, (d.a, d.b))]
+    return kinds[which] == found[1 - which] != kinds[1 - which]
+
+
+@cause("order of layers", "forward", resort=4)
+def behind(d: Difference) -> Found:
+    """An activation before a layer, and behind it on the other side."""
+    for tensors in d.tensors():
+        found = _activations(d, tensors)
+        if found and _exchanged(d, found):
+            own = max(found[:2], key=lambda text: text != "no activation")
+            sides = (d.a, d.b) if found[0] == own else (d.b, d.a)
+            yield (f"{tensors.where}: {sides[0]} applies {own} before "
+                   f"{d.place.call_a.path}, {sides[1]} behind it: call them "
+                   "in one order"), found[2]
 
 
 @cause("softmax axis", "forward", resort=4)
