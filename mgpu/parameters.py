@@ -149,9 +149,9 @@ class Parameter:
                 f"parameter {self.name!r} has no gradient; its grad_req is "
                 "'null' (a frozen parameter or a buffer). Set grad_req = "
                 "'write' on a parameter before the forward pass.")
+        backend, arrays = self._replicas.backend, self.list_data()
         self._replicas.following.follow_request(self)
-        backend = self._replicas.backend
-        return [backend.grad(x) for x in self.list_data()]
+        return [backend.grad(x) for x in arrays]
 
     def data(self, device: Any = None) -> Any:
         """The array on `device` (default: the first one), not a copy.

@@ -105,6 +105,7 @@ class TorchNetwork(base.Network):
 
     def predictors(self, devices) -> list[Callable[..., Any]]:
         here = [self.backend.handle(d) for d in devices] == self.devices()
+        self.draws = named_draws([*self.net.modules()])
         # Flags are set on a module while it runs: threads need copies.
         return [TorchReplica(
             self, self.net if here else _copy(self.net).to(
