@@ -96,6 +96,12 @@ def global_names(code: CodeType) -> tuple[str, ...]:
         for name in global_names(inner)))
 
 
+def cells(function: FunctionType) -> list[Any]:
+    """What a function closes over, as far as it has a value."""
+    return [cell.cell_contents for cell in function.__closure__ or ()
+            if cell != _EMPTY_CELL]
+
+
 def reads(layers: Iterable[Any], name: str) -> bool:
     """Whether code of these layers may read an attribute `name`; any code
     does that which is not theirs."""
@@ -153,9 +159,7 @@ def reached(x: Any, array: type | tuple[type, ...], network: type,
     met.add(id(x))
     parts: Sequence[Any] = ()
     if isinstance(x, FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or ()
-                 if cell != _EMPTY_CELL]
-        parts = [*cells, *(x.__defaults__ or ()),
+        parts = [*cells(x), *(x.__defaults__ or ()),
                  *(x.__kwdefaults__ or {}).values(),
                  *map(x.__globals__.get, global_names(x.__code__))]
     elif isinstance(x, MethodType):

@@ -207,7 +207,7 @@ class _Block:
                     mine[name] = theirs[name]
                 elif isinstance(x, _Content):
                     mine[name] = _twin(own[name], x, memos[i], refuses,
-                                       self._full(name))
+                                       self.full_name(name))
                 elif name in edited:
                     mine[name] = memos[i].get(id(x), x)
             self.own[i] = own if all(x is own[name] for name, x
@@ -215,7 +215,7 @@ class _Block:
         self.given = self.left = now
         self._all = own
 
-    def _full(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         return f"{self.path}.{name}".lstrip(".")
 
     def _edited(self, now: dict[str, Any], blocks: Iterable[Any]
@@ -251,7 +251,7 @@ class _Block:
                     if not reads(blocks, name):
                         found.pop(name, None)   # passes write it alone
                         break
-                    raise messages.edited_array(self._full(name))
+                    raise messages.edited_array(self.full_name(name))
                 found.setdefault(name, {})[id(a)] = others
         for name in found:
             for a in _arrays(now[name]):
@@ -337,7 +337,7 @@ class Attributes:
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Of the arrays that the blocks have now, by their attributes."""
-        return [(f"{one.path}.{name}".lstrip("."), a.shape)
+        return [(one.full_name(name), a.shape)
                 for one in self._blocks
                 for name, x in one.now(self._shown).items()
                 for a in _Content(x).arrays]

@@ -1,13 +1,13 @@
 """Which passes may draw from torch's default stream, which threads share."""
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from mgpu.backends._kept import forward_hooks, global_names
+from mgpu.backends._kept import cells, forward_hooks, global_names
 
 #: functions and methods that draw, by name
 _ALWAYS = frozenset(
@@ -23,27 +23,36 @@ _TRAINING = frozenset(
 _MOST = 5000        # functions that are looked at
 
 
-def named_draws(layers: Sequence[nn.Module]) -> dict[bool, bool | None]:
+def code_of(layers: Sequence[nn.Module]) -> list[Any]:
+    """What runs in a pass through `layers`, of the user's: their classes,
+    forwards of single layers, and hooks."""
+    kinds = dict.fromkeys(kind for m in layers for kind in type(m).__mro__
+                          if _is_users(kind))
+    return [*kinds, *(vars(m)["forward"] for m in layers
+                      if "forward" in vars(m)),
+            *(hook for _, hook in forward_hooks(layers))]
+
+
+def named_draws(layers: Sequence[nn.Module], code: Sequence[Any]
+                ) -> dict[bool, bool | None]:
     """By training flag: whether a pass through `layers` may call something
-    that draws, by the names in the code that it may reach. A pass in which
-    nothing was drawn does not tell of the next one: noise may begin later.
-    None: such a pass does tell."""
+    that draws, by the names in `code`, that of `code_of`, and in what it may
+    reach. A pass in which nothing was drawn does not tell of the next one:
+    noise may begin later. None: such a pass does tell."""
     own = {name for m in layers for name in (*m._modules, *vars(m))}
-    names = _names(layers) - own
+    names = _names(code) - own
     always = not _ALWAYS.isdisjoint(names)
     training = not _TRAINING.isdisjoint(names)
     return {False: always or (None if training else False),
             True: always or training or None}
 
 
-def _names(layers: Sequence[nn.Module]) -> set[str]:
+def _names(code: Sequence[Any]) -> set[str]:
     """The names in the code of forward methods and hooks, and of all
     functions of the user's that they name."""
-    kinds = {kind for m in layers for kind in type(m).__mro__
-             if _is_users(kind)}
-    waiting: list[Any] = [vars(kind).get("forward") for kind in kinds]
-    waiting += [vars(m).get("forward") for m in layers]
-    waiting += [hook for _, hook in forward_hooks(layers)]
+    kinds = [kind for kind in code if isinstance(kind, type)]
+    waiting = [vars(x).get("forward") if isinstance(x, type) else x
+               for x in code]
     found, met = set[str](), set[int]()
     while waiting and len(met) < _MOST:
         x = waiting.pop()
@@ -64,7 +73,7 @@ def _names(layers: Sequence[nn.Module]) -> set[str]:
         met.add(id(x))
         names = set(global_names(x.__code__))
         found |= names
-        waiting += [cell for cell in _cells(x) if callable(cell)]
+        waiting += filter(callable, cells(x))
         waiting += [vars(kind)[name] for kind in kinds
                     for name in names & vars(kind).keys()]
         waiting += _named(x.__globals__, names)
@@ -76,15 +85,7 @@ def _is_users(x: Any) -> bool:
         "torch", "builtins", "mgpu", "numpy")
 
 
-def _cells(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:      # not yet bound
-            pass
-
-
-def _named(space: dict[str, Any], names: Iterable[str]) -> Iterator[Any]:
+def _named(space: dict[str, Any], names: Set[str]) -> Iterator[Any]:
     for name in names & space.keys():
         value = space[name]
         if isinstance(value, ModuleType):

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from mgpu.backends._torch.attributes import (Attributes, check_views,
                                              follow_attributes, hooks_of,
                                              makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
-from mgpu.backends._torch.draws import named_draws, watch
+from mgpu.backends._torch.draws import code_of, named_draws, watch
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
 from mgpu.backends._torch.layers import Between, describe, in_place_of
@@ -58,6 +59,7 @@ class TorchNetwork(base.Network):
         self._kept = Kept()
         self._makers: list[Any] = []    # see `makers_of_hooks`
         self.draws: dict[bool, bool | None] = {}    # see `named_draws`
+        self._code: list[Any] | None = None         # that it was told by
         #: the replicas that backward passes have reached since `follow`
         self.reached: set[int] = set()
         #: held while a replica's training flags are read and saved
@@ -105,7 +107,7 @@ class TorchNetwork(base.Network):
 
     def predictors(self, devices) -> list[Callable[..., Any]]:
         here = [self.backend.handle(d) for d in devices] == self.devices()
-        self.draws = named_draws([*self.net.modules()])
+        self._name_draws([*self.net.modules()])
         # Flags are set on a module while it runs: threads need copies.
         return [TorchReplica(
             self, self.net if here else _copy(self.net).to(
@@ -282,7 +284,7 @@ class TorchNetwork(base.Network):
         self.replicas = replicas
         self._attributes = Attributes([r.layers for r in replicas])
         self._makers = makers_of_hooks(replicas[0].layers)
-        self.draws = named_draws(replicas[0].layers)
+        self._name_draws(replicas[0].layers)
         return list(replicas)
 
     def follow(self) -> None:
@@ -300,7 +302,7 @@ class TorchNetwork(base.Network):
         if (len(self.replicas) > 1 or self.options.hybridize) \
                 and not self._watchers and self.replicas[0].users is None \
                 and self._attributes.follow():
-            self.draws = named_draws(self.replicas[0].layers)
+            self._name_draws(self.replicas[0].layers)
             for replica in self.replicas:
                 replica.forget()
         if watch.drew:
@@ -315,6 +317,14 @@ class TorchNetwork(base.Network):
         self.reached.clear()
         if self._kept.backward:
             self.backend.keeping.add(self)
+
+    def _name_draws(self, layers: Sequence[nn.Module]) -> None:
+        """See `named_draws`; again only where other code runs, since a
+        counter in an attribute changes with each pass."""
+        code, known = code_of(layers), self._code
+        if known is None or len(code) != len(known) \
+                or not all(map(is_, code, known)):
+            self._code, self.draws = code, named_draws(layers, code)
 
     def _check_forms(self) -> None:
         """ValueError where the user has given parameters another dtype or
