@@ -123,6 +123,7 @@ class TorchNetwork(base.Network):
         home, make_lazy = self.devices()[0], _lazy_layers(self.net)
         self.net.to(self.backend.handle(device))
         flags = {m: m.training for m in self.net.modules()}
+        watch.turn(True)    # one thread completes, and the others wait
         try:
             self.net.eval()
             with torch.no_grad():
@@ -134,6 +135,7 @@ class TorchNetwork(base.Network):
                 self.explain(error, inputs)
             raise
         finally:
+            watch.turn(False)
             for module, flag in flags.items():
                 module.training = flag
 
