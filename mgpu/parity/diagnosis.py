@@ -36,6 +36,8 @@ CAUSES = tuple(dict.fromkeys(rule.name for rule in RULES))
 #: what the frameworks' own optimisers do
 _FORMULAS = {"float32 hyper-parameters", "rate inside the velocity",
              "Adam epsilon"}
+#: the stages of `measure` that one of the registry's stands for
+_PARTS = {"forward": ["layer", "output"], "update": ["weight", "memory"]}
 
 
 def diagnose(result: Result) -> list[Cause]:
@@ -119,7 +121,12 @@ def _stages(difference: Difference) -> list[str]:
 
 
 def _causes(difference: Difference, stage: str) -> list[Cause]:
-    """The causes of a stage, of the first resort that finds any."""
+    """The causes of a stage, of the first resort that finds any; none where
+    one side has overflowed, since nothing predicts that."""
+    if any(not np.isfinite((gap.a, gap.b)).all()
+           for part in _PARTS.get(stage, [stage])
+           for gap in difference.wrong(part)):
+        return []
     if stage == "update":
         return explain_update(difference)
     found: list[Cause] = []

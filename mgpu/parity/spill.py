@@ -31,9 +31,13 @@ def spilled(arrays: Mapping[_Key, np.ndarray]) -> dict[_Key, np.ndarray]:
                 places[key] = file.seek(-file.tell() % _ALIGNED, 1)
                 np.ascontiguousarray(x).tofile(file)
         file.flush()
+        # One mapping for all: a process may have some thousand files open.
+        whole = np.memmap(file, np.uint8, "r") if places else np.empty(
+            0, np.uint8)
         for key, x in arrays.items():
-            found[key] = x if key not in places else np.memmap(
-                file, x.dtype, "r", places[key], x.shape)
+            found[key] = x if key not in places else whole[
+                places[key]:places[key] + x.nbytes].view(x.dtype).reshape(
+                    x.shape)
     return found
 
 

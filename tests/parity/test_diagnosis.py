@@ -1322,6 +1322,24 @@ def test_a_cause_that_predicts_little_is_not_confirmed():
     assert sure.confirmed and "not confirmed" not in str(sure)
 
 
+@pytest.mark.parametrize("lost", [1.0, np.nan, np.inf])
+def test_what_has_overflowed_has_no_cause(lost):
+    """What predicts the rest does not predict that."""
+    import torch
+
+    def network(hooked):
+        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        if hooked:
+            for p in net.parameters():
+                p.register_hook(lambda g: g * 0.5)
+            net[0].bias.register_hook(lambda g: g * lost)
+        return net.double()
+    result = parity.compare(lambda: network(False), lambda: network(True),
+                            batches=ROWS[:2], steps=1)
+    assert not result.same and result.first.stage == "gradient"
+    assert bool(result.causes) is (lost == 1.0), result.causes
+
+
 def test_enough_faults_come_first():
     assert len(NOT_FIRST) <= 2
     assert {cause for cause, _ in FAULTS.values()} >= {
