@@ -132,10 +132,11 @@ class SharedLoss:
     def _kept(self, owners: dict[int, Any] | None = None
               ) -> dict[tuple[int, Any], Any]:
         found: dict[tuple[int, Any], Any] = {}
-        waiting: list[Any] = [self.loss]
+        # What is near first: no more than `_CELLS` are looked at.
+        waiting = deque[Any]([self.loss])
         met: set[int] = set()
         while waiting and len(found) < _CELLS:
-            x = waiting.pop()
+            x = waiting.popleft()
             if id(x) in met:
                 continue
             met.add(id(x))
@@ -239,12 +240,14 @@ class SharedLoss:
                 self._codes[code] = [
                     one.argval for one in dis.get_instructions(code)
                     if one.opname == "IMPORT_NAME"]
-                self._names.update(code.co_names)
+                # "@": pytest's, in the place of an `assert`
+                self._names.update(name for name in code.co_names
+                                   if not name.startswith("@"))
                 if not _ANY.isdisjoint(code.co_names):
                     self._names.update(text for text in code.co_consts
                                        if isinstance(text, str))
             for name in code.co_names:
-                if name in x.__globals__:
+                if name in x.__globals__ and not name.startswith("@"):
                     yield name, x.__globals__[name]
             package = x.__globals__.get("__package__") or ""
             for name in self._codes[code]:
@@ -309,7 +312,8 @@ class SharedLoss:
                ) -> list[tuple[Any, Any]]:
         if any_too and not _ANY.isdisjoint(self._names):
             return list(space.items())
-        return [(name, space[name]) for name in space.keys() & self._names]
+        return [(name, space[name]) for name
+                in sorted(space.keys() & self._names, key=str)]
 
 
 def _root(module: Any) -> str:
