@@ -22,7 +22,8 @@ def is_integer(value: Any, least: int) -> bool:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a real number (of Python, NumPy or any type that is
     a `numbers.Real`; no truth value)."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return type(value) is float or (    # quicker
+        isinstance(value, Real) and not isinstance(value, bool))
 
 
 def integer(name: str, value: Any, least: int) -> int:

@@ -46,11 +46,20 @@ class Following:
         """What was written so far is known; what follows is the user's.
         Waits for buffers."""
         for p in parameters:
-            arrays = p.list_data()
-            marks = [self._backend.mark(x) for x in arrays]
+            arrays, known = p.list_data(), self._known.get(p.name)
             self._known[p.name] = _Known(
-                arrays, p.grad_req, marks,
+                arrays, p.grad_req if known is None else known.request,
+                [self._backend.mark(x) for x in arrays],
                 self._contents(arrays[0]) if p.kind in BUFFERS else None)
+
+    def settle_request(self, p: Parameter) -> None:
+        """What `p` asks for now is asked for on all devices."""
+        self._known[p.name] = self._known[p.name]._replace(
+            request=p.grad_req)
+
+    def followed(self, p: Parameter) -> tuple[list[Array], str]:
+        """The arrays and the grad_req of `p`, as `follow` has left them."""
+        return self._known[p.name][:2]
 
     def passed(self, buffers: Sequence[Parameter]) -> None:
         """A training pass, which may write to `buffers`, has been queued.
@@ -82,7 +91,8 @@ class Following:
     def written(self, parameters: Sequence[Parameter]) -> list[Parameter]:
         """Those whose arrays of replica 0 were written to, as far as the
         engine or the contents of a buffer tell."""
-        return [p for p in parameters if self._writes(p, [p.data()])[0]]
+        return [p for p in parameters
+                if self._writes(p, p.list_data()[:1])[0]]
 
     def standing(self, p: Parameter) -> list[Array]:
         """The arrays of `p`, one per device: replica 0's instead of one that

@@ -199,23 +199,23 @@ def _views(backend: Backend, work: Sequence[Update],
            states: Sequence[dict[str, dict[str, Any]]]
            ) -> list[list[_Views]] | None:
     """For each device and update; None where an array has no view."""
-    found: list[list[_Views]] = []
-    for i, by_name in enumerate(states):
-        found.append([])
-        for one in work:
-            state = by_name[one.name]
-            slots = [s for s, x in state.items() if backend.is_native(x)]
-            # All devices hold one sum, and what the user has written to
-            # replica 0's counts.
-            views = backend.host_views(
-                [one.weights[i], one.gradients[0],
-                 *(state[s] for s in slots)])
-            if views is None:
-                return None
-            weight, gradient, *rest = views
-            found[i].append(_Views(weight, gradient,
-                                   dict(zip(slots, rest, strict=True)),
-                                   state))
+    found: list[list[_Views]] = [[] for _ in states]
+    for one in work:
+        every = [by_name[one.name] for by_name in states]
+        slots = [[s for s, x in state.items() if backend.is_native(x)]
+                 for state in every]
+        # In one order of memory. All devices hold one sum, and what the user
+        # has written to replica 0's counts.
+        views = backend.host_views([one.gradients[0], *one.weights, *(
+            state[s] for state, names in zip(every, slots) for s in names)])
+        if views is None:
+            return None
+        gradient, *rest = views
+        weights, rest = rest[:len(every)], rest[len(every):]
+        for here, weight, state, names in zip(found, weights, every, slots):
+            here.append(_Views(weight, gradient, dict(zip(names, rest)),
+                               state))
+            rest = rest[len(names):]
     return found
 
 

@@ -132,6 +132,7 @@ class Parameter:
             self.number, grad_req, self.list_data())
         self._replicas.watch()
         self._replicas.following.settle([self])
+        self._replicas.following.settle_request(self)
 
     def list_devices(self) -> list[Device]:
         return list(self._replicas.devices)

@@ -883,8 +883,9 @@ class Replicas(Hints, abc.Sequence):
     def _void_gradients(self) -> None:
         self.note_edits(False)
         for p in self.params():
-            if p.grad_req == "write":
-                for x in p.list_data():
+            arrays, request = self.following.followed(p)
+            if request == "write":
+                for x in arrays:
                     self.backend.mark_used(x)
 
     #: the name in version 0.1

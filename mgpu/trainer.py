@@ -304,11 +304,13 @@ class Trainer(Hints):
                 "not fit the weights; load states with Trainer.load_states "
                 "and values with Replicas.import_numpy.")
 
-    def _trained(self) -> list[Parameter]:
+    def _trained(self) -> tuple[list[Parameter], list[str]]:
+        """With their grad_req."""
         self._check_complete()
         requests = self.replicas.grad_reqs()
-        return [p for p in self.replicas.params()
-                if requests[p.name] != "null"]
+        found = [p for p in self.replicas.params()
+                 if requests[p.name] != "null"]
+        return found, [requests[p.name] for p in found]
 
     def _check_complete(self) -> None:
         self.replicas.of_engine()       # a native call may have found shapes
@@ -335,7 +337,7 @@ class Trainer(Hints):
 
     @probes.staged("reduce", "all-reduce", probes.gradients)
     def _allreduce(self, ignore_stale_grad: bool) -> None:
-        parameters, replicas = self._trained(), self.replicas
+        (parameters, requests), replicas = self._trained(), self.replicas
         backend = replicas.backend
         columns = [p.list_data() for p in parameters]
         fresh = [[backend.is_fresh(x) for x in arrays] for arrays in columns]
@@ -348,8 +350,7 @@ class Trainer(Hints):
         gradients = [[backend.grad(x) for x in columns[j]] for j in used]
         try:
             for j, arrays in zip(used, gradients):
-                emptied = replicas.emptied \
-                    if parameters[j].grad_req == "write" else ()
+                emptied = replicas.emptied if requests[j] == "write" else ()
                 for i, (g, is_fresh) in enumerate(zip(arrays, fresh[j])):
                     # No row of the batch reached it there. What the user has
                     # added to zeros counts.
@@ -371,7 +372,8 @@ class Trainer(Hints):
                     backend.mark_used(x)
             replicas.recorded = [False] * len(replicas)
         replicas.note_edits(True)
-        replicas.carry_over([p for p in self._summed if p.grad_req == "add"])
+        replicas.carry_over([parameters[j] for j in used
+                             if requests[j] == "add"])
 
     def _reached(self, parameters: Sequence[Parameter],
                  fresh: Sequence[Sequence[bool]], ignore_stale_grad: bool
@@ -468,7 +470,8 @@ class Trainer(Hints):
         """`edits`: the user may have written to gradients since `_settle`,
         which reads all of them."""
         debug = environment.debug()     # first: a wrong value is refused
-        parameters = self.summed("update")
+        # No code of the user's ran since they were summed, without edits.
+        parameters = self.summed("update") if edits else self._summed or []
         replicas, optimizer = self.replicas, self.optimizer
         backend, scale = replicas.backend, self._scale
         if edits:

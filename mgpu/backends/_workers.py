@@ -82,7 +82,8 @@ class Workers:
         self._call: _Call | None = None     # that runs, or was left
         self._caller: int | None = None     # the thread that waits for it
 
-    def run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, thunks: Sequence[Callable[[], Any]],
+            carry: bool = True) -> list[Any]:
         """Return the results when all thunks have returned, or raise the
         first exception by number.
 
@@ -90,7 +91,8 @@ class Workers:
         the thread that the thunk runs in. After Ctrl-C either no thunk has
         begun or all have run, once: none waits for one that was never
         started, and no thread goes on after the call (a second Ctrl-C does
-        not wait).
+        not wait). Without `carry` they run in no modes of the caller's: they
+        call nothing of the engine's.
         """
         if inside_worker():
             return run_in_turn(thunks)
@@ -102,7 +104,8 @@ class Workers:
                 "steps.")
         call = _Call([partial(probes.as_host, probes.host(), thunk)
                       for thunk in thunks] if self._leading
-                     else probes.timed(thunks), self._carry())
+                     else probes.timed(thunks),
+                     self._carry() if carry else nullcontext)
         if thunks:
             with self._aside(), self._one_call:
                 queues = self._queues(len(thunks))

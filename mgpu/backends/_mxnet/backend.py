@@ -225,7 +225,7 @@ class MXNetBackend(base.Backend):
 
     def run_on_host_views(self, thunks, written) -> None:
         # A single thunk too: in a worker no signal cuts it short.
-        self._workers.run(thunks)
+        self._workers.run(thunks, carry=False)
 
     def library_allreduce(self, arrays: Sequence[Any], op: str) -> None:
         if op != "sum":

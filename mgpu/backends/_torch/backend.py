@@ -163,7 +163,7 @@ class TorchBackend(Leaves, base.Backend):
     def run_on_host_views(self, thunks, written) -> None:
         try:
             # A single thunk too: in a worker no signal cuts it short.
-            self._workers.run(thunks)
+            self._workers.run(thunks, carry=False)
         finally:
             # Makes a graph that still needs the old values an error.
             torch.autograd.graph.increment_version(written)
