@@ -190,6 +190,7 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
                 p.grad_req = requests[p.name]
         if source is not None:
             source.position = position["position"]
+    replicas.network.follow()   # what the user has set meanwhile
     backend.uninterrupted(apply)
     # In this thread: MXNet's streams are those of the thread that queues.
     if seed is not None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from mgpu import host_memory
 from mgpu.backends.base import Array, Backend
 from mgpu.device import Device
-from mgpu.parameters import BUFFERS, Parameter
+from mgpu.parameters import BUFFERS, STATISTICS, Parameter
 
 
 class _Known(NamedTuple):
@@ -61,15 +61,18 @@ class Following:
         """The arrays and the grad_req of `p`, as `follow` has left them."""
         return self._known[p.name][:2]
 
-    def passed(self, buffers: Sequence[Parameter]) -> None:
-        """A training pass, which may write to `buffers`, has been queued.
-        Without marks nothing can be told of the user's writes to them until
-        `settle`. ValueError for a buffer whose shape has changed: devices
-        without rows could not take it over."""
+    def passed(self, buffers: Sequence[Parameter], training: bool = True
+               ) -> None:
+        """A pass, which may write to `buffers`, has been queued. Without
+        marks nothing can be told of the user's writes to them after one that
+        trains, until `settle`; one that predicts moves no statistics, and is
+        waited for where there are others. ValueError for a buffer whose shape
+        has changed: devices without rows could not take it over."""
         for p in buffers:
             known = self._known[p.name]
-            if known.marks[0] is None:
+            if known.marks[0] is None and training:
                 self._known[p.name] = known._replace(contents=None)
+            if known.marks[0] is None and (training or p.kind in STATISTICS):
                 continue
             arrays = p.list_data()
             self._known[p.name] = known._replace(

@@ -146,6 +146,9 @@ class Replicas(Hints, abc.Sequence):
         self._ran: set[int] = set()         # one by one, since all were equal
         self._moved: list[int] = []     # whose buffers a recorded pass moved
         self._all_passed = False        # in a pass of all devices
+        #: "sync": the devices that had rows in all recorded passes since the
+        #: last step
+        self._whole = set(range(len(devices)))
         #: devices whose pass has begun and is not queued: those that failed
         self._begun: list[int] = []
         #: whose sums all devices hold: see `carry_over`
@@ -244,6 +247,7 @@ class Replicas(Hints, abc.Sequence):
             [requests[p.name] for p in trained])
         self._watched.passes = passes
         self._watched.renew = weakref.WeakMethod(self._renew)
+        self._watched.moved = weakref.WeakMethod(self._share)
 
     def _trained(self) -> list[tuple[str, int]]:
         first = self._replicas[0]
@@ -740,6 +744,8 @@ class Replicas(Hints, abc.Sequence):
             if not self._ran or i in self._ran \
                     or self.following.written(self.params()):
                 self._make_equal()
+                if self.backend.is_recording():
+                    self.network.begin_lag(i)
             self._ran.add(i)
             self._begun.append(i)
         with _explained([inputs]):
@@ -753,6 +759,7 @@ class Replicas(Hints, abc.Sequence):
                 self.recorded[i], self.emptied = True, set()
                 if self._all_passed:
                     self._catch_up()
+            if self.backend.is_recording() or i == 0:
                 self._passed(i)
         return result
 
@@ -793,20 +800,37 @@ class Replicas(Hints, abc.Sequence):
 
     def _passed(self, *devices: int) -> None:
         """The pass of `devices` has been queued."""
-        if self.backend.is_training():
-            if self.backend.is_recording():
-                self._undone = []
-                self._moved += [i for i in devices if i not in self._moved]
-            self.following.passed(self.buffers())
+        training = self.backend.is_training()
+        if training and self.backend.is_recording():
+            self._undone = []
+            self._moved += [i for i in devices if i not in self._moved]
+            self._whole &= set(devices)
+        self.following.passed(self.buffers(), training)
+        if training and self._syncs():
+            self._share()
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, last: bool = True) -> None:
         """Devices without rows take the buffers of the first that ran. Only
-        now: MXNet moves statistics in the backward pass."""
-        moved, self._moved, self._all_passed = self._moved, [], False
+        now: MXNet moves statistics in the backward pass. It may be still to
+        come, if this is not the `last` time."""
+        moved = self._moved
+        if last:
+            self._moved, self._all_passed = [], False
         idle = [i for i in range(len(self)) if i not in moved]
         if moved and idle:
             self._copy_from(moved[0], self.buffers(), idle)
             self.network.catch_up(moved[0], idle)
+
+    def _share(self) -> None:
+        """Joint statistics are the same on all devices, also on those that
+        had no rows: after a pass of either kind, which may have moved
+        them."""
+        missed = set(range(len(self))) - self._whole
+        if self.batch_norm == "sync" and missed and self._whole:
+            self._copy_from(min(self._whole), [
+                p for p in self.buffers()
+                if p.kind in STATISTICS or p.name.endswith(_COUNTER)],
+                sorted(missed))
 
     def _copy_from(self, source: int, buffers: list[Parameter],
                    devices: Sequence[int]) -> None:
@@ -947,7 +971,8 @@ class Replicas(Hints, abc.Sequence):
         self._complete(rows[active[0]], self.devices[active[0]])
         self._make_equal()
         if self._all_passed:    # without a step: after the user's own writes
-            self._catch_up()
+            self._catch_up(last=self.backend.is_recording())
+        self.network.begin_lag(active[0] if len(active) < k else None)
         if self._before == []:
             self._before = self._statistics()
         self._begun += active
@@ -1013,6 +1038,8 @@ class Replicas(Hints, abc.Sequence):
         failed, self._begun = self._begun, []
         first = [*self._moved, *failed][:1]
         self._catch_up()
+        self._share()
+        self._whole = set(range(len(self)))
         if self.batch_norm != "per_device" and failed:
             # A pass that failed has gone on on some devices.
             kinds = STATISTICS if self.batch_norm == "sync" else ()

@@ -292,6 +292,48 @@ def test_sync_equals_one_device_on_the_whole_batch(engine, devices, rows):
         assert (end[name] != start[name]).any()
 
 
+@pytest.mark.parametrize("way", ["inside", "between", "two", "no step"])
+def test_sync_reaches_devices_without_rows(engine, devices, way):
+    """A prediction between a pass of one row and its backward pass, inside
+    of `record` or not; a second pass before it; no step after it. Later
+    predictions, by each replica too, are those of one device."""
+    def train(k):
+        replicas = initialize(convnet(engine), on(k), "sync")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+
+        def shards(n, seed=0):
+            return mgpu.split_and_load(images(n, seed), replicas.devices,
+                                       even_split=False)
+
+        def predict():
+            return np.concatenate([mgpu.to_numpy(x) for x
+                                   in replicas(shards(6)) if x is not None])
+        found = []
+        for rows in (1, 6):
+            with mgpu.record():
+                outputs = replicas(shards(rows, 1))
+                if way == "two":
+                    outputs += replicas(shards(6, 2))
+                if way == "inside":
+                    with mgpu.no_grad():
+                        found.append(predict())
+            if way == "between":
+                found.append(predict())
+            mgpu.backward(outputs)
+            if way == "no step":
+                replicas.zero_grad()
+            else:
+                trainer.step(rows)
+            found.append(mgpu.to_numpy(replicas[k - 1](
+                mgpu.put(images(6), replicas.devices[-1]))))
+            found += [replicas.export_numpy()[p.name]
+                      for p in replicas.statistics()]
+            found.append(predict())
+        return found
+    for x, y in zip(train(len(devices)), train(1), strict=True):
+        assert relative_difference(x, y) < 1e-12
+
+
 def test_the_work_of_sync_grows_with_the_devices(engine, monkeypatch):
     """Not with their square: each gives its sums once and gets the total."""
     def copies(k):

@@ -367,6 +367,35 @@ def test_what_layers_add_to_a_state_goes_on(backend, devices, tmp_path):
     assert_same(everything(other), before)
 
 
+def set_rate(net, rate):
+    """Of the dropout layer."""
+    for layer in getattr(net, "body", net):
+        for name in ("p", "_rate"):
+            if name in vars(layer):
+                setattr(layer, name, rate)
+
+
+def test_what_is_set_before_a_file_is_loaded_is_on_all_devices(
+        engine, devices, tmp_path):
+    """Attributes, of a network that has run and of one that has not."""
+    whole = training(engine, devices, None, 1)
+    go_on(whole, 4, 3, tmp_path / "saved")
+    found = []
+    for steps in (0, 2):
+        for when in ("before", "after"):
+            run = training(engine, devices, None, 1)
+            go_on(run, steps)
+            if when == "before":
+                set_rate(run[0].net, 0.9)
+            mgpu.load_checkpoint(tmp_path / "saved", *run)
+            if when == "after":
+                set_rate(run[0].net, 0.9)
+            go_on(run, 6)
+            found.append(everything(run))
+    for one in found[1:]:
+        assert_same(one, found[0])
+
+
 @pytest.mark.parametrize("backend", TORCH, indirect=True)
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_state_that_does_not_go_back_is_refused(backend, k, tmp_path):

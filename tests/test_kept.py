@@ -433,6 +433,82 @@ def _device_keeps(net, x, F):
     return net.b(h)
 
 
+def _training_keeps(net, x, F):
+    training = net.training if hasattr(net, "training") \
+        else F.autograd.is_training()
+    h = net.a(x)
+    if training and net.state is not None:
+        h = h + (net.state["h"] if isinstance(net.state, dict) else net.state)
+    if training and isinstance(net.state, dict):
+        net.state["h"] = h.detach()
+    elif training:
+        net.state = h.detach()
+    return net.b(h)
+
+
+@pytest.mark.parametrize("rows", [1, ROWS])
+@pytest.mark.parametrize("state", [lambda: None, lambda: {"h": 0}],
+                         ids=["attribute", "dict"])
+def test_a_prediction_keeps_the_state_of_training(engine, devices, rows,
+                                                  state):
+    """Also where some devices have no rows in it."""
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, _training_keeps, state=state),
+                     batches(4), loss)
+    net = network(engine, _training_keeps, state=state)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    for X, y in batches(4):
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+        replicas(mgpu.split_and_load(X[:rows], devices, even_split=False))
+    same(values(net), expected)
+
+
+@pytest.mark.parametrize("mode", ["prediction", "one by one", "record"])
+def test_buffers_that_predictions_write_are_each_devices(engine, devices,
+                                                         mode):
+    """A cache of the rows so far; what the user writes is for all."""
+    def forward(net, x, F):
+        cache = net.cache
+        if engine.name == "mxnet":
+            cache = cache.data(x.context)
+        with mgpu.no_grad():
+            cache[:len(x)] = cache[:len(x)] / 2 + net.a(x)
+        return net.b(cache[:len(x)] * 1)
+
+    def caching():
+        net = network(engine, forward)
+        if engine.name == "mxnet":
+            net.cache = net.params.get("cache", shape=(ROWS, 4), init="zeros",
+                                       grad_req="null", dtype="float64")
+            net.cache.initialize()
+        else:
+            net.register_buffer("cache", engine.put(np.zeros((ROWS, 4)),
+                                                    mgpu.cpu(0)))
+        return net
+
+    def outputs(replicas, X):
+        shards = mgpu.split_and_load(X, replicas.devices, even_split=False)
+        with mgpu.record(train_mode=False) if mode == "record" \
+                else mgpu.no_grad():
+            found = replicas(shards) if mode != "one by one" \
+                else [replica(x) for replica, x in zip(replicas, shards)]
+        return np.concatenate(list(map(mgpu.to_numpy, found)))
+    found = []
+    for on_devices in (devices, on(0)):
+        net = caching()
+        replicas = mgpu.initialize(net, on_devices)
+        for X, _ in batches(3):
+            found.append(outputs(replicas, X))
+        cache = net.cache.data(net.cache.list_ctx()[0]) \
+            if engine.name == "mxnet" else net.cache
+        with mgpu.no_grad():
+            cache[:] = 0
+        found.append(outputs(replicas, X))
+    for x, y in zip(found[:4], found[4:]):
+        assert relative_difference(x, y) < 1e-12
+
+
 @pytest.mark.parametrize("in_between", ["pass", "none", "detached", "step"])
 def test_a_carried_state_that_is_put_back_is_that_of_every_device(
         engine, devices, in_between):

@@ -399,10 +399,14 @@ class Watch:
     renew : callable
         A weak reference to a function that announces the arrays anew where
         the user has changed which are trained, and how.
+    moved : callable
+        A weak reference to a function that is called after a backward pass,
+        where running statistics move in it (and not in the forward pass).
     """
 
     observed = True
     renew: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
+    moved: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
         self.passes = BackwardPasses()
@@ -596,9 +600,15 @@ class Network(ABC):
         its arrays, is so on all devices. Refuses other layers."""
         return
 
+    def begin_lag(self, source: int | None) -> None:
+        """A pass begins in which some devices may have no rows, and `source`
+        does: see `catch_up`. None: all have some."""
+        return
+
     def catch_up(self, source: int, idle: Sequence[int]) -> None:
         """Devices `idle` had no rows in a pass: they take what that of device
-        `source` has kept outside of the arrays of `specs`."""
+        `source` has kept since `begin_lag` outside of the arrays of
+        `specs`."""
         return
 
     def extra_names(self) -> list[str]:

@@ -14,6 +14,24 @@ MUTANTS = [
            edit("mgpu.backends._torch.backend:TorchBackend.fan_out",
                 "list(x.expand(count, *x.shape).unbind())", "[x] * count"),
            ("test_checkpoint.py::test_a_resumed_run_under_sync[torch]",)),
+    Mutant("sync-statistics-late", "a device without rows keeps statistics "
+           "that a backward pass has moved elsewhere",
+           edit("mgpu.backends._mxnet.gradients:one_pass",
+                "if moved is not None:", "if False:"),
+           ("test_batch_norm.py::test_sync_reaches_devices_without_rows["
+            "mxnet-nd-2dev-no step]",)),
+    Mutant("sync-of-one-pass", "a device that had no rows in one of two "
+           "passes is not told of it", edit(
+               "mgpu.replicas:Replicas._passed",
+               "self._whole &= set(devices)", "self._whole = set(devices)"),
+           ("test_batch_norm.py::test_sync_reaches_devices_without_rows["
+            "mxnet-nd-2dev-two]",)),
+    Mutant("sync-waits-for-a-step", "statistics of a pass without a step "
+           "do not reach devices without rows", edit(
+               "mgpu.replicas:Replicas._passed",
+               "if training and self._syncs():", "if False:"),
+           ("test_batch_norm.py::test_sync_reaches_devices_without_rows["
+            "torch-2dev-no step]",)),
     Mutant("sync-shares-attributes", "a replica reads what another one's pass "
            "keeps in an attribute",
            edit("mgpu.backends._mxnet.attributes:Turns.begin",
@@ -130,10 +148,6 @@ MUTANTS = [
     Mutant("sync-without-beta", "the shift is left out",
            edit(_CALL, "call.beta is not None", "False"),
            (_SYNC + "[torch-2dev-8]",)),
-    Mutant("sync-idle-left-behind", "a device without rows keeps its old "
-           "statistics", edit("mgpu.replicas:Replicas._catch_up",
-                              "if moved and idle:", "if False:"),
-           (_SYNC + "[torch-2dev-1]",)),
     Mutant("counters-apart", "devices count apart after an error in one",
            edit("mgpu.replicas:Replicas._settle_buffers", "and failed",
                 "and False"),

@@ -284,6 +284,26 @@ MUTANTS = [
                "False and _lags(found.get(name),"),
            ("test_network_hooks.py::test_devices_without_rows_have_what_a_"
             "pass_keeps[2-attribute-torch]",)),
+    Mutant("torch-prediction-ends-states", "a device without rows in a "
+           "prediction takes another one's state of training", edit(
+               _ATTRIBUTES + "_moved", "return before is None or",
+               "return True or"),
+           ("test_kept.py::test_a_prediction_keeps_the_state_of_training["
+            "torch-2dev-attribute-1]",)),
+    Mutant("torch-predictions-are-edits", "what predictions write to buffers "
+           "counts as the user's", edit(
+               "mgpu.replicas:Replicas._passed",
+               "self.following.passed(self.buffers(), training)",
+               "training and self.following.passed(self.buffers(), "
+               "training)"),
+           ("test_kept.py::test_buffers_that_predictions_write_are_each_"
+            "devices[torch-2dev-prediction]",)),
+    Mutant("torch-load-hides-edits", "what is set before a checkpoint is "
+           "loaded stays on the first device", edit(
+               "mgpu.checkpoint:load_checkpoint",
+               "replicas.network.follow()", "pass"),
+           ("test_checkpoint.py::test_what_is_set_before_a_file_is_loaded_is_"
+            "on_all_devices[torch-2dev]",)),
     Mutant("torch-late-buffers-lag", "a device without rows lacks buffers "
            "that passes make", edit(
                _ATTRIBUTES + "Attributes.catch_up",

@@ -171,6 +171,9 @@ def one_pass() -> Iterator[None]:
             _inside.reset(token)
             for one, flags in zip(watched, before):
                 one.end_pass(flags)
+                moved = one.moved()
+                if moved is not None:
+                    moved()
 
 
 def _backward(call: Any, *args: Any) -> int:

@@ -55,6 +55,7 @@ class Attributes:
         #: (number of the layer, name): those in which passes keep tensors
         self._kept: set[tuple[int, str]] = set()
         self._places = Places(layers, _OF_MODULE)
+        self._before: list[dict[str, Any]] = []     # see `begin_lag`
         #: to be called when a pass of the module has ended
         self.leave = self._places.leave
         self.settle()
@@ -149,21 +150,32 @@ class Attributes:
             self._find_streams()
         return changed
 
+    def begin_lag(self, source: int | None) -> None:
+        """A pass of copy `source` begins, and perhaps none of some others."""
+        self._before = [] if source is None else [
+            {name: (x, _versions(x)) for name, x in table.items()
+             if name not in _ELSEWHERE}
+            for m in [self._first, *self._copies][source]
+            for table in (m._buffers, vars(m))]
+
     def catch_up(self, source: int, idle: int) -> None:
         """Give copy `idle` (0: the user's module) what a pass has kept in
-        copy `source`, and would have kept there: attributes and buffers. What
-        is no tensor follows the user's module anyway."""
+        copy `source` since `begin_lag`, and would have kept there: attributes
+        and buffers. What is no tensor follows the user's module anyway."""
         every = [self._first, *self._copies]
         twins = _twins(every[source], every[idle], self._ready)
-        for number, (here, there) in enumerate(zip(every[source],
-                                                   every[idle])):
+        for number, (here, there, of_buffers, of_layer) in enumerate(zip(
+                every[source], every[idle], self._before[::2],
+                self._before[1::2])):
             found, buffers = vars(here), here._buffers
             _take(buffers, there._buffers, [
                 name for name in {**buffers, **there._buffers}
-                if name not in self._ready[number]], twins)
+                if name not in self._ready[number]
+                and _moved(of_buffers.get(name), buffers.get(name))], twins)
             _take(found, vars(there), [
                 name for name in {**found, **vars(there)}
                 if name not in _ELSEWHERE and name not in _TABLES
+                and _moved(of_layer.get(name), found.get(name))
                 and _lags(found.get(name), vars(there).get(name),
                           source == 0)], twins)
         if idle == 0:
@@ -366,6 +378,20 @@ class _Seen:
             and not any(self._empty) \
             and all(_read(name, x, met) == content
                     for name, x, content in self._filled)
+
+
+def _versions(x: Any) -> list[tuple[int, int]]:
+    """The tensors in `x`, and how often each was written to."""
+    return [] if type(x) in _PLAIN else [
+        (id(t), -1 if t.is_inference() else t._version)
+        for t in reached(x, torch.Tensor, nn.Module)]
+
+
+def _moved(before: tuple[Any, list[Any]] | None, x: Any) -> bool:
+    """Whether a pass may have changed what was `before`: not, where that
+    holds tensors, and the same ones as then."""
+    return before is None or x is not before[0] or not before[1] \
+        or _versions(x) != before[1]
 
 
 def _lags(x: Any, y: Any, follows: bool) -> bool:

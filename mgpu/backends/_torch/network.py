@@ -344,6 +344,10 @@ class TorchNetwork(base.Network):
                     ", devices, init='keep', force_reinit=True), and make a "
                     "new Trainer; or change it back.")
 
+    def begin_lag(self, source: int | None) -> None:
+        if self.replicas[0].users is None:
+            self._attributes.begin_lag(source)
+
     def catch_up(self, source: int, idle: Sequence[int]) -> None:
         if self.replicas[0].users is None:
             for i in idle:
