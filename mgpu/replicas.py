@@ -413,6 +413,9 @@ class Replicas(Hints, abc.Sequence):
         """
         self.check_valid()
         self._undone = []
+        if self.complete:   # what has had its backward pass is given up
+            self.recorded = [flag and not self._is_fresh(i)
+                             for i, flag in enumerate(self.recorded)]
         for p in self.params():
             p.zero_grad()
             for x in p.list_data() if p.grad_req != "null" else ():

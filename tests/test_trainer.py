@@ -548,19 +548,22 @@ def native_backward(loss):
 
 
 @pytest.mark.parametrize("passes", ["together", "one by one", "native",
-                                    "device by device"])
+                                    "each replica", "device by device"])
 def test_a_step_applies_one_batch(engine, devices, passes):
     """A batch that was abandoned after its backward pass is not applied with
-    the next one, though that leaves devices idle."""
+    the next one, though that leaves devices idle; cleared or not."""
     loss, found = mgpu.losses.SoftmaxCrossEntropyLoss(), []
     backward_of = native_backward if passes == "native" else mgpu.backward
 
     def go(replicas, X, y):
         Xs, ys = mgpu.split_batch(X, y, replicas.devices)
         with mgpu.record():
+            outputs = replicas(Xs) if passes != "each replica" else [
+                replica(x) if len(x) else None
+                for replica, x in zip(replicas, Xs)]
             losses = [loss(out, label) for out, label
-                      in zip(replicas(Xs), ys) if out is not None]
-        if passes == "together":
+                      in zip(outputs, ys) if out is not None]
+        if passes in ("together", "each replica"):
             losses = [losses]       # in one call
         for one in losses:
             backward_of(one)
@@ -574,11 +577,13 @@ def test_a_step_applies_one_batch(engine, devices, passes):
                 backward_of(one)
     if passes == "device by device":
         go = go_by_device
-    for abandoned in (False, True):
+    for abandoned in ("", "as it is", "cleared"):
         replicas = initialize(mlp(engine), devices)
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
         if abandoned:
             go(replicas, *batch(8, 7))
+        if abandoned == "cleared":
+            replicas.zero_grad()
         go(replicas, *batch(1))
         if passes == "together":    # a look at the outputs changes nothing
             replicas(mgpu.split_batch(*batch(8), devices)[0])
@@ -587,6 +592,7 @@ def test_a_step_applies_one_batch(engine, devices, passes):
         trainer.step(1)
         found.append(values(replicas))
     assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
 
 
 def attacked(run, x, labels, times):
