@@ -410,12 +410,16 @@ class Replicas(Hints, abc.Sequence):
     def zero_grad(self) -> None:
         """Set every gradient to zero on all devices. They are no new ones
         any more: what has been cleared is not applied, and no step is due.
+        Running statistics are as after that step.
         """
         self.check_valid()
         self._undone = []
         if self.complete:   # what has had its backward pass is given up
-            self.recorded = [flag and not self._is_fresh(i)
-                             for i, flag in enumerate(self.recorded)]
+            fresh = list(map(self._is_fresh, range(len(self))))
+            self.recorded = [flag and not new for flag, new
+                             in zip(self.recorded, fresh)]
+            if any(fresh):
+                self.give_up()
         for p in self.params():
             p.zero_grad()
             for x in p.list_data() if p.grad_req != "null" else ():
