@@ -141,8 +141,7 @@ class Following:
             if arrays[0] is not known.arrays[0]:
                 self._adopt(p, known.arrays[0])
                 replaced.append(p)
-            else:
-                self.follow_request(p)
+            self.follow_request(p)      # Gluon freezes by other arrays
         if len(self._devices) == 1:
             self.settle(replaced)
             return

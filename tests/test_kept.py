@@ -433,6 +433,102 @@ def _device_keeps(net, x, F):
     return net.b(h)
 
 
+class _Holder:
+    def __init__(self, factor):
+        self.factor = factor
+
+
+KINDS = {"array": (lambda x: x, lambda v: v),
+         "list": (lambda x: [x], lambda v: v[0]),
+         "tuple": (lambda x: (x, 2.0), lambda v: v[0]),
+         "nested": (lambda x: {"a": [x]}, lambda v: v["a"][0]),
+         "object": (_Holder, lambda v: v.factor)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["in place", "data", "put", "put there"])
+def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
+                                                    how):
+    """On every device, where no pass keeps any there."""
+    make, part = KINDS[kind]
+
+    def ones():
+        return engine.put(np.ones(3), mgpu.cpu(0))
+
+    def forward(net, x, F):
+        y, factor = net.b(net.a(x)), part(net.holder)
+        return y * (factor.as_in_context(x.context)
+                    if engine.name == "mxnet" else factor)
+
+    def edit(net):
+        x = part(net.holder)
+        if how == "in place":
+            with mgpu.no_grad():
+                x *= 0.75
+        elif how == "data":
+            x = getattr(x, "data", x)
+            x[:] = x * 0.75
+        elif how == "put" or kind in ("array", "tuple"):
+            net.holder = make(x * 0.75)
+        elif kind == "list":
+            net.holder[0] = x * 0.75
+        elif kind == "nested":
+            net.holder["a"][0] = x * 0.75
+        else:
+            net.holder.factor = x * 0.75
+
+    def new():
+        net = network(engine, forward)
+        net.holder = make(ones())
+        return net
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, new(), batches(4), loss, edit)
+    same(trained(new(), devices, batches(4), loss, "per_device", "step",
+                 edit), expected)
+
+
+@pytest.mark.parametrize("name", ["torch"])
+def test_layers_that_are_not_registered_follow(name, devices):
+    """A teacher in a list, which a moving average moves."""
+    def forward(net, x, F):
+        return net.b(net.a(x)) * F.sigmoid(net.teacher[0](x))
+
+    def edit(net):
+        for p, q in zip(net.teacher[0].parameters(), net.b.parameters()):
+            p.data.mul_(0.5).add_(q.data, alpha=0.5)
+
+    def new():
+        import copy
+        net = network(engine, forward)
+        net.teacher = [copy.deepcopy(net.b).requires_grad_(False)]
+        return net
+    loss = mgpu.losses.L2Loss()
+    with using_engine(name) as engine:
+        expected = plain(engine, new(), batches(4), loss, edit)
+        same(trained(new(), devices, batches(4), loss, "per_device", "step",
+                     edit), expected)
+
+
+@pytest.mark.parametrize("name", ["torch"])
+def test_an_attribute_with_a_history_is_refused(name):
+    """Each device would have a copy, and the gradient would end there."""
+    import torch
+
+    def forward(net, x, F):
+        return net.b(net.a(x) * net.holder)
+    outer = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    with using_engine(name) as engine:
+        net = network(engine, forward)
+        net.holder = torch.ones(4, dtype=torch.float64)
+        replicas = mgpu.initialize(net, on(0, 1))
+        shards = mgpu.split_and_load(batches(1)[0][0], replicas.devices)
+        net.holder = outer * 2
+        with pytest.raises(ValueError, match="no history.*'holder'"):
+            replicas(shards)
+        net.holder = net.holder.detach()
+        replicas(shards)
+
+
 def _training_keeps(net, x, F):
     training = net.training if hasattr(net, "training") \
         else F.autograd.is_training()

@@ -127,6 +127,15 @@ def edited_array(name: str) -> ValueError:
         "or use one device.")
 
 
+def no_history(name: str) -> ValueError:
+    """The user has put a tensor that was computed into an attribute."""
+    return ValueError(
+        "on several devices what the user puts into an attribute has no "
+        f"history, since each device gets a copy; received {name!r}, which "
+        "was computed from tensors with gradients. Detach it; or compute it "
+        "in forward().")
+
+
 def explain_states(error: Exception, states: Iterable[tuple[str, Any]],
                    rows: int, count: int) -> None:
     """ValueError if `error` is about shapes, and an array in an attribute has

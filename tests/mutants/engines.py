@@ -103,6 +103,18 @@ MUTANTS = [
     Mutant("torch-added-hooks-unseen", "a first hook is not noticed",
            edit(_ATTRIBUTES + "_Seen.holds", "not any(self._empty)", "True"),
            (_FOLLOW + "as_forward_hook-torch]",)),
+    Mutant("torch-edits-inside-stay", "a tensor that the user changes in an "
+           "attribute has the new values on the first device only", edit(
+               "mgpu.backends._torch.places:Places.edited",
+               "found.add(where)", "pass"),
+           ("test_kept.py::test_arrays_in_attributes_that_the_user_changes["
+            "torch-2dev-in place-list]",)),
+    Mutant("torch-data-inside-stays", "a write through .data to such a tensor "
+           "is not seen", edit(
+               "mgpu.backends._torch.places:_content",
+               'if x.device.type != "cpu" or', "if True or"),
+           ("test_kept.py::test_arrays_in_attributes_that_the_user_changes["
+            "torch-2dev-data-list]",)),
     Mutant("torch-kept-tensors-follow", "what a pass keeps is replica 0's",
            edit(_ATTRIBUTES + "Attributes.follow",
                 "content is not _ARRAYS", "True"),

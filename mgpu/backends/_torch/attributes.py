@@ -120,7 +120,8 @@ class Attributes:
         """Give the copies the attributes and hooks that the module has.
         Returns whether that changed something."""
         edited, met = self._places.follow(), dict[int, Any]()
-        changed = bool(edited)
+        inside = self._places.edited()
+        changed = bool(edited or inside)
         for (number, name), twins in edited.items():
             self._kept.add((number, name))
             for copied, own in zip(self._copies, twins):
@@ -129,17 +130,19 @@ class Attributes:
         for number, (layer, known) in enumerate(zip(self._first,
                                                     self._known)):
             behind = self._behind(number, known)
-            if not behind and known.holds(layer, met):
+            here = {name for n, name in inside if n == number}
+            if not here and not behind and known.holds(layer, met):
                 continue
             seen = _Seen(layer, met)
             for name in {**known.content, **seen.content}:
                 content = seen.content.get(name)
                 if (number, name) in edited:
                     continue
-                if name in behind or known.content.get(name) != content \
-                        if content is not _ARRAYS \
-                        else known.values.get(name) is not seen.values[name] \
-                        and self._is_the_users(number, name):
+                if name in here or (
+                        name in behind or known.content.get(name) != content
+                        if content is not _ARRAYS
+                        else known.values.get(name) is not seen.values[name]
+                        and self._is_the_users(number, name)):
                     changed = True
                     for copied in self._copies:
                         self._copy(name, number, copied)

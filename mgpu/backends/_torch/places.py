@@ -4,7 +4,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,20 +16,30 @@ from mgpu.backends._kept import reads
 from mgpu.backends._torch.names import joined
 
 _LARGE = 1000       # a collection with more items is data
+_SMALL = 4096       # elements of a tensor that are compared
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
-_NO_PARTS = (*_PLAIN, type, nn.Module, ModuleType, FunctionType,
+_NO_PARTS = (*_PLAIN, type, ModuleType, FunctionType,
              BuiltinFunctionType, np.ndarray, torch.Generator)
 
 Where = tuple[int, str]     # the number of a layer, and an attribute of it
-#: a tensor, and the number of writes that torch has counted
-Leaf = tuple[torch.Tensor, int | None]
+
+
+class Leaf(NamedTuple):
+    """A tensor as it is now."""
+
+    tensor: torch.Tensor
+    version: int | None         # the number of writes that torch has counted
+    content: bytes | None       # see `_content`
+
+    def same(self, other: "Leaf") -> bool:
+        return self.tensor is other.tensor and self[1:] == other[1:]
 
 
 class _Place:
     """A tensor that was left, its memory, and those of the copies."""
 
     def __init__(self, leaf: Leaf) -> None:
-        x, self.version = leaf
+        x, self.version, _ = leaf
         self.itself = weakref.ref(x)
         self.storage = StorageWeakRef(x.untyped_storage())
         self.form = _form(x)
@@ -57,20 +67,23 @@ class Places:
 
     def settle(self) -> None:
         """What there is now is the user's, or no news."""
+        self._registered = set(map(id, self._first))
         self._given = self._left = self._scan() if self._copies else {}
+        self._of_copies = [{where: self._leaves(copied, where)
+                            for where in self._given}
+                           for copied in self._copies]
 
     def leave(self, inputs: Sequence[Any] = ()) -> None:
         """A pass of the module has ended. `inputs` are the user's."""
         if not self._copies:
             return
         self._left = self._scan()
-        theirs = {x.untyped_storage()._cdata for x in inputs
-                  for x in _tensors(x)} if self._left else set()
+        theirs = {_memory(x) for x in inputs for x in _tensors(x, set())} \
+            if self._left else set()
         for where, leaves in self._left.items():
-            given = [(id(x), n) for x, n in self._given.get(where, ())]
-            if any((id(x), n) not in given
-                   and x.untyped_storage()._cdata not in theirs
-                   for x, n in leaves):
+            given = {id(x): rest for x, *rest in self._given.get(where, ())}
+            if any(given.get(id(x)) != rest and _memory(x) not in theirs
+                   for x, *rest in leaves):
                 self._kept.add(where)
 
     def follow(self) -> dict[Where, list[dict[int, torch.Tensor]]]:
@@ -84,22 +97,52 @@ class Places:
         for where in self._kept & now.keys():
             old = self._left.get(where, [])
             if len(old) == len(now[where]) and all(
-                    x is y and (n == m or self._is_data(x))
-                    for (x, n), (y, m) in zip(old, now[where])):
+                    x.same(y) or x.tensor is y.tensor and self._is_data(
+                        x.tensor) for x, y in zip(old, now[where])):
                 continue
-            columns = [self._elsewhere(x, n, old[j] if j < len(old) else None)
-                       for j, (x, n) in enumerate(now[where])]
+            columns = [self._elsewhere(x, old[j] if j < len(old) else None)
+                       for j, x in enumerate(now[where])]
             known = [column for column in columns if column is not None]
             if len(known) == len(columns):
                 found[where] = [
-                    {id(x): column[i] for (x, _), column
+                    {id(x.tensor): column[i] for x, column
                      in zip(now[where], known)}
                     for i in range(len(self._copies))]
             elif reads(self._first, where[1]):
-                path = next(path for path, m in self._first[0].named_modules()
-                            if m is self._first[where[0]])
-                raise messages.edited_array(joined(path, where[1]))
+                raise messages.edited_array(self._name(where))
         return found
+
+    def edited(self) -> set[Where]:
+        """Where the user has changed tensors, or put others, that no pass
+        keeps there. ValueError for those with a history."""
+        found, now = set[Where](), self._scan() if self._copies else {}
+        for where in {**self._left, **now}:
+            old, new = self._left.get(where, []), now.get(where, [])
+            if where in self._kept or len(old) == len(new) \
+                    and all(map(Leaf.same, old, new)) \
+                    or not reads(self._first, where[1]):
+                continue
+            if any(not _all_same(given.get(where, []),
+                                 self._leaves(copied, where))
+                   for given, copied in zip(self._of_copies, self._copies)):
+                self._kept.add(where)       # a backward pass does
+            elif len(old) != len(new) or not all(
+                    x.same(y) or self._is_data(y.tensor)
+                    for x, y in zip(old, new)):
+                if not all(x.tensor.is_leaf for x in new):
+                    raise messages.no_history(self._name(where))
+                found.add(where)
+        return found
+
+    def _name(self, where: Where) -> str:
+        path = next(path for path, m in self._first[0].named_modules()
+                    if m is self._first[where[0]])
+        return joined(path, where[1])
+
+    def _leaves(self, layers: Sequence[nn.Module], where: Where
+                ) -> list[Leaf]:
+        return [Leaf(x, _version(x), _content(x)) for x in _tensors(
+            vars(layers[where[0]]).get(where[1]), self._registered)]
 
     def _scan(self) -> dict[Where, list[Leaf]]:
         found: dict[Where, list[Leaf]] = {}
@@ -110,7 +153,7 @@ class Places:
                 continue
             for name, x in vars(layer).items():
                 if name not in self._own and not isinstance(x, _PLAIN):
-                    leaves = [(t, _version(t)) for t in _tensors(x)]
+                    leaves = self._leaves(self._first, (number, name))
                     if leaves:
                         found[number, name] = leaves
         return found
@@ -123,12 +166,13 @@ class Places:
         for where in self._kept & self._left.keys():
             number, name = where
             leaves = self._left[where]
-            others = [_tensors(vars(copied[number]).get(name))
-                      for copied in self._copies]
-            for j, (x, n) in enumerate(leaves):
+            others = [_tensors(vars(copied[number]).get(name),
+                               self._registered) for copied in self._copies]
+            for j, leaf in enumerate(leaves):
+                x, n, _ = leaf
                 place = self._find(x)
                 if place is None or place.itself() is not x:
-                    place = _Place((x, n))
+                    place = _Place(leaf)
                     self._places.setdefault(place.storage.cdata,
                                             []).append(place)
                 place.version = n
@@ -143,60 +187,87 @@ class Places:
         return next((p for p in places if p.itself() is x), None) \
             or next((p for p in places if x.grad_fn is None), None)
 
-    def _elsewhere(self, x: torch.Tensor, version: int | None,
-                   left: Leaf | None) -> list[torch.Tensor] | None:
+    def _elsewhere(self, leaf: Leaf, left: Leaf | None
+                   ) -> list[torch.Tensor] | None:
         """What the copies are to have where the user has put `x`: what they
         had, perhaps without a history, or zeros; or `x`, if what they had was
         the same. None if that is not certain."""
+        x, version, content = leaf
         place = self._find(x)
         if place is not None and place.version == version is not None \
-                and None not in place.others:
+                and None not in place.others and (
+                    left is None or left.tensor is not x
+                    or left.content == content):
             return [y if place.itself() is x
                     else y.detach().requires_grad_(x.requires_grad)
                     for y in place.others if y is not None]
-        had = self._find(left[0]) if left is not None else None
+        had = self._find(left.tensor) if left is not None else None
         others = [] if had is None else [
             y for y in had.others if y is not None]
         whole = len(others) == len(self._copies)
         if not x.any():
-            same = whole and left is not None and left[0].shape == x.shape
+            same = whole and left is not None \
+                and left.tensor.shape == x.shape
             return [torch.zeros_like(others[i] if same else x,
                                      requires_grad=x.requires_grad
                                      and x.is_leaf)
                     for i in range(len(self._copies))]
-        if whole and left is not None and left[1] == _version(left[0]) \
-                and all(torch.equal(y, left[0]) for y in others):
+        if whole and left is not None \
+                and left.version == _version(left.tensor) \
+                and all(torch.equal(y, left.tensor) for y in others):
             return [x.detach().clone() for _ in others]
         return None
 
     def _is_data(self, x: torch.Tensor) -> bool:
         """Whether `x` shares memory with a parameter or buffer."""
-        key = x.untyped_storage()._cdata
-        return any(y.untyped_storage()._cdata == key
-                   for m in self._first
+        return any(_memory(y) == _memory(x) for m in self._first
                    for y in (*m._parameters.values(), *m._buffers.values())
                    if y is not None)
 
 
-def _tensors(x: Any, depth: int = 5, met: set[int] | None = None
-             ) -> list[torch.Tensor]:
-    """The dense ones in an attribute, but not in functions."""
+def _all_same(xs: Sequence[Leaf], ys: Sequence[Leaf]) -> bool:
+    return len(xs) == len(ys) and all(map(Leaf.same, xs, ys))
+
+
+def _tensors(x: Any, registered: set[int], depth: int = 5,
+             met: set[int] | None = None) -> list[torch.Tensor]:
+    """The dense ones in an attribute, but not in functions, nor in layers
+    that are `registered`."""
     if isinstance(x, torch.Tensor):
         return [x] if x.layout is torch.strided else []
     met = set() if met is None else met
     if isinstance(x, _NO_PARTS) or not depth or id(x) in met:
         return []
     met.add(id(x))
+    if isinstance(x, nn.Module):
+        return [] if id(x) in registered else [
+            t for m in x.modules() for table in (m._parameters, m._buffers)
+            for t in table.values() if t is not None]
     if isinstance(x, (dict, list, tuple, set, frozenset, deque)):
         parts = x.values() if isinstance(x, dict) else x
         return [] if len(x) > _LARGE else [
-            t for part in parts for t in _tensors(part, depth - 1, met)]
+            t for part in parts
+            for t in _tensors(part, registered, depth - 1, met)]
     return [t for part in list(getattr(x, "__dict__", {}).values())
-            for t in _tensors(part, depth - 1, met)]
+            for t in _tensors(part, registered, depth - 1, met)]
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
 
 
 def _version(x: torch.Tensor) -> int | None:
     return None if x.is_inference() else x._version
+
+
+def _content(x: torch.Tensor) -> bytes | None:
+    """The values of a small tensor, and a sample of those of a large one:
+    writes through ``.data`` and NumPy leave no other trace."""
+    if x.device.type != "cpu" or not x.is_contiguous():
+        return None
+    step = -(-x.numel() // _SMALL) or 1
+    some = x.detach().view(-1)[::step].contiguous()
+    return some.view(torch.uint8).numpy().tobytes()
 
 
 def _form(x: torch.Tensor) -> tuple[Any, ...]:
