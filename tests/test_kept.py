@@ -433,6 +433,56 @@ def _device_keeps(net, x, F):
     return net.b(h)
 
 
+def _writes_first(self, x):
+    self.state = self.a(x)
+    return self.b(self.state * self.state)
+
+
+def _reads_sometimes(self, x):
+    if self.state is None:
+        self.state = self.a(x)
+    return self.b(self.state * self.state)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+@pytest.mark.parametrize("forward", [_writes_first, _reads_sometimes])
+def test_the_network_itself_is_called_in_between(engine, devices, when,
+                                                 forward):
+    """What its pass leaves in an attribute matters only where another pass
+    reads it before it writes it; there it is refused."""
+    def new():
+        net = network(engine, None, state=None)
+        base = type(net).__mro__[1]
+        object.__setattr__(net, "__class__",
+                           type("Own", (base,), {"forward": forward}))
+        return net
+    loss = mgpu.losses.L2Loss()
+    net = new()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+
+    def call():
+        net.state = None
+        with mgpu.record():
+            net(engine.put(batches(1)[0][0][:3], mgpu.cpu(0)))
+
+    def train():
+        if when == "before":
+            call()
+        for X, y in batches(3):
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+            if when == "between":
+                call()
+    if forward is _writes_first:
+        train()
+        same(values(net), plain(engine, new(), batches(3), loss))
+    elif len(devices) > 1:
+        # Before the first pass it is the user's, with the wrong rows.
+        with pytest.raises(ValueError, match="" if when == "before" else
+                           "do not say what the other devices are to have"):
+            train()
+
+
 class _Holder:
     def __init__(self, factor):
         self.factor = factor

@@ -102,6 +102,10 @@ def cells(function: FunctionType) -> list[Any]:
             if cell != _EMPTY_CELL]
 
 
+#: what may leave instructions behind it out
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+
+
 def reads(layers: Iterable[Any], name: str) -> bool:
     """Whether code of these layers may read an attribute `name`; any code
     does that which is not theirs."""
@@ -141,9 +145,27 @@ def _read_names(kind: type) -> frozenset[str] | None:
                            and not after.opname.endswith(("_ATTR", "_METHOD"))
                            for step, after in pairwise(steps)):
                 return None
-            found.update(step.argval for step in steps
-                         if step.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+            found.update(_read_first(steps, own))
     return frozenset(found)
+
+
+def _read_first(steps: Sequence[dis.Instruction], own: tuple[str, ...]
+                ) -> set[str]:
+    """The attributes that a function reads, without those that it has always
+    written to its `own` object before."""
+    names = [step.opname for step in steps]
+    # `try` jumps without an instruction of its own
+    always = names.count("PUSH_EXC_INFO") == names.count("WITH_EXCEPT_START")
+    read, written = set[str](), set[str]()
+    for before, step in pairwise(steps):
+        always = always and step.opcode not in _JUMPS
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            read |= {step.argval} - written
+        elif step.opname == "STORE_ATTR" and always \
+                and before.opname.startswith("LOAD_FAST") \
+                and (before.argval,) == own:
+            written.add(step.argval)
+    return read
 
 
 def reached(x: Any, array: type | tuple[type, ...], network: type,
