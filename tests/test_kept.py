@@ -444,8 +444,16 @@ def _reads_sometimes(self, x):
     return self.b(self.state * self.state)
 
 
-@pytest.mark.parametrize("when", ["before", "between"])
-@pytest.mark.parametrize("forward", [_writes_first, _reads_sometimes])
+def _may_write(self, x):
+    if self.a is not None:
+        self.state = self.a(x)
+    return self.b(self.state * self.state)
+
+
+@pytest.mark.parametrize("forward, when", [
+    (_writes_first, "before"), (_writes_first, "between"),
+    (_reads_sometimes, "before"), (_reads_sometimes, "between"),
+    (_may_write, "between")])
 def test_the_network_itself_is_called_in_between(engine, devices, when,
                                                  forward):
     """What its pass leaves in an attribute matters only where another pass

@@ -113,7 +113,7 @@ MUTANTS = [
                "mgpu.backends._kept:_read_first",
                "always and step.opcode not in _JUMPS", "always"),
            ("test_kept.py::test_the_network_itself_is_called_in_between["
-            "torch-2dev-_reads_sometimes-between]",)),
+            "torch-2dev-_may_write-between]",)),
     Mutant("torch-edits-inside-stay", "a tensor that the user changes in an "
            "attribute has the new values on the first device only", edit(
                "mgpu.backends._torch.places:Places.edited",
