@@ -44,6 +44,13 @@ MODES = ("lockstep", "free", "accuracy")
 CHAOS = 16.0
 #: the changes of the last bits that are tried, in units in the last place
 NUDGES = (4, 8, 16, 32)
+#: what rounding moves, a change so many times as large moves further, by a
+#: share of that at least; what a decision moves (an index, a threshold) stays
+FARTHER, SHARE = 2.0 ** 8, 2.0 ** -3
+#: where rounding moves a tensor by more than this share, a step proves nothing
+LARGE = 1e-2
+#: what the forward pass gives, which has no kinks as gradients have
+_FORWARD = ("output", "loss", "statistic", "prediction")
 
 joined = join_devices       # its older name
 
@@ -393,6 +400,7 @@ class Comparison:
             result.prove_nothing(
                 "with equal values the outputs differ, although no step "
                 "shows a difference")
+        result.prove_nothing(_blurred(result.gaps, self.epsilon))
         if self.strict and result.first is None \
                 and result.coverage["options"]:
             result.verdict = "different"
@@ -571,7 +579,7 @@ class Comparison:
         """Tell rounding from a difference: what does a change of a few units
         in the last place do to `a`? `NUDGES` are tried until they explain
         all gaps: a value next to a kink (ReLU) needs luck, or more units."""
-        signs, given = np.random.default_rng(number), found
+        given = found
         # What differs without a nudge too comes from memory outside the
         # state (gradients that add up). It is not rounding.
         fixed = {(g.stage, g.name)
@@ -579,20 +587,10 @@ class Comparison:
                  if g.status == "different"}
         own: dict[tuple[str, str], float] = {}
         for size in NUDGES:
-            nudge = partial(self._nudged, size=size, signs=signs)
-            near = map_leaves(nudge, X)
-            values = {name: nudge(value)
-                      for name, value in before.values.items()}
-            self.a.nudge = nudge    # gradients of rows may cancel out
-            try:
-                again = self._again(before._replace(values=values), near, y,
-                                    one, two, number)
-            finally:
-                self.a.nudge = None
-            for g in again:
-                key = g.stage, g.name
+            near = partial(self._near, before, X, y, one, two, number, size)
+            for key, far in self._by_rounding(near, found).items():
                 if key not in fixed:
-                    own[key] = max(own.get(key, 0.0), g.relative)
+                    own[key] = max(own.get(key, 0.0), far)
             found = [g if g.status != "different" else g._replace(
                 own=(left := own.get((g.stage, g.name), 0.0)),
                 status="rounding" if g.relative <= CHAOS * left
@@ -609,14 +607,57 @@ class Comparison:
             return given
         return found
 
-    def _nudged(self, x: Any, size: int, signs: np.random.Generator
-                ) -> np.ndarray:
+    def _by_rounding(self, near: Callable[[float], list[Gap]],
+                     found: list[Gap]) -> dict[tuple[str, str], float]:
+        """How far a change of the last bits moves each tensor of `a`, as far
+        as rounding does that: nothing if it changes what the network decides,
+        so that the forward pass jumps; and of an update nothing where its
+        gradient is moved much further than the sides are apart. `near`: how
+        far a change so many times as large moves them."""
+        moved = {(g.stage, g.name): g.relative for g in near(1)}
+        jumps = {key: far for key, far in moved.items()
+                 if key[0] in _FORWARD and far > TOLERANCE[self.dtype]}
+        if jumps:
+            farther = {(g.stage, g.name): g.relative
+                       for g in near(FARTHER)}
+            if any(farther[key] < FARTHER * SHARE * far
+                   for key, far in jumps.items()):
+                return {}
+        loose = {g.name for g in found if g.stage == "gradient"
+                 and moved.get(("gradient", g.name), 0.0)
+                 > CHAOS * max(g.relative, self.tolerance)}
+        return {(stage, name): far for (stage, name), far in moved.items()
+                if not (stage == "weight" and name in loose
+                        or stage == "memory"
+                        and measure.layer_of(name) in loose)}
+
+    def _near(self, before: State, X: Any, y: Any, one: StepResult,
+              two: StepResult, number: int, size: int, times: float
+              ) -> list[Gap]:
+        """How far `a` gets from `one` if all is moved by `size` units in the
+        last place, or by so many times that in the same directions."""
+        nudge = partial(self._nudged, size=size * times,
+                        signs=np.random.default_rng((number, size)))
+        near = map_leaves(nudge, X)
+        values = {name: nudge(value) for name, value in before.values.items()}
+        self.a.nudge = lambda ones: nudge(ones, whole=True)
+        try:                    # gradients of rows may cancel out
+            return self._again(before._replace(values=values), near, y, one,
+                               two, number)
+        finally:
+            self.a.nudge = None
+
+    def _nudged(self, x: Any, size: float, signs: np.random.Generator,
+                whole: bool = False) -> np.ndarray:
         """An array whose floats are moved by `size` units in the last place,
-        up or down."""
+        up or down. Whole numbers are not, unless `whole`: no rounding makes
+        others of them, and a network may take an index from them."""
         x = np.asarray(x)
         if x.dtype.kind != "f":
             return x
         factor = 1 + size * self.epsilon * signs.choice((-1.0, 1.0), x.shape)
+        if not whole:
+            factor[x == np.rint(x)] = 1.0
         return (x * factor).astype(self.dtype)
 
     def _again(self, start: State, X: Any, y: Any, one: StepResult,
@@ -743,6 +784,28 @@ class Comparison:
 def _different(gaps: Sequence[Gap]) -> set[str]:
     """The stages in which something differs."""
     return {g.stage for g in gaps if g.status == "different"}
+
+
+def _blurred(gaps: Sequence[Gap], epsilon: float) -> str | None:
+    """What to say where rounding alone moves a tensor so far that a mistake
+    in it would not show. What is zero but for rounding, and an update by such
+    a gradient, are no place of a mistake."""
+    sizes: dict[tuple[int, str], float] = {}
+    for g in gaps:
+        key = g.step, g.stage
+        sizes[key] = max(sizes.get(key, 0.0), g.scale)
+    noise = {(g.step, g.name) for g in gaps if g.stage == "gradient" and (
+        g.status == "zero"
+        or g.scale <= measure.ZERO * epsilon * sizes[g.step, g.stage])}
+    for g in gaps:
+        name = measure.layer_of(g.name) if g.stage == "memory" else g.name
+        if g.status == "rounding" and g.relative > LARGE \
+                and (g.step, name) not in noise:
+            return (f"in step {g.step} rounding alone moves {g.stage} "
+                    f"{g.name}".rstrip() + f" by {g.own:.0%} of its size, so "
+                    "that a mistake there would not show. Compare in float64, "
+                    "with other data or from other weights")
+    return None
 
 
 def _worst(apart: Mapping[str, float], names: Mapping[str, str]

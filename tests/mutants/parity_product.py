@@ -107,6 +107,26 @@ MUTANTS = [
                 '"rounding" if g.relative <=',
                 '"rounding" if 0 * g.relative <='),
            ("parity/test_compare.py::test_the_first_difference_is_the_layer",)),
+    Mutant("whole-numbers-round", "the last bits of an index change it",
+           edit("mgpu.parity.comparison:Comparison._nudged",
+                "if not whole:", "if False:"),
+           ("parity/test_compare.py::test_no_rounding_moves_a_whole_number"
+            "[mxnet-1dev-float64]",)),
+    Mutant("a-jump-is-rounding", "what does not grow with a change of the "
+           "last bits is an effect of it",
+           edit("mgpu.parity.comparison:Comparison._by_rounding",
+                "if any(farther[key] <", "if any(0 * farther[key] > 1 +"),
+           ("parity/test_compare.py::test_a_jump_is_no_rounding[threshold]",)),
+    Mutant("updates-have-the-kinks-of-gradients", "an update may differ as "
+           "far as a kink moves its gradient",
+           edit("mgpu.parity.comparison:Comparison._by_rounding",
+                'if not (stage == "weight" and', 'if not (stage == "" and'),
+           ("parity/test_compare.py::test_a_jump_is_no_rounding[kink]",)),
+    Mutant("large-rounding-proves", "gradients that rounding makes others "
+           "are the same",
+           edit("mgpu.parity.comparison:_blurred",
+                "g.relative > LARGE", "g.relative > 1e9 * LARGE"),
+           ("parity/test_compare.py::test_a_jump_is_no_rounding[kink]",)),
     Mutant("gradients-in-forward-order", "the first wrong gradient is that "
            "of the first layer",
            edit("mgpu.parity.comparison:Comparison._result",

@@ -701,6 +701,119 @@ def test_rounding_is_told_from_a_difference():
     assert all(g.own > 0 for g in result.gaps if g.status == "rounding")
 
 
+def indexed_gluon():
+    """Of whole numbers in floats: ids in the input, and an order of columns
+    in a constant."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn
+
+    class Indexed(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.embed = nn.Embedding(7, 4)
+                self.hidden = nn.Dense(5, in_units=4)
+                self.norm = nn.BatchNorm(in_channels=5)
+                self.out = nn.Dense(3, in_units=5)
+                self.order = self.params.get_constant(
+                    "order", mx.nd.array([2, 0, 1, 3]))
+
+        def hybrid_forward(self, F, x, order):
+            h = F.take(F.mean(self.embed(x), axis=1), order, axis=1)
+            return self.out(F.tanh(self.norm(self.hidden(h))))
+    return Indexed()
+
+
+def indexed_torch():
+    import torch
+    from torch import nn
+
+    class Indexed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(7, 4)
+            self.hidden, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5)
+            self.out = nn.Linear(5, 3)
+            self.register_buffer("order", torch.tensor([2., 0, 1, 3]))
+
+        def forward(self, x):
+            h = self.embed(x.long()).mean(1)[:, self.order.long()]
+            return self.out(torch.tanh(self.norm(self.hidden(h))))
+    return Indexed()
+
+
+@pytest.mark.parametrize("dtype", ("float64", "float32"))
+def test_no_rounding_moves_a_whole_number(dtype, backend, devices):
+    """Other rows of a table are no rounding, and what is rounding is found
+    beside them."""
+    make = {"mxnet": indexed_gluon, "torch": indexed_torch}[backend.name]
+    rng = np.random.default_rng(0)
+    data = [(rng.integers(0, 7, (32, 6)).astype(dtype),
+             rng.integers(0, 3, 32)) for _ in range(2)]
+
+    def compared(**other):
+        sides = [parity.Side(net, optimizer="adam", optimizer_params={
+            "epsilon": 1e-30, "learning_rate": 1e-3, **options})
+            for net, options in ((make, {}), (indexed_torch, other))]
+        return parity.compare(*sides, batches=data, devices=devices)
+    wrong = compared(learning_rate=1.001e-3)
+    assert wrong.verdict == "different" and wrong.first.stage == "weight"
+    equal = compared()
+    assert equal.same, str(equal)
+    if backend.name == "mxnet":     # torch against torch has the same bits
+        assert ("hidden.bias", "rounding") in {
+            (g.name, g.status) for g in equal.gaps}
+
+
+def deciding(kind, fault=1.0):
+    """A network that decides by values that are no whole numbers, the same
+    in both sides. `fault`: of the gradients of what it decides on."""
+    import torch
+    from torch import nn
+
+    class Deciding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(6, 3)
+            self.at = nn.Parameter(torch.full((6,), 0.5))
+            self.table = nn.Parameter(torch.linspace(-1, 1, 6))
+            self.register_buffer("tenths", torch.arange(6) / 8)
+            for p in (self.at, self.table):
+                p.register_hook(lambda g: fault * g)
+
+        def forward(self, x):
+            x = {"threshold": lambda: (x >= 0.5) * self.table,
+                 "index": lambda: x * self.table[(self.tenths * 8).long()],
+                 "kink": lambda: torch.relu(x - self.at)}[kind]()
+            return self.out(x)
+    return Deciding()
+
+
+@pytest.mark.parametrize("kind", ("threshold", "index", "kink"))
+def test_a_jump_is_no_rounding(kind):
+    rng = np.random.default_rng(0)
+    data = [(rng.integers(0, 3, (8, 6)) / 2, rng.integers(0, 3, 8))]
+
+    def compared(b, rate=0.1):
+        return parity.compare(
+            *(parity.Side(net, optimizer_params={"learning_rate": r})
+              for net, r in ((lambda: deciding(kind), 0.1), (b, rate))),
+            batches=data)
+    assert compared(lambda: deciding(kind)).same
+    # gradients of both sides are equal, so that an update is judged by them
+    rate = compared(lambda: deciding(kind), 0.1001)
+    assert {g.status for g in rate.gaps if g.stage == "weight"
+            and g.relative > 1e-10} == {"different"}
+    fault = compared(lambda: deciding(kind, 1.5))
+    if kind == "kink":      # only the gradients jump
+        assert fault.verdict == "no proof"
+        assert "rounding alone moves gradient at by" in fault.reason
+    else:
+        assert fault.verdict == "different"
+        assert fault.first.stage == "gradient"
+
+
 def test_own_weights_are_compared_as_they_are():
     init = mgpu.initializers.Xavier()
     same = parity.compare(
