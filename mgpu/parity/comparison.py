@@ -279,6 +279,7 @@ class Comparison:
         finally:
             self.a.load(start[0])
             self.b.load(start[1])
+        self._note_crossed(given)
         self.initial = start
         self.constants = Constants.of(
             self.plan, self.a.entries, self.b.entries, start[0].values,
@@ -299,6 +300,19 @@ class Comparison:
         if any(layer.kind == "dropout" for run in (self.a, self.b)
                for layer in run.layers):
             self.notes.append("dropout: " + self.settings["dropout"])
+
+    def _note_crossed(self, given: Any) -> None:
+        """Say of layers that stand for one another, unless the user has."""
+        crossed = [] if given or self.plan.confirmed is not True \
+            or self.plan.how == "equal names" else self.plan.crossed()
+        if crossed:
+            n, m = crossed[0]
+            self.notes.append(
+                f"{n} of a is paired with {m} of b, although b has "
+                f"{n} too ({len(crossed)} such names): paired by equal names, "
+                "the outputs differ, and so they do with weights that are "
+                "loaded by name. If a port uses one layer in another's place, "
+                "exchange them; if it is meant, say so with a map")
 
     # -- lock-step ----------------------------------------------------------
 

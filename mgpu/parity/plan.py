@@ -26,6 +26,11 @@ class Entry(NamedTuple):
         return f"{self.name} {self.shape}"
 
 
+def own(name: str) -> str:
+    """The layer of a parameter, or a parameter of the network itself."""
+    return name.rpartition(".")[0] or name
+
+
 class Pair(NamedTuple):
     """Parameters with the same elements: `a` and `b` are names, one or
     several. The steps turn the values of `a` into those of `b`."""
@@ -99,6 +104,22 @@ class Plan(NamedTuple):
     def names(self) -> dict[str, str]:
         """For each name of `a`, the first name of its pair in `b`."""
         return {name: pair.b[0] for pair in self.pairs for name in pair.a}
+
+    def crossed(self) -> list[tuple[str, str]]:
+        """Layers (or parameters of the network itself) and their partners,
+        where each has the name of another one's partner: two towers, the
+        experts of a mixture."""
+        partners = {own(p.a[0]): own(p.b[0]) for p in self.pairs[::-1]}
+
+        def returns(name: str) -> bool:
+            at: str | None = name
+            for _ in partners:
+                at = partners.get(at or "")
+                if at == name:
+                    return True
+            return False
+        return [(n, m) for n, m in partners.items() if n != m and returns(n)
+                ][::-1]
 
     def lines(self) -> list[str]:
         """The plan as text: a line for each pair."""

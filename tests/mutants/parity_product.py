@@ -107,6 +107,12 @@ MUTANTS = [
                 '"rounding" if g.relative <=',
                 '"rounding" if 0 * g.relative <='),
            ("parity/test_compare.py::test_the_first_difference_is_the_layer",)),
+    Mutant("towers-exchange-quietly", "layers of each other's names are "
+           "paired without a word",
+           edit("mgpu.parity.plan:Plan.crossed",
+                "if n != m and returns(n)", "if n != m and not returns(n)"),
+           ("parity/test_compare.py::test_layers_with_each_others_names_are_"
+            "noted[torch]",)),
     Mutant("whole-numbers-round", "the last bits of an index change it",
            edit("mgpu.parity.comparison:Comparison._nudged",
                 "if not whole:", "if False:"),

@@ -1,4 +1,6 @@
 """`mgpu.parity.compare`: what it finds, what it refuses, what it leaves."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -6,6 +8,7 @@ import mgpu
 from mgpu import parity
 from mgpu.parity import matching, measure, spill
 from mgpu.parity.matching import Entry, MatchError
+from networks import bricks
 from networks import two_convs_gluon as gluon
 from networks import two_convs_torch as port
 
@@ -812,6 +815,41 @@ def test_a_jump_is_no_rounding(kind):
     else:
         assert fault.verdict == "different"
         assert fault.first.stage == "gradient"
+
+
+def towers(engine, exchanged=False):
+    """Two layers of one shape, which may be used in each other's place."""
+    base, dense = bricks(SimpleNamespace(name=engine))
+
+    class Towers(base):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = dense(6, 3), dense(6, 3)
+
+        def forward(self, x):
+            left, right = (self.right, self.left) if exchanged \
+                else (self.left, self.right)
+            return left(x) ** 2 + right(x)
+    return Towers()
+
+
+def test_layers_with_each_others_names_are_noted(backend):
+    rng = np.random.default_rng(0)
+    data = [(rng.normal(size=(8, 6)), rng.integers(0, 3, 8))]
+
+    def compared(b, **options):
+        found = parity.compare(lambda: towers(backend.name), b, batches=data,
+                               **options)
+        assert found.same
+        return [note for note in found.notes if "although b has" in note]
+    assert not compared(lambda: towers("torch"))
+    notes = compared(lambda: towers("torch", exchanged=True))
+    assert len(notes) == 1 and notes[0].startswith(
+        "left of a is paired with right of b, although b has left too (2 such "
+        "names)")
+    assert not compared(lambda: towers("torch", exchanged=True), map={
+        f"{one}.{part}": f"{other}.{part}" for part in ("weight", "bias")
+        for one, other in (("left", "right"), ("right", "left"))})
 
 
 def test_own_weights_are_compared_as_they_are():
