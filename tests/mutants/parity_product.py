@@ -107,6 +107,18 @@ MUTANTS = [
                 '"rounding" if g.relative <=',
                 '"rounding" if 0 * g.relative <='),
            ("parity/test_compare.py::test_the_first_difference_is_the_layer",)),
+    Mutant("constants-move-in-double", "float32 rounds constants by less "
+           "than its units",
+           edit("mgpu.parity.causes.float32:constant_in_float32",
+                '* _STEPS["float32"]', '* 1e-3 * _STEPS["float32"]'),
+           ("parity/test_constants.py::test_forms_of_a_constant_in_float32_are_"
+            "a_cause[1dev-mxnet]",)),
+    Mutant("next-to-zero-is-explained", "what predicts 0 explains numbers "
+           "that are small next to the other side's",
+           edit("mgpu.parity.causes.difference:unexplained",
+                "min(apart, distance(a, b))", "distance(a, b)"),
+           ("parity/test_diagnosis.py::test_what_predicts_zero_explains_no_"
+            "small_numbers",)),
     Mutant("towers-exchange-quietly", "layers of each other's names are "
            "paired without a word",
            edit("mgpu.parity.plan:Plan.crossed",

@@ -107,6 +107,35 @@ def test_constants_that_are_used_in_other_ways_are_left_alone():
                                                 "b": ["scale"]}
 
 
+STD = np.array([[0.229, 0.224, 0.225, 0.3, 0.7, 0.123]])
+
+
+@pytest.mark.parametrize("a", MAKE)
+def test_forms_of_a_constant_in_float32_are_a_cause(a, devices):
+    """A divisor and a factor that float32 has rounded; not what is as small
+    and comes from elsewhere."""
+    divide = {"mxnet": "broadcast_div", "torch": "div"}[a]
+
+    def compared(dtype, change=lambda net: net):
+        factor = in_torch({"s": (1 / STD).astype(dtype).astype(float)},
+                          use="mul")
+        return parity.compare(
+            MAKE[a]({"s": STD.astype(dtype).astype(float)}, use=divide),
+            lambda: change(factor()), batches=BATCHES, devices=devices)
+
+    def louder(net):
+        net.hidden.register_forward_hook(lambda m, x, y: y * (1 + 1e-7))
+        return net
+    assert compared("float64").same
+    result = compared("float32")
+    assert result.verdict == "different"
+    assert [c.name for c in result.causes] == ["constant in float32"]
+    assert result.causes[0].confirmed and "holds s in float32" \
+        in result.causes[0].text
+    assert "constant in float32" not in {
+        c.name for c in compared("float32", louder).causes}
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_frozen_beside_weights_is_noted(strict, backend):
     backend = backend.name

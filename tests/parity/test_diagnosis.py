@@ -5,6 +5,7 @@ import pytest
 import mgpu
 from mgpu import losses, parity
 from mgpu.parity import Side, diagnosis
+from mgpu.parity.causes.difference import unexplained
 from networks import gluon
 from networks import torch as torch_
 from parity.steps import gluon_step, torch_step
@@ -513,6 +514,9 @@ def gluons_halving():
     return mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.125)
 
 
+#: numbers that float32 has rounded
+RATIOS = (np.arange(1.0, 7.0)[None] / 7).astype("float32").astype(float)
+
 FAULTS = {
     # in the user's own steps
     "eval mode": ("training mode", steps({"mode": "eval"})),
@@ -535,6 +539,10 @@ FAULTS = {
     # what is not trained
     "table of positions": ("constant", lambda patch: (
         in_gluon({"pe": np.ones((2, 6))}), in_torch({"pe": np.eye(2, 6)}),
+        [(np.stack([X, X], 1), y) for X, y in ROWS], {})),
+    "a factor for a divisor": ("constant in float32", lambda patch: (
+        in_gluon({"s": RATIOS}, use="broadcast_div"), in_torch(
+            {"s": (1 / RATIOS).astype("float32").astype(float)}, use="mul"),
         [(np.stack([X, X], 1), y) for X, y in ROWS], {})),
     "frozen table": ("constant", lambda patch: (
         in_gluon({"pe": np.ones((2, 6))}, freeze=True),
@@ -1338,6 +1346,13 @@ def test_what_has_overflowed_has_no_cause(lost):
                             batches=ROWS[:2], steps=1)
     assert not result.same and result.first.stage == "gradient"
     assert bool(result.causes) is (lost == 1.0), result.causes
+
+
+def test_what_predicts_zero_explains_no_small_numbers():
+    large, small = np.arange(1.0, 5.0), np.arange(1.0, 5.0) / 1e5
+    assert unexplained(large, small, 0 * large) == 1.0
+    assert unexplained(large, small, small * (1 + 1e-6)) < 1e-5
+    assert unexplained(large, 0 * large, 0 * large) == 0.0
 
 
 def test_enough_faults_come_first():

@@ -55,7 +55,7 @@ class View:
 
     def __init__(self, letter: str, evidence: Evidence, run: Run,
                  step: StepResult, names: Mapping[str, str]):
-        self._evidence, self._letter = evidence, letter
+        self.evidence, self._letter = evidence, letter
         self.run, self.step, self.names = run, step, names
         self.devices, self.rows = len(run.devices), [*filter(None, step.rows)]
         self.gradients, self.values = step.gradients, step.after.values
@@ -71,7 +71,7 @@ class View:
 
     def before(self, change: Callable[[Any], Any] | None = None) -> State:
         """The state before the step in the terms of this side."""
-        ev = self._evidence
+        ev = self.evidence
         state = ev.before if change is None else ev.before._replace(
             values={n: change(v) for n, v in ev.before.values.items()})
         return state if self.run is ev.run_a else translate(
@@ -79,15 +79,15 @@ class View:
 
     def prepared(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The leaves of X and y after the side's `prepare`."""
-        X, y = self.run.prepared(self._evidence.X, self._evidence.y)
+        X, y = self.run.prepared(self.evidence.X, self.evidence.y)
         return ([np.asarray(x) for x in leaves(X)],
                 [np.asarray(x) for x in leaves(y)])
 
     @once
     def calls(self) -> list[tuple[int, LayerCall]]:
         """All calls of innermost layers in the step: (device, call)."""
-        ev, busy = self._evidence, [i for i, n in enumerate(self.step.rows)
-                                    if n]
+        ev, busy = self.evidence, [i for i, n in enumerate(self.step.rows)
+                                   if n]
         if ev.calls is not None:
             known = ev.calls[self.run is not ev.run_a]
         else:
@@ -105,7 +105,7 @@ class View:
         """Each device's own gradients, before they are summed, by the names
         and in the layout of `a`. `change` changes each value before the step,
         in the terms of `a`, and each leaf of X."""
-        ev = self._evidence
+        ev = self.evidence
         X = ev.X if change is None else map_leaves(change, ev.X)
         self.run.load(self.before(change), memory=False)
         own = self.run.local_gradients(X, ev.y, ev.step)
@@ -113,8 +113,8 @@ class View:
 
     def past_gradients(self) -> list[Arrays]:
         """Those of up to two steps before, the last one first."""
-        which = self.run is not self._evidence.run_a
-        return [pair[which].gradients for pair in self._evidence.earlier[::-1]]
+        which = self.run is not self.evidence.run_a
+        return [pair[which].gradients for pair in self.evidence.earlier[::-1]]
 
 
 class Tensors(NamedTuple):
@@ -343,11 +343,13 @@ def distance(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def unexplained(a: np.ndarray, b: np.ndarray, predicted: np.ndarray) -> float:
-    """The residual for one pair of arrays."""
+    """The residual for one pair of arrays: a share of the difference, or of
+    `b` if that is smaller, since numbers near 0 predict a small one."""
     if predicted.shape != b.shape:
         return math.inf
-    apart = distance(a, b) if a.shape == b.shape \
-        else float(np.abs(b).max(initial=0.0))
+    apart = float(np.abs(b).max(initial=0.0))
+    if a.shape == b.shape:
+        apart = min(apart, distance(a, b))
     left = distance(predicted, b)
     return left / apart if apart else (0.0 if not left else math.inf)
 

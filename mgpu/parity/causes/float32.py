@@ -1,5 +1,6 @@
 """Causes that are no larger than the rounding to a smaller dtype."""
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from mgpu.parity.causes.statistics import readings
 from mgpu.parity.causes.update import other_options
 from mgpu.parity.causes.update_search import (Changes, Update, options_of,
                                               replaced)
+from mgpu.parity.measure import TOLERANCE
 
 
 @cause("float32 hyper-parameters", "update")
@@ -100,3 +102,66 @@ def dtype_of_the_loss(d: Difference) -> Found:
     for side, dtype, residual in _smaller(
             d, d.a.step.losses, d.b.step.losses):
         yield _dtype(d, "the loss", side, dtype), residual
+
+
+# -- constants that are held in float32 ---------------------------------------
+
+#: so many numbers are moved, one by one, each by up to so many units
+_NUMBERS, _UNITS = 64, 4
+
+
+def _loose(x: np.ndarray) -> np.ndarray:
+    """The places of numbers that float32 has rounded, if it has."""
+    rounded = x == _rounded(x, "float32")
+    return rounded.all() & (x != _rounded(x, "float16"))
+
+
+def _outputs(side: View, name: str, far: Any) -> np.ndarray:
+    """What `side` puts out with a constant moved by `far`."""
+    side.run.load(side.before(), memory=False)
+    state = side.run.state()
+    kept = state.values[name]
+    side.run.load(state._replace(values={**state.values, name: kept + far}),
+                  memory=False)
+    X, y = side.run.prepared(side.evidence.X, side.evidence.y)
+    try:
+        return side.run.forward(X, y, side.evidence.step)[0]
+    finally:        # where no plan has it, nothing else puts it back
+        side.run.load(state, memory=False)
+
+
+@cause("constant in float32", "forward", resort=6)
+def constant_in_float32(d: Difference) -> Found:
+    """Constants in float32 that the other side holds, or computes, in another
+    form: moved by a few units of float32 they give what that side gives."""
+    u, v = d.a.step.outputs[0], d.b.step.outputs[0]
+    if u.shape != v.shape or distance(u, v) > TOLERANCE["float32"] * float(
+            np.abs(u).max(initial=0.0)):
+        return
+    for (other, side), apart in zip(d.both_ways(), (u - v, v - u)):
+        values = side.run.state().values
+        held = {e.name: places for e in side.run.entries
+                if e.kind == "other" and not e.trained
+                and values[e.name].dtype.kind == "f"
+                for places in [_loose(values[e.name])] if places.any()}
+        count = sum(places.sum() for places in held.values())
+        if not 0 < count <= _NUMBERS:
+            continue
+        effects = []
+        for name, places in held.items():
+            still = _outputs(side, name, 0.0)
+            for place in zip(*places.nonzero()):
+                unit = np.zeros(places.shape)
+                unit[place] = abs(values[name][place]) * _STEPS["float32"]
+                effects.append((_outputs(side, name, unit) - still).ravel())
+        units = np.linalg.lstsq(np.array(effects).T, apart.ravel(),
+                                rcond=1e-9)[0]
+        if np.abs(units).max() <= _UNITS:
+            left = distance(units @ np.array(effects), apart.ravel())
+            yield (f"{side} holds {', '.join(held)} in float32, and {other} "
+                   "holds or computes it in another form (a factor for a "
+                   "divisor), which float32 rounds otherwise: hold it in "
+                   "float64 on both sides (dtype='float64' of mx.nd.array, "
+                   "dtype=torch.float64), or give a tolerance of 1e-6"
+                   ), None if apart.size < 2 * count \
+                else left / distance(u, v)
