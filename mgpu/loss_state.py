@@ -12,6 +12,7 @@ import io
 import itertools
 import pickle
 import random
+import re
 import sys
 import threading
 import weakref
@@ -41,6 +42,9 @@ _BYTES = 1 << 20    # nor arrays with more, where the engine counts no writes
 #: what is called without being named
 _CALLED = {"__call__", "forward", "hybrid_forward", "__enter__", "__exit__",
            "__getitem__", "__setitem__", "__add__", "__iadd__", "__next__"}
+#: names of functions that draw
+_DRAWS = re.compile("(?i)rand|dropout|noise|bernoulli|multinom|poisson|gumbel"
+                    "|normal(?!i)|uniform|exponential|sample(?!_w)|shuffle")
 _ANY = {"getattr", "setattr", "vars", "__dict__"}
 #: classes of the standard library that are but data, which their own methods
 #: change: `Namespace`, `SimpleNamespace`, `UserDict`, `Queue`, `Value`
@@ -64,10 +68,12 @@ class SharedLoss:
         Another call than the first has changed what the loss keeps.
     """
 
-    def __init__(self, loss: Callable[[Any, Any], Any], replicas: Any
-                 ) -> None:
-        self.loss, self._replicas = loss, weakref.ref(replicas)
-        self._backend: base.Backend = replicas.backend
+    def __init__(self, loss: Callable[[Any, Any], Any], replicas: Any,
+                 backend: base.Backend | None = None) -> None:
+        self.loss = loss
+        self._replicas = (lambda: None) if replicas is None \
+            else weakref.ref(replicas)
+        self._backend: base.Backend = backend or replicas.backend
         self._codes: dict[CodeType, list[str]] = {}     # what each imports
         self._names = set(_CALLED)      # of attributes that code may reach
         self._first = threading.RLock()   # a signal handler may train
@@ -258,14 +264,14 @@ class SharedLoss:
     def _of_object(self, x: Any) -> Iterator[tuple[Any, Any]]:
         parts = self._backend.parts(x)
         replicas: Any = self._replicas()
-        if parts is not None and replicas.network.is_shared \
+        if parts is not None and replicas and replicas.network.is_shared \
                 and id(x) in self._layers(replicas.net):
             return      # each device has what its pass has left there
-        if parts and x is not replicas.net:
+        if parts and not (replicas and x is replicas.net):
             if self._moving is None:    # what passes move meanwhile
                 self._moving = {id(b) for p in replicas.buffers()
                                 for b in p.list_data()} \
-                    if replicas.complete else set()
+                    if replicas and replicas.complete else set()
             yield from (part for part in parts
                         if id(part[1]) not in self._moving)
         modules = {one.__module__ for one in type(x).__mro__}
@@ -314,6 +320,23 @@ class SharedLoss:
             return list(space.items())
         return [(name, space[name]) for name
                 in sorted(space.keys() & self._names, key=str)]
+
+
+def is_pure(loss: Callable[[Any, Any], Any], backend: base.Backend,
+            call: Callable[[], Any]) -> tuple[Any, bool]:
+    """What ``call()`` returns, which calls `loss`; and whether another call
+    of it would do no harm: it draws nothing, by the names in its code, and
+    has changed nothing that it keeps."""
+    try:
+        known = SharedLoss(loss, None, backend)
+        before = known._kept()
+    except ValueError:      # it draws from an iterator
+        return call(), False
+    value = call()
+    now = known._kept()
+    return value, all(place in now and _same(x, now[place])
+                      for place, x in before.items()) \
+        and not any(map(_DRAWS.search, known._names))
 
 
 def _root(module: Any) -> str:

@@ -13,12 +13,14 @@ to the dtype of `pred`.
 import copy
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mgpu.backends import base, get_backend, messages
+from mgpu.loss_state import is_pure
 
 Array = Any
 
@@ -320,12 +322,17 @@ def per_example(loss: Callable[[Array, Array], Array]
 
     Any other function is taken to return the mean over the batch, one
     number, which every row of the result then holds: the sum over rows, and
-    so the gradient, is the same.
+    so the gradient, is the same. A function whose number is no such mean
+    would give rows other weights on each number of devices, and is refused:
+    its first calls, and then fewer and fewer, are compared with calls for
+    parts of their rows. (Not where the function draws or keeps something.)
 
     Raises
     ------
     ValueError
-        When it is called: such a function returned more than one number; or
+        When it is called: such a function returned more than one number, or
+        one that is no mean over rows (weights of classes, ignored labels, a
+        root or a ratio of means); or
         `pred` and `label` have shapes, (n, 1) and (n,), that the loss
         broadcasts, so that each row meets the labels of all.
     TypeError
@@ -355,7 +362,7 @@ def per_example(loss: Callable[[Array, Array], Array]
                 "value for each example as it is.")
         rows = ops.mean(ops.zeros_like(pred).reshape((len(pred), -1)), 1)
         return rows + mean.reshape((1,))
-    paired = _paired(spread)
+    adapted = _averages(loss, _paired(spread))
 
     def of_rows(pred: Array, label: Array) -> Array:
         if not getattr(pred, "shape", ()):
@@ -368,8 +375,90 @@ def per_example(loss: Callable[[Array, Array], Array]
                 "output is made of: lambda out, label: "
                 "mgpu.losses.SoftmaxCrossEntropyLoss()(out['logits'], "
                 "label), for example.")
-        return paired(pred, label)
+        return adapted(pred, label)
     return of_rows
+
+
+#: by function: how often it was called
+_called: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+_FIRST = 8      # calls that are looked at, before every one that doubles them
+
+
+def _averages(loss: Callable[[Array, Array], Array],
+              adapted: Callable[[Array, Array], Array]
+              ) -> Callable[[Array, Array], Array]:
+    """`adapted`, refused where `loss` that it calls is no mean over rows."""
+    code = getattr(loss, "__code__", None)
+    # A lambda in a loop is a new function in each turn.
+    key = loss if code is None or loss.__closure__ or loss.__defaults__ \
+        else code
+    try:
+        _called.setdefault(key, 0)
+    except TypeError:       # no weak references, or no hash
+        return adapted
+
+    def checked(pred: Array, label: Array) -> Array:
+        count = _called[key] = _called.get(key, 0) + 1
+        if count > _FIRST and count & (count - 1):
+            return adapted(pred, label)
+        value, pure = is_pure(loss, get_backend(),
+                              lambda: adapted(pred, label))
+        if pure:
+            _check_mean(loss, pred, label)
+        return value
+    return checked
+
+
+def _check_mean(loss: Callable[[Array, Array], Array], pred: Array,
+                label: Array) -> None:
+    """Refuse `loss` if its value for some rows is not the mean of those for
+    two parts of these rows, weighted by their number."""
+    backend = get_backend()
+    if not all(map(backend.is_native, (pred, label))) \
+            or len(label.shape) == 0 or len(pred) != len(label) \
+            or "float16" in str(pred.dtype):    # too rough
+        return
+
+    def value(begin: int, end: int) -> Any:
+        rows = [x[begin:end] for x in (pred, label)]
+        if end - begin == 1:    # squeeze() would take the axis of the rows
+            rows = [backend.ops.concat([x, x, x]) for x in rows]
+        return backend.to_numpy(loss(*rows))
+    n, some = len(pred), backend.to_numpy(pred[:5])
+    # A few rows differ more than many, and all have more labels.
+    for begin, end in {(0, min(n, 5)), (max(0, n - 5), n), (0, n)}:
+        middle = begin + (end - begin) // 2
+        if middle == begin:
+            continue
+        try:
+            with backend.scope(recording=False):
+                found = [value(begin, end), value(begin, middle),
+                         value(middle, end)]
+                whole, first, second = (float(x.item()) for x in found)
+                mean = (first * (middle - begin) + second * (end - middle)) \
+                    / (end - begin)
+                eps = max(np.finfo(x.dtype).eps for x in (some, found[0]))
+                # NaN and infinity tell nothing, nor does what is drawn.
+                differ = abs(whole - mean) > 100 * eps * np.abs(some).max() \
+                    + 4 * eps ** (2 / 3) * max(map(abs, (
+                        whole, first, second))) \
+                    and math.isfinite(mean) \
+                    and whole == value(begin, end).item()
+        except Exception:       # it takes no other number of rows
+            continue
+        if differ:
+            raise ValueError(
+                "per_example adapts a loss that returns the mean over the "
+                f"batch of a value for each row; received "
+                f"{getattr(loss, '__qualname__', type(loss).__qualname__)}, "
+                f"which gives {whole:.6g} for {end - begin} rows, and "
+                f"{mean:.6g} as the mean of two parts of them: weights of "
+                "classes, ignored labels, a root or a ratio of means do so, "
+                "and rows would count otherwise on each number of devices. "
+                "Return a value for each example instead: "
+                "reduction='none', times its weight. To divide by the sum of "
+                "weights, or by tokens, use trainer.step(that sum) in a loop "
+                "of your own.")
 
 
 def _paired(loss: Callable[[Array, Array], Array]

@@ -527,6 +527,86 @@ def test_per_example_of_a_function_that_does_not_average(backend, wrong,
         "Use a loss with a value for each example as it is.")
 
 
+def _square(x):
+    return x * x
+
+
+WEIGHTED = {
+    "weights": lambda f, x, y: f.mean(_square(x - y) * _square(y))
+    / f.mean(_square(y)),
+    "root": lambda f, x, y: f.mean(_square(x - y)) ** 0.5,
+    "ratio": lambda f, x, y: f.mean(x * y) / f.mean(_square(x)),
+    "sum": lambda f, x, y: f.sum(_square(x - y)),
+    "difference": lambda f, x, y: _square(f.mean(x) - f.mean(y))}
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 8])
+@pytest.mark.parametrize("kind", WEIGHTED)
+def test_per_example_of_what_is_no_mean_over_rows_is_refused(engine, kind,
+                                                             rows):
+    """Each number of devices would give the rows other weights."""
+    ops = engine.ops
+    x, y = (engine.put(RNG.standard_normal((rows, 3)), cpu(0))
+            for _ in range(2))
+    loss = per_example(lambda pred, label: WEIGHTED[kind](ops, pred, label))
+    with mgpu.record(), pytest.raises(ValueError, match=(
+            "returns the mean over the batch of a value for each row; "
+            "received .*<lambda>, which gives .* Return a value for each "
+            "example instead: reduction='none'")):
+        loss(x, y)
+
+
+def test_per_example_meets_weights_in_a_later_batch(engine):
+    """As ignored labels are, which the first batch may not have."""
+    ops = engine.ops
+    loss = per_example(lambda pred, label: ops.mean(
+        _square(pred) * label) / ops.mean(label))
+    x, weights = RNG.standard_normal((5, 3)), np.ones((5, 3))
+    for _ in range(4):
+        loss(engine.put(x, cpu(0)), engine.put(weights, cpu(0)))
+    weights[1] = 0
+    with pytest.raises(ValueError, match="a value for each row"):
+        loss(engine.put(x, cpu(0)), engine.put(weights, cpu(0)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_per_example_takes_means_with_their_rounding(engine, dtype):
+    """Small losses of large outputs too; NaN and infinity tell nothing."""
+    ops = engine.ops
+    squares = per_example(lambda pred, label: ops.mean(_square(pred - label)))
+    entropy = per_example(lambda pred, label: -ops.mean(
+        ops.pick(ops.log_softmax(pred, 1), label)))
+    for i in range(64):
+        x = (np.random.default_rng(i).standard_normal((37, 10)) * i
+             ).astype(dtype)
+        pred, label = (engine.put(a, cpu(0)) for a in (x, x.argmax(1)))
+        entropy(pred, label)
+        squares(pred, engine.put(x + x[::-1] / 100, cpu(0)))
+    for wrong in (np.nan, np.inf):
+        x[3] = wrong
+        squares(engine.put(x, cpu(0)), engine.put(x * 2, cpu(0)))
+
+
+def test_per_example_calls_what_keeps_something_once_a_step(engine):
+    """Or draws: nothing tells of it that it is a mean."""
+    ops, counts = engine.ops, []
+
+    def counting(pred, label):
+        counts.append(len(pred))
+        return ops.mean(pred) ** 0.5
+
+    def noise(x):
+        return x * len(counts)
+
+    def drawing(pred, label):
+        return ops.mean(noise(pred)) ** 0.5
+    x = engine.put(np.ones((4, 3)), cpu(0))
+    for _ in range(5):
+        per_example(counting)(x, x)
+        per_example(drawing)(x, x)
+    assert counts == [4] * 5
+
+
 def test_per_example_of_an_output_that_is_no_array_of_rows(backend):
     pred = backend.put(PRED, cpu(0))
     label = backend.put(TARGET, cpu(0))

@@ -61,4 +61,16 @@ MUTANTS = [
            edit(_LOSS + "_check_paired", "np.isclose(own, turned, rtol=1e-3)",
                 "False"),
            ("test_losses.py::test_a_loss_that_broadcasts_rows_is_refused*",)),
+    Mutant("weighted-means-pass", "weights of classes and ignored labels are "
+           "divided by on each device", edit(_LOSS + "_check_mean",
+                                             "if differ:", "if False:"),
+           ("test_losses.py::test_per_example_of_what_is_no_mean_over_rows_is_"
+            "refused[torch-*",)),
+    Mutant("per-example-looks-once", "ignored labels that come later are not "
+           "met", edit(_LOSS + "_averages", "count > _FIRST", "count > 1"),
+           ("test_losses.py::test_per_example_meets_weights_in_a_later_batch*",
+            )),
+    Mutant("per-example-calls-again", "a loss that counts is called for parts "
+           "too", edit(_LOSS + "_averages", "if pure:", "if True:"),
+           ("test_losses.py::test_per_example_calls_what_keeps_something_*",)),
 ]
