@@ -3,6 +3,7 @@ dropout. One body for both engines."""
 import contextlib
 import copy
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -1035,11 +1036,11 @@ def test_a_layer_that_trains_later_draws_in_turn(backend):
     import torch
     from torch import nn
     torch.manual_seed(0)
-    functions = [nn.functional.dropout]     # no name of one that draws
 
     class Functional(nn.Module):
-        def forward(self, x):
-            return functions[0](x, 0.5, self.training)
+        def forward(self, x):       # no name of one that draws
+            function = getattr(nn.functional, "".join(("drop", "out")))
+            return function(x, 0.5, self.training)
     x = np.ones((40, 50))
     found = []
     for _ in range(2):
@@ -1087,15 +1088,54 @@ def _seeded(self, h):
 
 def _unseen(h, net):
     import torch
-    return h + net.share * getattr(torch, "randn_" + "like")(h)
+    return h + net.share * getattr(torch, "_".join(("randn", "like")))(h)
+
+
+class Sampler:
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, h):
+        return self.function(h)
 
 
 NOISES = {
+    "attribute": lambda self, h: h + self.share * self.held(h),
+    "torch": lambda self, h: h + self.share * self.held(h),
+    "partial": lambda self, h: h + self.share * self.held(h),
+    "object": lambda self, h: h + self.share * self.held(h),
+    "table": lambda self, h: h + self.share * self.held["noise"][0](h),
+    "text": lambda self, h: h + self.share * _by_name(self.held, h),
     "function": lambda self, h: with_noise(h, self),
     "method": lambda self, h: h + self.noise(h),
     "unseen": lambda self, h: _unseen(h, self),
     "hook": lambda self, h: h, "loss": lambda self, h: h,
     "mc dropout": _dropped, "seeded": _seeded}
+
+
+def _by_name(name, h):
+    import torch
+    return getattr(torch, name)(h)
+
+
+_turn = threading.Lock()
+
+
+def alone(h):
+    import torch
+    assert _turn.acquire(blocking=False), "another device runs"
+    time.sleep(0.001)
+    _turn.release()
+    return torch.randn_like(h)
+
+
+def in_attribute(how):
+    """What an attribute of the network holds, of which its code says
+    nothing."""
+    import torch
+    return {"attribute": alone, "partial": partial(alone),
+            "object": Sampler(alone), "table": {"noise": [alone]},
+            "torch": torch.randn_like, "text": "randn_like"}.get(how)
 
 
 def noisy(how):
@@ -1115,6 +1155,7 @@ def noisy(how):
             super().__init__()
             self.first, self.last = nn.Linear(6, 300), nn.Linear(300, 3)
             self.rand = nn.Identity()   # that layer draws nothing
+            self.held = in_attribute(how)
             if how == "hook":
                 self.first.register_forward_hook(lambda m, given, out: (
                     with_noise(out, self) if self.share else out))
@@ -1129,7 +1170,8 @@ def noisy(how):
 def drawn(how, k, steps=24):
     """What a network gives that begins to draw in its third step."""
     import torch
-    net = noisy("method" if how == "prediction" else how)
+    predicts = how.partition(" ")[2] == "prediction"
+    net = noisy(how.partition(" ")[0] if predicts else how)
     replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.01})
     rng = np.random.default_rng(0)
@@ -1147,7 +1189,7 @@ def drawn(how, k, steps=24):
     begins = 0 if how in ("loss", "mc dropout") else 2
     for step in range(steps):
         net.share = 0.25 if step >= begins else 0.0
-        if how in ("prediction", "mc dropout"):
+        if predicts or how == "mc dropout":
             net.eval()
             found += map(mgpu.to_numpy, replicas(mgpu.split_and_load(
                 X, replicas.devices, even_split=False)))
@@ -1161,7 +1203,11 @@ def drawn(how, k, steps=24):
 @TORCH
 @pytest.mark.parametrize("k", (1, 2, 3, 4))
 @pytest.mark.parametrize("how", ("function", "method", "hook", "dropout",
-                                 "loss", "prediction", "mc dropout"))
+                                 "loss", "method prediction", "mc dropout",
+                                 *(f"{held}{when}" for held in (
+                                     "attribute", "torch", "partial",
+                                     "object", "table", "text")
+                                   for when in ("", " prediction"))))
 def test_what_begins_to_draw_later_draws_the_same_in_every_run(
         backend, how, k):
     """From torch's default stream, which the threads of all devices share:
@@ -1169,6 +1215,39 @@ def test_what_begins_to_draw_later_draws_the_same_in_every_run(
     runs = [drawn(how, k) for _ in range(3)]
     assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
     assert (runs[0][-8:] != runs[0][-16:-8]).all()
+
+
+@TORCH
+@pytest.mark.parametrize("trained", (False, True))
+def test_the_first_prediction_of_code_that_is_not_read_takes_turns(
+        backend, trained):
+    """Not of torch's layers alone."""
+    import torch
+    from torch import nn
+
+    from mgpu.backends._torch.draws import code_of, named_draws
+    plain = [*nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Dropout(),
+                            nn.LSTM(2, 3)).modules()]
+    assert named_draws(plain, code_of(plain))[False] is False
+    x, inside, met = np.ones((8, 6), np.float32), [], []
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            met.append(inside.append(1))
+            time.sleep(0.01)
+            assert len(inside) == 1, "another device runs"
+            inside.pop()
+            return x + getattr(torch, "_".join(("randn", "like")))(x)
+    for _ in range(2):
+        replicas = mgpu.initialize(nn.Sequential(Layer(), nn.Linear(6, 3)),
+                                   [mgpu.cpu(i) for i in range(4)])
+        shards = mgpu.split_and_load(x, replicas.devices)
+        if trained:
+            with mgpu.record():
+                replicas(shards)
+        for _ in range(3):
+            replicas(shards)
+    assert len(met) == 2 * 4 * (4 if trained else 3)
 
 
 @TORCH

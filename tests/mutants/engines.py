@@ -386,6 +386,16 @@ MUTANTS = [
                                  "network.draws[draws]", "False"),
            ("test_network_hooks.py::test_what_begins_to_draw_later_draws_the_"
             "same_in_every_run[function-2-torch]",)),
+    Mutant("torch-attributes-unread", "what an attribute holds draws from the "
+           "stream of all", edit("mgpu.backends._torch.draws:code_of",
+                                 "name not in _OWN", "False"),
+           ("test_network_hooks.py::test_what_begins_to_draw_later_draws_the_"
+            "same_in_every_run[attribute prediction-2-torch]",)),
+    Mutant("torch-first-prediction-draws", "it draws from the stream of all",
+           edit("mgpu.backends._torch.draws:named_draws",
+                "None if code", "None if False"),
+           ("test_network_hooks.py::test_the_first_prediction_of_code_that_is_"
+            "not_read_takes_turns*",)),
     Mutant("torch-loss-draws", "a loss draws from the stream of all",
            edit(_REPLICA + "around_loss", "self._loss_draws is False",
                 "True"),

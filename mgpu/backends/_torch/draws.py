@@ -1,7 +1,9 @@
 """Which passes may draw from torch's default stream, which threads share."""
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence, Set
-from types import FunctionType, MethodType, ModuleType
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -23,14 +25,25 @@ _TRAINING = frozenset(
 _MOST = 5000        # functions that are looked at
 
 
+_PLAIN = (int, float, bool, str, bytes, type(None), torch.Tensor, ModuleType,
+          torch.Generator, weakref.ref)
+#: attributes of every module
+_OWN = vars(nn.Module()).keys() | {"forward"}
+_FUNCTIONS = (FunctionType, MethodType)
+_LARGE, _DEEP = 100, 3      # collections in collections that are looked at
+
+
 def code_of(layers: Sequence[nn.Module]) -> list[Any]:
     """What runs in a pass through `layers`, of the user's: their classes,
-    forwards of single layers, and hooks."""
+    forwards of single layers, hooks, and what attributes hold."""
     kinds = dict.fromkeys(kind for m in layers for kind in type(m).__mro__
                           if _is_users(kind))
+    met = set[int]()
     return [*kinds, *(vars(m)["forward"] for m in layers
                       if "forward" in vars(m)),
-            *(hook for _, hook in forward_hooks(layers))]
+            *(hook for _, hook in forward_hooks(layers)),
+            *(held for m in layers for name, x in vars(m).items()
+              if name not in _OWN for held in _held(x, met))]
 
 
 def named_draws(layers: Sequence[nn.Module], code: Sequence[Any]
@@ -38,21 +51,53 @@ def named_draws(layers: Sequence[nn.Module], code: Sequence[Any]
     """By training flag: whether a pass through `layers` may call something
     that draws, by the names in `code`, that of `code_of`, and in what it may
     reach. A pass in which nothing was drawn does not tell of the next one:
-    noise may begin later. None: such a pass does tell."""
-    own = {name for m in layers for name in (*m._modules, *vars(m))}
-    names = _names(code) - own
+    noise may begin later. None: such a pass does tell. False: nothing of the
+    user's runs."""
+    names = _names(code, {
+        name for m in layers for name in (*m._modules, *vars(m))})
+    if "getattr" in names:
+        names |= {x for m in layers for x in vars(m).values()
+                  if isinstance(x, str)}
     always = not _ALWAYS.isdisjoint(names)
     training = not _TRAINING.isdisjoint(names)
-    return {False: always or (None if training else False),
+    return {False: always or (None if code else False),
             True: always or training or None}
 
 
-def _names(code: Sequence[Any]) -> set[str]:
-    """The names in the code of forward methods and hooks, and of all
-    functions of the user's that they name."""
-    kinds = [kind for kind in code if isinstance(kind, type)]
-    waiting = [vars(x).get("forward") if isinstance(x, type) else x
-               for x in code]
+def _held(x: Any, met: set[int], depth: int = 0) -> Iterator[Any]:
+    """The functions, and the classes of objects of the user's, in an
+    attribute."""
+    if isinstance(x, _PLAIN) or depth > _DEEP or id(x) in met:
+        return
+    met.add(id(x))
+    if isinstance(x, (dict, list, tuple, set)):
+        if len(x) <= _LARGE:
+            for one in x.values() if isinstance(x, dict) else x:
+                yield from _held(one, met, depth + 1)
+    elif isinstance(x, partial):
+        yield from _held([x.func, x.args, x.keywords], met, depth)
+    elif isinstance(x, (type, nn.Module)):
+        kind = x if isinstance(x, type) else type(x)
+        if _is_users(kind):
+            yield kind
+    elif _is_users(type(x)) and not isinstance(x, _FUNCTIONS):
+        # Its class: passes may leave another one each.
+        yield type(x)
+        yield from _held([type(x).__call__ if callable(x) else None,
+                          getattr(x, "__dict__", None)], met, depth)
+    elif callable(x):
+        yield x
+
+
+def _names(code: Sequence[Any], own: Set[str]) -> set[str]:
+    """The names in the code of forward methods, hooks and what attributes
+    hold, but `own`, and of all functions of the user's that they name; and
+    those of the functions of torch's."""
+    kinds = dict.fromkeys(kind for x in code if isinstance(x, type)
+                          for kind in x.__mro__ if _is_users(kind))
+    waiting = [x for x in code if not isinstance(x, type)]
+    for name in ("forward", "backward"):
+        waiting += [vars(kind).get(name) for kind in kinds]
     found, met = set[str](), set[int]()
     while waiting and len(met) < _MOST:
         x = waiting.pop()
@@ -61,23 +106,40 @@ def _names(code: Sequence[Any]) -> set[str]:
             x = x.__func__
         if isinstance(x, property):
             x = x.fget
-        if not isinstance(x, FunctionType):
+        if isinstance(x, FunctionType) and _is_users(x):
+            pass
+        elif _is_users(x if isinstance(x, type) else type(x)):
             kind = x if isinstance(x, type) else type(x)
-            if _is_users(kind) and id(kind) not in met:
+            if id(kind) not in met:
                 met.add(id(kind))
                 waiting += [vars(kind).get("forward")] \
                     if issubclass(kind, nn.Module) else vars(kind).values()
             continue
-        if id(x) in met or not _is_users(x):
+        else:
+            found.add(getattr(x, "__name__", ""))
+            continue
+        if id(x) in met:
             continue
         met.add(id(x))
         names = set(global_names(x.__code__))
-        found |= names
-        waiting += filter(callable, cells(x))
+        found |= names - own
+        if "getattr" in names:
+            found |= set(_texts(x.__code__)) - own
+        for value in (*cells(x), *(x.__defaults__ or ()),
+                      *(x.__kwdefaults__ or {}).values()):
+            waiting += _held(value, set())
         waiting += [vars(kind)[name] for kind in kinds
                     for name in names & vars(kind).keys()]
         waiting += _named(x.__globals__, names)
     return found
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    for x in code.co_consts:
+        if isinstance(x, CodeType):
+            yield from _texts(x)
+        elif isinstance(x, str):
+            yield x
 
 
 def _is_users(x: Any) -> bool:
@@ -92,8 +154,8 @@ def _named(space: dict[str, Any], names: Set[str]) -> Iterator[Any]:
             if value.__name__.split(".")[0] not in ("torch", "numpy", "mgpu"):
                 yield from (vars(value)[n] for n in names & vars(value).keys()
                             if callable(vars(value)[n]))
-        elif callable(value):
-            yield value
+        else:
+            yield from _held(value, set())
 
 
 class Watch:

@@ -327,6 +327,8 @@ class TorchNetwork(base.Network):
         if known is None or len(code) != len(known) \
                 or not all(map(is_, code, known)):
             self._code, self.draws = code, named_draws(layers, code)
+            for replica in self.replicas:
+                replica.learn_again()
 
     def _check_forms(self) -> None:
         """ValueError where the user has given parameters another dtype or
