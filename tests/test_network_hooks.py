@@ -1217,6 +1217,111 @@ def test_what_begins_to_draw_later_draws_the_same_in_every_run(
     assert (runs[0][-8:] != runs[0][-16:-8]).all()
 
 
+def noisy_backward(how):
+    """A network of torch whose backward passes draw."""
+    import torch
+    from torch import nn
+
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient + alone(gradient)
+
+    class Unread(torch.autograd.Function):
+        forward = staticmethod(Noise.forward)
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient + getattr(torch, "".join(("randn", "_like")))(
+                gradient)
+
+    kind = {"function": Noise, "unread": Unread}.get(how)
+    hook = alone if how == "tensor" else None
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            h = self.first(x)
+            if kind is not None:
+                h = kind.apply(h)
+            if hook is not None and h.requires_grad:
+                h.register_hook(lambda g: g + hook(g))
+            return self.last(h)
+    torch.manual_seed(3)
+    net = Net().double()
+    if how == "parameter":
+        net.first.weight.register_hook(lambda g: g + alone(g))
+    if how == "layer":
+        net.last.register_full_backward_hook(
+            lambda m, given, out: (given[0] + alone(given[0]),))
+    if how == "before":
+        net.last.register_full_backward_pre_hook(
+            lambda m, out: (out[0] + alone(out[0]),))
+    return net
+
+
+@TORCH
+@pytest.mark.parametrize("k", (1, 2, 3, 4))
+@pytest.mark.parametrize("how", ("function", "unread", "tensor", "parameter",
+                                 "layer", "before"))
+@pytest.mark.parametrize("own", (False, True))
+def test_backward_passes_that_draw_take_turns(backend, how, k, own):
+    import torch
+    rng, found = np.random.default_rng(0), []
+    X, y = rng.normal(size=(8, 6)), rng.integers(0, 3, 8)
+
+    def loss(pred, label):
+        return torch.nn.functional.cross_entropy(pred, label.long(),
+                                                 reduction="none")
+    for _ in range(2):
+        net = noisy_backward(how)
+        replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+        mgpu.seed(5)
+        before = torch.get_rng_state()
+        for _ in range(12):
+            if own:
+                shards, labels = mgpu.split_batch(X, y, replicas.devices)
+                with mgpu.record():
+                    losses = mgpu.parallel(loss, replicas(shards), labels)
+                mgpu.backward(losses)
+                trainer.step(8)
+            else:
+                mgpu.train_batch(X, y, replicas, loss, trainer)
+        assert (torch.get_rng_state() == before).all()
+        found.append(mgpu.to_numpy(net.first.weight))
+    assert (found[0] == found[1]).all()
+
+
+@TORCH
+@pytest.mark.parametrize("k", (1, 3))
+def test_a_backward_pass_that_fails_ends_its_turn(backend, k):
+    import torch
+    from torch import nn
+    layer, wrong = nn.Linear(6, 3), []
+    layer.register_full_backward_hook(
+        lambda m, given, out: 1 / (not wrong) > 1 or None)
+    replicas = mgpu.initialize(nn.Sequential(nn.Linear(6, 6), layer),
+                               [mgpu.cpu(i) for i in range(k)])
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    X, y = np.ones((6, 6), np.float32), np.zeros(6, np.int64)
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    layer.register_full_backward_hook(
+        lambda m, given, out: None if torch.rand(1) < 2 else given)
+    for fails in (True, False, True, False):
+        wrong[:] = [1] * fails
+        with pytest.raises(ZeroDivisionError) if fails \
+                else contextlib.nullcontext():
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+
+
 @TORCH
 @pytest.mark.parametrize("trained", (False, True))
 def test_the_first_prediction_of_code_that_is_not_read_takes_turns(

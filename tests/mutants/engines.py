@@ -391,6 +391,16 @@ MUTANTS = [
                                  "name not in _OWN", "False"),
            ("test_network_hooks.py::test_what_begins_to_draw_later_draws_the_"
             "same_in_every_run[attribute prediction-2-torch]",)),
+    Mutant("torch-backward-draws", "backward passes draw from the stream of "
+           "all", edit(_REPLICA + "_backward_begins",
+                       "if draws and not watch.inside", "if False"),
+           ("test_network_hooks.py::test_backward_passes_that_draw_take_turns["
+            "True-function-1-torch]",)),
+    Mutant("torch-backward-unlearned", "a backward pass that is not read "
+           "draws from the stream of all",
+           edit(_REPLICA + "_backward_begins", "draws is None", "False"),
+           ("test_network_hooks.py::test_backward_passes_that_draw_take_turns["
+            "True-unread-1-torch]",)),
     Mutant("torch-first-prediction-draws", "it draws from the stream of all",
            edit("mgpu.backends._torch.draws:named_draws",
                 "None if code", "None if False"),

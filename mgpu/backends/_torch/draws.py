@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mgpu.backends._kept import cells, forward_hooks, global_names
+from mgpu.backends._torch.leaves import users_hooks
 
 #: functions and methods that draw, by name
 _ALWAYS = frozenset(
@@ -22,6 +23,9 @@ _ALWAYS = frozenset(
 _TRAINING = frozenset(
     "dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout "
     "feature_dropout feature_alpha_dropout rrelu rrelu_".split())
+#: what makes user's code run in backward passes (an autograd.Function's)
+_BACKWARD = frozenset("apply register_hook register_multi_grad_hook "
+                      "register_full_backward_hook".split())
 _MOST = 5000        # functions that are looked at
 
 
@@ -42,17 +46,28 @@ def code_of(layers: Sequence[nn.Module]) -> list[Any]:
     return [*kinds, *(vars(m)["forward"] for m in layers
                       if "forward" in vars(m)),
             *(hook for _, hook in forward_hooks(layers)),
+            *_backward_hooks(layers),
             *(held for m in layers for name, x in vars(m).items()
               if name not in _OWN for held in _held(x, met))]
 
 
+def _backward_hooks(layers: Sequence[nn.Module]) -> Iterator[Any]:
+    for m in layers:
+        for table in (m._backward_hooks, m._backward_pre_hooks):
+            yield from table.values()
+        for p in m._parameters.values():
+            if p is not None:
+                yield from users_hooks(p, "_backward_hooks")
+                yield from users_hooks(p, "_post_accumulate_grad_hooks")
+
+
 def named_draws(layers: Sequence[nn.Module], code: Sequence[Any]
-                ) -> dict[bool, bool | None]:
-    """By training flag: whether a pass through `layers` may call something
-    that draws, by the names in `code`, that of `code_of`, and in what it may
-    reach. A pass in which nothing was drawn does not tell of the next one:
-    noise may begin later. None: such a pass does tell. False: nothing of the
-    user's runs."""
+                ) -> dict[bool | str, bool | None]:
+    """By training flag, and for "backward" passes: whether a pass through
+    `layers` may call something that draws, by the names in `code`, that of
+    `code_of`, and in what it may reach. A pass in which nothing was drawn
+    does not tell of the next one: noise may begin later. None: such a pass
+    does tell. False: nothing of the user's runs."""
     names = _names(code, {
         name for m in layers for name in (*m._modules, *vars(m))})
     if "getattr" in names:
@@ -61,7 +76,11 @@ def named_draws(layers: Sequence[nn.Module], code: Sequence[Any]
     always = not _ALWAYS.isdisjoint(names)
     training = not _TRAINING.isdisjoint(names)
     return {False: always or (None if code else False),
-            True: always or training or None}
+            True: always or training or None,
+            "backward": (always or training) and (
+                not _BACKWARD.isdisjoint(names)
+                or any(True for _ in _backward_hooks(layers)))
+            or (None if code else False)}
 
 
 def _held(x: Any, met: set[int], depth: int = 0) -> Iterator[Any]:
@@ -166,18 +185,20 @@ class Watch:
     ----------
     drew : bool
         Whether some were; for the caller to take back.
+    inside : bool
+        Whether a thread draws alone.
     """
 
     def __init__(self) -> None:
         self.drew, self._warned = False, False
-        self._turns, self._inside = 0, False
+        self._turns, self.inside = 0, False
 
     def turn(self, begins: bool) -> None:
         """A thread begins or ends to draw alone, as it may."""
-        self._turns, self._inside = self._turns + 1, begins
+        self._turns, self.inside = self._turns + 1, begins
 
     def state(self) -> Any:
-        return None if self._inside \
+        return None if self.inside \
             else (self._turns, torch.default_generator.get_state())
 
     def check(self, before: Any) -> None:

@@ -58,7 +58,7 @@ class TorchNetwork(base.Network):
         self.replicas: list[TorchReplica] = []
         self._kept = Kept()
         self._makers: list[Any] = []    # see `makers_of_hooks`
-        self.draws: dict[bool, bool | None] = {}    # see `named_draws`
+        self.draws: dict[bool | str, bool | None] = {}    # see `named_draws`
         self._code: list[Any] | None = None         # that it was told by
         #: the replicas that backward passes have reached since `follow`
         self.reached: set[int] = set()

@@ -117,8 +117,9 @@ class TorchReplica(base.Replica):
         #: whether it draws from torch's default stream (functional dropout,
         #: attention or recurrent dropout); None: it has not trained yet
         self._draws: bool | None = None
-        #: the same of its predictions, and of its loss
+        #: the same of its predictions, backward passes, and of its loss
         self._predicts_draws: bool | None = None
+        self._backward_draws: bool | None = None
         self._loss_draws: bool | None = None
         self._caches = caches_weights(self.layers)
         #: the modes that the layers had then
@@ -353,9 +354,14 @@ class TorchReplica(base.Replica):
         if running.undo is not None:
             return
         with contextlib.ExitStack() as stack:
-            if self._draws and self._handle.type == "cpu":
+            draws = self._network.draws["backward"]
+            if draws is None:
+                draws = self._backward_draws is not False
+            if (self._draws or draws) and self._handle.type == "cpu":
                 # Checkpoints set the default stream, which threads share.
                 stack.enter_context(_everyone)
+                if draws and not watch.inside:  # one pass of all devices
+                    stack.enter_context(self._in_turn("_backward_draws"))
             stack.callback(self._masks.clear)
             stack.callback(self._dress(modes, forwards))
             self._met = met
@@ -430,6 +436,7 @@ class TorchReplica(base.Replica):
         """What it draws has to be seen again."""
         self._draws = self._draws or None
         self._predicts_draws = self._predicts_draws or None
+        self._backward_draws = self._backward_draws or None
         self._loss_draws = self._loss_draws or None
 
     def halt(self) -> None:
