@@ -1,6 +1,8 @@
 """One optimiser step on all devices."""
+import math
+import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -52,7 +54,8 @@ class Trainer(Hints):
         ``rate = lr_scheduler(number of the update)``, from 1: those of
         `mgpu.lr_scheduler`, or any function.
     lr_mult, wd_mult : dict, optional
-        Factors by parameter name, for example ``{"0.bias": 2.0}``.
+        Factors by parameter name, for example ``{"0.bias": 2.0}``. The
+        gamma and beta of a norm may be called weight and bias, as torch does.
     loss_scale : float or "dynamic", optional
         What losses are multiplied by before the backward pass, so that small
         gradients do not vanish in float16; `update` divides by it.
@@ -134,13 +137,17 @@ class Trainer(Hints):
             optimizer = optimizers.create(optimizer, semantics=semantics,
                                           **options)
         names = {p.name for p in replicas.params()}
+        lr_mult, wd_mult = (
+            {_own_name(name, names, names - set(factors or ())): factor
+             for name, factor in by_name(what, factors).items()}
+            for what, factors in (("lr_mult", lr_mult), ("wd_mult", wd_mult)))
         for what, factors in (("lr_mult", lr_mult), ("wd_mult", wd_mult)):
-            unknown = sorted(set(by_name(what, factors)) - names)
+            unknown = sorted(set(factors) - names)
             if unknown:
                 raise ValueError(
                     f"{what} names parameters of the network; received "
                     f"{unknown}. It has {sorted(names)}.")
-            for name, factor in (factors or {}).items():
+            for name, factor in factors.items():
                 _check_number(f"{what} of {name!r}", factor)
         if not (scheduler is None or callable(scheduler)):
             raise TypeError(
@@ -150,7 +157,7 @@ class Trainer(Hints):
         self._scale = LossScale(loss_scale)
         self._strategy = strategy_of(allreduce, "allreduce")
         self.replicas, self.optimizer = replicas, optimizer
-        self.lr_mult, self.wd_mult = dict(lr_mult or {}), dict(wd_mult or {})
+        self.lr_mult, self.wd_mult = lr_mult, wd_mult
         self.lr_scheduler = scheduler
         if scheduler is not None and hasattr(scheduler, "base_lr"):
             # Gluon: a rate that was given replaces the schedule's own.
@@ -222,7 +229,7 @@ class Trainer(Hints):
 
     # -- a step -------------------------------------------------------------
 
-    def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
         """`allreduce_grads`, then `update`.
 
         With ``grad_req="add"`` gradients go on growing until they are set to
@@ -232,9 +239,9 @@ class Trainer(Hints):
 
         Parameters
         ----------
-        batch_size : int
+        batch_size : float
             What the summed gradients are divided by: the rows of the whole
-            batch, over all devices.
+            batch, over all devices; or its tokens, the sum of its weights.
         ignore_stale_grad : bool
             Skip a parameter that no device's backward pass has reached since
             the last step. By default that is an error.
@@ -257,9 +264,9 @@ class Trainer(Hints):
             replicas; or they are void, or an update has failed midway.
             Nothing has changed.
         ValueError
-            A batch size that is not a whole number, 1 or more.
+            A batch size that is no finite number above 0.
         """
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         if self._overrides("allreduce_grads", "update"):
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size)
@@ -445,7 +452,7 @@ class Trainer(Hints):
         return [p for p in self._summed if p.grad_req != "null"
                 and self.replicas.backend.has_gradient(p.data())]
 
-    def update(self, batch_size: int) -> None:
+    def update(self, batch_size: float) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.
 
         Does not touch the gradients; waits on CPU devices, as
@@ -462,11 +469,11 @@ class Trainer(Hints):
             since then; only another replica's gradient than replica 0's was
             changed since then; or an earlier update has failed midway.
         """
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         self._whole(partial(self._update, batch_size))
 
     @probes.staged("update", "update", probes.weights)
-    def _update(self, batch_size: int, edits: bool = True) -> None:
+    def _update(self, batch_size: float, edits: bool = True) -> None:
         """`edits`: the user may have written to gradients since `_settle`,
         which reads all of them."""
         debug = environment.debug()     # first: a wrong value is refused
@@ -609,7 +616,8 @@ class Trainer(Hints):
                     wd=one.wd, t=one.t, ops=backend.ops)
         backend.parallel([partial(apply, i) for i in range(len(self._states))])
 
-    def clip_global_norm(self, max_norm: float, batch_size: int = 1) -> float:
+    def clip_global_norm(self, max_norm: float, batch_size: float = 1
+                         ) -> float:
         """Scale all gradients so that their joint norm is `max_norm` at most.
 
         Call it between `allreduce_grads` and `update` (RuntimeError
@@ -620,7 +628,7 @@ class Trainer(Hints):
         Parameters
         ----------
         max_norm : float
-        batch_size : int
+        batch_size : float
             The norm is that of the gradients divided by it and by the
             `loss_scale` (what `update` will apply). With 1, and without a
             scale, of the summed gradients as they are.
@@ -634,7 +642,7 @@ class Trainer(Hints):
             skip the step.
         """
         _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
-        check_batch_size(batch_size)
+        batch_size = check_batch_size(batch_size)
         backend = self.replicas.backend
         parameters = self.summed("clip_global_norm")
         gradients = [p.list_grad() for p in parameters]
@@ -742,9 +750,29 @@ def _check_number(what: str, value: Any, limits: str = "",
         raise ValueError(f"{rule}; received {value!r}.")
 
 
-def check_batch_size(batch_size: Any) -> None:
-    """Refuse what no sum over rows can be divided by (ValueError)."""
-    if not is_integer(batch_size, 1):
-        raise ValueError(f"batch_size must be a whole number, 1 or more; "
-                         f"received {batch_size!r}. Pass the rows of the "
-                         "whole batch, over all devices.")
+def _own_name(name: Any, names: Collection[str], free: Collection[str]
+              ) -> Any:
+    """The parameter of `free` that torch calls `name`: the weight and bias
+    of a norm are gamma and beta here."""
+    for other, own in (("weight", "gamma"), ("bias", "beta")):
+        if isinstance(name, str) and name.endswith(other) \
+                and name not in names \
+                and name.removesuffix(other) + own in free:
+            return name.removesuffix(other) + own
+    return name
+
+
+def check_batch_size(batch_size: Any) -> float:
+    """What sums over rows are divided by: rows, or tokens, or a sum of
+    weights. ValueError for what is no finite number above 0."""
+    if is_integer(batch_size, 1):
+        return operator.index(batch_size)
+    x = batch_size.item() if getattr(batch_size, "shape", None) == () \
+        else batch_size
+    if is_number(x) and not isinstance(x, np.bool_) \
+            and 0 < x < math.inf:       # np.float32 would round the quotient
+        return float(x)
+    raise ValueError(f"batch_size must be a finite number above 0; received "
+                     f"{batch_size!r}. Pass the rows of the whole batch, "
+                     "over all devices, or what else the loss is divided by: "
+                     "its tokens, or the sum of its weights.")

@@ -161,17 +161,17 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
                                  for none, call in zip(idle, calls)])
 
 
-def sgd(params: Sequence[Any], lr: float, batch_size: int) -> None:
+def sgd(params: Sequence[Any], lr: float, batch_size: float) -> None:
     """``p -= lr * grad / batch_size`` in place for each of one device's
     parameters, then the gradient is set to zero (the book's function).
 
     Raises
     ------
     ValueError
-        A parameter without a gradient, or a batch size that is not a whole
-        number, 1 or more. Nothing has changed then.
+        A parameter without a gradient, or a batch size that is no finite
+        number above 0. Nothing has changed then.
     """
-    check_batch_size(batch_size)
+    batch_size = check_batch_size(batch_size)
     backend = get_backend()
     gradients = [backend.grad(_native(p, backend)) for p in params]
     with backend.scope(recording=False):

@@ -267,6 +267,46 @@ def test_multipliers_by_name(engine, devices):
         assert relative_difference(moved[name][0], wanted) < 1e-15
 
 
+@pytest.mark.parametrize("size", [
+    6, 6.0, 2.5, 0.25, np.float32(7.3), np.float64(3), np.int64(3),
+    np.array(7.0), np.array(3)], ids=repr)
+def test_a_step_divides_by_any_number_above_0(engine, devices, size):
+    """The tokens of a batch, the sum of its weights, as masks give them."""
+    for how in ("step", "update", "native"):
+        replicas = initialize(mlp(engine), devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        start, divisor = values(replicas), float(size)
+        backward(replicas, *batch(6))
+        if how == "update":
+            trainer.allreduce_grads()
+            norm = trainer.clip_global_norm(1e9, size)
+            summed = gradients(replicas)
+            assert relative_difference(norm, np.sqrt(sum(
+                (g[0] ** 2).sum() for g in summed.values())) / divisor) < 1e-14
+            trainer.update(size)
+        else:       # `x.sum()` of torch, or of mx.np, has the shape ()
+            scalar = engine.put(np.array([divisor]), replicas.devices[0]).sum()
+            trainer.step(size if how == "step" or scalar.shape else scalar)
+        summed = gradients(replicas)
+        for name, (found, *_) in values(replicas).items():
+            wanted = start[name][0] - 0.125 * summed[name][0] / divisor
+            assert relative_difference(found, wanted) < 1e-14
+
+
+def test_multipliers_by_torchs_names_of_norms(engine):
+    """Their weight and bias are gamma and beta here."""
+    for given, own in (("weight", "gamma"), ("bias", "beta")):
+        replicas = initialize(convnet(engine), on(0, 1))
+        trainer = mgpu.Trainer(replicas, "sgd", lr_mult={
+            f"1.{given}": 0.5}, wd_mult={f"1.{own}": 0.25, "0.bias": 2.0})
+        assert trainer.lr_mult == {f"1.{own}": 0.5}
+        assert trainer.wd_mult == {f"1.{own}": 0.25, "0.bias": 2.0}
+        with pytest.raises(ValueError, match="lr_mult names parameters of the "
+                           f"network; received .'1.{given}'.. It has"):
+            mgpu.Trainer(replicas, "sgd", lr_mult={f"1.{own}": 0.5,
+                                                   f"1.{given}": 0.5})
+
+
 @pytest.mark.parametrize("engine_name", MXNET)
 def test_the_schedule_of_the_real_gluon_trainer(engine_name, devices):
     with using_engine(engine_name) as backend:
@@ -1635,7 +1675,8 @@ def test_a_missing_file_is_an_os_error(engine, tmp_path):
 
 # -- arguments ----------------------------------------------------------------
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "2", None, True, np.float64(2)],
+@pytest.mark.parametrize("size", [0, -1, "2", None, True, np.inf, np.nan,
+                                  -0.5, np.bool_(True), 1j, np.ones(2)],
                          ids=repr)
 def test_a_wrong_batch_size_is_refused(engine, size):
     replicas = initialize(mlp(engine), on(0, 1))
@@ -1647,8 +1688,10 @@ def test_a_wrong_batch_size_is_refused(engine, size):
         with pytest.raises(ValueError) as caught:
             call(size)
         assert str(caught.value) == (
-            "batch_size must be a whole number, 1 or more; received "
-            f"{size!r}. Pass the rows of the whole batch, over all devices.")
+            "batch_size must be a finite number above 0; received "
+            f"{size!r}. Pass the rows of the whole batch, over all devices, "
+            "or what else the loss is divided by: its tokens, or the sum of "
+            "its weights.")
     assert_unchanged(values(replicas), before)
     assert_unchanged(gradients(replicas), held)
     trainer.step(np.int64(4))       # a whole number of NumPy is one
