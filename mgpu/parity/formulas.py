@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mgpu.backends.base import AVERAGE
 from mgpu.host_memory import HOST_OPS
 from mgpu.optimizers import Optimizer, counterpart
 from mgpu.parity.causes.update_search import (as_class, lost_options,
@@ -83,6 +84,11 @@ class Formulas:
         explained = {
             i for i, g in enumerate(gaps) if g.status == "different"
             and any(holds(g) for _, holds in proven.values())}
+        names = {gaps[i].name for i in explained}
+        explained |= {
+            i for i, g in enumerate(gaps) if g.status == "different"
+            and _averaged(g) in names and self._follow(
+                _averaged(g), before, one, two)}
         for text, (size, _) in proven.items() if explained else ():
             known = self.found.setdefault(text, {"text": text, "size": 0.0})
             known["size"] = max(known["size"], size)
@@ -156,9 +162,12 @@ class Formulas:
             gradients = {n: g * factor for n, g in gradients.items()}
         # What is left comes from gradients that agree up to rounding.
         other = moved(*ways[1], scales[1])
-        return sizes, lambda g: g.stage in ("weight", "memory") \
-            and self._gap(_tensor(g, two), _tensor(g, other)) \
-            <= self._work.tolerance
+
+        def explains(g: Gap) -> bool:
+            x, z = _tensor(g, two), _tensor(g, other)
+            return x is not None and z is not None \
+                and self._gap(x, z) <= self._work.tolerance
+        return sizes, explains
 
     def _moved(self, before: State, step: StepResult, way: _Way,
                gradients: Arrays, scale: float) -> StepResult:
@@ -172,7 +181,9 @@ class Formulas:
         optimizer = _by(rule, way)
         exactly = _by(rule, way._replace(single=False))
         grads = plan.to_b(gradients)
-        values, slots = dict(start.values), dict(start.optimizer.slots)
+        values = dict(start.values)
+        slots = {key: x for key, x in start.optimizer.slots.items()
+                 if key[1] != AVERAGE}      # which no optimiser moves
         counts = dict(start.optimizer.counts)
         outside = [rate_outside_velocity(k) for k in (type(rule), way.kind)]
         divisor: float = step.divisor
@@ -237,6 +248,22 @@ class Formulas:
         return self._work.single_gap(0, "", "", x, z).relative \
             if np.ndim(x) else 0.0
 
+    def _follow(self, name: str, before: State, *steps: StepResult) -> bool:
+        """Whether the averages of both sides move by one share of the way
+        from the old average to the new value."""
+        slots = [state.optimizer.slots for state in (
+            before, *(step.after for step in steps))]
+        if any((name, AVERAGE) not in own for own in slots):
+            return False
+        old, *after = (own[name, AVERAGE] for own in slots)
+        (mine, own), (yours, other) = (
+            (np.ravel(step.after.values[name] - old), np.ravel(x - old))
+            for step, x in zip(steps, after))
+        share = float(yours @ other) / (float(yours @ yours) or 1.0)
+        return all(self._gap(np.ravel(x), np.ravel(old) + share * way)
+                   <= self._work.tolerance
+                   for x, way in zip(after, (mine, yours)))
+
     # -- running statistics -------------------------------------------------
 
     def _statistics(self, before: State, one: StepResult, two: StepResult,
@@ -284,11 +311,20 @@ class Formulas:
 
 
 def _tensor(gap: Gap, step: StepResult) -> Any:
-    """What a gap of weights or memory is about, in a step."""
+    """What a gap of weights or memory is about, in a step; None where there
+    is no such tensor."""
     if gap.stage == "weight":
         return step.after.values[gap.name]
+    if gap.stage != "memory":
+        return None
     name, _, slot = gap.name.rpartition(".")
-    return step.after.optimizer.slots[name, slot]
+    return step.after.optimizer.slots.get((name, slot))
+
+
+def _averaged(gap: Gap) -> str:
+    """The name of the value of whose average a gap is, or ""."""
+    name, _, slot = gap.name.rpartition(".")
+    return name if gap.stage == "memory" and slot == AVERAGE else ""
 
 
 def _is_gluons(run: Run) -> bool:

@@ -292,6 +292,24 @@ MUTANTS = [
                 "0)", "16"),
            ("parity/test_own_step.py::test_an_unbiased_variance_is_that_of_"
             "the_batch*",)),
+    Mutant("formulas-explain-any-average", "an average with another decay "
+           "is explained with its weights",
+           edit("mgpu.parity.formulas:Formulas._follow",
+                "<= self._work.tolerance", "<= 1"),
+           ("parity/test_own_step.py::test_an_average_of_what_a_formula_explains_"
+            "is_explained_with_it[float32-*",)),
+    Mutant("formulas-leave-averages", "an average of weights that a formula "
+           "explains is a difference",
+           edit("mgpu.parity.formulas:Formulas._follow",
+                "not in own", "in own"),
+           ("parity/test_own_step.py::test_an_average_of_what_a_formula_explains_"
+            "is_explained_with_it[float32-*",)),
+    Mutant("averages-by-one-kind-of-names", "an average by the names of "
+           "collect_params() is no average",
+           edit("mgpu.backends._mxnet.own_step:MXNetParts.__init__",
+                "{p.name: name for", "{name: name for"),
+           ("parity/test_own_step.py::test_an_average_of_what_a_formula_explains_"
+            "is_explained_with_it[none-collect_params]",)),
     Mutant("averages-may-be-missing", "a port without the average of the "
            "weights is the same",
            edit("mgpu.parity.comparison:Comparison.compare_results",

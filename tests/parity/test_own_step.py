@@ -326,11 +326,12 @@ def test_a_fault_in_a_loop_is_found_and_no_wrong_cause_is_named(
 
 # -- averages of the weights, and what else a step may have -------------------
 
-def gluon_average(decay, rebinds):
+def gluon_average(decay, rebinds, names="_collect_params_with_prefix",
+                  **options):
     """A step with an average by names, which gets new arrays or not."""
     def make(net):
-        step, parts = gluon_step(learning_rate=0.125)(net)
-        weights = net._collect_params_with_prefix()
+        step, parts = gluon_step(**{"learning_rate": 0.125, **options})(net)
+        weights = getattr(net, names)()
         average = {name: p.data().copy() for name, p in weights.items()}
 
         def averaged(x, y):
@@ -346,11 +347,12 @@ def gluon_average(decay, rebinds):
     return make
 
 
-def torch_average(decay, kind):
+def torch_average(decay, kind, **options):
     def make(net):
         import torch
-        step, parts = torch_step(lr=0.125)(net)
-        weights = dict(net.named_parameters())
+        step, parts = torch_step(**{"lr": 0.125, **options})(net)
+        weights = {name: x for name, x in net.state_dict(
+            keep_vars=True).items() if x.is_floating_point()}
         average = {name: p.detach().clone() for name, p in weights.items()}
         model = torch.optim.swa_utils.AveragedModel(
             net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(
@@ -385,6 +387,31 @@ def test_averages_are_compared_however_they_are_kept(kind, rebinds):
             assert (result.first and (result.first.step, result.first.stage)
                     ) == place, (decay, result)
             assert place or result.same
+
+
+@pytest.mark.parametrize("names", [
+    "collect_params", "_collect_params_with_prefix"])
+@pytest.mark.parametrize("formula", ["none", "float32", "adam", "statistics"])
+def test_an_average_of_what_a_formula_explains_is_explained_with_it(
+        formula, names):
+    """By either kind of Gluon's names; another average never is."""
+    a, b, kind = A, B, {"none": "model"}.get(formula, "rebinds")
+    options_a, options_b, words = FORMULAS.get(formula, FORMULAS["none"])
+    if formula == "statistics":
+        words = ["batch", "batch"]
+        a = gluon(lambda nn: [nn.Dense(4, in_units=5), nn.BatchNorm(
+            in_channels=4), nn.Dense(3, in_units=4)])
+        b = torch_(lambda nn: [nn.Linear(5, 4), nn.BatchNorm1d(
+            4, eps=1e-5), nn.Linear(4, 3)])
+    for decay in (0.75, 0.5):
+        result = parity.compare(
+            a, b, batches=BATCHES[:3], step_a=gluon_average(
+                0.75, False, names, **options_a),
+            step_b=torch_average(decay, kind, **options_b))
+        assert sorted(f["text"].split()[0] for f in result.formulas
+                      ) == words, result
+        assert result.proves(formulas=True) is (decay == 0.75), result
+        assert decay == 0.75 or result.first.name.endswith(".average")
 
 
 def test_an_average_that_one_side_does_not_keep_is_a_difference():

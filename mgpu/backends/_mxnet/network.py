@@ -645,7 +645,8 @@ class MXNetNetwork(base.Network):
         return MXNetParts(
             {name: p for name, p, kind in self.entries
              if kind not in base.BUFFERS},
-            [name for name, _, kind in self.entries if kind in base.BUFFERS],
+            {name: p for name, p, kind in self.entries
+             if kind in base.BUFFERS},
             parts)
 
     @contextlib.contextmanager

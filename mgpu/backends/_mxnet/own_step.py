@@ -31,15 +31,18 @@ class MXNetParts(base.OwnParts):
     ----------
     named : mapping of str -> gluon.Parameter
         Those of the network.
-    buffers : sequence of str
-        The names of its running statistics.
+    buffers : mapping of str -> gluon.Parameter
+        Its running statistics.
     """
 
     clip_epsilon = 1e-8
 
-    def __init__(self, named: Mapping[str, Any], buffers: Sequence[str],
+    def __init__(self, named: Mapping[str, Any], buffers: Mapping[str, Any],
                  parts: Sequence[Any]):
         self._named = dict(named)
+        #: by what an average may call it, as collect_params() does or as we
+        known = {p.name: name for name, p in {**buffers, **named}.items()} \
+            | {name: name for name in (*buffers, *named)}
         self._names = {id(p): name for name, p in named.items()}
         self._trainers: list[Any] = []
         self._others: list[Any] = []
@@ -53,9 +56,9 @@ class MXNetParts(base.OwnParts):
                 averages.append({
                     name: p.data() for name, p
                     in part._collect_params_with_prefix().items()})
-                if not averages[-1].keys() & {*named, *buffers}:
+                if not averages[-1].keys() & known.keys():
                     raise messages.unknown_part(part)
-            elif isinstance(part, Mapping) and part.keys() & named.keys():
+            elif isinstance(part, Mapping) and part.keys() & known.keys():
                 averages.append(part)
             elif isinstance(part, mx.lr_scheduler.LRScheduler) \
                     or isinstance(part, MutableMapping):
@@ -66,8 +69,8 @@ class MXNetParts(base.OwnParts):
             id(p) not in self._names and p.grad_req != "null"
             for trainer in self._trainers for p in trainer._params))
         #: the user's code may put other arrays into its dictionary
-        self._average = {name: own for own in averages
-                         for name in own if name in {*named, *buffers}}
+        self._average = {known[key]: (own, key) for own in averages
+                         for key in own.keys() & known.keys()}
         self.averaged = bool(self._average)
         self.text = ", ".join(
             f"Trainer ({type(part.optimizer).__name__})"
@@ -106,8 +109,8 @@ class MXNetParts(base.OwnParts):
 
     def memory(self) -> tuple[dict[tuple[str, str], np.ndarray],
                               dict[str, int]]:
-        slots = {(name, base.AVERAGE): own[name].asnumpy()
-                 for name, own in self._average.items()}
+        slots = {(name, base.AVERAGE): own[key].asnumpy()
+                 for name, (own, key) in self._average.items()}
         counts = {}
         for trainer, index, name in self._weights():
             times = trainer.optimizer._all_index_update_counts[0].get(index)
@@ -125,9 +128,9 @@ class MXNetParts(base.OwnParts):
         return slots, counts
 
     def load(self, slots, counts) -> None:
-        for name, own in self._average.items():
+        for name, (own, key) in self._average.items():
             if (name, base.AVERAGE) in slots:
-                own[name][:] = _array(slots[name, base.AVERAGE], own[name])
+                own[key][:] = _array(slots[name, base.AVERAGE], own[key])
         for trainer, index, name in self._weights():
             optimizer, updater = trainer.optimizer, trainer._updaters[0]
             own = optimizer._all_index_update_counts[0]
