@@ -544,7 +544,14 @@ class Comparison:
                   ) -> list[Gap]:
         """The gaps of gradients and rates where the user's code takes the
         steps. Gradients count as the optimisers get them; where they differ,
-        and did not when the backward pass ended, the stage is "clipping"."""
+        and did not when the backward pass ended, the stage is "clipping".
+        Those of weights that no optimiser has do not count."""
+        held = one.gradients.keys() | two.gradients.keys()
+
+        def left(step: StepResult) -> Arrays:
+            return {n: g for n, g in gradients_left(step).items()
+                    if n in held}
+
         def pair(x: Arrays, z: Arrays) -> tuple[Arrays, Arrays]:
             # A loop of the framework leaves zeros, or nothing at all.
             return tuple({n: v[n] if n in v else np.zeros_like(w[n])
@@ -554,9 +561,9 @@ class Comparison:
         gaps = self._tensors(step, "gradient",
                              *pair(one.gradients, two.gradients))
         if _different(gaps):
-            left = self._tensors(step, "gradient", *pair(
-                *map(gradients_left, (one, two))))
-            gaps = left if _different(left) else [
+            before = self._tensors(step, "gradient",
+                                   *pair(left(one), left(two)))
+            gaps = before if _different(before) else [
                 g._replace(stage="clipping") for g in gaps]
         rates = [(name, np.array(self.a.updates.last_rate(
             name, one.after.optimizer.num_update)), np.array(

@@ -20,7 +20,7 @@ from mgpu.parity.live import LiveRun
 from mgpu.parity.measure import Gap
 from mgpu.parity.own import OwnRun
 from mgpu.parity.run import (Arrays, Run, State, StepResult, common_factor,
-                             norm_left, rate_outside_velocity, translate)
+                             norms_left, rate_outside_velocity, translate)
 from mgpu.trainer_states import TrainerStates
 
 #: stages that another formula of the update or of clipping explains
@@ -101,19 +101,24 @@ class Formulas:
         """Whether both sides clip to one norm, each by its own formula:
         ``factor (norm + epsilon)`` is the limit."""
         limits = []
-        for run, step in zip(self._runs, (one, two)):
+        for run, step, other in zip(self._runs, (one, two), (two, one)):
+            if any(g.any() for n, g in step.gradients.items()
+                   if n not in other.gradients):
+                return False    # one side does not update it
             if not isinstance(run, OwnRun) or step.own is None:
                 return False
             factor = common_factor(step.own.left, step.gradients)
             if factor is None:
                 return False
             # as the code sees them: what optimisers multiply by comes after
-            norm = norm_left(step) / step.own.scale
-            limits.append([factor * (norm + epsilon) * step.own.scale
-                           for epsilon in (run.parts.clip_epsilon, 0.0)])
+            limits.append([(norm, factor * (
+                norm / step.own.scale + epsilon) * step.own.scale)
+                for norm in norms_left(step)
+                for epsilon in (run.parts.clip_epsilon, 0.0)])
         # code of the user's own that clips may add nothing to the norm
-        return any(np.isclose(x, z, rtol=_ROUNDING, atol=0)
-                   for x in limits[0] for z in limits[1])
+        return any(np.isclose(norm, other, rtol=1e-6, atol=0)
+                   and np.isclose(x, z, rtol=_ROUNDING, atol=0)
+                   for norm, x in limits[0] for other, z in limits[1])
 
     # -- the update ---------------------------------------------------------
 

@@ -350,10 +350,13 @@ def gradients_left(step: StepResult) -> Arrays:
     return step.own.left if step.own else step.gradients
 
 
-def norm_left(step: StepResult) -> float:
-    """The norm of all of them, divided as the optimiser divides them."""
-    return float(np.sqrt(sum(float(np.vdot(g, g)) for g in gradients_left(
-        step).values()))) / step.divisor
+def norms_left(step: StepResult) -> list[float]:
+    """The norm of all of them, and of those that the optimiser gets, divided
+    as it divides them."""
+    return [float(np.sqrt(sum(float(np.vdot(g, g)) for g in own)))
+            / step.divisor for left in [gradients_left(step)] for own in (
+                left.values(), [left[n] for n in left
+                                if n in step.gradients])]
 
 
 def velocity_factor(source: UpdateRule, target: UpdateRule, name: str,

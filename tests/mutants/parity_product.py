@@ -292,6 +292,29 @@ MUTANTS = [
                 "0)", "16"),
            ("parity/test_own_step.py::test_an_unbiased_variance_is_that_of_"
             "the_batch*",)),
+    Mutant("gradients-that-nobody-applies", "gradients of weights that no "
+           "optimiser has are compared",
+           edit("mgpu.parity.comparison:Comparison._own_gaps",
+                "if n in held", "if held or True"),
+           ("parity/test_own_step.py::test_gradients_of_weights_that_no_"
+            "optimiser_has_do_not_count[frozen-]",)),
+    Mutant("the-norm-is-of-all", "a limit is always one of all gradients",
+           edit("mgpu.parity.run:norms_left", "if n in step.gradients",
+                "if True"),
+           ("parity/test_own_step.py::test_gradients_of_weights_that_no_"
+            "optimiser_has_do_not_count[clips the head-]",)),
+    Mutant("any-norm-is-one", "clipping by the norm of some gradients and "
+           "of all to one limit is a formula",
+           edit("mgpu.parity.formulas:Formulas._clip_alike",
+                "np.isclose(norm, other, rtol=1e-6, atol=0)", "True"),
+           ("parity/test_own_step.py::test_gradients_of_weights_that_no_"
+            "optimiser_has_do_not_count[both clip-]",)),
+    Mutant("what-is-not-updated-is-clipped", "a weight that one side does "
+           "not update hides behind a formula of clipping",
+           edit("mgpu.parity.formulas:Formulas._clip_alike",
+                "if n not in other.gradients", "if False"),
+           ("parity/test_own_step.py::test_gradients_of_weights_that_no_"
+            "optimiser_has_do_not_count[trains the bias-]",)),
     Mutant("formulas-explain-any-average", "an average with another decay "
            "is explained with its weights",
            edit("mgpu.parity.formulas:Formulas._follow",

@@ -530,6 +530,7 @@ FAULTS = {
     "not divided by the parts": ("gradient scale", steps(
         {"parts": 3, "divide": False}, [tuple(x[:6] for x in ROWS[0])])),
     "two updates": ("updates in a step", steps({"updates": 2})),
+    "no update": ("left out of the update", steps({"updates": 0})),
     "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
     "relu before batch norm": ("order of layers", lambda patch: (
         conv_g(), torch_(lambda nn: [

@@ -279,7 +279,10 @@ FAULTS = {
     "zero_grad before the step": ("digits", [
         (STEP, "        optimizer.zero_grad()\n" + STEP),
         ("    def step(x, y):\n        optimizer.zero_grad()\n",
-         "    def step(x, y):\n")], 1, "clipping", None),
+         "    def step(x, y):\n")], 1, "clipping",
+        "left out of the update: zero_grad() before the backward pass"),
+    "no update": ("digits", [(STEP, "")], 1, "clipping",
+                  "left out of the update: call optimizer.step()"),
     "no decay": ("digits", [(",\n" + " " * 32 + "weight_decay=5e-4", "")], 1,
                  "weight", "optimizer options: wd 0.0"),
     "decay of biases": ("pictures", [
@@ -322,6 +325,96 @@ def test_a_fault_in_a_loop_is_found_and_no_wrong_cause_is_named(
         expected, words = cause.split(": ")
         assert result.causes[0].name == expected, result
         assert words in result.causes[0].text, result
+
+
+# -- weights that no optimiser has --------------------------------------------
+
+HEAD = (gluon(lambda nn: [nn.Dense(4, activation="tanh", in_units=5),
+                          nn.Dense(3, in_units=4)]),
+        torch_(lambda nn: [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]))
+
+
+def gluon_head(clips=None, frozen=False):
+    """Trains the last layer; `clips`: what it clips, "head" or "all"."""
+    def make(net):
+        from mxnet import autograd, gluon
+        if frozen:
+            net[0].collect_params().setattr("grad_req", "null")
+        trainer = gluon.Trainer(net[-1].collect_params(), "sgd",
+                                {"learning_rate": 0.125})
+        loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
+
+        def step(x, y):
+            with autograd.record():
+                loss = loss_of(net(x), y)
+            loss.backward()
+            if clips:
+                gluon.utils.clip_global_norm(
+                    [p.grad() for p in (net if clips == "all" else net[-1]
+                                        ).collect_params().values()],
+                    0.0625 * len(x))
+            trainer.step(len(x))
+            return loss
+        return step, [trainer]
+    return make
+
+
+def torch_head(clips=None, moves="head", steps=True):
+    def make(net):
+        import torch
+        own = {"head": net[-1].parameters(), "all": net.parameters(),
+               "bias": [net[-1].bias]}
+        optimizer = torch.optim.SGD(own[moves], lr=0.125)
+
+        def step(x, y):
+            net.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(x), y.long())
+            loss.backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_((
+                    net if clips == "all" else net[-1]).parameters(), 0.0625)
+            if steps:
+                optimizer.step()
+            return loss
+        return step, [optimizer]
+    return make
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+@pytest.mark.parametrize("steps, cause", [
+    ((gluon_head(), torch_head()), ""),
+    ((gluon_head("head"), torch_head("head")), ""),
+    ((gluon_head("all"), torch_head("all")), ""),
+    ((gluon_head(), torch_head("all")),
+     "clipping: {b} clips gradients to the global norm 0.06249"),
+    ((gluon_head("head"), torch_head("all")), "clipping: "),
+    ((gluon_head(), torch_head(moves="all")),
+     "left out of the update: {a} does not update 0.weight, 0.bias: "),
+    ((gluon_head(), torch_head(moves="bias")),
+     "left out of the update: {b} does not update 1.weight: "),
+    ((gluon_head(), torch_head(steps=False)),
+     "left out of the update: {b} does not update 1.weight, 1.bias: "),
+    ((gluon_head(frozen=True), torch_head(steps=False)),
+     "left out of the update: {b} does not update 1.weight, 1.bias: "),
+], ids=["right", "clips the head", "clips all", "one clips all",
+        "both clip", "trains all", "trains the bias", "no step", "frozen"])
+def test_gradients_of_weights_that_no_optimiser_has_do_not_count(
+        steps, cause, swapped):
+    """On either side, frozen or not: a mistake is placed at the others."""
+    sides = [*zip(HEAD, steps)][::-1 if swapped else 1]
+    (a, step_a), (b, step_b) = sides
+    result = parity.compare(a, b, batches=BATCHES[:2], step_a=step_a,
+                            step_b=step_b)
+    if not cause:
+        assert result.proves(formulas=True), result
+        return
+    letters = "ba" if swapped else "ab"
+    words = cause.format(a=f"{letters[0]} (mxnet)", b=f"{letters[1]} (torch)")
+    if swapped:     # the names are those of a
+        words = words.replace("1.", "2.")
+    assert result.first and result.first.stage == "clipping", result
+    assert str(result.causes[0]).startswith(words), result
+    assert not result.formulas, result
 
 
 # -- averages of the weights, and what else a step may have -------------------

@@ -181,10 +181,14 @@ class MXNetParts(base.OwnParts):
         left: dict[str, np.ndarray] = {}
         backward, function = mx.nd.NDArray.backward, mx.autograd.backward
 
+        trained = {name: p for name, p in self._named.items()
+                   if p.grad_req != "null"}
+        for name in trained.keys() - {name for *_, name in self._weights()}:
+            trained[name].data()._fresh_grad = False    # no trainer does that
+
         def gradients() -> Iterator[tuple[str, np.ndarray]]:
-            for _, _, name in self._weights():
-                p = self._named[name]
-                if p.grad_req != "null" and p.data()._fresh_grad:
+            for name, p in trained.items():
+                if p.data()._fresh_grad:
                     yield name, p.grad().asnumpy()
 
         def watched(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Causes in a training step of the user's own: modes, clipping, schedules."""
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from mgpu.parity.causes.difference import Difference, View, unexplained
 from mgpu.parity.causes.registry import Found, cause
 from mgpu.parity.causes.update_search import Changes, Update, replaced
 from mgpu.parity.run import (Arrays, common_factor, gradients_left,
-                             norm_left)
+                             norms_left)
 
 #: layers that do something else in prediction mode
 _MODES = ("dropout", "batch_norm")
@@ -44,17 +44,41 @@ def _far(base: list[Any], target: list[Any], predicted: list[Any]
 
 # -- clipping -----------------------------------------------------------------
 
-def _limit(side: View) -> float | None:
-    """The global norm that a side clips to; None: it does not, or not to
-    one."""
+class _Limit(NamedTuple):
+    """The global norm that a side clips to, and the norm before."""
+
+    limit: float
+    norm: float
+
+
+def _limit(side: View) -> _Limit | None:
+    """None: a side does not clip, or not to a global norm. Which gradients
+    are in the norm, its limit tells: nobody writes one with many digits."""
     factor = common_factor(gradients_left(side.step), side.gradients)
-    return None if factor is None or factor > 1 - 1e-9 \
-        else factor * norm_left(side.step)
+    if factor is None or factor > 1 - 1e-9:
+        return None
+    return min((_Limit(factor * norm, norm)
+                for norm in norms_left(side.step)),
+               key=lambda own: abs(own.limit - float(f"{own.limit:.3g}"))
+               > 1e-5 * own.limit)
 
 
 def _clips_not(side: View) -> bool:
     factor = common_factor(gradients_left(side.step), side.gradients)
     return factor is not None and _limit(side) is None
+
+
+@cause("left out of the update", "clipping", resort=-1)
+def left_out(d: Difference) -> Found:
+    """Gradients that the optimiser of one side only gets."""
+    for right, side in d.both_ways():
+        still = [n for n in d.kinds if np.any(right.gradients.get(n, 0.0))
+                 and not np.any(side.gradients.get(n, 0.0))]
+        if still:
+            yield (f"{side} does not update {', '.join(still[:4])}: give it "
+                   "to the optimiser, call optimizer.step() or "
+                   "Trainer.step(), and zero_grad() before the backward pass"
+                   ), 0.0
 
 
 @cause("clipping", "clipping")
@@ -63,23 +87,25 @@ def clipping(d: Difference) -> Found:
     if one is not None and two is not None:
         for side, own, limit in ((d.a, one, two), (d.b, two, one)):
             scale = side.step.own.loss_scale if side.step.own else 1.0
-            if scale != 1 and np.isclose(own * scale, limit, rtol=1e-4):
+            if scale != 1 and np.isclose(own.limit * scale, limit.limit,
+                                         rtol=1e-4):
                 yield (f"{side} clips gradients that are still multiplied by "
                        f"the loss scale {scale:g}: call "
                        "scaler.unscale_(optimizer) before clipping"), 0.0
                 return
-        yield (f"{d.a} clips gradients to the global norm {one:.6g} (here "
-               f"{norm_left(d.a.step):.6g}), {d.b} to {two:.6g}"), 0.0
+        yield (f"{d.a} clips gradients to the global norm {one.limit:.6g} "
+               f"(here {one.norm:.6g}), {d.b} to {two.limit:.6g} (here "
+               f"{two.norm:.6g})"), 0.0
         return
     for right, side in d.both_ways():
-        norm = one if right is d.a else two
-        text = (f"{right} clips gradients to the global norm {norm:.6g} "
-                f"(here {norm_left(right.step):.6g})" if norm is not None
-                else f"{right} does not clip")
-        if _clips_not(side) and norm is not None:
+        mine = one if right is d.a else two
+        text = (f"{right} clips gradients to the global norm {mine.limit:.6g} "
+                f"(here {mine.norm:.6g})" if mine else
+                f"{right} does not clip")
+        if _clips_not(side) and mine is not None:
             yield f"{text}, {side} does not clip", 0.0
             return
-        if norm is None and not _clips_not(right):
+        if mine is None and not _clips_not(right):
             continue
         for how, clipped in _other_ways(side):
             yield f"{text}, {side} {how}", d.residual(
