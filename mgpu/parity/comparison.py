@@ -402,6 +402,7 @@ class Comparison:
                 one, two = (run.forward(X, y, number) for _ in range(2))
                 if any(not np.array_equal(x, z, equal_nan=True)
                        for x, z in zip(one, two)):
+                    run.draws = True
                     self.notes.append(
                         f"the step on {run.name} draws random numbers of its "
                         "own outside of dropout layers: taken twice from one "

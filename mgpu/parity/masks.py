@@ -15,7 +15,14 @@ class Masks:
     step, and the row of the whole batch. ``off=True``: nothing is dropped.
     Values that are kept are divided by ``1 - rate`` (inverted dropout), as
     both frameworks do.
+
+    Attributes
+    ----------
+    drawn : bool
+        Whether a layer, or ``F.dropout``, has asked for one.
     """
+
+    drawn = False
 
     def __init__(self, seed: int, off: bool = False):
         self._seed, self.off = seed, off
@@ -42,6 +49,7 @@ class Masks:
         with self._lock:
             number = self._calls[index]
             self._calls[index] += 1
+            self.drawn = True
         shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
         mask = np.ones((1,) * len(shape)) if self.off \
             else self._draw(shape, rate, number, index)

@@ -121,6 +121,9 @@ class OwnRun(LiveRun):
         return {**super().options(), "optimizer": own,
                 "loss": "the step's own", "batch_norm": "the framework's own"}
 
+    def drops(self) -> bool:        # F.dropout is no layer
+        return super().drops() or self.masks.drawn
+
     # -- states -------------------------------------------------------------
 
     def state(self) -> State:

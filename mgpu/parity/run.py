@@ -182,6 +182,8 @@ class Run(ABC):
     nudge : callable or None
         Where mgpu takes the steps, by what the losses of a device are
         multiplied before the backward pass, from ones.
+    draws : bool
+        Whether code of the user's own was seen to draw random numbers.
     """
 
     name: str
@@ -194,11 +196,16 @@ class Run(ABC):
     float32: base.Float32Functions | None = None
     replaces: bool = False
     nudge: Callable[[np.ndarray], np.ndarray] | None = None
+    draws: bool = False
 
     def by_path(self) -> dict[str, base.Layer]:
         """The layers, and the functions between them that have been seen, by
         path."""
         return {layer.path: layer for layer in self.layers}
+
+    def drops(self) -> bool:
+        """Whether there is anything that may drop elements."""
+        return self.draws or any(x.kind == "dropout" for x in self.layers)
 
     @abstractmethod
     def options(self) -> dict[str, Any]:

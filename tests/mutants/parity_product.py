@@ -292,6 +292,29 @@ MUTANTS = [
                 "0)", "16"),
            ("parity/test_own_step.py::test_an_unbiased_variance_is_that_of_"
             "the_batch*",)),
+    Mutant("zeros-are-dropped", "zeros at other places are dropped ones "
+           "where nothing drops",
+           edit("mgpu.parity.causes.forward:_masked", "if not (",
+                "if not (True or "),
+           ("parity/test_diagnosis.py::test_zeros_of_padding_are_no_dropped_"
+            "elements[first-last-0.0]",)),
+    Mutant("zeros-of-one-side-are-dropped", "zeros of one side alone are "
+           "dropped ones",
+           edit("mgpu.parity.causes.forward:_mask_factor",
+                "if abs(factor - 1) < _EQUAL and not", "if False and not"),
+           ("parity/test_diagnosis.py::test_zeros_of_padding_are_no_dropped_"
+            "elements[constant-replicate-0.5]",)),
+    Mutant("a-mask-hides-all", "what is small next to a mask is explained",
+           edit("mgpu.parity.causes.forward:_activations", "_elsewhere(",
+                "True or _elsewhere(", "> 10 *", "> -1 *"),
+           ("parity/test_diagnosis.py::test_next_to_a_mask_not_everything_is_"
+            "an_activation",)),
+    Mutant("a-mask-and-anything", "scores that differ elsewhere too are "
+           "masked",
+           edit("mgpu.parity.causes.forward:attention_mask",
+                "<= d.tolerance * size", "<= most"),
+           ("parity/test_diagnosis.py::test_next_to_a_mask_not_everything_is_"
+            "an_activation",)),
     Mutant("gradients-that-nobody-applies", "gradients of weights that no "
            "optimiser has are compared",
            edit("mgpu.parity.comparison:Comparison._own_gaps",

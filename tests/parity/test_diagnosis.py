@@ -88,7 +88,8 @@ def enlarged(function, layer=False, **options):
         nn.Conv2D(4, 3, in_channels=4)], port, 16)
 
 
-def attention(scale, pooled="mean", skip="x", wide=False, turned=False):
+def attention(scale, pooled="mean", skip="x", wide=False, turned=False,
+              mask=0.0):
     """A block of a transformer, in torch."""
     def make():
         import torch
@@ -109,7 +110,8 @@ def attention(scale, pooled="mean", skip="x", wide=False, turned=False):
 
             def forward(self, x):
                 q, k, v = self.q(x), self.k(x), self.v(x)
-                y = torch.softmax(scale * q @ k.mT, 2) @ v
+                later = torch.ones(5, 5, dtype=x.dtype).triu(1)
+                y = torch.softmax(scale * q @ k.mT - mask * later, 2) @ v
                 if skip == "behind":
                     y = self.norm(y) + x
                 else:
@@ -119,6 +121,49 @@ def attention(scale, pooled="mean", skip="x", wide=False, turned=False):
                 return self.head(torch.cat(parts[::-1] if turned else parts,
                                            1))
         return Block()
+    return make
+
+
+def one_score(axis):
+    """Attention with one score for each time, and a softmax along `axis`."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Pooling(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.score, self.head = nn.Linear(4, 1), nn.Linear(4, 3)
+
+            def forward(self, x):
+                shares = torch.softmax(self.score(x), axis)
+                return self.head((shares * x).sum(1))
+        return Pooling()
+    return make
+
+
+def padded(mode, dropout=0.0):
+    """A convolution of what ``F.pad`` has made larger."""
+    def make():
+        from torch import nn
+
+        class Padded(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.head = nn.Conv2d(2, 4, 5), nn.Linear(144, 3)
+                self.dropout = nn.Dropout(dropout) if dropout \
+                    else nn.Identity()
+
+            def forward(self, x):
+                how = mode
+                if mode in ("first", "last"):   # column, that is cut off
+                    x = nn.functional.pad(*(
+                        (x[..., 1:], (1, 0)) if mode == "first"
+                        else (x[..., :-1], (0, 1))))
+                    how = "constant"
+                x = self.conv(nn.functional.pad(x, (1,) * 4, mode=how))
+                return self.head(self.dropout(x.tanh().flatten(1)))
+        return Padded()
     return make
 
 
@@ -680,6 +725,12 @@ FAULTS = {
                 reduction="none")(output.float(), y).double()), ROWS, {})),
     "attention scale": ("attention scale", lambda patch: (
         attention(0.5), attention(1.0), ATTENDED, {})),
+    "no mask": ("attention mask", lambda patch: (
+        attention(0.5, mask=1e9), attention(0.5), ATTENDED, {})),
+    "a mask of 8": ("attention mask", lambda patch: (
+        attention(0.5), attention(0.5, mask=8.0), ATTENDED, {})),
+    "softmax along an axis of one": ("softmax axis", lambda patch: (
+        one_score(1), one_score(2), ATTENDED, {})),
     "a mean for a maximum": ("kind of pooling", lambda patch: (
         attention(0.5), attention(0.5, "amax"), ATTENDED, {})),
     "no skip": ("residual connection", lambda patch: (
@@ -1434,6 +1485,28 @@ def noisy(place):
         made[place] = Noisy(*made[place].weight.shape[::-1])
         return made
     return net
+
+
+@pytest.mark.parametrize("mode, other, dropout", [
+    *[("constant", mode, rate) for mode in (
+        "replicate", "reflect", "circular") for rate in (0.0, 0.5)],
+    ("first", "last", 0.0)])
+def test_zeros_of_padding_are_no_dropped_elements(mode, other, dropout):
+    for sides in ((mode, other), (other, mode)):
+        result = compared(*(padded(own, dropout) for own in sides), IMAGES,
+                          {})
+        assert result.verdict == "different"
+        assert result.causes == []
+
+
+def test_next_to_a_mask_not_everything_is_an_activation():
+    """The mask of one side, and other scores: what is left is small next to
+    the mask, and yet no activation."""
+    for scale in (0.5, 0.25):
+        result = compared(attention(0.5, mask=1e9), attention(scale),
+                          ATTENDED, {})
+        assert [c.name for c in result.causes] == [
+            "attention mask"] * (scale == 0.5), result
 
 
 @pytest.mark.parametrize("place", (0, 2))

@@ -497,6 +497,19 @@ def axis(p):
     p.wrong(n.name, axis=1)
 
 
+@mistake("mask missing", "attention mask")
+def no_mask(p):
+    n = p.pick("scale")
+    p.a = p.b = p.a.after(n.name, "mask", "mask9").rewire(
+        "mask9", n.name, "x") if not any(m.kind == "mask" for m in p.a) \
+        else p.a
+    if p.task.inputs[0] != "words":
+        raise NotHere
+    m = p.pick("mask")
+    p.b = p.a.without(m.name)
+    p.at(m.name)
+
+
 @mistake("scale of attention missing", "attention scale")
 def no_scale(p):
     n = p.pick("scale")
@@ -601,19 +614,6 @@ def shuffled_channels(p):
 
 
 # -- without a cause ----------------------------------------------------------
-
-@mistake("mask missing")
-def no_mask(p):
-    n = p.pick("scale")
-    p.a = p.b = p.a.after(n.name, "mask", "mask9").rewire(
-        "mask9", n.name, "x") if not any(m.kind == "mask" for m in p.a) \
-        else p.a
-    if p.task.inputs[0] != "words":
-        raise NotHere
-    m = p.pick("mask")
-    p.b = p.a.without(m.name)
-    p.at(m.name)
-
 
 @mistake("reshape without transpose")
 def reshaped(p):

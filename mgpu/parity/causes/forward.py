@@ -1,7 +1,7 @@
 """Causes of another output: masks and activations, seen in one tensor."""
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,10 @@ from mgpu.parity.location import kind_of
 from mgpu.parity.run import CannotRun
 
 # -- dropout ------------------------------------------------------------------
+
+#: a factor as near to 1 as this is 1
+_EQUAL = 1e-6
+
 
 def _mask_factor(u: np.ndarray, v: np.ndarray) -> tuple[float, float] | None:
     """If `u` and `v` have zeros in other places, and one factor elsewhere:
@@ -32,6 +36,9 @@ def _mask_factor(u: np.ndarray, v: np.ndarray) -> tuple[float, float] | None:
                 or only.size > 8 and (z[both] > 0).any()):
             return None
     factor = float(np.median(v[both] / u[both]))
+    if abs(factor - 1) < _EQUAL and not (
+            ((u == 0) > (v == 0)).any() and ((u == 0) < (v == 0)).any()):
+        return None     # one side alone has zeros, and no other scale
     residual = distance(v[both], factor * u[both]) / distance(u, v)
     return (factor, residual) if factor > 0 else None
 
@@ -42,7 +49,10 @@ def _settings(d: Difference) -> tuple[tuple[float, tuple[int, ...]], ...]:
 
 
 def _masked(d: Difference) -> list[tuple[float, float, str]]:
-    """The tensors that differ by a mask: factor, residual, where."""
+    """The tensors that differ by a mask: factor, residual, where. Zeros of a
+    network that drops nothing are those of padding."""
+    if not (d.a.run.drops() or d.b.run.drops()):
+        return []
     tensors = d.tensors()
     if d.kind == "dropout" and len(set(_settings(d))) == 1:
         tensors = [Tensors(*d.outputs(), d.layer)]
@@ -54,7 +64,7 @@ def _masked(d: Difference) -> list[tuple[float, float, str]]:
 @cause("dropout masks", "forward", resort=4)
 def masks(d: Difference) -> Found:
     for factor, residual, where in _masked(d):
-        if abs(factor - 1) < 1e-6:
+        if abs(factor - 1) < _EQUAL:
             yield (f"{where}: {d.b} drops other elements than {d.a}. Use the "
                    "frameworks' dropout layers, which get one set of masks, "
                    "or dropout='off'"), residual
@@ -64,7 +74,7 @@ def masks(d: Difference) -> Found:
 @cause("dropout rate", "forward", resort=4)
 def rate(d: Difference) -> Found:
     for factor, residual, where in _masked(d):
-        if abs(factor - 1) >= 1e-6:
+        if abs(factor - 1) >= _EQUAL:
             yield (f"{where}: kept elements of {d.b} are {factor:.6g} times "
                    f"those of {d.a}: give both the same rate (Dropout(rate) "
                    "in Gluon, nn.Dropout(p) on torch)"), residual
@@ -113,6 +123,45 @@ ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
+# -- softmax ------------------------------------------------------------------
+
+@cause("attention mask", "forward", resort=4)
+def attention_mask(d: Difference) -> Found:
+    """Scores that one side moves by one large number, as a mask does."""
+    place = d.place
+    if not (place and place.a and place.a.kind == "softmax") \
+            or place.inputs_agree:
+        return
+    for u, v, where, _ in d.tensors():
+        moves = np.abs(v - u) if u.shape == v.shape else np.zeros(1)
+        most = float(moves.max())
+        masked = moves > most / 2
+        kept = np.abs(np.where(masked, 0.0, [u, v]))
+        size = kept.max(where=kept < most / 2, initial=0.0)
+        if moves[~masked].max(initial=0.0) <= d.tolerance * size:
+            both = [(side, int((masked & lower).sum())) for side, lower in (
+                (d.a, u < v), (d.b, v < u))]
+            yield (f"{where}: " + ", ".join(
+                f"{side} masks {count} of {u.size} scores that the other "
+                "does not" for side, count in both if count)
+                + f" (they differ by {most:.6g}): give both the same mask"
+                   ), float(np.ptp(moves[masked])) / most
+
+
+@cause("softmax axis", "forward", resort=4)
+def softmax_axis(d: Difference) -> Found:
+    for u, v, where, ahead in d.tensors():
+        for x in (s for s in ahead if s.shape == u.shape == v.shape):
+            values = {axis: np.moveaxis(_softmax(np.moveaxis(
+                x, axis, -1)), -1, axis) for axis in range(x.ndim)}
+            (e, one), (f, two) = (nearest(values, seen, distance(u, v) or 1)
+                                  for seen in (u, v))
+            if one != two:
+                yield (f"{where}: softmax along axis {one} on {d.a}, {two} on "
+                       f"{d.b}: give both the same axis= (MXNet's default is "
+                       "the last)"), max(e, f)
+
+
 @cause("activation", "forward", resort=4)
 def activation(d: Difference) -> Found:
     for tensors in d.tensors():
@@ -156,27 +205,14 @@ def behind(d: Difference) -> Found:
                    "in one order"), found[2]
 
 
-@cause("softmax axis", "forward", resort=4)
-def softmax_axis(d: Difference) -> Found:
-    for u, v, where, ahead in d.tensors():
-        for x in (s for s in ahead if s.shape == u.shape == v.shape):
-            values = {axis: np.moveaxis(_softmax(np.moveaxis(
-                x, axis, -1)), -1, axis) for axis in range(x.ndim)}
-            (e, one), (f, two) = (nearest(values, seen, distance(u, v) or 1)
-                                  for seen in (u, v))
-            if one != two:
-                yield (f"{where}: softmax along axis {one} on {d.a}, {two} on "
-                       f"{d.b}: give both the same axis= (MXNet's default is "
-                       "the last)"), max(e, f)
-
-
 def _factors(d: Difference) -> Iterator[tuple[str, float]]:
     """Tensors of b that are a number times those of a, and the residual."""
     for u, v, where, _ in d.tensors():
         if u.shape == v.shape and u.size > 4 and u.any():
             c = float((u * v).sum() / (u * u).sum())
             yield (f"at {where} {d.b} has {c:.6g} times the numbers of {d.a}"
-                   ), unexplained(u, v, c * u)
+                   ), max(unexplained(u, v, c * u), distance(v, c * u) / (
+                       float(np.abs(v).max()) or 1.0))
 
 
 @cause("attention scale", "forward", resort=5)
@@ -206,36 +242,57 @@ def _activations(d: Difference, tensors: Tensors
         return None
     n = max(1, min(len(u), PART // max(1, u[0].size)))
     x, z = u[:n], v[:n].reshape(u[:n].shape)
+    if not np.ptp(x) or not np.ptp(z):
+        return None     # which many functions give
     starts = [s[:n].reshape(x.shape) for s in tensors.ahead
               if s.size == u.size and len(s) == len(u)]
     for start in (*starts, x, z):
-        values = {name: f(start) for name, f in ACTIVATIONS.items()}
-        (e, one), (f, two) = (_nearest(values, start, seen,
-                                       distance(x, z) or 1, d.limit)
-                              for seen in (x, z))
+        values = {name: y for name, f in ACTIVATIONS.items()
+                  for y in [f(start)] if np.ptp(y)}
+        (e, one), (f, two) = found = [
+            _nearest(values, start, seen, distance(x, z) or 1, d.limit)
+            for seen in (x, z)]
         # A linear function of itself is no activation: one of the two must
         # be what the layers before it gave.
-        if max(e, f) < d.limit and one != two:
+        if max(e, f) < d.limit and one != two and _elsewhere(
+                d, start, x, z, [values[key] for _, key in found]) \
+                and unexplained(x, z, x * (float((x * z).sum()) / float(
+                    (x * x).sum()))) > 10 * max(e, f, 1e-12):
             return one, two, max(e, f)
     return None
+
+
+def _elsewhere(d: Difference, start: np.ndarray, x: np.ndarray,
+               z: np.ndarray, values: Sequence[np.ndarray]) -> bool:
+    """Whether `values` are `x` and `z` also where these hardly differ, next
+    to a mask of -1e9, and where the one is small next to the other."""
+    apart = np.abs(x - z)
+    near = apart <= 1e-3 * apart.max(initial=0.0)
+    return all(
+        np.abs(value - seen)[part].max() <= d.limit * np.abs(
+            seen[part]).max() + d.tolerance * np.abs(start[part]).max()
+        for value, seen in zip(values, (x, z))
+        for part in (near, ~near) if part.sum() > 2)
 
 
 def _nearest(values: dict[str, np.ndarray], start: np.ndarray,
              seen: np.ndarray, apart: float, limit: float
              ) -> tuple[float, Any]:
     """`nearest` of the known activations; where none is near, of those that
-    have a number of their own: the slope or alpha that fits the median.
-    Negative numbers alone do not tell a slope from a constant factor."""
+    have a number of their own, which joins them: the slope or alpha that
+    fits the median. Negative numbers alone do not tell a slope from a
+    constant factor."""
     found = nearest(values, seen, apart)
     below = start < 0
     if found[0] < limit or below.sum() < 3 or (start > 0).sum() < 3:
         return found
     slope = float(np.median(seen[below] / start[below]))
     alpha = float(np.median(seen[below] / np.expm1(start[below])))
-    return nearest({
-        f"leaky_relu({slope:.6g})": _leaky_relu(slope)(start),
-        f"elu({alpha:.6g})": np.where(below, alpha * np.expm1(start), start)},
-        seen, apart)
+    own = {f"leaky_relu({slope:.6g})": _leaky_relu(slope)(start),
+           f"elu({alpha:.6g})": np.where(below, alpha * np.expm1(start),
+                                         start)}
+    values.update(own)
+    return nearest(own, seen, apart)
 
 
 @cause("activation", "forward", resort=1, kinds=["elu"])
