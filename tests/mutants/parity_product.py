@@ -292,6 +292,24 @@ MUTANTS = [
                 "0)", "16"),
            ("parity/test_own_step.py::test_an_unbiased_variance_is_that_of_"
             "the_batch*",)),
+    Mutant("any-order-is-a-flatten", "columns in any other order are those "
+           "of channels last",
+           edit("mgpu.parity.causes.structure:channels_last",
+                "default=math.inf) if", "default=math.inf) * 0 if"),
+           ("parity/test_diagnosis.py::test_a_planted_fault_is_named[heads]",
+            )),
+    Mutant("constants-have-gates", "a constant in another order has permuted "
+           "gates",
+           edit("mgpu.parity.causes.recurrent:permuted_values",
+                "not all(map(d.trained.get, wrong))", "False"),
+           ("parity/test_constants.py::test_a_constant_in_another_order_is_no_"
+            "gate",)),
+    Mutant("statistics-stay-unseen", "statistics of a that do not move have "
+           "no cause",
+           edit("mgpu.parity.causes.statistics:updates", "(d.a, d.b)",
+                "(d.b,)"),
+           ("parity/test_diagnosis.py::test_a_planted_fault_is_named[frozen "
+            "features]",)),
     Mutant("zeros-are-dropped", "zeros at other places are dropped ones "
            "where nothing drops",
            edit("mgpu.parity.causes.forward:_masked", "if not (",

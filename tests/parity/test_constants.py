@@ -63,6 +63,17 @@ def test_a_wrong_constant_differs_from_a_trace(backend, tmp_path):
     is_named(parity.compare_trace(file, in_gluon({"pe": WRONG})))
 
 
+def test_a_constant_in_another_order_is_no_gate():
+    """Means of three colours, from blue to red."""
+    mean, rows = np.array([0.485, 0.5, 0.456, 0.25, 0.406, 0.125]), [
+        (X[:, :1], y) for X, y in BATCHES]
+    result = parity.compare(in_gluon({"mean": mean}),
+                            in_torch({"mean": mean[[4, 5, 2, 3, 0, 1]]}),
+                            batches=rows)
+    assert [c.name for c in result.causes] == ["constant"], result
+    assert ", the same numbers in another order: " in result.causes[0].text
+
+
 def test_own_weights_have_constants_beside_them():
     one, two = in_torch({"pe": TABLE}), in_torch({"pe": WRONG})
     result = parity.compare(one, two, batches=BATCHES, weights="own")

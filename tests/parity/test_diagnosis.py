@@ -167,6 +167,44 @@ def padded(mode, dropout=0.0):
     return make
 
 
+def joined_heads(order):
+    """Four heads in two sizes, as of a detector, with the channels last."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Heads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.fine, self.coarse = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3)
+                self.heads = nn.ModuleList(nn.Conv2d(4, n, 1)
+                                           for n in (2, 3, 2, 3))
+
+            def forward(self, x):
+                fine = self.fine(x).tanh()
+                maps = [fine, self.coarse(fine)]
+                return torch.cat([
+                    self.heads[i](maps[i % 2]).permute(0, 2, 3, 1).flatten(1)
+                    for i in order], 1)
+        return Heads()
+    return make
+
+
+def features(engine):
+    """A last layer is trained, behind a batch norm in training mode."""
+    def freeze(made):
+        for layer in list(made._children.values() if engine == "mxnet"
+                          else made.children())[:-1]:
+            if engine == "mxnet":
+                layer.collect_params().setattr("grad_req", "null")
+            else:
+                layer.requires_grad_(False)
+        return made
+    net = dense_g(lambda nn: nn.BatchNorm(in_channels=5)) \
+        if engine == "mxnet" else dense_t(lambda nn: nn.BatchNorm1d(5))
+    return lambda: freeze(net())
+
+
 def rate(n):
     """A schedule with a jump at the third update."""
     return 0.125 if n < 3 else 0.0625
@@ -621,6 +659,10 @@ FAULTS = {
         Side(conv_t(momentum=0.5), native=True), IMAGES, {})),
     "statistics frozen": ("statistics updates", lambda patch: (
         still(patch) or conv_g(), conv_t(), IMAGES, {})),
+    "frozen features": ("statistics updates", lambda patch: (
+        features("mxnet"), features("torch"), ROWS, {})),
+    "frozen features in b": ("statistics updates", lambda patch: (
+        features("torch"), features("mxnet"), ROWS, {})),
     "epsilon": ("normalisation epsilon", lambda patch: (
         conv_g(), conv_t(eps=1e-3), IMAGES, {})),
     "epsilon in a, 3 devices": ("normalisation epsilon", lambda patch: (
@@ -743,6 +785,11 @@ FAULTS = {
         attention(0.5), attention(0.5, wide=True), ATTENDED, {})),
     "columns": ("order of columns", lambda patch: (
         attention(0.5), attention(0.5, turned=True), ATTENDED, {})),
+    "heads": ("order of columns", lambda patch: (
+        joined_heads((0, 1, 2, 3)), joined_heads((0, 2, 1, 3)),
+        [(X, np.random.default_rng(0).normal(size=(N, 240)))
+         for X, _ in IMAGES],
+        {"loss": losses.L2Loss()})),
     "groups": ("layer options", lambda patch: (
         *image_net(lambda nn: [nn.Conv2D(4, 7, in_channels=2),
                                nn.GroupNorm(4)],

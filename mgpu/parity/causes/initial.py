@@ -52,6 +52,11 @@ def _formulas(d: Difference) -> tuple[list[str], list[list[str]]]:
         for values in d.evidence.initial]
 
 
+def _in_other_order(x: np.ndarray, z: np.ndarray) -> str:
+    return ", the same numbers in another order" if x.shape == z.shape \
+        and np.allclose(np.sort(x, None), np.sort(z, None)) else ""
+
+
 def _constants(d: Difference, other: bool) -> Found:
     gaps = [g for g in d.wrong("initial") if not d.trained[g.name]
             and (d.kinds[g.name] == "other") is other]
@@ -65,7 +70,8 @@ def _constants(d: Difference, other: bool) -> Found:
         yield (f"{n}{f' (in b {own})' if own != n else ''} is not trained, "
                f"and its first number that differs is {one[n][at]:.9g} on "
                f"{d.a} and {two[n][at]:.9g} on {d.b}, at "
-               f"{[int(i) for i in at]}: compute it alike on both sides. "
+               f"{[int(i) for i in at]}{_in_other_order(one[n], two[n])}: "
+               "compute it alike on both sides. "
                "Where it is drawn at random on purpose, copy the one's "
                "values into the other before the comparison"
                + (f"; also {', '.join(names[1:4])}" if names[1:] else "")), 0.0

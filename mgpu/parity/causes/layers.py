@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from mgpu.parity.causes.difference import (ROWS, Difference, distance,
-                                           reordered, unexplained)
+                                           unexplained)
 from mgpu.parity.causes.forward import ACTIVATIONS
 from mgpu.parity.causes.pooling import KINDS, rules
 from mgpu.parity.causes.registry import Found, cause
+from mgpu.parity.causes.structure import channels_last
 
 #: kinds of layers whose other causes leave nothing to guess
 COMPUTED = {"", "batch_norm", "dropout", "layer_norm", "instance_norm",
@@ -39,8 +40,8 @@ def other_columns(d: Difference) -> Found:
         if u.ndim == 2 and u.size == v.size and len(u) == len(v):
             yield (f"{where}: the columns of {d.b} are those of {d.a} in "
                    "another order, as with channels last: permute to one "
-                   "layout before Flatten"), reordered(
-                       u.T, v.reshape(u.shape).T)
+                   "layout before Flatten"), channels_last(
+                       u, v.reshape(u.shape))
 
 
 def _differences(d: Difference, names: Sequence[str]) -> str:

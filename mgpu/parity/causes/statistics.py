@@ -197,8 +197,23 @@ def momentum(d: Difference) -> Found:
 @cause("statistics updates", "statistic")
 def updates(d: Difference) -> Found:
     for r, layer in readings(d):
-        if r.times != 1:
-            yield f"the running statistics of {layer} on {d.b} " + (
-                "move twice: two training passes before one update"
-                if r.times else "do not move: use_global_stats, eval() or "
-                "track_running_stats=False"), r.residual
+        if r.times == 2:
+            yield (f"the running statistics of {layer} on {d.b} move twice: "
+                   "two training passes before one update"), r.residual
+    before, wrong = d.evidence.before.values, [
+        g.name for g in d.wrong("statistic")]
+    for side in (d.a, d.b):
+        layers = dict.fromkeys(
+            layer.path for n in wrong for layer in [d.a.layer(n)] if layer
+            and np.array_equal(side.values[n], before[n]))
+        if layers:
+            yield (f"the running statistics of batch norm "
+                   f"{', '.join([*layers][:4])} on {side} do not move: "
+                   "use_global_stats, eval(), track_running_stats=False or a "
+                   "momentum that keeps all; "
+                   "in Gluon also where no gradient passes the layer, as in "
+                   "frozen features: there use_global_stats=True, and eval() "
+                   "on torch"), d.residual(
+                       before, side.values, {}, {
+                           n: scale for n, scale in d.scales(
+                               "statistic").items() if n in wrong})

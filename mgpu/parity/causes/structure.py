@@ -1,5 +1,6 @@
 """Causes between layers: sums, reductions and columns."""
 import itertools
+import math
 
 import numpy as np
 
@@ -119,6 +120,15 @@ def _axes(shape: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
                                 if i not in axes]) < np.prod(shape)]
 
 
+def channels_last(u: np.ndarray, v: np.ndarray) -> float:
+    """The residual of "one of two matrices has the columns of pictures with
+    the channels first, the other one with the channels last"."""
+    n, columns = u.shape
+    return min((unexplained(u, v, u.reshape(n, m, -1).swapaxes(1, 2).reshape(
+        n, -1)) for m in range(2, columns // 2 + 1) if not columns % m),
+        default=math.inf) if u.shape == v.shape else math.inf
+
+
 @cause("order of columns", "forward", resort=5)
 def other_order(d: Difference) -> Found:
     """Channels, or parts that were joined, in another order."""
@@ -129,8 +139,10 @@ def other_order(d: Difference) -> Found:
         x, z = (np.moveaxis(t, axis, 0) for t in (u, v))
         x, z = (t.reshape(len(t), -1) for t in (x, z))
         first = int(np.abs(x - z[0]).max(1).argmin())
-        turned = unexplained(x, z, np.roll(x, -first, 0))
-        left = turned if turned < d.limit or u.ndim < 4 else reordered(x, z)
+        left = unexplained(x, z, np.roll(x, -first, 0))
+        if left >= d.limit and (u.ndim > 3 or u.ndim == 2 and _sums(d)
+                                and channels_last(u, v) >= d.limit):
+            left = reordered(x, z)
         yield (f"{where}: along axis {axis} {d.b} has the numbers of {d.a} in "
                "another order: join the parts in one order (concat, "
                "torch.cat), and do not shuffle channels"), left
