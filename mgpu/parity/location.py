@@ -186,11 +186,17 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         m, n = ends((calls_a, calls_b), (i, j), (of_a, of_b))
         one = one._replace(outputs=calls_a[m].outputs)
         two = two._replace(outputs=calls_b[n].outputs)
-        if not _agree(*outputs_of(one, two, summarised), tolerance) \
-                and not _turned(one, two, tolerance) \
-                and not _no_partners(one, two, (of_a, of_b), [
-                    (calls_a[k], calls_b[n]) for k, n in met[number + 1:]],
-                    tolerance):
+        if _agree(*outputs_of(one, two, summarised), tolerance) \
+                or _turned(one, two, tolerance):
+            continue
+        lined = two if summarised else in_layout(one, two, tolerance)
+        if lined is not two and _agree(one.outputs[:1], lined.outputs[:1],
+                                       tolerance):
+            continue
+        if not _no_partners(one, two, lined, (of_a, of_b), [
+                (calls_a[k], calls_b[n]) for k, n in met[number + 1:]],
+                tolerance):
+            two = lined
             kinds = {_ALIKE.get(kind, kind) for kind in (
                 kind_of(one.path, of_a), kind_of(two.path, of_b))}
             often = counts[0][one.path] == counts[1][two.path]
@@ -206,7 +212,7 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                     if k != end and calls[k].outputs])
 
 
-def _no_partners(one: LayerCall, two: LayerCall,
+def _no_partners(one: LayerCall, two: LayerCall, lined: LayerCall,
                  layers: tuple[Mapping[str, Layer], Mapping[str, Layer]],
                  later: Sequence[tuple[LayerCall, LayerCall]],
                  tolerance: float) -> bool:
@@ -214,14 +220,15 @@ def _no_partners(one: LayerCall, two: LayerCall,
     side makes the same by other operators, as ``x * sigmoid(x)`` and
     ``silu(x)``. What one of them gives is then what a later layer gets on
     both sides. Other functions that get something else are compared by what
-    they reach."""
+    they reach. `lined` is `two` in the layout of `one`."""
     return other_functions(one, two, layers) and (
-        not _agree(one.inputs, two.inputs, tolerance) or any(
+        not _agree(one.inputs, lined.inputs, tolerance) or any(
             bool(call.outputs and got.inputs)
             and call.outputs[0].size == got.inputs[0].size
             and np.array_equal(call.outputs[0].reshape(-1),
                                got.inputs[0].reshape(-1))
-            and _agree(x.inputs[:1], z.inputs[:1], tolerance)
+            and _agree(x.inputs[:1], in_layout(x, z, tolerance).inputs[:1],
+                       tolerance)
             for x, z in later for call, got in ((one, x), (two, z))))
 
 
@@ -245,7 +252,9 @@ def apart(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         one, two = (call._replace(outputs=end.outputs) for call, end in (
             (calls_a[i], calls_a[m]), (calls_b[j], calls_b[n])))
         agrees = _agree(one.outputs, two.outputs, tolerance) \
-            or _turned(one, two, tolerance)
+            or _turned(one, two, tolerance) or _agree(
+                one.outputs[:1], in_layout(one, two, tolerance).outputs[:1],
+                tolerance)
         found[agrees].add((one.path, two.path))
     return found[False] - found[True]
 
@@ -320,6 +329,41 @@ def _agree(x: Sequence[np.ndarray], z: Sequence[np.ndarray],
     return bool(x) == bool(z) and all(
         p.size == q.size and close(p.reshape(-1), q.reshape(-1), tolerance)
         for p, q in zip(x, z))
+
+
+def in_layout(one: LayerCall, two: LayerCall, tolerance: float) -> LayerCall:
+    """`two` with its first input and output in the layout of `one`, where the
+    first inputs agree so: (rows, time, channels) on one side, (time, rows,
+    channels), (rows, channels, time) or (rows x time, channels) on the other.
+    Of several layouts, one in which the outputs agree too."""
+    if not (one.inputs and two.inputs and one.outputs and two.outputs):
+        return two
+    (x, u), (z, v) = ((call.inputs[0], call.outputs[0])
+                      for call in (one, two))
+    larger = (x, u) if x.ndim > z.ndim else (z, v)
+    if x.size != z.size or u.size != v.size or x.shape == z.shape \
+            and u.shape == v.shape and close(x, z, tolerance) \
+            or larger[0].ndim > 5 or larger[0].ndim != larger[1].ndim:
+        return two
+
+    def turned(own: np.ndarray, other: np.ndarray, axes: tuple[int, ...]
+               ) -> np.ndarray:
+        """`other` in the layout of `own`."""
+        if larger[0] is z:
+            return other.transpose(axes).reshape(own.shape)
+        shape = own.transpose(axes).shape
+        return other.reshape(shape).transpose(np.argsort(axes))
+    found = two
+    for axes in itertools.permutations(range(larger[0].ndim)):
+        given = turned(x, z, axes)
+        if close(given, x, tolerance):
+            call = two._replace(
+                inputs=[given, *two.inputs[1:]],
+                outputs=[turned(u, v, axes), *two.outputs[1:]])
+            if close(call.outputs[0], u, tolerance):
+                return call
+            found = call if found is two else found
+    return found
 
 
 def _turned(one: LayerCall, two: LayerCall, tolerance: float) -> bool:

@@ -292,6 +292,18 @@ MUTANTS = [
                 "0)", "16"),
            ("parity/test_own_step.py::test_an_unbiased_variance_is_that_of_"
             "the_batch*",)),
+    Mutant("layouts-are-differences", "a layer that is called on (rows x "
+           "time, channels) differs",
+           edit("mgpu.parity.location:differences",
+                "two if summarised else in_layout(one, two, tolerance)",
+                "two"),
+           ("parity/test_location.py::test_layouts_hide_no_place[flat-rows]",
+            )),
+    Mutant("partners-in-one-layout", "functions in two layouts never make the "
+           "same", edit("mgpu.parity.location:_no_partners",
+                        "in_layout(x, z, tolerance)", "z"),
+           ("parity/test_location.py::test_layouts_hide_no_place[rows-time]",
+            )),
     Mutant("any-order-is-a-flatten", "columns in any other order are those "
            "of channels last",
            edit("mgpu.parity.causes.structure:channels_last",

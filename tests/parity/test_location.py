@@ -229,3 +229,54 @@ def test_a_state_that_is_lost_is_what_the_next_call_gets(traced, tmp_path):
     if not traced:
         assert result.causes[0].name == "constant factor"
         assert "has 0 times the numbers" in result.causes[0].text
+
+
+def in_layouts(layout, behind="mean", act="tanh"):
+    """Layers that are called on (rows, time, channels), (time, rows,
+    channels), (rows x time, channels) or (rows, channels, time)."""
+    def make():
+        import torch
+        from torch import nn
+        acts = {"tanh": torch.tanh, "relu": torch.relu,
+                "silu": nn.functional.silu,
+                "by hand": lambda y: y * torch.sigmoid(y)}
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.dense = nn.Linear(4, 5)
+                self.norm = nn.BatchNorm1d(5)
+                self.next, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+            def forward(self, x):
+                rows, time, _ = x.shape
+                x = {"flat": x.reshape(-1, 4), "time": x.transpose(0, 1)
+                     }.get(layout, x)
+                y = self.next(acts[act](self.dense(x)))
+                y = y.transpose(0, 1) if layout == "time" \
+                    else y.view(rows, time, 5)
+                y = self.norm(y.mT).mT if layout != "flat" \
+                    else self.norm(y.reshape(-1, 5)).view(rows, time, 5)
+                return self.out(torch.sigmoid(getattr(y, behind)(1)))
+        return Net()
+    return make
+
+
+@pytest.mark.parametrize("one, two", [
+    ("rows", "time"), ("rows", "flat"), ("flat", "time"), ("flat", "rows"),
+    ("time", "flat"), ("time", "rows")])
+def test_layouts_hide_no_place(one, two):
+    """Of a mistake behind them, or in a layer that is called in another
+    one."""
+    same = parity.compare(in_layouts(one), in_layouts(two), batches=SERIES)
+    assert same.same, same
+    for acts in (("tanh", "tanh"), ("silu", "by hand"), ("by hand", "silu")):
+        result = parity.compare(in_layouts(one, act=acts[0]),
+                                in_layouts(two, "sum", acts[1]),
+                                batches=SERIES)
+        assert result.location["a"]["path"] == "F.sigmoid after norm", result
+    result = parity.compare(in_layouts(one), in_layouts(two, act="relu"),
+                            batches=SERIES)
+    assert result.location["a"]["path"] == "F.tanh after dense", result
+    assert result.causes[0].name == "activation", result
+    assert np.isfinite(result.first.absolute)
