@@ -642,7 +642,7 @@ class Comparison:
         if jumps:
             farther = {(g.stage, g.name): g.relative
                        for g in near(FARTHER)}
-            if any(farther[key] < FARTHER * SHARE * far
+            if any(farther.get(key, 0.0) < FARTHER * SHARE * far
                    for key, far in jumps.items()):
                 return {}
         loose = {g.name for g in found if g.stage == "gradient"
@@ -679,8 +679,8 @@ class Comparison:
             return x
         factor = 1 + size * self.epsilon * signs.choice((-1.0, 1.0), x.shape)
         if not whole:
-            factor[x == np.rint(x)] = 1.0
-        return (x * factor).astype(self.dtype)
+            factor = np.where(x == np.rint(x), 1.0, factor)
+        return np.asarray(x * factor, self.dtype)
 
     def _again(self, start: State, X: Any, y: Any, one: StepResult,
                two: StepResult, number: int) -> list[Gap]:

@@ -133,7 +133,8 @@ MUTANTS = [
     Mutant("a-jump-is-rounding", "what does not grow with a change of the "
            "last bits is an effect of it",
            edit("mgpu.parity.comparison:Comparison._by_rounding",
-                "if any(farther[key] <", "if any(0 * farther[key] > 1 +"),
+                "if any(farther.get(key, 0.0) <",
+                "if any(0 * farther.get(key, 0.0) > 1 +"),
            ("parity/test_compare.py::test_a_jump_is_no_rounding[threshold]",)),
     Mutant("updates-have-the-kinks-of-gradients", "an update may differ as "
            "far as a kink moves its gradient",

@@ -781,6 +781,7 @@ def deciding(kind, fault=1.0):
             self.out = nn.Linear(6, 3)
             self.at = nn.Parameter(torch.full((6,), 0.5))
             self.table = nn.Parameter(torch.linspace(-1, 1, 6))
+            self.gain = nn.Parameter(torch.tensor(1.5))
             self.register_buffer("tenths", torch.arange(6) / 8)
             for p in (self.at, self.table):
                 p.register_hook(lambda g: fault * g)
@@ -789,7 +790,7 @@ def deciding(kind, fault=1.0):
             x = {"threshold": lambda: (x >= 0.5) * self.table,
                  "index": lambda: x * self.table[(self.tenths * 8).long()],
                  "kink": lambda: torch.relu(x - self.at)}[kind]()
-            return self.out(x)
+            return self.out(self.gain * x)
     return Deciding()
 
 
