@@ -209,6 +209,22 @@ def _check_lists(X: Any, y: Any, n: int) -> None:
                     "in one array.")
 
 
+def _check_entries(y: Any, n: Sequence[int]) -> None:
+    """Say of labels of other lengths that they may be a list with an entry
+    for each row."""
+    if not (isinstance(y, (list, tuple)) and n == [len(y)]):
+        return
+    raise ValueError(
+        "arrays in X and y are cut into rows; received "
+        f"{len(y)} rows and a {type(y).__name__} of {len(y)} entries, "
+        f"{type(y[0]).__name__} first, which hold arrays of other lengths. "
+        "If it has an entry for each row (the boxes of each picture), give "
+        "train_batch a split_f of your own: `bounds = mgpu.shard_bounds("
+        "len(X), len(devices))`, then return [mgpu.put(X[i:j], d) for (i, j),"
+        " d in zip(bounds, devices)] and [y[i:j] for i, j in bounds], with "
+        "the arrays in each y[i:j] put on that device.")
+
+
 def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
     return x[(slice(None),) * (axis % x.ndim) + (slice(begin, end),)]
 
@@ -227,7 +243,8 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     Raises
     ------
     ValueError
-        `X` and `y` (or arrays in them) of different lengths, or an empty
+        `X` and `y` (or arrays in them) of different lengths (so also a list
+        with a dict of arrays for each row: see `train_batch`), or an empty
         batch; a list (not `X` itself, the inputs of a network) of as many
         like arrays as there are rows, which may be one for each; and what
         `split_and_load` refuses.
@@ -235,6 +252,8 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     _check_dense((X, y))
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
     if n != m or len(n) > 1:
+        if m:
+            _check_entries(y, n)
         cure = "Cut them to one length." if n and m else (
             "Numbers in a tuple, in a range or alone are no array: use "
             "np.asarray, or a list.")

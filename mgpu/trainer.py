@@ -770,7 +770,7 @@ def check_batch_size(batch_size: Any) -> float:
     x = batch_size.item() if getattr(batch_size, "shape", None) == () \
         else batch_size
     if is_number(x) and not isinstance(x, np.bool_) \
-            and 0 < x < math.inf:       # np.float32 would round the quotient
+            and 0 < x < math.inf:
         return float(x)
     raise ValueError(f"batch_size must be a finite number above 0; received "
                      f"{batch_size!r}. Pass the rows of the whole batch, "

@@ -199,8 +199,10 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         is called for the rows of each, at the same time on torch.
     trainer : Trainer
     split_f : callable
-        ``split_f(X, y, devices) -> (X_shards, y_shards)``. A list of dicts,
-        or of arrays of different lengths, may be the labels of as many rows.
+        ``split_f(X, y, devices) -> (X_shards, y_shards)``. In what it
+        returns a list of dicts, or of arrays of different lengths, may be
+        the labels of as many rows (the boxes of each picture). The default
+        cuts no such list: write one with `shard_bounds`.
     ignore_stale_grad : bool
         Skip parameters that no row of the batch reached, as torch does; by
         default they are an error (`Trainer.step`).

@@ -471,6 +471,34 @@ def test_different_lengths_are_refused(backend, native, X, y, received):
             else "Cut them to one length."))
 
 
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("counts", [(1, 2, 3, 1, 2), (2,) * 5, (0,) * 5])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_list_with_an_entry_for_each_row_names_its_split_f(engine, counts,
+                                                             kind, k):
+    """The boxes of each picture; the function that the message gives."""
+    devices = [cpu(i) for i in range(k)]
+    X = np.random.default_rng(0).normal(size=(5, 6))
+    y = kind({"boxes": np.full((n, 4), 0.5), "n": np.full(n, 1.0)}
+             for n in counts)
+    with pytest.raises(ValueError, match=(
+            f"received 5 rows and a {kind.__name__} of 5 entries, dict "
+            "first, which hold arrays of other lengths.*split_f of your own")):
+        split_batch(X, y, devices)
+
+    def split_f(X, y, devices):
+        bounds = mgpu.shard_bounds(len(X), len(devices))
+        return [mgpu.put(X[i:j], d) for (i, j), d in zip(bounds, devices)], [
+            [{key: mgpu.put(x, d) for key, x in one.items()}
+             for one in y[i:j]] for (i, j), d in zip(bounds, devices)]
+    found = []
+    for shards, labels in [split_f(X, y, devices)]:
+        assert [len(x) for x in shards] == [len(x) for x in labels]
+        found = [mgpu.to_numpy(one["boxes"]).tolist()
+                 for label in labels for one in label]
+    assert found == [one["boxes"].tolist() for one in y]
+
+
 @pytest.mark.parametrize("X, y", [(np.ones((0, 2)), np.ones(0)), ([], []),
                                   (None, None)])
 def test_an_empty_batch_is_refused(backend, X, y):
