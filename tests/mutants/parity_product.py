@@ -109,7 +109,7 @@ MUTANTS = [
            ("parity/test_compare.py::test_the_first_difference_is_the_layer",)),
     Mutant("constants-move-in-double", "float32 rounds constants by less "
            "than its units",
-           edit("mgpu.parity.causes.float32:constant_in_float32",
+           edit("mgpu.parity.causes.float32:_constants",
                 '* _STEPS["float32"]', '* 1e-3 * _STEPS["float32"]'),
            ("parity/test_constants.py::test_forms_of_a_constant_in_float32_are_"
             "a_cause[1dev-mxnet]",)),

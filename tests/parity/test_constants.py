@@ -147,6 +147,13 @@ def test_forms_of_a_constant_in_float32_are_a_cause(a, devices):
         c.name for c in compared("float32", louder).causes}
 
 
+def test_a_number_in_float32_is_no_constant_factor():
+    one, other = (np.array(x, "float32").astype(float) for x in (0.3, 1 / 0.3))
+    result = parity.compare(in_torch({"s": one}, use="div"),
+                            in_torch({"s": other}, use="mul"), batches=BATCHES)
+    assert [c.name for c in result.causes] == ["constant in float32"]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_frozen_beside_weights_is_noted(strict, backend):
     backend = backend.name

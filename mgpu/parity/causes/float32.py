@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.parity.causes.difference import (Difference, View, as_single,
-                                           distance, near_as_single)
+                                           distance, near_as_single, once)
 from mgpu.parity.causes.registry import Found, cause
 from mgpu.parity.causes.statistics import readings
 from mgpu.parity.causes.update import other_options
@@ -113,7 +113,7 @@ _NUMBERS, _UNITS = 64, 4
 def _loose(x: np.ndarray) -> np.ndarray:
     """The places of numbers that float32 has rounded, if it has."""
     rounded = x == _rounded(x, "float32")
-    return rounded.all() & (x != _rounded(x, "float16"))
+    return np.asarray(rounded.all() & (x != _rounded(x, "float16")))
 
 
 def _outputs(side: View, name: str, far: Any) -> np.ndarray:
@@ -121,8 +121,8 @@ def _outputs(side: View, name: str, far: Any) -> np.ndarray:
     side.run.load(side.before(), memory=False)
     state = side.run.state()
     kept = state.values[name]
-    side.run.load(state._replace(values={**state.values, name: kept + far}),
-                  memory=False)
+    side.run.load(state._replace(values={
+        **state.values, name: np.asarray(kept + far)}), memory=False)
     X, y = side.run.prepared(side.evidence.X, side.evidence.y)
     try:
         return side.run.forward(X, y, side.evidence.step)[0]
@@ -130,14 +130,26 @@ def _outputs(side: View, name: str, far: Any) -> np.ndarray:
         side.run.load(state, memory=False)
 
 
-@cause("constant in float32", "forward", resort=6)
+@cause("constant in float32", "forward", resort=4)
 def constant_in_float32(d: Difference) -> Found:
+    yield from (found for found in _constants(d) if found[1] is not None)
+
+
+@cause("constant in float32", "forward", resort=6)
+def constant_of_many_numbers(d: Difference) -> Found:
+    """There are too few outputs to tell."""
+    yield from (found for found in _constants(d) if found[1] is None)
+
+
+@once
+def _constants(d: Difference) -> list[tuple[str, float | None]]:
     """Constants in float32 that the other side holds, or computes, in another
     form: moved by a few units of float32 they give what that side gives."""
+    found: list[tuple[str, float | None]] = []
     u, v = d.a.step.outputs[0], d.b.step.outputs[0]
     if u.shape != v.shape or distance(u, v) > TOLERANCE["float32"] * float(
             np.abs(u).max(initial=0.0)):
-        return
+        return found
     for (other, side), apart in zip(d.both_ways(), (u - v, v - u)):
         values = side.run.state().values
         held = {e.name: places for e in side.run.entries
@@ -150,7 +162,8 @@ def constant_in_float32(d: Difference) -> Found:
         effects = []
         for name, places in held.items():
             still = _outputs(side, name, 0.0)
-            for place in zip(*places.nonzero()):
+            for place in filter(places.__getitem__,
+                                np.ndindex(places.shape)):
                 unit = np.zeros(places.shape)
                 unit[place] = abs(values[name][place]) * _STEPS["float32"]
                 effects.append((_outputs(side, name, unit) - still).ravel())
@@ -158,10 +171,11 @@ def constant_in_float32(d: Difference) -> Found:
                                 rcond=1e-9)[0]
         if np.abs(units).max() <= _UNITS:
             left = distance(units @ np.array(effects), apart.ravel())
-            yield (f"{side} holds {', '.join(held)} in float32, and {other} "
-                   "holds or computes it in another form (a factor for a "
-                   "divisor), which float32 rounds otherwise: hold it in "
-                   "float64 on both sides (dtype='float64' of mx.nd.array, "
-                   "dtype=torch.float64), or give a tolerance of 1e-6"
-                   ), None if apart.size < 2 * count \
-                else left / distance(u, v)
+            found.append((
+                f"{side} holds {', '.join(held)} in float32, and {other} "
+                "holds or computes it in another form (a factor for a "
+                "divisor), which float32 rounds otherwise: hold it in float64 "
+                "on both sides (dtype='float64' of mx.nd.array, "
+                "dtype=torch.float64), or give a tolerance of 1e-6",
+                None if apart.size < 2 * count else left / distance(u, v)))
+    return found
