@@ -1807,3 +1807,49 @@ def test_the_users_own_train_is_called_where_the_mode_changes(
     replicas[0](mgpu.put(np.ones((2, 6)), mgpu.cpu(0)))     # it predicts
     assert net.calls == calls + 2
     assert [m.training for m in net] == [True, False, True]
+
+
+@TORCH
+@pytest.mark.parametrize("k", (1, 2, 3, 4))
+@pytest.mark.parametrize("request_", ("write", "add"))
+def test_what_is_frozen_after_the_forward_pass_has_no_gradient(backend, k,
+                                                               request_):
+    """As in plain torch, and it is not updated: as in plain torch, where the
+    gradient was set to None."""
+    import torch
+    from torch import nn
+
+    def network():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4), nn.Tanh(),
+                             nn.Linear(4, 3)).double()
+    rng = np.random.default_rng(0)
+    x, y = torch.from_numpy(rng.normal(size=(7, 6))), torch.arange(7) % 3
+
+    def loss(pred, label):
+        return nn.functional.cross_entropy(pred, label, reduction="none")
+    plain, net = network(), network()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+    replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)])
+    for p in replicas.params():
+        p.grad_req = request_
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    for frozen in (False, True, False):
+        optimizer.zero_grad()
+        values = loss(plain(x), y).mean()
+        plain[0].requires_grad_(not frozen)
+        values.backward()
+        optimizer.step()
+        shards, labels = mgpu.split_batch(x, y, replicas.devices)
+        with mgpu.record():
+            losses = mgpu.parallel(loss, replicas(shards), labels)
+        net[0].requires_grad_(not frozen)
+        mgpu.backward(losses)
+        trainer.step(7)
+        if request_ == "add":
+            replicas.zero_grad()
+        for p in (plain, net):
+            p[0].requires_grad_(True)
+    for p, wanted in zip(replicas.params(), plain.parameters()):
+        for found in p.list_data():
+            assert abs(found - wanted).max() < 1e-12

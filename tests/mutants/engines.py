@@ -227,6 +227,12 @@ MUTANTS = [
                 "skip_nnmodule_hook_guards=True"),
            ("test_options.py::test_hooks_of_a_compiled_network_may_"
             "change[torch]",)),
+    Mutant("torch-frozen-meanwhile", "what is frozen after the forward pass "
+           "has a gradient on the other devices", edit(
+               _REPLICA + "_backward_begins",
+               "not theirs[name].requires_grad", "False"),
+           ("test_network_hooks.py::test_what_is_frozen_after_the_forward_pass"
+            "_has_no_gradient[add-2-torch]",)),
     Mutant("torch-pieces-overwrite", "what arrives later in a pass overwrites",
            edit(_LEAVES + "Pass.arrives",
                 "leaf.number == self._number", "False"),

@@ -142,6 +142,8 @@ class Pass:
 
     def added(self, leaf: "_Leaf", x: Any) -> None:
         """A piece was added to the gradient of `x`."""
+        if not x.requires_grad:
+            return      # frozen since the forward pass: nothing was added
         old, new = self._old.pop(leaf, None), x.grad
         if old is not None and old.layout is torch.strided \
                 and not new.requires_grad:      # create_graph

@@ -354,6 +354,12 @@ class TorchReplica(base.Replica):
         if running.undo is not None:
             return
         with contextlib.ExitStack() as stack:
+            first = self._network.first(self)
+            for (theirs, name), (own, _) in zip(first.weights, self.weights):
+                # The user has frozen it since the forward pass.
+                if own[name].requires_grad and not theirs[name].requires_grad:
+                    own[name].requires_grad_(False)
+                    stack.callback(own[name].requires_grad_, True)
             draws = self._network.draws["backward"]
             if draws is None:
                 draws = self._backward_draws is not False
