@@ -486,7 +486,7 @@ def test_the_network_itself_is_called_in_between(engine, devices, when,
         same(values(net), plain(engine, new(), batches(3), loss))
     elif len(devices) > 1:
         # Before the first pass it is the user's, with the wrong rows.
-        with pytest.raises(ValueError, match="" if when == "before" else
+        with pytest.raises(ValueError, match="." if when == "before" else
                            "do not say what the other devices are to have"):
             train()
 

@@ -90,8 +90,9 @@ def _version(x: Any) -> Any:
 
 
 def global_names(code: CodeType) -> tuple[str, ...]:
-    """The names that a function's code looks up, inner functions too."""
-    return (*code.co_names, *(
+    """The names that a function's code looks up, inner functions too; without
+    those of pytest, which rewrites each `assert`."""
+    return (*(name for name in code.co_names if not name.startswith("@")), *(
         name for inner in code.co_consts if isinstance(inner, CodeType)
         for name in global_names(inner)))
 

@@ -157,7 +157,7 @@ MUTANTS = [
            edit("mgpu.replicas:Replicas.give_up", "self._moved or",
                 "False or"),
            ("test_batch_norm.py::test_a_batch_that_is_given_up_leaves_equal_"
-            "statistics[torch-3dev-loss-sync-2]",)),
+            "statistics[torch-3dev-loss-average-8]",)),
     Mutant("failed-pass-apart", "statistics stay apart after a failed pass",
            edit("mgpu.replicas:Replicas._settle_buffers",
                 "p.kind in kinds or", ""),

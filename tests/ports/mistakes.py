@@ -651,6 +651,13 @@ def backwards(p):
     p.at("extra")
 
 
+@mistake("maps upside down")
+def upside_down(p):
+    n = p.pick("conv", where=lambda n: n.dims == 2 and n.kernel > 1)
+    p.b = p.a.after(n.inputs[0], "flip", "extra", axis=2)
+    p.at("extra")
+
+
 @mistake("the state before the last one")
 def step_before(p):
     n = p.pick("last")

@@ -280,10 +280,6 @@ class MXNetNetwork(base.Network):
                     for x in p.list_data():
                         x.attach_grad()
 
-    def adopt(self, number, arrays, earlier) -> None:
-        # Gluon's `grad_req` puts other arrays in the place of all.
-        self._mend_frozen()
-
     def devices(self) -> list[Any]:
         if not self.entries:
             raise ValueError("the network has no parameters, so nothing "

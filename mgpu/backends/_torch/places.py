@@ -63,6 +63,7 @@ class Places:
         self._own = own
         self._places: dict[int, list[_Place]] = {}      # by storage
         self._kept: set[Where] = set()
+        self._backward: set[Where] = set()  # where backward passes keep some
         self.settle()
 
     def settle(self) -> None:
@@ -118,14 +119,14 @@ class Places:
         found, now = set[Where](), self._scan() if self._copies else {}
         for where in {**self._left, **now}:
             old, new = self._left.get(where, []), now.get(where, [])
-            if where in self._kept or len(old) == len(new) \
+            if where in self._kept | self._backward or len(old) == len(new) \
                     and all(map(Leaf.same, old, new)) \
                     or not reads(self._first, where[1]):
                 continue
             if any(not _all_same(given.get(where, []),
                                  self._leaves(copied, where))
                    for given, copied in zip(self._of_copies, self._copies)):
-                self._kept.add(where)       # a backward pass does
+                self._backward.add(where)
             elif len(old) != len(new) or not all(
                     x.same(y) or self._is_data(y.tensor)
                     for x, y in zip(old, new)):
