@@ -242,18 +242,19 @@ class SharedLoss:
         yield from enumerate(x.__defaults__ or ())
         yield from (x.__kwdefaults__ or {}).items()
         for code in _codes(x.__code__):
+            # "@": pytest's, in the place of an `assert`
+            names = [name for name in code.co_names
+                     if not name.startswith("@")]
             if code not in self._codes:
                 self._codes[code] = [
                     one.argval for one in dis.get_instructions(code)
                     if one.opname == "IMPORT_NAME"]
-                # "@": pytest's, in the place of an `assert`
-                self._names.update(name for name in code.co_names
-                                   if not name.startswith("@"))
-                if not _ANY.isdisjoint(code.co_names):
+                self._names.update(names)
+                if not _ANY.isdisjoint(names):
                     self._names.update(text for text in code.co_consts
                                        if isinstance(text, str))
-            for name in code.co_names:
-                if name in x.__globals__ and not name.startswith("@"):
+            for name in names:
+                if name in x.__globals__:
                     yield name, x.__globals__[name]
             package = x.__globals__.get("__package__") or ""
             for name in self._codes[code]:

@@ -500,7 +500,8 @@ KINDS = {"array": (lambda x: x, lambda v: v),
          "list": (lambda x: [x], lambda v: v[0]),
          "tuple": (lambda x: (x, 2.0), lambda v: v[0]),
          "nested": (lambda x: {"a": [x]}, lambda v: v["a"][0]),
-         "object": (_Holder, lambda v: v.factor)}
+         "object": (_Holder, lambda v: v.factor),
+         "beside a weight": (lambda x: [None, x], lambda v: v[1])}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -528,8 +529,8 @@ def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
             x[:] = x * 0.75
         elif how == "put" or kind in ("array", "tuple"):
             net.holder = make(x * 0.75)
-        elif kind == "list":
-            net.holder[0] = x * 0.75
+        elif isinstance(net.holder, list):
+            net.holder[-1] = x * 0.75
         elif kind == "nested":
             net.holder["a"][0] = x * 0.75
         else:
@@ -538,6 +539,8 @@ def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
     def new():
         net = network(engine, forward)
         net.holder = make(ones())
+        if kind == "beside a weight":       # which each step writes to
+            net.holder[0] = net.b.weight
         return net
     loss = mgpu.losses.L2Loss()
     expected = plain(engine, new(), batches(4), loss, edit)

@@ -38,7 +38,7 @@ class Kept:
                  network: type = object) -> None:
         self._types = array, network
         self._found: list[tuple[str, Any, list[tuple[Any, Any]]]] = [
-            (kind, hook, [(_reference(x), _version(x))
+            (kind, hook, [(_reference(x), version(x))
                           for x in reached(hook, *self._types)])
             for kind, hook in hooks]
         self.backward = any(kind != "forward" for kind, *_ in self._found)
@@ -52,8 +52,8 @@ class Kept:
                 continue
             now: list[Any] = list(reached(hook, *self._types))
             if len(now) != len(known) or any(
-                    ref() is not x or _version(x) != version
-                    for x, (ref, version) in zip(now, known)):
+                    ref() is not x or version(x) != before
+                    for x, (ref, before) in zip(now, known)):
                 cure = (
                     "Write module.kept = output, and return it with the "
                     "network's output" if kind == "forward" else
@@ -84,9 +84,13 @@ def _reference(x: Any) -> Callable[[], Any]:
         return lambda: x
 
 
-def _version(x: Any) -> Any:
-    """What counts the writes to `x`, if the engine does."""
-    return getattr(x, "_version", None)
+def version(x: Any) -> int | None:
+    """The number of writes to `x`, if the engine counts them: not MXNet, and
+    torch not in inference mode."""
+    try:
+        return x._version
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def global_names(code: CodeType) -> tuple[str, ...]:

@@ -120,6 +120,13 @@ MUTANTS = [
                "found.add(where)", "pass"),
            ("test_kept.py::test_arrays_in_attributes_that_the_user_changes["
             "torch-2dev-in place-list]",)),
+    Mutant("torch-weights-hide-edits", "a weight in an attribute, which steps "
+           "move, hides what the user changes beside it", edit(
+               "mgpu.backends._torch.places:Places.edited",
+               "self._leaves(copied, where), copied)",
+               "self._leaves(copied, where), ())"),
+           ("test_kept.py::test_arrays_in_attributes_that_the_user_changes["
+            "torch-2dev-in place-beside a weight]",)),
     Mutant("torch-data-inside-stays", "a write through .data to such a tensor "
            "is not seen", edit(
                "mgpu.backends._torch.places:_content",

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from mgpu.backends import messages
 from mgpu.backends._kept import (deep_copy, forward_hooks, global_names,
-                                 pickled, reached)
+                                 pickled, reached, version)
 from mgpu.backends._torch.names import joined
 from mgpu.backends._torch.places import Places
 
@@ -119,8 +119,9 @@ class Attributes:
     def follow(self) -> bool:
         """Give the copies the attributes and hooks that the module has.
         Returns whether that changed something."""
-        edited, met = self._places.follow(), dict[int, Any]()
-        inside = self._places.edited()
+        met, places = dict[int, Any](), self._places.scan()
+        edited, inside = self._places.follow(places), \
+            self._places.edited(places)
         changed = bool(edited or inside)
         for (number, name), twins in edited.items():
             self._kept.add((number, name))
@@ -383,11 +384,10 @@ class _Seen:
                     for name, x, content in self._filled)
 
 
-def _versions(x: Any) -> list[tuple[int, int]]:
+def _versions(x: Any) -> list[tuple[int, int | None]]:
     """The tensors in `x`, and how often each was written to."""
     return [] if type(x) in _PLAIN else [
-        (id(t), -1 if t.is_inference() else t._version)
-        for t in reached(x, torch.Tensor, nn.Module)]
+        (id(t), version(t)) for t in reached(x, torch.Tensor, nn.Module)]
 
 
 def _moved(before: tuple[Any, list[Any]] | None, x: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu.backends import messages
-from mgpu.backends._kept import reads
+from mgpu.backends._kept import reads, version
 from mgpu.backends._torch.names import joined
 
 _LARGE = 1000       # a collection with more items is data
@@ -69,7 +69,7 @@ class Places:
     def settle(self) -> None:
         """What there is now is the user's, or no news."""
         self._registered = set(map(id, self._first))
-        self._given = self._left = self._scan() if self._copies else {}
+        self._given = self._left = self.scan()
         self._of_copies = [{where: self._leaves(copied, where)
                             for where in self._given}
                            for copied in self._copies]
@@ -78,7 +78,7 @@ class Places:
         """A pass of the module has ended. `inputs` are the user's."""
         if not self._copies:
             return
-        self._left = self._scan()
+        self._left = self.scan()
         theirs = {_memory(x) for x in inputs for x in _tensors(x, set())} \
             if self._left else set()
         for where, leaves in self._left.items():
@@ -87,19 +87,18 @@ class Places:
                    for x, *rest in leaves):
                 self._kept.add(where)
 
-    def follow(self) -> dict[Where, list[dict[int, torch.Tensor]]]:
+    def follow(self, now: dict[Where, list[Leaf]]
+               ) -> dict[Where, list[dict[int, torch.Tensor]]]:
         """What the user has changed where passes leave tensors: for each copy
         what it is to have in the place of each tensor, by `id`. ValueError
-        where nobody knows."""
+        where nobody knows. `now`: of `scan`."""
         if not self._kept:
             return {}
         self._pair()
-        now, found = self._scan(), {}
+        found = {}
         for where in self._kept & now.keys():
             old = self._left.get(where, [])
-            if len(old) == len(now[where]) and all(
-                    x.same(y) or x.tensor is y.tensor and self._is_data(
-                        x.tensor) for x, y in zip(old, now[where])):
+            if _all_same(old, now[where], self._first):
                 continue
             columns = [self._elsewhere(x, old[j] if j < len(old) else None)
                        for j, x in enumerate(now[where])]
@@ -113,26 +112,25 @@ class Places:
                 raise messages.edited_array(self._name(where))
         return found
 
-    def edited(self) -> set[Where]:
+    def edited(self, now: dict[Where, list[Leaf]]) -> set[Where]:
         """Where the user has changed tensors, or put others, that no pass
-        keeps there. ValueError for those with a history."""
-        found, now = set[Where](), self._scan() if self._copies else {}
+        keeps there. ValueError for those with a history. `now`: of
+        `scan`."""
+        found = set[Where]()
         for where in {**self._left, **now}:
-            old, new = self._left.get(where, []), now.get(where, [])
-            if where in self._kept | self._backward or len(old) == len(new) \
-                    and all(map(Leaf.same, old, new)) \
+            if where in self._kept | self._backward \
+                    or _all_same(self._left.get(where, []),
+                                 now.get(where, []), self._first) \
                     or not reads(self._first, where[1]):
                 continue
             if any(not _all_same(given.get(where, []),
-                                 self._leaves(copied, where))
+                                 self._leaves(copied, where), copied)
                    for given, copied in zip(self._of_copies, self._copies)):
                 self._backward.add(where)
-            elif len(old) != len(new) or not all(
-                    x.same(y) or self._is_data(y.tensor)
-                    for x, y in zip(old, new)):
-                if not all(x.tensor.is_leaf for x in new):
-                    raise messages.no_history(self._name(where))
-                found.add(where)
+                continue
+            if not all(x.tensor.is_leaf for x in now.get(where, ())):
+                raise messages.no_history(self._name(where))
+            found.add(where)
         return found
 
     def _name(self, where: Where) -> str:
@@ -142,12 +140,13 @@ class Places:
 
     def _leaves(self, layers: Sequence[nn.Module], where: Where
                 ) -> list[Leaf]:
-        return [Leaf(x, _version(x), _content(x)) for x in _tensors(
+        return [Leaf(x, version(x), _content(x)) for x in _tensors(
             vars(layers[where[0]]).get(where[1]), self._registered)]
 
-    def _scan(self) -> dict[Where, list[Leaf]]:
+    def scan(self) -> dict[Where, list[Leaf]]:
+        """What the attributes hold now; nothing where there are no copies."""
         found: dict[Where, list[Leaf]] = {}
-        for number, layer in enumerate(self._first):
+        for number, layer in enumerate(self._first if self._copies else ()):
             if type(layer).__module__.startswith("torch.") \
                     and not layer._forward_hooks \
                     and not layer._forward_pre_hooks:
@@ -193,9 +192,9 @@ class Places:
         """What the copies are to have where the user has put `x`: what they
         had, perhaps without a history, or zeros; or `x`, if what they had was
         the same. None if that is not certain."""
-        x, version, content = leaf
+        x, count, content = leaf
         place = self._find(x)
-        if place is not None and place.version == version is not None \
+        if place is not None and place.version == count is not None \
                 and None not in place.others and (
                     left is None or left.tensor is not x
                     or left.content == content):
@@ -214,20 +213,26 @@ class Places:
                                      and x.is_leaf)
                     for i in range(len(self._copies))]
         if whole and left is not None \
-                and left.version == _version(left.tensor) \
+                and left.version == version(left.tensor) \
                 and all(torch.equal(y, left.tensor) for y in others):
             return [x.detach().clone() for _ in others]
         return None
 
-    def _is_data(self, x: torch.Tensor) -> bool:
-        """Whether `x` shares memory with a parameter or buffer."""
-        return any(_memory(y) == _memory(x) for m in self._first
-                   for y in (*m._parameters.values(), *m._buffers.values())
-                   if y is not None)
+
+def _all_same(xs: Sequence[Leaf], ys: Sequence[Leaf],
+              layers: Sequence[nn.Module]) -> bool:
+    """Whether these are the same tensors, and were not written to but for
+    parameters and buffers of `layers`, which follow by themselves."""
+    return len(xs) == len(ys) and all(
+        x.same(y) or x.tensor is y.tensor and _is_data(x.tensor, layers)
+        for x, y in zip(xs, ys))
 
 
-def _all_same(xs: Sequence[Leaf], ys: Sequence[Leaf]) -> bool:
-    return len(xs) == len(ys) and all(map(Leaf.same, xs, ys))
+def _is_data(x: torch.Tensor, layers: Sequence[nn.Module]) -> bool:
+    """Whether `x` shares memory with a parameter or buffer."""
+    return any(_memory(y) == _memory(x) for m in layers
+               for y in (*m._parameters.values(), *m._buffers.values())
+               if y is not None)
 
 
 def _tensors(x: Any, registered: set[int], depth: int = 5,
@@ -255,10 +260,6 @@ def _tensors(x: Any, registered: set[int], depth: int = 5,
 
 def _memory(x: torch.Tensor) -> int:
     return x.untyped_storage()._cdata
-
-
-def _version(x: torch.Tensor) -> int | None:
-    return None if x.is_inference() else x._version
 
 
 def _content(x: torch.Tensor) -> bytes | None:

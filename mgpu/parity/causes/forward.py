@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.parity.causes.difference import (PART, Difference, Tensors, distance,
-                                           nearest, unexplained)
+                                           nearest, once, unexplained)
 from mgpu.parity.causes.registry import Found, cause
 from mgpu.parity.location import kind_of
 from mgpu.parity.run import CannotRun
@@ -164,13 +164,22 @@ def softmax_axis(d: Difference) -> Found:
 
 @cause("activation", "forward", resort=4)
 def activation(d: Difference) -> Found:
-    for tensors in d.tensors():
-        found = _activations(d, tensors)
-        if found and not _exchanged(d, found):
+    for where, found, exchanged in _applied(d):
+        if not exchanged:
             one, two, residual = found
-            yield (f"{tensors.where}: {d.a} applies {one}, {d.b} {two}; make "
+            yield (f"{where}: {d.a} applies {one}, {d.b} {two}; make "
                    "them equal (activation= in Gluon, a module on torch)"
                    ), residual
+
+
+@once
+def _applied(d: Difference
+             ) -> list[tuple[str, tuple[str, str, float], bool]]:
+    """Where the sides apply different activations: the place, the two and
+    the residual, and whether they are `_exchanged` with a layer."""
+    return [(tensors.where, found, _exchanged(d, found))
+            for tensors in d.tensors()
+            for found in [_activations(d, tensors)] if found]
 
 
 def _exchanged(d: Difference, found: tuple[str, str, float]) -> bool:
@@ -195,12 +204,11 @@ def _exchanged(d: Difference, found: tuple[str, str, float]) -> bool:
 @cause("order of layers", "forward", resort=4)
 def behind(d: Difference) -> Found:
     """An activation before a layer, and behind it on the other side."""
-    for tensors in d.tensors():
-        found = _activations(d, tensors)
-        if found and _exchanged(d, found):
+    for where, found, exchanged in _applied(d):
+        if exchanged:
             own = max(found[:2], key=lambda text: text != "no activation")
             sides = (d.a, d.b) if found[0] == own else (d.b, d.a)
-            yield (f"{tensors.where}: {sides[0]} applies {own} before "
+            yield (f"{where}: {sides[0]} applies {own} before "
                    f"{d.place.call_a.path}, {sides[1]} behind it: call them "
                    "in one order"), found[2]
 
