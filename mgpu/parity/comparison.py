@@ -633,9 +633,10 @@ class Comparison:
                      found: list[Gap]) -> dict[tuple[str, str], float]:
         """How far a change of the last bits moves each tensor of `a`, as far
         as rounding does that: nothing if it changes what the network decides,
-        so that the forward pass jumps; and of an update nothing where its
-        gradient is moved much further than the sides are apart. `near`: how
-        far a change so many times as large moves them."""
+        so that the forward pass jumps. Where it moves a gradient much further
+        than the sides are apart, an update may differ twice as far as that
+        difference takes it. `near`: how far a change so many times as large
+        moves them."""
         moved = {(g.stage, g.name): g.relative for g in near(1)}
         jumps = {key: far for key, far in moved.items()
                  if key[0] in _FORWARD and far > TOLERANCE[self.dtype]}
@@ -645,13 +646,14 @@ class Comparison:
             if any(farther.get(key, 0.0) < FARTHER * SHARE * far
                    for key, far in jumps.items()):
                 return {}
-        loose = {g.name for g in found if g.stage == "gradient"
-                 and moved.get(("gradient", g.name), 0.0)
-                 > CHAOS * max(g.relative, self.tolerance)}
-        return {(stage, name): far for (stage, name), far in moved.items()
-                if not (stage == "weight" and name in loose
-                        or stage == "memory"
-                        and measure.layer_of(name) in loose)}
+        shares = {g.name: 2 * g.relative / (CHAOS * far) for g in found
+                  if g.stage == "gradient"
+                  and (far := moved.get(("gradient", g.name), 0.0))
+                  > CHAOS * max(g.relative, self.tolerance)}
+        return {(stage, name): far * shares.get(
+            name if stage == "weight" else measure.layer_of(name)
+            if stage == "memory" else "", 1.0)
+            for (stage, name), far in moved.items()}
 
     def _near(self, before: State, X: Any, y: Any, one: StepResult,
               two: StepResult, number: int, size: int, times: float

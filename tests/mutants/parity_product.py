@@ -139,7 +139,12 @@ MUTANTS = [
     Mutant("updates-have-the-kinks-of-gradients", "an update may differ as "
            "far as a kink moves its gradient",
            edit("mgpu.parity.comparison:Comparison._by_rounding",
-                'if not (stage == "weight" and', 'if not (stage == "" and'),
+                'name if stage == "weight" else', '"" if stage else'),
+           ("parity/test_compare.py::test_a_jump_is_no_rounding[kink]",)),
+    Mutant("updates-do-not-follow-rounding", "an update must be equal where "
+           "its gradient is so but for rounding",
+           edit("mgpu.parity.comparison:Comparison._by_rounding",
+                "2 * g.relative", "0 * g.relative"),
            ("parity/test_compare.py::test_a_jump_is_no_rounding[kink]",)),
     Mutant("large-rounding-proves", "gradients that rounding makes others "
            "are the same",

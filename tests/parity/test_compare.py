@@ -801,10 +801,16 @@ def test_a_jump_is_no_rounding(kind):
 
     def compared(b, rate=0.1):
         return parity.compare(
-            *(parity.Side(net, optimizer_params={"learning_rate": r})
+            *(parity.Side(net, optimizer_params={"learning_rate": r,
+                                                 "momentum": 0.9})
               for net, r in ((lambda: deciding(kind), 0.1), (b, rate))),
             batches=data)
     assert compared(lambda: deciding(kind)).same
+    if kind == "kink":      # an update differs as far as its gradient does
+        near = compared(lambda: deciding(kind, 1 + 3e-10))
+        assert near.same
+        assert {g.stage for g in near.gaps if g.status == "rounding"
+                and g.name.startswith("at")} >= {"gradient", "memory"}
     # gradients of both sides are equal, so that an update is judged by them
     rate = compared(lambda: deciding(kind), 0.1001)
     assert {g.status for g in rate.gaps if g.stage == "weight"
