@@ -97,6 +97,19 @@ class Following:
         return [p for p in parameters
                 if self._writes(p, p.list_data()[:1])[0]]
 
+    def moved(self, buffers: Sequence[Parameter], device: int
+              ) -> list[Parameter]:
+        """Those that a pass that predicts has written on the device of this
+        number, which `passed` has not been told of; on engines without
+        marks, no statistics."""
+        def is_written(p: Parameter) -> bool:
+            mark, arrays = self._known[p.name].marks[device], p.list_data()
+            if mark is None and (device or p.kind in STATISTICS):
+                return p.kind not in STATISTICS
+            return self._backend.mark(arrays[device]) != mark if device \
+                else self._writes(p, arrays[:1])[0]
+        return list(filter(is_written, buffers))
+
     def standing(self, p: Parameter) -> list[Array]:
         """The arrays of `p`, one per device: replica 0's instead of one that
         is to follow it."""

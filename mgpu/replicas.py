@@ -924,9 +924,13 @@ class Replicas(Hints, abc.Sequence):
 
     def _note(self, active: list[int]) -> None:
         self._queued(*active)
-        if len(active) < len(self):
-            self.network.catch_up(active[0], [
-                i for i in range(len(self)) if i not in active])
+        idle = [i for i in range(len(self)) if i not in active]
+        if idle:
+            self.network.catch_up(active[0], idle)
+            if not (self.backend.is_training()
+                    and self.backend.is_recording()):   # see `_catch_up`
+                self._copy_from(active[0], self.following.moved(
+                    self.buffers(), active[0]), idle)
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
             self._empty()

@@ -666,6 +666,41 @@ def test_buffers_that_predictions_write_are_each_devices(engine, devices,
         assert relative_difference(x, y) < 1e-12
 
 
+@pytest.mark.parametrize("train_mode", [None, False])
+def test_buffers_that_predictions_write_reach_devices_without_rows(
+        engine, devices, train_mode):
+    """A count of all passes, and batches of fewer rows than devices."""
+    def forward(net, x, F):
+        count = net.count.data(x.context) if engine.name == "mxnet" \
+            else net.count
+        with mgpu.no_grad():
+            count[:] = count + 1
+        return net.b(net.a(x)) * (count * 1)
+
+    def counting():
+        net = network(engine, forward)
+        if engine.name == "mxnet":
+            net.count = net.params.get("count", shape=(1,), init="zeros",
+                                       grad_req="null", dtype="float64")
+            net.count.initialize()
+        else:
+            net.register_buffer("count", engine.put(np.zeros(1), on(0)[0]))
+        return net
+    found = []
+    for on_devices in (devices, on(0)):
+        replicas = mgpu.initialize(counting(), on_devices)
+        for rows in (ROWS, 1, ROWS, 2, 1, ROWS):
+            shards = mgpu.split_and_load(batches(1)[0][0][:rows], on_devices,
+                                         even_split=False)
+            with mgpu.no_grad() if train_mode is None \
+                    else mgpu.record(train_mode=train_mode):
+                found.append(np.concatenate([
+                    mgpu.to_numpy(x) for x in replicas(shards)
+                    if x is not None]))
+    for x, y in zip(found[:6], found[6:]):
+        assert relative_difference(x, y) < 1e-12
+
+
 @pytest.mark.parametrize("in_between", ["pass", "none", "detached", "step"])
 def test_a_carried_state_that_is_put_back_is_that_of_every_device(
         engine, devices, in_between):

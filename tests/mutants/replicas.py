@@ -329,4 +329,11 @@ MUTANTS = [
            edit("mgpu.replicas:Replicas.fit_numpy", "self.check_valid()",
                 "pass"),
            ("test_trainer.py::test_replicas_made_void_are_refused[*",)),
+    Mutant("predictions-leave-buffers-behind", "devices without rows keep "
+           "the buffers that a prediction has written on others",
+           edit("mgpu.replicas:Replicas._note",
+                "if not (self.backend.is_training()", "if () and not ("
+                "self.backend.is_training()"),
+           ("test_kept.py::test_buffers_that_predictions_write_reach_devices_"
+            "without_rows[torch-2dev-None]",)),
 ]
