@@ -328,17 +328,23 @@ class Trainer(Hints):
         Legal at any number of devices; between it and `update` a gradient
         may be read, clipped or changed: what is written to replica 0's
         reaches all. The gradients are stale from now on: what a backward
-        pass wrote is summed once. How they are summed is this trainer's
-        ``allreduce=``. Raises as `step` does.
+        pass wrote is summed once. Those that it passes over as stale are
+        zeros then, and no update applies them unless they are written to.
+        How they are summed is this trainer's ``allreduce=``. Raises as
+        `step` does.
         """
         def section() -> None:
             self._allreduce(ignore_stale_grad)
+            summed = set(self._summed or ())
+            for p, request in zip(*self._trained()):
+                if request == "write" and p not in summed:
+                    p.zero_grad()
             self._settle()
         self._whole(section)
 
     def _settle(self) -> None:
         """What is written to gradients from now on is the user's."""
-        for p in self._summed or ():
+        for p in self._trained()[0]:
             for x in p.list_data():
                 self.replicas.backend.settle(x)
 
@@ -441,7 +447,8 @@ class Trainer(Hints):
 
     def summed(self, caller: str = "summed") -> list[Parameter]:
         """The parameters whose gradients `allreduce_grads` has summed since
-        the last update, without those that the user has taken away since.
+        the last update, and those that it passed over and the user has
+        written, without those that the user has taken away since.
         RuntimeError naming `caller` if there was no `allreduce_grads`."""
         self._check_complete()
         if self._summed is None or self.replicas.summed_by is not self:
@@ -449,8 +456,17 @@ class Trainer(Hints):
                 f"{caller} works on gradients that allreduce_grads has "
                 "summed; received none since the last update. Call "
                 "allreduce_grads first, or step for both.")
-        return [p for p in self._summed if p.grad_req != "null"
-                and self.replicas.backend.has_gradient(p.data())]
+        backend = self.replicas.backend
+        (parameters, requests), summed = self._trained(), set(self._summed)
+
+        def counts(p: Parameter, request: str) -> bool:
+            return backend.has_gradient(p.data()) and (
+                p in summed or backend.edited(p.data())
+                # it was zero, which tells where nobody counts writes
+                or request == "write" and bool(np.any(
+                    backend.to_numpy(p.list_grad()[0]))))
+        return [p for p, request in zip(parameters, requests)
+                if counts(p, request)]
 
     def update(self, batch_size: float) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.

@@ -553,6 +553,34 @@ def test_ignored_stale_gradients_are_skipped_on_every_device(engine):
     assert trainer.num_update == 2
 
 
+def test_a_skipped_gradient_is_zero_until_the_user_writes_it(engine, devices):
+    """Clipping by hand, and surgery on gradients, in a step by hand: nothing
+    of an earlier batch counts, and what is written is applied."""
+    replicas = initialize(gated(engine), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    for side in (-1, 1):
+        backward(replicas, *sides(*[side] * 4))
+        trainer.allreduce_grads(ignore_stale_grad=True)
+        if side == -1:
+            trainer.update(4)
+    skipped = {p.name: p for p in replicas.params()
+               if p.name.startswith("left")}
+    for p in skipped.values():
+        for g in p.list_grad():
+            assert not mgpu.to_numpy(g).any()
+    before, weight = values(replicas), skipped["left.weight"]
+    with mgpu.no_grad():
+        weight.list_grad()[0][:] += 2
+    assert [p.name for p in trainer.summed() if p.name in skipped] == [
+        "left.weight"]
+    trainer.update(4)
+    after = values(replicas)
+    assert_replicas_equal(after)
+    for name in skipped:
+        move = 0.125 * 2 / 4 * (name == "left.weight")
+        assert np.abs(before[name][0] - after[name][0] - move).max() < 1e-12
+
+
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_a_layer_that_only_some_devices_rows_reach(engine, k):
     """A mixture of experts: the step depends on the batch, not on how it was

@@ -291,4 +291,15 @@ MUTANTS = [
                 "zip(states, arrays[name], strict=True)",
                 "zip(states[:1], arrays[name])"),
            (_RESUMED + "[torch-2dev-momentum]",)),
+    Mutant("written-gradients-are-skipped", "what the user writes in the "
+           "place of a gradient that was passed over is not applied",
+           edit("mgpu.trainer:Trainer.summed", "return backend.has_gradient",
+                "return p in summed and backend.has_gradient"),
+           ("test_trainer.py::test_a_skipped_gradient_is_zero_until_the_user_"
+            "writes_it[torch-1dev]",)),
+    Mutant("skipped-gradients-stay", "those of an earlier batch are clipped "
+           "along", edit("mgpu.trainer:Trainer.allreduce_grads",
+                         'if request == "write"', 'if request == ""'),
+           ("test_trainer.py::test_a_skipped_gradient_is_zero_until_the_user_"
+            "writes_it[torch-2dev]",)),
 ]

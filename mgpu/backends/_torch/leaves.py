@@ -223,7 +223,7 @@ class _Leaf:
     fresh: bool = False     # written by a backward pass since `mark_used`
     number: int | None = None       # of the last pass that wrote it
     #: the gradient, its version and its contents when it was last known
-    seen: tuple[Callable[[], Any], int, Any] | None = None
+    seen: tuple[Callable[[], Any] | None, int, Any] | None = None
     hooks: tuple[Any, ...] = ()
     #: on other devices than the first: the hooks that the user has put on the
     #: tensor of the first one, by the name of torch's table
@@ -238,13 +238,15 @@ class _Leaf:
         if self.seen is None:
             return False
         gradient, (known, version, contents) = self.tensor().grad, self.seen
+        if known is None:
+            return gradient is not None
         return gradient is None or gradient is not known() \
             or gradient._version != version \
             or contents is not None and contents != _contents(gradient)
 
     def settle(self) -> None:
         gradient = self.tensor().grad
-        self.seen = None if gradient is None else (
+        self.seen = (None, 0, None) if gradient is None else (
             weakref.ref(gradient), gradient._version,
             # `.data` and NumPy write to the user's network, if to any.
             _contents(gradient) if self.place.leads
