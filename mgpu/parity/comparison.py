@@ -329,7 +329,7 @@ class Comparison:
         known: set = set()      # stages that differed in a step before
         earlier: list[tuple[StepResult, StepResult]] = []
         seen = Coverage(self.a, self.b, self.plan)
-        float32, formulas = Float32(self), Formulas(self)
+        self._float32, formulas = (float32 := Float32(self)), Formulas(self)
         for number, X, y, before in self._walk():
             self.load_b(before)
             one = spilled_step(self.a.step(X, y, number))
@@ -638,8 +638,10 @@ class Comparison:
         difference takes it. `near`: how far a change so many times as large
         moves them."""
         moved = {(g.stage, g.name): g.relative for g in near(1)}
+        # What is rounded to float32 jumps by its last bit, and no decision.
+        limit = TOLERANCE["float32" if self._float32.found else self.dtype]
         jumps = {key: far for key, far in moved.items()
-                 if key[0] in _FORWARD and far > TOLERANCE[self.dtype]}
+                 if key[0] in _FORWARD and far > limit}
         if jumps:
             farther = {(g.stage, g.name): g.relative
                        for g in near(FARTHER)}

@@ -136,6 +136,12 @@ MUTANTS = [
                 "if any(farther.get(key, 0.0) <",
                 "if any(0 * farther.get(key, 0.0) > 1 +"),
            ("parity/test_compare.py::test_a_jump_is_no_rounding[threshold]",)),
+    Mutant("float32-jumps-are-decisions", "the last bit of what MXNet rounds "
+           "to float32 is a difference",
+           edit("mgpu.parity.comparison:Comparison._by_rounding",
+                '"float32" if self._float32.found else ', ""),
+           ("parity/test_compare.py::test_a_last_bit_of_float32_is_rounding"
+            "[False]",)),
     Mutant("updates-have-the-kinks-of-gradients", "an update may differ as "
            "far as a kink moves its gradient",
            edit("mgpu.parity.comparison:Comparison._by_rounding",

@@ -601,6 +601,39 @@ def test_the_search_goes_on_past_float32():
     assert "LeakyReLU" in str(result)
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_a_last_bit_of_float32_is_rounding(far):
+    """Between two numbers of float32 the last bit of float64 says which one
+    it is; not further than that."""
+    rng = np.random.default_rng(0)
+    ties = (1 + (2 * np.arange(1, 4000) + 1) * 2.0 ** -24) / 0.07
+    ties = ties[np.float32(ties * 0.7 * 0.1) != np.float32(ties * 0.07)]
+    X = np.where(rng.random((8, 64)) < 0.5, rng.choice(ties, (8, 64)),
+                 -rng.random((8, 64)))
+
+    def original():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.LeakyReLU(0.1),
+                nn.HybridLambda(lambda F, x: x * -0.7 * 0.1),
+                nn.LeakyReLU(0.1), nn.Dense(3, in_units=64))
+        return net
+
+    def ported():
+        from torch import nn
+
+        class Scaled(nn.Module):
+            def forward(self, x):
+                return x * (-0.07 * (1 + 1e-5 * far * (x[:, :1] < 0)))
+        return nn.Sequential(nn.LeakyReLU(0.1), Scaled(), nn.LeakyReLU(0.1),
+                             nn.Linear(64, 3))
+    result = parity.compare(original, ported, batches=[(X, np.arange(8) % 3)])
+    assert [f["function"] for f in result.float32] == ["leaky_relu"]
+    assert result.verdict == ("different" if far else SAME_BUT), str(result)
+    assert far or any(g.status == "rounding" for g in result.gaps)
+
+
 def test_what_gluon_computes_in_float64_stays():
     """A LeakyReLU of the user's own is one of float64: float32 put into the
     other side would be a difference."""
