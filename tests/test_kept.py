@@ -334,6 +334,123 @@ def test_what_devices_cannot_have_apart_is_refused(name, forward, words):
                 assert k == 1
 
 
+def _assigned(net, array):
+    array[:] = array + 1
+
+
+def _added(net, array):
+    array += 1
+
+
+def _a_row(net, array):
+    array[0] = array[0] + 1
+
+
+def _through_a_view(net, array):
+    net.row += 1
+
+
+def _through_a_new_view(net, array):
+    view = array[:1]
+    view += 1
+
+
+def _in_the_list(net, array):
+    net.arrays[0] += 1
+
+
+WRITES = [_assigned, _added, _a_row, _through_a_view, _through_a_new_view,
+          _in_the_list]
+
+
+@pytest.mark.parametrize("first", ["step", "prediction"])
+@pytest.mark.parametrize("late", [0, 2])
+@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
+def test_an_array_of_all_devices_stays_as_it_is_or_is_each_devices(
+        engine, devices, write, late, first):
+    """What a pass writes in place, whenever it begins to."""
+    def forward(net, x, F):
+        net.passes += 1
+        if net.passes > late:
+            with mgpu.no_grad():
+                write(net, net.array)
+        arrays = map(mgpu.to_numpy, (net.array, net.arrays[0]))
+        return net.b(net.a(x)) / float(1 + sum(a[0] for a in arrays))
+
+    def filled():
+        array, other = (engine.put(np.zeros(2), on(0)[0]) for _ in "ab")
+        return network(engine, forward, passes=0, array=array,
+                       row=array[:1], arrays=[other])
+    loss, data = mgpu.losses.L2Loss(), batches(4)
+    fits = engine.name == "torch" or len(devices) == 1
+    net = filled()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    done = 0
+    try:
+        if first == "prediction":
+            replicas(mgpu.split_and_load(data[0][0], devices,
+                                         even_split=False))
+        for X, y in data:
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+            done += 1
+    except ValueError as error:
+        assert not fits and re.search(
+            "writes into the array '(array|row|arrays)'", str(error)), error
+    else:
+        assert fits
+    if not fits:
+        assert done == max(0, late - (first == "prediction"))
+        assert not mgpu.to_numpy(net.array).any()
+    expected = filled()
+    if first == "prediction":
+        with mgpu.no_grad():
+            expected(engine.put(data[0][0], on(0)[0]))
+    same(values(net), plain(engine, expected, data[:done], loss))
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("mode", ["train", "predict", "global"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_batch_norm_moves_no_statistics_that_devices_share(name, mode, k):
+    """Of a function, which writes to two of its inputs."""
+    def forward(net, x, F):
+        norm = F.npx.batch_norm if name == "mxnet-np" else F.nd.BatchNorm
+        return net.b(norm(net.a(x), *net.arrays,
+                          use_global_stats=mode == "global"))
+    with using_engine(name) as engine:
+        net = network(engine, forward, arrays=[
+            engine.put(np.ones(4), mgpu.cpu(0)) for _ in range(4)])
+        replicas = mgpu.initialize(net, on(*range(k)))
+        shards = [mgpu.put(batches(1)[0][0], d) for d in replicas.devices]
+        try:
+            with mgpu.record(train_mode=mode != "predict"):
+                replicas(shards)
+        except ValueError as error:
+            assert "writes into the array 'arrays'" in str(error)
+            assert k == 2 and mode == "train"
+        else:
+            assert k == 1 or mode != "train"
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_pass_that_completes_shapes_writes_nothing(name, k):
+    with using_engine(name) as engine:
+        import mxnet as mx
+
+        def forward(net, x, F):
+            net.array += 1
+            return net.c(net.b(net.a(x)))
+        net = network(engine, forward,
+                      array=engine.put(np.zeros(2), mgpu.cpu(0)))
+        net.c = mx.gluon.nn.Dense(2, dtype="float64")
+        for _ in range(2):
+            mgpu.initialize(net, on(*range(k)), dtype="float64",
+                            sample=np.ones((2, 4)), force_reinit=True)
+            assert not net.array.asnumpy().any()
+
+
 @pytest.mark.parametrize("name", MXNET)
 @pytest.mark.parametrize("how", ["step", "hand"])
 def test_arrays_and_weights_without_a_context_are_the_devices(

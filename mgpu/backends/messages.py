@@ -113,7 +113,8 @@ def shared_array(name: str, kind: type) -> ValueError:
         f"each device has its own; received {kind.__name__}, whose forward "
         f"pass writes into the array {name!r}, which was there before for "
         f"all. Write self.{name.rpartition('.')[2]} = ... instead of "
-        f"[:] = ...; or use one device.")
+        "[:] = ... or +=; or make it a parameter with grad_req='null'; or "
+        "use one device.")
 
 
 def edited_array(name: str) -> ValueError:

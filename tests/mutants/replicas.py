@@ -22,7 +22,7 @@ MUTANTS = [
            (_KEPT + "test_what_a_pass_keeps_is_as_on_one_device*",)),
     Mutant("mxnet-lists-of-all", "devices share the lists of a block",
            edit(_ATTRIBUTES + "_Block.follow",
-                "elif isinstance(x, _Content):", "elif False:"),
+                "if isinstance(x, _Content):", "if False:"),
            (_KEPT + "test_what_a_pass_keeps_is_as_on_one_device*",)),
     Mutant("mxnet-counts-stay", "a device without rows counts no further",
            edit(_ATTRIBUTES + "_Block.follow", "isinstance(x, mx.nd.NDArray) "
@@ -80,9 +80,24 @@ MUTANTS = [
            (_KEPT + "test_what_devices_cannot_have_apart_is_refused"
             "[*",)),
     Mutant("mxnet-buffers-of-all", "passes write into one array",
-           edit(_ATTRIBUTES + "Attributes.check", "_bits(x) != _bits(before)",
-                "False"),
-           (_KEPT + "test_what_devices_cannot_have_apart_is_refused"
+           edit("mgpu.backends._mxnet.places:wrote", "if handle in _shared",
+                "if False"),
+           (_KEPT + "test_an_array_of_all_devices_stays_as_it_is_or_is_each_"
+            "devices[mxnet-nd-2dev*",)),
+    Mutant("mxnet-views-of-all", "passes write into a view of one array",
+           edit("mgpu.backends._mxnet.places:_viewed", "if key in _shared",
+                "if False"),
+           (_KEPT + "test_an_array_of_all_devices_stays_as_it_is_or_is_each_"
+            "devices[mxnet-nd-2dev-_through_a_new_view*",)),
+    Mutant("mxnet-functional-norms", "passes move statistics of all devices",
+           edit("mgpu.backends._mxnet.gradients:_operator", "in _NORMS",
+                "in ()"),
+           (_KEPT + "test_batch_norm_moves_no_statistics_that_devices_share"
+            "[*",)),
+    Mutant("mxnet-shapes-write", "the pass that completes shapes writes",
+           edit(_ATTRIBUTES + "Attributes.put_back",
+                "_bits(x) != _bits(own)", "False"),
+           (_KEPT + "test_the_pass_that_completes_shapes_writes_nothing"
             "[*",)),
     Mutant("mxnet-hooks-share", "what hooks of Gluon keep in one place goes "
            "unseen", edit(

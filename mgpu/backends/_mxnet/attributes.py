@@ -205,7 +205,12 @@ class _Block:
                                for others in edited[name].values())
                 if same and name in theirs:
                     mine[name] = theirs[name]
-                elif isinstance(x, _Content):
+                    continue
+                for a in _arrays(x):
+                    if memos[i].get(id(a), a) is a:
+                        places.share(a, self.full_name(name),
+                                     type(self.block))
+                if isinstance(x, _Content):
                     mine[name] = _twin(own[name], x, memos[i], refuses,
                                        self.full_name(name))
                 elif name in edited:
@@ -280,8 +285,8 @@ class Attributes:
         self._blocks: list[_Block] = []
         self._shown = 0
         self._numbers: list[tuple[Any, ...]] = []
-        #: before the first passes that are recorded: the arrays that all
-        #: devices have, and copies
+        #: before the first passes that are recorded: the NumPy arrays that
+        #: all devices have, and copies
         self._shared: list[tuple[Any, ...]] | None = None
 
     def follow(self, blocks: Sequence[tuple[str, Any]], count: int) -> None:
@@ -301,16 +306,15 @@ class Attributes:
             self._shared = [
                 (f"{one.path}.{name}".lstrip("."), one.block, x, x.copy())
                 for one in self._blocks for name, value in one.given.items()
-                for x in ([value] if not isinstance(value, _Content)
-                          else value.single.values())
-                if isinstance(x, (mx.nd.NDArray, np.ndarray))]
+                if isinstance(value, _Content)
+                for x in value.single.values() if isinstance(x, np.ndarray)]
 
     def check(self) -> None:
         """ValueError where passes have counted outside of the blocks, or the
-        first ones have written to an array of all devices."""
+        first ones have written to a NumPy array of all devices."""
         shared, self._shared = self._shared or [], []
         for name, block, x, before in shared:
-            if _bits(x) != _bits(before):
+            if x.tobytes() != before.tobytes():
                 raise messages.shared_array(name, type(block))
         for kind, function, name, before in self._numbers:
             now = _outside(function).get(name, {})
@@ -326,7 +330,7 @@ class Attributes:
         before = self._shown
         self.show(index)
         try:
-            with places.passing():
+            with places.passing(self._refuses):
                 yield
         finally:
             if index == 0:
@@ -334,6 +338,18 @@ class Attributes:
                 for one in self._blocks:
                     one.leave(known)
             self.show(before)
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """The arrays of the blocks hold after the block what they do now."""
+        before = [(x, x.copy()) for one in self._blocks
+                  for value in one.given.values() for x in _arrays(value)]
+        try:
+            yield
+        finally:
+            for x, own in before:
+                if _bits(x) != _bits(own):
+                    x[...] = own
 
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Of the arrays that the blocks have now, by their attributes."""
@@ -397,7 +413,7 @@ def _zeros(x: Any) -> Any:
 
 
 def _bits(x: Any) -> bytes:
-    return (x if isinstance(x, np.ndarray) else x.asnumpy()).tobytes()
+    return x.asnumpy().tobytes()
 
 
 def _numbers(block: Any) -> Iterator[tuple[Any, str, Any]]:

@@ -57,6 +57,19 @@ def outputs(count: Any, arrays: Any) -> list[Any]:
     return handles(arrays._obj, count._obj.value) if count._obj.value else []
 
 
+def operator(name: str) -> int | None:
+    """The address of an operator; None if this MXNet has none of the name."""
+    found = ctypes.c_void_p()
+    _LIB.NNGetOpHandle(name.encode(), ctypes.byref(found))
+    return found.value
+
+
+def option(name: str, count: Any, names: Any, values: Any, *_: Any) -> bool:
+    """Whether an operator is called with option `name` set."""
+    return any(names[i] == name.encode() and values[i] in (b"True", b"1")
+               for i in range(count.value))
+
+
 def wait_for(handle: Any) -> int:
     """Wait until nothing that is queued writes to an array. Returns the
     library's status: not 0 if one of the operations failed."""

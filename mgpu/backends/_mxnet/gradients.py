@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends._mxnet import calls, places
+from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.base import Watch
 
 
@@ -203,8 +204,17 @@ def _wrote(handles: Sequence[Any]) -> int:
     return 0
 
 
+#: operators of batch normalisation, which write to two of their inputs
+_NORMS = {calls.operator(name) for name in (
+    "BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU")}
+
+
 def _operator(call: Any, operator: Any, count: Any, inputs: Any,
               output_count: Any, outputs: Any, *rest: Any) -> int:
+    if operator.value in _NORMS and places.in_pass() \
+            and mx.autograd.is_training() \
+            and not calls.option("use_global_stats", *rest):
+        places.wrote(calls.handles(inputs, count.value)[3:])
     # Those that are new arrays are not known before the call.
     return _wrote(calls.outputs(output_count, outputs)) or call(
         operator, count, inputs, output_count, outputs, *rest)

@@ -346,7 +346,8 @@ class MXNetNetwork(base.Network):
             spare.follow(list(_blocks(self.net))
                          if runs_users_code(self.net) else (), 2)
             # What this pass keeps is not the user's.
-            with mx.autograd.pause(train_mode=False), spare.of(1):
+            with mx.autograd.pause(train_mode=False), spare.put_back(), \
+                    spare.of(1):
                 _wait(self.run(inputs))
 
     def run(self, inputs: tuple[Any, ...]) -> Any:

@@ -1,4 +1,5 @@
-"""Arrays that passes of device 0 have left, for as long as anyone holds them.
+"""Arrays that passes of device 0 have left, and those that devices share, for
+as long as anyone holds them.
 
 MXNet counts no writes. So mgpu stands around the library's functions: those
 that write to an array which is there, and those that make another array of
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from mgpu.backends import messages
 from mgpu.backends._mxnet import calls
 
 ITSELF, DETACHED, OTHER = range(3)
@@ -34,13 +36,15 @@ class Place:
 
 #: by the address of an array object of the library
 _known: dict[int, tuple["weakref.ref[Any]", Place, int]] = {}
+#: likewise, of arrays that several devices have: what `share` was told
+_shared: dict[int, tuple["weakref.ref[Any]", tuple[str, type]]] = {}
 _thread = threading.local()
 
 
 def keep(x: Any) -> None:
     """Watch an array from now on."""
     if find(x)[1] != ITSELF:
-        _add(x.handle, Place(), ITSELF)
+        _add(_known, x.handle, Place(), ITSELF)
 
 
 def find(x: Any) -> tuple[Place | None, int]:
@@ -50,41 +54,63 @@ def find(x: Any) -> tuple[Place | None, int]:
     return place, kind
 
 
+def share(x: Any, name: str, kind: type) -> None:
+    """Several devices have `x` in attribute `name` of a block of type `kind`:
+    no pass may write to it."""
+    if x.handle.value not in _shared:
+        _add(_shared, x.handle, (name, kind))
+
+
 def wrote(handles: Iterable[int]) -> None:
-    """An operation writes to these arrays."""
-    if _known and not getattr(_thread, "passing", 0):
+    """An operation is about to write to these arrays. ValueError if it is a
+    pass's, and several devices have one of them."""
+    refuses = getattr(_thread, "refuses", None)
+    if refuses:
+        for handle in handles if _shared else ():
+            if handle in _shared:
+                raise messages.shared_array(*_shared[handle][1])
+    elif _known and refuses is None:
         for handle in handles:
             if handle in _known:
                 _known[handle][1].written = True
 
 
 @contextmanager
-def passing() -> Iterator[None]:
-    """What this thread writes inside the block is no user's edit."""
-    _thread.passing = getattr(_thread, "passing", 0) + 1
+def passing(refuses: bool = True) -> Iterator[None]:
+    """What this thread writes inside the block is no user's edit. `refuses`:
+    whether what several devices have stays as it is."""
+    before = getattr(_thread, "refuses", None)
+    _thread.refuses = refuses
     try:
         yield
     finally:
-        _thread.passing -= 1
+        _thread.refuses = before
 
 
-def _add(handle: Any, place: Place, kind: int) -> None:
+def in_pass() -> bool:
+    """Whether this thread runs a pass that may write to nothing shared."""
+    return bool(_shared) and bool(getattr(_thread, "refuses", None))
+
+
+def _add(table: dict[int, Any], handle: Any, *what: Any) -> None:
     key = handle.value
 
     # Arrays outlive this module when a program ends.
-    def gone(ref: Any, known: dict[int, Any] = _known) -> None:
-        if known.get(key, (None,))[0] is ref:
-            known.pop(key, None)
-    _known[key] = weakref.ref(handle, gone), place, kind
+    def gone(ref: Any, table: dict[int, Any] = table) -> None:
+        if table.get(key, (None,))[0] is ref:
+            table.pop(key, None)
+    table[key] = weakref.ref(handle, gone), *what
 
 
-def _shared(kind: int, call: Any, handle: Any, *rest: Any) -> int:
+def _viewed(kind: int, call: Any, handle: Any, *rest: Any) -> int:
     status = call(handle, *rest)
-    if _known and not status:
-        _, place, own = _known.get(getattr(handle, "value", handle),
-                                   (None, None, OTHER))
+    if (_known or _shared) and not status:
+        key = getattr(handle, "value", handle)
+        _, place, own = _known.get(key, (None, None, OTHER))
         if place is not None:
-            _add(rest[-1]._obj, place, max(own, kind))
+            _add(_known, rest[-1]._obj, place, max(own, kind))
+        if key in _shared:
+            _add(_shared, rest[-1]._obj, _shared[key][1])
     return int(status)
 
 
@@ -93,4 +119,4 @@ for _name, _kind in (("MXNDArrayDetach", DETACHED),
                      ("MXNDArrayAt", OTHER),
                      ("MXNDArrayReshape64", OTHER),
                      ("MXShallowCopyNDArray", OTHER)):
-    calls.stand_around(_name, partial(_shared, _kind))
+    calls.stand_around(_name, partial(_viewed, _kind))
