@@ -868,11 +868,15 @@ class Replicas(Hints, abc.Sequence):
             with _explained(rows), probes.stage(
                     "compute", "forward", self.devices, lambda: results,
                     active):
-                if self._syncs():
-                    results = self._run_synchronised(rows, active)
-                else:
-                    results = self.network.forward(
-                        self._replicas, _of(active, rows))
+                try:
+                    if self._syncs():
+                        results = self._run_synchronised(rows, active)
+                    else:
+                        results = self.network.forward(
+                            self._replicas, _of(active, rows))
+                except Exception:   # of what another device has read
+                    self.network.check_kept()
+                    raise
             if len(active) > 1:
                 self.network.check_kept()
             self._note(active)

@@ -1,11 +1,9 @@
 """What hooks keep where all devices share it, and what objects hold."""
 import copy
-import dis
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
-from itertools import pairwise
+from functools import partial
 from types import (CellType, CodeType, FunctionType, MethodType,
                    ModuleType)
 from typing import Any
@@ -107,70 +105,26 @@ def cells(function: FunctionType) -> list[Any]:
             if cell != _EMPTY_CELL]
 
 
-#: what may leave instructions behind it out
-_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+class Untold:
+    """Which of the arrays that nobody knows on other devices (they stand for
+    what was left in attributes outside of the replicas' passes) a pass has
+    read; code of the user's may catch the error."""
 
+    def __init__(self) -> None:
+        self._error: Exception | None = None
 
-def reads(layers: Iterable[Any], name: str) -> bool:
-    """Whether code of these layers may read an attribute `name`; any code
-    does that which is not theirs."""
-    layers = list(layers)
-    if any(True for _ in forward_hooks(layers)):
-        return True
-    found = [_read_names(kind) for kind in set(map(type, layers))]
-    return any(names is None or name in names for names in found)
+    def read(self, error: Exception) -> Exception:
+        """A pass reads an array that `error` is about; returns it."""
+        self._error = self._error or error
+        return error
 
+    def forget(self) -> None:
+        self._error = None
 
-@cache
-def _read_names(kind: type) -> frozenset[str] | None:
-    """The attributes that the code of a class of layers reads. None: it may
-    be any, since functions outside of the class get the layer."""
-    found = set[str]()
-    for one in kind.__mro__:
-        if one.__module__.partition(".")[0] in ("mxnet", "torch", "builtins"):
-            continue
-        for f in vars(one).values():
-            if not isinstance(f, FunctionType):
-                if callable(f) or hasattr(f, "__get__"):
-                    return None
-                continue
-            names = global_names(f.__code__)
-            steps = list(dis.get_instructions(f.__code__))
-            own = f.__code__.co_varnames[:1]
-            if set(f.__code__.co_freevars) - {"__class__"} \
-                    or any(isinstance(x, CodeType)
-                           for x in f.__code__.co_consts) \
-                    or any(isinstance(f.__globals__.get(x), FunctionType)
-                           for x in names) \
-                    or not {"getattr", "vars", "__dict__"}.isdisjoint(names) \
-                    or any(step.opname != "STORE_ATTR" and own and (
-                               step.argval == own[0] or isinstance(
-                                   step.argval, tuple)
-                               and own[0] in step.argval)
-                           and not after.opname.endswith(("_ATTR", "_METHOD"))
-                           for step, after in pairwise(steps)):
-                return None
-            found.update(_read_first(steps, own))
-    return frozenset(found)
-
-
-def _read_first(steps: Sequence[dis.Instruction], own: tuple[str, ...]
-                ) -> set[str]:
-    """The attributes that a function reads, without those that it has always
-    written to its `own` object before."""
-    names = [step.opname for step in steps]
-    # `try` jumps without an instruction of its own
-    always = names.count("PUSH_EXC_INFO") == names.count("WITH_EXCEPT_START")
-    read, written = set[str](), set[str]()
-    for before, step in pairwise(steps):
-        always = always and step.opcode not in _JUMPS
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            read |= {step.argval} - written
-        elif step.opname == "STORE_ATTR" and always \
-                and before.opname.startswith("LOAD_FAST") \
-                and (before.argval,) == own:
-            written.add(step.argval)
-    return read
+    def check(self) -> None:
+        """ValueError if a pass has read one since `forget`."""
+        if self._error is not None:
+            raise self._error
 
 
 def reached(x: Any, array: type | tuple[type, ...], network: type,

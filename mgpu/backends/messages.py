@@ -117,24 +117,30 @@ def shared_array(name: str, kind: type) -> ValueError:
         "use one device.")
 
 
-def edited_array(name: str) -> ValueError:
-    """The user has changed what a pass of the first device has kept."""
+def untold_array(name: str, others: Iterable[str] = ()) -> ValueError:
+    """A pass reads what it has kept, and what a call of the network itself,
+    or the user, has put there since; also into the attributes `others`."""
+    also = ", ".join(repr(other) for other in others if other != name)
     return ValueError(
         "on several devices what a forward pass keeps belongs to each device,"
         " and the network shows that of the first one; received another array"
-        f" in {name!r}, or other values in it, which do not say what the "
-        "other devices are to have. Set it to None or to zeros, on all "
-        "devices; detach or change it in forward(); pass states as inputs; "
-        "or use one device.")
+        f" in {name!r}, or other values in it, from a call of the network "
+        "itself, net(x), or from the loop, which do not say what the other "
+        "devices are to have, and forward() reads them before it writes any."
+        + f" The same holds for {also}, if read." * bool(also)
+        + " Validate by replicas(shards) instead of net(x); or set it to None"
+        " or to zeros, on all devices; detach or change it in forward(); pass"
+        " states as inputs; or use one device.")
 
 
 def no_history(name: str) -> ValueError:
-    """The user has put a tensor that was computed into an attribute."""
+    """A pass reads a tensor that was computed outside of it."""
     return ValueError(
-        "on several devices what the user puts into an attribute has no "
-        f"history, since each device gets a copy; received {name!r}, which "
-        "was computed from tensors with gradients. Detach it; or compute it "
-        "in forward().")
+        "on several devices what is put into an attribute outside of a pass "
+        f"has no history, since each device gets a copy; received {name!r}, "
+        "which the loop or a call of the network itself, net(x), has computed"
+        " from tensors with gradients. Detach it; or compute it in "
+        "forward().")
 
 
 def explain_states(error: Exception, states: Iterable[tuple[str, Any]],

@@ -9,13 +9,14 @@ import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from operator import is_
 from typing import Any
 
 import numpy as np
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import deep_copy, pickled, reads
+from mgpu.backends._kept import Untold, deep_copy, pickled
 from mgpu.backends._mxnet import places
 from mgpu.backends._mxnet.dispatch import is_known
 from mgpu.backends._mxnet.framework import mx
@@ -182,14 +183,17 @@ class _Block:
                 for name, x in own.items()}
 
     def follow(self, memos: Sequence[dict[int, Any]], refuses: bool,
-               blocks: Iterable[Any]) -> None:
-        """Give all devices what is the user's, or is no array."""
+               blocks: Iterable[Any], untold: Untold, names: list[str]
+               ) -> None:
+        """Give all devices what is the user's, or is no array. `names`: of
+        attributes with arrays that nobody knows on other devices."""
         own = self.now(0)
         if own is self._all and not self._changing \
                 and all(x is own for x in self.own):
             return
         now, left = self._read(own), self.left
-        edited = self._edited(now, blocks) if self._kept else {}
+        edited = self._edited(now, blocks, untold, names) if self._kept \
+            else {}
         for i in range(1, len(self.own)):
             mine, theirs = dict(own), self.own[i]
             memos[i].update((key, others[i - 1]) for found in edited.values()
@@ -223,11 +227,12 @@ class _Block:
     def full_name(self, name: str) -> str:
         return f"{self.path}.{name}".lstrip(".")
 
-    def _edited(self, now: dict[str, Any], blocks: Iterable[Any]
+    def _edited(self, now: dict[str, Any], blocks: Iterable[Any],
+                untold: Untold, names: list[str]
                 ) -> dict[str, dict[int, list[Any]]]:
-        """By name, then by the `id` of an array that the user has put where
-        passes leave some: what the other devices are to have in its place,
-        None for what they had. ValueError where nobody knows."""
+        """By name, then by the `id` of an array that the user, or a call of
+        the network itself, has put where passes leave some: what the other
+        devices are to have in its place, None for what they had."""
         for name in self._kept & self.left.keys():
             arrays = _arrays(self.left[name])
             each_has = [_arrays(self._read({name: x.get(name)})[name])
@@ -238,26 +243,33 @@ class _Block:
                     place.others = [each[j] if len(each) == len(arrays)
                                     else None for each in each_has]
         found: dict[str, dict[int, list[Any]]] = {}
+        count = len(self.own) - 1
         for name in self._kept & now.keys():
             x, left = now[name], self.left.get(name)
             if (left is x or isinstance(x, _Content) and left == x) \
                     and not any(_is_written(a) and not _is_data(blocks, a)
                                 for a in _arrays(x)):
                 continue
-            old = _arrays(left)
+            old, columns = _arrays(left), dict[int, list[Any] | None]()
             for j, a in enumerate(_arrays(x)):
                 others = _elsewhere(a, old[j] if j < len(old) else None,
-                                    len(self.own) - 1)
+                                    count)
                 stays = any(a is b for b in old) and not _is_written(a)
-                if others is None or not stays and any(
-                        other is None and _arrays(self._read(
-                            {name: own.get(name)})[name])
-                        for other, own in zip(others, self.own[1:])):
-                    if not reads(blocks, name):
-                        found.pop(name, None)   # passes write it alone
-                        break
-                    raise messages.edited_array(self.full_name(name))
-                found.setdefault(name, {})[id(a)] = others
+                certain = others is not None and (stays or not any(
+                    other is None and _arrays(self._read(
+                        {name: own.get(name)})[name])
+                    for other, own in zip(others, self.own[1:])))
+                columns[id(a)] = others if certain else None
+            if None in columns.values():
+                names.append(self.full_name(name))
+                error = partial(messages.untold_array, names[-1], names)
+                for a in _arrays(x):
+                    unknown = places.unknown_of(a)(untold, error)
+                    columns[id(a)] = [
+                        unknown if other is None else other for other
+                        in columns[id(a)] or [None] * count]
+            if columns:
+                found[name] = columns
         for name in found:
             for a in _arrays(now[name]):
                 places.keep(a)
@@ -281,7 +293,7 @@ class Attributes:
     """
 
     def __init__(self, refuses: bool = True) -> None:
-        self._refuses = refuses
+        self._refuses, self.untold = refuses, Untold()
         self._blocks: list[_Block] = []
         self._shown = 0
         self._numbers: list[tuple[Any, ...]] = []
@@ -297,9 +309,10 @@ class Attributes:
         self._blocks = [earlier.get(key) or _Block(path, block, count)
                         for key, (path, block) in now.items()]
         memos: list[dict[int, Any]] = [{} for _ in range(count)]
+        names = list[str]()
         every = [block for _, block in now.values()]
         for one in self._blocks:
-            one.follow(memos, self._refuses, every)
+            one.follow(memos, self._refuses, every, self.untold, names)
         self._numbers = [(type(one.block), *number) for one in self._blocks
                          for number in _numbers(one.block)]
         if self._shared is None and blocks and mx.autograd.is_recording():
@@ -356,7 +369,8 @@ class Attributes:
         return [(one.full_name(name), a.shape)
                 for one in self._blocks
                 for name, x in one.now(self._shown).items()
-                for a in _Content(x).arrays]
+                for a in _Content(x).arrays
+                if not isinstance(a, places.Unknown)]
 
     def show(self, index: int) -> None:
         """Let the blocks have the attributes of a device."""
@@ -394,6 +408,9 @@ def _elsewhere(x: Any, left: Any, count: int) -> list[Any] | None:
         return [y if y is None or kind == places.ITSELF else y.detach()
                 for y in place.others]
     had = places.find(left)[0] if left is not None else None
+    if had is not None and any(isinstance(y, places.Unknown)
+                               for y in had.others):
+        had = None
     others = had.others if had is not None and left.shape == x.shape else []
     if not x.asnumpy().any():
         return [None if y is None else _zeros(y) for y in others] \

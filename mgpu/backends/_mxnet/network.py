@@ -173,8 +173,11 @@ class MXNetReplica(base.Replica):
             with mx.Context(self._context), \
                     self._network.attributes.of(self.index, inputs):
                 try:
-                    return self._network.run(inputs)
+                    result = self._network.run(inputs)
+                    self._network.attributes.untold.check()
+                    return result
                 except (RuntimeError, ValueError) as error:
+                    self._network.attributes.untold.check()
                     self._network.explain_states(error, inputs)
                     raise
         finally:
@@ -468,6 +471,7 @@ class MXNetNetwork(base.Network):
     def follow(self) -> None:
         users = runs_users_code(self.net)
         blocks = list(_blocks(self.net)) if users else []
+        self.attributes.untold.forget()
         if len(self._contexts) > 1:
             self.attributes.follow(blocks, len(self._contexts))
             self._kept = Kept(
@@ -489,6 +493,7 @@ class MXNetNetwork(base.Network):
         if backward:
             return      # Gluon has no hooks that run in backward passes
         kept, self._kept = self._kept, Kept()   # which may hold arrays
+        self.attributes.untold.check()
         kept.check()
         self.attributes.check()
 

@@ -7,13 +7,15 @@ the same memory.
 """
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from mgpu.backends import messages
+from mgpu.backends._kept import Untold
 from mgpu.backends._mxnet import calls
+from mgpu.backends._mxnet.framework import mx
 
 ITSELF, DETACHED, OTHER = range(3)
 
@@ -32,6 +34,39 @@ class Place:
     def __init__(self) -> None:
         self.others: list[Any] = []
         self.written = False
+
+
+class Unknown:
+    """Stands on another device for an array that nobody knows there: whoever
+    reads it gets an error. All that the library does with an array it does
+    with its `handle`."""
+
+    def __init__(self, untold: Untold, error: Callable[[], Exception]
+                 ) -> None:
+        self._untold, self._error = untold, error
+
+    @property
+    def handle(self) -> Any:
+        raise self._untold.read(self._error())
+
+    def __del__(self) -> None:
+        pass
+
+    def detach(self) -> "Unknown":
+        return self
+
+
+class _UnknownND(Unknown, mx.nd.NDArray):       # type: ignore[misc]
+    """Of the one family of arrays."""
+
+
+class _UnknownNP(Unknown, mx.np.ndarray):       # type: ignore[misc]
+    """Of the other one."""
+
+
+def unknown_of(x: Any) -> type[Unknown]:
+    """The class of what may stand for `x`."""
+    return _UnknownNP if isinstance(x, mx.np.ndarray) else _UnknownND
 
 
 #: by the address of an array object of the library

@@ -17,7 +17,7 @@ from mgpu.backends import messages
 from mgpu.backends._kept import (deep_copy, forward_hooks, global_names,
                                  pickled, reached, version)
 from mgpu.backends._torch.names import joined
-from mgpu.backends._torch.places import Places
+from mgpu.backends._torch.places import Places, unread
 
 # What reaches the copies by other ways, and what torch does not copy.
 _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
@@ -58,11 +58,13 @@ class Attributes:
         self._before: list[dict[str, Any]] = []     # see `begin_lag`
         #: to be called when a pass of the module has ended
         self.leave = self._places.leave
+        self.untold = self._places.untold
         self.settle()
         #: buffers that passes have not made, which follow by themselves
         self._ready = [{name for name, b in m._buffers.items()
                           if b is not None} for m in self._first]
 
+    @unread
     def shapes(self, module: nn.Module) -> list[tuple[str, torch.Size]]:
         """Of the tensors in attributes of the layers of a copy."""
         return [(joined(path, name), t.shape)
@@ -70,6 +72,7 @@ class Attributes:
                 for name, x in vars(m).items() if name not in _OF_MODULE
                 for t in reached(x, torch.Tensor, nn.Module)]
 
+    @unread
     def settle(self) -> None:
         """What the copies have is what they are to have."""
         met: dict[int, Any] = {}
@@ -116,6 +119,7 @@ class Attributes:
                 and name not in ready
                 and name not in m._non_persistent_buffers_set]
 
+    @unread
     def follow(self) -> bool:
         """Give the copies the attributes and hooks that the module has.
         Returns whether that changed something."""
@@ -123,23 +127,22 @@ class Attributes:
         edited, inside = self._places.follow(places), \
             self._places.edited(places)
         changed = bool(edited or inside)
-        for (number, name), twins in edited.items():
-            self._kept.add((number, name))
+        self._kept |= edited.keys()
+        given = {**inside, **edited}
+        for (number, name), twins in given.items():
             for copied, own in zip(self._copies, twins):
                 self._copy(name, number, copied, own)
         self._follow_streams()
         for number, (layer, known) in enumerate(zip(self._first,
                                                     self._known)):
             behind = self._behind(number, known)
-            here = {name for n, name in inside if n == number}
+            here = any(n == number for n, _ in inside)
             if not here and not behind and known.holds(layer, met):
                 continue
             seen = _Seen(layer, met)
             for name in {**known.content, **seen.content}:
                 content = seen.content.get(name)
-                if (number, name) in edited:
-                    continue
-                if name in here or (
+                if (number, name) not in given and (
                         name in behind or known.content.get(name) != content
                         if content is not _ARRAYS
                         else known.values.get(name) is not seen.values[name]
@@ -154,6 +157,7 @@ class Attributes:
             self._find_streams()
         return changed
 
+    @unread
     def begin_lag(self, source: int | None) -> None:
         """A pass of copy `source` begins, and perhaps none of some others."""
         self._before = [] if source is None else [
@@ -162,6 +166,7 @@ class Attributes:
             for m in [self._first, *self._copies][source]
             for table in (m._buffers, vars(m))]
 
+    @unread
     def catch_up(self, source: int, idle: int) -> None:
         """Give copy `idle` (0: the user's module) what a pass has kept in
         copy `source` since `begin_lag`, and would have kept there: attributes

@@ -290,6 +290,7 @@ class TorchNetwork(base.Network):
         return list(replicas)
 
     def follow(self) -> None:
+        self._attributes.untold.forget()
         self._attributes.check_layers()
         if len(self.replicas) > 1:
             if parametrize._cache_enabled:
@@ -363,6 +364,11 @@ class TorchNetwork(base.Network):
             next((len(x) for x in inputs if isinstance(x, torch.Tensor)
                   and x.ndim), 0), len(self.replicas))
 
+    def check_read(self) -> None:
+        """ValueError if a pass has read what nobody knows there."""
+        if self.replicas:
+            self._attributes.untold.check()
+
     def leave(self, inputs: Any) -> None:
         """A pass of replica 0 has ended."""
         if len(self.replicas) > 1:
@@ -402,6 +408,8 @@ class TorchNetwork(base.Network):
         # One device at a time may keep what the user reads in between.
         several = len(self.reached) > 1
         self.reached.clear()
+        if not backward:
+            self.check_read()
         self._attributes.note_streams()
         if several or not backward:
             self._kept.check(backward)

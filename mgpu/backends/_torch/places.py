@@ -1,18 +1,21 @@
 """Tensors that passes of the user's module have left, and what its copies have
 in their places, for as long as anyone holds them or their memory."""
+import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from mgpu.backends import messages
-from mgpu.backends._kept import reads, version
+from mgpu.backends._kept import Untold, version
 from mgpu.backends._torch.names import joined
 
 _LARGE = 1000       # a collection with more items is data
@@ -21,6 +24,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _NO_PARTS = (*_PLAIN, type, ModuleType, FunctionType,
              BuiltinFunctionType, np.ndarray, torch.Generator)
 
+F = TypeVar("F", bound=Callable[..., Any])
 Where = tuple[int, str]     # the number of a layer, and an attribute of it
 
 
@@ -33,6 +37,34 @@ class Leaf(NamedTuple):
 
     def same(self, other: "Leaf") -> bool:
         return self.tensor is other.tensor and self[1:] == other[1:]
+
+
+class Unknown(torch.Tensor):
+    """Stands in a copy of a module for a tensor that nobody knows there:
+    whoever reads it gets `error`. Where torch does not ask, it is NaN."""
+
+    untold: Untold
+    error: Exception
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any,
+                           args: tuple[Any, ...] = (), kwargs: Any = None
+                           ) -> Any:
+        x = next(x for x in tree_leaves((args, kwargs))
+                 if isinstance(x, Unknown))
+        raise x.untold.read(x.error)
+
+    def __deepcopy__(self, memo: Any) -> "Unknown":
+        return self
+
+
+def unread(function: F) -> F:
+    """`function`, in which no look at an `Unknown` tensor is an error."""
+    @wraps(function)
+    def quiet(*args: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args)
+    return quiet    # type: ignore[return-value]
 
 
 class _Place:
@@ -64,6 +96,7 @@ class Places:
         self._places: dict[int, list[_Place]] = {}      # by storage
         self._kept: set[Where] = set()
         self._backward: set[Where] = set()  # where backward passes keep some
+        self.untold = Untold()
         self.settle()
 
     def settle(self) -> None:
@@ -74,6 +107,7 @@ class Places:
                             for where in self._given}
                            for copied in self._copies]
 
+    @unread
     def leave(self, inputs: Sequence[Any] = ()) -> None:
         """A pass of the module has ended. `inputs` are the user's."""
         if not self._copies:
@@ -89,48 +123,61 @@ class Places:
 
     def follow(self, now: dict[Where, list[Leaf]]
                ) -> dict[Where, list[dict[int, torch.Tensor]]]:
-        """What the user has changed where passes leave tensors: for each copy
-        what it is to have in the place of each tensor, by `id`. ValueError
-        where nobody knows. `now`: of `scan`."""
+        """What the user, or a call of the module itself, has changed where
+        passes leave tensors: for each copy what it is to have in the place of
+        each tensor, by `id`. `now`: of `scan`."""
         if not self._kept:
             return {}
         self._pair()
         found = {}
         for where in self._kept & now.keys():
             old = self._left.get(where, [])
-            if _all_same(old, now[where], self._first):
-                continue
-            columns = [self._elsewhere(x, old[j] if j < len(old) else None)
-                       for j, x in enumerate(now[where])]
-            known = [column for column in columns if column is not None]
-            if len(known) == len(columns):
-                found[where] = [
-                    {id(x.tensor): column[i] for x, column
-                     in zip(now[where], known)}
-                    for i in range(len(self._copies))]
-            elif reads(self._first, where[1]):
-                raise messages.edited_array(self._name(where))
-        return found
+            if not _all_same(old, now[where], self._first):
+                found[where] = [self._elsewhere(
+                    x, old[j] if j < len(old) else None)
+                    for j, x in enumerate(now[where])]
+        names = [self._name(where) for where, columns in found.items()
+                 if None in columns]
+        return {where: self._in_copies(now[where], columns, partial(
+                    messages.untold_array, self._name(where), names))
+                for where, columns in found.items()}
 
-    def edited(self, now: dict[Where, list[Leaf]]) -> set[Where]:
+    def _in_copies(self, leaves: Sequence[Leaf],
+                   columns: Sequence[list[torch.Tensor] | None],
+                   error: Callable[[], Exception]
+                   ) -> list[dict[int, torch.Tensor]]:
+        """By the `id` of each of `leaves` what each copy is to have in its
+        place; None: what nobody knows, and to read it is an error."""
+        return [{id(leaf.tensor): self._unknown(error) if column is None
+                 else column[i] for leaf, column in zip(leaves, columns)}
+                for i in range(len(self._copies))]
+
+    def _unknown(self, error: Callable[[], Exception]) -> Unknown:
+        x = torch.full((), math.nan).as_subclass(Unknown)
+        x.untold, x.error = self.untold, error()
+        return x
+
+    def edited(self, now: dict[Where, list[Leaf]]
+               ) -> dict[Where, list[dict[int, torch.Tensor]]]:
         """Where the user has changed tensors, or put others, that no pass
-        keeps there. ValueError for those with a history. `now`: of
-        `scan`."""
-        found = set[Where]()
+        keeps there, and what each copy is to have in the place of those with
+        a history. `now`: of `scan`."""
+        found = {}
         for where in {**self._left, **now}:
             if where in self._kept | self._backward \
                     or _all_same(self._left.get(where, []),
-                                 now.get(where, []), self._first) \
-                    or not reads(self._first, where[1]):
+                                 now.get(where, []), self._first):
                 continue
             if any(not _all_same(given.get(where, []),
                                  self._leaves(copied, where), copied)
                    for given, copied in zip(self._of_copies, self._copies)):
                 self._backward.add(where)
                 continue
-            if not all(x.tensor.is_leaf for x in now.get(where, ())):
-                raise messages.no_history(self._name(where))
-            found.add(where)
+            computed = [x for x in now.get(where, ())
+                        if not x.tensor.is_leaf]
+            found[where] = self._in_copies(
+                computed, [None] * len(computed),
+                partial(messages.no_history, self._name(where)))
         return found
 
     def _name(self, where: Where) -> str:
@@ -176,8 +223,10 @@ class Places:
                     self._places.setdefault(place.storage.cdata,
                                             []).append(place)
                 place.version = n
-                place.others = [each[j] if len(each) == len(leaves) else None
-                                for each in others]
+                place.others = [
+                    each[j] if len(each) == len(leaves)
+                    and not isinstance(each[j], Unknown) else None
+                    for each in others]
 
     def _find(self, x: torch.Tensor) -> _Place | None:
         """The place of `x`, or of the tensor that it is without its

@@ -219,7 +219,9 @@ class TorchReplica(base.Replica):
             self._saving = saving()
             try:
                 result = self._run(inputs, training)
+                network.check_read()
             except (RuntimeError, ValueError) as error:
+                network.check_read()
                 network.explain(error, inputs)
                 network.explain_states(error, inputs, self.module)
                 raise
