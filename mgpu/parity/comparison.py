@@ -14,6 +14,7 @@ from mgpu.backends.base import AVERAGE
 from mgpu.nested import map_leaves
 from mgpu.parity import matching, measure
 from mgpu.parity.accuracy import compare_accuracy
+from mgpu.parity.averages import Averages
 from mgpu.parity.batches import Batches, endless, first_rows
 from mgpu.parity.constants import Constants
 from mgpu.parity.coverage import Coverage
@@ -236,6 +237,9 @@ class Comparison:
         own = [run for run in (self.a, self.b) if isinstance(run, OwnRun)]
         #: whether averages of the weights are compared
         self._averages = len(own) == 2
+        self._alone = Averages(self.a.entries, (self.initial[0], translate(
+            _averages_of(self.initial[1]), self.plan.inverse(), self.b,
+            self.a)))
         if len(own) == 1 and own[0].parts.averaged:
             self.notes.append("the average of the weights is kept on one "
                               "side only, and was not on trial")
@@ -415,6 +419,8 @@ class Comparison:
             result.prove_nothing(
                 "with equal values the outputs differ, although no step "
                 "shows a difference")
+        if self._averages:
+            result.prove_nothing(self._alone.unproven())
         result.prove_nothing(_blurred(result.gaps, self.epsilon))
         if self.strict and result.first is None \
                 and result.coverage["options"]:
@@ -505,9 +511,11 @@ class Comparison:
                    if np.ndim(value) and (self._memory or slot == AVERAGE)}
                   for result in (one, two)]
         if own:     # what one side has thrown away counts as zeros
+            known = {f"{n}.{AVERAGE}" for n in self._alone.left_out(one, two)
+                     if self._averages}
             memory = [{n: mine[n] if n in mine else np.zeros_like(yours[n])
-                       for n in {**memory[0], **memory[1]}
-                       if self._averages or not n.endswith("." + AVERAGE)}
+                       for n in {**memory[0], **memory[1]} if n not in known
+                       and (self._averages or not n.endswith("." + AVERAGE))}
                       for mine, yours in (memory, memory[::-1])]
             gaps += self._count_gaps(step, one, two)
         if self._memory or memory[0]:
@@ -810,6 +818,13 @@ class Comparison:
 def _different(gaps: Sequence[Gap]) -> set[str]:
     """The stages in which something differs."""
     return {g.stage for g in gaps if g.status == "different"}
+
+
+def _averages_of(state: State) -> State:
+    """The state without any other memory."""
+    return state._replace(optimizer=state.optimizer._replace(slots={
+        key: x for key, x in state.optimizer.slots.items()
+        if key[1] == AVERAGE}))
 
 
 def _blurred(gaps: Sequence[Gap], epsilon: float) -> str | None:

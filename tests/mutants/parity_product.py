@@ -401,7 +401,7 @@ MUTANTS = [
     Mutant("averages-may-be-missing", "a port without the average of the "
            "weights is the same",
            edit("mgpu.parity.comparison:Comparison.compare_results",
-                "if self._averages or not", "if not"),
+                "(self._averages or not", "(not"),
            ("parity/test_own_step.py::test_an_average_that_one_side_does_not_"
             "keep_is_a_difference",)),
     Mutant("layers-get-their-own-inputs", "what differs behind the first "
@@ -424,4 +424,16 @@ MUTANTS = [
            edit("mgpu.parity.further:_places", "between |= not "
                 "place.inputs_agree", "pass"),
            ("parity/test_diagnosis.py::test_one_fault_is_one",)),
+    Mutant("averages-of-one-side-are-left-out", "running statistics that one "
+           "side alone averages are the same",
+           edit("mgpu.parity.averages:Averages.left_out",
+                "elif (name", "elif True or (name"),
+           ("parity/test_own_step.py::test_running_statistics_that_one_average_"
+            "alone_holds_follow_the_network[averaged-]",)),
+    Mutant("averages-left-at-the-start", "a copy of the network whose running "
+           "statistics nobody moves is proved",
+           edit("mgpu.parity.averages:Averages.left_out",
+                "self._still.setdefault(side, name)", "pass"),
+           ("parity/test_own_step.py::test_running_statistics_that_one_average_"
+            "alone_holds_follow_the_network[left-]",)),
 ]

@@ -515,6 +515,76 @@ def test_an_average_that_one_side_does_not_keep_is_a_difference():
     assert (result.first.step, result.first.stage) == (1, "memory")
 
 
+NORM_A = gluon(lambda nn: [nn.Dense(4, in_units=5), nn.BatchNorm(
+    in_channels=4), nn.Dense(3, in_units=4)])
+NORM_B = torch_(lambda nn: [nn.Linear(5, 4), nn.BatchNorm1d(4, eps=1e-5),
+                            nn.Linear(4, 3)])
+
+
+def gluon_average_of_weights(net):
+    """Not of running statistics."""
+    step, parts = gluon_step(learning_rate=0.125)(net)
+    weights = {n: p for n, p in net.collect_params().items()
+               if p.grad_req != "null"}
+    average = {n: p.data().copy() for n, p in weights.items()}
+
+    def averaged(x, y):
+        loss = step(x, y)
+        for n, p in weights.items():
+            average[n][:] = 0.75 * average[n] + 0.25 * p.data()
+        return loss
+    return averaged, [*parts, average]
+
+
+def torch_copy(statistics, decay=0.75, part="copy"):
+    """A copy of the network, whose weights are averaged; `statistics` does
+    something to its running statistics."""
+    def make(net):
+        import copy
+
+        import torch
+        step, parts = torch_step(lr=0.125)(net)
+        own = copy.deepcopy(net)
+
+        def averaged(x, y):
+            loss = step(x, y)
+            with torch.no_grad():
+                for e, p in zip(own.parameters(), net.parameters()):
+                    e.lerp_(p, 1 - decay)
+                for e, p in zip(own.buffers(), net.buffers()):
+                    statistics(e, p)
+            return loss
+        return averaged, [*parts, own if part == "copy" else dict(
+            own.named_parameters())]
+    return make
+
+
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+@pytest.mark.parametrize("name", ["copied", "averaged", "left", "weights"])
+def test_running_statistics_that_one_average_alone_holds_follow_the_network(
+        name, swapped):
+    """Copies say nothing of their own; an average is another one than no
+    average; what stays as it was at the start may be meant or not."""
+    own = {"copied": lambda e, p: e.copy_(p),
+           "averaged": lambda e, p: e.is_floating_point() and e.lerp_(
+               p, 0.25),
+           "left": lambda e, p: None, "weights": lambda e, p: None}[name]
+    for decay in (0.75, 0.5):
+        sides = [(NORM_A, gluon_average_of_weights), (NORM_B, torch_copy(
+            own, decay, "weights" if name == "weights" else "copy"))]
+        (a, step_a), (b, step_b) = sides[::-1] if swapped else sides
+        result = parity.compare(a, b, batches=BATCHES[:3], step_a=step_a,
+                                step_b=step_b)
+        right = decay == 0.75 and name in ("copied", "weights")
+        assert result.proves(formulas=True) is right, result
+        if decay == 0.5 or name == "averaged":
+            assert result.verdict == "different", result
+            assert result.first.stage == "memory", result
+        elif name == "left":
+            assert result.verdict == "no proof", result
+            assert "average.named_parameters()" in result.reason
+
+
 def test_weights_may_have_rates_and_decays_and_optimisers_of_their_own():
     def torch_groups(net):
         import torch
