@@ -12,7 +12,7 @@ from mgpu.arguments import is_number, one_of
 from mgpu.backends import give_back
 from mgpu.backends.base import AVERAGE
 from mgpu.nested import map_leaves
-from mgpu.parity import matching, measure
+from mgpu.parity import keys, matching, measure
 from mgpu.parity.accuracy import compare_accuracy
 from mgpu.parity.averages import Averages
 from mgpu.parity.batches import Batches, endless, first_rows
@@ -231,6 +231,7 @@ class Comparison:
             "steps": self.steps, "dtype": dtype, "tolerance": self.tolerance,
             "seed": seed, "weights": weights,
             "dropout": "off" if self.masks.off else "masks drawn in NumPy"}
+        self.b.like = self.a.keys
         self._match(given, rules, weights)
         slots = self.a.updates.slots, self.b.updates.slots
         self._memory = slots[0] == slots[1]
@@ -318,6 +319,12 @@ class Comparison:
                 "loaded by name. If a port uses one layer in another's place, "
                 "exchange them; if it is meant, say so with a map")
 
+    def _note_keys(self) -> None:
+        """Say which outputs are partners whose keys differ."""
+        self.notes += dict.fromkeys(
+            note for stage in self.a.keys.keys() & self.b.keys.keys()
+            if (note := keys.unlike(self.a.keys[stage], self.b.keys[stage])))
+
     # -- lock-step ----------------------------------------------------------
 
     def lockstep(self) -> Result:
@@ -373,6 +380,7 @@ class Comparison:
             # only in the values that the sides started from
             evidence = [self._evidence(number, X, y, before, one, two,
                                        earlier[:-1], [])[0]]
+        self._note_keys()
         result = self._result("lockstep", gaps, losses)
         result.float32 = float32.found
         result.formulas = list(formulas.found.values())

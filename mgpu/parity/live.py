@@ -9,6 +9,7 @@ from mgpu.backends import base, using_backend
 from mgpu.device import list_devices
 from mgpu.nested import as_inputs, cast_floats, leaves, rows_of
 from mgpu.parity.batches import Batch
+from mgpu.parity.keys import in_order_of, paths
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry, RunWith
 from mgpu.parity.measure import summary
@@ -56,7 +57,7 @@ class LiveRun(Run):
                 "step_b=) only; received a side with a step. Leave it out.")
         self.net, self.name = network_of(side.net)
         self.side, self.dtype, self.masks = side, dtype, masks
-        self.batch_norm = side.batch_norm
+        self.batch_norm, self.keys = side.batch_norm, {}
         with using_backend(self.name) as backend:
             self.backend = backend
             network = backend.network(self.net)
@@ -199,15 +200,24 @@ class LiveRun(Run):
             with self._running(rows_of_shards(Xs), step):
                 outputs = self.replicas(Xs)
             self._forget()
-            return self.joined(outputs)
+            return self.returned(outputs)
 
     def predict(self, X: Any, y: Any) -> list[np.ndarray]:
         """The outputs in prediction mode."""
         with using_backend(self.name):
-            return self.joined(self.replicas(self.shards(X, y)[0]))
+            return self.returned(self.replicas(self.shards(X, y)[0]),
+                                 "prediction")
 
     def _forget(self) -> None:
         self.replicas.recorded = [False] * len(self.devices)
+
+    def returned(self, outputs: Sequence[Any], stage: str = "output"
+                 ) -> list[np.ndarray]:
+        """What the network has returned, `joined`, in the order of `like`."""
+        own = next((paths(x) for x in outputs if x is not None), [])
+        self.keys[stage] = own
+        return in_order_of(self.joined(outputs), own,
+                           self.like.get(stage, own))
 
     def joined(self, outputs: Sequence[Any]) -> list[np.ndarray]:
         """All devices' outputs, one array for each leaf."""
@@ -225,7 +235,7 @@ class LiveRun(Run):
         calls, outputs, labels = self._watched(X, y, step, False, False, put)
         with using_backend(self.name):
             losses = parallel(self._loss, outputs, labels)
-            return calls, self.joined(outputs), self.joined(losses)[0]
+            return calls, self.returned(outputs), self.joined(losses)[0]
 
     def _watched(self, X: Any, y: Any, step: int, predict: bool, first: bool,
                  put: Sequence[Put] = ()
@@ -311,7 +321,7 @@ class LiveRun(Run):
                     apart[p.name] = max(apart.get(p.name, 0.0), _spread(
                         [self.backend.to_numpy(x) for x in p.list_data()]))
             return StepResult(
-                self.joined(outputs), self.joined(losses)[0], gradients,
+                self.returned(outputs), self.joined(losses)[0], gradients,
                 after, {n: d for n, d in apart.items() if d},
                 self.trainer.learning_rate, rows, divisor, predictions,
                 list(ran))

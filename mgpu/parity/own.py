@@ -217,7 +217,7 @@ class OwnRun(LiveRun):
                 self.parts.observe() as observed:
             value = self._own(x, label)
         order = _order(places)
-        return _Seen([_in_order(z, order) for z in self.joined(outputs)],
+        return _Seen([_in_order(z, order) for z in self.returned(outputs)],
                      value, observed, ran, counts,
                      [call._replace(inputs=[
                          _in_order(z, order) for z in call.inputs], outputs=[

@@ -38,7 +38,7 @@ def describe(run: LiveRun) -> dict[str, Any]:
         "scheduled": trainer.lr_scheduler is not None,
         "semantics": side.semantics, "batch_norm": side.batch_norm,
         "native": bool(side.native), "prepare": side.prepare is not None,
-        "devices": len(run.devices),
+        "devices": len(run.devices), "keys": run.keys,
         "lr_mult": trainer.lr_mult, "wd_mult": trainer.wd_mult,
         "params": [[p.name, p.kind, p.lr_mult, p.wd_mult, p.grad_req]
                    for p in run.replicas.params()]}
@@ -129,6 +129,9 @@ class RecordedRun(Run):
         self.layers = [base.Layer(x["path"], x["kind"], _tuples(x["options"]),
                                   tuple(x["parameters"]))
                        for x in side["layers"]]
+        # Traces of version 0.2 have none.
+        self.keys = {stage: list(map(tuple, own)) for stage, own
+                     in side.get("keys", {}).items()}
         self.optimizer = known_optimizer(side["optimizer"])
         self.loss = known_loss(side["loss"])
         self.lent_calls: Callable[..., list[Calls]] = super().calls

@@ -6,6 +6,7 @@ has the run of a network, `mgpu.parity.recorded` that of a file.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -14,6 +15,7 @@ from mgpu.backends import base
 from mgpu.optimizers import Optimizer, counterpart
 from mgpu.parity.batches import Batch
 from mgpu.parity.forms import take
+from mgpu.parity.keys import Path
 from mgpu.parity.matching import Entry, Pair, Plan, RunWith
 from mgpu.trainer_states import TrainerStates
 
@@ -184,6 +186,10 @@ class Run(ABC):
         multiplied before the backward pass, from ones.
     draws : bool
         Whether code of the user's own was seen to draw random numbers.
+    keys : dict of str -> list of Path
+        Of the last outputs, in stages "output" and "prediction".
+    like : mapping of str -> list of Path
+        The `keys` of another run, in whose order the outputs are.
     """
 
     name: str
@@ -197,6 +203,8 @@ class Run(ABC):
     replaces: bool = False
     nudge: Callable[[np.ndarray], np.ndarray] | None = None
     draws: bool = False
+    keys: dict[str, list[Path]]
+    like: Mapping[str, Sequence[Path]] = MappingProxyType({})
 
     def by_path(self) -> dict[str, base.Layer]:
         """The layers, and the functions between them that have been seen, by

@@ -5,6 +5,7 @@ _LOCKSTEP = "mgpu.parity.comparison:Comparison.lockstep"
 _RESULTS = "mgpu.parity.comparison:Comparison.compare_results"
 _SAME = ("parity/test_compare.py::test_a_faithful_port_is_the_same[1dev-8-"
          "per_device]",)
+_KEYS = "parity/test_keys.py::test_outputs_are_compared_by_key"
 
 MUTANTS = [
     Mutant("statistics-are-not-compared", "running statistics may differ",
@@ -436,4 +437,23 @@ MUTANTS = [
                 "self._still.setdefault(side, name)", "pass"),
            ("parity/test_own_step.py::test_running_statistics_that_one_average_"
             "alone_holds_follow_the_network[left-]",)),
+    Mutant("outputs-in-order", "outputs with keys are compared in the order "
+           "in which they are returned",
+           edit("mgpu.parity.keys:in_order_of", "if list(own)",
+                "if True or list(own)"),
+           (_KEYS + "[torch-1dev-another order]",
+            _KEYS + "[torch-1dev-each other's in another order]")),
+    Mutant("keys-of-another-mode", "a prediction is ordered by the keys of "
+           "the training pass",
+           edit("mgpu.parity.live:LiveRun.predict",
+                '"prediction")', '"output")'),
+           ("parity/test_keys.py::test_keys_of_a_pass_are_those_of_its_mode",)),
+    Mutant("no-note-on-keys", "nobody says that outputs with other keys are "
+           "compared in order",
+           edit("mgpu.parity.comparison:Comparison._note_keys",
+                "self.notes +=", "_ ="),
+           (_KEYS + "[torch-1dev-other keys]",)),
+    Mutant("traces-without-keys", "outputs in a trace have no keys",
+           edit("mgpu.parity.recorded:describe", "run.keys", "{}"),
+           (_KEYS + "[torch-2dev-another order]",)),
 ]

@@ -1,0 +1,148 @@
+"""Outputs with keys: dicts and named tuples."""
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+import mgpu
+from mgpu import parity
+from mgpu.parity import keys, trace
+
+RNG = np.random.default_rng(0)
+BATCHES = [(RNG.normal(size=(5, 4)), RNG.normal(size=(5, 3)))
+           for _ in range(2)]
+Both = namedtuple("Both", "mu var")
+Turned = namedtuple("Turned", "var mu")
+#: what the two heads of a network become, and whether that is the same as
+#: {"mu": m, "var": v}: yes, with a note, or no
+FORMS = {
+    "equal": (lambda m, v: {"mu": m, "var": v}, "same"),
+    "another order": (lambda m, v: {"var": v, "mu": m}, "same"),
+    "named tuple": (lambda m, v: Turned(v, m), "same"),
+    "tuple": (lambda m, v: (m, v), "same"),
+    "tuple in another order": (lambda m, v: (v, m), "different"),
+    "each other's": (lambda m, v: {"mu": v, "var": m}, "different"),
+    "each other's in another order": (
+        lambda m, v: {"var": m, "mu": v}, "different"),
+    "each other's in a named tuple": (lambda m, v: Both(v, m), "different"),
+    "other keys": (lambda m, v: {"mean": m, "log_var": v}, "note"),
+    "other keys in another order": (
+        lambda m, v: {"log_var": v, "mean": m}, "different"),
+    "one other key": (lambda m, v: {"log_var": v, "mu": m}, "note"),
+    "one missing": (lambda m, v: {"mu": m}, "different"),
+}
+
+
+def sum_of(output, y):
+    """A loss to which all outputs are alike."""
+    entries = list(output.values() if isinstance(output, dict) else output)
+    return ((sum(entries[1:], entries[0]) - y) ** 2).mean(1)
+
+
+def two_heads(engine, form):
+    def gluons():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+
+        class Net(nn.Block):
+            def __init__(self):
+                super().__init__()
+                with self.name_scope():
+                    self.mu = nn.Dense(3, in_units=4)
+                    self.var = nn.Dense(3, in_units=4)
+
+            def forward(self, x):
+                return form(self.mu(x), self.var(x))
+        return Net()
+
+    def torchs():
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.mu, self.var = nn.Linear(4, 3), nn.Linear(4, 3)
+
+            def forward(self, x):
+                return form(self.mu(x), self.var(x))
+        return Net()
+    return gluons if engine == "mxnet" else torchs
+
+
+def judged(result):
+    if result.verdict == "same" and any("other keys" in note
+                                        for note in result.notes):
+        return "note"
+    return result.verdict
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_outputs_are_compared_by_key(name, backend, devices, tmp_path):
+    """Also with a loss that would not tell, and from a trace."""
+    form, verdict = FORMS[name]
+    options = {"loss": sum_of, "devices": devices}
+    a = two_heads("mxnet", FORMS["equal"][0])
+    file = str(tmp_path / "a.safetensors")
+    b = two_heads(backend.name, form)
+    result = parity.compare(a, b, batches=BATCHES, **options)
+    assert judged(result) == verdict, result
+    if len(devices) == 2:
+        result = parity.compare(b, a, batches=BATCHES, **options)
+        assert judged(result) == verdict, result
+        trace.record(b, batches=BATCHES, file=file, **options)
+        result = trace.compare_trace(file, a, loss=sum_of)
+        assert judged(result) == verdict, result
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_outputs_of_an_own_step_are_compared_by_key(name):
+    """A step that calls the network, without any loss that is returned."""
+    form, verdict = FORMS[name]
+
+    def torchs(net):
+        import torch
+        moves = torch.optim.SGD(net.parameters(), lr=0.125)
+
+        def step(x, y):
+            moves.zero_grad()
+            sum_of(net(x), y).mean().backward()
+            moves.step()
+        return step, [moves]
+    sides = [two_heads("torch", one) for one in (FORMS["equal"][0], form)]
+    for a, b in (sides, sides[::-1]):
+        result = parity.compare(a, b, batches=BATCHES, step_a=torchs,
+                                step_b=torchs)
+        assert judged(result) == verdict, result
+
+
+def test_keys_of_a_pass_are_those_of_its_mode():
+    """A network may return other things where it does not train."""
+    from torch import nn
+
+    def net(turned):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.mu, self.var = nn.Linear(4, 3), nn.Linear(4, 3)
+
+            def forward(self, x):
+                m, v = self.mu(x), self.var(x)
+                own = [("m", m), ("v", v)] if self.training \
+                    else [("a", m), ("b", v), ("c", m * v)]
+                return dict(own[::-1] if turned else own)
+        return Net
+    result = parity.compare(net(False), net(True), batches=BATCHES,
+                            loss=sum_of)
+    assert result.same and not result.notes, result
+
+
+def test_what_has_no_key_of_the_other_side_is_in_order():
+    x, y, z = (np.full(1, i) for i in range(3))
+    tree = {"a": [x, None, (y,)], "b": z}
+    assert keys.paths(tree) == [("a", 0), ("a", 2, 0), ("b",)]
+    assert keys.paths(x) == [()] and keys.paths([x, y]) == [(0,), (1,)]
+    own, other = [("a",), ("b",), ("c",)], [("d",), ("a",), ("c",)]
+    assert keys.in_order_of([x, y, z], own, other) == [y, x, z]
+    assert [a.size for a in keys.in_order_of([x], [("a",)], other)
+            ] == [0, 1, 0]
+    assert keys.in_order_of([x, y], [(0,), (1,)], other) == [x, y]
