@@ -109,14 +109,38 @@ class Layer(NamedTuple):
     parameters: tuple[str, ...]     # names of its `Spec`s, buffers too
 
 
+#: kinds of activations that a class may have the name of and compute by others
+_COMPOSED = {"elu", "gelu", "hardsigmoid", "hardswish", "mish", "selu", "silu",
+             "softplus", "softsign", "swish"}
+#: kinds of functions that are told of
+_TOLD = {"activation", "clip", "hardtanh", "leaky_relu", "log_softmax", "relu",
+         "relu6", "sigmoid", "softmax", "softrelu", "tanh", "upsample"}
+
+
+def may_look_inside(layer: type, engine: str) -> bool:
+    """Whether the functions that an innermost layer without parameters calls
+    are told one by one: those of a class that is not the engine's own, whose
+    name says nothing of what it does."""
+    return not layer.__module__.startswith(engine + ".") \
+        and layer.__name__.lower() not in _COMPOSED
+
+
+def own_kind(layer: type) -> str:
+    """The kind of such a layer: the name of its class, marked where that
+    could be one of the functions that are told."""
+    name = layer.__name__.lower()
+    return f"own {name}" if name in _TOLD or name.endswith("pool") else name
+
+
 #: ``draw(x, rate, axes, index)`` gives the mask of a dropout layer that the
 #: replica `index` calls on `x` in training: an array that broadcasts to `x`
 #: (1 along `axes`) of zeros and ``1 / (1 - rate)``.
 DrawMask = Callable[[Array, float, tuple[int, ...], int], Array]
 
 #: ``seen(path, inputs, outputs, index)`` is called after each layer's call,
-#: and with a path of `Network.functions` after that of a function between
-#: layers that could be a layer. Where the engine can (`Network.replaces`), a
+#: and with a path of `Network.functions` after that of a function that could
+#: be a layer, between layers or in a small one of the user's own
+#: (`may_look_inside`). Where the engine can (`Network.replaces`), a
 #: list of arrays that it returns takes the place of the outputs.
 LayerCallback = Callable[[str, tuple[Any, ...], Any, int],
                          "Sequence[Array] | None"]

@@ -33,6 +33,12 @@ MUTANTS = [
                 "self._handles.get(handle)", "None"),
            ("parity/test_diagnosis.py::test_the_options_of_functions_between_"
             "layers_are_known[False-slope]",)),
+    Mutant("small-layers-are-closed", "what a layer of the user's own calls "
+           "has no options",
+           edit("mgpu.backends._torch.layers:is_open",
+                "not module._parameters", "False"),
+           ("parity/test_compare.py::test_functions_in_layers_of_ones_own_are_"
+            "options_too[True-function-own]",)),
     Mutant("inputs-overwritten", "a layer in place seems to get what it "
            "returns", edit("mgpu.backends._torch.network:_watch",
                            "tree_map(_cloned, inputs)", "inputs"),

@@ -350,6 +350,67 @@ def test_functions_that_agree_are_no_options_unless_data_would_tell(
     assert (words or "") in "".join(result.coverage["options"])
 
 
+def in_blocks(name, one, two, words=None, block="own"):
+    """As `alike`, in layers of their own; `block`: how Gluon's is made."""
+    def gluon_net():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+
+        class RELU6(nn.HybridBlock):
+            def hybrid_forward(self, F, x):
+                return one(F, x)
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(3, 3, in_channels=1), RELU6() if block == "own"
+                else nn.HybridLambda(one), nn.Flatten(), nn.Dense(3))
+        return net
+
+    def torch_net():
+        import torch
+        from torch import nn
+
+        class ReLU6(nn.Module):
+            def forward(self, x):
+                return two(torch, x)
+        return nn.Sequential(nn.Conv2d(1, 3, 3), ReLU6() if callable(two)
+                             else getattr(nn, two)(), nn.Flatten(),
+                             nn.LazyLinear(3))
+    return pytest.param(gluon_net, torch_net, words, id=f"{name}-{block}")
+
+
+def clip6(F, x):
+    return F.clip(x, 0, 6)
+
+
+def full(F, x, kind="full"):
+    return F.Pooling(x, kernel=(2, 2), stride=(2, 2), pool_type="max",
+                     pooling_convention=kind)
+
+
+@pytest.mark.parametrize("one, two, words", [
+    in_blocks("right", clip6, "ReLU6"),
+    in_blocks("right", clip6, lambda t, x: t.clamp(x, 0, 6), block="lambda"),
+    in_blocks("hardswish", lambda F, x: x * F.clip(x + 3, 0, 6) / 6,
+              "Hardswish"),
+    in_blocks("silu", lambda F, x: x * F.sigmoid(x), "SiLU"),
+    # mistakes
+    in_blocks("relu", clip6, "ReLU", "relu6 and relu"),
+    in_blocks("relu", clip6, "ReLU", "relu6 and relu", "lambda"),
+    in_blocks("function", clip6, lambda t, x: t.relu(x), "relu6 and relu"),
+    in_blocks("parts", lambda F, x: x * F.clip(x + 9, 0, 60),
+              lambda t, x: x * t.relu(x + 9),
+              "clip (low 0.0, high 60.0) and relu"),
+    in_blocks("ceil", full, lambda t, x: t.nn.functional.max_pool2d(x, 2),
+              "ceil True and False")])
+@pytest.mark.parametrize("strict", (False, True))
+def test_functions_in_layers_of_ones_own_are_options_too(one, two, words,
+                                                         strict):
+    result = parity.compare(one, two, batches=batches(), strict=strict)
+    assert result.verdict == (
+        "different" if strict and words else "same"), str(result)
+    assert len(result.coverage["options"]) == (words is not None), result
+    assert (words or "") in "".join(result.coverage["options"])
+
+
 @pytest.mark.parametrize("one, two, words", [
     (pooled, lambda: pooled(ceil_mode=True), "ceil False and True"),
     (pooled, adaptive, "adaptive_avg_pool (size 4)"),

@@ -6,7 +6,8 @@ from threading import get_ident
 from typing import Any
 
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends.base import Layer, clipping, named
+from mgpu.backends.base import (Layer, clipping, may_look_inside, named,
+                                own_kind)
 
 _LIB, c_str = mx.base._LIB, mx.base.c_str
 register = mx.ndarray.register
@@ -22,6 +23,13 @@ def is_layer(block: Any) -> bool:
     name.
     """
     return not block._children or isinstance(block, (nn.Dense, _Conv))
+
+
+def is_open(block: Any) -> bool:
+    """Whether what an innermost block calls is seen."""
+    return not block._reg_params and (
+        isinstance(block, (nn.Lambda, nn.HybridLambda))
+        or may_look_inside(type(block), "mxnet"))
 
 
 _Conv = nn.Conv2D.__mro__[1]
@@ -70,7 +78,7 @@ def describe(block: Any) -> tuple[str, dict[str, Any]]:
         return "elu", {"alpha": block._alpha}
     if isinstance(block, nn.Activation):
         return block._act_type, {}
-    return kind, {}
+    return own_kind(type(block)) if is_open(block) else kind, {}
 
 
 def constants(block: Any) -> Iterator[tuple[Any, float]]:
@@ -144,7 +152,8 @@ _OPERATORS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 class Between:
     """Tells of operators that could be layers and are called outside of
-    innermost blocks, in a pass of `net`. See `torch`'s of that name.
+    innermost blocks, or in open ones, in a pass of `net`. See `torch`'s of
+    that name.
 
     Parameters
     ----------
@@ -179,19 +188,20 @@ class Between:
             self._after.pop(get_ident(), None)
             enter(1)
 
-        def leave(path: str) -> None:
-            enter(-2)
+        def leave(path: str, by: int) -> None:
+            enter(-by)
             self._after[get_ident()] = path
         # A pass of the network counts 1, so that nothing outside of it is
-        # seen, and an innermost block 2.
+        # seen, and an innermost block 2 unless it is open.
         handles = [
             self._net.register_forward_pre_hook(begin),
             self._net.register_forward_hook(lambda *_: enter(-1))]
         for path, block in blocks:
+            by = 0 if is_open(block) else 2
             handles += [
-                block.register_forward_pre_hook(lambda *_: enter(2)),
+                block.register_forward_pre_hook(lambda *_, by=by: enter(by)),
                 block.register_forward_hook(
-                    lambda *_, path=path: leave(path))]
+                    lambda *_, path=path, by=by: leave(path, by))]
         invoke = register._imperative_invoke
 
         def told(handle: int, arrays: Any, keys: Any, values: Any,

@@ -9,7 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mgpu.backends._torch.arithmetic import BATCH_NORMS
-from mgpu.backends.base import Layer, LayerCallback, clipping, named
+from mgpu.backends.base import (Layer, LayerCallback, clipping,
+                                may_look_inside, named, own_kind)
 
 _Conv = nn.modules.conv._ConvNd
 _ConvTranspose = nn.modules.conv._ConvTransposeNd
@@ -55,7 +56,8 @@ _FUNCTIONS = {function: name for name in _ARGUMENTS
 
 class Between(TorchFunctionMode):
     """Inside, ``seen(path, inputs, outputs, index)`` is called after each
-    function that could be a layer and is called outside of innermost layers.
+    function that could be a layer and is called outside of innermost layers,
+    or in open ones.
     `known` gets the layer that does the same, by path."""
 
     def __init__(self, seen: LayerCallback, index: int,
@@ -80,6 +82,11 @@ class Between(TorchFunctionMode):
         put = self._seen(named(self._known, kind, options, self.after), (x,),
                          result, self._index)
         return result if put is None else in_place_of(result, put)
+
+
+def is_open(module: nn.Module) -> bool:
+    """Whether what an innermost layer calls is seen."""
+    return not module._parameters and may_look_inside(type(module), "torch")
 
 
 def in_place_of(outputs: Any, values: Sequence[torch.Tensor]) -> Any:
@@ -183,7 +190,8 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
     for layer, kind, name in _WITH_OPTION:
         if isinstance(module, layer):
             return kind, {_WORDS.get(name, name): getattr(module, name)}
-    return type(module).__name__.lower(), {}
+    return own_kind(type(module)) if is_open(module) \
+        else type(module).__name__.lower(), {}
 
 
 #: layers with one option: kind, torch's name of the option

@@ -27,7 +27,8 @@ from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.draws import code_of, named_draws, watch
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import leaves_of, recomputing, total
-from mgpu.backends._torch.layers import Between, describe, in_place_of
+from mgpu.backends._torch.layers import (Between, describe, in_place_of,
+                                         is_open)
 from mgpu.backends._torch.leaves import together
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
@@ -605,10 +606,11 @@ def _watch(module: nn.Module, path: str, replica: TorchReplica,
     """Let `seen` be called after each call of an innermost layer; yields
     handles."""
     given: list[Any] = []
+    closed = not is_open(module)
 
     def begins(_: Any, inputs: Any) -> None:
         if replica.between is not None:
-            replica.between.inside = True
+            replica.between.inside = closed
         if getattr(module, "inplace", False):   # it overwrites them
             inputs = tree_map(_cloned, inputs)
         given[:] = [inputs]
