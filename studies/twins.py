@@ -982,9 +982,7 @@ def page(records, total=(0, 0)):
         "no more than what a change of the last bits does to MXNet's network "
         "by itself (at most 16 times, [parity.md](parity.md)). "
         + ("Compared in float32, with a tolerance of 1e-5, as they do not "
-           "run or do not fit in float64: " + ", ".join(single) + ". "
-           "These were compared before rounding that moves a tensor by more "
-           "than 1 % counted as no proof."
+           "run or do not fit in float64: " + ", ".join(single) + "."
            if single else ""), "",
         "## Method", "",
         "gluoncv2 (MXNet) and pytorchcv (PyTorch) are two collections of "
