@@ -810,6 +810,36 @@ def test_after_a_refused_step_gradients_are_the_users(engine, devices):
         trainer.step(8, ignore_stale_grad=True)
 
 
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("edit", ["scale", "row"])
+def test_a_gradient_that_is_changed_between_two_passes_of_a_step(
+        engine, devices, edit, everywhere):
+    """``grad_req="add"``: the second pass adds to the change."""
+    found = []
+    for places in (on(0), devices):
+        replicas = initialize(mlp(engine), places)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for p in replicas.params():
+            p.grad_req = "add"
+        before = values(replicas)
+        for seed in range(2):
+            backward(replicas, *batch(8, seed))
+            changed = replicas.params()[0].list_grad()
+            for g in changed if everywhere else changed[:1]:
+                if seed == 0 and edit == "row":
+                    g[0] = 0
+                elif seed == 0:
+                    g *= 0.5
+        if len(places) > 1 and not everywhere:
+            with pytest.raises(RuntimeError, match="on some devices"):
+                trainer.step(16)
+            assert_unchanged(values(replicas), before)
+            return
+        trainer.step(16)
+        found.append(values(replicas))
+    assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("loop", ["replicas", "native",
                                   "with a forward pass for a log"])
 def test_sums_that_grow_are_summed_once(engine, devices, loop):
@@ -832,6 +862,26 @@ def test_sums_that_grow_are_summed_once(engine, devices, loop):
             if loop.startswith("with"):
                 with mgpu.record():
                     replicas(mgpu.split_batch(*one, places)[0])
+            trainer.update(rows)
+        found.append(values(replicas))
+        assert_replicas_equal(found[-1])
+    assert_close(found[1], found[0])
+
+
+def test_a_sum_that_the_user_changes_goes_on(engine, devices):
+    """``grad_req="add"``: a change between sum and update is of that step,
+    and of all devices."""
+    found = []
+    for places in (on(0), devices):
+        replicas = initialize(mlp(engine), places)
+        for p in replicas.params():
+            p.grad_req = "add"
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for rows in ROWS:
+            backward(replicas, *batch(rows))
+            trainer.allreduce_grads()
+            for p in replicas.params():
+                p.list_grad()[0][:] = p.list_grad()[0] * 0.5
             trainer.update(rows)
         found.append(values(replicas))
         assert_replicas_equal(found[-1])

@@ -94,6 +94,17 @@ MUTANTS = [
                 "in ()"),
            (_KEPT + "test_batch_norm_moves_no_statistics_that_devices_share"
             "[*",)),
+    Mutant("mxnet-sums-hide-edits", "a pass that adds to a changed gradient "
+           "hides the change", edit(
+               "mgpu.backends._mxnet.gradients:Watched.end_pass",
+               'not (flag and request == "add")', "True"),
+           ("test_trainer.py::test_a_gradient_that_is_changed_between_two_"
+            "passes_of_a_step*",)),
+    Mutant("mxnet-edits-stay", "a sum that the user changes is one of the "
+           "next batch too", edit(
+               "mgpu.backends._mxnet.gradients:Watched.end_pass",
+               'not (flag and request == "add")', 'request == "write"'),
+           ("test_trainer.py::test_a_sum_that_the_user_changes_goes_on*",)),
     Mutant("mxnet-shapes-write", "the pass that completes shapes writes",
            edit(_ATTRIBUTES + "Attributes.put_back",
                 "_bits(x) != _bits(own)", "False"),

@@ -68,8 +68,11 @@ class Watched(Watch):
         if any(map(any, self.fresh())):
             self.note(True)
         if self.edited:
-            self.edited -= {id(x) for own in self.leaves for x, _ in own
-                            if x._fresh_grad}
+            # A pass that adds to a part of this batch's leaves the edit in.
+            self.edited -= {id(x) for own, flags in zip(self.leaves, before)
+                            for (x, request), flag in zip(own, flags)
+                            if x._fresh_grad
+                            and not (flag and request == "add")}
         reached = [any(now) for now in self.fresh()]
         if any(reached):
             self.passes.reached(
