@@ -757,6 +757,19 @@ def test_a_gradient_that_something_else_wrote_is_edited(
     assert backend.edited(x) == (grad_req == "add")
 
 
+@MXNET
+def test_a_watch_makes_no_operation_of_the_users_fail(backend):
+    """What is watched may have no gradient any more."""
+    x, y = leaf(backend, [1.0]), backend.put(np.array([1.0]), cpu(1))
+    watched = watch(backend, [[x], [y]])
+    backend.backward(losses_of(backend, [[x]]))
+    assert watched.noting
+    y += 1
+    x.grad[:] = 2
+    assert backend.to_numpy(y).tolist() == [2]
+    assert backend.edited(x) and not backend.edited(y)
+
+
 @TORCH
 @pytest.mark.parametrize("grad_req", ["write", "add"])
 def test_asking_for_gradients_changes_none(backend, grad_req):

@@ -1857,6 +1857,78 @@ def train_natively(replicas, X, y):
         native_backward(one)
 
 
+def halved(engine):
+    """A network that computes with half of what its first weight stores, as
+    a mask or dropout of weights does."""
+    from mxnet import gluon
+
+    class Halved(gluon.Parameter):
+        def data(self, ctx=None):
+            return super().data(ctx) * 0.5
+    net = gluon.nn.Sequential()
+    net.add(gluon.nn.Dense(4, in_units=6, activation="tanh"),
+            gluon.nn.Dense(3, in_units=4))
+    old = net[0].weight
+    new = Halved(old.name, shape=old.shape)
+    net[0]._reg_params["weight"] = net[0].params._params[new.name] = new
+    object.__setattr__(net[0], "weight", new)
+    net.initialize()
+    net.cast("float64")
+    for i, p in enumerate(net.collect_params().values()):
+        p.set_data(engine.put(np.random.default_rng(i).normal(
+            size=p.shape), on(0)[0]))
+    return net
+
+
+def stored(net):
+    return [p.list_data() for p in net.collect_params().values()]
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("loop", ["step", "native"])
+def test_a_parameter_that_gives_forward_something_else_than_it_stores(
+        name, devices, loop, tmp_path):
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    with using_engine(name) as engine:
+        from mxnet import autograd
+        plain = halved(engine)
+        replicas = mgpu.initialize(halved(engine), devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for rows in (8, 7, 3):
+            X, y = batch(rows)
+            with autograd.record():
+                losses = loss(plain(engine.put(X, on(0)[0])),
+                              engine.put(y, on(0)[0]))
+            losses.backward()
+            for p in plain.collect_params().values():
+                p.set_data(p.list_data()[0]
+                           - p.list_grad()[0] * (0.125 / rows))
+            if loop == "step":
+                mgpu.train_batch(X, y, replicas, loss, trainer)
+            else:
+                train_natively(replicas, X, y)
+                trainer.step(rows)
+        now = [mgpu.to_numpy(x) for x, in stored(plain)]
+
+        def check(wanted):
+            for arrays, x in zip(stored(replicas.net), wanted, strict=True):
+                for array in arrays:
+                    assert relative_difference(array.asnumpy(), x) < 1e-12
+        check(now)
+        mgpu.save_checkpoint(tmp_path / "halved", replicas, trainer)
+        saved = replicas.export_numpy()
+        assert relative_difference(saved["0.weight"], now[0]) < 1e-12
+        for put_back in (
+                lambda: mgpu.load_checkpoint(tmp_path / "halved", replicas,
+                                             trainer),
+                lambda: replicas.import_numpy(saved)):
+            replicas.net[0].weight.set_data(engine.put(0 * now[0], on(0)[0]))
+            put_back()
+            check(now)
+        replicas.net[0].weight.set_data(engine.put(now[0] * 2, on(0)[0]))
+        check([now[0] * 2, *now[1:]])
+
+
 @pytest.mark.parametrize("name", MXNET)
 def test_gluons_own_loop_completes_shapes(name, devices):
     """Unknown shapes come with its first call; nothing of that is lost."""

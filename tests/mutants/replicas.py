@@ -105,6 +105,13 @@ MUTANTS = [
                "mgpu.backends._mxnet.gradients:Watched.end_pass",
                'not (flag and request == "add")', 'request == "write"'),
            ("test_trainer.py::test_a_sum_that_the_user_changes_goes_on*",)),
+    Mutant("mxnet-changed-weights", "what a parameter gives to forward is "
+           "taken for what it stores", edit(
+               "mgpu.backends._mxnet.network:MXNetReplica.array",
+               "stored(parameter, self._context)",
+               "parameter.data(self._context)"),
+           ("test_trainer.py::test_a_parameter_that_gives_forward_something_"
+            "else_than_it_stores*",)),
     Mutant("mxnet-shapes-write", "the pass that completes shapes writes",
            edit(_ATTRIBUTES + "Attributes.put_back",
                 "_bits(x) != _bits(own)", "False"),

@@ -20,6 +20,7 @@ from mgpu.backends._kept import Untold, deep_copy, pickled
 from mgpu.backends._mxnet import places
 from mgpu.backends._mxnet.dispatch import is_known
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.layers import all_stored
 
 _gluon = mx.gluon
 #: attributes of every block, which all devices share
@@ -384,7 +385,7 @@ def _is_data(blocks: Iterable[Any], x: Any) -> bool:
     """Whether `x` is a parameter's array or gradient."""
     for p in (p for b in blocks for p in b._params._params.values()):
         with suppress(RuntimeError):    # no value, or no gradient
-            if any(x is y for y in p.list_data()) \
+            if any(x is y for y in all_stored(p)) \
                     or any(x is y for y in p.list_grad()):
                 return True
     return False

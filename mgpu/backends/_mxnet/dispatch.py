@@ -144,7 +144,9 @@ def _operations(net: Any) -> int:
     for block in _called(net):
         kind = type(block)
         own = is_known(block)
-        if touched(block):
+        if touched(block) or any(
+                type(p).data is not mx.gluon.Parameter.data
+                for p in block._reg_params.values()):
             return 0
         if _compiled(block) and (own or _is_plain(kind)):
             words = re.findall(r'"op": "(?!null)[^"]*"|"act_type": "[^"]*"',

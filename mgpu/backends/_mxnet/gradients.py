@@ -98,8 +98,9 @@ class Watched(Watch):
         """An operation of the user's has written there."""
         places = self._places
         if places is None:
-            places = self._places = [_extent(x) for own in self.leaves
-                                     for x, _ in own]
+            places = self._places = [
+                _extent(x) for own in self.leaves for x, _ in own
+                if x.grad is not None]      # taken away since
         self.edited.update(key for begin, end, key in places
                            if begin <= address < end)
 

@@ -16,6 +16,17 @@ _NORMS = {nn.InstanceNorm: "instance_norm", nn.LayerNorm: "layer_norm",
           nn.GroupNorm: "group_norm"}
 
 
+def stored(parameter: Any, context: Any = None) -> Any:
+    """The array that a parameter has on a context. What its own ``data``
+    gives may be made of it: a mask, dropout of weights."""
+    return mx.gluon.Parameter.data(parameter, context)
+
+
+def all_stored(parameter: Any) -> list[Any]:
+    """Those on all contexts."""
+    return mx.gluon.Parameter.list_data(parameter)
+
+
 def is_layer(block: Any) -> bool:
     """Whether `block` counts as one layer.
 

@@ -16,8 +16,9 @@ from mgpu.backends._mxnet.attributes import Attributes, Turns
 from mgpu.backends._mxnet.dispatch import (Passes, is_known,
                                            runs_users_code)
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends._mxnet.layers import (BATCH_NORM, Between, constants,
-                                         describe, is_layer)
+from mgpu.backends._mxnet.layers import (BATCH_NORM, Between, all_stored,
+                                         constants, describe, is_layer,
+                                         stored)
 from mgpu.backends._mxnet.ops import is_np
 from mgpu.backends._mxnet.own_step import MXNetParts, any_dtype_clipped
 
@@ -43,7 +44,7 @@ def _kind(name: str, parameter: Any) -> str:
 def _value(parameter: Any) -> Any | None:
     """The array on the first context, or None before there is one."""
     try:
-        return parameter.list_data()[0]
+        return all_stored(parameter)[0]
     except RuntimeError:        # not initialised, or deferred
         return None
 
@@ -51,7 +52,7 @@ def _value(parameter: Any) -> Any | None:
 def _saved(parameter: Any) -> Any:
     """The value that Gluon is to save: that of replica 0. Its own choice,
     the mean over the contexts, has other bits even where all are equal."""
-    return parameter.list_data()[0].copyto(mx.cpu())
+    return all_stored(parameter)[0].copyto(mx.cpu())
 
 
 def _shape(parameter: Any) -> tuple[int, ...] | None:
@@ -139,7 +140,7 @@ def _set_data(parameter: Any, data: Any) -> None:
         type(parameter).set_data(parameter, data)
     else:
         parameter.shape = data.shape
-        parameter.data(context)[:] = data
+        stored(parameter, context)[:] = data
 
 
 class MXNetReplica(base.Replica):
@@ -153,7 +154,7 @@ class MXNetReplica(base.Replica):
     def array(self, number: int) -> Any:
         parameter = self._network.entries[number][1]
         try:
-            return parameter.data(self._context)
+            return stored(parameter, self._context)
         except RuntimeError:    # the user has moved the values
             raise RuntimeError(
                 "the values of a network stay on the devices that "
@@ -280,7 +281,7 @@ class MXNetNetwork(base.Network):
                         and p.shape[0] in (biases | users if known
                                            else everywhere) \
                         and _value(p) is not None:
-                    for x in p.list_data():
+                    for x in all_stored(p):
                         x.attach_grad()
 
     def devices(self) -> list[Any]:

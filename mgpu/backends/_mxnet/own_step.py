@@ -9,6 +9,7 @@ import numpy as np
 
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.layers import stored
 
 _FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
     "SGD", "NAG", "Adam", "Adamax", "Nadam", "RMSProp", "AdaGrad", "AdaDelta",
@@ -54,7 +55,7 @@ class MXNetParts(base.OwnParts):
                 continue
             if isinstance(part, mx.gluon.Block):
                 averages.append({
-                    name: p.data() for name, p
+                    name: stored(p) for name, p
                     in part._collect_params_with_prefix().items()})
                 if not averages[-1].keys() & known.keys():
                     raise messages.unknown_part(part)
@@ -140,7 +141,7 @@ class MXNetParts(base.OwnParts):
             if self.rule is None:
                 continue
             updater.states.pop(index, None)
-            weight = self._named[name].data()
+            weight = stored(self._named[name])
             if not counts.get(name):
                 continue
             state = optimizer.create_state_multi_precision(index, weight)
@@ -184,11 +185,11 @@ class MXNetParts(base.OwnParts):
         trained = {name: p for name, p in self._named.items()
                    if p.grad_req != "null"}
         for name in trained.keys() - {name for *_, name in self._weights()}:
-            trained[name].data()._fresh_grad = False    # no trainer does that
+            stored(trained[name])._fresh_grad = False    # no trainer does that
 
         def gradients() -> Iterator[tuple[str, np.ndarray]]:
             for name, p in trained.items():
-                if p.data()._fresh_grad:
+                if stored(p)._fresh_grad:
                     yield name, p.grad().asnumpy()
 
         def watched(call: Callable[..., Any]) -> Callable[..., Any]:
