@@ -216,8 +216,11 @@ class _Block:
                         places.share(a, self.full_name(name),
                                      type(self.block))
                 if isinstance(x, _Content):
+                    unknown = [y for others in edited.get(name, {}).values()
+                               if isinstance(y := others[i - 1],
+                                             places.Unknown)]
                     mine[name] = _twin(own[name], x, memos[i], refuses,
-                                       self.full_name(name))
+                                       self.full_name(name), unknown)
                 elif name in edited:
                     mine[name] = memos[i].get(id(x), x)
             self.own[i] = own if all(x is own[name] for name, x
@@ -483,7 +486,9 @@ class Turns(base.Turns):
 
 
 def _twin(x: Any, content: _Content, memo: dict[int, Any], refuse: bool,
-          name: str) -> Any:
+          name: str, unknown: Sequence[Any] = ()) -> Any:
+    """`unknown`: what is so in it, and takes its place where it cannot be
+    copied."""
     memo.update((key, value) for key, value in content.single.items()
                 if key not in memo)
     memo.update((key, copy.copy(value)) for key, value
@@ -493,4 +498,4 @@ def _twin(x: Any, content: _Content, memo: dict[int, Any], refuse: bool,
     except Exception as error:      # a lock, a file: there is only one
         if refuse and isinstance(x, types.GeneratorType):
             raise messages.one_generator(name) from error
-        return x
+        return unknown[0] if unknown else x

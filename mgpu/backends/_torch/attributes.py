@@ -17,7 +17,7 @@ from mgpu.backends import messages
 from mgpu.backends._kept import (deep_copy, forward_hooks, global_names,
                                  pickled, reached, version)
 from mgpu.backends._torch.names import joined
-from mgpu.backends._torch.places import Places, unread
+from mgpu.backends._torch.places import Places, Unknown, unread
 
 # What reaches the copies by other ways, and what torch does not copy.
 _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
@@ -131,7 +131,9 @@ class Attributes:
         given = {**inside, **edited}
         for (number, name), twins in given.items():
             for copied, own in zip(self._copies, twins):
-                self._copy(name, number, copied, own)
+                self._copy(name, number, copied, own, next(
+                    (x for x in own.values() if isinstance(x, Unknown)),
+                    None))
         self._follow_streams()
         for number, (layer, known) in enumerate(zip(self._first,
                                                     self._known)):
@@ -226,14 +228,17 @@ class Attributes:
                 vars(self._first[number])[name], torch.Tensor, nn.Module))
 
     def _copy(self, name: str, number: int, copied: list[nn.Module],
-              tensors: dict[int, Any] | None = None) -> None:
+              tensors: dict[int, Any] | None = None, unknown: Any = None
+              ) -> None:
+        """`unknown`: in the place of what cannot be copied, if some tensor
+        in it is that."""
         source, target = vars(self._first[number]), vars(copied[number])
         if name in source:
             twins = _twins(self._first, copied, self._ready) | (tensors or {})
             value = source[name]
             target[name] = type(value)(
                 (key, _twin(hook, twins)) for key, hook in value.items()) \
-                if name in _TABLES else _twin(value, twins)
+                if name in _TABLES else _twin(value, twins, unknown)
         else:
             target.pop(name, None)
 
@@ -559,8 +564,8 @@ def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module],
     return found
 
 
-def _twin(x: Any, twins: dict[int, Any]) -> Any:
+def _twin(x: Any, twins: dict[int, Any], otherwise: Any = None) -> Any:
     try:
         return deep_copy(x, twins)
     except Exception:       # a file, a lock: there is only one
-        return x
+        return x if otherwise is None else otherwise

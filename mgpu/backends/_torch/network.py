@@ -370,10 +370,10 @@ class TorchNetwork(base.Network):
         if self.replicas:
             self._attributes.untold.check()
 
-    def leave(self, inputs: Any) -> None:
+    def leave(self) -> None:
         """A pass of replica 0 has ended."""
         if len(self.replicas) > 1:
-            self._attributes.leave(tree_leaves(inputs))
+            self._attributes.leave()
 
     def extra_names(self) -> list[str]:
         return [joined(path, "_extra_state")

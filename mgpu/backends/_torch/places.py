@@ -93,6 +93,10 @@ class Places:
                  ) -> None:
         self._first, *self._copies = layers
         self._own = own
+        #: the numbers of attributes of torch's layers that hold no tensors
+        self._lengths = [
+            len(vars(m)) if type(m).__module__.startswith("torch.")
+            else None for m in self._first]
         self._places: dict[int, list[_Place]] = {}      # by storage
         self._kept: set[Where] = set()
         self._backward: set[Where] = set()  # where backward passes keep some
@@ -108,17 +112,14 @@ class Places:
                            for copied in self._copies]
 
     @unread
-    def leave(self, inputs: Sequence[Any] = ()) -> None:
-        """A pass of the module has ended. `inputs` are the user's."""
+    def leave(self) -> None:
+        """A pass of the module has ended."""
         if not self._copies:
             return
         self._left = self.scan()
-        theirs = {_memory(x) for x in inputs for x in _tensors(x, set())} \
-            if self._left else set()
         for where, leaves in self._left.items():
             given = {id(x): rest for x, *rest in self._given.get(where, ())}
-            if any(given.get(id(x)) != rest and _memory(x) not in theirs
-                   for x, *rest in leaves):
+            if any(given.get(id(x)) != rest for x, *rest in leaves):
                 self._kept.add(where)
 
     def follow(self, now: dict[Where, list[Leaf]]
@@ -194,11 +195,12 @@ class Places:
         """What the attributes hold now; nothing where there are no copies."""
         found: dict[Where, list[Leaf]] = {}
         for number, layer in enumerate(self._first if self._copies else ()):
-            if type(layer).__module__.startswith("torch.") \
+            attributes = vars(layer)
+            if len(attributes) == self._lengths[number] \
                     and not layer._forward_hooks \
                     and not layer._forward_pre_hooks:
                 continue
-            for name, x in vars(layer).items():
+            for name, x in attributes.items():
                 if name not in self._own and not isinstance(x, _PLAIN):
                     leaves = self._leaves(self._first, (number, name))
                     if leaves:

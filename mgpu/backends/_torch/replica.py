@@ -195,7 +195,7 @@ class TorchReplica(base.Replica):
         forwards = self._forwards() if draws else ()
         with contextlib.ExitStack() as stack:
             if self.index == 0:
-                stack.callback(network.leave, inputs)
+                stack.callback(network.leave)
             stack.callback(self._dress(modes, forwards))
             may_draw = network.draws[draws]
             if may_draw is None:
