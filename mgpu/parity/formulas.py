@@ -68,9 +68,12 @@ class Formulas:
         #: by text: the size of a formula, and which gaps it explains
         proven: dict[str, tuple[float, Callable[[Gap], bool]]] = {}
         clipped = "clipping" in wrong
-        if wrong & _STAGES and not wrong & {"gradient", "rate"} \
+        if wrong & _STAGES and "gradient" not in wrong \
                 and (not clipped or self._clip_alike(one, two)):
-            sizes, explains = self._by_formulas(before, one, two, clipped)
+            # Where rates differ, so does whatever they are multiplied with.
+            sizes, explains = self._by_formulas(
+                before, one, two, clipped) if "rate" not in wrong else (
+                    None, lambda g: False)
             if clipped:
                 proven[_CLIPPING] = max(
                     g.relative for g in gaps if g.stage == "clipping"), \

@@ -462,4 +462,9 @@ MUTANTS = [
     Mutant("traces-without-keys", "outputs in a trace have no keys",
            edit("mgpu.parity.recorded:describe", "run.keys", "{}"),
            (_KEYS + "[torch-2dev-another order]",)),
+    Mutant("rates-switch-clipping-off", "a wrong rate is called clipping",
+           edit("mgpu.parity.formulas:Formulas.explain",
+                '"gradient" not in wrong', 'not wrong & {"gradient", "rate"}'),
+           ("parity/test_own_step.py::test_a_wrong_rate_is_no_fault_of_clipping"
+            "[]",)),
 ]

@@ -327,6 +327,32 @@ def test_a_fault_in_a_loop_is_found_and_no_wrong_cause_is_named(
         assert words in result.causes[0].text, result
 
 
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+def test_a_wrong_rate_is_no_fault_of_clipping(swapped):
+    """Where both sides clip alike, each by its own formula; where they do not,
+    clipping comes before the rate."""
+    import mxnet as mx
+    import torch
+
+    def gluons():
+        return mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.125)
+
+    def torchs(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for clip, stage, name in ((0.0625, "rate", "schedule"),
+                              (0.125, "clipping", "clipping")):
+        sides = [(A, gluon_step(learning_rate=0.125, clip=0.0625,
+                                schedule=gluons)),
+                 (B, torch_step(lr=0.125, clip=clip, schedule=torchs,
+                                before=True))]
+        (a, step_a), (b, step_b) = sides[::-1] if swapped else sides
+        result = parity.compare(a, b, batches=BATCHES, step_a=step_a,
+                                step_b=step_b)
+        assert result.verdict == "different"
+        assert result.first.stage == stage, result
+        assert result.causes[0].name == name, result
+
+
 # -- weights that no optimiser has --------------------------------------------
 
 HEAD = (gluon(lambda nn: [nn.Dense(4, activation="tanh", in_units=5),
