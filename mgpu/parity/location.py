@@ -20,6 +20,8 @@ ACTIVATIONS = {"clip", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
 _ALIKE = {**dict.fromkeys(ACTIVATIONS, "activation"), **{
     f"{size}{kind}_pool": "pool" for kind in ("avg", "max")
     for size in ("", "global_", "adaptive_")}}
+#: scores as large as that are those of a mask
+_MASK = 1e4
 #: layers that compute one thing, whatever a port makes of them
 _PLAIN = {"activation", "pool", "dense", "conv", "conv_transpose",
           "embedding"}
@@ -205,11 +207,46 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                     and _sizes(one.outputs, summarised)[:1] \
                     != _sizes(two.outputs, summarised)[:1]:
                 continue    # a step of a series, or a part of a layer
-            yield Location(
-                *layers, _agree(one.inputs, two.inputs, tolerance), one, two,
-                (i, j), [calls[k].outputs[0] for calls, k, end in (
-                    (calls_a, i, m), (calls_b, j, n))
-                    if k != end and calls[k].outputs])
+            agree = _agree(one.inputs, two.inputs, tolerance) and not (
+                {"softmax", "log_softmax"} & kinds and _scores_differ(
+                    one.inputs, two.inputs, tolerance))
+            if not agree and not summarised:
+                two = _in_shapes(one, two)
+            inner = [calls[k].outputs[0] for calls, k, end in (
+                (calls_a, i, m), (calls_b, j, n))
+                if k != end and calls[k].outputs]
+            yield Location(*layers, agree, one, two, (i, j), inner)
+
+
+def unmasked(x: np.ndarray) -> np.ndarray:
+    """The places of scores that no mask of -1e9 or -inf has taken out."""
+    size = np.abs(x).max(where=np.isfinite(x), initial=0.0)
+    return np.isfinite(x) & ((np.abs(x) < size / 2) | (size < _MASK))
+
+
+def _scores_differ(xs: Sequence[np.ndarray], zs: Sequence[np.ndarray],
+                   tolerance: float) -> bool:
+    """Whether scores that are equal as far as their mask tells differ
+    beside it."""
+    return any(not close(x[both], z.reshape(x.shape)[both], tolerance)
+               for x, z in zip(xs[:1], zs)
+               for both in [unmasked(x) & unmasked(z).reshape(x.shape)])
+
+
+def _in_shapes(one: LayerCall, two: LayerCall) -> LayerCall:
+    """`two` in the shapes of `one`, where those differ in neighbouring axes
+    that are joined: (rows x heads, ...) and (rows, heads, ...)."""
+    def shaped(own: Sequence[np.ndarray], other: Sequence[np.ndarray]
+               ) -> list[np.ndarray]:
+        found = list(other)
+        for i, (x, z) in enumerate(zip(own, other)):
+            ends = [set(np.cumprod(v.shape).tolist()) for v in (x, z)]
+            if x.size == z.size and (
+                    ends[0] <= ends[1] or ends[1] <= ends[0]):
+                found[i] = z.reshape(x.shape)
+        return found
+    return two._replace(inputs=shaped(one.inputs, two.inputs),
+                        outputs=shaped(one.outputs, two.outputs))
 
 
 def _no_partners(one: LayerCall, two: LayerCall, lined: LayerCall,

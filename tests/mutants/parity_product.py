@@ -33,6 +33,12 @@ MUTANTS = [
                 "self._handles.get(handle)", "None"),
            ("parity/test_diagnosis.py::test_the_options_of_functions_between_"
             "layers_are_known[False-slope]",)),
+    Mutant("scores-agree-under-a-mask", "a wrong attention scale is none "
+           "beside a mask of -1e18",
+           edit("mgpu.parity.location:unmasked", "(np.abs(x) < size / 2)",
+                "(size > 0)"),
+           ("parity/test_diagnosis.py::test_a_planted_fault_is_named"
+            "[attention scale beside a mask]",)),
     Mutant("small-layers-are-closed", "what a layer of the user's own calls "
            "has no options",
            edit("mgpu.backends._torch.layers:is_open",

@@ -124,7 +124,31 @@ def attention(scale, pooled="mean", skip="x", wide=False, turned=False,
     return make
 
 
-def one_score(axis):
+def of_heads(scale, among_rows=False, mask=0.0):
+    """Attention of two heads, which may stand among the rows."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Heads(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.q, self.k, self.v = (nn.Linear(4, 4) for _ in "qkv")
+                self.head = nn.Linear(20, 3)
+
+            def forward(self, x):
+                later = torch.ones(5, 5, dtype=x.dtype).triu(1)
+                q, k, v = (f(x).unflatten(2, (2, 2)).transpose(1, 2)
+                           for f in (self.q, self.k, self.v))
+                if among_rows:
+                    q, k, v = (z.flatten(0, 1) for z in (q, k, v))
+                y = torch.softmax(scale * q @ k.mT - mask * later, -1) @ v
+                return self.head(y.reshape(len(x), 20))
+        return Heads()
+    return make
+
+
+def one_score(axis, squeezed=False):
     """Attention with one score for each time, and a softmax along `axis`."""
     def make():
         import torch
@@ -136,7 +160,11 @@ def one_score(axis):
                 self.score, self.head = nn.Linear(4, 1), nn.Linear(4, 3)
 
             def forward(self, x):
-                shares = torch.softmax(self.score(x), axis)
+                shares = self.score(x)
+                if squeezed:
+                    shares = torch.softmax(shares[..., 0], axis)[..., None]
+                else:
+                    shares = torch.softmax(shares, axis)
                 return self.head((shares * x).sum(1))
         return Pooling()
     return make
@@ -767,12 +795,23 @@ FAULTS = {
                 reduction="none")(output.float(), y).double()), ROWS, {})),
     "attention scale": ("attention scale", lambda patch: (
         attention(0.5), attention(1.0), ATTENDED, {})),
+    "attention scale beside a mask": ("attention scale", lambda patch: (
+        of_heads(0.5, mask=1e18), of_heads(0.75, mask=1e18), ATTENDED, {})),
+    "attention scale, heads among rows": ("attention scale", lambda patch: (
+        of_heads(0.5, True), of_heads(1.0), ATTENDED, {})),
+    "attention scale, heads among rows of b": ("attention scale",
+                                               lambda patch: (
+        of_heads(0.5, mask=1e9), of_heads(0.25, True, 1e9), ATTENDED, {})),
+    "no mask, heads among rows": ("attention mask", lambda patch: (
+        of_heads(0.5, True, 1e9), of_heads(0.5), ATTENDED, {})),
     "no mask": ("attention mask", lambda patch: (
         attention(0.5, mask=1e9), attention(0.5), ATTENDED, {})),
     "a mask of 8": ("attention mask", lambda patch: (
         attention(0.5), attention(0.5, mask=8.0), ATTENDED, {})),
     "softmax along an axis of one": ("softmax axis", lambda patch: (
         one_score(1), one_score(2), ATTENDED, {})),
+    "softmax along another axis, of one": ("softmax axis", lambda patch: (
+        one_score(1, True), one_score(2), ATTENDED, {})),
     "a mean for a maximum": ("kind of pooling", lambda patch: (
         attention(0.5), attention(0.5, "amax"), ATTENDED, {})),
     "no skip": ("residual connection", lambda patch: (

@@ -223,8 +223,9 @@ class Between:
                 same: _Same | None = _OPERATORS[name](dict(zip(keys, values)))
                 if same is not None:
                     kind, options = same
-                    if options.get("axis") is not None:
-                        options["axis"] %= arrays[0].ndim
+                    if options.get("axis") is not None:     # from the end
+                        options["axis"] = \
+                            options["axis"] % arrays[0].ndim - arrays[0].ndim
                     self._seen(named(self._known, kind, options,
                                      self._after.get(get_ident())),
                                arrays[0], output)

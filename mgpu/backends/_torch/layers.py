@@ -127,8 +127,8 @@ def _layer_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
                      given["padding"], given["ceil_mode"],
                      given.get("count_include_pad"))
     own = {_WORDS.get(n, n): given[n] for n, _ in _ARGUMENTS[name]}
-    if own.get("axis") is not None:
-        own["axis"] %= axes + 2
+    if own.get("axis") is not None:     # from the end
+        own["axis"] = own["axis"] % (axes + 2) - (axes + 2)
     return name, own
 
 

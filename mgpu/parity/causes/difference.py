@@ -356,10 +356,12 @@ def unexplained(a: np.ndarray, b: np.ndarray, predicted: np.ndarray) -> float:
 
 def nearest(candidates: Mapping[Any, np.ndarray], seen: np.ndarray,
             apart: float) -> tuple[float, Any]:
-    """The candidate that is nearest to `seen`, the first one of several: its
-    distance as a share of `apart`, and its key."""
+    """The candidate of its shape that is nearest to `seen`, the first one of
+    several: its distance as a share of `apart`, and its key."""
     found = (math.inf, None)
     for key, value in candidates.items():
+        if value.shape != seen.shape:
+            continue
         far = distance(value, seen) / apart
         found = (far, key) if far < found[0] else found
     return found

@@ -9,7 +9,7 @@ import numpy as np
 from mgpu.parity.causes.difference import (PART, Difference, Tensors, distance,
                                            nearest, once, unexplained)
 from mgpu.parity.causes.registry import Found, cause
-from mgpu.parity.location import kind_of
+from mgpu.parity.location import kind_of, unmasked
 from mgpu.parity.run import CannotRun
 
 # -- dropout ------------------------------------------------------------------
@@ -133,7 +133,9 @@ def attention_mask(d: Difference) -> Found:
             or place.inputs_agree:
         return
     for u, v, where, _ in d.tensors():
-        moves = np.abs(v - u) if u.shape == v.shape else np.zeros(1)
+        if u.shape != v.shape:
+            continue
+        moves = np.abs(v - u)
         most = float(moves.max())
         masked = moves > most / 2
         kept = np.abs(np.where(masked, 0.0, [u, v]))
@@ -152,8 +154,11 @@ def attention_mask(d: Difference) -> Found:
 def softmax_axis(d: Difference) -> Found:
     for u, v, where, ahead in d.tensors():
         for x in (s for s in ahead if s.shape == u.shape == v.shape):
-            values = {axis: np.moveaxis(_softmax(np.moveaxis(
-                x, axis, -1)), -1, axis) for axis in range(x.ndim)}
+            values: dict[Any, np.ndarray] = {
+                axis: np.moveaxis(_softmax(np.moveaxis(
+                    x, axis, -1)), -1, axis) for axis in range(x.ndim)}
+            if d.kind == "softmax" and 1 not in x.shape:
+                values["one of length 1"] = np.ones_like(x)
             (e, one), (f, two) = (nearest(values, seen, distance(u, v) or 1)
                                   for seen in (u, v))
             if one != two:
@@ -213,9 +218,14 @@ def behind(d: Difference) -> Found:
                    "in one order"), found[2]
 
 
-def _factors(d: Difference) -> Iterator[tuple[str, float]]:
-    """Tensors of b that are a number times those of a, and the residual."""
+def _factors(d: Difference, scores: bool = False
+             ) -> Iterator[tuple[str, float]]:
+    """Tensors of b that are a number times those of a, and the residual;
+    `scores`: beside a mask that both have."""
     for u, v, where, _ in d.tensors():
+        beside = [unmasked(x) for x in (u, v)] if scores else []
+        if beside and np.array_equal(*beside):
+            u, v = (x[beside[0]] for x in (u, v))
         if u.shape == v.shape and u.size > 4 and u.any():
             c = float((u * v).sum() / (u * u).sum())
             yield (f"at {where} {d.b} has {c:.6g} times the numbers of {d.a}"
@@ -228,7 +238,7 @@ def attention_scale(d: Difference) -> Found:
     place = d.place
     if place and place.a and place.a.kind == "softmax" \
             and not place.inputs_agree:
-        for text, residual in _factors(d):
+        for text, residual in _factors(d, scores=True):
             yield (f"{text}: in attention, divide the scores by the root of "
                    "the width of a head before the softmax, on both"
                    ), residual

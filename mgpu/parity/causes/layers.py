@@ -118,6 +118,8 @@ def other_options(d: Difference) -> Found:
     if d.kind not in COMPUTED:
         differ = [name for name, value in d.place.a.options.items()
                   if name in d.place.b.options and name != "flatten"
+                  # an older trace counts axes from the first
+                  and not (name == "axis" and (value or 0) >= 0)
                   and value != d.place.b.options[name]]
         if differ:
             yield (f"{d.layer}: {_differences(d, differ)}; the effect was "
