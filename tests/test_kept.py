@@ -995,3 +995,235 @@ def test_a_state_of_the_whole_batch_is_refused_by_name(
     assert all((x == y).all() for x, y in zip(values(net), before))
     net.state = None
     mgpu.train_batch(X, y, replicas, loss, trainer)
+
+
+# -- leaves with gradients ----------------------------------------------------
+
+LEAVES = {"attribute": (lambda x: x, lambda v: v),
+          "parameter": (lambda x: [x], lambda v: v[0]),
+          "list": (lambda x: [[x]], lambda v: v[0][0]),
+          "dict": (lambda x: {"a": x, "last": None}, lambda v: v["a"]),
+          "object": (_Holder, lambda v: v.factor)}
+
+
+def _with_leaf(engine, kind):
+    """A network that mixes its two ways by a leaf, twice."""
+    import torch
+    make, part = LEAVES[kind]
+
+    def forward(net, x, F):
+        leaf = part(net.holder)
+        h = net.a(x) * torch.sigmoid(leaf[0]) + x * leaf[1]
+        if kind == "dict":      # a pass keeps something beside it
+            net.holder["last"] = h.detach()
+        return net.b(h * leaf[1].exp())
+    leaf = torch.tensor([0.25, -0.5], dtype=torch.float64, requires_grad=True)
+    net = network(engine, forward)
+    net.holder = make(torch.nn.Parameter(leaf.detach())
+                      if kind == "parameter" else leaf)
+    return net, lambda: part(net.holder)
+
+
+def _trained_leaf(engine, kind, devices, change, how, batch_norm="per_device",
+                  rows=(ROWS,) * 5):
+    """The leaf after steps of an optimiser of its own, its gradients, and
+    what the network has then; without `devices`: plainly."""
+    import torch
+    net, leaf = _with_leaf(engine, kind)
+    loss = mgpu.losses.L2Loss()
+    if devices:
+        replicas = mgpu.initialize(net, devices, batch_norm=batch_norm)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    gradients = []
+    for number, (n, (X, y)) in enumerate(zip(rows, batches(5))):
+        X, y = torch.tensor(X[:n]), torch.tensor(y[:n])
+        if not devices:
+            net.zero_grad()
+            loss(net(X), y).sum().backward()
+            with torch.no_grad():
+                for p in net.parameters():
+                    p -= RATE / n * p.grad
+        elif how == "step":
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+        else:
+            xs, ys = mgpu.split_batch(X, y, devices)
+            with mgpu.record():
+                losses = [loss(o, y) for o, y in zip(replicas(xs), ys)
+                          if o is not None]
+            if how == "hand":
+                mgpu.backward(losses)
+            else:
+                for one in losses:
+                    one.sum().backward()
+            trainer.step(n)
+        if leaf().grad is not None:
+            gradients.append(leaf().grad.numpy().copy())
+            with torch.no_grad():
+                leaf().sub_(leaf().grad, alpha=RATE / n)
+        change(number, net, leaf, kind)
+        if devices:
+            replicas(mgpu.split_and_load(X, devices, even_split=False))
+    return gradients, [*values(net), leaf().detach().numpy()]
+
+
+def _zeroed(number, net, leaf, kind):
+    leaf().grad = None
+
+
+def _added_up(number, net, leaf, kind):
+    pass
+
+
+def _frozen_for_a_while(number, net, leaf, kind):
+    leaf().grad = None
+    leaf().requires_grad_(number not in (1, 2))
+    if number == 2:
+        leaf().data.mul_(0.5)
+
+
+def _replaced(number, net, leaf, kind):
+    new = (leaf().detach() * 0.5).requires_grad_()
+    if kind == "list":
+        net.holder[0][0] = new
+    elif kind == "dict" and number != 3:
+        _zeroed(number, net, leaf, kind)
+    else:
+        net.holder = LEAVES[kind][0](new)
+
+
+def _hooked(number, net, leaf, kind):
+    _zeroed(number, net, leaf, kind)
+    if number == 0:
+        leaf().register_hook(lambda g: g.clamp(-0.5, 0.5))
+
+
+@pytest.mark.parametrize("name", ["torch"])
+@pytest.mark.parametrize("change", [
+    _zeroed, _added_up, _frozen_for_a_while, _replaced, _hooked],
+    ids=lambda f: f.__name__)
+@pytest.mark.parametrize("kind, how", [
+    *((kind, "step") for kind in LEAVES), ("attribute", "hand"),
+    ("attribute", "each")])
+def test_a_leaf_in_an_attribute_gets_the_gradient_of_all_rows(
+        name, devices, kind, change, how):
+    """As with an optimiser of its own: architecture weights, temperatures,
+    prompts."""
+    if change is _hooked and how == "each" and len(devices) > 1:
+        pytest.skip("each pass of the user's calls the hook")
+    if change is _replaced and kind == "dict":
+        pytest.skip("passes keep tensors there too")
+    with using_engine(name) as engine:
+        expected = _trained_leaf(engine, kind, None, change, how)
+        for batch_norm in ("per_device", "sync"):
+            found = _trained_leaf(engine, kind, devices, change, how,
+                                  batch_norm)
+            same(found[0], expected[0])
+            same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["torch"])
+@pytest.mark.parametrize("kind", LEAVES)
+def test_a_leaf_in_an_attribute_where_devices_have_no_rows(
+        name, devices, kind):
+    with using_engine(name) as engine:
+        expected, found = (_trained_leaf(engine, kind, on_devices, _zeroed,
+                                         "step", rows=(8, 2, 8, 1, 3))
+                           for on_devices in (None, devices))
+        same(found[0], expected[0])
+        same(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["torch"])
+def test_gradients_that_are_asked_for_of_a_leaf_in_an_attribute(
+        name, devices):
+    """``torch.autograd.grad``, also of the second order."""
+    import torch
+
+    def asked(devices):
+        net, leaf = _with_leaf(engine, "list")
+        (X, y), = batches(1)
+        if devices is None:
+            losses = [net(torch.tensor(X)).square().sum()]
+        else:
+            replicas = mgpu.initialize(net, devices)
+            with mgpu.record():
+                losses = [o.square().sum() for o in replicas(
+                    mgpu.split_and_load(X, devices, even_split=False))]
+        first, = torch.autograd.grad(sum(losses), leaf(), create_graph=True)
+        second, = torch.autograd.grad(first.square().sum(), leaf())
+        return [first.detach().numpy(), second.numpy()]
+    with using_engine(name) as engine:
+        same(asked(devices), asked(None))
+
+
+def test_a_leaf_in_an_attribute_has_the_same_bits_in_every_run():
+    """Gradients are added in the order of the devices, whatever threads have
+    done before."""
+    import torch
+
+    def bits(warm):
+        with using_engine("torch") as engine:
+            net, leaf = _with_leaf(engine, "attribute")
+            replicas = mgpu.initialize(net, on(0, 1, 2, 3))
+            X = np.random.default_rng(2).normal(size=(64, 4))
+
+            def record(i):
+                x = torch.ones(1, requires_grad=True)
+                for _ in range(warm[i] * 1000):
+                    x = x * 1
+            mgpu.parallel(record, list(range(4)))
+            with mgpu.record():
+                outputs = replicas(mgpu.split_and_load(X, replicas.devices))
+                losses = [o.exp().sum() for o in outputs]
+            mgpu.backward(losses)
+            return leaf().grad.numpy().tobytes()
+    assert len({bits(warm) for warm in (
+        (0, 0, 0, 0), (4, 1, 9, 2), (9, 0, 1, 3), (30, 20, 10, 0))}) == 1
+
+
+@pytest.mark.parametrize("name", ["torch"])
+@pytest.mark.parametrize("how", ["step", "prediction"])
+def test_a_forward_pass_leaves_such_a_leaf_as_it_is(name, devices, how):
+    """All devices hold it: it would be written once for each."""
+    import torch
+
+    def forward(net, x, F):
+        with torch.no_grad():
+            net.leaf.mul_(0.5)
+        return net.b(net.a(x)) * net.leaf
+    (X, y), = batches(1)
+    with using_engine(name) as engine:
+        net = network(engine, forward)
+        net.leaf = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+        before = values(net)
+
+        def run():
+            if how == "step":
+                mgpu.train_batch(X, y, replicas, mgpu.losses.L2Loss(),
+                                 trainer)
+            else:
+                replicas(mgpu.split_and_load(X, devices, even_split=False))
+        if len(devices) == 1:
+            run()
+            assert (net.leaf == 0.5).all()
+            return
+        with pytest.raises(ValueError, match="received 'leaf', which the "
+                           "pass of each device has written to"):
+            run()
+        assert all((x == y).all() for x, y in zip(values(net), before))
+
+
+@pytest.mark.parametrize("name", ["torch"])
+def test_a_buffer_with_a_gradient_is_refused_on_several_devices(
+        name, devices):
+    import torch
+    with using_engine(name) as engine:
+        net = network(engine, lambda net, x, F: net.b(net.a(x)) * net.gain)
+        net.register_buffer("gain", torch.ones(3).requires_grad_())
+        if len(devices) == 1:
+            mgpu.initialize(net, devices)
+            return
+        with pytest.raises(ValueError, match=r"requires_grad in \['gain'\]"):
+            mgpu.initialize(net, devices)

@@ -133,6 +133,15 @@ def untold_array(name: str, others: Iterable[str] = ()) -> ValueError:
         " states as inputs; or use one device.")
 
 
+def written_leaf(name: str) -> ValueError:
+    """A forward pass has written to a tensor that the user trains."""
+    return ValueError(
+        "on several devices a forward pass leaves a tensor with "
+        f"requires_grad in an attribute as it is; received {name!r}, which "
+        "the pass of each device has written to. Make it an nn.Parameter; "
+        "write to it between the steps; or use one device.")
+
+
 def no_history(name: str) -> ValueError:
     """A pass reads a tensor that was computed outside of it."""
     return ValueError(

@@ -123,10 +123,39 @@ MUTANTS = [
     Mutant("torch-weights-hide-edits", "a weight in an attribute, which steps "
            "move, hides what the user changes beside it", edit(
                "mgpu.backends._torch.places:Places.edited",
-               "self._leaves(copied, where), copied)",
-               "self._leaves(copied, where), ())"),
+               "self._leaves_of(copied, where), copied)",
+               "self._leaves_of(copied, where), ())"),
            ("test_kept.py::test_arrays_in_attributes_that_the_user_changes["
             "torch-2dev-in place-beside a weight]",)),
+    Mutant("torch-leaves-are-copied", "a leaf in an attribute gets the "
+           "gradient of the first device's rows",
+           edit(_ATTRIBUTES + "copied", "if not leaves:", "if True:"),
+           ("test_kept.py::test_a_leaf_in_an_attribute_gets_the_gradient_of_"
+            "all_rows[2dev-attribute-step-_zeroed-torch]",)),
+    Mutant("torch-leaves-in-any-order", "gradients of a leaf that devices "
+           "share are added as threads end",
+           edit("mgpu.backends._torch.backend:TorchBackend.run_backward",
+                "elif shared:", "elif False:"),
+           ("test_kept.py::test_a_leaf_in_an_attribute_has_the_same_bits_in_"
+            "every_run",)),
+    Mutant("torch-hooks-see-parts", "a hook on such a leaf sees the gradient "
+           "of one device",
+           edit("mgpu.backends._torch.backend:TorchBackend.run_backward",
+                "shared is None or any(map(has_hooks, shared))",
+                "shared is None"),
+           ("test_kept.py::test_a_leaf_in_an_attribute_gets_the_gradient_of_"
+            "all_rows[2dev-attribute-step-_hooked-torch]",)),
+    Mutant("torch-idle-leaf-copied", "a device without rows gets a leaf of "
+           "its own",
+           edit(_ATTRIBUTES + "_take", "if is_trained(t)}", "if False}"),
+           ("test_kept.py::test_a_leaf_in_an_attribute_where_devices_have_no_"
+            "rows[4dev-dict-torch]",)),
+    Mutant("torch-shared-leaf-written", "a pass may write to such a leaf once "
+           "for each device", edit(
+               "mgpu.backends._torch.network:TorchNetwork.guarded",
+               "self._attributes.check_shared(before)", "pass"),
+           ("test_kept.py::test_a_forward_pass_leaves_such_a_leaf_as_it_is["
+            "2dev-prediction-torch]",)),
     Mutant("torch-data-inside-stays", "a write through .data to such a tensor "
            "is not seen", edit(
                "mgpu.backends._torch.places:_content",

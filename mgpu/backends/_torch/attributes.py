@@ -17,7 +17,8 @@ from mgpu.backends import messages
 from mgpu.backends._kept import (deep_copy, forward_hooks, global_names,
                                  pickled, reached, version)
 from mgpu.backends._torch.names import joined
-from mgpu.backends._torch.places import Places, Unknown, unread
+from mgpu.backends._torch.places import (Places, Unknown, is_trained,
+                                         unread)
 
 # What reaches the copies by other ways, and what torch does not copy.
 _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
@@ -55,6 +56,9 @@ class Attributes:
         #: (number of the layer, name): those in which passes keep tensors
         self._kept: set[tuple[int, str]] = set()
         self._places = Places(layers, _OF_MODULE)
+        #: see `Places.shared`
+        self.shared = self._places.shared
+        self.check_shared = self._places.check_shared
         self._before: list[dict[str, Any]] = []     # see `begin_lag`
         #: to be called when a pass of the module has ended
         self.leave = self._places.leave
@@ -447,6 +451,8 @@ def _take(source: dict[str, Any], target: dict[str, Any],
             twins |= {id(t): t.detach().clone()
                       for t in reached(x, torch.Tensor, nn.Module)
                       if not t.is_leaf and id(t) not in twins}
+            twins |= {id(t): t for t in reached(y, torch.Tensor, nn.Module)
+                      if is_trained(t)}     # see `copied`
             with contextlib.suppress(Exception):    # a file, a lock
                 target[name] = deep_copy(x, twins)
 
@@ -564,8 +570,27 @@ def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module],
     return found
 
 
+def copied(x: Any, twins: dict[Any, Any], own: Iterable[Any] = ()) -> Any:
+    """``deep_copy(x, twins)``. A leaf that has gradients, and is none of the
+    `own` parameters, is the user's to train: all copies hold it itself, so
+    that what each device adds to its gradient arrives there."""
+    met = {**twins, "torch": {**twins.get("torch", {})}}
+    made = deep_copy(x, met)
+    known = set(map(id, own))
+    leaves = {id(t): t for t in met.get(id(met), ())
+              if id(t) not in known and isinstance(t, torch.Tensor)
+              and is_trained(t)}
+    if not leaves:
+        return made
+    spaces = [t.untyped_storage() for t in leaves.values()
+              if t.layout is torch.strided]
+    return deep_copy(x, {**twins, **leaves, "torch": {
+        **{space._cdata: space for space in spaces},
+        **twins.get("torch", {})}})
+
+
 def _twin(x: Any, twins: dict[int, Any], otherwise: Any = None) -> Any:
     try:
-        return deep_copy(x, twins)
+        return copied(x, twins)
     except Exception:       # a file, a lock: there is only one
         return x if otherwise is None else otherwise

@@ -16,8 +16,8 @@ from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, strict
 from mgpu.backends._torch.draws import watch
-from mgpu.backends._torch.graph import disjoint, total
-from mgpu.backends._torch.leaves import Leaves, together
+from mgpu.backends._torch.graph import in_common, total
+from mgpu.backends._torch.leaves import Leaves, has_hooks, together
 from mgpu.backends._torch.network import TorchNetwork, without_values
 from mgpu.backends._torch.ops import TorchOps, dtype_of
 from mgpu.backends._torch.replica import aside, undisturbed
@@ -212,9 +212,13 @@ class TorchBackend(Leaves, base.Backend):
         totals = [total(loss) for loss in losses]
         for x in totals:
             join(x)
-        if len(losses) == 1 or not disjoint(losses):
-            # One pass for all: threads must not write to the same leaves.
+        shared = in_common(losses) if len(losses) > 1 else None
+        if shared is None or any(map(has_hooks, shared)):
+            # One pass for all: a hook sees the sum over the devices.
             self._workers.run([lambda: torch.autograd.backward(totals)])
+        elif shared:    # added in the order of the devices, in any run
+            self._workers.run([lambda: [torch.autograd.backward(x)
+                                        for x in totals]])
         else:
             self._run([partial(torch.autograd.backward, x) for x in totals])
 

@@ -33,19 +33,23 @@ def total(loss: Any) -> Any:
         return loss.sum()
 
 
-def disjoint(losses: Sequence[Any]) -> bool:
-    """Whether no node of one loss's graph belongs to another's, as far as
-    can be seen: reentrant checkpoints hide what is inside them."""
-    known: set[Any] = set()
+def in_common(losses: Sequence[Any]) -> list[Any] | None:
+    """The leaves that are in the graphs of several losses. None if these
+    share more, as far as can be seen: reentrant checkpoints hide what is
+    inside them."""
+    known, shared = set[Any](), set[Any]()
     for loss in losses:
         own = set()
         for node in _nodes(loss):
+            name = type(node).__name__
             # at once: a graph may be of all devices
-            if node in known or "Checkpoint" in type(node).__name__:
-                return False
+            if "Checkpoint" in name \
+                    or node in known and name != "AccumulateGrad":
+                return None
             own.add(node)
+        shared |= known & own
         known |= own
-    return True
+    return [node.variable for node in shared]
 
 
 def recomputing() -> bool:

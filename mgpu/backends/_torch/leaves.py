@@ -278,6 +278,11 @@ def users_hooks(x: Any, table: str) -> list[Any]:
                 _Leaf.arrived, _Leaf.added)]
 
 
+def has_hooks(x: Any) -> bool:
+    """Whether the user has put hooks on a leaf."""
+    return any(users_hooks(x, table) for table in (_BEFORE, _AFTER))
+
+
 class Leaves:
     """What a `Backend` says of gradients."""
 

@@ -17,10 +17,10 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import Kept, deep_copy
+from mgpu.backends._kept import Kept
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
-from mgpu.backends._torch.attributes import (Attributes, check_views,
+from mgpu.backends._torch.attributes import (Attributes, check_views, copied,
                                              follow_attributes, hooks_of,
                                              makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
@@ -33,6 +33,7 @@ from mgpu.backends._torch.leaves import together
 from mgpu.backends._torch.names import (NORMS, arrays_of, joined, kind_of,
                                         suffix_of, walk)
 from mgpu.backends._torch.ops import dtype_of, name_of_dtype
+from mgpu.backends._torch.places import is_trained
 from mgpu.backends._torch.own_step import MaskedFunctions, TorchParts
 from mgpu.backends._torch.replica import (TorchReplica, autocast,
                                           channels_last)
@@ -223,6 +224,14 @@ class TorchNetwork(base.Network):
                 "a network consists of nn.Module layers; received TorchScript"
                 f" in {scripted}. Pass the module that it was made from, and "
                 "hybridize=True to compile it.")
+        trained = [joined(path, name)
+                   for path, _, name, b in walk(self.net, "_buffers")
+                   if is_trained(b)]
+        if trained and len(devices) > 1:
+            raise ValueError(
+                "on several devices a buffer has no gradient, which would be "
+                "that of the rows of one device; received requires_grad in "
+                f"{trained}. Make it an nn.Parameter.")
         counted = [path for path, m in tables if m.scale_grad_by_freq]
         if counted and len(devices) > 1:
             raise ValueError(
@@ -369,6 +378,17 @@ class TorchNetwork(base.Network):
         """ValueError if a pass has read what nobody knows there."""
         if self.replicas:
             self._attributes.untold.check()
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """The block holds a pass of one replica, which leaves what all of
+        them hold as it is."""
+        if len(self.replicas) < 2:
+            yield
+            return
+        before = self._attributes.shared()
+        yield
+        self._attributes.check_shared(before)
 
     def leave(self) -> None:
         """A pass of replica 0 has ended."""
@@ -654,10 +674,9 @@ def _copy(net: nn.Module) -> nn.Module:
             copies[id(p)] = type(p)(copy.deepcopy(p.data, copies),
                                     p.requires_grad)
     try:
-        return deep_copy(net, dict(copies))
+        return copied(net, copies, arrays_of(net))
     except Exception:
-        copies |= _shared(net)
-    return deep_copy(net, copies)
+        return copied(net, copies | _shared(net), arrays_of(net))
 
 
 def _shared(net: nn.Module) -> dict[int, Any]:

@@ -34,6 +34,7 @@ class Leaf(NamedTuple):
     tensor: torch.Tensor
     version: int | None         # the number of writes that torch has counted
     content: bytes | None       # see `_content`
+    trained: bool = False
 
     def same(self, other: "Leaf") -> bool:
         return self.tensor is other.tensor and self[1:] == other[1:]
@@ -71,7 +72,7 @@ class _Place:
     """A tensor that was left, its memory, and those of the copies."""
 
     def __init__(self, leaf: Leaf) -> None:
-        x, self.version, _ = leaf
+        x, self.version, *_ = leaf
         self.itself = weakref.ref(x)
         self.storage = StorageWeakRef(x.untyped_storage())
         self.form = _form(x)
@@ -106,10 +107,37 @@ class Places:
     def settle(self) -> None:
         """What there is now is the user's, or no news."""
         self._registered = set(map(id, self._first))
-        self._given = self._left = self.scan()
+        self._shared = set[int]()       # of `shared`, by `id`
+        self._given = self.scan()
         self._of_copies = [{where: self._leaves(copied, where)
                             for where in self._given}
                            for copied in self._copies]
+        self._shared = {
+            id(x.tensor) for where, leaves in self._given.items()
+            for x in leaves if x.trained and any(
+                x.tensor is y.tensor for y in self._of_copies[0][where])}
+        if self._shared:
+            self._given = self.scan()
+            self._of_copies = [{where: self._leaves_of(copied, where)
+                                for where in self._given}
+                               for copied in self._copies]
+        self._left = self._given
+
+    def shared(self) -> list[Leaf]:
+        """The user's leaves that all copies hold: see `copied`."""
+        return [Leaf(x.tensor, version(x.tensor), _content(x.tensor))
+                for leaves in self._given.values() for x in leaves
+                if id(x.tensor) in self._shared] if self._shared else []
+
+    def check_shared(self, before: Sequence[Leaf]) -> None:
+        """ValueError where a pass of a copy has written to `shared`, which
+        were `before` it."""
+        now = {id(x.tensor): x for x in self.shared()} if before else {}
+        for leaf in before:
+            if not leaf.same(now.get(id(leaf.tensor), leaf)):
+                raise messages.written_leaf(next(
+                    self._name(where) for where, leaves in self._given.items()
+                    if any(x.tensor is leaf.tensor for x in leaves)))
 
     @unread
     def leave(self) -> None:
@@ -170,7 +198,7 @@ class Places:
                                  now.get(where, []), self._first):
                 continue
             if any(not _all_same(given.get(where, []),
-                                 self._leaves(copied, where), copied)
+                                 self._leaves_of(copied, where), copied)
                    for given, copied in zip(self._of_copies, self._copies)):
                 self._backward.add(where)
                 continue
@@ -188,8 +216,16 @@ class Places:
 
     def _leaves(self, layers: Sequence[nn.Module], where: Where
                 ) -> list[Leaf]:
-        return [Leaf(x, version(x), _content(x)) for x in _tensors(
-            vars(layers[where[0]]).get(where[1]), self._registered)]
+        return [Leaf(x, None, None, is_trained(x)) if id(x) in self._shared
+                else Leaf(x, version(x), _content(x), is_trained(x))
+                for x in _tensors(vars(layers[where[0]]).get(where[1]),
+                                  self._registered)]
+
+    def _leaves_of(self, copied: list[nn.Module], where: Where
+                   ) -> list[Leaf]:
+        """The leaves of a copy that are its own."""
+        return [x for x in self._leaves(copied, where)
+                if id(x.tensor) not in self._shared]
 
     def scan(self) -> dict[Where, list[Leaf]]:
         """What the attributes hold now; nothing where there are no copies."""
@@ -218,7 +254,7 @@ class Places:
             others = [_tensors(vars(copied[number]).get(name),
                                self._registered) for copied in self._copies]
             for j, leaf in enumerate(leaves):
-                x, n, _ = leaf
+                x, n, *_ = leaf
                 place = self._find(x)
                 if place is None or place.itself() is not x:
                     place = _Place(leaf)
@@ -243,8 +279,10 @@ class Places:
         """What the copies are to have where the user has put `x`: what they
         had, perhaps without a history, or zeros; or `x`, if what they had was
         the same. None if that is not certain."""
-        x, count, content = leaf
+        x, count, content, _ = leaf
         place = self._find(x)
+        if place is not None and all(y is x for y in place.others):
+            return [x for _ in self._copies]    # one for all
         if place is not None and place.version == count is not None \
                 and None not in place.others and (
                     left is None or left.tensor is not x
@@ -268,6 +306,11 @@ class Places:
                 and all(torch.equal(y, left.tensor) for y in others):
             return [x.detach().clone() for _ in others]
         return None
+
+
+def is_trained(x: torch.Tensor) -> bool:
+    """Whether a backward pass writes to the gradient of `x`."""
+    return x.requires_grad and x.is_leaf
 
 
 def _all_same(xs: Sequence[Leaf], ys: Sequence[Leaf],

@@ -218,7 +218,8 @@ class TorchReplica(base.Replica):
             self._graph = torch.is_grad_enabled()
             self._saving = saving()
             try:
-                result = self._run(inputs, training)
+                with network.guarded():
+                    result = self._run(inputs, training)
                 network.check_read()
             except (RuntimeError, ValueError) as error:
                 network.check_read()
