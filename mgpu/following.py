@@ -81,6 +81,29 @@ class Following:
             if len(arrays) > 1:
                 self._check_shapes(p, arrays)
 
+    def agreed(self, parameters: Sequence[Parameter], devices: Sequence[int]
+               ) -> None:
+        """A pass of `devices` is done. What it has written to parameters, the
+        same on each, is no edit of the user's on them."""
+        mark = self._backend.mark
+        moved = [] if len(self._devices) == 1 else [
+            p for p in parameters
+            if mark(self._known[p.name].arrays[devices[0]])
+            != self._known[p.name].marks[devices[0]]]
+        columns = [p.list_data() for p in moved]
+        now = [[mark(x) for x in arrays] for arrays in columns]
+        for p, marks, differing in zip(moved, now, host_memory.differing(
+                self._backend, columns)):
+            if differing is None:
+                continue
+            known = self._known[p.name]
+            # Replica 0's is still to reach those that have had no rows.
+            own = {i for i in devices if i not in differing
+                   and (i or not differing and len(devices) == len(marks))}
+            self._known[p.name] = known._replace(marks=[
+                new if i in own else old
+                for i, (new, old) in enumerate(zip(marks, known.marks))])
+
     def _check_shapes(self, p: Parameter, arrays: Sequence[Array]) -> None:
         for x, device in zip(arrays, self._devices):
             if tuple(x.shape) != p.shape:

@@ -759,6 +759,7 @@ class Replicas(Hints, abc.Sequence):
             result = self._replicas[i](*inputs)
         with self._turn:
             self._queued(i)
+            self.following.agreed(self.params(), [i])
             if self.backend.is_recording():
                 # What has had its backward pass may be of an earlier batch.
                 self.recorded = [flag and not self._is_fresh(j)
@@ -938,6 +939,7 @@ class Replicas(Hints, abc.Sequence):
         if self.backend.is_recording():
             self.recorded = [i in active for i in range(len(self.devices))]
             self._empty()
+        self.following.agreed(self.params(), active)
         self._passed(*active)
         self._all_passed = bool(self._moved)
 

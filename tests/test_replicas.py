@@ -2341,6 +2341,101 @@ def test_weights_that_a_pass_makes_of_its_rows_are_refused(
             train(replicas, table(8))
 
 
+def constrained(way):
+    """Its forward pass writes its weights, from nothing else."""
+    import torch
+
+    class MaxNorm(torch.nn.Linear):
+        def forward(self, x):
+            new = torch.renorm(self.weight.data, 2, 0, 0.5)
+            if way == "data":
+                self.weight.data = new
+            elif way == "copy":
+                with torch.no_grad():
+                    self.weight.copy_(new)
+            else:
+                with torch.no_grad():
+                    self.average.mul_(0.5).add_(self.weight, alpha=0.5)
+                return super().forward(x) + x @ self.average.T
+            return super().forward(x)
+    torch.manual_seed(3)
+    net = MaxNorm(6, 3).double()
+    net.average = torch.nn.Parameter(torch.ones(
+        3, 6, dtype=torch.float64), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+@pytest.mark.parametrize("last", ["prediction", "one row", "one by one",
+                                  "given up", "the network itself"])
+@pytest.mark.parametrize("way", ["data", "copy", "average"])
+def test_weights_that_a_prediction_writes_are_no_edit_of_the_users(
+        engine_name, devices, way, last):
+    """Such as the best ones, which come back."""
+    import torch
+    if way == "average" and last in ("one by one", "one row"):
+        pytest.skip("a pass of one device, or of each, is one more")
+    x, rows = torch.randn(8, 6).double(), 1 if last == "one row" else 8
+
+    def loss(output):
+        return output.square().sum(1)
+    with using_engine(engine_name):
+        net, plain = constrained(way), constrained(way)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        best = {name: t.clone() for name, t in net.state_dict().items()}
+        for number in range(3):
+            if last == "given up":
+                with mgpu.record():
+                    replicas(shards_of(x, replicas))
+            elif last == "one by one":
+                for replica, shard in zip(replicas, shards_of(x, replicas)):
+                    replica(shard)
+            else:
+                replicas(mgpu.split_and_load(x[:rows], devices,
+                                             even_split=False))
+            plain(x[:rows])
+            for one in (net, plain):
+                if last == "the network itself":
+                    one(x)
+                elif number == 1:
+                    one.load_state_dict(best)
+                else:
+                    with torch.no_grad():
+                        one.weight.mul_(3)
+            mgpu.train_batch(x, torch.zeros(8), replicas,
+                             lambda o, y: loss(o), trainer)
+            plain.zero_grad()
+            loss(plain(x)).sum().backward()
+            with torch.no_grad():
+                for p in plain.parameters():
+                    if p.requires_grad:
+                        p -= 0.125 / 8 * p.grad
+        replicas.check_equal()
+        found = replicas.export_numpy()
+    for name, p in plain.state_dict().items():
+        assert relative_difference(found[name], p) < 1e-12
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_weights_that_a_prediction_makes_of_its_rows_are_refused(
+        engine_name, devices):
+    """Also where the user has written to them since."""
+    import torch
+    with using_engine(engine_name):
+        net = initialised_by_data()
+        replicas = mgpu.initialize(net, devices)
+        shards = shards_of(table(8), replicas)
+        replicas(shards)
+        with torch.no_grad():
+            net.shift.mul_(2)
+        if len(devices) == 1:
+            replicas(shards)
+            return
+        with pytest.raises(RuntimeError, match="writes the same values"):
+            replicas(shards)
+
+
 @pytest.mark.parametrize("engine_name", TORCH)
 def test_attributes_of_parameters_reach_all(engine_name, devices):
     import torch

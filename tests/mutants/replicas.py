@@ -224,6 +224,18 @@ MUTANTS = [
                              "is not None and", "is None and"),
            ("test_replicas.py::test_buffers_follow_only_where_the_user_wrote_"
             "replica_0s[2dev-torch-through .data]",)),
+    Mutant("predictions-edit-weights", "what a prediction writes to weights "
+           "counts as the user's edit of other replicas",
+           edit("mgpu.following:Following.agreed", "for i in devices if",
+                "for i in () if"),
+           ("test_replicas.py::test_weights_that_a_prediction_writes_are_no_"
+            "edit_of_the_users[2dev-data-prediction-torch]",)),
+    Mutant("predictions-agree-unseen", "weights that a prediction makes of "
+           "its rows are taken for equal ones",
+           edit("mgpu.following:Following.agreed", "i not in differing",
+                "i >= 0"),
+           ("test_replicas.py::test_weights_that_a_prediction_makes_of_its_"
+            "rows_are_refused[2dev-torch]",)),
     Mutant("weights-of-rows", "replica 0's weights win over those that other "
            "rows made", edit("mgpu.following:Following._to_copy",
                              "written[i] and written[0]", "False"),
