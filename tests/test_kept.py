@@ -1,6 +1,7 @@
 """What a forward pass keeps: each device has its own, as on one device."""
 import itertools
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -1227,3 +1228,283 @@ def test_a_buffer_with_a_gradient_is_refused_on_several_devices(
             return
         with pytest.raises(ValueError, match=r"requires_grad in \['gain'\]"):
             mgpu.initialize(net, devices)
+
+
+# -- what calls of the network itself leave -----------------------------------
+
+class _Locked:
+    """What cannot be copied."""
+
+    def __init__(self, h):
+        self.h, self.lock = h, threading.Lock()
+
+
+def _middle(net):
+    return net.kept
+
+
+def _reads_elsewhere(net, x, F):
+    net.kept = net.a(x)
+    return _middle(net) * 1
+
+
+def _fills_again(net, x, F):
+    if net.kept is None:
+        net.kept = []
+    net.kept.clear()
+    net.kept.append(net.a(x))
+    return net.kept[-1] * 1
+
+
+def _fills_anew(net, x, F):
+    net.kept = []
+    for _ in range(2):
+        net.kept.append(net.a(x))
+    return net.kept[0] + net.kept[1]
+
+
+def _only_appends(net, x, F):
+    net.kept = net.kept or []
+    net.kept.append(net.a(x).detach())
+    return net.a(x) / len(net.kept)
+
+
+def _an_entry(net, x, F):
+    net.kept = net.kept or {}
+    net.kept["h"] = net.a(x)
+    return net.kept["h"] * 1
+
+
+def _on_a_layer(net, x, F):
+    net.a.kept = net.a(x)
+    net.kept = [net.a.kept]         # d2l's decoders
+    return net.kept[0] * 1
+
+
+def _locked(net, x, F):
+    net.kept = _Locked(net.a(x))
+    return net.kept.h * 1
+
+
+def _ratio(net, x, F):
+    net.kept = x.mean()
+    return net.a(x / net.kept) * net.kept * 0 + net.a(x)
+
+
+def _call(engine, net, X, recorded):
+    x = engine.put(X, on(0)[0])
+    with mgpu.record() if recorded else mgpu.no_grad():
+        net(x)
+
+
+def _own_head(forward):
+    return lambda net, x, F: net.b(forward(net, x, F))
+
+
+@pytest.mark.parametrize("forward", [
+    _reads_elsewhere, _fills_again, _fills_anew, _only_appends, _an_entry,
+    _on_a_layer, _locked, _ratio], ids=name_of)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_what_a_native_call_leaves_is_written_anew(engine, devices, forward,
+                                                   recorded):
+    """However forward() writes it before it reads it."""
+    data = batches(4)
+    X, _ = data[0]
+
+    def between(net, replicas=None):
+        for rows in (1, ROWS // 2, ROWS, ROWS + 1):
+            _call(engine, net, np.resize(X, (rows, 4)), recorded)
+        for rows in (1, ROWS):      # some devices have none
+            if replicas is None:
+                _call(engine, net, X[:rows], False)
+            else:
+                replicas(mgpu.split_and_load(X[:rows], devices,
+                                             even_split=False))
+                _call(engine, net, X[:1], recorded)
+        if replicas is None and forward is _only_appends:
+            net.kept += net.kept[:2]
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, _own_head(forward), kept=None),
+                     data, loss, between)
+    net = network(engine, _own_head(forward), kept=None)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    for X, y in data:
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+        X, _ = data[0]
+        between(net, replicas)
+    same(values(net), expected)
+
+
+def _carried(net, x, F):
+    h = net.a(x) if net.kept is None else net.a(x) + net.kept
+    net.kept = h.detach()
+    return h
+
+
+def _carried_by_name(net, x, F):
+    before = vars(net).get("kept")
+    h = net.a(x) if before is None else net.a(x) + before
+    vars(net)["kept"] = h.detach()
+    return h
+
+
+def _carried_in_a_list(net, x, F):
+    net.kept = net.kept or []
+    h = net.a(x) + net.kept[-1] if net.kept else net.a(x)
+    net.kept.append(h.detach())
+    return h
+
+
+def _carried_in_a_dict(net, x, F):
+    net.kept = net.kept or {}
+    h = net.a(x) + net.kept["h"] if net.kept else net.a(x)
+    net.kept["h"] = h.detach()
+    return h
+
+
+def _carried_beside_a_lock(net, x, F):
+    h = net.a(x) if net.kept is None else net.a(x) + net.kept.h
+    net.kept = _Locked(h.detach())
+    return h
+
+
+def _carried_on_a_layer(net, x, F):
+    before = getattr(net.b, "kept", None)
+    h = net.a(x) if before is None or net.kept is None else net.a(x) + before
+    net.kept = net.b.kept = h.detach()
+    return h
+
+
+def _carried_input(net, x, F):
+    y = x if net.kept is None else x - net.kept
+    net.kept = x * 1
+    return net.a(y)
+
+
+def _carried_and_caught(net, x, F):
+    h = net.a(x)
+    if net.kept is not None:
+        try:
+            h = h + net.kept
+        except Exception:
+            h = h * 1
+    net.kept = h.detach()
+    return h
+
+
+CARRIED = [_carried, _carried_by_name, _carried_in_a_list,
+           _carried_in_a_dict, _carried_beside_a_lock, _carried_on_a_layer,
+           _carried_input, _carried_and_caught]
+
+
+@pytest.mark.parametrize("forward", CARRIED, ids=name_of)
+@pytest.mark.parametrize("how, batch_norm", [
+    ("step", "per_device"), ("hand", "per_device"), ("single", "per_device"),
+    ("step", "sync")])
+def test_a_state_that_a_native_call_leaves_is_refused(
+        engine, devices, forward, how, batch_norm):
+    """The other devices' rows have none from it. None ends that."""
+    data = batches(3)
+    loss = mgpu.losses.L2Loss()
+
+    def none(net):
+        net.kept = None
+    expected = plain(engine, network(engine, _own_head(forward), kept=None),
+                     data, loss, none)
+    net = network(engine, _own_head(forward), kept=None)
+    replicas = mgpu.initialize(net, devices, batch_norm=batch_norm)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+
+    def step(X, y):
+        if how == "step":
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+            return
+        xs, ys = mgpu.split_batch(X, y, devices)
+        with mgpu.record():
+            outputs = replicas(xs) if how == "hand" else [
+                replicas[i](x) for i, x in enumerate(xs)]
+            losses = mgpu.parallel(loss, outputs, ys)
+        mgpu.backward(losses)
+        trainer.step(len(X))
+    for X, y in data:
+        step(X, y)
+        _call(engine, net, X[:1], False)
+        before = values(net)
+        for _ in range(2 * (len(devices) > 1)):
+            with pytest.raises(ValueError, match="received another array in "
+                               r"'\S*kept'.*net\(x\).*Validate by replicas"):
+                step(X, y)
+        assert all((x == y).all() for x, y in zip(values(net), before))
+        replicas.zero_grad()
+        none(net)
+    same(values(net), expected)
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_the_loop_changes_what_a_native_call_has_left(engine, devices, zero):
+    """Zeros are those of every device; what it detaches is not."""
+    def between(net):
+        _call(engine, net, batches(1)[0][0][:1], True)
+        net.kept = net.kept.detach()
+        if zero:
+            net.kept = net.kept * 0
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, network(engine, _own_head(_carried), kept=None),
+                     batches(2), loss, between)
+    net = network(engine, _own_head(_carried), kept=None)
+    if zero:
+        def reset(net):
+            between(net)
+            net.kept = net.kept[:1]
+        expected = plain(engine, network(engine, _own_head(_carried),
+                                         kept=None), batches(2), loss, reset)
+    if zero or len(devices) == 1:
+        same(trained(net, devices, batches(2), loss, between=between),
+             expected)
+    else:
+        with pytest.raises(ValueError, match="received another array in "
+                           "'kept'"):
+            trained(net, devices, batches(2), loss, between=between)
+
+
+def test_all_attributes_that_a_native_call_has_left_are_named(engine):
+    def forward(net, x, F):
+        h = net.a(x)
+        if net.one is not None:
+            h = h + net.one + net.b.other
+        net.one, net.b.other = h.detach(), h.detach()
+        return net.b(h)
+    net = network(engine, forward, one=None)
+    replicas = mgpu.initialize(net, on(0, 1))
+    X, _ = batches(1)[0]
+    shards = mgpu.split_and_load(X, replicas.devices)
+    replicas(shards)
+    net.one = None
+    _call(engine, net, X[:1], False)
+    with pytest.raises(ValueError, match=r"(?s)'one'.*'b\.other'"):
+        replicas(shards)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_gluons_own_loop_keeps_what_it_likes(name, k):
+    """`Trainer.step` of gradients that the network itself has left, after an
+    evaluation by the replicas."""
+    loss, devices = mgpu.losses.L2Loss(), on(*range(k))
+    with using_engine(name) as engine:
+        forward = _own_head(_on_a_layer)
+        expected = plain(engine, network(engine, forward, kept=None),
+                         batches(3), loss)
+        net = network(engine, forward, kept=None)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+        for X, y in batches(3):
+            xs, ys = mgpu.split_batch(X, y, devices)
+            with mgpu.record():
+                losses = [loss(net(a), b) for a, b in zip(xs, ys)]
+            for one in losses:
+                one.backward()
+            trainer.step(len(X))
+            replicas(xs)
+        same(values(net), expected)

@@ -254,24 +254,25 @@ class _Block:
                     and not any(_is_written(a) and not _is_data(blocks, a)
                                 for a in _arrays(x)):
                 continue
-            old, columns = _arrays(left), dict[int, list[Any] | None]()
+            old, columns = _arrays(left), dict[int, list[Any]]()
+            certain = True
             for j, a in enumerate(_arrays(x)):
                 others = _elsewhere(a, old[j] if j < len(old) else None,
                                     count)
                 stays = any(a is b for b in old) and not _is_written(a)
-                certain = others is not None and (stays or not any(
-                    other is None and _arrays(self._read(
-                        {name: own.get(name)})[name])
-                    for other, own in zip(others, self.own[1:])))
-                columns[id(a)] = others if certain else None
-            if None in columns.values():
+                if others is None or not stays and any(
+                        other is None and _arrays(self._read(
+                            {name: own.get(name)})[name])
+                        for other, own in zip(others, self.own[1:])):
+                    certain, others = False, [None] * count
+                columns[id(a)] = others
+            if not certain:
                 names.append(self.full_name(name))
                 error = partial(messages.untold_array, names[-1], names)
                 for a in _arrays(x):
                     unknown = places.unknown_of(a)(untold, error)
-                    columns[id(a)] = [
-                        unknown if other is None else other for other
-                        in columns[id(a)] or [None] * count]
+                    columns[id(a)] = [unknown if other is None else other
+                                      for other in columns[id(a)]]
             if columns:
                 found[name] = columns
         for name in found:

@@ -49,6 +49,12 @@ class Unknown:
     def handle(self) -> Any:
         raise self._untold.read(self._error())
 
+    def __getattr__(self, name: str) -> Any:
+        # Perhaps it stands for an object that an array is in.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.handle
+
     def __del__(self) -> None:
         pass
 
@@ -56,11 +62,11 @@ class Unknown:
         return self
 
 
-class _UnknownND(Unknown, mx.nd.NDArray):       # type: ignore[misc]
+class _UnknownND(Unknown, mx.nd.NDArray):
     """Of the one family of arrays."""
 
 
-class _UnknownNP(Unknown, mx.np.ndarray):       # type: ignore[misc]
+class _UnknownNP(Unknown, mx.np.ndarray):
     """Of the other one."""
 
 

@@ -55,6 +55,12 @@ class Unknown(torch.Tensor):
                  if isinstance(x, Unknown))
         raise x.untold.read(x.error)
 
+    def __getattr__(self, name: str) -> Any:
+        # Perhaps it stands for an object that a tensor is in.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.untold.read(self.error)
+
     def __deepcopy__(self, memo: Any) -> "Unknown":
         return self
 
