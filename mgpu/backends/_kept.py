@@ -112,6 +112,9 @@ class Untold:
 
     def __init__(self) -> None:
         self._error: Exception | None = None
+        #: whether a pass has, which went on perhaps: what it has left in the
+        #: place of such an array is nothing to go on from
+        self.again = False
 
     def read(self, error: Exception) -> Exception:
         """A pass reads an array that `error` is about; returns it."""
@@ -119,7 +122,8 @@ class Untold:
         return error
 
     def forget(self) -> None:
-        self._error = None
+        """A pass begins."""
+        self.again, self._error = self.again or self._error is not None, None
 
     def check(self) -> None:
         """ValueError if a pass has read one since `forget`."""

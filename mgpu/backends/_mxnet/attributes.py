@@ -130,6 +130,7 @@ class _Block:
         self.left: dict[str, Any] = {}
         self._all: dict[str, Any] | None = None     # what all devices have
         self._kept = set[str]()     # in which passes leave arrays
+        self._unknown = set[str]()  # where other devices had unknown ones
 
     def _names(self) -> dict[str, Any]:
         attributes = vars(self.block)
@@ -248,11 +249,16 @@ class _Block:
                                     else None for each in each_has]
         found: dict[str, dict[int, list[Any]]] = {}
         count = len(self.own) - 1
+        if not untold.again:
+            self._unknown = {name for name in self._unknown if any(
+                isinstance(a, places.Unknown) for own in self.own[1:]
+                for a in _Content(own.get(name)).arrays)}
         for name in self._kept & now.keys():
             x, left = now[name], self.left.get(name)
-            if (left is x or isinstance(x, _Content) and left == x) \
-                    and not any(_is_written(a) and not _is_data(blocks, a)
-                                for a in _arrays(x)):
+            same = (left is x or isinstance(x, _Content) and left == x) \
+                and not any(_is_written(a) and not _is_data(blocks, a)
+                            for a in _arrays(x))
+            if same and not (untold.again and name in self._unknown):
                 continue
             old, columns = _arrays(left), dict[int, list[Any]]()
             certain = True
@@ -260,13 +266,14 @@ class _Block:
                 others = _elsewhere(a, old[j] if j < len(old) else None,
                                     count)
                 stays = any(a is b for b in old) and not _is_written(a)
-                if others is None or not stays and any(
+                if same or others is None or not stays and any(
                         other is None and _arrays(self._read(
                             {name: own.get(name)})[name])
                         for other, own in zip(others, self.own[1:])):
                     certain, others = False, [None] * count
                 columns[id(a)] = others
             if not certain:
+                self._unknown.add(name)
                 names.append(self.full_name(name))
                 error = partial(messages.untold_array, names[-1], names)
                 for a in _arrays(x):
@@ -318,6 +325,7 @@ class Attributes:
         every = [block for _, block in now.values()]
         for one in self._blocks:
             one.follow(memos, self._refuses, every, self.untold, names)
+        self.untold.again = False
         self._numbers = [(type(one.block), *number) for one in self._blocks
                          for number in _numbers(one.block)]
         if self._shared is None and blocks and mx.autograd.is_recording():

@@ -161,13 +161,19 @@ class Places:
         """What the user, or a call of the module itself, has changed where
         passes leave tensors: for each copy what it is to have in the place of
         each tensor, by `id`. `now`: of `scan`."""
+        again, self.untold.again = self.untold.again, False
         if not self._kept:
             return {}
         self._pair()
-        found = {}
+        found = dict[Where, list[list[torch.Tensor] | None]]()
         for where in self._kept & now.keys():
             old = self._left.get(where, [])
-            if not _all_same(old, now[where], self._first):
+            if _all_same(old, now[where], self._first):
+                if again and any(isinstance(x.tensor, Unknown)
+                                 for copied in self._of_copies
+                                 for x in copied.get(where, ())):
+                    found[where] = [None] * len(old)
+            else:
                 found[where] = [self._elsewhere(
                     x, old[j] if j < len(old) else None)
                     for j, x in enumerate(now[where])]
