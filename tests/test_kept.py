@@ -3,6 +3,9 @@ import itertools
 import re
 import threading
 
+
+import weakref
+
 import numpy as np
 import pytest
 
@@ -1508,3 +1511,52 @@ def test_gluons_own_loop_keeps_what_it_likes(name, k):
             trainer.step(len(X))
             replicas(xs)
         same(values(net), expected)
+
+
+WEAK = {"attribute": (weakref.ref, lambda v: v()),
+        "list": (lambda net: [weakref.ref(net)], lambda v: v[0]()),
+        "object": (lambda net: _Holder(weakref.ref(net)),
+                   lambda v: v.factor()),
+        "method": (lambda net: weakref.WeakMethod(net.itself),
+                   lambda v: v()()),
+        "proxy": (lambda net: [weakref.proxy(net)], lambda v: v[0])}
+
+
+@pytest.mark.parametrize("name", ["torch"])
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("kind", WEAK)
+def test_a_weak_reference_to_a_layer_is_one_to_that_of_its_device(
+        name, devices, kind, later):
+    """To the network around it, so that it is no part of this layer."""
+    import torch
+    make, parent = WEAK[kind]
+
+    class Inner(torch.nn.Linear):
+        def forward(self, x):
+            net = self.parent and parent(self.parent)
+            if net is None:
+                return super().forward(x)
+            net.aux = x.square().mean(1, keepdim=True)
+            return super().forward(x) * net.scale
+
+    def forward(net, x, F):
+        y = net.b(net.a(x))
+        return y if net.aux is None else y * net.aux
+
+    def new():
+        net = network(engine, forward, scale=1.0, aux=None)
+        type(net).itself = lambda net: net
+        inner = Inner(4, 4).double()
+        inner.load_state_dict(net.a.state_dict())
+        net.a, inner.parent = inner, None if later else make(net)
+        return net
+
+    def edit(net):
+        net.scale += 0.5
+        if later:
+            net.a.parent = make(net)
+    loss = mgpu.losses.L2Loss()
+    with using_engine(name) as engine:
+        expected = plain(engine, new(), batches(4), loss, edit)
+        same(trained(new(), devices, batches(4), loss, "per_device", "step",
+                     edit), expected)

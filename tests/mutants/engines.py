@@ -156,6 +156,18 @@ MUTANTS = [
                "self._attributes.check_shared(before)", "pass"),
            ("test_kept.py::test_a_forward_pass_leaves_such_a_leaf_as_it_is["
             "2dev-prediction-torch]",)),
+    Mutant("torch-weak-references-stay", "a layer holds the first device's "
+           "network weakly",
+           edit("mgpu.backends._torch.network:_copy",
+                "follow_weak(net, made)", "pass"),
+           ("test_kept.py::test_a_weak_reference_to_a_layer_is_one_to_that_of_"
+            "its_device[2dev-list-False-torch]",)),
+    Mutant("torch-later-references-stay", "a weak reference that comes later "
+           "is one to the first device's network",
+           edit(_ATTRIBUTES + "_twins", "if weakref.getweakrefcount(m):",
+                "if False:"),
+           ("test_kept.py::test_a_weak_reference_to_a_layer_is_one_to_that_of_"
+            "its_device[2dev-attribute-True-torch]",)),
     Mutant("torch-data-inside-stays", "a write through .data to such a tensor "
            "is not seen", edit(
                "mgpu.backends._torch.places:_content",

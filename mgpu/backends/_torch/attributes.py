@@ -1,5 +1,6 @@
 """What a module is besides its arrays: layers, attributes, hooks."""
 import contextlib
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -31,6 +32,7 @@ _OF_TORCH = {"_non_persistent_buffers_set", "_reversed_padding_repeated_twice",
              "_flat_weights", "_flat_weights_names", "_all_weights"}
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
 _OF_MODULE = set(vars(nn.Module()))
+_WEAK = (weakref.ref, *weakref.ProxyTypes)
 # Attributes of the user's may have names that end so, too.
 _TABLES = {name for name in _OF_MODULE if name.endswith("_hooks")}
 
@@ -554,8 +556,13 @@ def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module],
     have."""
     found: dict[Any, Any] = {}
     memory = found["torch"] = dict[int, Any]()     # torch's own key
+    weak = found["weak"] = list[Any]()      # as long as they are looked up
     for m, n, names in zip(layers, copied, buffers):
         found[id(m)] = n
+        if weakref.getweakrefcount(m):
+            weak += weakref.getweakrefs(m)
+            found |= {id(ref): _weak_twin(ref, n)
+                      for ref in weakref.getweakrefs(m)}
         for name, x in (*m._parameters.items(), *m._buffers.items()):
             twin = n._parameters.get(name)
             if x is not None and twin is not None:
@@ -568,6 +575,31 @@ def _twins(layers: Sequence[nn.Module], copied: Sequence[nn.Module],
                 if space.nbytes() == other.nbytes():
                     memory[space._cdata] = other
     return found
+
+
+def follow_weak(net: nn.Module, made: nn.Module) -> None:
+    """Let weak references to layers in the attributes of `made`, a copy of
+    `net`, be those to its own layers: `copy.deepcopy` leaves them as they
+    are."""
+    layers, copies = list(net.modules()), list(made.modules())
+    if not any(map(weakref.getweakrefcount, layers)):
+        return
+    twins = _twins(layers, copies, [set(m._buffers) for m in layers])
+    for m, n in zip(layers, copies):
+        for name, x in vars(m).items():
+            if name not in _OF_MODULE and any(
+                    id(ref) in twins for ref in reached(x, _WEAK, nn.Module)):
+                vars(n)[name] = _twin(x, twins)
+
+
+def _weak_twin(ref: Any, twin: nn.Module) -> Any:
+    """A weak reference to `twin`, of the kind of `ref`."""
+    if isinstance(ref, weakref.WeakMethod):
+        method = ref()
+        return ref if method is None \
+            else weakref.WeakMethod(method.__func__.__get__(twin))
+    return weakref.proxy(twin) if isinstance(ref, weakref.ProxyTypes) \
+        else weakref.ref(twin)
 
 
 def copied(x: Any, twins: dict[Any, Any], own: Iterable[Any] = ()) -> Any:

@@ -21,7 +21,8 @@ from mgpu.backends._kept import Kept
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
 from mgpu.backends._torch.attributes import (Attributes, check_views, copied,
-                                             follow_attributes, hooks_of,
+                                             follow_attributes,
+                                             follow_weak, hooks_of,
                                              makers_of_hooks)
 from mgpu.backends._torch.compiled import check_compiler
 from mgpu.backends._torch.draws import code_of, named_draws, watch
@@ -674,9 +675,11 @@ def _copy(net: nn.Module) -> nn.Module:
             copies[id(p)] = type(p)(copy.deepcopy(p.data, copies),
                                     p.requires_grad)
     try:
-        return copied(net, copies, arrays_of(net))
+        made = copied(net, copies, arrays_of(net))
     except Exception:
-        return copied(net, copies | _shared(net), arrays_of(net))
+        made = copied(net, copies | _shared(net), arrays_of(net))
+    follow_weak(net, made)
+    return made
 
 
 def _shared(net: nn.Module) -> dict[int, Any]:
