@@ -703,10 +703,14 @@ class Replicas(Hints, abc.Sequence):
         what = type(received[0]).__name__ if received else \
             "no input, which says what is on this device: let a network " \
             "without inputs take one that it does not use"
+        cure = f"Use mgpu.put(x, {self.devices[i]})."
+        if received and hasattr(received[0], "__dict__"):
+            cure = "Give it a dict or tuple of the arrays that it holds " \
+                "(split_f makes one for each device), and make the object " \
+                "in the network's forward."
         return TypeError(
             f"replica {i} on {self.devices[i]} takes arrays of the "
-            f"{self.backend.name} backend; received {what}. Use "
-            f"mgpu.put(x, {self.devices[i]}).")
+            f"{self.backend.name} backend; received {what}. {cure}")
 
     def _check_recording(self) -> None:
         check_task()

@@ -1560,3 +1560,34 @@ def test_a_weak_reference_to_a_layer_is_one_to_that_of_its_device(
         expected = plain(engine, new(), batches(4), loss, edit)
         same(trained(new(), devices, batches(4), loss, "per_device", "step",
                      edit), expected)
+
+
+@pytest.mark.parametrize("name", ["torch"])
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support")
+def test_sparse_matrices_in_attributes(name, devices, layout):
+    """Of a graph; the user may change one between steps."""
+    import torch
+
+    def forward(net, x, F):
+        return net.b(torch.sparse.mm(net.graph, net.a(x).T).T)
+
+    def sparse(factor):
+        return getattr(torch.tensor([[0, 1, 0, 2], [1, 0, 0, 0], [0, 0, 3, 0],
+                                     [0, 1, 0, 1]], dtype=torch.float64)
+                       * factor, f"to_sparse_{layout}")()
+
+    def edit(net):
+        if layout == "coo":
+            net.graph = sparse(0.5)
+        else:
+            net.graph.values().mul_(0.5)
+    loss = mgpu.losses.L2Loss()
+    with using_engine(name) as engine:
+        expected, found = (how(network(engine, forward,
+                                       graph=lambda: sparse(1)))
+                           for how in (
+            lambda net: plain(engine, net, batches(3), loss, edit),
+            lambda net: trained(net, devices, batches(3), loss, "per_device",
+                                "step", edit)))
+        same(found, expected)

@@ -546,6 +546,9 @@ def test_other_layers_are_refused_until_the_network_is_made_anew(
     change(net)
     with pytest.raises(RuntimeError, match=f"others under .*'{where}'"):
         replicas(shards)
+    if change in (prune, remove_parameter):     # of its layer
+        with pytest.raises(RuntimeError, match=f"others under '{where}'"):
+            [p.data() for p in replicas.params()]
     if change is not tie_parameters:
         replicas = mgpu.initialize(net, devices, init="keep",
                                    force_reinit=True)

@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import threading
+import types
 import warnings
 import weakref
 
@@ -1305,6 +1306,12 @@ def test_wrong_calls_are_refused(engine):
             f"{engine.name} backend; received no input, which says what "
             "is on this device: let a network without inputs take one that "
             "it does not use. Use mgpu.put(x, cpu(1)).", lambda: replicas[1]())
+    graph = types.SimpleNamespace(x=x)
+    refused(TypeError, "replica 0 on cpu(0) takes arrays of the "
+            f"{engine.name} backend; received SimpleNamespace. Give it a dict "
+            "or tuple of the arrays that it holds (split_f makes one for each "
+            "device), and make the object in the network's forward.",
+            lambda: replicas([graph, graph]))
 
 
 def test_the_other_frameworks_arrays_are_refused(engine):

@@ -32,7 +32,7 @@ _OF_TORCH = {"_non_persistent_buffers_set", "_reversed_padding_repeated_twice",
              "_flat_weights", "_flat_weights_names", "_all_weights"}
 _COLLECTIONS = (dict, list, tuple, set, frozenset, deque)
 _OF_MODULE = set(vars(nn.Module()))
-_WEAK = (weakref.ref, *weakref.ProxyTypes)
+_WEAK: tuple[type, ...] = (weakref.ref, *weakref.ProxyTypes)
 # Attributes of the user's may have names that end so, too.
 _TABLES = {name for name in _OF_MODULE if name.endswith("_hooks")}
 

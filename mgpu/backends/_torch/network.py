@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mgpu.backends import base, messages
-from mgpu.backends._kept import Kept
+from mgpu.backends._kept import Kept, reached
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              masked_forward)
 from mgpu.backends._torch.attributes import (Attributes, check_views, copied,
@@ -40,6 +40,8 @@ from mgpu.backends._torch.replica import (TorchReplica, autocast,
                                           channels_last)
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr,
+               torch.sparse_bsc)
 # Nothing that is made in inference mode can be trained.
 _to_be_trained = torch.inference_mode(False)
 
@@ -668,6 +670,9 @@ def _copy(net: nn.Module) -> nn.Module:
                 if name not in computed:
                     raise _computed(joined(path, name))
                 copies[id(x)] = x.detach().clone()
+            # Those torch does not copy, and no pass writes to them.
+            copies |= {id(t): t for t in reached(x, torch.Tensor, nn.Module)
+                       if t.layout in _COMPRESSED}
     for *_, p in walk(net, "_parameters"):
         if type(p).__deepcopy__ is nn.Parameter.__deepcopy__:
             # That gives each memory of its own. Here what shares memory with

@@ -33,7 +33,7 @@ from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between
 from mgpu.backends._torch.leaves import Place, users_hooks
 from mgpu.backends._torch.modes import saving
-from mgpu.backends._torch.names import arrays_of, walk
+from mgpu.backends._torch.names import arrays_of, joined, walk
 from mgpu.backends._torch.ops import dtype_of
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class TorchReplica(base.Replica):
             [(getattr(m, of), name) for _, m, name, _ in walk(module, of)]
             for of in ("_parameters", "_buffers"))
         self._owners = self.weights + buffers
+        self._paths = [joined(path, name)
+                       for of in ("_parameters", "_buffers")
+                       for path, _, name, _ in walk(module, of)]
         #: who watches the layers, and what tells of functions in a call
         self.seen: base.LayerCallback | None = None
         self.between: Between | None = None
@@ -137,7 +140,7 @@ class TorchReplica(base.Replica):
         owner, name = self._owners[number]
         array = owner.get(name)
         if array is None:
-            raise messages.changed_layers([name])
+            raise messages.changed_layers([self._paths[number]])
         return array
 
     def own_generator(self) -> torch.Generator:
