@@ -168,10 +168,10 @@ MUTANTS = [
                 "if False:"),
            ("test_kept.py::test_a_weak_reference_to_a_layer_is_one_to_that_of_"
             "its_device[2dev-attribute-True-torch]",)),
-    Mutant("torch-compressed-uncopied", "a sparse matrix in an attribute "
-           "needs a storage",
+    Mutant("torch-compressed-stay", "a write to a sparse matrix in an "
+           "attribute is on the first device only",
            edit("mgpu.backends._torch.network:_copy",
-                "t.layout in _COMPRESSED", "False"),
+                "id(t): t for", "id(t): t.clone() for"),
            ("test_kept.py::test_sparse_matrices_in_attributes[2dev-csr-"
             "torch]",)),
     Mutant("torch-data-inside-stays", "a write through .data to such a tensor "
