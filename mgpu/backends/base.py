@@ -504,7 +504,8 @@ class Observed:
     Attributes
     ----------
     left : dict of str -> ndarray
-        The gradients as backward passes left them, on the scale of `applied`.
+        The gradients as backward passes left them, on the scale of `applied`;
+        of a weight that was updated, before its last update.
     applied : dict of str -> ndarray
         The gradients as the optimisers got them, divided by what they divide
         them by.
@@ -512,6 +513,10 @@ class Observed:
         The learning rate that each weight was moved with.
     scale : float
         What the optimisers multiplied the gradients by.
+    scales : dict of str -> float
+        The same by weight, where an optimiser does that.
+    updates : int
+        How many updates optimisers have made.
     loss_scale : float
         What a loss scaler multiplied the loss by.
     rule : (str, dict) or None
@@ -522,8 +527,15 @@ class Observed:
     applied: dict[str, np.ndarray] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     scale: float = 1.0
+    scales: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
     loss_scale: float = 1.0
     rule: Any = None
+
+
+#: it is called before an update with the names of the weights, and returns
+#: what is called after it
+AroundUpdate = Callable[[list[str]], Callable[[], None]]
 
 
 class OwnParts(ABC):
@@ -571,7 +583,8 @@ class OwnParts(ABC):
         schedules, rates, loss scales, and memory that mgpu does not know."""
 
     @abstractmethod
-    def observe(self) -> AbstractContextManager[Observed]:
+    def observe(self, around: AroundUpdate | None = None
+                ) -> AbstractContextManager[Observed]:
         """For the block of one step, which fills what it gives."""
 
 

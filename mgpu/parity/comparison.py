@@ -348,7 +348,7 @@ class Comparison:
             seen.add(before, one, two)
             if not earlier:
                 gaps += self._constants(before, one, two)
-            found = formulas.explain(number, before, one, two,
+            found = formulas.explain(number, X, y, before, one, two,
                                      self.compare_results(number, one, two))
             if _different(found) - known:
                 found = self._against_rounding(found, before, X, y, one,
@@ -359,7 +359,7 @@ class Comparison:
                     if new is not found:
                         found = self._against_rounding(new, before, X, y, one,
                                                        two, number)
-                found = formulas.explain(number, before, one, two, found)
+                found = formulas.explain(number, X, y, before, one, two, found)
                 if _different(found) - known:
                     proof, more = self._evidence(
                         number, X, y, before, one, two, earlier, found)

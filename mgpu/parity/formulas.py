@@ -6,7 +6,7 @@ mistake of the port: it is proven by computing one side's update, from that
 side's own gradients, with the other's formula.
 """
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from mgpu.parity.causes.update_search import (as_class, lost_options,
                                               options_of)
 from mgpu.parity.live import LiveRun
 from mgpu.parity.measure import Gap
-from mgpu.parity.own import OwnRun
+from mgpu.parity.own import OwnRun, Update
 from mgpu.parity.run import (Arrays, Run, State, StepResult, common_factor,
                              norms_left, rate_outside_velocity, translate)
 from mgpu.trainer_states import TrainerStates
@@ -58,11 +58,15 @@ class Formulas:
         self._able = any(isinstance(run, OwnRun) for run in self._runs)
         self.found: dict[str, dict[str, Any]] = {}
 
-    def explain(self, number: int, before: State, one: StepResult,
-                two: StepResult, gaps: list[Gap]) -> list[Gap]:
+    def explain(self, number: int, X: Any, y: Any, before: State,
+                one: StepResult, two: StepResult, gaps: list[Gap]
+                ) -> list[Gap]:
         """`gaps`, with the status "formula" in the place of "different" if
         formulas explain all of them."""
         wrong = {g.stage for g in gaps if g.status == "different"}
+        if self._able and wrong & {"output", "loss", "gradient"} and all(
+                step.own and step.own.passes > 1 for step in (one, two)):
+            return self._by_replay(number, X, y, before, one, two, gaps)
         if not self._able or wrong & _FORWARD:
             return gaps
         #: by text: the size of a formula, and which gaps it explains
@@ -92,11 +96,8 @@ class Formulas:
             i for i, g in enumerate(gaps) if g.status == "different"
             and _averaged(g) in names and self._follow(
                 _averaged(g), before, one, two)}
-        for text, (size, _) in proven.items() if explained else ():
-            known = self.found.setdefault(text, {"text": text, "size": 0.0})
-            known["size"] = max(known["size"], size)
-        return [g._replace(status="formula") if i in explained else g
-                for i, g in enumerate(gaps)]
+        return self._named(gaps, {text: size for text, (size, _)
+                                  in proven.items()}, explained)
 
     # -- clipping -----------------------------------------------------------
 
@@ -132,17 +133,8 @@ class Formulas:
         """How large a difference each formula makes between the updates of
         both sides, from equal gradients, and whether they explain a gap;
         None if one side does not do what its optimiser says."""
-        rules = [run.updates.optimizer for run in self._runs]
-        ways = [_Way(type(rule), isinstance(run, OwnRun)
-                     and run.backend.semantics == "gluon"
-                     and rule.family in _COMPILED)
-                for run, rule in zip(self._runs, rules)]
-        nothing = None, lambda g: False
-        if "" in (kind.family for kind, _ in ways) or ways[0].kind not in (
-                ways[1].kind, counterpart(ways[1].kind,
-                                          ways[0].kind.semantics)) \
-                or lost_options(rules[1], ways[0].kind) \
-                or lost_options(rules[0], ways[1].kind):
+        ways, nothing = self._ways(), (None, lambda g: False)
+        if not ways:
             return nothing
         scales = [s.own.scale if s.own else 1 / s.divisor for s in (one, two)]
         gradients = one.gradients
@@ -157,10 +149,7 @@ class Formulas:
             return nothing
         kind, single = ways[0]
         sizes = {name: size for name, x, z in (
-            (_NAMES.get(kind.family, (
-                "another formula of Gluon's and PyTorch's "
-                f"{kind.family}")),
-             moved(kind, False, scales[0]),
+            (_name(kind), moved(kind, False, scales[0]),
              moved(ways[1].kind, False, scales[0])),
             (_SINGLE, moved(kind, single, scales[0]),
              moved(kind, ways[1].single, scales[1])))
@@ -177,6 +166,22 @@ class Formulas:
                 and self._gap(x, z) <= self._work.tolerance
         return sizes, explains
 
+    def _ways(self) -> list[_Way]:
+        """The formulas of both sides; none where they are not forms of one
+        with equal options."""
+        rules = [run.updates.optimizer for run in self._runs]
+        ways = [_Way(type(rule), isinstance(run, OwnRun)
+                     and run.backend.semantics == "gluon"
+                     and rule.family in _COMPILED)
+                for run, rule in zip(self._runs, rules)]
+        if "" in (kind.family for kind, _ in ways) or ways[0].kind not in (
+                ways[1].kind, counterpart(ways[1].kind,
+                                          ways[0].kind.semantics)) \
+                or lost_options(rules[1], ways[0].kind) \
+                or lost_options(rules[0], ways[1].kind):
+            return []
+        return ways
+
     def _moved(self, before: State, step: StepResult, way: _Way,
                gradients: Arrays, scale: float) -> StepResult:
         """The step of `b` in terms of `a`, updated by `way`, which is told
@@ -184,25 +189,40 @@ class Formulas:
         a, b = self._runs
         plan = self._work.plan
         start = translate(before, plan, a, b)
+        divisor = step.divisor * _rounded(scale, way)
+        after = self._updated(
+            start, {n: g / divisor for n, g in plan.to_b(gradients).items()},
+            way, lambda n: b.updates.last_rate(
+                n, step.after.optimizer.num_update),
+            lambda n: b.updates.last_rate(n, start.optimizer.num_update))
+        memory: TrainerStates = step.after.optimizer._replace(
+            slots=after.optimizer.slots, counts=after.optimizer.counts)
+        return StepResult([], np.zeros(0), {}, translate(
+            State(after.values, memory), plan.inverse(), b, a))
+
+    def _updated(self, start: State, grads: Arrays, way: _Way,
+                 now: Callable[[str], float], last: Callable[[str], float]
+                 ) -> State:
+        """A state of `b`, updated by `way` with divided gradients and the
+        rates `now`; `last`: those of the update before."""
+        b = self._runs[1]
         rule = b.updates.optimizer
         # Gluon's code has the options themselves, its kernel not.
         optimizer = _by(rule, way)
         exactly = _by(rule, way._replace(single=False))
-        grads = plan.to_b(gradients)
         values = dict(start.values)
         slots = {key: x for key, x in start.optimizer.slots.items()
                  if key[1] != AVERAGE}      # which no optimiser moves
         counts = dict(start.optimizer.counts)
         outside = [rate_outside_velocity(k) for k in (type(rule), way.kind)]
-        divisor: float = step.divisor
         states, moving = {}, [n for n in b.updates.order if n in grads]
         for name in moving:
             values[name] = values[name].copy()
             state = optimizer.create_state(values[name], HOST_OPS)
             factor = 1.0
             if outside[0] != outside[1] and counts.get(name):
-                last = b.updates.last_rate(name, start.optimizer.num_update)
-                factor = -last if not outside[1] else -1 / last if last else 0
+                rate = last(name)
+                factor = -rate if not outside[1] else -1 / rate if rate else 0
             for slot, value in state.items():
                 old = slots.get((name, slot))
                 if old is not None:
@@ -213,30 +233,98 @@ class Formulas:
         optimizer.begin_step([states[n] for n in moving],
                              [counts[n] for n in moving])
         single = np.float32 if way.single else float
-        if way.single:      # as MXNet gets it
-            divisor *= scale / float(np.float32(scale))
         for name in moving:
-            lr = b.updates.last_rate(name, step.after.optimizer.num_update)
             wd = rule.wd * b.updates.wd_mult[name]
             exact, bias = (_bias(x, counts[name])
                            for x in (exactly, optimizer))
             optimizer.update(
-                values[name], grads[name] / divisor,
-                states[name], lr=float(single(lr * exact)) / bias,
+                values[name], grads[name],
+                states[name], lr=float(single(now(name) * exact)) / bias,
                 wd=float(single(wd)), t=counts[name], ops=HOST_OPS)
         for name, state in states.items():
             factor = 1.0
             if outside[0] != outside[1]:    # as `b` keeps it
-                now = b.updates.last_rate(name,
-                                          step.after.optimizer.num_update)
-                factor = -now if outside[1] else -1 / now if now else 0.0
+                rate = now(name)
+                factor = -rate if outside[1] else -1 / rate if rate else 0.0
             slots.update({(name, slot): np.asarray(value) * (
                 factor if slot == "momentum" else 1.0)
                 for slot, value in state.items()})
-        memory: TrainerStates = step.after.optimizer._replace(
-            slots=slots, counts=counts)
-        return StepResult([], np.zeros(0), {}, translate(
-            State(values, memory), plan.inverse(), b, a))
+        return State(values, start.optimizer._replace(slots=slots,
+                                                      counts=counts))
+
+    # -- several updates in a step ------------------------------------------
+
+    def _by_replay(self, number: int, X: Any, y: Any, before: State,
+                   one: StepResult, two: StepResult, gaps: list[Gap]
+                   ) -> list[Gap]:
+        """As `explain`, where what follows an update in a step starts from
+        other weights. The step of `b` is taken again with updates computed
+        here: by its own formula all must come out as it did, by that of `a`
+        as it is on `a`."""
+        ways = self._ways()
+        if not ways:
+            return gaps
+        exact = [way._replace(single=False) for way in ways]
+        taken = {way: self._replayed(number, X, y, before, one, two, way)
+                 for way in dict.fromkeys((exact[0], exact[1], *ways))}
+        other, same = (taken[way] for way in ways)
+        left = [[g for g in self._work.compare_results(number, *pair)
+                 if g.status == "different"]
+                for pair in ((two, same), (one, other))]
+        statistics = self._statistics(before, one, other, left[1]) \
+            if any(g.stage == "statistic" for g in left[1]) else {}
+        if left[0] or any(g.stage != "statistic" or not statistics
+                          for g in left[1]):
+            return gaps
+        for text, pairs in ((_name(ways[0].kind), [exact]), (
+                _SINGLE, zip(exact, ways))):
+            size = max(self._apart(taken[x], taken[z]) for x, z in pairs)
+            if size > self._work.tolerance:
+                statistics[text] = size
+        return self._named(gaps, statistics, [
+            i for i, g in enumerate(gaps) if g.status == "different"])
+
+    def _replayed(self, number: int, X: Any, y: Any, before: State,
+                  one: StepResult, two: StepResult, way: _Way) -> StepResult:
+        """The step of `b` with updates by `way`, in terms of `a`."""
+        b, plan = self._runs[1], self._work.plan
+        assert isinstance(b, OwnRun) and one.own and two.own
+        mine, yours = one.own, two.own
+        partners = {n: pair.a[0] for pair in plan.pairs for n in pair.b}
+
+        def scale(name: str) -> float:
+            return mine.scales.get(partners.get(name, name), mine.scale) \
+                if way.single and not yours.scales else yours.scales.get(
+                    name, yours.scale)
+
+        def instead(update: Update) -> State:
+            start = update.before
+            return self._updated(
+                start, {n: g / _rounded(scale(n), way)
+                        for n, g in update.gradients.items()}, way,
+                update.rates.__getitem__,
+                lambda n: update.last[n] if n in update.last
+                else b.updates.last_rate(n, start.optimizer.num_update))
+        rule = b.updates
+        self._work.load_b(before)
+        b.instead = instead
+        try:
+            found = b.step(X, y, number, predict=False)
+        finally:
+            b.instead, b.updates = None, rule
+        return self._work.in_terms_of_a(found)
+
+    def _named(self, gaps: list[Gap], sizes: dict[str, float],
+               explained: Iterable[int]) -> list[Gap]:
+        """`gaps`, of which some are explained by formulas of these sizes."""
+        which = set(explained) if sizes else set()
+        for text, size in sizes.items() if which else ():
+            known = self.found.setdefault(text, {"text": text, "size": 0.0})
+            known["size"] = max(known["size"], size)
+        return [g._replace(status="formula") if i in which else g
+                for i, g in enumerate(gaps)]
+
+    # -- what both have in common -------------------------------------------
 
     def _near(self, step: StepResult, moved: StepResult) -> bool:
         return self._apart(step, moved) <= self._work.tolerance
@@ -361,6 +449,17 @@ _NAMES = {
                     "rate changes"),
     "adam": "Adam's epsilon: Gluon adds it outside of the bias correction, "
     "PyTorch inside"}
+
+
+def _name(kind: type[Optimizer]) -> str:
+    """What the two forms of an optimiser are called."""
+    return _NAMES.get(kind.family, "another formula of Gluon's and PyTorch's "
+                      f"{kind.family}")
+
+
+def _rounded(scale: float, way: _Way) -> float:
+    """What a scale is divided by where it becomes float32."""
+    return scale / float(np.float32(scale)) if way.single else 1.0
 
 
 def _bias(optimizer: Optimizer, t: int) -> float:

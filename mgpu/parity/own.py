@@ -36,6 +36,25 @@ class _Seen(NamedTuple):
     calls: Calls
 
 
+class Update(NamedTuple):
+    """One update that an optimiser of the user's own makes.
+
+    Attributes
+    ----------
+    before : State
+        Values and memory before it.
+    gradients : dict of str -> ndarray
+        As the optimiser gets them, divided as it divides them.
+    rates, last : dict of str -> float
+        The rates of this update and of the one before in the same step.
+    """
+
+    before: State
+    gradients: Arrays
+    rates: dict[str, float]
+    last: dict[str, float]
+
+
 class OwnRun(LiveRun):
     """A `Side` with a `step`: the user's code takes the steps, on one device.
 
@@ -45,7 +64,12 @@ class OwnRun(LiveRun):
     Attributes
     ----------
     parts : mgpu.backends.base.OwnParts
+    instead : callable or None
+        What makes of an `Update` the state that takes the place of what the
+        optimiser has computed.
     """
+
+    instead: Callable[[Update], State] | None = None
 
     def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
         super().__init__(side, sample, dtype, masks)
@@ -147,6 +171,24 @@ class OwnRun(LiveRun):
 
     # -- steps --------------------------------------------------------------
 
+    def _around(self, observed: base.Observed, names: list[str]
+                ) -> Callable[[], None]:
+        """What is called after an update of weights by their optimiser."""
+        if self.instead is None:
+            return lambda: None
+        before, last, instead = self.state(), dict(observed.rates), \
+            self.instead
+
+        def after() -> None:
+            state = instead(Update(
+                before, {n: observed.applied[n] for n in names},
+                dict(observed.rates), last))
+            for p in self.replicas.params():
+                if p.name in names:
+                    p.set_data(state.values[p.name])
+            self.load_memory(state.optimizer)
+        return after
+
     def _begin(self, step: int) -> None:
         """Schedules and whatever else is not loaded are as they were before
         this step, also where it is taken once more."""
@@ -214,7 +256,8 @@ class OwnRun(LiveRun):
         self.masks.begin(step, rows_of_shards([x]))
         with self.network.watch_layers(told), \
                 self.network.natively(self.masks, begins, seen), \
-                self.parts.observe() as observed:
+                self.parts.observe(lambda names: self._around(
+                    observed, names)) as observed:
             value = self._own(x, label)
         order = _order(places)
         return _Seen([_in_order(z, order) for z in self.returned(outputs)],
@@ -256,7 +299,8 @@ class OwnRun(LiveRun):
                         [p for p, trains in seen.ran.items() if not trains],
                         seen.counts,
                         after.optimizer.num_update
-                        - max(before.values(), default=0)))
+                        - max(before.values(), default=0),
+                        observed.scales, observed.updates))
 
     def _losses(self, value: Any) -> np.ndarray:
         if isinstance(value, dict) and value:

@@ -54,6 +54,11 @@ class OwnStep(NamedTuple):
         0 where the layer was called more than once.
     updates : int
         How many updates the step made.
+    scales : dict of str -> float
+        `scale` by weight, where they are known to differ.
+    passes : int
+        How many times an optimiser made an update. After the first one, what
+        follows starts from other weights.
     """
 
     left: Arrays
@@ -62,6 +67,8 @@ class OwnStep(NamedTuple):
     predicted: list[str]
     counts: dict[str, int]
     updates: int
+    scales: dict[str, float]
+    passes: int
 
 
 @dataclass

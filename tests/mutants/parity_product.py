@@ -6,6 +6,10 @@ _RESULTS = "mgpu.parity.comparison:Comparison.compare_results"
 _SAME = ("parity/test_compare.py::test_a_faithful_port_is_the_same[1dev-8-"
          "per_device]",)
 _KEYS = "parity/test_keys.py::test_outputs_are_compared_by_key"
+_FOLLOWS = ("parity/test_own_step.py::test_what_follows_an_update_in_a_step_"
+            "is_explained_by_its_formula")
+_HIDES = ("parity/test_own_step.py::test_a_formula_of_an_update_hides_no_"
+          "fault_of_a_step")
 
 MUTANTS = [
     Mutant("statistics-are-not-compared", "running statistics may differ",
@@ -299,7 +303,7 @@ MUTANTS = [
             "[2]",)),
     Mutant("formulas-drop-options", "an option that the other framework does "
            "not have is a formula",
-           edit("mgpu.parity.formulas:Formulas._by_formulas",
+           edit("mgpu.parity.formulas:Formulas._ways",
                 "or lost_options(rules[1], ways[0].kind)", "",
                 "or lost_options(rules[0], ways[1].kind)", ""),
            ("parity/test_own_step.py::test_a_formula_hides_no_other_option_"
@@ -473,4 +477,24 @@ MUTANTS = [
                 '"gradient" not in wrong', 'not wrong & {"gradient", "rate"}'),
            ("parity/test_own_step.py::test_a_wrong_rate_is_no_fault_of_clipping"
             "[]",)),
+    Mutant("trainers-of-two-rates-are-two-rules", "two trainers with other "
+           "rates remember things that are not compared",
+           edit("mgpu.backends._mxnet.own_step:MXNetParts._read",
+                'if k not in ("learning_rate", "wd")', ""),
+           (_FOLLOWS + "[sgd--]",)),
+    Mutant("formulas-of-updates-only", "what follows an update in a step is a "
+           "difference where the update is another formula",
+           edit("mgpu.parity.formulas:Formulas.explain",
+                "step.own.passes > 1", "step.own.passes > 2"),
+           (_FOLLOWS + "[adam--parts]",)),
+    Mutant("a-step-need-not-come-out", "a formula explains whatever follows "
+           "an update, however it comes out",
+           edit("mgpu.parity.formulas:Formulas._by_replay",
+                "((two, same), (one, other))", "((two, same), (one, one))"),
+           (_HIDES + "*",)),
+    Mutant("the-formula-of-b-again", "a step is taken again with its own "
+           "formula, which explains nothing",
+           edit("mgpu.parity.formulas:Formulas._replayed",
+                "b.instead = instead", "b.instead = None"),
+           (_FOLLOWS + "[adam--]",)),
 ]

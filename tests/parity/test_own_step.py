@@ -353,6 +353,158 @@ def test_a_wrong_rate_is_no_fault_of_clipping(swapped):
         assert result.causes[0].name == name, result
 
 
+# -- several optimisers, one after the other ----------------------------------
+
+#: of 6 rows: float32 holds no sixth
+SIXES = [(rng.normal(size=(6, 3)), rng.normal(size=(6, 4)))
+         for rng in map(np.random.default_rng, range(3))]
+
+
+def adversaries_gluon():
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.gen = nn.HybridSequential()
+                self.gen.add(nn.Dense(8, activation="tanh", in_units=3),
+                             nn.Dense(4, in_units=8))
+                self.dis = nn.HybridSequential()
+                self.dis.add(nn.Dense(8, activation="tanh", in_units=4),
+                             nn.Dense(1, in_units=8))
+
+        def hybrid_forward(self, F, x):
+            return self.dis(self.gen(x))
+    return Net()
+
+
+def adversaries_torch():
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gen = nn.Sequential(nn.Linear(3, 8), nn.Tanh(),
+                                     nn.Linear(8, 4))
+            self.dis = nn.Sequential(nn.Linear(4, 8), nn.Tanh(),
+                                     nn.Linear(8, 1))
+
+        def forward(self, x):
+            return self.dis(self.gen(x))
+    return Net()
+
+
+def adversaries_step_gluon(optimizer, whole=True, **options):
+    """`whole`: the pass of the generator calls the network, no parts."""
+    def make(net):
+        from mxnet import autograd, gluon, nd
+        moves_g, moves_d = (gluon.Trainer(
+            part.collect_params(), optimizer, {"learning_rate": rate,
+                                               **options})
+            for part, rate in ((net.gen, 0.1), (net.dis, 0.2)))
+        loss_of = gluon.loss.SigmoidBinaryCrossEntropyLoss()
+
+        def step(x, y):
+            one, zero = (f((len(x), 1), dtype=x.dtype)
+                         for f in (nd.ones, nd.zeros))
+            with autograd.record():
+                loss = loss_of(net.dis(y), one) + loss_of(
+                    net.dis(net.gen(x).detach()), zero)
+            loss.backward()
+            moves_d.step(len(x))
+            with autograd.record():
+                out = net(x) if whole else net.dis(net.gen(x))
+                loss = loss_of(out, one)
+            loss.backward()
+            moves_g.step(len(x))
+            return loss
+        return step, [moves_g, moves_d]
+    return make
+
+
+def adversaries_step_torch(optimizer, whole=True, rate=0.2, real=1.0, both=1,
+                           zeros=True, late=False, twice=False, other=None,
+                           **options):
+    def make(net):
+        import torch
+        from torch.nn.functional import binary_cross_entropy_with_logits
+        kind = getattr(torch.optim, optimizer)
+        moves_g = kind(net.gen.parameters(), lr=0.1, **options)
+        moves_d = kind(net.dis.parameters(), lr=rate,
+                       **{**options, **(other or {})})
+
+        def loss_of(output, label):
+            return binary_cross_entropy_with_logits(
+                output, torch.full_like(output, label))
+
+        def step(x, y):
+            moves_d.zero_grad()
+            loss = loss_of(net.dis(y), real) + loss_of(
+                net.dis(net.gen(x).detach()), 0.0)
+            (loss / both).backward()
+            for _ in range(0 if late else 2 if twice else 1):
+                moves_d.step()
+            if zeros:
+                moves_g.zero_grad()
+            loss = loss_of(net(x) if whole else net.dis(net.gen(x)), 1.0)
+            loss.backward()
+            moves_g.step()
+            if late:
+                moves_d.step()
+            return loss
+        return step, [moves_g, moves_d]
+    return make
+
+
+#: options of both, and how the formulas begin
+ADVERSARIES = {
+    "sgd": ("sgd", "SGD", {"momentum": 0.5, "wd": 0.0625},
+            {"momentum": 0.5, "weight_decay": 0.0625}, ["MXNet's"]),
+    "plain sgd": ("sgd", "SGD", {}, {}, ["MXNet's"]),
+    "adam": ("adam", "Adam", {"beta1": 0.5}, {"betas": (0.5, 0.999)},
+             ["Adam's", "MXNet's"])}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["", "parts"])
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+@pytest.mark.parametrize("name", ADVERSARIES)
+def test_what_follows_an_update_in_a_step_is_explained_by_its_formula(
+        name, swapped, whole):
+    """The second loss is taken with weights that the first optimiser has
+    moved; PyTorch adds its gradients to those of the first, Gluon writes over
+    them, and both are read when their optimiser gets them."""
+    one, two, options_a, options_b, words = ADVERSARIES[name]
+    sides = [(adversaries_gluon, adversaries_step_gluon(
+        one, whole, **options_a)), (adversaries_torch, adversaries_step_torch(
+            two, whole, **options_b))]
+    (a, step_a), (b, step_b) = sides[::-1] if swapped else sides
+    result = parity.compare(a, b, batches=SIXES, step_a=step_a, step_b=step_b)
+    assert result.proves(formulas=True), result
+    assert [f["text"].split()[0] for f in result.formulas] == words, result
+    assert not result.notes, result
+
+
+@pytest.mark.parametrize("fault", [
+    {"rate": 0.1}, {"rate": 0.2 * (1 + 1e-6)}, {"real": 0.9}, {"both": 2},
+    {"zeros": False}, {"late": True}, {"twice": True},
+    {"other": {"eps": 1e-7}}, {"other": {"weight_decay": 1e-6}},
+    {"other": {"betas": (0.9, 0.999)}}], ids=str)
+def test_a_formula_of_an_update_hides_no_fault_of_a_step(fault):
+    for which, swapped in zip(("adam", "sgd"), (False, True)):
+        one, two, options_a, options_b, _ = ADVERSARIES[which]
+        if which == "sgd" and {"eps", "betas"} & fault.get("other", {}).keys():
+            continue
+        sides = [(adversaries_gluon, adversaries_step_gluon(
+            one, **options_a)), (adversaries_torch, adversaries_step_torch(
+                two, **{**options_b, **fault}))]
+        (a, step_a), (b, step_b) = sides[::-1] if swapped else sides
+        result = parity.compare(a, b, batches=SIXES, step_a=step_a,
+                                step_b=step_b)
+        assert result.verdict == "different", (which, result)
+
+
 # -- weights that no optimiser has --------------------------------------------
 
 HEAD = (gluon(lambda nn: [nn.Dense(4, activation="tanh", in_units=5),

@@ -99,12 +99,22 @@ class MXNetParts(base.OwnParts):
     def _read(self) -> tuple[tuple[str, dict[str, Any]] | None,
                              dict[str, float], dict[str, float]]:
         rules = [_rule(trainer.optimizer) for trainer in self._trainers]
-        same = len({repr(rule) for rule in rules}) == 1
+        same = len({repr(rule and (rule[0], {
+            k: v for k, v in rule[1].items()
+            if k not in ("learning_rate", "wd")})) for rule in rules}) == 1
+        rule = max(rules, key=lambda rule: rule[1]["wd"] if rule else 0.0) \
+            if same else None
+        rate, decay = (rule[1].get(key, 0.0) if rule else 0.0
+                       for key in ("learning_rate", "wd"))
         factors: list[dict[str, float]] = [{}, {}]
         for trainer, index, name in self._weights():
-            p = trainer._params[index]
-            factors[0][name], factors[1][name] = p.lr_mult, p.wd_mult
-        return rules[0] if same else None, factors[0], factors[1]
+            p, optimizer = trainer._params[index], trainer.optimizer
+            # a schedule has no rate of its own
+            factors[0][name] = p.lr_mult * (
+                optimizer.lr / rate if rate and optimizer.lr else 1.0)
+            factors[1][name] = p.wd_mult * (optimizer.wd / decay
+                                            if decay else 1.0)
+        return rule, factors[0], factors[1]
 
     # -- memory -------------------------------------------------------------
 
@@ -177,9 +187,11 @@ class MXNetParts(base.OwnParts):
     # -- a step -------------------------------------------------------------
 
     @contextlib.contextmanager
-    def observe(self) -> Iterator[base.Observed]:
+    def observe(self, around: base.AroundUpdate | None = None
+                ) -> Iterator[base.Observed]:
         seen = base.Observed()
-        left: dict[str, np.ndarray] = {}
+        #: by weight, what no update has taken yet
+        waiting: dict[str, np.ndarray] = {}
         backward, function = mx.nd.NDArray.backward, mx.autograd.backward
 
         trained = {name: p for name, p in self._named.items()
@@ -195,9 +207,17 @@ class MXNetParts(base.OwnParts):
         def watched(call: Callable[..., Any]) -> Callable[..., Any]:
             def passed(*args: Any, **options: Any) -> Any:
                 result = call(*args, **options)
-                left.update(gradients())
+                waiting.update(gradients())
                 return result
             return passed
+
+        def updates(names: list[str], scale: float) -> Callable[[], None]:
+            seen.rule, seen.scale = self._read()[0], scale
+            seen.updates += 1
+            seen.scales |= dict.fromkeys(names, scale)
+            seen.left |= {n: waiting.pop(n) * scale for n in names
+                          if n in waiting}
+            return around(names) if around is not None else lambda: None
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(_replaced(
@@ -208,27 +228,29 @@ class MXNetParts(base.OwnParts):
                 own = trainer._updaters[0]
                 trainer._updaters[0] = _Updater(
                     own, [self._names.get(id(p)) for p in trainer._params],
-                    seen)
+                    seen, updates)
                 stack.callback(trainer._updaters.__setitem__, 0, own)
             yield seen
-        seen.left = {n: g * seen.scale for n, g in left.items()}
+        seen.left = {n: g * seen.scale for n, g in waiting.items()
+                     } | seen.left
 
 
 class _Updater:
-    """An updater of Gluon's, of which `seen` is told."""
+    """An updater of Gluon's, of which `seen` and `updates` are told."""
 
-    def __init__(self, own: Any, names: list[str | None],
-                 seen: base.Observed):
+    def __init__(self, own: Any, names: list[str | None], seen: base.Observed,
+                 updates: Callable[[list[str], float], Callable[[], None]]):
         self._own, self._names, self._seen = own, names, seen
+        self._updates = updates
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
 
     def __call__(self, indices: Any, grads: Any, weights: Any) -> None:
         seen, optimizer = self._seen, self._own.optimizer
-        seen.rule = _rule(optimizer)
         rates: dict[int, float] = {}
-        seen.scale = optimizer.rescale_grad
+        after = self._updates([name for i in indices if (
+            name := self._names[i]) is not None], optimizer.rescale_grad)
         for index, grad in zip(indices, grads):
             name = self._names[index]
             if name is not None:
@@ -247,6 +269,7 @@ class _Updater:
         # AdaDelta has no rate.
         seen.rates |= {name: rates.get(index, 1.0) for index in indices
                        if (name := self._names[index]) is not None}
+        after()
 
 
 class _AnyDtype:

@@ -201,13 +201,17 @@ class TorchParts(base.OwnParts):
     # -- a step -------------------------------------------------------------
 
     @contextlib.contextmanager
-    def observe(self) -> Iterator[base.Observed]:
+    def observe(self, around: base.AroundUpdate | None = None
+                ) -> Iterator[base.Observed]:
         scale = float(self._scalers[0].get_scale()) if self._scalers else 1.0
         seen = base.Observed(loss_scale=scale)
+        #: by weight, what no update has taken yet
+        waiting: dict[str, np.ndarray] = {}
+        after: list[Callable[[], None]] = []
 
         def left(name: str, p: Any) -> None:
             if p.grad is not None:      # a hook may have applied it already
-                seen.left[name] = _to_numpy(p.grad) / scale
+                waiting[name] = _to_numpy(p.grad) / scale
 
         def begins(optimizer: Any, args: Any, kwargs: Any) -> Any:
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -223,11 +227,19 @@ class TorchParts(base.OwnParts):
 
         def updates(optimizer: Any) -> None:
             seen.rule = self._read()[0]
+            seen.updates += 1
+            if around is not None:
+                after.append(around([
+                    name for group in optimizer.param_groups
+                    for name in self._of(group)
+                    if self._named[name].grad is not None]))
             for group in optimizer.param_groups:
                 for name in self._of(group):
                     grad = self._named[name].grad
                     if grad is not None:
                         seen.applied[name] = _to_numpy(grad)
+                        if name in waiting:
+                            seen.left[name] = waiting.pop(name)
                         seen.rates[name] = float(group["lr"])
                         self._counts[name] = self._counts.get(name, 0) + 1
         with contextlib.ExitStack() as stack:
@@ -238,7 +250,10 @@ class TorchParts(base.OwnParts):
             for optimizer in self._optimizers:
                 stack.callback(
                     optimizer.register_step_pre_hook(begins).remove)
+                stack.callback(optimizer.register_step_post_hook(
+                    lambda *_: after and after.pop()()).remove)
             yield seen
+        seen.left = {**waiting, **seen.left}
 
 
 def _to_numpy(x: Any) -> np.ndarray:
