@@ -743,8 +743,13 @@ class Comparison:
             if predict:     # no cause of a training pass is looked for there
                 location, predicting = None, location
         if location is not None:
-            both = [*zip(*outputs_of(location.call_a, location.call_b,
-                                     self.summarised))]
+            one_call, two_call = location.call_a, location.call_b
+            both = [*zip(*outputs_of(one_call, two_call, self.summarised))]
+            given = [*zip(one_call.inputs, two_call.inputs)]
+            if not location.inputs_agree and given and both and len({
+                    x.shape for x in both[0]}) > len({
+                        x.shape for x in given[0]}):
+                both = given    # which can be compared
             apart = [self.single_gap(
                 number, "layer", location.call_a.path, x, z)
                 for x, z in both or [(np.zeros(0), np.zeros(0))]]

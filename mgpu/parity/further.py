@@ -13,7 +13,8 @@ from typing import Any
 from mgpu.parity.diagnosis import causes_of
 from mgpu.parity.float32 import WORDS
 from mgpu.parity.location import (Location, differences, ends,
-                                   other_functions, pairs)
+                                   other_functions, pairs,
+                                   read_elsewhere)
 from mgpu.parity.measure import in_shape_of
 from mgpu.parity.result import Evidence, Result
 from mgpu.parity.run import Calls, Put
@@ -91,9 +92,11 @@ def _targets(work: Any, calls_a: Calls, calls_b: Calls, which: int) -> Put:
     """What takes the place of the outputs of the side `which`."""
     found: dict[int, Any] = {}
     layers = work.a.by_path(), work.b.by_path()
-    for at in pairs([c.path for c in calls_a], [c.path for c in calls_b],
-                    *layers, work.plan):
-        if other_functions(calls_a[at[0]], calls_b[at[1]], layers):
+    met = [*pairs([c.path for c in calls_a], [c.path for c in calls_b],
+                  *layers, work.plan)]
+    for at in met:
+        if other_functions(calls_a[at[0]], calls_b[at[1]], layers) \
+                or read_elsewhere(calls_a, calls_b, *layers, at, met):
             continue    # each may be a part of what the other is
         last = ends((calls_a, calls_b), at, layers)
         own, other = ((calls_a, calls_b)[i][last[i]].outputs

@@ -20,6 +20,8 @@ ACTIVATIONS = {"clip", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh",
 _ALIKE = {**dict.fromkeys(ACTIVATIONS, "activation"), **{
     f"{size}{kind}_pool": "pool" for kind in ("avg", "max")
     for size in ("", "global_", "adaptive_")}}
+#: of which either may come first
+_TURNS = {"activation", "pool"}
 #: scores as large as that are those of a mask
 _MASK = 1e4
 #: layers that compute one thing, whatever a port makes of them
@@ -163,7 +165,118 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                 plan: Plan, tolerance: float, summarised: bool = False
                 ) -> Iterator[Location]:
     """The layers whose outputs differ, in their order. `pairs` says which
-    belong together. Those of `summarised` calls cannot be joined."""
+    belong together. Those of `summarised` calls cannot be joined. A layer
+    whose outputs have other sizes is the place of what differs behind it,
+    unless a layer that follows gets the same on both sides."""
+    waiting: _Waiting | None = None
+    yielded = False
+    for at, place in _met(calls_a, calls_b, of_a, of_b, plan, tolerance,
+                          summarised):
+        reached = waiting is not None and waiting.reaches(at)
+        if waiting is not None and (place is None or place.inputs_agree) \
+                and (reached or not waiting.sure):
+            waiting = None
+        if place is None:
+            continue
+        one, two = place.call_a, place.call_b
+        given, returned = (
+            _sizes(x, summarised)[:1] == _sizes(z, summarised)[:1]
+            for x, z in ((one.inputs, two.inputs), (one.outputs, two.outputs)))
+        sure = place.inputs_agree or all(
+            layer and layer.parameters for layer in (place.a, place.b))
+        turn = returned and not place.inputs_agree and {
+            _ALIKE.get(kind_of(call.path, of)) for call, of in (
+                (one, of_a), (two, of_b))} <= _TURNS
+        if turn and waiting is None:
+            # the one before the other on one side, behind it on the other
+            waiting = _Waiting(place, True, (calls_a, calls_b))
+            if waiting.is_read():
+                continue
+            waiting = None
+        if returned or given and not place.inputs_agree:
+            if waiting is not None and waiting.sure and not place.inputs_agree:
+                yield waiting.place
+                waiting = None
+            yield place
+            yielded = True
+        elif waiting is not None and reached and not place.inputs_agree:
+            waiting.goes_on(place)
+            waiting.sure |= sure
+        elif waiting is None or sure and not waiting.sure:
+            waiting = _Waiting(place, sure, (calls_a, calls_b))
+    if waiting is not None and (not yielded or waiting.compared):
+        yield waiting.place
+
+
+class _Waiting:
+    """A layer whose outputs have other sizes, or that gets something else,
+    until it is known whether what follows differs.
+
+    Attributes
+    ----------
+    place : Location
+    sure : bool
+        Whether it is one if what follows differs. Layers that get other sizes
+        too are not: functions may be called in another order.
+    """
+
+    def __init__(self, place: Location, sure: bool,
+                 calls: tuple[Sequence[LayerCall], Sequence[LayerCall]]):
+        self.place, self.sure, self._calls = place, sure, calls
+        self.compared = len({x.size for call in (place.call_a, place.call_b)
+                             for x in call.outputs[:1]}) == 1
+        self.goes_on(place)
+
+    def goes_on(self, last: Location) -> None:
+        """`last` has other sizes because of it."""
+        self._readers = [
+            _readers(calls, k, call) for calls, k, call in zip(
+                self._calls, last.at, (last.call_a, last.call_b))]
+
+    def is_read(self) -> bool:
+        """Whether a call is known to get what it gives."""
+        return any(self._readers)
+
+    def reaches(self, at: tuple[int, int]) -> bool:
+        """Whether the calls `at` may get what comes from it: no others do, as
+        far as is known."""
+        return not self.is_read() or any(
+            k in readers for k, readers in zip(at, self._readers))
+
+
+def _readers(calls: Sequence[LayerCall], number: int, call: LayerCall
+             ) -> set[int]:
+    """The calls behind `number` that get what `call` returned."""
+    return {n for n in range(number + 1, len(calls)) if any(
+        x.size == z.size and np.array_equal(x.reshape(-1), z.reshape(-1))
+        for x in calls[n].inputs[:1] for z in call.outputs[:1])}
+
+
+def read_elsewhere(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
+                   of_a: Mapping[str, Layer], of_b: Mapping[str, Layer],
+                   at: tuple[int, int], met: Iterable[tuple[int, int]]
+                   ) -> bool:
+    """Whether what the calls `at` give, of layers without parameters, goes to
+    calls that do not belong together: a pooling before the activation, and
+    behind it."""
+    def turns(call: LayerCall, of: Mapping[str, Layer]) -> bool:
+        return _ALIKE.get(kind_of(call.path, of)) in _TURNS
+    sides = (calls_a, of_a), (calls_b, of_b)
+    if not all(turns(calls[k], of) for k, (calls, of) in zip(at, sides)):
+        return False
+    found = [_readers(calls, k, calls[k]) for k, (calls, _) in zip(at, sides)]
+    return all(found) and not any(
+        i in found[0] and j in found[1] for i, j in met) and any(
+            turns(calls[n], of) for readers, (calls, of) in zip(found, sides)
+            for n in readers)
+
+
+def _met(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
+         of_a: Mapping[str, Layer], of_b: Mapping[str, Layer],
+         plan: Plan, tolerance: float, summarised: bool
+         ) -> Iterator[tuple[tuple[int, int], Location | None]]:
+    """The calls that belong together, with the place of those whose outputs
+    differ, and None for those whose outputs are equal."""
     groups = together(of_a.values(), of_b.values(), plan)
     counts = [Counter(c.path for c in calls) for calls in (calls_a, calls_b)]
     met = [*pairs([c.path for c in calls_a], [c.path for c in calls_b],
@@ -177,7 +290,7 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
                 _of_group(calls_a[:i + 1], group[0], of_a),
                 _of_group(calls_b[:j + 1], group[1], of_b), (i, j), tolerance)
             if place is not None:
-                yield place
+                yield (i, j), place
             continue
         layers = of_a.get(one.path), of_b.get(two.path)
         if groups and _sizes(one.inputs, summarised) \
@@ -190,10 +303,12 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
         two = two._replace(outputs=calls_b[n].outputs)
         if _agree(*outputs_of(one, two, summarised), tolerance) \
                 or _turned(one, two, tolerance):
+            yield (i, j), None
             continue
         lined = two if summarised else in_layout(one, two, tolerance)
         if lined is not two and _agree(one.outputs[:1], lined.outputs[:1],
                                        tolerance):
+            yield (i, j), None
             continue
         if not _no_partners(one, two, lined, (of_a, of_b), [
                 (calls_a[k], calls_b[n]) for k, n in met[number + 1:]],
@@ -215,7 +330,7 @@ def differences(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
             inner = [calls[k].outputs[0] for calls, k, end in (
                 (calls_a, i, m), (calls_b, j, n))
                 if k != end and calls[k].outputs]
-            yield Location(*layers, agree, one, two, (i, j), inner)
+            yield (i, j), Location(*layers, agree, one, two, (i, j), inner)
 
 
 def unmasked(x: np.ndarray) -> np.ndarray:

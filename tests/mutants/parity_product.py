@@ -43,6 +43,12 @@ MUTANTS = [
                 "(size > 0)"),
            ("parity/test_diagnosis.py::test_a_planted_fault_is_named"
             "[attention scale beside a mask]",)),
+    Mutant("other-sizes-are-a-place", "a layer whose outputs have other sizes "
+           "is the first difference although what follows agrees",
+           edit("mgpu.parity.location:differences",
+                "(reached or not waiting.sure)", "False"),
+           ("parity/test_location.py::test_other_sizes_on_the_way_are_no_place"
+            "[in_pieces-sum-head-False-False]",)),
     Mutant("small-layers-are-closed", "what a layer of the user's own calls "
            "has no options",
            edit("mgpu.backends._torch.layers:is_open",

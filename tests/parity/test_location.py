@@ -177,6 +177,99 @@ def test_another_shape_of_one_kind_of_layer_is_a_place(change, backend):
     assert result.causes[0].name == "layer options"
 
 
+def in_pieces(style, behind=None):
+    """A convolution of a series that sees nothing later, and two halves.
+    `style`: the convolution pads both ends, or the earlier one; the pooling
+    comes behind the activation, or before it."""
+    def make():
+        import torch
+        from torch import nn
+        functional = nn.functional
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv = nn.Conv1d(4, 6, 3, padding=2 * style)
+                self.norm = nn.BatchNorm1d(6)
+                self.next = nn.Conv1d(6, 5, 2, stride=1 + (
+                    behind == "stride"))
+                self.head, self.out = nn.Linear(5, 4), nn.Linear(4, 3)
+
+            def forward(self, x):
+                x = x.mT
+                x = self.conv(x)[..., :5] if style \
+                    else self.conv(functional.pad(x, (2, 0)))
+                x = self.norm(x)
+                if behind == "chop":
+                    x = x.flip(2)
+                for f in (torch.relu, lambda x: functional.max_pool1d(
+                        x, 2, 1))[::1 if style else -1]:
+                    x = f(x)
+                x = self.next(x)
+                x = x.sum(2) if behind == "sum" else x.amax(2)
+                x = torch.sigmoid(self.head(x)) if behind == "act" \
+                    else torch.tanh(self.head(x))
+                x = self.out(x)
+                return x.tanh() if behind == "end" else x
+        return Net()
+    return make
+
+
+def encoded(style, behind=None):
+    """An encoder of two halves, called twice (`style`), or once."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv, self.next = nn.Conv1d(4, 6, 2), nn.Linear(12, 5)
+                self.pool = nn.MaxPool1d(2)
+                self.head, self.out = nn.Linear(5, 4), nn.Linear(4, 3)
+
+            def forward(self, x):
+                x = x.mT
+                halves = [x, x.flip(2)]
+                encodings = [self.next(self.pool(self.conv(z).tanh()
+                                                 ).flatten(1))
+                             for z in (halves if style
+                                       else [torch.cat(halves)])]
+                u, v = encodings if style else encodings[0].chunk(2)
+                x = u + v if behind == "sum" else (u - v) ** 2
+                x = torch.sigmoid(self.head(x)) if behind == "act" \
+                    else torch.tanh(self.head(x))
+                x = self.out(x)
+                return x.tanh() if behind == "end" else x
+        return Net()
+    return make
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("make, behind, place, inputs_agree", [
+    (in_pieces, "chop", ("next", "F.relu after norm", "F.max_pool after norm"),
+     False), (in_pieces, "stride", "next", True),
+    *((make, *others) for make in (in_pieces, encoded) for others in (
+        ("sum", "head", False), ("act", "F.tanh after head", True),
+        ("end", None, None)))])
+def test_other_sizes_on_the_way_are_no_place(make, behind, place, inputs_agree,
+                                             swap):
+    """A port that is right may give layers other sizes."""
+    one, two = make(True), make(False)
+    assert parity.compare(one, two, batches=SERIES).same
+    sides = [one, make(False, behind)] if not swap \
+        else [two, make(True, behind)]
+    result = parity.compare(*sides, batches=SERIES)
+    assert result.verdict == "different"
+    if place is None:
+        assert result.location is None, result
+    else:
+        assert result.location["a"]["path"] in place, result
+        assert result.location["inputs_agree"] is inputs_agree, result
+    assert np.isfinite(result.first.absolute) or behind == "stride", result
+    assert not result.further, result
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_state_that_is_lost_is_what_the_next_call_gets(traced, tmp_path):
     def original():

@@ -223,9 +223,9 @@ def _factors(d: Difference, scores: bool = False
     """Tensors of b that are a number times those of a, and the residual;
     `scores`: beside a mask that both have."""
     for u, v, where, _ in d.tensors():
-        beside = [unmasked(x) for x in (u, v)] if scores else []
-        if beside and np.array_equal(*beside):
-            u, v = (x[beside[0]] for x in (u, v))
+        beside, other = unmasked(u), unmasked(v)
+        if scores and np.array_equal(beside, other):
+            u, v = u[beside], v[beside]
         if u.shape == v.shape and u.size > 4 and u.any():
             c = float((u * v).sum() / (u * u).sum())
             yield (f"at {where} {d.b} has {c:.6g} times the numbers of {d.a}"
