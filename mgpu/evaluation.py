@@ -124,14 +124,12 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     with using_backend(name) as backend:
         places = _devices_of(net, devices) if device is None \
             else as_devices([device])
-        runners = _runners(net, places)
+        predict = _predict(net, places)
         correct = total = 0
         with backend.scope(recording=False, training=False):
             for X, y in map(as_pair, data_iter):
                 X_shards, y_shards = split_f(X, y, places)
-                outputs = backend.parallel([
-                    partial(_run, run, shard)
-                    for run, shard in zip(runners, X_shards)])
+                outputs = predict(X_shards)
                 # Of all devices, also where one fails: MXNet raises what
                 # nobody has waited for in a later call.
                 correct += sum(backend.parallel([
@@ -144,6 +142,18 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                          "none. Use a data iterator that can be gone through "
                          "again, such as a list.")
     return correct / total
+
+
+def _predict(net: Any, places: list[Device]
+             ) -> Callable[[Sequence[Any]], list[Any]]:
+    """A function of shards that gives an output, or None, for each."""
+    if isinstance(net, Replicas) and places == net.devices:
+        # One pass, which leaves all devices what it keeps.
+        return lambda shards: [None] * len(shards) if all(
+            is_empty(as_inputs(shard)) for shard in shards) else net(shards)
+    runners = _runners(net, places)
+    return lambda shards: get_backend().parallel([
+        partial(_run, run, shard) for run, shard in zip(runners, shards)])
 
 
 def _run(run: Callable[[Any], Any], shard: Any) -> Any:

@@ -787,9 +787,9 @@ def test_buffers_that_predictions_write_are_each_devices(engine, devices,
         assert relative_difference(x, y) < 1e-12
 
 
-@pytest.mark.parametrize("train_mode", [None, False])
+@pytest.mark.parametrize("mode", ["prediction", "evaluation", "record"])
 def test_buffers_that_predictions_write_reach_devices_without_rows(
-        engine, devices, train_mode):
+        engine, devices, mode):
     """A count of all passes, and batches of fewer rows than devices."""
     def forward(net, x, F):
         count = net.count.data(x.context) if engine.name == "mxnet" \
@@ -813,8 +813,11 @@ def test_buffers_that_predictions_write_reach_devices_without_rows(
         for rows in (ROWS, 1, ROWS, 2, 1, ROWS):
             shards = mgpu.split_and_load(batches(1)[0][0][:rows], on_devices,
                                          even_split=False)
-            with mgpu.no_grad() if train_mode is None \
-                    else mgpu.record(train_mode=train_mode):
+            if mode == "evaluation":
+                mgpu.evaluate_accuracy_gpus(replicas, [
+                    (batches(1)[0][0][:rows], np.zeros(rows, "int32"))])
+            with mgpu.record(train_mode=False) if mode == "record" \
+                    else mgpu.no_grad():
                 found.append(np.concatenate([
                     mgpu.to_numpy(x) for x in replicas(shards)
                     if x is not None]))

@@ -380,5 +380,5 @@ MUTANTS = [
                 "if not (self.backend.is_training()", "if () and not ("
                 "self.backend.is_training()"),
            ("test_kept.py::test_buffers_that_predictions_write_reach_devices_"
-            "without_rows[torch-2dev-None]",)),
+            "without_rows[torch-2dev-prediction]",)),
 ]
