@@ -306,6 +306,32 @@ def _count_in_a_global(self, x):
     return self.b(self.a(x))
 
 
+class _Held:
+    n = 0
+
+
+_held = _Held()
+
+
+def _count_in_an_object(self, x):
+    _held.n += 1
+    return self.b(self.a(x))
+
+
+def _count_in_its_class(self, x):
+    type(self).passes += 1
+    return self.b(self.a(x))
+
+
+def _note(self):
+    _held.n += 1
+
+
+def _count_in_a_method(self, x):
+    self.note()
+    return self.b(self.a(x))
+
+
 def _fill(self, x):
     self.array[:] = self.array + 1
     return self.b(self.a(x))
@@ -319,13 +345,17 @@ def _draw(self, x):
 @pytest.mark.parametrize("forward, words", [
     (_count_in_a_dict, "the variable '_outside' outside of it"),
     (_count_in_a_global, "the variable '_number_outside' outside of it"),
+    (_count_in_an_object, "variable '_held.n' outside.*Write self.n "),
+    (_count_in_its_class, "variable 'Net.passes' outside.*Write self.passes "),
+    (_count_in_a_method, "variable '_held.n' outside of it"),
     (_fill, "writes into the array 'array', which was there before"),
     (_draw, "received a generator in 'numbers'")], ids=name_of)
 def test_what_devices_cannot_have_apart_is_refused(name, forward, words):
     with using_engine(name) as engine:
         for k in (1, 2):
             net = network(engine, None)
-            type(net).forward = forward
+            type(net).forward, type(net).passes = forward, 0
+            type(net).note = _note
             net.array = engine.put(np.zeros(2), mgpu.cpu(0))
             net.numbers = (i for i in range(1, 9)) if forward is _draw else 0
             before = values(net)

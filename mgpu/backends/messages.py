@@ -103,7 +103,8 @@ def shared_number(name: str, kind: type) -> ValueError:
         "on several devices a forward pass counts in an attribute, of which "
         f"each device has one; received {kind.__name__}, whose forward pass "
         f"gives the variable {name!r} outside of it another value, once for "
-        f"each device. Write self.{name} instead; or use one device.")
+        f"each device. Write self.{name.rpartition('.')[2]} instead; or use "
+        "one device.")
 
 
 def shared_array(name: str, kind: type) -> ValueError:

@@ -94,6 +94,20 @@ MUTANTS = [
                 "in ()"),
            (_KEPT + "test_batch_norm_moves_no_statistics_that_devices_share"
             "[*",)),
+    Mutant("mxnet-counts-in-attributes", "passes count in attributes of other "
+           "objects once for each device", edit(
+               _ATTRIBUTES + "_outside", "if attributes else ()",
+               "if False else ()"),
+           (_KEPT + "test_what_devices_cannot_have_apart_is_refused[*",)),
+    Mutant("mxnet-counts-in-classes", "passes count in their class once for "
+           "each device", edit(
+               _ATTRIBUTES + "_outside", "in reversed(kinds)", "in ()"),
+           (_KEPT + "test_what_devices_cannot_have_apart_is_refused[*",)),
+    Mutant("mxnet-counts-in-methods", "what passes call counts once for each "
+           "device", edit(
+               _ATTRIBUTES + "_numbers", "any(_changes(x.__code__))",
+               "False"),
+           (_KEPT + "test_what_devices_cannot_have_apart_is_refused[*",)),
     Mutant("mxnet-sums-hide-edits", "a pass that adds to a changed gradient "
            "hides the change", edit(
                "mgpu.backends._mxnet.gradients:Watched.end_pass",

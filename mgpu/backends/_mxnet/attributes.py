@@ -5,11 +5,12 @@ its attributes as if it ran alone: they are exchanged between the passes of
 two devices. What the Block has outside of passes is device 0's.
 """
 import copy
+import dis
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from typing import Any
 
@@ -326,8 +327,10 @@ class Attributes:
         for one in self._blocks:
             one.follow(memos, self._refuses, every, self.untold, names)
         self.untold.again = False
-        self._numbers = [(type(one.block), *number) for one in self._blocks
-                         for number in _numbers(one.block)]
+        # Those of one class have the same functions, but for Lambda's.
+        unlike = {id(b if is_known(b) else type(b)): b for b in every}
+        self._numbers = [(type(block), *number) for block in unlike.values()
+                         for number in _numbers(block)]
         if self._shared is None and blocks and mx.autograd.is_recording():
             self._shared = [
                 (f"{one.path}.{name}".lstrip("."), one.block, x, x.copy())
@@ -343,7 +346,7 @@ class Attributes:
             if x.tobytes() != before.tobytes():
                 raise messages.shared_array(name, type(block))
         for kind, function, name, before in self._numbers:
-            now = _outside(function).get(name, {})
+            now = _outside(function, _kinds(kind)).get(name, {})
             if any(now.get(key, x) != x for key, x in before.items()):
                 raise messages.shared_number(name, kind)
 
@@ -449,19 +452,51 @@ def _bits(x: Any) -> bytes:
 def _numbers(block: Any) -> Iterator[tuple[Any, str, Any]]:
     """(function, name, numbers) of what is outside of `block` and its passes
     may count in."""
+    kinds = _kinds(type(block))
     functions = [vars(block).get("_func"), vars(block).get("_func_impl")] \
-        if is_known(block) else [getattr(type(block), name, None) for name
-                                 in ("forward", "hybrid_forward", "__call__")]
-    for function in functions:
-        if isinstance(function, types.FunctionType) \
-                and function.__module__.partition(".")[0] != "mxnet":
-            for name, numbers in _outside(function).items():
+        if is_known(block) else [
+            *(getattr(type(block), name, None) for name in
+              ("forward", "hybrid_forward", "__call__")),
+            *(x for kind in kinds for method in vars(kind).values()
+              if isinstance(x := getattr(method, "__func__", method),
+                            types.FunctionType)
+              and any(_changes(x.__code__)))]
+    for function in dict.fromkeys(filter(None, functions)):
+        if isinstance(function, types.FunctionType) and _is_users(function):
+            for name, numbers in _outside(function, kinds).items():
                 yield function, name, numbers
 
 
-def _outside(function: types.FunctionType) -> dict[str, Any]:
-    """The numbers that a function finds outside of itself, by name; those in
-    lists and dicts by their places there."""
+def _is_users(x: Any) -> bool:
+    return (x.__module__ or "").partition(".")[0] != "mxnet"
+
+
+def _kinds(kind: type) -> list[type]:
+    """The classes of the user's that `kind` is made of."""
+    return [one for one in kind.__mro__ if _is_users(one)
+            and one is not object]
+
+
+@cache
+def _changes(code: types.CodeType) -> tuple[bool, frozenset[str]]:
+    """Whether a function stores outside of itself, or in collections; the
+    attributes that it reads and writes, of whatever object."""
+    names: dict[str, set[str]] = {}
+    for step in dis.get_instructions(code):
+        names.setdefault(step.opname, set()).add(step.argval)
+    read = names.get("LOAD_ATTR", set())
+    return not _STORES.isdisjoint(names), frozenset(
+        read & names.get("STORE_ATTR", set()))
+
+
+_STORES = {"STORE_GLOBAL", "STORE_DEREF", "STORE_SUBSCR"}
+
+
+def _outside(function: types.FunctionType, kinds: Sequence[type] = ()
+             ) -> dict[str, Any]:
+    """The numbers that a method of classes `kinds` finds outside of itself,
+    by name; those in lists and dicts by their places there, and those in
+    attributes that it changes."""
     code, globals_ = function.__code__, function.__globals__
     found = {name: globals_[name] for name in code.co_names
              if name in globals_}
@@ -476,6 +511,15 @@ def _outside(function: types.FunctionType) -> dict[str, Any]:
             pairs = x.items() if type(x) is dict else enumerate(x)
             numbers[name] = {key: value for key, value in list(pairs)
                              if type(value) in (int, float)}
+    _, attributes = _changes(code)
+    if attributes:
+        found |= {kind.__name__: kind for kind in reversed(kinds)}
+    for name, x in found.items() if attributes else ():
+        with suppress(TypeError):       # it has no attributes
+            own = vars(x)
+            numbers.update((f"{name}.{key}", {None: own[key]})
+                           for key in attributes & own.keys()
+                           if type(own[key]) in (int, float))
     return numbers
 
 
