@@ -1478,30 +1478,40 @@ def test_a_state_that_a_native_call_leaves_is_refused(
 
 
 @pytest.mark.parametrize("zero", [False, True])
-def test_the_loop_changes_what_a_native_call_has_left(engine, devices, zero):
-    """Zeros are those of every device; what it detaches is not."""
-    def between(net):
-        _call(engine, net, batches(1)[0][0][:1], True)
+@pytest.mark.parametrize("seen", [False, True])
+def test_the_loop_changes_what_a_native_call_has_left(engine, devices, zero,
+                                                      seen):
+    """Zeros are those of every device; what it detaches is not. `seen`: the
+    replicas have followed the network in between."""
+    loss, data = mgpu.losses.L2Loss(), batches(2)
+
+    def edit(net, follow=lambda: None):
+        _call(engine, net, data[0][0][:1], True)
+        follow()
         net.kept = net.kept.detach()
         if zero:
-            net.kept = net.kept * 0
-    loss = mgpu.losses.L2Loss()
+            net.kept = net.kept[:1] * 0
     expected = plain(engine, network(engine, _own_head(_carried), kept=None),
-                     batches(2), loss, between)
+                     data, loss, edit)
     net = network(engine, _own_head(_carried), kept=None)
-    if zero:
-        def reset(net):
-            between(net)
-            net.kept = net.kept[:1]
-        expected = plain(engine, network(engine, _own_head(_carried),
-                                         kept=None), batches(2), loss, reset)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+
+    def follow():
+        if seen:
+            mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+
+    def train():
+        for X, y in data:
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+            edit(net, follow)
     if zero or len(devices) == 1:
-        same(trained(net, devices, batches(2), loss, between=between),
-             expected)
+        train()
+        same(values(net), expected)
     else:
         with pytest.raises(ValueError, match="received another array in "
                            "'kept'"):
-            trained(net, devices, batches(2), loss, between=between)
+            train()
 
 
 def test_all_attributes_that_a_native_call_has_left_are_named(engine):

@@ -4,6 +4,7 @@ from mutants.planting import Mutant, edit
 _REPLICAS = "mgpu.replicas:Replicas."
 
 _KEPT = "test_kept.py::"
+_NATIVE = _KEPT + "test_a_state_that_a_native_call_leaves_is_refused"
 _ATTRIBUTES = "mgpu.backends._mxnet.attributes:"
 
 MUTANTS = [
@@ -39,7 +40,7 @@ MUTANTS = [
            (_KEPT + "test_what_the_user_resets_is_reset_on_every_device*",)),
     Mutant("mxnet-edited-states", "what the loop does to a state is done on "
            "device 0", edit(_ATTRIBUTES + "_Block.follow",
-                            "if self._kept else", "if False else"),
+                            "if self._kept ", "if False "),
            (_KEPT + "test_what_the_loop_does_to_a_carried_state_is_done_on_"
             "every_device[mxnet-nd-2dev*",)),
     Mutant("mxnet-written-states", "a write into a state is not seen",
@@ -57,11 +58,61 @@ MUTANTS = [
                 "self[1:] == other[1:]", "True"),
            (_KEPT + "test_other_values_in_a_carried_state_are_refused"
             "[torch-2dev*",)),
-    Mutant("states-of-a-call", "what passes only write is refused",
-           edit("mgpu.backends._kept:reads", "names is None or name in names",
-                "True"),
-           (_KEPT + "test_what_passes_only_write_the_users_own_calls_may_"
-            "write_too*",)),
+    Mutant("torch-unknown-states", "what a native call leaves is for all "
+           "devices", edit("mgpu.backends._torch.places:Places._in_copies",
+                           "self._unknown(error) if",
+                           "leaf.tensor.detach().clone() if"),
+           (_NATIVE + "[torch-2dev-step-per_device-<function _carried>]",)),
+    Mutant("mxnet-unknown-states", "what a native call leaves is for all "
+           "devices", edit(_ATTRIBUTES + "_Block._edited",
+                           "unknown if other is None", "a if other is None"),
+           (_NATIVE + "[mxnet-nd-2dev-step-per_device-<function _carried>]",)),
+    Mutant("torch-caught-reads", "a network that catches the error goes on",
+           edit("mgpu.backends._torch.replica:TorchReplica.__call__",
+                "self._run(inputs, training)\n            "
+                "network.check_read()", "self._run(inputs, training)"),
+           (_NATIVE + "[torch-2dev-single-per_device-<function "
+            "_carried_and_caught>]",)),
+    Mutant("mxnet-caught-reads", "a network that catches the error goes on",
+           edit("mgpu.backends._mxnet.network:MXNetReplica.__call__",
+                "untold.check()\n                return",
+                "untold\n                return"),
+           (_NATIVE + "[mxnet-nd-2dev-single-per_device-<function "
+            "_carried_and_caught>]",)),
+    Mutant("torch-refused-states", "what a refused pass leaves is a state",
+           edit("mgpu.backends._torch.places:Places.follow", "if again and",
+                "if False and"),
+           (_NATIVE + "[torch-2dev-step-per_device-<function "
+            "_carried_and_caught>]",)),
+    Mutant("mxnet-refused-states", "what a refused pass leaves is a state",
+           edit(_ATTRIBUTES + "_Block._edited",
+                "untold.again and name", "False and name"),
+           (_NATIVE + "[mxnet-nd-2dev-step-per_device-<function "
+            "_carried_and_caught>]",)),
+    Mutant("torch-unknown-in-objects", "an object that cannot be copied is "
+           "one for all devices", edit(
+               "mgpu.backends._torch.attributes:Attributes.follow",
+               "isinstance(x, Unknown)", "False"),
+           (_NATIVE + "[torch-2dev-step-per_device-<function "
+            "_carried_beside_a_lock>]",)),
+    Mutant("mxnet-unknown-in-objects", "an object that cannot be copied is "
+           "one for all devices", edit(
+               _ATTRIBUTES + "_twin", "unknown[0] if unknown else x", "x"),
+           (_NATIVE + "[mxnet-nd-2dev-step-per_device-<function "
+            "_carried_beside_a_lock>]",)),
+    Mutant("torch-unknown-detached", "what nobody knows is a number without "
+           "its history", edit(
+               "mgpu.backends._torch.places:Places._pair",
+               "and not isinstance(each[j], Unknown) else", "else"),
+           (_KEPT + "test_the_loop_changes_what_a_native_call_has_left"
+            "[torch-2dev-True-False]",)),
+    Mutant("torch-layers-keep-nothing", "what passes keep on layers of torch "
+           "is not followed", edit(
+               "mgpu.backends._torch.places:Places.scan",
+               "len(attributes) == self._lengths[number]",
+               "self._lengths[number]"),
+           (_NATIVE + "[torch-2dev-step-per_device-<function "
+            "_carried_on_a_layer>]",)),
     Mutant("mxnet-shapes-count", "the pass that completes shapes counts",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
                 "spare.of(1)", "spare.of(0)"),
