@@ -368,6 +368,22 @@ def explain_dtype(error: Exception, words: str, inputs: Iterable[str],
     about dtypes (a regular expression), and one of the `inputs` of a network
     has a dtype other than its `own`."""
     own = sorted({x for x in own if "float" in x})
-    others = sorted({*inputs} - {*own})
+    given = {*inputs}
+    others = sorted(given - {*own})
     if own and others and re.search(words, str(error)):
+        named = set(re.findall(r"\bfloat(?:16|32|64)\b", re.sub(
+            r"\b[Dd]ouble\b", "float64", str(error))))
+        if made := sorted(named - given - {*own}):
+            raise own_constant(own[0], made, others) from error
         raise wrong_dtype(own[0], others) from error
+
+
+def own_constant(own: str, made: Sequence[str], given: Sequence[str]
+                 ) -> TypeError:
+    """A network makes arrays of a dtype that nobody gave it."""
+    return TypeError(
+        f"a network makes its own arrays in its own dtype, {own}; received "
+        f"{', '.join(made)} from its code (its inputs are "
+        f"{', '.join(given)}). Write no dtype into the code, as in "
+        f"arange(n, dtype='{made[0]}'): take that of another array, or cast "
+        "the result.")
