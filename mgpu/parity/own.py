@@ -171,6 +171,20 @@ class OwnRun(LiveRun):
 
     # -- steps --------------------------------------------------------------
 
+    def predict(self, X: Any, y: Any) -> list[np.ndarray]:
+        try:
+            return super().predict(X, y)
+        except TypeError as error:
+            if "missing" not in str(error.__cause__):
+                raise
+            raise TypeError(
+                "the network of a step of the user's own can be called with "
+                "X of a batch alone, which shows that parameters match; "
+                f"received a network on {self.name} that needs more "
+                f"({error.__cause__}). Give its other inputs a default, such "
+                "as forward(self, x, state=None), which a layer begins "
+                "with.") from error
+
     def _around(self, observed: base.Observed, names: list[str]
                 ) -> Callable[[], None]:
         """What is called after an update of weights by their optimiser."""

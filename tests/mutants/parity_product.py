@@ -503,4 +503,10 @@ MUTANTS = [
            edit("mgpu.parity.formulas:Formulas._replayed",
                 "b.instead = instead", "b.instead = None"),
            (_FOLLOWS + "[adam--]",)),
+    Mutant("states-are-not-asked-for", "a network that needs a state is "
+           "refused in words of other things",
+           edit("mgpu.parity.own:OwnRun.predict", "if \"missing\" not in",
+                "if \"\" in"),
+           ("parity/test_own_step.py::test_a_network_that_needs_more_than_a_"
+            "batch_is_refused_with_the_cure",)),
 ]

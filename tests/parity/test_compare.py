@@ -67,6 +67,38 @@ def test_every_optimiser(optimizer):
     assert result.same, str(result)
 
 
+@pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_network_may_be_written_for_so_many_rows(scale, swapped):
+    """Parameters are matched with fewer rows, where that can be done."""
+    def original():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(6, activation="tanh", in_units=64),
+                nn.Dense(3, in_units=6))
+        return net
+
+    def ported():
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one, self.two = nn.Linear(64, 6), nn.Linear(6, 3)
+
+            def forward(self, x):
+                x = self.one(x.view(8, 64)).tanh()
+                return self.two(x.view(8, 2, 3).view(8, 6)) * scale
+        return Net()
+    a, b = (ported, original) if swapped else (original, ported)
+    result = parity.compare(a, b, batches=batches())
+    assert result.same is (scale == 1.0), result
+    assert result.plan.confirmed is (scale == 1.0)
+    with pytest.raises(RuntimeError, match="8, 64"):
+        parity.compare(a, b, batches=batches(rows=5))
+
+
 def test_an_engine_with_itself(backend):
     make = MAKE[backend.name]
     result = parity.compare(make, make, batches=batches())

@@ -763,6 +763,47 @@ def test_running_statistics_that_one_average_alone_holds_follow_the_network(
             assert "average.named_parameters()" in result.reason
 
 
+def test_a_network_that_needs_more_than_a_batch_is_refused_with_the_cure():
+    """Its step would call it with the states of the step before."""
+    import torch
+
+    class Carried(torch.nn.Module):
+        def __init__(self, *default):
+            super().__init__()
+            self.rnn, self.out = torch.nn.GRU(3, 4), torch.nn.Linear(4, 3)
+            self.default = default
+
+        def needs(self, x, state):
+            x, state = self.rnn(x[:, None], state)
+            return self.out(x[:, 0]), state
+
+        def forward(self, x, *state):
+            return self.needs(x, *(state or self.default))
+
+    def make(net):
+        moves, carried = torch.optim.SGD(net.parameters(), lr=0.125), {
+            "state": torch.zeros(1, 1, 4, dtype=torch.float64)}
+
+        def step(x, y):
+            moves.zero_grad()
+            out, carried["state"] = net(x, carried["state"].detach())
+            loss = torch.nn.functional.cross_entropy(out, y.long())
+            loss.backward()
+            moves.step()
+            return loss
+        return step, [moves, carried]
+    rows = [(x[:, :3], y) for x, y in BATCHES]
+    result = parity.compare(lambda: Carried(None), lambda: Carried(None),
+                            batches=rows, step_a=make, step_b=make)
+    assert result.same, result
+
+    class Bare(Carried):
+        def forward(self, x, state):
+            return self.needs(x, state)
+    with pytest.raises(TypeError, match="X of a batch alone.*state=None"):
+        parity.compare(Bare, Bare, batches=rows, step_a=make, step_b=make)
+
+
 def test_weights_may_have_rates_and_decays_and_optimisers_of_their_own():
     def torch_groups(net):
         import torch
