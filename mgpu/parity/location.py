@@ -312,7 +312,10 @@ def _met(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
             continue
         if not _no_partners(one, two, lined, (of_a, of_b), [
                 (calls_a[k], calls_b[n]) for k, n in met[number + 1:]],
-                tolerance):
+                tolerance) and not (
+                    other_functions(one, two, (of_a, of_b))
+                    and _parts(calls_a, calls_b, (m, n), met[number + 1:],
+                               tolerance)):
             two = lined
             kinds = {_ALIKE.get(kind, kind) for kind in (
                 kind_of(one.path, of_a), kind_of(two.path, of_b))}
@@ -382,6 +385,30 @@ def _no_partners(one: LayerCall, two: LayerCall, lined: LayerCall,
             and _agree(x.inputs[:1], in_layout(x, z, tolerance).inputs[:1],
                        tolerance)
             for x, z in later for call, got in ((one, x), (two, z))))
+
+
+def _parts(calls_a: Sequence[LayerCall], calls_b: Sequence[LayerCall],
+           at: tuple[int, int], later: Sequence[tuple[int, int]],
+           tolerance: float) -> bool:
+    """Whether two functions that get the same and give something else are
+    parts of one computation: what other operators make of them reaches the
+    next layer, and is equal there. A layer that gets what an earlier one
+    returned, or got too, is none that they reach."""
+    if all(_readers(calls, k, calls[k]) for calls, k in zip(
+            (calls_a, calls_b), at)):
+        return False
+    for i, j in later:
+        if all(any(call.inputs and x.size == call.inputs[0].size
+                   and np.array_equal(x.reshape(-1),
+                                      call.inputs[0].reshape(-1))
+                   for before in calls[:k]
+                   for x in (*before.inputs[:1], *before.outputs[:1]))
+               for calls, k, call in ((calls_a, i, calls_a[i]),
+                                      (calls_b, j, calls_b[j]))):
+            continue
+        return _agree(calls_a[i].inputs[:1], in_layout(
+            calls_a[i], calls_b[j], tolerance).inputs[:1], tolerance)
+    return False
 
 
 def other_functions(one: LayerCall, two: LayerCall,

@@ -49,6 +49,11 @@ MUTANTS = [
                 "(reached or not waiting.sure)", "False"),
            ("parity/test_location.py::test_other_sizes_on_the_way_are_no_place"
             "[in_pieces-sum-head-False-False]",)),
+    Mutant("gates-are-partners", "a gate in other words is a difference",
+           edit("mgpu.parity.location:_parts", "return _agree(",
+                "return False and _agree("),
+           ("parity/test_location.py::test_one_gate_in_other_words_is_no_place"
+            "[acts0]",)),
     Mutant("small-layers-are-closed", "what a layer of the user's own calls "
            "has no options",
            edit("mgpu.backends._torch.layers:is_open",

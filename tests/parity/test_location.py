@@ -270,6 +270,43 @@ def test_other_sizes_on_the_way_are_no_place(make, behind, place, inputs_agree,
     assert not result.further, result
 
 
+def gated(act, eps=1e-5, behind=0.0):
+    def make():
+        import torch
+        from torch import nn
+        acts = {"silu": nn.functional.silu, "gelu": nn.functional.gelu,
+                "by hand": lambda y: y * torch.sigmoid(y)}
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.norm = nn.LayerNorm(20, eps)
+                self.g, self.u = nn.Linear(20, 5), nn.Linear(20, 5)
+                self.next, self.out = nn.Linear(5, 5), nn.Linear(5, 3)
+
+            def forward(self, x):
+                x = self.norm(x.flatten(1))
+                x = self.next(acts[act](self.g(x)) * self.u(x))
+                return self.out(torch.tanh(x) + behind)
+        return Net()
+    return make
+
+
+@pytest.mark.parametrize("acts", [("by hand", "silu"), ("silu", "by hand")])
+def test_one_gate_in_other_words_is_no_place(acts):
+    def compared(*options, act=acts[1], **others):
+        return parity.compare(gated(acts[0]), gated(act, *options, **others),
+                              batches=SERIES)
+    assert compared().same
+    before = compared(1e-3)
+    assert before.location["a"]["path"] == "norm"
+    assert before.further == [], before
+    behind = compared(behind=0.5)
+    assert behind.location["a"]["path"] == "out", behind
+    wrong = compared(act="gelu")
+    assert wrong.location["a"]["path"].startswith("F.si"), wrong
+
+
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_state_that_is_lost_is_what_the_next_call_gets(traced, tmp_path):
     def original():
