@@ -28,6 +28,7 @@ from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry
 from mgpu.parity.measure import STAGES, TOLERANCE, Gap
 from mgpu.parity.own import OwnRun
+from mgpu.parity.plan import own as owner
 from mgpu.parity.result import FLOAT32, FORMULAS, Evidence, Result
 from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              at_one_device, gradients_left, join_devices,
@@ -327,8 +328,21 @@ class Comparison:
 
     def _note_crossed(self, given: Any) -> None:
         """Say of layers that stand for one another, unless the user has."""
-        crossed = [] if given or self.plan.confirmed is not True \
-            or self.plan.how == "equal names" else self.plan.crossed()
+        if given or self.plan.confirmed is not True \
+                or self.plan.how in ("equal names", "order and shape"):
+            return
+        crossed = self.plan.crossed()
+        turned = self.plan.turned(self.a.entries, self.b.entries)
+        if turned and not crossed:
+            names, others = (", ".join(dict.fromkeys(owner(n) for n in side))
+                             for side in turned[0])
+            self.notes.append(
+                f"{names} of a {'are' if ', ' in names else 'is'} {others} of "
+                f"b in this order ({len(turned)} such tensors), which is not "
+                "that in which they were made: a forward pass decides between "
+                "tensors of one shape. Weights that are loaded in the order "
+                "in which they stand give something else; if a port uses one "
+                "in another's place, exchange them")
         if crossed:
             n, m = crossed[0]
             self.notes.append(

@@ -1,5 +1,5 @@
 """Which values of two networks are the same: see `Plan`."""
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,6 +120,30 @@ class Plan(NamedTuple):
             return False
         return [(n, m) for n, m in partners.items() if n != m and returns(n)
                 ][::-1]
+
+    def turned(self, a: Sequence[Entry], b: Sequence[Entry]
+               ) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Names of tensors of one kind and shape that are not partners in the
+        order in which they stand: parts of one tensor, or a tensor and one
+        that stands before the partner of the tensor before it."""
+        known = [{e.name: (i, e.kind, e.shape) for i, e in enumerate(side)}
+                 for side in (a, b)]
+        found = []
+        last: dict[Any, tuple[int, Pair]] = {}
+        for pair in sorted(self.pairs, key=lambda p: known[0][p.a[0]][0]):
+            both = [[own_side[n] for n in names] for own_side, names in zip(
+                known, (pair.a, pair.b))]
+            if any(entries != sorted(entries) and len(
+                    {e[1:] for e in entries}) == 1 for entries in both):
+                found.append((pair.a, pair.b))
+            if pair.whole and not pair.steps:
+                (i, kind, shape), = both[1]
+                before = last.get((kind, shape))
+                if before is not None and before[0] > i:
+                    found.append((before[1].a + pair.a,
+                                  before[1].b + pair.b))
+                last[kind, shape] = i, pair
+        return found
 
     def lines(self) -> list[str]:
         """The plan as text: a line for each pair."""

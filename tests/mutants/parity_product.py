@@ -153,6 +153,12 @@ MUTANTS = [
                 "if n != m and returns(n)", "if n != m and not returns(n)"),
            ("parity/test_compare.py::test_layers_with_each_others_names_are_"
             "noted[torch]",)),
+    Mutant("halves-exchange-quietly", "halves of a layer are exchanged "
+           "without a word",
+           edit("mgpu.parity.plan:Plan.turned", "entries != sorted(entries)",
+                "False"),
+           ("parity/test_compare.py::test_layers_in_each_others_place_are_"
+            "noted_whatever_their_names[torch-fused]",)),
     Mutant("whole-numbers-round", "the last bits of an index change it",
            edit("mgpu.parity.comparison:Comparison._nudged",
                 "if not whole:", "if False:"),

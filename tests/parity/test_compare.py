@@ -985,6 +985,45 @@ def test_layers_with_each_others_names_are_noted(backend):
         for one, other in (("left", "right"), ("right", "left"))})
 
 
+def renamed_towers(style, exchanged=False):
+    """The same with other names, or in one layer whose halves they are."""
+    from torch import nn
+
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if style == "fused":
+                self.both = nn.Linear(6, 6)
+            else:
+                self.x, self.y = nn.Linear(6, 3), nn.Linear(6, 3)
+
+        def forward(self, x):
+            if style == "fused":
+                parts = self.both(x).chunk(2, 1)
+                left, right = parts[::-1] if exchanged else parts
+            else:
+                layers = [self.x, self.y]
+                left, right = (layer(x) for layer in (
+                    layers[::-1] if exchanged else layers))
+            return left ** 2 + right
+    return Towers()
+
+
+@pytest.mark.parametrize("style", ["named", "fused"])
+def test_layers_in_each_others_place_are_noted_whatever_their_names(
+        style, backend):
+    rng = np.random.default_rng(0)
+    data = [(rng.normal(size=(8, 6)), rng.integers(0, 3, 8))]
+    for exchanged in (False, True):
+        found = parity.compare(
+            lambda: towers(backend.name),
+            lambda exchanged=exchanged: renamed_towers(style, exchanged),
+            batches=data)
+        assert found.same
+        assert len([note for note in found.notes if "in this order" in note]
+                   ) == exchanged, found.notes
+
+
 def test_own_weights_are_compared_as_they_are():
     init = mgpu.initializers.Xavier()
     same = parity.compare(
