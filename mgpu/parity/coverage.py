@@ -130,6 +130,8 @@ def _differences(a: Layer, b: Layer) -> Iterator[str]:
     mine, yours = _effective(a), _effective(b)
     for name in mine:
         x, z = mine[name], yours.get(name, mine[name])
+        if isinstance(x, tuple) and isinstance(z, tuple) and len(x) != len(z):
+            continue    # (width) of the one is (width, channels) of the other
         if x != z and not (isinstance(x, float) and isinstance(z, float)
                            and isclose(x, z)):
             yield f"{a.kind} with {name} {x!r} and {z!r}"

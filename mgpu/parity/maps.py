@@ -1,4 +1,5 @@
 """What a map says of the parameters of two networks."""
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -148,6 +149,19 @@ def _side_by_side(shapes: Sequence[Shape], axis: int) -> bool:
         and len({s[:axis] + (0,) + s[axis + 1:] for s in shapes}) == 1
 
 
+def _turned(one: Shape, other: Shape) -> Iterator[dict[str, Any]]:
+    """How a kernel of another number of axes may stand: (channels, width) of
+    the one is (1, width, channels) of the other."""
+    long = [n for n in other if n != 1]
+    if len(one) == len(other) or not 2 < len(one) < 5 \
+            or [n for n in one if n != 1] == long:
+        return
+    for axes in itertools.permutations(range(1, len(one))):
+        shape = [one[i] for i in (0, *axes)]
+        if [n for n in shape if n != 1] == long:
+            yield {"transpose": [0, *axes], "reshape": True}
+
+
 def alternatives(ones: Sequence[Shape], others: Sequence[Shape]
           ) -> Iterator[dict[str, Any]]:
     """What a map may say so that tensors of the shapes `ones` become those
@@ -160,6 +174,7 @@ def alternatives(ones: Sequence[Shape], others: Sequence[Shape]
         if len(one) == 2 and one[::-1] == other:
             yield {"transpose": [1, 0]}
         if one != other and np.prod(one) == np.prod(other):
+            yield from _turned(one, other)
             yield {"reshape": True}
         return
     parts, (whole,) = (ones, others) if len(ones) > 1 else (others, ones)

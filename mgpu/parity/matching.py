@@ -391,8 +391,9 @@ def _no_match(a: Sequence[Entry], b: Sequence[Entry], notes: list[str],
         *(lines if len(lines) <= room else [
             *lines[:room - 1], f"  and {len(lines) - room + 1} more"]),
         *notes[:3],
-        "Add entries to map= (--map takes a JSON file), or turn names of b "
-        "into names of a by rules=."]), candidates)
+        "Entries that are proposed are guesses from shapes and names: check "
+        "each, and try fewer. Add entries to map= (--map takes a JSON file), "
+        "or turn names of b into names of a by rules=."]), candidates)
 
 
 def _some(items: list[str]) -> str:

@@ -186,7 +186,8 @@ def _says(ones: Sequence[Entry], others: Sequence[Entry],
     if not found:       # see `_packed`
         return [{"reshape": True}]
     if known[0] == known[1] and None not in known[0]:
-        found = [said for said in found if "transpose" not in said] or found
+        found = [said for said in found if "transpose" not in said
+                 or "reshape" in said] or found
     return found
 
 

@@ -159,6 +159,11 @@ MUTANTS = [
                 "False"),
            ("parity/test_compare.py::test_layers_in_each_others_place_are_"
             "noted_whatever_their_names[torch-fused]",)),
+    Mutant("kernels-are-not-turned", "a kernel of another number of axes is "
+           "not found", edit("mgpu.parity.maps:alternatives",
+                             "yield from _turned(one, other)", "pass"),
+           ("parity/test_matching.py::test_a_kernel_of_another_number_of_axes_"
+            "is_found[False]",)),
     Mutant("whole-numbers-round", "the last bits of an index change it",
            edit("mgpu.parity.comparison:Comparison._nudged",
                 "if not whole:", "if False:"),

@@ -816,3 +816,36 @@ def test_names_that_tell_no_kind_match_by_order_and_shape(listed, mistake,
     assert result.plan.how == "order and shape"
     assert [pair.a[0] for pair in result.plan.pairs] == [
         "0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_kernel_of_another_number_of_axes_is_found(wrong):
+    """A convolution over (channels, width), and over (1, width, channels)."""
+    def net(flat):
+        import torch
+        from torch import nn
+
+        class Words(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv = nn.Conv1d(4, 3, 2) if flat \
+                    else nn.Conv2d(1, 3, (2, 4))
+                self.out = nn.Linear(3, 3)
+
+            def forward(self, x):
+                x = self.conv(x.mT) if flat \
+                    else self.conv(x.unsqueeze(1)).squeeze(3)
+                x = torch.tanh(x) if wrong and not flat else torch.relu(x)
+                return self.out(x.amax(2))
+        return Words()
+    rng = np.random.default_rng(0)
+    batches = [(rng.normal(size=(5, 6, 4)), rng.integers(0, 3, 5))]
+    if wrong:
+        with pytest.raises(parity.MatchError, match="are guesses"):
+            parity.compare(lambda: net(True), lambda: net(False),
+                           batches=batches)
+        return
+    result = parity.compare(lambda: net(True), lambda: net(False),
+                            batches=batches, strict=True)
+    assert result.same, result
+    assert "transposed to (0, 2, 1)" in "".join(result.plan.lines())
