@@ -266,7 +266,7 @@ MUTANTS = [
            ("parity/test_location.py::test_an_attention_is_compared_with_all_"
             "its_parts[1dev-heads-*",)),
     Mutant("steps-are-places", "a step of a series is compared with all",
-           edit("mgpu.parity.location:differences",
+           edit("mgpu.parity.location:_met",
                 "counts[0][one.path] == counts[1][two.path]", "True"),
            ("parity/test_location.py::test_a_layer_that_is_called_for_each_"
             "step_is_no_place",)),
@@ -280,12 +280,6 @@ MUTANTS = [
                 "False"),
            ("parity/test_matching.py::test_names_that_tell_no_kind_match_by_"
             "order_and_shape[1dev-False-*",)),
-    Mutant("behind-parts", "an activation behind one of several layers is "
-           "compared with one behind all of them",
-           edit("mgpu.parity.location:differences", "if groups and _sizes",
-                "if False and _sizes"),
-           ("parity/test_matching.py::test_a_fault_behind_convolutions_side_by_"
-            "side[*",)),
     Mutant("parts-without-gradients", "what one side does not train is left "
            "out", edit("mgpu.parity.comparison:Comparison._tensors",
                        "self.plan.names().keys()",
@@ -345,7 +339,7 @@ MUTANTS = [
             "the_batch*",)),
     Mutant("layouts-are-differences", "a layer that is called on (rows x "
            "time, channels) differs",
-           edit("mgpu.parity.location:differences",
+           edit("mgpu.parity.location:_met",
                 "two if summarised else in_layout(one, two, tolerance)",
                 "two"),
            ("parity/test_location.py::test_layouts_hide_no_place[flat-rows]",
