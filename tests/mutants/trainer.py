@@ -156,7 +156,7 @@ MUTANTS = [
             "applied[1dev-before the sum]",)),
     Mutant("taken-away-afterwards", "a sum that the user took away is zero",
            edit("mgpu.trainer:Trainer.summed",
-                "and self.replicas.backend.has_gradient(p.data())", ""),
+                "return backend.has_gradient(p.data()) and (", "return ("),
            ("test_trainer.py::test_a_gradient_that_the_user_takes_away_is_not_"
             "applied[2dev-after the sum]",)),
     Mutant("sums-summed-again", "a sum that grows is counted on each device",
