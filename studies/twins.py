@@ -342,8 +342,11 @@ def batches(plan, steps, seed=0):
 def summary(result):
     """What is kept of a `parity.Result`."""
     gradients = [g for g in result.gaps if g.stage == "gradient"]
+    none = result.verdict == "no proof"
     return {
-        "verdict": result.verdict, "dtype": result.settings["dtype"],
+        **({"verdict": "none", "error": result.reason} if none
+           else {"verdict": result.verdict}),
+        "dtype": result.settings["dtype"],
         "how": result.plan.how,
         "confirmed": result.plan.confirmed,
         "tensors": len(result.plan.pairs),
