@@ -188,6 +188,23 @@ def _in_a_configuration(net, x, F):
 CONFIGURED = {kind.__name__: {
     "config": lambda kind=kind: kind(inner=[kind(count=0)])}
     for kind in (OwnAttributes, ItemsAsAttributes)}
+#: (batch_norm, how a step is taken)
+STEPS = [("per_device", "step"), ("per_device", "hand"),
+         ("per_device", "single"), ("sync", "step")]
+
+
+def by_turns(cases, steps=STEPS):
+    """Each case with two of the ways of a step, each of these with half of
+    the cases: all of them would take minutes."""
+    for i, one in enumerate(cases):
+        one = one if hasattr(one, "values") else pytest.param(*(
+            one if isinstance(one, tuple) else (one,)))
+        for j in (0, 1):
+            step = steps[(2 * i + i // len(steps) + j) % len(steps)]
+            yield pytest.param(*step, *one.values, id="-".join(
+                [*step, one.id or "-".join(map(name_of, one.values))]))
+
+
 WAYS = [*(pytest.param(_in_a_configuration, kept, id=name)
           for name, kept in CONFIGURED.items()),
         (_number, {"count": 0}),
@@ -198,10 +215,8 @@ WAYS = [*(pytest.param(_in_a_configuration, kept, id=name)
         (_in_a_dict, {"cache": dict})]
 
 
-@pytest.mark.parametrize("forward, kept", WAYS, ids=name_of)
-@pytest.mark.parametrize("batch_norm, how", [
-    ("per_device", "step"), ("per_device", "hand"), ("per_device", "single"),
-    ("average", "step"), ("sync", "step")])
+@pytest.mark.parametrize("batch_norm, how, forward, kept", by_turns(
+    WAYS, [*STEPS, ("average", "step")]))
 def test_what_a_pass_keeps_is_as_on_one_device(
         engine, devices, batch_norm, how, forward, kept):
     """Numbers are counted once for a batch, whatever the number of devices;
@@ -563,10 +578,7 @@ EDITS = [(_carries, _detach), (_carries, _detach_twice),
          (_carries_two, _detach_in_a_list), (_carries_two, _detach_in_place)]
 
 
-@pytest.mark.parametrize("forward, edit", EDITS, ids=name_of)
-@pytest.mark.parametrize("batch_norm, how", [
-    ("per_device", "step"), ("per_device", "hand"), ("per_device", "single"),
-    ("sync", "step")])
+@pytest.mark.parametrize("batch_norm, how, forward, edit", by_turns(EDITS))
 def test_what_the_loop_does_to_a_carried_state_is_done_on_every_device(
         engine, devices, forward, edit, batch_norm, how):
     loss = mgpu.losses.L2Loss()
@@ -853,6 +865,40 @@ def test_buffers_that_predictions_write_reach_devices_without_rows(
                     if x is not None]))
     for x, y in zip(found[:6], found[6:]):
         assert relative_difference(x, y) < 1e-12
+
+
+@pytest.mark.parametrize("held", [
+    (lambda x: x, lambda x: x), (lambda x: [x], lambda x: x[0]),
+    (lambda x: {"n": (x,)}, lambda x: x["n"][0])],
+    ids=["attribute", "list", "dict"])
+def test_arrays_that_passes_keep_reach_devices_without_rows(
+        engine, devices, held):
+    """A count of passes, another array each time, in steps and predictions
+    of fewer rows than devices."""
+    hold, held_in = held
+
+    def forward(net, x, F):
+        one = x[:1, :1] * 0 + 1
+        n = one if net.n is None else held_in(net.n) + one
+        net.n = hold(n)
+        return net.b(net.a(x)) / n
+    loss = mgpu.losses.L2Loss()
+    data = [pair for rows in (ROWS, 1, ROWS, 2, 1, ROWS)
+            for pair in batches(1, rows)]
+    net = network(engine, forward, n=None)
+    weights = plain(engine, net, data, loss)
+    with mgpu.no_grad():
+        expected = [mgpu.to_numpy(net(engine.put(X, on(0)[0])))
+                    for X, _ in data]
+    net = network(engine, forward, n=None)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": RATE})
+    for X, y in data:
+        mgpu.train_batch(X, y, replicas, loss, trainer)
+    same(values(net), weights)
+    same([np.concatenate([mgpu.to_numpy(out) for out in replicas(
+        mgpu.split_and_load(X, devices, even_split=False))
+        if out is not None]) for X, _ in data], expected)
 
 
 @pytest.mark.parametrize("in_between", ["pass", "none", "detached", "step"])
@@ -1434,10 +1480,7 @@ CARRIED = [_carried, _carried_by_name, _carried_in_a_list,
            _carried_input, _carried_and_caught]
 
 
-@pytest.mark.parametrize("forward", CARRIED, ids=name_of)
-@pytest.mark.parametrize("how, batch_norm", [
-    ("step", "per_device"), ("hand", "per_device"), ("single", "per_device"),
-    ("step", "sync")])
+@pytest.mark.parametrize("batch_norm, how, forward", by_turns(CARRIED))
 def test_a_state_that_a_native_call_leaves_is_refused(
         engine, devices, forward, how, batch_norm):
     """The other devices' rows have none from it. None ends that."""

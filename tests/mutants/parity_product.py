@@ -92,11 +92,6 @@ MUTANTS = [
                                       "return set()"),
            ("parity/test_compare.py::test_functions_that_agree_are_no_options_"
             "unless_data_would_tell[False-silu]",)),
-    Mutant("a-part-is-at-fault", "functions that get other things are "
-           "partners", edit("mgpu.parity.location:_no_partners",
-                            "other_functions(one, two, layers)", "False"),
-           ("parity/test_diagnosis.py::test_what_is_made_of_other_functions_"
-            "is_not_at_fault",)),
     Mutant("fault-is-a-kink", "what the pass that is repeated does not show "
            "is a derivative at a kink",
            edit("mgpu.parity.causes.gradients:kink",
@@ -343,11 +338,6 @@ MUTANTS = [
                 "two if summarised else in_layout(one, two, tolerance)",
                 "two"),
            ("parity/test_location.py::test_layouts_hide_no_place[flat-rows]",
-            )),
-    Mutant("partners-in-one-layout", "functions in two layouts never make the "
-           "same", edit("mgpu.parity.location:_no_partners",
-                        "in_layout(x, z, tolerance)", "z"),
-           ("parity/test_location.py::test_layouts_hide_no_place[rows-time]",
             )),
     Mutant("any-order-is-a-flatten", "columns in any other order are those "
            "of channels last",

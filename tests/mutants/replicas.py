@@ -446,4 +446,10 @@ MUTANTS = [
                 "self.backend.is_training()"),
            ("test_kept.py::test_buffers_that_predictions_write_reach_devices_"
             "without_rows[torch-2dev-prediction]",)),
+    Mutant("mxnet-arrays-lag", "devices without rows go on from the arrays of "
+           "an earlier pass",
+           edit("mgpu.backends._mxnet.network:MXNetNetwork.catch_up",
+                "for i in idle", "for i in ()"),
+           ("test_kept.py::test_arrays_that_passes_keep_reach_devices_without_"
+            "rows[mxnet-nd-2dev-*",)),
 ]

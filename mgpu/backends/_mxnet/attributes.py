@@ -230,6 +230,21 @@ class _Block:
         self.given = self.left = now
         self._all = own
 
+    def held(self, index: int, shown: int) -> tuple[dict[str, Any],
+                                                    dict[str, Any]]:
+        """What device `index` has, and what there is in it."""
+        own = self.now(index) if index == shown else self.own[index]
+        return own, self._read(own)
+
+    def take(self, index: int, values: dict[str, Any], shown: int) -> None:
+        """Give these values to one device."""
+        if index == shown:
+            vars(self.block).update(values)
+            self.now(index)
+            self.leave(set())
+        else:
+            self.own[index] = {**self.own[index], **values}
+
     def full_name(self, name: str) -> str:
         return f"{self.path}.{name}".lstrip(".")
 
@@ -313,6 +328,7 @@ class Attributes:
         #: before the first passes that are recorded: the NumPy arrays that
         #: all devices have, and copies
         self._shared: list[tuple[Any, ...]] | None = None
+        self._before: list[dict[str, Any]] = []     # see `begin_lag`
 
     def follow(self, blocks: Sequence[tuple[str, Any]], count: int) -> None:
         """Before passes of `count` devices; `blocks`: (path, block) of all
@@ -367,6 +383,31 @@ class Attributes:
                 for one in self._blocks:
                     one.leave(known)
             self.show(before)
+
+    def begin_lag(self, source: int | None) -> None:
+        """A pass of device `source` begins, and perhaps none of some."""
+        self._before = [] if source is None else [
+            one.held(source, self._shown)[1] for one in self._blocks]
+
+    def catch_up(self, source: int, idle: dict[int, Any]) -> None:
+        """Give devices `idle`, with their contexts, the arrays that a pass of
+        `source` has kept since `begin_lag`. What is no array follows device
+        0 anyway."""
+        for one, before in zip(self._blocks, self._before):
+            own, now = one.held(source, self._shown)
+            kept = {name: x for name, x in now.items() if _arrays(x)
+                    and not any(isinstance(a, places.Unknown)
+                                for a in _arrays(x))
+                    and not (before.get(name) is x
+                             or isinstance(x, _Content)
+                             and before.get(name) == x)}
+            for i, context in idle.items() if kept else ():
+                memo = {id(a): a.detach().copyto(context)
+                        for x in kept.values() for a in _arrays(x)}
+                one.take(i, {name: _twin(
+                    own[name], x, memo, self._refuses, one.full_name(name))
+                    if isinstance(x, _Content) else memo[id(x)]
+                    for name, x in kept.items()}, self._shown)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -490,6 +490,14 @@ class MXNetNetwork(base.Network):
                 if self._named.get(name) is not now.get(name))
         self._held, self._registered = held, registered
 
+    def begin_lag(self, source: int | None) -> None:
+        self.attributes.begin_lag(source)
+
+    def catch_up(self, source: int, idle: Sequence[int]) -> None:
+        with mx.autograd.pause():
+            self.attributes.catch_up(
+                source, {i: self._contexts[i] for i in idle})
+
     def check_kept(self, backward: bool = False) -> None:
         if backward:
             return      # Gluon has no hooks that run in backward passes
