@@ -1475,9 +1475,9 @@ def _carried_and_caught(net, x, F):
     return h
 
 
-CARRIED = [_carried, _carried_by_name, _carried_in_a_list,
+CARRIED = [_carried, _carried_and_caught, _carried_in_a_list,
            _carried_in_a_dict, _carried_beside_a_lock, _carried_on_a_layer,
-           _carried_input, _carried_and_caught]
+           _carried_input, _carried_by_name]
 
 
 @pytest.mark.parametrize("batch_norm, how, forward", by_turns(CARRIED))

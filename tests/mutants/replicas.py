@@ -62,43 +62,45 @@ MUTANTS = [
            "devices", edit("mgpu.backends._torch.places:Places._in_copies",
                            "self._unknown(error) if",
                            "leaf.tensor.detach().clone() if"),
-           (_NATIVE + "[torch-2dev-step-per_device-<function _carried>]",)),
+           (_NATIVE + "[torch-2dev-per_device-step-<function "
+            "_carried>]",)),
     Mutant("mxnet-unknown-states", "what a native call leaves is for all "
            "devices", edit(_ATTRIBUTES + "_Block._edited",
                            "unknown if other is None", "a if other is None"),
-           (_NATIVE + "[mxnet-nd-2dev-step-per_device-<function _carried>]",)),
+           (_NATIVE + "[mxnet-nd-2dev-per_device-step-<function "
+            "_carried>]",)),
     Mutant("torch-caught-reads", "a network that catches the error goes on",
            edit("mgpu.backends._torch.replica:TorchReplica.__call__",
                 "self._run(inputs, training)\n            "
                 "network.check_read()", "self._run(inputs, training)"),
-           (_NATIVE + "[torch-2dev-single-per_device-<function "
+           (_NATIVE + "[torch-2dev-per_device-single-<function "
             "_carried_and_caught>]",)),
     Mutant("mxnet-caught-reads", "a network that catches the error goes on",
            edit("mgpu.backends._mxnet.network:MXNetReplica.__call__",
                 "untold.check()\n                return",
                 "untold\n                return"),
-           (_NATIVE + "[mxnet-nd-2dev-single-per_device-<function "
+           (_NATIVE + "[mxnet-nd-2dev-per_device-single-<function "
             "_carried_and_caught>]",)),
     Mutant("torch-refused-states", "what a refused pass leaves is a state",
            edit("mgpu.backends._torch.places:Places.follow", "if again and",
                 "if False and"),
-           (_NATIVE + "[torch-2dev-step-per_device-<function "
+           (_NATIVE + "[torch-2dev-per_device-single-<function "
             "_carried_and_caught>]",)),
     Mutant("mxnet-refused-states", "what a refused pass leaves is a state",
            edit(_ATTRIBUTES + "_Block._edited",
                 "untold.again and name", "False and name"),
-           (_NATIVE + "[mxnet-nd-2dev-step-per_device-<function "
+           (_NATIVE + "[mxnet-nd-2dev-per_device-single-<function "
             "_carried_and_caught>]",)),
     Mutant("torch-unknown-in-objects", "an object that cannot be copied is "
            "one for all devices", edit(
                "mgpu.backends._torch.attributes:Attributes.follow",
                "isinstance(x, Unknown)", "False"),
-           (_NATIVE + "[torch-2dev-step-per_device-<function "
+           (_NATIVE + "[torch-2dev-per_device-hand-<function "
             "_carried_beside_a_lock>]",)),
     Mutant("mxnet-unknown-in-objects", "an object that cannot be copied is "
            "one for all devices", edit(
                _ATTRIBUTES + "_twin", "unknown[0] if unknown else x", "x"),
-           (_NATIVE + "[mxnet-nd-2dev-step-per_device-<function "
+           (_NATIVE + "[mxnet-nd-2dev-per_device-hand-<function "
             "_carried_beside_a_lock>]",)),
     Mutant("torch-unknown-detached", "what nobody knows is a number without "
            "its history", edit(
@@ -111,7 +113,7 @@ MUTANTS = [
                "mgpu.backends._torch.places:Places.scan",
                "len(attributes) == self._lengths[number]",
                "self._lengths[number]"),
-           (_NATIVE + "[torch-2dev-step-per_device-<function "
+           (_NATIVE + "[torch-2dev-per_device-step-<function "
             "_carried_on_a_layer>]",)),
     Mutant("mxnet-shapes-count", "the pass that completes shapes counts",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
