@@ -870,20 +870,14 @@ class Replicas(Hints, abc.Sequence):
             raise messages.named_inputs(named)
         with self.owned(), self._mode():
             rows, active = self._prepared(inputs)
-            with _explained(rows), probes.stage(
+            with self._kept_checked(active), _explained(rows), probes.stage(
                     "compute", "forward", self.devices, lambda: results,
                     active):
-                try:
-                    if self._syncs():
-                        results = self._run_synchronised(rows, active)
-                    else:
-                        results = self.network.forward(
-                            self._replicas, _of(active, rows))
-                except Exception:   # of what another device has read
-                    self.network.check_kept()
-                    raise
-            if len(active) > 1:
-                self.network.check_kept()
+                if self._syncs():
+                    results = self._run_synchronised(rows, active)
+                else:
+                    results = self.network.forward(
+                        self._replicas, _of(active, rows))
             self._note(active)
         return results
 
@@ -895,17 +889,25 @@ class Replicas(Hints, abc.Sequence):
         with ``batch_norm="sync"``."""
         with self.owned(), self._mode():
             rows, active = self._prepared((shards,))
-            with self.new_batch(), _explained(rows):
-                try:
-                    self.network.forward_backward(
-                        self._replicas, _of(active, rows), head,
-                        lambda i: self._views[i].arrays())
-                except Exception:   # of a loss that reads what was kept
-                    self.network.check_kept()
-                    raise
-                if len(active) > 1:
-                    self.network.check_kept()
+            with self.new_batch(), _explained(rows), \
+                    self._kept_checked(active):
+                self.network.forward_backward(
+                    self._replicas, _of(active, rows), head,
+                    lambda i: self._views[i].arrays())
             self._note(active)
+
+    @contextlib.contextmanager
+    def _kept_checked(self, active: list[int]) -> Iterator[None]:
+        """Passes of the devices `active` in the block keep nothing that they
+        must not. Where they do, that is the error, whatever else came of
+        it."""
+        try:
+            yield
+        except Exception:
+            self.network.check_kept()
+            raise
+        if len(active) > 1:
+            self.network.check_kept()
 
     @contextlib.contextmanager
     def new_batch(self) -> Iterator[None]:

@@ -199,9 +199,11 @@ def test_end_to_end(tmp_path):
         for row in report["contenders"]]
     assert {e["pid"] for e in events if e["ph"] == "X"} == set(processes)
     shown = " ".join(result.output.split())
-    for text in ("images/s", "predicted", "dispatch", "-bound: ",
+    for text in ("images/s", "predicted", "dispatch",
                  "64 logical devices have room for "):
         assert text in shown
+    # Which of the two is a matter of time, that is of other work.
+    assert "-bound: " in shown or "No part takes half of a step: " in shown
     for file in files.values():
         assert f"written: {file}" in result.output
 

@@ -129,6 +129,14 @@ def same(found, expected):
         assert relative_difference(x, y) < 1e-12
 
 
+def edited_as_plain(engine, new, devices, edit):
+    """A network that is edited after each step trains as on one device."""
+    loss = mgpu.losses.L2Loss()
+    expected = plain(engine, new(), batches(4), loss, edit)
+    same(trained(new(), devices, batches(4), loss, "per_device", "step",
+                 edit), expected)
+
+
 def _number(net, x, F):
     net.count += 1
     return net.b(net.a(x)) / net.count
@@ -705,10 +713,7 @@ def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
         if kind == "beside a weight":       # which each step writes to
             net.holder[0] = net.b.weight
         return net
-    loss = mgpu.losses.L2Loss()
-    expected = plain(engine, new(), batches(4), loss, edit)
-    same(trained(new(), devices, batches(4), loss, "per_device", "step",
-                 edit), expected)
+    edited_as_plain(engine, new, devices, edit)
 
 
 @pytest.mark.parametrize("name", ["torch"])
@@ -726,11 +731,8 @@ def test_layers_that_are_not_registered_follow(name, devices):
         net = network(engine, forward)
         net.teacher = [copy.deepcopy(net.b).requires_grad_(False)]
         return net
-    loss = mgpu.losses.L2Loss()
     with using_engine(name) as engine:
-        expected = plain(engine, new(), batches(4), loss, edit)
-        same(trained(new(), devices, batches(4), loss, "per_device", "step",
-                     edit), expected)
+        edited_as_plain(engine, new, devices, edit)
 
 
 @pytest.mark.parametrize("name", ["torch"])
@@ -1641,11 +1643,8 @@ def test_a_weak_reference_to_a_layer_is_one_to_that_of_its_device(
         net.scale += 0.5
         if later:
             net.a.parent = make(net)
-    loss = mgpu.losses.L2Loss()
     with using_engine(name) as engine:
-        expected = plain(engine, new(), batches(4), loss, edit)
-        same(trained(new(), devices, batches(4), loss, "per_device", "step",
-                     edit), expected)
+        edited_as_plain(engine, new, devices, edit)
 
 
 @pytest.mark.parametrize("name", ["torch"])

@@ -85,6 +85,14 @@ def assert_replicas_equal(found):
             assert_bit_equal(copy, copies[0])
 
 
+def adding(engine, devices):
+    """Replicas of which all gradients are added up."""
+    replicas = initialize(mlp(engine), devices)
+    for p in replicas.params():
+        p.grad_req = "add"
+    return replicas
+
+
 def assert_close(found, wanted, limit=1e-12):
     """The first device's arrays, tensor by tensor."""
     assert found.keys() == wanted.keys()
@@ -849,9 +857,7 @@ def test_sums_that_grow_are_summed_once(engine, devices, loop):
         pytest.skip("the network itself is on the first device")
     found = []
     for places in (on(0), devices):
-        replicas = initialize(mlp(engine), places)
-        for p in replicas.params():
-            p.grad_req = "add"
+        replicas = adding(engine, places)
         # of each device's own gradients
         trainer = mgpu.Trainer(replicas, "nadam", {
             "learning_rate": 0.125, "epsilon": 2.0 ** -10})
@@ -873,9 +879,7 @@ def test_a_sum_that_the_user_changes_goes_on(engine, devices):
     and of all devices."""
     found = []
     for places in (on(0), devices):
-        replicas = initialize(mlp(engine), places)
-        for p in replicas.params():
-            p.grad_req = "add"
+        replicas = adding(engine, places)
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
         for rows in ROWS:
             backward(replicas, *batch(rows))
@@ -892,9 +896,7 @@ def test_zeroed_gradients_are_no_change_of_the_users(engine, devices):
     """Devices without rows hold the zeros that `zero_grad` wrote."""
     found = []
     for places in (on(0), devices):
-        replicas = initialize(mlp(engine), places)
-        for p in replicas.params():
-            p.grad_req = "add"
+        replicas = adding(engine, places)
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
         backward(replicas, *batch(8))
         replicas.zero_grad()

@@ -116,6 +116,11 @@ def _arrays(x: Any) -> list[Any]:
         else [x] * isinstance(x, mx.nd.NDArray)
 
 
+def _same(x: Any, before: Any) -> bool:
+    """Whether what `_Block.left` holds of an attribute is what it was."""
+    return before is x or isinstance(x, _Content) and before == x
+
+
 class _Block:
     """The attributes of one block, for each device."""
 
@@ -271,9 +276,9 @@ class _Block:
                 for a in _Content(own.get(name)).arrays)}
         for name in self._kept & now.keys():
             x, left = now[name], self.left.get(name)
-            same = (left is x or isinstance(x, _Content) and left == x) \
-                and not any(_is_written(a) and not _is_data(blocks, a)
-                            for a in _arrays(x))
+            same = _same(x, left) and not any(
+                _is_written(a) and not _is_data(blocks, a)
+                for a in _arrays(x))
             if same and not (untold.again and name in self._unknown):
                 continue
             old, columns = _arrays(left), dict[int, list[Any]]()
@@ -398,9 +403,7 @@ class Attributes:
             kept = {name: x for name, x in now.items() if _arrays(x)
                     and not any(isinstance(a, places.Unknown)
                                 for a in _arrays(x))
-                    and not (before.get(name) is x
-                             or isinstance(x, _Content)
-                             and before.get(name) == x)}
+                    and not _same(x, before.get(name))}
             for i, context in idle.items() if kept else ():
                 memo = {id(a): a.detach().copyto(context)
                         for x in kept.values() for a in _arrays(x)}
