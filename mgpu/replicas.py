@@ -1142,9 +1142,10 @@ def _check_alone(network: base.Network, give_up: bool) -> list[Any]:
     """Refuse a part of a network that is on devices already: it would get
     copies of its own there, and the gradients of both would part. With
     `give_up`: those networks, whose replicas are to become void."""
-    if _sharing(network):
-        gc.collect()        # a network that nobody has may be in a cycle
     found = _sharing(network)
+    if found:
+        gc.collect()        # a network that nobody has may be in a cycle
+        found = _sharing(network)
     for other, shared in found.items() if not give_up else ():
         raise ValueError(
             "a parameter belongs to one network that is initialized; "

@@ -400,7 +400,7 @@ class MXNetNetwork(base.Network):
                 if not p._deferred_init and _value(p) is None}
 
     def shares(self, other: Any) -> list[str]:
-        theirs = set(map(id, other.collect_params().values())) \
+        theirs = {id(p) for _, block in _blocks(other) for p in _own(block)} \
             if isinstance(other, mx.gluon.Block) else set()
         return [name for name, p, _ in self.entries if id(p) in theirs]
 
