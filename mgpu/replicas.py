@@ -1,6 +1,7 @@
 """A network on a list of devices."""
 import contextlib
 import gc
+import math
 import threading
 import warnings
 import weakref
@@ -44,6 +45,8 @@ _thread: ContextVar[Any] = ContextVar("mgpu_thread", default=None)
 # values from the start, so the engine cannot tell.
 _initialized: "weakref.WeakKeyDictionary[Any, list[Device]]" = \
     weakref.WeakKeyDictionary()
+#: how many of them were there when `_collect` last looked
+_left = 0
 
 
 _MODE = "mgpu.record(), inside which replicas train; outside they predict"
@@ -1142,10 +1145,10 @@ def _check_alone(network: base.Network, give_up: bool) -> list[Any]:
     """Refuse a part of a network that is on devices already: it would get
     copies of its own there, and the gradients of both would part. With
     `give_up`: those networks, whose replicas are to become void."""
+    if not _sharing(network):
+        return []
+    gc.collect()            # a network that nobody has may be in a cycle
     found = _sharing(network)
-    if found:
-        gc.collect()        # a network that nobody has may be in a cycle
-        found = _sharing(network)
     for other, shared in found.items() if not give_up else ():
         raise ValueError(
             "a parameter belongs to one network that is initialized; "
@@ -1157,6 +1160,21 @@ def _check_alone(network: base.Network, give_up: bool) -> list[Any]:
             "initialize the network that holds them, once, and freeze what "
             "a step is not to move (Parameter.grad_req = 'null').")
     return list(found)
+
+
+def _collect(size: int) -> None:
+    """Free the networks that nobody has, before one of `size` bytes.
+
+    They are in cycles, which Python itself looks for after hundreds of small
+    networks, and after as many large ones. Looking takes 0.1 to 0.4 s.
+    """
+    global _left
+    if _initialized and (size >= 64 << 20
+                         or len(_initialized) > 2 * _left + 16):
+        gc.collect()
+        _left = len(_initialized)
+    if not _initialized:
+        give_back()
 
 
 def initialize(net: Any, devices: Any, init: Any = None,
@@ -1277,8 +1295,8 @@ def initialize(net: Any, devices: Any, init: Any = None,
             "('uniform' is Gluon's default) to draw them, or no seed.")
     origin = f"{len(trained) - drawn} parameters kept, {drawn} drawn" \
         + (f" by {rule!r}" if drawn else "")
-    if not _initialized:    # the networks before are gone
-        give_back()
+    _collect(4 * len(devices) * sum(
+        math.prod(spec.shape) for spec in network.specs() if spec.shape))
     values: dict[str, np.ndarray] = {}
     # Parameters come first, so their numbers are those of the layers; last
     # what the other engine does not have.

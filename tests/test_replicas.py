@@ -111,6 +111,23 @@ def test_devices_do_not_share_memory(engine):
             assert (value == 7).all() == (i == 1), (p.name, i)
 
 
+@pytest.mark.parametrize("units, times, most", [
+    ((6, 5, 3), 60, 40), ((4096, 4097), 2, 1)], ids=["small", "large"])
+def test_networks_that_nobody_has_are_freed(engine, units, times, most):
+    """Their replicas are in cycles. Python looks for these after hundreds of
+    networks, however much memory they hold."""
+    gc.collect()
+    dropped = []
+    with contextlib.ExitStack() as stack:
+        gc.disable()
+        stack.callback(gc.enable)
+        for _ in range(times):
+            replicas = mgpu.initialize(mlp(engine, units), on(0), "zeros")
+            dropped.append(weakref.ref(replicas))
+            del replicas
+            assert sum(ref() is not None for ref in dropped) <= most
+
+
 def test_the_users_network_is_the_one_that_is_trained(engine):
     net = mlp(engine)
     replicas = mgpu.initialize(net, on(0, 1), "uniform")
