@@ -7,6 +7,15 @@ EXACT = ("test_collectives.py::"
          "test_allreduce_is_exact_and_in_place[torch-naive-sum-2]",)
 WHERE, OLD = "mgpu.collectives.strategies:combine", "into += other"
 
+_KEPT = []
+
+
+def _for_good():
+    _KEPT.append(edit(WHERE, OLD, "into -= other")())
+    _KEPT[-1].__enter__()
+    return contextlib.nullcontext()
+
+
 #: by the verdict that they must get
 CONTROLS = {
     "survived": [
@@ -46,5 +55,9 @@ CONTROLS = {
         Mutant("lost file", "the file was renamed",
                edit(WHERE, OLD, "into -= other"),
                ("test_that_is_gone.py::test_bounds",)),
+    ],
+    "fails without": [      # last, since it never ends
+        Mutant("for good", "the sum is a difference from now on",
+               _for_good, EXACT),
     ],
 }

@@ -1,10 +1,10 @@
 """Judges mutants: ``python -m mutants.runner OUT NAME...`` in tests/.
 
 One process for all of them, apart from that of the other tests: a mutant may
-leave an engine in any state, or hang. It collects the test files once, runs
-the tests that are named without any mutant, again with each mutant until one
-fails, and all of them once more. Verdicts are added to the file OUT, a JSON
-line each; the last one of a mutant counts.
+leave an engine in any state, or hang. It collects the test files once. It
+runs the tests that a mutant names, with it, until one fails, and that one
+again without it. That the others pass without it is for the ordinary run to
+say. Verdicts are added to the file OUT, a JSON line each.
 """
 import contextlib
 import dis
@@ -54,26 +54,10 @@ class Judge:
         return self._errors
 
     def pytest_runtestloop(self, session: Any) -> bool:
-        wanted = {test: self._find(session.items, test)
-                  for mutant in self._mutants for test in mutant.tests}
-        items = list(dict.fromkeys(
-            item for found in wanted.values() for item in found))
-        baseline = self._broken(items)
         for mutant in self._mutants:
-            self._write(mutant, *self._judge(mutant, wanted, baseline))
-        # A mutant may have left something behind that fails other tests.
-        after = self._broken(items)
-        for mutant in self._mutants:
-            for item in (i for test in mutant.tests for i in wanted[test]):
-                if item in after and item not in baseline:
-                    self._write(mutant, "fails afterwards", after[item])
+            self._write(mutant, *self._judge(mutant, [
+                self._find(session.items, test) for test in mutant.tests]))
         return True
-
-    def _broken(self, items: list[Any]) -> dict[Any, str]:
-        """Those that fail, and why."""
-        errors = {item: self._failures(item) for item in items}
-        return {item: f"{item.nodeid}: {found[0].exconly()}"
-                for item, found in errors.items() if found}
 
     def _write(self, mutant: Mutant, verdict: str, why: str) -> None:
         with open(self._out, "a") as file:
@@ -89,30 +73,30 @@ class Judge:
             return name == test or name.partition("[")[0] == test
         return list(filter(fits, items))
 
-    def _judge(self, mutant: Mutant, wanted: dict[str, list[Any]],
-               baseline: dict[Any, str]) -> tuple[str, str]:
-        for test in mutant.tests:
-            if not wanted[test]:
+    def _judge(self, mutant: Mutant, wanted: list[list[Any]]
+               ) -> tuple[str, str]:
+        for test, items in zip(mutant.tests, wanted, strict=True):
+            if not items:
                 return "no such test", test
-        items = [item for test in mutant.tests for item in wanted[test]]
-        for item in items:
-            if item in baseline:
-                return "fails without", baseline[item]
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(mutant.plant())
-            except Exception as error:
-                return "not planted", f"{type(error).__name__}: {error}"
-            crash = ""
-            for item in items:
+        crash = ""
+        for item in sum(wanted, []):
+            with contextlib.ExitStack() as stack:
+                try:
+                    stack.enter_context(mutant.plant())
+                except Exception as error:
+                    return "not planted", f"{type(error).__name__}: {error}"
                 errors = self._failures(item)
-                if any(map(_rejects, errors)):
-                    return "killed", item.nodeid
-                if errors:
-                    crash = crash or (f"{item.nodeid}: "
-                                      f"{errors[0].exconly()}")
+            if any(map(_rejects, errors)):
+                # It says nothing if it fails without the mutant too, or
+                # with what this one or an earlier one has left behind.
+                errors = self._failures(item)
+                return ("fails without", f"{item.nodeid}: "
+                        f"{errors[0].exconly()}") if errors \
+                    else ("killed", item.nodeid)
+            if errors:
+                crash = crash or f"{item.nodeid}: {errors[0].exconly()}"
         return ("crashed", crash) if crash else (
-            "survived", f"{len(items)} tests pass")
+            "survived", f"{sum(map(len, wanted))} tests pass")
 
 
 def main(out: str, *names: str) -> int:

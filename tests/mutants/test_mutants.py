@@ -1,7 +1,7 @@
 """Each wrong implementation is rejected by the tests that it names.
 
-Those tests pass without it, all in one run, and one of them at least fails
-with it, by an assertion or by an error of mgpu's own. A mutant that does not
+One of those tests at least fails with it, by an assertion or by an error of
+mgpu's own, and passes without it. A mutant that does not
 fit the code any more, or one whose own text is broken, is no success.
 """
 import pytest
