@@ -890,8 +890,9 @@ def _blurred(gaps: Sequence[Gap], epsilon: float) -> str | None:
                 and (g.step, name) not in noise:
             return (f"in step {g.step} rounding alone moves {g.stage} "
                     f"{g.name}".rstrip() + f" by {g.own:.0%} of its size, so "
-                    "that a mistake there would not show. Compare in float64, "
-                    "with other data or from other weights")
+                    "that a mistake there would not show. Compare "
+                    + "in float64, " * (epsilon > 1e-10)
+                    + "with other data or from other weights")
     return None
 
 
