@@ -32,6 +32,7 @@ def sources():
 #: those below it (docs/design.md, section 2).
 LAYERS = {
     "foundations": "arguments environment files notebook probes progress",
+    "Gluon's files": "gluon_io",
     "contract of an engine": "backends.base backends.messages backends.ledger "
         "backends.scope backends._allocator backends._kept backends._workers",
     "registry": "backends",
