@@ -716,6 +716,31 @@ def test_arrays_in_attributes_that_the_user_changes(engine, devices, kind,
     edited_as_plain(engine, new, devices, edit)
 
 
+class Linked:
+    """An object that many paths lead to."""
+
+    def __init__(self):
+        self.others, self.value = [], 0.5
+
+
+def test_an_attribute_may_be_a_graph_of_objects(engine, devices):
+    """It is read once, not along each of its paths."""
+    def forward(net, x, F):
+        return net.b(net.a(x)) * net.linked.others[0].value
+
+    def edit(net):
+        net.linked.others[0].value *= 1.5
+
+    def new():
+        net = network(engine, forward)
+        nodes = [Linked() for _ in range(30)]
+        for node in nodes:
+            node.others = [other for other in nodes if other is not node]
+        net.linked = nodes[0]
+        return net
+    edited_as_plain(engine, new, devices, edit)
+
+
 @pytest.mark.parametrize("name", ["torch"])
 def test_layers_that_are_not_registered_follow(name, devices):
     """A teacher in a list, which a moving average moves."""

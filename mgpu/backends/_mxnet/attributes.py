@@ -27,6 +27,7 @@ _gluon = mx.gluon
 #: attributes of every block, which all devices share
 _GLUONS = {*vars(_gluon.nn.HybridSequential(prefix="")),
            "forward", "hybrid_forward"}
+_MANY, _DEEP = 5000, 50     # objects in one attribute, one in the other
 _LARGE = 1000       # a collection with more items is data
 _LARGE_ARRAY = 1 << 16
 _CONSTANT = {int, float, complex, bool, str, bytes, type(None),
@@ -69,9 +70,13 @@ class _Content:
     def __init__(self, x: Any) -> None:
         self.arrays = list[Any]()
         self.single, self.large = dict[int, Any](), dict[int, Any]()
-        self.value = self._read(x, ())
+        self._met = set[int]()      # of objects that `value` holds
+        self.value = self._read(x, 0)
+        self._met.clear()
 
-    def _read(self, x: Any, around: tuple[int, ...]) -> Any:
+    def _read(self, x: Any, depth: int) -> Any:
+        """Each object once, so a graph of them takes as long as it is
+        large."""
         kind = type(x)
         if kind in _CONSTANT:
             return kind, x      # 1 is not True
@@ -79,8 +84,9 @@ class _Content:
             self.arrays += [x] * isinstance(x, mx.nd.NDArray)
             self.single[id(x)] = x
             return _Is(x)
-        if id(x) in around:
-            return len(around) - around.index(id(x))
+        if id(x) in self._met:
+            return _Is(x)
+        self._met.add(id(x))
         if isinstance(x, np.ndarray):
             if x.size <= _LARGE_ARRAY and not x.dtype.hasobject:
                 return _Is(x), x.shape, x.dtype.str, x.tobytes()
@@ -89,10 +95,11 @@ class _Content:
         if isinstance(x, _COLLECTIONS) and len(x) > _LARGE:
             self.large[id(x)] = x
             return _Is(x), len(x)
-        parts = _parts(x)
+        parts = _parts(x) if depth < _DEEP and len(self._met) <= _MANY \
+            else None
         if parts is None:
             return _Is(x)
-        contents = [self._read(part, (*around, id(x))) for part in parts]
+        contents = [self._read(part, depth + 1) for part in parts]
         return _Is(x), contents
 
     def __eq__(self, other: object) -> bool:

@@ -25,6 +25,7 @@ from mgpu.backends._torch.places import (Places, Unknown, is_trained,
 _ELSEWHERE = {"_parameters", "_buffers", "_modules", "training",
               "_compiled_call_impl"}
 _LARGE = 1000       # a collection with more items is data
+_MANY, _DEEP = 5000, 50     # objects in one attribute, one in the other
 _PLAIN = {int, float, complex, bool, str, bytes, type(None), FunctionType}
 _ARRAYS, _BUFFER = object(), object()
 # Collections of torch's own layers, which no pass changes in place.
@@ -507,24 +508,32 @@ def _is_plain(x: Any) -> bool:
     return type(x) in _PLAIN
 
 
-def _content(x: Any, around: tuple[int, ...] = ()) -> Any:
-    """What is another one when the user has changed `x`; `around`: the
-    objects that it lies in, by `id`."""
+def _content(x: Any, met: dict[int, tuple[Any, Any]] | None = None,
+             depth: int = 0) -> Any:
+    """What is another one when the user has changed `x`; `met`: what was
+    read on the way, by `id`, with its content. Each object is read once, so
+    a graph of objects takes as long as it is large."""
     kind = type(x)
     if kind in _PLAIN:
         return kind, x      # 1 is not True
     if isinstance(x, torch.Tensor):
         return _ARRAYS
-    parts = None if id(x) in around else _parts(x)
+    met = {} if met is None else met
+    if id(x) in met:
+        return met[id(x)][1]
+    met[id(x)] = x, (id(x), x)      # never asks x whether it equals another
+    parts = _parts(x) if len(met) <= _MANY and depth < _DEEP else None
     if parts is None or len(parts) > _LARGE:
-        return id(x), x     # never asks x whether it equals another one
+        return id(x), x
     if not parts and isinstance(x, _COLLECTIONS):
         return []
-    contents = [_content(part, (*around, id(x))) for part in parts]
+    contents = [_content(part, met, depth + 1) for part in parts]
     if _ARRAYS in contents:
         return _ARRAYS
-    return (kind, contents) if isinstance(x, _COLLECTIONS) \
-        else (id(x), x, contents)
+    if not isinstance(x, _COLLECTIONS):
+        return id(x), x, contents
+    met[id(x)] = x, (kind, contents)
+    return kind, contents
 
 
 def _parts(x: Any) -> list[Any] | None:
@@ -537,7 +546,7 @@ def _parts(x: Any) -> list[Any] | None:
     if isinstance(x, np.ndarray):
         return [x.shape, x.dtype.str, x.tobytes()] \
             if x.size <= _LARGE and not x.dtype.hasobject else None
-    if isinstance(x, (type, nn.Module, ModuleType)):
+    if isinstance(x, (type, nn.Module, ModuleType, torch.fx.Graph)):
         return None
     return pickled(x)
 
