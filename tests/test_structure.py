@@ -39,7 +39,7 @@ LAYERS = {
     "engines": "backends._mxnet backends._torch",
     "devices, data and formulas": "nested device split datasets prefetching "
         "initializers optimizers lr_scheduler losses loss_state loss_scale "
-        "host_memory collectives functional models strict",
+        "host_memory collectives functional models strict conversion",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "trainer_states trainer",
     "training": "evaluation training extra_states checkpoint",

@@ -32,6 +32,7 @@ import math
 import numpy as np
 
 from mgpu.backends import messages
+from mgpu.files import FilePath
 
 Array = Any     # mx.np.ndarray, mx.nd.NDArray or torch.Tensor
 ContextManager = AbstractContextManager[None]
@@ -1215,6 +1216,23 @@ class Backend(ABC):
     def model(self, name: str, **options: int) -> Any:
         """Make the native network `name` of `mgpu.models`, without values."""
         raise messages.not_supported(self.name, f"network {name!r}")
+
+    # optional: networks that Gluon has exported
+
+    def from_gluon(self, symbol: FilePath, params: FilePath,
+                   dtype: str | None) -> Any:
+        """A native network from two files; see `mgpu.from_gluon`."""
+        raise messages.not_supported(self.name, "reader of Gluon's networks")
+
+    def to_gluon_params(self, net: Any, path: FilePath) -> None:
+        """Write the values of a network of `from_gluon`; see
+        `mgpu.to_gluon_params`."""
+        raise messages.not_supported(
+            self.name, "to_gluon_params (a Block has export)")
+
+    def register_op(self, name: str, rule: Callable[..., Any]) -> None:
+        """A rule for `from_gluon`; see `mgpu.register_op`."""
+        raise messages.not_supported(self.name, "rules for operators")
 
     # optional: advice
 

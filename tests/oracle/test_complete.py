@@ -39,6 +39,8 @@ NO_NUMBERS = {
                      "StaleGradientError"), _ERROR),
     **dict.fromkeys(("Benchmark", "Timer"), _CLOCK),
     "Animator": "draws what it is given",
+    **dict.fromkeys(("from_gluon", "register_op", "to_gluon_params"),
+                    "tests/gluon_io compares them with the real MXNet"),
     **dict.fromkeys(("Replicas.fit_numpy", "load_checkpoint",
                      "save_checkpoint"),
                     "tests/test_checkpoint.py: the same bits after it"),

@@ -23,6 +23,8 @@ from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
 from mgpu.environment import cpu_cores
+from mgpu.files import path_of
+from mgpu.gluon_io.graph import dense_arrays, entries, load_graph
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -456,6 +458,14 @@ class MXNetBackend(base.Backend):
     def model(self, name: str, **options: int) -> Any:
         from mgpu.backends._mxnet.models import MODELS
         return MODELS[name](**options)
+
+    def from_gluon(self, symbol, params, dtype):
+        inputs = entries(load_graph(symbol), dense_arrays(params))
+        net = mx.gluon.SymbolBlock.imports(path_of(symbol), inputs,
+                                           path_of(params), ctx=mx.cpu(0))
+        if dtype is not None:
+            net.cast(dtype)
+        return net
 
     # -- advice -------------------------------------------------------------
 

@@ -393,6 +393,18 @@ class TorchBackend(Leaves, base.Backend):
         from mgpu.backends._torch.models import MODELS
         return without_values(MODELS[name](**options))
 
+    def from_gluon(self, symbol, params, dtype):
+        from mgpu.backends._torch.gluon.build import from_gluon
+        return from_gluon(symbol, params, dtype)
+
+    def to_gluon_params(self, net, path) -> None:
+        from mgpu.backends._torch.gluon.build import to_gluon_params
+        to_gluon_params(net, path)
+
+    def register_op(self, name, rule) -> None:
+        from mgpu.backends._torch.gluon.parts import register_op
+        register_op(name, rule)
+
     # -- advice -------------------------------------------------------------
 
     def doctor(self) -> list[tuple[str, str]]:

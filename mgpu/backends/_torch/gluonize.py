@@ -37,6 +37,17 @@ class GluonBatchNorm3d(_GluonArithmetic, nn.BatchNorm3d):
     """See `mgpu.parity.gluonize`."""
 
 
+class GluonBatchNorm(_GluonArithmetic, nn.BatchNorm2d):
+    """The same for any number of axes behind the second: an exported graph
+    does not say how many there are."""
+
+    def _check_input_dim(self, input: Any) -> None:
+        if input.dim() < 2:
+            raise ValueError("batch normalisation needs 2 axes or more; "
+                             f"received an input of shape "
+                             f"{tuple(input.shape)}.")
+
+
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: GluonBatchNorm1d, nn.BatchNorm2d: GluonBatchNorm2d,
     nn.BatchNorm3d: GluonBatchNorm3d}

@@ -1,0 +1,1 @@
+"""Networks that Gluon has exported, as torch modules."""

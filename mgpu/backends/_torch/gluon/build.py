@@ -1,0 +1,176 @@
+"""A torch network from an exported graph and its arrays."""
+import importlib
+import keyword
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from mgpu.backends._torch.gluon import operators  # noqa: F401, its rules
+from mgpu.backends._torch.gluon.parts import Call, Layer, Slot, parts_of
+from mgpu.files import FilePath
+from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
+from mgpu.gluon_io.params import save_params
+
+
+class GluonModule(fx.GraphModule):
+    """A network that was exported by Gluon, as PyTorch computes it.
+
+    Attributes
+    ----------
+    gluon_names : dict of str to str
+        The name in the ``.params`` file for each name in `state_dict`.
+    """
+
+    gluon_names: dict[str, str]
+
+
+def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None
+               ) -> GluonModule:
+    """See `mgpu.from_gluon`."""
+    return _Builder(load_graph(symbol), dense_arrays(params), None
+                    if dtype is None else getattr(torch, dtype)).module()
+
+
+def to_gluon_params(net: nn.Module, path: FilePath) -> None:
+    """See `mgpu.to_gluon_params`."""
+    names = getattr(net, "gluon_names", None)
+    if names is None:
+        raise TypeError("only a network of from_gluon knows Gluon's names; "
+                        f"received {type(net).__name__}.")
+    own = net.state_dict()
+    save_params(path, {name: own[key].detach().cpu().numpy()
+                       for key, name in names.items()})
+
+
+def _identifier(name: str) -> str:
+    name = re.sub(r"\W", "_", name)
+    return f"_{name}" if not name or name[0].isdigit() \
+        or keyword.iskeyword(name) else name
+
+
+def prefix_of(node: Node, arrays: list[Node]) -> str:
+    """What a layer is called: as its parameters begin, or as its node
+    does, without Gluon's ending."""
+    if arrays:
+        return arrays[0].name.rpartition("_")[0] or node.name
+    return node.name.removesuffix("_fwd")
+
+
+class _Builder:
+    def __init__(self, graph: Graph, arrays: Mapping[str, np.ndarray],
+                 dtype: Any) -> None:
+        self._graph, self._arrays, self._dtype = graph, arrays, dtype
+        self._root, self._fx = nn.Module(), fx.Graph()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._env: dict[tuple[int, int], fx.Node] = {}
+        self._names: dict[str, str] = {}
+        self._functions: dict[str, Any] = {}
+
+    def module(self) -> GluonModule:
+        nodes = self._graph.nodes
+        parts = parts_of(self._graph, {k: x.shape for k, x in
+                                       self._arrays.items()})
+        inputs = {j for i, part in parts.items() for slot, (j, _) in enumerate(
+            nodes[i].inputs) if not (isinstance(part, Layer)
+                                     and slot in part.tensors.values())}
+        for i, node in enumerate(nodes):
+            if node.op == "null" and i in inputs:
+                self._env[i, 0] = self._array(node) \
+                    if node.name in self._arrays \
+                    else self._fx.placeholder(_identifier(node.name))
+        for i, part in parts.items():
+            self._env[i, 0] = self._layer(nodes[i], part) \
+                if isinstance(part, Layer) else self._call(nodes[i], part)
+        heads = [self._env[head] for head in self._graph.heads]
+        self._fx.output(heads[0] if len(heads) == 1 else tuple(heads))
+        module = GluonModule(self._root, self._fx)
+        module.gluon_names = self._names
+        return module
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        """The same one each time: a shared array stays shared."""
+        if name not in self._tensors:
+            if name not in self._arrays:
+                raise KeyError(f"the graph has the array {name!r}; the file "
+                               "of arrays has not. Use the two files of one "
+                               "export.")
+            x = torch.from_numpy(np.array(self._arrays[name]))
+            self._tensors[name] = x.to(self._dtype) \
+                if self._dtype is not None and x.is_floating_point() else x
+        return self._tensors[name]
+
+    def _array(self, node: Node) -> fx.Node:
+        name = _identifier(node.name)
+        self._root.register_parameter(name, self._parameter(node.name, True))
+        self._note(name, node, aux=False)
+        return self._fx.get_attr(name)
+
+    def _parameter(self, name: str, trained: bool) -> nn.Parameter:
+        x = self._tensor(name)
+        if not isinstance(x, nn.Parameter):
+            x = self._tensors[name] = nn.Parameter(
+                x, requires_grad=trained and x.is_floating_point())
+        return x
+
+    def _note(self, key: str, node: Node, aux: bool) -> None:
+        self._names[key] = f"{'aux' if aux else 'arg'}:{node.name}"
+
+    def _layer(self, node: Node, part: Layer) -> fx.Node:
+        own = {key: self._graph.nodes[node.inputs[slot][0]]
+               for key, slot in part.tensors.items()}
+        kind = self._function(part.kind)
+        name = _identifier(prefix_of(node, list(own.values())))
+        while hasattr(self._root, name):
+            name += "_"
+        with torch.device("meta"):
+            layer = kind(**part.arguments)
+        for key, array in own.items():
+            x = self._tensor(array.name)
+            buffer = key in layer._buffers
+            expected = (layer._buffers if buffer else layer._parameters)[key]
+            if expected is None or x.shape != expected.shape:
+                raise ValueError(
+                    f"the graph and the arrays belong together; received "
+                    f"{array.name!r} of shape {tuple(x.shape)} for "
+                    f"{layer!r}. Use the two files of one export.")
+            if key in part.values:
+                x.detach().fill_(part.values[key])
+            if buffer:
+                layer._buffers[key] = x
+            else:
+                layer._parameters[key] = self._parameter(
+                    array.name, key not in part.frozen)
+            self._note(f"{name}.{key}", array, aux=buffer)
+        for key, x in layer._buffers.items():
+            if x is not None and x.is_meta:     # torch's count of batches
+                layer._buffers[key] = torch.zeros(x.shape, dtype=x.dtype)
+        self._root.add_module(name, layer)
+        return self._fx.call_module(name, tuple(
+            self._argument(node, x) for x in part.inputs))
+
+    def _call(self, node: Node, part: Call) -> fx.Node:
+        return self._fx.call_function(
+            self._function(part.function), tuple(
+                self._argument(node, x) for x in part.arguments),
+            {key: self._argument(node, x) for key, x in part.named.items()})
+
+    def _argument(self, node: Node, x: Any) -> Any:
+        if isinstance(x, Slot):
+            return self._env[node.inputs[x.number]]
+        if isinstance(x, Call):
+            return self._call(node, x)
+        if type(x) in (tuple, list):
+            return type(x)(self._argument(node, y) for y in x)
+        return x
+
+    def _function(self, name: str) -> Any:
+        if name not in self._functions:
+            module, _, own = name.rpartition(".")
+            self._functions[name] = getattr(
+                importlib.import_module(module), own)
+        return self._functions[name]
+

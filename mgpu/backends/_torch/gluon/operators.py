@@ -1,0 +1,173 @@
+"""MXNet's operators in PyTorch, each by a small function."""
+import math
+from typing import Any
+
+from mgpu.backends._torch.gluon.parts import (Call, Layer, MissingOperator,
+                                              Part, Shape, Slot, only,
+                                              operator)
+from mgpu.gluon_io.graph import Node
+
+Shapes = list[Shape | None]
+_HELPERS = "mgpu.backends._torch.gluon.layers"
+_X, _Y = Slot(0), Slot(1)
+
+
+def _known(shapes: Shapes, slot: int) -> Shape:
+    shape = shapes[slot]
+    if shape is None:
+        raise MissingOperator(f"input {slot} is computed, no parameter")
+    return shape
+
+
+def _short(sizes: tuple[int, ...]) -> Any:
+    """One number for sizes that are the same."""
+    return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def _given(sizes: tuple[int, ...], default: int, count: int
+           ) -> tuple[int, ...]:
+    return sizes or (default,) * count
+
+
+# -- layers with parameters ---------------------------------------------------
+
+@operator("Convolution")
+def _convolution(node: Node, shapes: Shapes) -> Part:
+    """``Convolution``: kernel, stride, dilate, pad, num_filter, num_group,
+    no_bias."""
+    a, weight = node.attributes, _known(shapes, 1)
+    only(node, layout=(None, "NCW", "NCHW", "NCDHW"))
+    n = len(a["kernel"])
+    options = {"in_channels": weight[1] * a["num_group"],
+               "out_channels": a["num_filter"],
+               "kernel_size": _short(a["kernel"])}
+    for ours, theirs, default in (("stride", "stride", 1),
+                                  ("padding", "pad", 0),
+                                  ("dilation", "dilate", 1)):
+        value = _short(_given(a[theirs], default, n))
+        if value != default:
+            options[ours] = value
+    if a["num_group"] != 1:
+        options["groups"] = a["num_group"]
+    if a["no_bias"]:
+        options["bias"] = False
+    return Layer(f"torch.nn.Conv{n}d", options, {"weight": 1} if a["no_bias"]
+                 else {"weight": 1, "bias": 2})
+
+
+@operator("FullyConnected")
+def _dense(node: Node, shapes: Shapes) -> Part:
+    """``FullyConnected``: num_hidden, no_bias, flatten."""
+    a, weight = node.attributes, _known(shapes, 1)
+    options = {"in_features": weight[1], "out_features": a["num_hidden"]}
+    if a["no_bias"]:
+        options["bias"] = False
+    x: Any = Call("torch.flatten", (_X, 1)) if a["flatten"] else _X
+    return Layer("torch.nn.Linear", options, {"weight": 1} if a["no_bias"]
+                 else {"weight": 1, "bias": 2}, (x,))
+
+
+@operator("BatchNorm")
+def _batch_norm(node: Node, shapes: Shapes) -> Part:
+    """``BatchNorm``: eps, momentum, fix_gamma, use_global_stats, axis. With
+    ``fix_gamma`` gamma is 1, whatever the file has."""
+    a, gamma = node.attributes, _known(shapes, 1)
+    only(node, axis=1, output_mean_var=False, use_global_stats=False)
+    # 1 - momentum is rounded by torch's user, so that what mgpu computes
+    # from it is MXNet's momentum in float32 again.
+    options = {"num_features": gamma[0], "eps": a["eps"],
+               "momentum": round(1 - a["momentum"], 7)}
+    return Layer("mgpu.backends._torch.gluonize.GluonBatchNorm", options,
+                 {"weight": 1, "bias": 2, "running_mean": 3,
+                  "running_var": 4},
+                 frozen=("weight",) if a["fix_gamma"] else (),
+                 values={"weight": 1.0} if a["fix_gamma"] else {})
+
+
+# -- layers without -----------------------------------------------------------
+
+@operator("Dropout")
+def _dropout(node: Node, shapes: Shapes) -> Part:
+    """``Dropout``: p."""
+    only(node, mode="training", axes=())
+    return Layer("torch.nn.Dropout", {"p": round(node.attributes["p"], 7)})
+
+
+@operator("Pooling")
+def _pooling(node: Node, shapes: Shapes) -> Part:
+    """``Pooling``: kernel, stride, pad, pool_type, global_pool,
+    pooling_convention, count_include_pad."""
+    a = node.attributes
+    only(node, pool_type=("max", "avg"),
+         layout=(None, "NCW", "NCHW", "NCDHW"))
+    if a["global_pool"]:
+        if len(a["kernel"]) not in (1, 2, 3):
+            raise MissingOperator("global pooling without a kernel")
+        pools = {"max": "AdaptiveMaxPool", "avg": "AdaptiveAvgPool"}
+        return Layer(f"torch.nn.{pools[a['pool_type']]}{len(a['kernel'])}d",
+                     {"output_size": 1})
+    only(node, pooling_convention=("valid", "full"))
+    n = len(a["kernel"])
+    options: dict[str, Any] = {"kernel_size": _short(a["kernel"])}
+    # torch's stride is the kernel's size where none is given, MXNet's 1.
+    stride = _short(_given(a["stride"], 1, n))
+    if stride != options["kernel_size"]:
+        options["stride"] = stride
+    if any(a["pad"]):
+        options["padding"] = _short(a["pad"])
+    if a["pooling_convention"] == "full":
+        options["ceil_mode"] = True
+    if a["pool_type"] == "avg" and a["count_include_pad"] is False:
+        options["count_include_pad"] = False
+    kind = "MaxPool" if a["pool_type"] == "max" else "AvgPool"
+    hangs_over = a["pooling_convention"] == "full" and (any(a["pad"]) or any(
+        s > k for s, k in zip(_given(a["stride"], 1, n), a["kernel"])))
+    if hangs_over and n != 2:
+        raise MissingOperator(f"full pooling of {n} axes with padding")
+    where = f"{_HELPERS}.Gluon" if hangs_over else "torch.nn."
+    return Layer(f"{where}{kind}{n}d", options)
+
+
+@operator("Activation")
+def _activation(node: Node, shapes: Shapes) -> Part:
+    """``Activation``: act_type."""
+    return Layer("torch.nn." + {
+        "relu": "ReLU", "sigmoid": "Sigmoid", "tanh": "Tanh",
+        "softrelu": "Softplus", "softsign": "Softsign"}[
+            node.attributes["act_type"]], {})
+
+
+@operator("Flatten", "flatten")
+def _flatten(node: Node, shapes: Shapes) -> Part:
+    """``Flatten``: all axes but the first become one."""
+    return Layer("torch.nn.Flatten", {})
+
+
+# -- functions ----------------------------------------------------------------
+
+@operator("Concat", "concat")
+def _concat(node: Node, shapes: Shapes) -> Part:
+    """``Concat``: dim."""
+    return Call("torch.cat", (tuple(map(Slot, range(len(node.inputs)))),
+                              node.attributes["dim"]))
+
+
+@operator("elemwise_add", "_plus", "broadcast_add")
+def _add(node: Node, shapes: Shapes) -> Part:
+    """``elemwise_add``, ``broadcast_add``."""
+    return Call("operator.add", (_X, _Y))
+
+
+@operator("clip")
+def _clip(node: Node, shapes: Shapes) -> Part:
+    """``clip``: a_min, a_max, which MXNet keeps in float32. A gradient
+    passes at the bounds, in ``torch.clamp`` too (in ``ReLU6`` it does not)."""
+    return Call("torch.clamp", (_X, *(
+        None if math.isinf(node.attributes[key]) else node.attributes[key]
+        for key in ("a_min", "a_max"))))
+
+
+@operator("_copy", "identity")
+def _identity(node: Node, shapes: Shapes) -> Part:
+    """``identity``, which Gluon's Dropout of 0 is."""
+    return Layer("torch.nn.Identity", {})

@@ -1,0 +1,174 @@
+"""A network that Gluon has exported: the graph in ``model-symbol.json``.
+
+The file writes an operator's attributes as texts, and leaves out those that
+nobody has given. What they are then, and of which type, stands in
+``operators.json``, which ``studies/gluon_operators.py`` makes from MXNet.
+"""
+import ast
+import functools
+import json
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mgpu.files import FilePath, path_of
+from mgpu.gluon_io.params import load_params
+
+
+class UnreadableSymbol(ValueError):
+    """A file that is not what MXNet exports, or is damaged."""
+
+
+class Node(NamedTuple):
+    """One operator of a graph, or one array that enters it (`op` "null").
+
+    Attributes
+    ----------
+    name : str
+    op : str
+    attributes : dict
+        Those of the operator, all of them where `operators.json` knows it, as
+        numbers, tuples, texts, booleans or None. Texts elsewhere.
+    marks : dict of str to str
+        What stands between underscores: ``__lr_mult__``, ``__shape__``.
+    inputs : tuple of (int, int)
+        For each input the number of a node, and which of its outputs.
+    """
+
+    name: str
+    op: str
+    attributes: dict[str, Any]
+    marks: dict[str, str]
+    inputs: tuple[tuple[int, int], ...]
+
+
+class Graph(NamedTuple):
+    """Nodes in an order in which they can be computed; `heads` are the
+    outputs, in the form of `Node.inputs`."""
+
+    nodes: tuple[Node, ...]
+    heads: tuple[tuple[int, int], ...]
+
+
+def load_graph(path: FilePath) -> Graph:
+    """The graph of a ``-symbol.json`` of MXNet, of any version from 0.9 on.
+
+    Raises
+    ------
+    UnreadableSymbol
+        If the file is another one, or names an attribute or a value that the
+        operator does not have.
+    OSError
+        If it cannot be opened.
+    """
+    path = path_of(path)
+    with open(path, encoding="utf-8") as file:
+        try:
+            found = json.load(file)
+            nodes = tuple(map(_node, found["nodes"]))
+            heads = tuple((int(i), int(k)) for i, k, *_ in found["heads"])
+            for i, node in enumerate(nodes):
+                if not all(0 <= j < i and k >= 0 for j, k in node.inputs):
+                    raise ValueError(f"node {node.name!r} has inputs that "
+                                     "come after it")
+            if not heads or not all(0 <= i < len(nodes) for i, _ in heads):
+                raise ValueError("its outputs are not in it")
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError,
+                SyntaxError, RecursionError) as error:
+            raise UnreadableSymbol(
+                "expected a graph that MXNet has exported; "
+                f"{path!r} is not one, or is damaged ({error}). Export the "
+                "network again, or use a whole file.") from error
+    return Graph(nodes, heads)
+
+
+def _node(found: Any) -> Node:
+    # Before MXNet 1.0 they stood under "attr", those of operators before
+    # 0.9.3 under "param".
+    texts = {**found.get("param", {}), **found.get("attr", {}),
+             **found.get("attrs", {})}
+    marks = {k: v for k, v in texts.items()
+             if k.startswith("__") and k.endswith("__")}
+    name, op = str(found["name"]), str(found["op"])
+    own = {k: str(v) for k, v in texts.items() if k not in marks}
+    return Node(name, op, own if op == "null" else _attributes(op, name, own),
+                marks, tuple((int(i), int(k)) for i, k, *_ in
+                             found["inputs"]))
+
+
+def dense_arrays(path: FilePath) -> dict[str, np.ndarray]:
+    """The arrays of a network by the names of its graph: those of a
+    ``.params`` without ``arg:`` and ``aux:``. ValueError for a file without
+    names, or with sparse arrays."""
+    found = load_params(path)
+    if not isinstance(found, dict):
+        raise ValueError("the arrays of a network have names; received a file "
+                         "without. Use what HybridBlock.export writes.")
+    arrays = {}
+    for key, x in found.items():
+        name = key.removeprefix("arg:").removeprefix("aux:")
+        if not isinstance(x, np.ndarray):
+            raise ValueError("the arrays of a network are dense; received "
+                             f"{type(x).__name__} for {key!r}.")
+        if name in arrays:
+            raise ValueError("an array of a network has one value; received "
+                             f"{name!r} twice.")
+        arrays[name] = x
+    return arrays
+
+
+def entries(graph: Graph, arrays: Mapping[str, np.ndarray]) -> list[str]:
+    """The inputs of a network: what enters its graph and is no array of the
+    file."""
+    return [node.name for node in graph.nodes
+            if node.op == "null" and node.name not in arrays]
+
+
+@functools.cache
+def operators() -> dict[str, dict[str, list[Any]]]:
+    """For each known operator the types and defaults of its attributes:
+    ``{"axis": ["int", "-1"]}``; a default of None is no default."""
+    text = resources.files("mgpu.gluon_io").joinpath("operators.json")
+    return dict(json.loads(text.read_text(encoding="utf-8")))
+
+
+def _attributes(op: str, name: str, texts: Mapping[str, str]
+                ) -> dict[str, Any]:
+    known = operators().get(op)
+    if known is None:
+        return dict(texts)
+    # A node carries what its scope had set: context, a group of devices.
+    strange = sorted(texts.keys() - known.keys() - {"ctx_group", "lr_mult",
+                                                    "wd_mult"})
+    if strange:
+        raise ValueError(f"{op} {name!r} has the attributes {strange}, which "
+                         "MXNet 1.9.1 does not know")
+    found = {}
+    for key, (kind, default) in known.items():
+        if key not in texts and default is None:
+            raise ValueError(f"{op} {name!r} has no {key}")
+        found[key] = _value(kind, texts.get(key, default))
+    return found
+
+
+def _value(kind: str, text: str) -> Any:
+    """The value of an attribute, as MXNet reads its text."""
+    if text == "None":
+        return None
+    if kind == "str":
+        return text
+    if kind == "bool":
+        return {"True": True, "1": True, "true": True, "False": False,
+                "0": False, "false": False}[text]
+    value = ast.literal_eval(text.replace("L", ""))
+    if kind == "shape":
+        return tuple(None if x is None else int(x) for x in value) \
+            if isinstance(value, (tuple, list)) else (int(value),)
+    if kind == "floats":
+        return tuple(map(float, value)) \
+            if isinstance(value, (tuple, list)) else (float(value),)
+    if kind == "int":
+        return int(value)
+    return float(np.float32(value)) if kind == "float" else float(value)

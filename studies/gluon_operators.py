@@ -1,0 +1,70 @@
+"""Writes mgpu/gluon_io/operators.json: the attributes of MXNet's operators.
+
+    python -m studies.gluon_operators
+
+An exported graph leaves out the attributes that nobody has given. MXNet
+itself says what they are then; the file holds it for those who have no MXNet.
+"""
+import ctypes
+import json
+import re
+from pathlib import Path
+
+import mgpu
+
+FILE = Path(mgpu.__file__).parent / "gluon_io" / "operators.json"
+_INPUT = ("NDArray-or-Symbol", "NDArray", "Symbol", "ndarray")
+
+
+def attributes(name: str) -> dict[str, list[str | None]]:
+    """Type and default of each attribute of an operator."""
+    from mxnet.base import _LIB, OpHandle, check_call, py_str
+    handle = OpHandle()
+    check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
+    text = [ctypes.c_char_p() for _ in range(4)]
+    lists = [ctypes.POINTER(ctypes.c_char_p)() for _ in range(3)]
+    count = ctypes.c_uint()
+    check_call(_LIB.MXSymbolGetAtomicSymbolInfo(
+        handle, *map(ctypes.byref, (text[0], text[1], count, *lists,
+                                    text[2], text[3]))))
+    found = {}
+    for i in range(count.value):
+        key, described = py_str(lists[0][i]), py_str(lists[1][i])
+        if not described.startswith(_INPUT):
+            default = re.search(r"default=(.*)$", described, re.DOTALL)
+            value = None if default is None else default[1].strip("'\"")
+            found[key] = [_kind(described), value]
+    return found
+
+
+def _kind(described: str) -> str:
+    what = described.partition(",")[0]
+    for begin, kind in (("{", "str"), ("Shape", "shape"),
+                        ("tuple of <float", "floats"),
+                        ("tuple of <double", "floats"), ("tuple", "shape"),
+                        ("boolean", "bool"), ("int", "int"), ("long", "int"),
+                        ("float", "float"), ("real_t", "float"),
+                        ("double", "double")):
+        if what.startswith(begin):
+            return kind
+    return "str"
+
+
+def main() -> None:
+    """Write the file."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        count, names = ctypes.c_uint(), ctypes.POINTER(ctypes.c_char_p)()
+        mx.base.check_call(mx.base._LIB.MXListAllOpNames(
+            ctypes.byref(count), ctypes.byref(names)))
+        every = sorted(mx.base.py_str(names[i]) for i in range(count.value))
+        found = {name: attributes(name) for name in every
+                 if "backward" not in name and not name.startswith("_sg_")}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(own)}"
+                       for name, own in found.items())
+    FILE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    print(len(found), "operators:", FILE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,320 @@
+"""Networks that real MXNet exports, and what mgpu makes of them."""
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import relative_difference
+
+if set(BACKENDS) < {"mxnet", "torch"}:
+    pytest.skip("these compare two engines", allow_module_level=True)
+
+
+def _sequential(*layers):
+    from mxnet.gluon import nn
+    net = nn.HybridSequential()
+    net.add(*layers)
+    return net
+
+
+def lenet():
+    from mxnet.gluon import nn
+    return _sequential(
+        nn.Conv2D(4, 3, padding=1), nn.Activation("tanh"), nn.MaxPool2D(),
+        nn.Conv2D(6, (3, 2), strides=(2, 1), use_bias=False),
+        nn.BatchNorm(epsilon=1e-3, momentum=0.7), nn.Activation("sigmoid"),
+        nn.Dense(5, use_bias=False), nn.Activation("softrelu"), nn.Dense(3))
+
+
+def pools():
+    from mxnet.gluon import nn
+    return _sequential(
+        nn.AvgPool2D(3, 2, 1, count_include_pad=False), nn.Conv2D(4, 1),
+        nn.AvgPool2D(3, 1, 1), nn.MaxPool2D(3, 2, 1, ceil_mode=True),
+        nn.MaxPool2D(2, 3, 1, ceil_mode=True), nn.Activation("softsign"),
+        nn.GlobalAvgPool2D(), nn.Dense(3))
+
+
+def fixed_gamma():
+    from mxnet.gluon import nn
+    return _sequential(
+        nn.Conv2D(4, 3, groups=2), nn.BatchNorm(scale=False),
+        nn.GlobalMaxPool2D(), nn.Flatten(), nn.Dense(3, flatten=False))
+
+
+def joined():
+    """A weight that two layers share, and a constant array."""
+    from mxnet.gluon import HybridBlock, nn
+
+    class Joined(HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.a = nn.Dense(6, in_units=6, flatten=False)
+                self.b = nn.Dense(6, in_units=6, flatten=False,
+                                  params=self.a.params)
+                self.shift = self.params.get("shift", shape=(1, 6))
+
+        def hybrid_forward(self, F, x, shift):
+            x = F.broadcast_add(x, shift)
+            return F.concat(self.a(x), F.clip(self.b(self.a(x)), -0.5, 0.5),
+                            dim=1)
+    return Joined()
+
+
+def zoo(name):
+    def make():
+        from mxnet.gluon.model_zoo import vision
+        return vision.get_model(name, classes=3)
+    return make
+
+
+NETWORKS = {"lenet": (lenet, (2, 2, 9, 8)), "pools": (pools, (2, 2, 15, 15)),
+            "fixed gamma": (fixed_gamma, (2, 2, 6, 6)),
+            "joined": (joined, (4, 6)),
+            "resnet18_v1": (zoo("resnet18_v1"), (2, 3, 64, 64)),
+            "resnet18_v2": (zoo("resnet18_v2"), (2, 3, 64, 64)),
+            "mobilenetv2_0.25": (zoo("mobilenetv2_0.25"), (2, 3, 64, 64))}
+
+
+class Exported:
+    """A Gluon network with values, and its files."""
+
+    def __init__(self, name, folder):
+        import mxnet as mx
+        make, shape = NETWORKS[name]
+        self.rng = np.random.default_rng(0)
+        self.x = self.rng.normal(size=shape)
+        self.net = make()
+        self.net.cast("float64")
+        self.net.initialize()
+        self.net.hybridize()
+        self.net(mx.nd.array(self.x, dtype="float64"))
+        for key, p in self.net.collect_params().items():
+            fan = np.prod(p.shape[1:]) if key.endswith("weight") else 4
+            value = self.rng.normal(size=p.shape) / np.sqrt(fan)
+            if key.endswith(("gamma", "running_var")):
+                value = 0.5 + abs(value)
+            p.set_data(mx.nd.array(value, dtype="float64"))
+        self.net.export(str(folder / "net"))
+        self.symbol = folder / "net-symbol.json"
+        self.params = folder / "net-0000.params"
+
+    def gluon(self, net=None):
+        """Prediction, then by name gradients and statistics of a step."""
+        import mxnet as mx
+        net = net or self.net
+        x = mx.nd.array(self.x, dtype="float64")
+        x.attach_grad()
+        predicted = net(x).asnumpy()
+        with mx.autograd.record():
+            y = net(x)
+            loss = (y * self.weights(predicted, mx.nd.array)).sum()
+        loss.backward()
+        found = {"x": x.grad.asnumpy(), "y": predicted}
+        for key, p in net.collect_params().items():
+            if p.grad_req != "null":
+                found[key] = p.grad().asnumpy()
+            elif "running_" in key:
+                found[key] = p.data().asnumpy()
+        return found
+
+    def weights(self, like, array):
+        return array(np.cos(np.arange(like.size)).reshape(like.shape),
+                     dtype="float64")
+
+    def torch(self, net):
+        import torch
+        x = torch.from_numpy(self.x).requires_grad_()
+        with torch.no_grad():
+            predicted = net.eval()(x).numpy()
+        weights = torch.from_numpy(self.weights(predicted, np.array))
+        (net.train()(x) * weights).sum().backward()
+        found = {"x": x.grad.numpy(), "y": predicted}
+        parameters = dict(net.named_parameters(remove_duplicate=False))
+        state = net.state_dict()
+        for key, name in net.gluon_names.items():
+            if key not in parameters:
+                found[name.removeprefix("aux:")] = state[key].numpy()
+            elif parameters[key].requires_grad:
+                found[name.removeprefix("arg:")] = parameters[key].grad.numpy()
+        return found
+
+
+@pytest.fixture
+def exported(request, tmp_path):
+    with mgpu.using_backend("mxnet"):
+        return Exported(request.param, tmp_path)
+
+
+every = pytest.mark.parametrize("exported", NETWORKS, indirect=True)
+small = pytest.mark.parametrize("exported", ["lenet", "joined"],
+                                indirect=True)
+
+
+def assert_same(found, expected):
+    """That a graph does not say which parameters are frozen is no
+    difference."""
+    assert found.keys() >= expected.keys()
+    largest = max(abs(x).max() for x in expected.values())
+    for key, x in expected.items():
+        if abs(x).max() > 1e-12 * largest:      # not zero but for rounding
+            assert relative_difference(found[key], x) < 1e-10, key
+
+
+@every
+def test_a_network_computes_as_gluons(exported):
+    """Predictions, gradients of all parameters and of the input, and what a
+    training pass leaves in running statistics."""
+    with mgpu.using_backend("mxnet"):
+        expected = exported.gluon()
+    with mgpu.using_backend("torch"):
+        net = mgpu.from_gluon(exported.symbol, exported.params)
+        assert_same(exported.torch(net), expected)
+
+
+@every
+def test_weights_go_back(exported, tmp_path):
+    """A trained network is written for MXNet, which goes on with it."""
+    import torch
+    with mgpu.using_backend("torch"):
+        net = mgpu.from_gluon(exported.symbol, exported.params)
+        exported.torch(net)
+        with torch.no_grad():
+            for p in net.parameters():
+                if p.grad is not None:
+                    p -= 0.125 * p.grad
+        mgpu.to_gluon_params(net, tmp_path / "back.params")
+        expected = exported.torch(net)["y"]
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        block = mgpu.from_gluon(exported.symbol, tmp_path / "back.params")
+        assert isinstance(block, mx.gluon.SymbolBlock)
+        # `expected` was computed before that pass moved any statistics
+        found = block(mx.nd.array(exported.x, dtype="float64")).asnumpy()
+    assert relative_difference(found, expected) < 1e-10
+
+
+@small
+def test_it_trains_on_devices(exported, devices):
+    """As on one device, by a plain loop."""
+    import torch
+    with mgpu.using_backend("torch"):
+        nets = [mgpu.from_gluon(exported.symbol, exported.params)
+                for _ in range(2)]
+        replicas = mgpu.initialize(nets[0], devices, batch_norm="sync")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        loss = mgpu.losses.L2Loss()
+        y = exported.rng.normal(size=exported.torch(nets[1])["y"].shape)
+        nets[1] = mgpu.from_gluon(exported.symbol, exported.params)
+        plain = torch.optim.SGD(nets[1].parameters(), 0.125)
+        for _ in range(3):
+            mgpu.train_batch(exported.x, y, replicas, loss, trainer)
+            plain.zero_grad()
+            out = nets[1](torch.from_numpy(exported.x))
+            ((out - torch.from_numpy(y)) ** 2 / 2).mean(
+                tuple(range(1, out.dim()))).mean().backward()
+            plain.step()
+        state = nets[1].state_dict()
+        for key, x in nets[0].state_dict().items():
+            assert relative_difference(x.numpy(), state[key].numpy()) < 1e-12
+
+
+@small
+def test_it_needs_no_mxnet(exported, tmp_path):
+    code = f"""
+import sys
+sys.modules["mxnet"] = None
+import mgpu, numpy, torch
+mgpu.set_backend("torch")
+net = mgpu.from_gluon({str(exported.symbol)!r}, {str(exported.params)!r})
+x = torch.from_numpy(numpy.load({str(tmp_path / "x.npy")!r}))
+numpy.save({str(tmp_path / "y.npy")!r}, net.eval()(x).detach().numpy())
+"""
+    np.save(tmp_path / "x.npy", exported.x)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with mgpu.using_backend("mxnet"):
+        expected = exported.gluon()["y"]
+    assert relative_difference(np.load(tmp_path / "y.npy"), expected) < 1e-10
+
+
+@small
+def test_a_dtype_is_that_of_all_parameters(exported, backend):
+    net = mgpu.from_gluon(exported.symbol, exported.params, dtype="float32")
+    with mgpu.using_backend(backend.name):
+        replicas = mgpu.initialize(net, [mgpu.cpu(0)])
+        assert {p.dtype for p in replicas.params()} == {"float32"}
+
+
+# -- what is refused ----------------------------------------------------------
+
+def edited(path, edit):
+    """The graph, changed by ``edit(nodes)``."""
+    graph = json.loads(path.read_text())
+    edit(graph["nodes"])
+    path.write_text(json.dumps(graph))
+
+
+def _layer(nodes, op):
+    return next(n for n in nodes if n["op"] == op)
+
+
+@pytest.mark.parametrize("exported", ["lenet"], indirect=True)
+@pytest.mark.parametrize("edit, error, match", [
+    (lambda n: _layer(n, "Pooling").update(op="_made_up"),
+     NotImplementedError, "_made_up: no rule .node .*Add rules with"),
+    (lambda n: _layer(n, "BatchNorm")["attrs"].update(axis="2"),
+     NotImplementedError, "BatchNorm: axis=2"),
+    (lambda n: _layer(n, "Convolution")["attrs"].update(strides="2"),
+     ValueError, "attributes .'strides'.*does not know"),
+    (lambda n: _layer(n, "Convolution")["attrs"].pop("kernel"),
+     ValueError, "has no kernel"),
+    (lambda n: _layer(n, "Convolution")["attrs"].update(num_filter="5"),
+     ValueError, "belong together; received .*weight' of shape"),
+    (lambda n: n[1].update(name="other_weight"),
+     NotImplementedError, "input 1 is computed, no parameter"),
+    (lambda n: n[0].pop("name"), ValueError, "expected a graph"),
+    (lambda n: _layer(n, "Convolution").update(inputs=[[99, 0, 0]]),
+     ValueError, "come after it"),
+], ids=lambda x: getattr(x, "__name__", str(x))[:20])
+def test_what_does_not_fit_is_refused(exported, edit, error, match):
+    edited(exported.symbol, edit)
+    with mgpu.using_backend("torch"), pytest.raises(error, match=match):
+        mgpu.from_gluon(exported.symbol, exported.params)
+
+
+@pytest.mark.parametrize("exported", ["lenet"], indirect=True)
+def test_every_operator_without_a_rule_is_named_at_once(exported):
+    edited(exported.symbol, lambda nodes: [n.update(op="_made_up")
+                                           for n in nodes if n["op"]
+                                           in ("Pooling", "Activation")])
+    with mgpu.using_backend("torch"), pytest.raises(
+            NotImplementedError, match="received 4 without one"):
+        mgpu.from_gluon(exported.symbol, exported.params)
+
+
+@pytest.mark.parametrize("exported", ["lenet"], indirect=True)
+def test_a_user_adds_a_rule(exported, monkeypatch):
+    from mgpu.backends._torch.gluon import parts
+    monkeypatch.setattr(parts, "_rules", dict(parts._rules))
+    edited(exported.symbol, lambda n: _layer(n, "Activation").update(
+        op="_made_up", attrs={}))
+    with mgpu.using_backend("mxnet"):
+        expected = exported.gluon()
+    with mgpu.using_backend("torch"):
+        mgpu.register_op("_made_up", lambda node, shapes: parts.Call(
+            "torch.tanh", (parts.Slot(0),)))
+        net = mgpu.from_gluon(exported.symbol, exported.params)
+        assert_same(exported.torch(net), expected)
+
+
+def test_only_networks_of_from_gluon_go_back(tmp_path):
+    import torch
+    with mgpu.using_backend("torch"), pytest.raises(
+            TypeError, match="only a network of from_gluon"):
+        mgpu.to_gluon_params(torch.nn.Linear(2, 2), tmp_path / "x.params")
+    assert not list(tmp_path.iterdir())
