@@ -135,8 +135,8 @@ def read_arrays(file: FilePath, form: str, expected: str,
             if sum(m.file_size for m in members) > os.path.getsize(file):
                 raise ValueError("its arrays are larger than it is: they "
                                  "are compressed, or in one place")
-            arrays = {m.filename.removesuffix(".npy"): _array(archive.read(m))
-                      for m in members}
+            arrays = {m.filename.removesuffix(".npy"):
+                      npy_array(archive.read(m)) for m in members}
             header = json.loads(str(arrays.pop("header")))
             if header["format"] != form:
                 raise ValueError(f"its format is {header['format']!r}")
@@ -147,7 +147,7 @@ def read_arrays(file: FilePath, form: str, expected: str,
                 f"damaged ({error}). Use a whole file.") from error
 
 
-def _array(data: bytes) -> np.ndarray:
+def npy_array(data: bytes) -> np.ndarray:
     """The array of an npy file, in the memory of `data`: what its header says
     about size allocates nothing, as in NumPy's own reader."""
     stream = io.BytesIO(data)

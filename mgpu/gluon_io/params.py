@@ -16,7 +16,8 @@ version, and then has
 - older: the first u32 is the number of dimensions, followed by u32 sizes.
 
 A shape is an i32 number of dimensions and i64 sizes. V3 is what MXNet writes
-under NumPy's shapes (``mx.npx.set_np``), where a shape may have 0 dimensions.
+under NumPy's shapes (``mx.npx.set_np``), where a shape may have 0 dimensions
+and storage is dense. A file that it writes is of one version.
 """
 import math
 import mmap
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from mgpu.files import FilePath, part_of, path_of
+from mgpu.files import FilePath, npy_array, part_of, path_of
 
 _LIST = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
@@ -79,8 +80,8 @@ class CSR(NamedTuple):
         return dense
 
 
-#: what a file holds under one name; None: an NDArray that has no value
-Array = np.ndarray | RowSparse | CSR | None
+#: what a file holds under one name
+Array = np.ndarray | RowSparse | CSR
 
 
 def load_params(path: FilePath) -> dict[str, Array] | list[Array]:
@@ -99,27 +100,26 @@ def load_params(path: FilePath) -> dict[str, Array] | list[Array]:
     Returns
     -------
     dict of str to array, or list of array
-        A list where the file has no names. NumPy arrays of the dtype and
-        shape of the file; `RowSparse` and `CSR` for sparse ones; None for an
-        NDArray without a value. An array of 1 MB or more is mapped from the
-        file where its memory is aligned there: the file must stay as it is
-        while the array is in use. Writing to it changes the array alone.
+        A list where the file has no names: MXNet writes the same for no
+        arrays and for none with names. NumPy arrays of the dtype and shape
+        of the file; `RowSparse` and `CSR` for sparse ones. An array of 1 MB
+        or more is mapped from the file where its memory is aligned there:
+        the file must stay as it is while the array is in use. Writing to it
+        changes the array alone.
 
     Raises
     ------
     UnreadableParams
-        If the file is damaged, or another kind of file. Nothing larger than
-        the file is allocated.
+        If the file is damaged, or another kind of file, or one that MXNet
+        1.9.1 does not read. Nothing larger than the file is allocated.
     OSError
         If it cannot be opened.
     """
     path = path_of(path)
     with open(path, "rb") as file:
-        start = file.read(4)
-        if start in (b"PK\x03\x04", b"PK\x05\x06"):
-            return _load_zip(path)
-        size = os.fstat(file.fileno()).st_size
-        if not size:
+        if file.read(4) in (b"PK\x03\x04", b"PK\x05\x06"):
+            return _load_zip(file, path)
+        if not os.fstat(file.fileno()).st_size:
             raise UnreadableParams(f"expected a file of MXNet's arrays; "
                                    f"received {path!r}, which is empty.")
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -145,32 +145,44 @@ def save_params(path: FilePath, arrays: Mapping[str, Array] | Sequence[Array],
     arrays : mapping of str to array, or sequence of array
         NumPy arrays, `RowSparse` or `CSR`, of a dtype that MXNet has.
     numpy_shapes : bool, optional
-        Whether to write version 3, which MXNet reads under ``npx.set_np()``
-        alone, or version 2, which it reads there and elsewhere. Default:
-        version 2, unless an array has no dimensions or no elements.
+        Whether to write version 3, which ``mx.npx.load`` reads under
+        ``npx.set_np()``, or version 2, which ``mx.nd.load`` reads without.
+        ``load_parameters`` reads version 2 in both modes. Default: version
+        2, unless an array has no dimensions or no elements.
 
     Raises
     ------
     TypeError, ValueError
-        If MXNet has no such array. Nothing is written.
+        If MXNet has no such array or name. Nothing is written.
     """
     named = isinstance(arrays, Mapping)
     names = list(arrays) if isinstance(arrays, Mapping) else []
+    every = list(arrays.values() if isinstance(arrays, Mapping) else arrays)
     for name in names:
         if not isinstance(name, str):
             raise TypeError("names of arrays are texts; received "
                             f"{name!r}.")
-    every = [_checked(names[i] if named else str(i), x) for i, x in enumerate(
-        arrays.values() if isinstance(arrays, Mapping) else arrays)]
-    small = [i for i, x in enumerate(every) if isinstance(x, np.ndarray)
+        if "\0" in name:
+            raise ValueError("MXNet ends a name at its first zero character; "
+                             f"received {name!r}. Take another name.")
+    keys: Sequence[str | int] = names if named else range(len(every))
+    for key, x in zip(keys, every):
+        _check(key, x)
+    small = [key for key, x in zip(keys, every) if isinstance(x, np.ndarray)
              and not (x.ndim and x.size)]
+    sparse = [key for key, x in zip(keys, every)
+              if not isinstance(x, np.ndarray)]
     if numpy_shapes is None:
         numpy_shapes = bool(small)
-    elif small and not numpy_shapes:
+    if small and (sparse or not numpy_shapes):
         raise ValueError(
-            "version 2 has no arrays without dimensions or elements; received "
-            f"{names[small[0]] if named else small[0]!r} of shape "
-            f"{every[small[0]].shape}. Leave numpy_shapes out.")
+            "version 2 has no arrays without dimensions or elements, and "
+            f"version 3 no sparse ones; received {small[0]!r}"
+            f"{f' and {sparse[0]!r}' if sparse else ''}. Write them to "
+            "different files, and leave numpy_shapes out.")
+    if sparse and numpy_shapes:
+        raise ValueError("version 3 has no sparse arrays; received "
+                         f"{sparse[0]!r}. Leave numpy_shapes out.")
     with part_of(path) as part, open(part, "wb") as file:
         file.write(struct.pack("<QQQ", _LIST, 0, len(every)))
         for x in every:
@@ -181,18 +193,23 @@ def save_params(path: FilePath, arrays: Mapping[str, Array] | Sequence[Array],
             file.write(struct.pack("<Q", len(text)) + text)
 
 
-def _checked(name: str, x: Any) -> Any:
-    """`x` as it is written. TypeError for what MXNet has not."""
-    values = x.data if isinstance(x, (RowSparse, CSR)) else x
-    if x is not None and (not isinstance(values, np.ndarray)
-                          or _code(values.dtype) is None):
+def _check(key: str | int, x: Any) -> None:
+    """TypeError, ValueError for what MXNet's files cannot hold."""
+    sparse = isinstance(x, (RowSparse, CSR))
+    values = x.data if sparse else x
+    if not isinstance(values, np.ndarray) or _code(values.dtype) is None:
         kind = values.dtype if isinstance(values, np.ndarray) \
-            else type(x).__name__
+            else type(values).__name__
         raise TypeError(
             "MXNet's files hold NumPy arrays of "
             f"{', '.join(d.name for d in _DTYPES)}; received {kind} for "
-            f"{name!r}. Convert it first, for example with .astype.")
-    return x
+            f"{key!r}. Convert it first, for example with .astype.")
+    fault = _fault(x) if sparse else ""
+    if values.ndim > _DIMENSIONS:
+        fault = f"an array has {values.ndim} dimensions"
+    if fault:
+        raise ValueError(f"an array is not as MXNet has them: {fault}; "
+                         f"received it for {key!r}. Make another array.")
 
 
 def _code(dtype: np.dtype) -> int | None:
@@ -200,7 +217,30 @@ def _code(dtype: np.dtype) -> int | None:
     return _DTYPES.index(dtype) if dtype in _DTYPES else None
 
 
-def _write(file: BinaryIO, x: Any, version: int) -> None:
+def _fault(x: RowSparse | CSR) -> str:
+    """What is wrong with a sparse array, or nothing: MXNet looks at none of
+    it, and reads and writes outside of the array."""
+    indices = (x.indices,) if isinstance(x, RowSparse) \
+        else (x.indptr, x.indices)
+    for i in indices:
+        if not isinstance(i, np.ndarray) or i.ndim != 1 \
+                or i.dtype.newbyteorder("<") != np.dtype("<i8"):
+            return "the indices of a sparse array are not int64 in a row"
+    if isinstance(x, RowSparse):
+        rows = x.indices
+        fits = bool(x.shape) and x.data.shape == (len(rows), *x.shape[1:]) \
+            and bool((np.diff(rows) > 0).all()) \
+            and (not len(rows) or 0 <= rows[0] and rows[-1] < x.shape[0])
+    else:
+        starts, of = x.indptr, x.indices
+        fits = len(x.shape) == 2 and x.data.shape == of.shape \
+            and len(starts) == x.shape[0] + 1 and starts[0] == 0 \
+            and starts[-1] == len(of) and bool((np.diff(starts) >= 0).all()) \
+            and (not len(of) or 0 <= of.min() and of.max() < x.shape[1])
+    return "" if fits else "the values of a sparse array are not in it"
+
+
+def _write(file: BinaryIO, x: Array, version: int) -> None:
     def shape(sizes: Sequence[int]) -> bytes:
         return struct.pack(f"<i{len(sizes)}q", len(sizes), *sizes)
 
@@ -210,10 +250,6 @@ def _write(file: BinaryIO, x: Any, version: int) -> None:
     def raw(values: np.ndarray) -> Any:
         return np.ascontiguousarray(
             values, values.dtype.newbyteorder("<")).reshape(-1).view("u1").data
-    if x is None:
-        file.write(struct.pack("<Ii", version, _DENSE)
-                   + struct.pack("<i", -1 if version == _V3 else 0))
-        return
     context = struct.pack("<ii", _CPU, 0)
     if isinstance(x, np.ndarray):
         file.write(struct.pack("<Ii", version, _DENSE) + shape(x.shape)
@@ -253,25 +289,28 @@ def _load(reader: "_Reader") -> dict[str, Array] | list[Array]:
     return dict(zip(names, arrays)) if k else arrays
 
 
-def _load_zip(path: str) -> dict[str, Array]:
+def _load_zip(file: BinaryIO, path: str) -> dict[str, Array]:
     """What MXNet 2 writes: a zip of npy, as np.savez does."""
     import zipfile
-    found: dict[str, Array] = {}
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             if sum(m.file_size for m in members) > os.path.getsize(path):
                 raise ValueError("its arrays are larger than it is")
-        with np.load(path, allow_pickle=False) as arrays:
-            for name in arrays.files:
-                found[name] = arrays[name]
-    except (ValueError, OSError, EOFError, KeyError,
-            zipfile.BadZipFile, NotImplementedError) as error:
+            found: dict[str, Array] = {}
+            for m in members:
+                x = npy_array(archive.read(m))
+                name = m.filename.removesuffix(".npy")
+                if name in found or x.dtype.kind not in "fiub":
+                    raise ValueError(f"{m.filename!r} is there twice, or "
+                                     "no array of numbers")
+                found[name] = x.astype(x.dtype.newbyteorder("="), "C")
+            return found
+    except Exception as error:      # zip, NumPy: each has its own
         raise UnreadableParams(
             "expected a zip of arrays, as MXNet 2 writes it; "
             f"{path!r} is not one, or is damaged ({error}). Use a whole "
             "file.") from error
-    return found
 
 
 class _Reader:
@@ -285,6 +324,7 @@ class _Reader:
         #: bytes from which on an array stays where it is
         self._mapped = mapped
         self.part = "the array"
+        self._version: int | None = None
 
     def error(self, why: str) -> UnreadableParams:
         return UnreadableParams(
@@ -303,8 +343,11 @@ class _Reader:
             struct.calcsize("<" + kind)))[0]
 
     def text(self) -> str:
+        data = bytes(self._bytes(self.number("Q")))
+        if b"\0" in data:       # where MXNet ends it
+            raise self.error("a name has a zero character")
         try:
-            return str(self._bytes(self.number("Q")), "utf-8")
+            return data.decode()
         except UnicodeDecodeError as error:
             raise self.error("a name is not UTF-8") from error
 
@@ -320,18 +363,11 @@ class _Reader:
             raise self.error(f"an array has the shape {sizes}")
         return sizes
 
-    def _any_shape(self) -> tuple[int, ...] | None:
-        """None: unknown."""
+    def _shape(self) -> tuple[int, ...]:
         count = self.number("i")
-        if count < -1:
+        if count < 0:
             raise self.error(f"an array has {count} dimensions")
-        return None if count == -1 else self._sizes(count, "q")
-
-    def _known_shape(self) -> tuple[int, ...]:
-        shape = self._any_shape()
-        if shape is None:
-            raise self.error("a part of a sparse array has no shape")
-        return shape
+        return self._sizes(count, "q")
 
     def _dtype(self) -> np.dtype:
         code = self.number("i")
@@ -348,56 +384,49 @@ class _Reader:
     def _values(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         size = math.prod(shape) * dtype.itemsize
         flat = np.frombuffer(self._bytes(size), dtype)
+        if dtype.kind == "b" and size and flat.view("u1").max() > 1:
+            raise self.error("a bool is neither true nor false")
         # torch takes no memory that does not begin at a multiple of an item.
         if size < self._mapped or not flat.flags.aligned:
             flat = flat.copy()
-        return flat.astype(dtype.newbyteorder("="), copy=False).reshape(shape)
+        try:
+            return flat.astype(dtype.newbyteorder("="),
+                               copy=False).reshape(shape)
+        except ValueError as error:     # no elements, and a size of 2**62
+            raise self.error(f"an array has the shape {shape}") from error
 
     def array(self) -> Array:
         version = self.number("I")
+        if self._version in (None, version) or _V3 not in (
+                self._version, version):
+            self._version = version
+        else:
+            raise self.error("its arrays are of two versions")
         if version not in (_V2, _V3):
             return self._old_array(version)
         storage = self.number("i")
-        if storage not in _INDICES:
+        if storage not in _INDICES or storage and version == _V3:
             raise self.error(f"no storage has the number {storage}")
-        stored = self._known_shape() if storage else ()
-        shape = self._any_shape()
-        if shape is None and version == _V2:
+        stored = self._shape() if storage else ()
+        shape = self._shape()
+        if version == _V2 and not shape:
             raise self.error("an array has no shape")
-        if shape is None or version == _V2 and not shape:
-            return None
         self._context()
         dtype = self._dtype()
-        indices = [(self._dtype(), self._known_shape())
+        indices = [(self._dtype(), self._shape())
                    for _ in range(_INDICES[storage])]
         if not storage:
             return self._values(shape, dtype)
         values = self._values(stored, dtype)
         columns = [self._values(sizes, of) for of, sizes in indices]
-        return self._sparse(shape, values, columns)
+        found = RowSparse(shape, values, *columns) \
+            if storage == _ROW_SPARSE else CSR(shape, values, *columns)
+        fault = _fault(found)
+        if fault:
+            raise self.error(fault)
+        return found
 
-    def _sparse(self, shape: tuple[int, ...], values: np.ndarray,
-                columns: list[np.ndarray]) -> RowSparse | CSR:
-        """Checked, since an index out of range is no array."""
-        for column in columns:
-            if column.dtype.kind != "i" or column.ndim != 1:
-                raise self.error("the indices of a sparse array are "
-                                 f"{column.dtype} of {column.shape}")
-        if len(columns) == 1:
-            rows = columns[0]
-            if not shape or values.shape != (len(rows), *shape[1:]) \
-                    or not _ascend(rows, shape[0]):
-                raise self.error("the rows of a sparse array are not in it")
-            return RowSparse(shape, values, rows)
-        starts, of = columns
-        if len(shape) != 2 or values.shape != of.shape \
-                or len(starts) != shape[0] + 1 or starts[0] != 0 \
-                or starts[-1] != len(of) or (np.diff(starts) < 0).any() \
-                or len(of) and not 0 <= of.min() <= of.max() < shape[1]:
-            raise self.error("the values of a sparse array are not in it")
-        return CSR(shape, values, starts, of)
-
-    def _old_array(self, version: int) -> Array:
+    def _old_array(self, version: int) -> np.ndarray:
         if version == _V1:
             shape = self._sizes(self.number("I"), "q")
         elif version <= _DIMENSIONS:
@@ -406,11 +435,6 @@ class _Reader:
             raise self.error("an array begins with the number "
                              f"{version:#x}, which no version has")
         if not shape:
-            return None
+            raise self.error("an array has no shape")
         self._context()
         return self._values(shape, self._dtype())
-
-
-def _ascend(rows: np.ndarray, count: int) -> bool:
-    return not len(rows) or bool(
-        (np.diff(rows) > 0).all() and 0 <= rows[0] and rows[-1] < count)
