@@ -42,6 +42,8 @@ _DENSE, _ROW_SPARSE, _CSR = range(3)
 _INDICES = {_DENSE: 0, _ROW_SPARSE: 1, _CSR: 2}
 #: more dimensions than MXNet's and NumPy's arrays have
 _DIMENSIONS = 32
+#: as many elements no array of MXNet 1.9.1 has, as it is built for PyPI
+_ELEMENTS = 2 ** 31 - 1
 #: bytes from which on an array is mapped from its file, not read
 _MAPPED = 1 << 20
 
@@ -237,6 +239,8 @@ def _fault(x: RowSparse | CSR) -> str:
             and len(starts) == x.shape[0] + 1 and starts[0] == 0 \
             and starts[-1] == len(of) and bool((np.diff(starts) >= 0).all()) \
             and (not len(of) or 0 <= of.min() and of.max() < x.shape[1])
+    if fits and math.prod(x.shape) >= _ELEMENTS:
+        return f"a sparse array has the shape {x.shape}"
     return "" if fits else "the values of a sparse array are not in it"
 
 
@@ -359,7 +363,7 @@ class _Reader:
         if count > _DIMENSIONS:
             raise self.error(f"an array has {count} dimensions")
         sizes = tuple(self.number(kind) for _ in range(count))
-        if min(sizes, default=0) < 0:
+        if any(not 0 <= size <= _ELEMENTS for size in sizes):
             raise self.error(f"an array has the shape {sizes}")
         return sizes
 
@@ -392,7 +396,7 @@ class _Reader:
         try:
             return flat.astype(dtype.newbyteorder("="),
                                copy=False).reshape(shape)
-        except ValueError as error:     # no elements, and a size of 2**62
+        except ValueError as error:     # no elements, but large sizes
             raise self.error(f"an array has the shape {shape}") from error
 
     def array(self) -> Array:

@@ -68,8 +68,8 @@ class TrainerStates(NamedTuple):
     #: what the optimiser keeps for each parameter that it has updated, by
     #: its number: None, an array, or a tuple of these. With
     #: ``multi_precision``, a float16 parameter has a float32 copy: (state,
-    #: copy) of sgd, (copy, state) of all others. Names instead of numbers
-    #: where a Module left its updates to a key-value store.
+    #: copy) of sgd, nag and lars, (copy, state) of all others. Names instead
+    #: of numbers where a Module left its updates to a key-value store.
     states: dict[int | str, Any]
     #: the optimiser, with its rate, counts and schedule in `state`; None
     #: where only the states were saved (``Module.save_optimizer_states``)
