@@ -106,10 +106,11 @@ def load_trainer_states(path: FilePath) -> TrainerStates:
             _optimizer(optimizer))
     # A pickle that is damaged raises anything.
     except Exception as error:
+        why = str(error)[:200] or "it ends too soon"
         raise UnreadableParams(
             "expected what Trainer.save_states of Gluon writes; "
-            f"{path!r} is not that, or is damaged ({str(error)[:200]}). Use a "
-            "whole file.") from error
+            f"{path!r} is not that, or is damaged ({why}). Use a whole "
+            "file.") from error
 
 
 #: what MXNet's arrays are called, in the versions of it that there were

@@ -1,4 +1,5 @@
 """Damaged files, and what MXNet makes of them in a process of its own."""
+import contextlib
 import hashlib
 import json
 import os
@@ -19,6 +20,18 @@ FILES = TESTS / "files" / "gluon"
 _COUNTS = (0, 1, 2, 3, 5, 7, 8, 12, 31, 33, 255, 2 ** 16, 2 ** 31 - 1,
            2 ** 31, 2 ** 32 - 1, 2 ** 32, 2 ** 40, 2 ** 62, 2 ** 63,
            2 ** 64 - 1, 0xF993FAC8, 0xF993FAC9, 0xF993FACA)
+
+
+@contextlib.contextmanager
+def memory_below(limit):
+    """Of Python's and NumPy's, in bytes; not what is mapped from files."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < limit, f"{peak} bytes instead of {limit}"
 
 
 def mutation(data, seed):
@@ -105,7 +118,7 @@ def what_mxnet_loads(paths):
         done = subprocess.run(
             [sys.executable, "-c", _ORACLE], env=environment, text=True,
             input="".join(f"{p}\n" for p in paths[len(found):]),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=300)
+            capture_output=True, timeout=300)
         lines = done.stdout.splitlines()
         assert lines or done.returncode < 0, done.stderr[-3000:]
         found += [json.loads(line) for line in lines]
@@ -117,7 +130,7 @@ def what_mxnet_loads(paths):
 def judge(count):
     """Tries that many. (Number of refused ones, [(name, number, what we
     loaded, what MXNet loads)] of all others, the greatest memory of a
-    reading, as a multiple of its file's size plus 64 kB)."""
+    reading, as a multiple of its file's size plus 16 kB)."""
     refused, read, memory = 0, [], 0.0
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "file")
@@ -135,7 +148,7 @@ def judge(count):
                 del found
                 os.rename(path, f"{path}{i}")
             memory = max(memory, (tracemalloc.get_traced_memory()[1] - before)
-                         / (len(data) + 2 ** 16))
+                         / (len(data) + 2 ** 14))
         tracemalloc.stop()
         theirs = what_mxnet_loads([f"{path}{i}" for _, i, _ in read])
     # As JSON has it: no tuples.

@@ -1,0 +1,69 @@
+"""Gluon's files, read or written as something else."""
+from mutants.planting import Mutant, edit
+
+_READER = "mgpu.gluon_io.params:_Reader."
+_STATES = "mgpu.gluon_io.states:"
+_PARAMS = "gluon_io/test_params.py::"
+_TRAINER = "gluon_io/test_states.py::"
+
+MUTANTS = [
+    Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
+           "as they lie", edit(
+               "mgpu.gluon_io.params:_write",
+               'values, values.dtype.newbyteorder("<"))', "values)"),
+           (_PARAMS + "test_arrays_in_other_orders",)),
+    Mutant("params-order-of-elements", "a transposed array is written as its "
+           "memory lies", edit(
+               "mgpu.gluon_io.params:_write", ".reshape(-1)",
+               '.reshape(-1, order="F")'),
+           (_PARAMS + "test_a_round_trip[float32-(2, 3)]",
+            _PARAMS + "test_arrays_in_other_orders")),
+    Mutant("params-dtype", "signed and unsigned bytes are confused", edit(
+        _READER + "_dtype", "return _DTYPES[code]",
+        "return _DTYPES[{3: 5, 5: 3}.get(code, code)]"),
+           (_PARAMS + "test_files_of_mxnet[nd.save.params]",)),
+    Mutant("params-shape", "the sizes of an array are turned round", edit(
+        _READER + "_sizes", "return sizes", "return sizes[::-1]"),
+           (_PARAMS + "test_files_of_mxnet[by-hand-0.params]",)),
+    Mutant("params-names", "a parameter has the values of another", edit(
+        "mgpu.gluon_io.params:_load", "dict(zip(names, arrays))",
+        "dict(zip(sorted(names), arrays))"),
+           (_PARAMS + "test_files_of_mxnet[collect_params.params]",)),
+    Mutant("params-names-order", "what is written is in the order of names",
+           edit("mgpu.gluon_io.params:save_params",
+                "named = isinstance(arrays, Mapping)",
+                "named = isinstance(arrays, Mapping)\n"
+                "    arrays = dict(sorted(arrays.items())) if named "
+                "else arrays"),
+           (_PARAMS + "test_what_mxnet_writes[save_parameters]",)),
+    Mutant("params-sparse-indices", "columns and beginnings of rows are "
+           "confused", edit(
+               _READER + "array", "CSR(shape, values, *columns)",
+               "CSR(shape, values, *columns[::-1])"),
+           (_PARAMS + "test_files_of_mxnet[sparse.params]",)),
+    Mutant("params-sparse-rows", "rows are the first ones", edit(
+        "mgpu.gluon_io.params:RowSparse.to_dense", "dense[self.indices]",
+        "dense[:len(self.indices)]"),
+           (_PARAMS + "test_sparse_arrays_are_what_mxnet_makes_of_them",)),
+    Mutant("params-not-aligned", "torch gets memory that it does not take",
+           edit(_READER + "_values", "or not flat.flags.aligned", ""),
+           (_PARAMS + "test_a_large_array_is_mapped",)),
+    Mutant("params-modes-mixed", "what MXNet reads in no mode is read", edit(
+        _READER + "array", "if self._version in (None, version) or",
+        "if True or"), (_PARAMS + "test_what_is_refused",)),
+    Mutant("states-order", "a parameter has the state of another", edit(
+        _STATES + "load_trainer_states",
+        "{_key(k): _state(x, known) for k, x in _items(states)}",
+        "dict(enumerate(_state(x, known) for _, x in _items(states)))"),
+           (_TRAINER + "test_files_of_mxnet[adam.states]",)),
+    Mutant("states-order-of-two", "the mean and the variance are confused, or "
+           "the state and the copy of a parameter", edit(
+               _STATES + "load_trainer_states", "_state(x, known)",
+               "_state(x[::-1], {})"),
+           (_TRAINER + "test_files_of_mxnet[adam.states]",
+            _TRAINER + "test_files_of_mxnet[nag-float16.states]")),
+    Mutant("states-shared", "every parameter has the state of the first",
+           edit(_STATES + "load_trainer_states", "_state(x, known)",
+                "_state([*states.values()][0], known)"),
+           (_TRAINER + "test_files_of_mxnet[adam.states]",)),
+]
