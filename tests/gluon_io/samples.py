@@ -221,9 +221,9 @@ def trained(mx, optimizer, dtype="float32", **options):
     trainer = mx.gluon.Trainer(parameters, optimizer, options, kvstore=None)
     for step in range(2):
         with mx.autograd.record():
-            for p in parameters[::2]:
-                (p.data() * mx.nd.array(np.linspace(-1, step, 6).reshape(
-                    2, 3), dtype=dtype)).backward()
+            for i, p in enumerate(parameters[::2]):
+                (p.data() * mx.nd.array(np.linspace(
+                    -1 - i, step, 6).reshape(2, 3), dtype=dtype)).backward()
         trainer.step(4)
     return trainer
 
@@ -264,7 +264,6 @@ def _of_the_user(mx, path):
         def __call__(self, count):
             return 0.25 / count
 
-    @mx.optimizer.register
     class OwnOptimizer(mx.optimizer.Optimizer):
         def create_state(self, index, weight):
             return [mx.nd.zeros(weight.shape), mx.nd.ones((1,))]
