@@ -328,7 +328,7 @@ class _Reader:
         #: bytes from which on an array stays where it is
         self._mapped = mapped
         self.part = "the array"
-        self._version: int | None = None
+        self._before: int | None = None
 
     def error(self, why: str) -> UnreadableParams:
         return UnreadableParams(
@@ -401,11 +401,11 @@ class _Reader:
 
     def array(self) -> Array:
         version = self.number("I")
-        if self._version in (None, version) or _V3 not in (
-                self._version, version):
-            self._version = version
-        else:
+        # MXNet reads V3 in one of its modes, and all others in the other.
+        if self._before not in (None, version) and _V3 in (
+                self._before, version):
             raise self.error("its arrays are of two versions")
+        self._before = version
         if version not in (_V2, _V3):
             return self._old_array(version)
         storage = self.number("i")

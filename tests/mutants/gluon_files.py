@@ -49,8 +49,8 @@ MUTANTS = [
            edit(_READER + "_values", "or not flat.flags.aligned", ""),
            (_PARAMS + "test_a_large_array_is_mapped",)),
     Mutant("params-modes-mixed", "what MXNet reads in no mode is read", edit(
-        _READER + "array", "if self._version in (None, version) or",
-        "if True or"), (_PARAMS + "test_what_is_refused",)),
+        _READER + "array", "if self._before not in (None, version)",
+        "if False"), (_PARAMS + "test_what_is_refused",)),
     Mutant("states-order", "a parameter has the state of another", edit(
         _STATES + "load_trainer_states",
         "{_key(k): _state(x, known) for k, x in _items(states)}",
