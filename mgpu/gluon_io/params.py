@@ -367,7 +367,7 @@ class _Reader:
             raise self.error(f"an array has the shape {sizes}")
         return sizes
 
-    def _shape(self) -> tuple[int, ...]:
+    def _sized(self) -> tuple[int, ...]:
         count = self.number("i")
         if count < 0:
             raise self.error(f"an array has {count} dimensions")
@@ -411,13 +411,13 @@ class _Reader:
         storage = self.number("i")
         if storage not in _INDICES or storage and version == _V3:
             raise self.error(f"no storage has the number {storage}")
-        stored = self._shape() if storage else ()
-        shape = self._shape()
+        stored = self._sized() if storage else ()
+        shape = self._sized()
         if version == _V2 and not shape:
             raise self.error("an array has no shape")
         self._context()
         dtype = self._dtype()
-        indices = [(self._dtype(), self._shape())
+        indices = [(self._dtype(), self._sized())
                    for _ in range(_INDICES[storage])]
         if not storage:
             return self._values(shape, dtype)
