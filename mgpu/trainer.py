@@ -173,6 +173,8 @@ class Trainer(Hints):
         self._options: dict[str, Any] = {}      # of the optimiser, checked
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
+        #: those that it has passed over, whose gradients were zeros then
+        self._blank: set[Parameter] = set()
         self._torn = False          # by an update that has failed midway
 
     def __repr__(self) -> str:
@@ -329,18 +331,31 @@ class Trainer(Hints):
         may be read, clipped or changed: what is written to replica 0's
         reaches all. The gradients are stale from now on: what a backward
         pass wrote is summed once. Those that it passes over as stale are
-        zeros then, and no update applies them unless they are written to.
+        zeros then, or None if they were, in torch. No update applies them
+        unless other values than zeros are written to them; clipping leaves
+        zeros.
         How they are summed is this trainer's ``allreduce=``. Raises as
         `step` does.
         """
         def section() -> None:
             self._allreduce(ignore_stale_grad)
-            summed = set(self._summed or ())
+            summed, backend = set(self._summed or ()), self.replicas.backend
             for p, request in zip(*self._trained()):
-                if request == "write" and p not in summed:
-                    p.zero_grad()
+                if p in summed:
+                    continue
+                for x in p.list_data() if request == "write" else ():
+                    if backend.has_gradient(x):
+                        backend.grad(x)[...] = 0
+                if not self._has_values(p):
+                    self._blank.add(p)
             self._settle()
         self._whole(section)
+
+    def _has_values(self, p: Parameter) -> bool:
+        """Whether replica 0's gradient of `p` is not all zeros."""
+        backend, x = self.replicas.backend, p.data()
+        return backend.has_gradient(x) and bool(np.any(
+            backend.to_numpy(backend.grad(x))))
 
     def _settle(self) -> None:
         """What is written to gradients from now on is the user's."""
@@ -374,6 +389,7 @@ class Trainer(Hints):
             # is an error here, before anything is updated.
             backend.host_views([one[0] for one in gradients], to_read=True)
             self._summed = [parameters[j] for j in used]
+            self._blank = set()
             replicas.summed_by = self
         except BaseException:
             self._summed = None     # some may be sums already
@@ -456,17 +472,16 @@ class Trainer(Hints):
                 f"{caller} works on gradients that allreduce_grads has "
                 "summed; received none since the last update. Call "
                 "allreduce_grads first, or step for both.")
-        backend = self.replicas.backend
-        (parameters, requests), summed = self._trained(), set(self._summed)
+        backend, summed = self.replicas.backend, set(self._summed)
 
-        def counts(p: Parameter, request: str) -> bool:
-            return backend.has_gradient(p.data()) and (
-                p in summed or backend.edited(p.data())
-                # it was zero, which tells where nobody counts writes
-                or request == "write" and bool(np.any(
-                    backend.to_numpy(p.list_grad()[0]))))
-        return [p for p, request in zip(parameters, requests)
-                if counts(p, request)]
+        def counts(p: Parameter) -> bool:
+            if p in summed:
+                return backend.has_gradient(p.data())
+            # Clipping writes zeros where zeros are. What was zero tells also
+            # where nobody counts writes.
+            return (p in self._blank or backend.edited(p.data())) \
+                and self._has_values(p)
+        return list(filter(counts, self._trained()[0]))
 
     def update(self, batch_size: float) -> None:
         """Apply the gradients, divided by `batch_size`, on every device.
@@ -546,7 +561,15 @@ class Trainer(Hints):
                 raise RuntimeError(
                     "update applies what allreduce_grads has summed; "
                     f"received a gradient of {p.name!r} that a backward pass "
-                    "has written since. Call allreduce_grads again.")
+                    "has written since. " + (
+                        "Call allreduce_grads again." if p.grad_req == "add"
+                        else "With grad_req='write' it holds the loss of "
+                        "that pass alone. Give all losses of a batch, "
+                        "penalties too (times what update divides by), to "
+                        "one mgpu.backward; or use grad_req='add' and call "
+                        "allreduce_grads after the last pass. Where the "
+                        "pass was a new batch, call allreduce_grads "
+                        "again."))
             edited = [backend.edited(x) for x in arrays]
             if p.grad_req == "add" and p not in self.replicas.carried:
                 # A pass has come between: replica 0 alone has the sum.

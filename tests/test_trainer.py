@@ -589,6 +589,95 @@ def test_a_skipped_gradient_is_zero_until_the_user_writes_it(engine, devices):
         assert np.abs(before[name][0] - after[name][0] - move).max() < 1e-12
 
 
+@pytest.mark.parametrize("request_", ["write", "add"])
+@pytest.mark.parametrize("stepped", ["by hand", "train_batch"])
+def test_an_edit_that_leaves_zeros_is_none(engine, devices, stepped,
+                                           request_):
+    """Clipping multiplies all gradients of the network, also those that the
+    batch did not reach: these stay skipped, and what it did reach is scaled.
+    What is written there counts, on any number of devices."""
+    def scale():
+        for p in replicas.params():
+            g = p.data().grad
+            if g is not None:
+                with mgpu.no_grad():
+                    g *= 0.5
+
+    class Clipping(mgpu.Trainer):
+        def update(self, batch_size):
+            scale()
+            super().update(batch_size)
+    options = {"learning_rate": 0.125, "momentum": 0.5, "wd": 0.25}
+    loss, found = mgpu.losses.SoftmaxCrossEntropyLoss(), []
+    for made, rescale in ((Clipping, 1), (mgpu.Trainer, 2)):
+        replicas = initialize(gated(engine), devices)
+        for p in replicas.params():
+            p.grad_req = request_
+        trainer = made(replicas, "sgd", options)
+        for side in (-1, 1):
+            before = values(replicas)
+            X, y = sides(*[side] * 4)
+            if made is Clipping and stepped == "train_batch":
+                mgpu.train_batch(X, y, replicas, loss, trainer,
+                                 ignore_stale_grad=True)
+            else:
+                backward(replicas, X, y)
+                trainer.allreduce_grads(ignore_stale_grad=True)
+                trainer.update(4 * rescale)
+            replicas.zero_grad()
+        found.append(values(replicas))
+        for name in ("left.weight", "left.bias"):
+            assert_bit_equal(found[-1][name][0], before[name][0])
+        assert_replicas_equal(found[-1])
+    assert_close(*found)
+    backward(replicas, X, y)
+    trainer.allreduce_grads(ignore_stale_grad=True)
+    before = values(replicas)
+    with mgpu.no_grad():
+        replicas.params()[0].list_grad()
+        {p.name: p for p in replicas.params()}["left.bias"].list_grad()[0][
+            :] += 2
+    trainer.update(4)
+    after = values(replicas)
+    assert_replicas_equal(after)
+    assert not np.array_equal(after["left.bias"][0], before["left.bias"][0])
+    assert_bit_equal(after["left.weight"][0], before["left.weight"][0])
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
+def test_an_own_optimiser_skips_what_was_skipped(devices):
+    """`torch.optim` on summed gradients, clipped by torch, leaves a parameter
+    alone that had no gradient, as in plain PyTorch."""
+    import torch
+    found = []
+    for K in (0, len(devices)):
+        with using_engine("torch") as engine:
+            replicas = initialize(gated(engine), devices if K else on(0))
+            net = replicas.net
+            if not K:   # plain from here on
+                net = deepcopy(net)
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 1.0})
+            own = torch.optim.SGD(net.parameters(), 0.125, momentum=0.5,
+                                  weight_decay=0.25)
+            for side in (-1, 1, 1, -1):
+                X, y = sides(*[side] * 4)
+                own.zero_grad()
+                if K:
+                    backward(replicas, X, y)
+                    trainer.allreduce_grads(ignore_stale_grad=True)
+                else:
+                    torch.nn.functional.cross_entropy(
+                        net(torch.from_numpy(X)), torch.from_numpy(y),
+                        reduction="sum").backward()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                other = net.right if side == -1 else net.left
+                assert other.weight.grad is None
+                own.step()
+            found.append({name: [p.detach().numpy().copy()]
+                          for name, p in net.named_parameters()})
+    assert_close(found[1], found[0])
+
+
 @pytest.mark.parametrize("k", [2, 3, 4])
 def test_a_layer_that_only_some_devices_rows_reach(engine, k):
     """A mixture of experts: the step depends on the batch, not on how it was
@@ -1227,10 +1316,54 @@ def test_a_backward_pass_after_the_sum_is_refused(engine, devices):
     trainer.allreduce_grads()
     backward(replicas, *batch(8, 1))
     before = values(replicas)
-    with pytest.raises(RuntimeError, match="a backward pass has written"):
+    with pytest.raises(RuntimeError, match="a backward pass has written since"
+                       ".* penalties too .* grad_req='add' and call"):
         trainer.update(8)
     assert_unchanged(values(replicas), before)
     trainer.step(8)     # sums the new ones
+
+
+def test_a_penalty_has_the_same_pass_or_is_added(engine, devices):
+    """The two cures that the refusal of a second pass names are one number,
+    that of the formula; to call allreduce_grads again is right for "add"."""
+    found, X, y = [], *batch(8)
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    for way in ("formula", "one pass", "before the sum", "after the sum"):
+        replicas = adding(engine, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        if way in ("formula", "one pass"):
+            for p in replicas.params():
+                p.grad_req = "write"
+        before = values(replicas)
+        Xs, ys = mgpu.split_batch(X, y, devices)
+
+        def penalties():
+            return [(p.data() * p.data()).sum() * 0.5 * 8
+                    for p in replicas.params()]
+        with mgpu.record():
+            losses = mgpu.parallel(loss, replicas(Xs), ys)
+            if way == "one pass":
+                losses = losses + penalties()
+        mgpu.backward(losses)
+        if way == "after the sum":
+            trainer.allreduce_grads()
+        if way.endswith("the sum"):
+            with mgpu.record():
+                alone = penalties()
+            mgpu.backward(alone)
+        if way == "after the sum":
+            with pytest.raises(RuntimeError, match="has written since. Call "
+                               "allreduce_grads again"):
+                trainer.update(8)
+        trainer.allreduce_grads()
+        trainer.update(8)
+        found.append(values(replicas))
+        assert_replicas_equal(found[-1])
+        if way == "formula":
+            for name, copies in before.items():
+                found[0][name][0] = found[0][name][0] - 0.125 * copies[0]
+        else:
+            assert_close(found[-1], found[0])
 
 
 @pytest.mark.parametrize("grad_req", ["write", "add"])

@@ -156,7 +156,7 @@ MUTANTS = [
             "applied[1dev-before the sum]",)),
     Mutant("taken-away-afterwards", "a sum that the user took away is zero",
            edit("mgpu.trainer:Trainer.summed",
-                "return backend.has_gradient(p.data()) and (", "return ("),
+                "return backend.has_gradient(p.data())", "return True"),
            ("test_trainer.py::test_a_gradient_that_the_user_takes_away_is_not_"
             "applied[2dev-after the sum]",)),
     Mutant("sums-summed-again", "a sum that grows is counted on each device",
@@ -293,8 +293,8 @@ MUTANTS = [
            (_RESUMED + "[torch-2dev-momentum]",)),
     Mutant("written-gradients-are-skipped", "what the user writes in the "
            "place of a gradient that was passed over is not applied",
-           edit("mgpu.trainer:Trainer.summed", "return backend.has_gradient",
-                "return p in summed and backend.has_gradient"),
+           edit("mgpu.trainer:Trainer.summed", "and self._has_values(p)",
+                "and False"),
            ("test_trainer.py::test_a_skipped_gradient_is_zero_until_the_user_"
             "writes_it[torch-1dev]",)),
     Mutant("skipped-gradients-stay", "those of an earlier batch are clipped "
@@ -302,4 +302,15 @@ MUTANTS = [
                          'if request == "write"', 'if request == ""'),
            ("test_trainer.py::test_a_skipped_gradient_is_zero_until_the_user_"
             "writes_it[torch-2dev]",)),
+    Mutant("clipped-zeros-count", "what a batch did not use moves where "
+           "gradients are clipped by hand",
+           edit("mgpu.trainer:Trainer.summed", "and self._has_values(p)", ""),
+           ("test_trainer.py::test_an_edit_that_leaves_zeros_is_none"
+            "[torch-2dev-by hand-write]",)),
+    Mutant("skipped-none-is-zero", "an optimiser of the user's own moves what "
+           "a batch did not use",
+           edit("mgpu.trainer:Trainer.allreduce_grads",
+                "if backend.has_gradient(x):", "if True:"),
+           ("test_trainer.py::test_an_own_optimiser_skips_what_was_skipped"
+            "[2dev]",)),
 ]

@@ -353,6 +353,9 @@ class Leaves:
             raise messages.no_gradient()
         if x.grad is None:
             x.grad = torch.zeros_like(x, requires_grad=False)
+            leaf = self._leaves.get(id(x))
+            if leaf is not None and leaf.seen and leaf.seen[0] is None:
+                leaf.settle()       # no edit of the user's
         return x.grad
 
     def is_fresh(self, x: Any) -> bool:
