@@ -39,7 +39,9 @@ def accuracy(y_hat: Any, y: Any) -> int:
     Raises
     ------
     ValueError
-        Other shapes, different numbers of rows, or labels such as 1.5.
+        Other shapes, different numbers of rows, labels such as 1.5, or
+        outputs such as 1.5 in the place of class numbers: scores of a single
+        output are none. Threshold those: ``accuracy(y_hat > 0, y)``.
     TypeError
         An array of the other framework.
     """
@@ -53,11 +55,39 @@ def accuracy(y_hat: Any, y: Any) -> int:
                 "accuracy compares scores (n, classes) or class numbers (n,) "
                 f"with class numbers (n,); received shapes {shapes[0]} and "
                 f"{shapes[1]}. Cut or reshape them.")
-    wrong = y[y != np.trunc(y)] if y.dtype.kind == "f" else y[:0]
+    wrong = _parts(y)
     if len(wrong):
         raise ValueError("accuracy compares with class numbers, which are "
                          f"whole; received {wrong[0]}. Check the data.")
+    wrong = _parts(y_hat)
+    if len(wrong):
+        raise ValueError(
+            "accuracy compares scores (n, classes) or class numbers (n,), "
+            f"which are whole; received {wrong[0]} in an output of shape "
+            f"{shapes[0]}. Of a single score make class numbers, accuracy("
+            "y_hat > 0, y), of a network's too: evaluate_accuracy_gpus("
+            "[lambda x, run=run: run(x) > 0 for run in replicas], data, "
+            "devices=replicas.devices); or give the network two outputs.")
     return int((y_hat.reshape(-1) == y.reshape(-1)).sum())
+
+
+def _parts(x: np.ndarray) -> np.ndarray:
+    """The entries that are no whole numbers."""
+    return x[x != np.trunc(x)] if x.dtype.kind == "f" else x[:0]
+
+
+def check_scores(output: Any) -> None:
+    """Refuse what a network in training gives, if `accuracy` would refuse it
+    in the end. Several arrays may be one in prediction."""
+    if get_backend().is_native(output) and (
+            len(output.shape) != 2 or output.shape[1] < 2):
+        raise ValueError(
+            "the accuracy on test_iter is that of scores (n, classes); "
+            f"received an output of shape {tuple(output.shape)}. Pass "
+            "test_iter=None, and a measure of your own, if you like, as "
+            "evaluate=: lambda: mgpu.evaluate_accuracy_gpus([lambda x, "
+            "run=run: run(x) > 0 for run in replicas], test_iter, devices="
+            "replicas.devices) is the accuracy of a single score.")
 
 
 def evaluate_accuracy_gpu(net: Any, data_iter: DataIter,

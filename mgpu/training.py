@@ -18,7 +18,7 @@ from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
 from mgpu.device import Device, as_devices
-from mgpu.evaluation import evaluate_accuracy_gpus
+from mgpu.evaluation import check_scores, evaluate_accuracy_gpus
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import LabelError, check_per_example
 from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
@@ -227,6 +227,15 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         On torch, where devices do not wait: a loss of one device that
         depends on the parameters of another one's replica.
     """
+    return _train_batch(X, y, replicas, loss, trainer, split_f,
+                        ignore_stale_grad)
+
+
+def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
+                 trainer: Trainer, split_f: Callable,
+                 ignore_stale_grad: bool = False,
+                 check: Callable[[Any], None] | None = None) -> list[Any]:
+    """`train_batch`. `check`: may refuse the output of a device."""
     _check_all(replicas, trainer, loss)
     devices, stage = replicas.devices, probes.stage
     with using_backend(replicas.backend.name) as backend, \
@@ -238,6 +247,8 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         passes = _at_once if replicas.independent() else _stage_by_stage
         with replicas.unobserved(trainer.observed), \
                 _shared(loss, replicas, X_shards) as loss:
+            if check is not None:
+                loss = partial(_checked, check, loss)
             losses = passes(replicas, X_shards, y_shards, loss,
                             trainer.loss_scale)
             trainer.step(sum(len(x) for x in losses if x is not None),
@@ -250,11 +261,12 @@ def check_pair(replicas: Any, trainer: Any) -> None:
     if not isinstance(replicas, Replicas):
         raise TypeError(
             "expected the Replicas that mgpu.initialize returns; received "
-            f"{type(replicas).__name__}. Call replicas = "
-            "mgpu.initialize(net, devices), and train these.")
+            f"{type(replicas).__module__}.{type(replicas).__qualname__}. "
+            "Call replicas = mgpu.initialize(net, devices), and train these.")
     if not isinstance(trainer, Trainer):
-        raise TypeError(f"expected a Trainer; received "
-                        f"{type(trainer).__name__}. Make one with "
+        raise TypeError(f"expected an mgpu.Trainer; received "
+                        f"{type(trainer).__module__}."
+                        f"{type(trainer).__qualname__}. Make one with "
                         "mgpu.Trainer(replicas, 'sgd', ...).")
     if trainer.replicas is not replicas:
         raise ValueError(
@@ -332,6 +344,12 @@ def _stage_by_stage(replicas: Replicas, X_shards: list[Any],
         with replicas.new_batch():
             backward(scaled)
     return losses
+
+
+def _checked(check: Callable[[Any], None], loss: Loss, output: Any, y: Any
+             ) -> Any:
+    check(output)
+    return loss(output, y)
 
 
 def _scaled(losses: Any, scale: float) -> Any:
@@ -571,7 +589,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
           trainer: Trainer, num_epochs: int, *,
           split_f: Callable = split_batch, device: Any = None,
           progress: bool = True, animator: Any = None, prefetch: int = 0,
-          max_inflight: int = 2) -> History:
+          max_inflight: int = 2,
+          evaluate: Callable[[], float] | None = None) -> History:
     """Train and evaluate on all devices of `replicas`.
 
     Parameters
@@ -581,7 +600,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     train_iter, test_iter : iterables of (X, y)
         Anything that can be gone through once per epoch: those of
         `mgpu.datasets`, a torch or a Gluon DataLoader. `test_iter` may be
-        None.
+        None. With it the network gives scores (n, classes), two or more.
     num_epochs : int
     device : device, optional
         Evaluate only there (default: on all devices).
@@ -590,6 +609,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     animator : mgpu.plotting.Animator, optional
     prefetch, max_inflight : int
         Batches drawn ahead, and steps queued: see `train_epochs`.
+    evaluate : callable, optional
+        In the place of `test_iter`: a measure of your own, called after each
+        epoch; `History.test_acc` has what it returns.
 
     Returns
     -------
@@ -599,17 +621,35 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     ------
     NonFiniteLoss, ValueError
         See `train_epochs`.
+    ValueError
+        `test_iter` and an output that is no scores (n, classes), with the
+        first batch; or `test_iter` and `evaluate`. Nothing has changed.
     """
     _check_all(replicas, trainer, loss)
+    check: Callable[[Any], None] | None = None
     if test_iter is not None:
         as_batches("test_iter", test_iter)
+        if evaluate is not None:
+            raise ValueError(
+                "evaluate is called in the place of test_iter; received "
+                "both. Pass test_iter=None, and use the test data in the "
+                "function.")
+        check = check_scores
+
+        def evaluate() -> float:
+            return evaluate_accuracy_gpus(replicas, test_iter, split_f,
+                                          device=device)
+
+    def step(X: Any, y: Any) -> list[Any]:
+        nonlocal check
+        losses = _train_batch(X, y, replicas, loss, trainer, split_f,
+                              check=check)
+        check = None        # the first output tells
+        return losses
     with using_backend(replicas.backend.name):
         return train_epochs(
-            lambda X, y: train_batch(X, y, replicas, loss, trainer, split_f),
-            train_iter, num_epochs, replicas.devices, progress=progress,
+            step, train_iter, num_epochs, replicas.devices, progress=progress,
             animator=animator, prefetch=prefetch,
             max_inflight=max_inflight, weights=lambda: {
                 p.name: p.data() for p in replicas.params()},
-            evaluate=None if test_iter is None else
-            lambda: evaluate_accuracy_gpus(replicas, test_iter, split_f,
-                                           device=device))
+            evaluate=evaluate)

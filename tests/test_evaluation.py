@@ -93,6 +93,32 @@ def test_accuracy_refuses_labels_that_are_no_class_numbers(engine, wrong):
         mgpu.accuracy(mgpu.put(np.eye(2), mgpu.cpu(0)), y)
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 1)], ids=str)
+def test_scores_of_a_single_output_are_no_class_numbers(engine, devices,
+                                                        shape):
+    """They would be compared with 0 and 1: an accuracy of 0."""
+    X = np.random.default_rng(0).normal(size=(4, 6))
+    net = mlp(engine, units=(6, 1))
+    replicas = mgpu.initialize(net, devices, "xavier", seed=1,
+                               dtype="float64")
+    scores = np.concatenate([mgpu.to_numpy(x) for x in replicas(
+        mgpu.split_batch(X, np.zeros(4), devices)[0])])
+    y = (scores[:, 0] > 0).reshape(-1).astype("float64")
+    y[2] = 1 - y[2]
+    with pytest.raises(ValueError, match="class numbers .n,., which are "
+                       "whole; received .* in an output of shape .4") as no:
+        mgpu.accuracy(scores.reshape(shape), y)
+    assert "accuracy(y_hat > 0, y)" in str(no.value)
+    assert mgpu.accuracy(mgpu.put(scores, mgpu.cpu(0)) > 0, y) == 3
+    with pytest.raises(ValueError, match="which are whole"):
+        mgpu.evaluate_accuracy_gpus(replicas, [(X, y)])
+    with pytest.raises(ValueError, match="which are whole"):
+        mgpu.evaluate_accuracy_gpu(replicas, [(X, y)])
+    assert mgpu.evaluate_accuracy_gpus(
+        [lambda x, run=run: run(x) > 0 for run in replicas], [(X, y)],
+        devices=replicas.devices) == 0.75
+
+
 def test_accuracy_refuses_the_other_frameworks_arrays(engine):
     foreign, name = foreign_array(engine)
     for pair in ((foreign, np.ones(3)), (np.ones(3), foreign)):

@@ -780,6 +780,19 @@ def test_a_trainer_of_other_replicas_is_refused(engine):
         mgpu.train_batch(*batch(4), a, loss, trainer)
 
 
+def test_a_trainer_of_the_framework_is_named_with_its_module(engine):
+    """"expected a Trainer; received Trainer" helps nobody."""
+    replicas, loss, _ = set_up(engine, on(0))
+
+    class Trainer:
+        pass
+    with pytest.raises(TypeError, match=r"expected an mgpu.Trainer; received "
+                       rf"{__name__}\..*\.Trainer. Make one"):
+        mgpu.train_batch(*batch(4), replicas, loss, Trainer())
+    with pytest.raises(TypeError, match=rf"received {__name__}\..*\.Trainer"):
+        mgpu.train_batch(*batch(4), Trainer(), loss, Trainer())
+
+
 # -- recurrent layers ---------------------------------------------------------
 
 def recurrent(engine, kind):
@@ -897,6 +910,39 @@ def test_train_without_test_data(engine):
         f"train loss: {history.train_loss[-1]:.3f}, ")
     assert mgpu.History(["cpu(0)"]).summary() \
         == "no finished epoch on [cpu(0)]"
+
+
+def test_a_network_with_one_output_has_its_own_measure(engine, devices):
+    """`test_iter` wants scores of classes: refused before a step, not after
+    an epoch, and also where the first outputs are 0."""
+    replicas = mgpu.initialize(mlp(engine, units=(6, 1)), devices, "zeros",
+                               dtype="float64")
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    loss = mgpu.losses.SigmoidBCELoss()
+    data = [(X, (X[:, :1] > 0) * 1.0) for X, _ in batches(8, 7)]
+    before = values(replicas)
+
+    def train(test_iter, **options):
+        return mgpu.train(replicas, data, test_iter, loss, trainer, 2,
+                          progress=False, **options)
+
+    def measure():
+        return mgpu.evaluate_accuracy_gpus(
+            [lambda x, run=run: run(x) > 0 for run in replicas], data,
+            devices=replicas.devices)
+    with pytest.raises(ValueError, match=r"scores \(n, classes\); received "
+                       r"an output of shape \(\d, 1\). Pass test_iter=None, "
+                       "and a measure of your own, if you like, as "
+                       "evaluate="):
+        train(data)
+    with pytest.raises(ValueError, match="in the place of test_iter; "
+                       "received both"):
+        train(data, evaluate=measure)
+    assert_unchanged(values(replicas), before)
+    assert trainer.num_update == 0
+    history = train(None, evaluate=measure)
+    assert len(history.test_acc) == 2 and trainer.num_update == 4
+    assert history.test_acc[-1] == measure()
 
 
 def test_evaluation_on_one_device(engine):

@@ -28,9 +28,18 @@ MUTANTS = [
                 "y_hat.shape[1] - 1 - y_hat[:, ::-1].argmax(axis=1)"),
            ("test_evaluation.py::test_accuracy_counts[torch]",)),
     Mutant("parts-of-classes", "a label such as 1.5 is a wrong prediction",
-           edit("mgpu.evaluation:accuracy", "if len(wrong)", "if False"),
+           edit("mgpu.evaluation:accuracy", "_parts(y)", "()"),
            ("test_evaluation.py::test_accuracy_refuses_labels_that_are_no_class_"
             "numbers[torch-*",)),
+    Mutant("scores-as-class-numbers", "the scores of a single output are "
+           "compared with class numbers",
+           edit("mgpu.evaluation:accuracy", "_parts(y_hat)", "()"),
+           ("test_evaluation.py::test_scores_of_a_single_output_are_no_class_"
+            "numbers[torch-*",)),
+    Mutant("single-output-trains", "an epoch is trained before its accuracy "
+           "is refused", edit("mgpu.training:_checked", "check(output)", "0"),
+           ("test_training.py::test_a_network_with_one_output_has_its_own_"
+            "measure[torch-*",)),
     Mutant("sample-not-waited-for", "its error comes up in a later call",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
                 "_wait(self.run(inputs))", "self.run(inputs)"),
