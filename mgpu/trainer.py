@@ -4,7 +4,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -91,6 +91,9 @@ class Trainer(Hints):
 
     _hints: ClassVar[Mapping[str, str]] = {
         "zero_grad": "Replicas.zero_grad(), which grad_req='add' alone needs",
+        "lr": "learning_rate and set_learning_rate",
+        **dict.fromkeys(("wd", "weight_decay"), "optimizer.wd, or wd_mult"),
+        "_scale": "the batch_size of step or update, or loss_scale",
         "param_groups": "set_learning_rate, lr_mult and wd_mult",
         "state_dict": "export_states or save_states",
         "load_state_dict": "import_states or load_states"}
@@ -154,7 +157,7 @@ class Trainer(Hints):
                 "lr_scheduler is called with the number of an update; "
                 f"received {type(scheduler).__name__}. Use mgpu.lr_scheduler,"
                 " or a function: lambda n: 0.1 * 0.5 ** (n // 100).")
-        self._scale = LossScale(loss_scale)
+        self._loss_scale = LossScale(loss_scale)
         self._strategy = strategy_of(allreduce, "allreduce")
         self.replicas, self.optimizer = replicas, optimizer
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
@@ -180,13 +183,20 @@ class Trainer(Hints):
     def __repr__(self) -> str:
         return f"Trainer({self.optimizer!r}, {self.replicas!r})"
 
+    if not TYPE_CHECKING:
+        def __setattr__(self, name, value):
+            # It would do nothing. (A subclass may declare it.)
+            if name in self._hints and not hasattr(type(self), name):
+                self.__getattr__(name)
+            super().__setattr__(name, value)
+
     @property
     def loss_scale(self) -> float:
-        return self._scale.value
+        return self._loss_scale.value
 
     @property
     def skipped_steps(self) -> int:
-        return self._scale.skipped_steps
+        return self._loss_scale.skipped_steps
 
     @property
     def pending(self) -> bool:
@@ -511,7 +521,7 @@ class Trainer(Hints):
         # No code of the user's ran since they were summed, without edits.
         parameters = self.summed("update") if edits else self._summed or []
         replicas, optimizer = self.replicas, self.optimizer
-        backend, scale = replicas.backend, self._scale
+        backend, scale = replicas.backend, self._loss_scale
         if edits:
             self._share_edits(parameters)
         written = replicas.following.written(replicas.all_parameters())
@@ -696,7 +706,7 @@ class Trainer(Hints):
                 float(backend.to_numpy(s).sum()) for s in squares)))
             norm /= batch_size * self.loss_scale
             if not np.isfinite(norm):
-                if self._scale.dynamic:
+                if self._loss_scale.dynamic:
                     return norm
                 raise FloatingPointError(
                     f"the gradients have norm {norm}; they were not clipped. "
@@ -745,7 +755,7 @@ class Trainer(Hints):
         number of devices. Waits for pending updates. RuntimeError after an
         update that failed midway."""
         self._check_whole()
-        scale = self._scale
+        scale = self._loss_scale
         return TrainerStates(
             type(self.optimizer).__name__, self.num_update,
             self.optimizer.learning_rate, dict(self._counts),
@@ -761,7 +771,7 @@ class Trainer(Hints):
         self._load(states, "the states")
 
     def _load(self, saved: TrainerStates, source: str) -> None:
-        replicas, scale = self.replicas, self._scale
+        replicas, scale = self.replicas, self._loss_scale
         self._states = trainer_states.fit(
             saved, source, replicas.backend, self.optimizer,
             # Frozen ones too: they may have been trained before.

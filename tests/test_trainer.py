@@ -379,6 +379,30 @@ def test_what_gluon_asks_a_schedule_for(engine_name, frozen, devices):
             assert list(dict.fromkeys(asked)) == numbers
 
 
+@pytest.mark.parametrize("name, use", [
+    ("lr", "learning_rate and set_learning_rate"),
+    ("wd", "optimizer.wd, or wd_mult"),
+    ("weight_decay", "optimizer.wd, or wd_mult"),
+    ("_scale", "the batch_size of step or update, or loss_scale"),
+    ("param_groups", "set_learning_rate, lr_mult and wd_mult")])
+def test_a_frameworks_attribute_is_not_set_for_nothing(engine, name, use):
+    """Gluon's and torch's names: they would do nothing."""
+    trainer = mgpu.Trainer(mgpu.initialize(mlp(engine), on(0), "xavier"),
+                           "sgd")
+    for call in (lambda: setattr(trainer, name, 0.5),
+                 lambda: getattr(trainer, name)):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'. "
+                           f"Use {use}"):
+            call()
+    trainer.note = 0.5                              # of the user's own
+
+    class Own(mgpu.Trainer):
+        lr = 0.25
+    own = Own(trainer.replicas, "sgd")
+    own.lr = 0.5
+    assert own.lr == 0.5
+
+
 def test_the_learning_rate(engine):
     replicas = initialize(mlp(engine), on(0, 1))
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})

@@ -120,6 +120,11 @@ MUTANTS = [
                 "np.dot(half, factors)", "half.sum()"),
            ("test_trainer.py::test_writes_that_change_no_plain_sum_are_seen"
             "*",)),
+    Mutant("set-for-nothing", "a trainer takes any attribute",
+           edit("mgpu.trainer:Trainer.__setattr__",
+                "if name in", "if 0 and name in"),
+           ("test_trainer.py::test_a_frameworks_attribute_is_not_set_for_"
+            "nothing[torch-lr-*",)),
     Mutant("any-rate", "a schedule may return what it likes",
            edit("mgpu.trainer:Trainer.rate", 'returns", rate', 'returns", 0'),
            ("test_trainer.py::test_a_wrong_rate_of_a_schedule_changes_"
