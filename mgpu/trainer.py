@@ -19,6 +19,7 @@ from mgpu.host_memory import Update
 from mgpu.loss_scale import LossScale, all_finite
 from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas
+from mgpu.schedule_state import ScheduleState
 from mgpu.trainer_states import DeviceState, TrainerStates
 
 __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
@@ -168,6 +169,8 @@ class Trainer(Hints):
                 scheduler.base_lr = optimizer.learning_rate
             else:
                 optimizer.learning_rate = scheduler.base_lr
+        self._schedule = ScheduleState(replicas.backend)
+        self._schedule.meet(scheduler)
         #: updates so far (see `_next_update`), and by parameter (a skipped
         #: one is not counted)
         self.num_update = 0
@@ -224,11 +227,12 @@ class Trainer(Hints):
 
     def rate(self, num_update: int) -> float:
         """The learning rate of update `num_update`, from 1, before any
-        multiplier. ValueError or TypeError for a schedule that gives no
+        multiplier. A look: a schedule that changes as it is called is left
+        as it was. ValueError or TypeError for a schedule that gives no
         finite number, 0 or more."""
         if self.lr_scheduler is None:
             return self.optimizer.learning_rate
-        rate = self.lr_scheduler(max(1, num_update))
+        rate = self._schedule.ask(self.lr_scheduler, max(1, num_update))
         _check_number("what a schedule returns", rate, ", 0 or more",
                       lambda x: x >= 0)
         return float(rate)
@@ -536,7 +540,8 @@ class Trainer(Hints):
         else:
             # Nothing is counted before every state and rate is there.
             number = self._next_update(parameters)
-            work = self._work(parameters, self.rate(number))
+            with self._schedule.moving():
+                work = self._work(parameters, self.rate(number))
             counts = {one.name: one.t for one in work}
             try:
                 if optimizer.has_begin_step:
@@ -736,7 +741,8 @@ class Trainer(Hints):
 
         The trainer keeps its own options, multipliers and schedule. The
         learning rate is that of the file, and so is a dynamic loss scale
-        where both have one.
+        where both have one, and what a schedule of the same class and
+        options has changed in its attributes as it was called.
 
         Raises
         ------
@@ -762,7 +768,7 @@ class Trainer(Hints):
             trainer_states.export_slots(self.replicas.backend,
                                         self._states[0]),
             scale.value if scale.dynamic else None, scale.good_steps,
-            scale.skipped_steps)
+            scale.skipped_steps, self._schedule.export(self.lr_scheduler))
 
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
@@ -777,6 +783,7 @@ class Trainer(Hints):
             # Frozen ones too: they may have been trained before.
             {p.name: p.list_data() for p in replicas.params()},
             len(replicas))
+        self._schedule.restore(self.lr_scheduler, saved.schedule)
         self._counts, self._summed = dict(saved.counts), None
         self._torn = False
         self.num_update = saved.num_update

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mgpu import files
+from mgpu import files, schedule_state
 from mgpu.arguments import is_integer, is_number
 from mgpu.backends.base import Array, Backend
 from mgpu.loss_scale import LossScale, check_loss_scale
@@ -29,6 +29,7 @@ class TrainerStates(NamedTuple):
     loss_scale: float | None = None             # None: not a dynamic one
     good_steps: int = 0                         # since it has changed
     skipped_steps: int = 0
+    schedule: dict[str, Any] | None = None      # what its calls change
 
 
 def export_slots(backend: Backend, state: Mapping[str, Mapping[str, Any]]
@@ -134,12 +135,14 @@ def unpack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     loss_scale = header.get("loss_scale")   # older files have none
     if loss_scale is not None:
         check_loss_scale(loss_scale)
+    schedule = header.get("schedule")
+    schedule_state.check(schedule)
     return TrainerStates(
         str(header["optimizer"]), operator.index(header["num_update"]),
         float(header["learning_rate"]),
         {name: operator.index(t) for name, t in header["counts"].items()},
         slots, loss_scale, operator.index(header.get("good_steps", 0)),
-        operator.index(header.get("skipped_steps", 0)))
+        operator.index(header.get("skipped_steps", 0)), schedule)
 
 
 def write(states: TrainerStates, file: files.FilePath) -> None:

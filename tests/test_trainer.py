@@ -4,6 +4,7 @@ Networks are in float64 and without batch norm unless a test says otherwise,
 so that K devices differ from one by rounding only, about 1e-16 a step, and
 1e-12 leaves no room for another formula.
 """
+import importlib
 import json
 import pickle
 import signal
@@ -456,6 +457,133 @@ def test_a_schedule(engine):
                        "trainer's lr_scheduler; received 0.5. Change the "
                        "schedule"):
         trainer.set_learning_rate(0.5)
+
+
+class Halving:
+    """As MXNet's own: it only goes forward."""
+
+    def __init__(self, step=2, inner=None, log=None):
+        self.step, self.base_lr, self.inner = step, 0.5, inner
+        self.count, self.log = 0, [] if log is None else log
+
+    def __call__(self, number):
+        while number > self.count + self.step:
+            self.count += self.step
+            self.base_lr *= 0.5
+        self.log.append(number)
+        self.last = np.float32(self.base_lr)
+        return self.base_lr * (self.inner(number) if self.inner else 1)
+
+    def rate(self, number):
+        return self(number)
+
+
+def counting():
+    """By calls, in an attribute of a function."""
+    def schedule(number):
+        schedule.calls += 1
+        return 0.5 ** schedule.calls
+    schedule.calls = 0
+    return schedule
+
+
+STATEFUL = {
+    "halving": Halving, "inside": lambda: Halving(3, Halving()),
+    "method": lambda: Halving().rate, "function": counting,
+    "pure": lambda: lambda number: 0.5 ** number,
+    "own": lambda: mgpu.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.5),
+    **({"gluon": lambda: importlib.import_module(
+            "mxnet.lr_scheduler").FactorScheduler(2, 0.5, base_lr=0.5),
+        "gluon-multi": lambda: importlib.import_module(
+            "mxnet.lr_scheduler").MultiFactorScheduler(
+                [2, 5], 0.5, base_lr=0.5)} if "mxnet" in BACKENDS else {})}
+
+
+@pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.parametrize("how", ["file", "checkpoint", "states"])
+def test_a_schedule_goes_back_with_the_states(engine, devices, kind, how,
+                                              tmp_path):
+    """Also one that changes as it is called; and a look changes nothing."""
+    def start():
+        replicas = initialize(mlp(engine), devices)
+        return replicas, mgpu.Trainer(replicas, "sgd",
+                                      lr_scheduler=STATEFUL[kind]())
+
+    def save(replicas, trainer):
+        if how == "states":
+            return trainer.export_states()
+        if how == "checkpoint":
+            mgpu.save_checkpoint(tmp_path / "x.npz", replicas, trainer)
+        else:
+            trainer.save_states(tmp_path / "x.npz")
+        return None
+
+    def load(replicas, trainer, saved):
+        if how == "states":
+            trainer.import_states(saved)
+        elif how == "checkpoint":
+            mgpu.load_checkpoint(tmp_path / "x.npz", replicas, trainer)
+        else:
+            trainer.load_states(tmp_path / "x.npz")
+
+    def rates(replicas, trainer, steps, look=False):
+        found = []
+        for _ in range(steps):
+            before = values(replicas)["2.bias"][0]
+            train(replicas, trainer, [4])
+            found.append(np.mean((before - values(replicas)["2.bias"][0])
+                                 / gradients(replicas)["2.bias"][0]) * 4)
+            if look:
+                assert trainer.rate(100) >= 0
+        return found
+    replicas, trainer = start()
+    schedule = STATEFUL[kind]()
+    wanted = [schedule(number) for number in range(1, 8)]
+    assert relative_difference(rates(replicas, trainer, 2, look=True),
+                               wanted[:2]) < 1e-10
+    saved = save(replicas, trainer)
+    assert relative_difference(rates(replicas, trainer, 5, look=True),
+                               wanted[2:]) < 1e-10
+    load(replicas, trainer, saved)
+    assert relative_difference(rates(replicas, trainer, 5), wanted[2:]) \
+        < 1e-10
+    others = start()        # of a process that goes on
+    load(*others, saved)
+    assert relative_difference(rates(*others, 5), wanted[2:]) < 1e-10
+
+
+def test_options_of_a_schedule_stay_with_the_program(engine):
+    """What its calls change goes back only into the schedule that it is of;
+    a log that the user has too stays the same list."""
+    log = []
+
+    def start(schedule):
+        replicas = initialize(mlp(engine), on(0, 1))
+        return replicas, mgpu.Trainer(replicas, "sgd", lr_scheduler=schedule)
+    replicas, trainer = start(Halving(log=log))
+    train(replicas, trainer, [4] * 3)
+    saved = trainer.export_states()
+    for other, rate in ((Halving(1), 0.125), (Halving(5), 0.5),
+                        (counting(), 0.5)):
+        _, second = start(other)
+        second.import_states(saved)
+        assert second.rate(3) == rate
+    trainer.lr_scheduler.step = 1       # the user's, no call's
+    train(replicas, trainer, [4])
+    trainer.import_states(saved)
+    assert trainer.lr_scheduler.step == 1
+    assert trainer.lr_scheduler.log is log == [1, 2, 3]
+    trainer.import_states(saved._replace(schedule=None))    # older files
+    assert log == [1, 2, 3]
+
+
+def test_a_refused_update_moves_no_schedule(engine):
+    replicas = initialize(mlp(engine), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd", lr_scheduler=counting())
+    trainer.lr_mult["2.bias"] = float("nan")
+    with pytest.raises(ValueError, match="lr_mult"):
+        train(replicas, trainer, [4])
+    assert trainer.lr_scheduler.calls == 0
 
 
 def test_who_says_the_base_rate(engine):

@@ -163,6 +163,7 @@ class LiveRun(Run):
         own = self.trainer.optimizer
         self.trainer.import_states(states._replace(
             optimizer=type(own).__name__, learning_rate=own.learning_rate,
+            schedule=None,
             slots={key: value for key, value in states.slots.items()
                    if key[1] != base.AVERAGE}))
 

@@ -125,6 +125,26 @@ MUTANTS = [
                 "if name in", "if 0 and name in"),
            ("test_trainer.py::test_a_frameworks_attribute_is_not_set_for_"
             "nothing[torch-lr-*",)),
+    Mutant("looks-move", "a look at a rate moves its schedule",
+           edit("mgpu.schedule_state:ScheduleState.ask",
+                "if self._keeps", "if True"),
+           ("test_trainer.py::test_a_schedule_goes_back_with_the_states*torch*"
+            "file*halving*",)),
+    Mutant("schedules-stay", "states go back, the schedule does not",
+           edit("mgpu.schedule_state:ScheduleState.restore",
+                "saved is None", "True"),
+           ("test_trainer.py::test_a_schedule_goes_back_with_the_states*torch*"
+            "file*halving*",)),
+    Mutant("any-schedule", "the state of a schedule goes into another one",
+           edit("mgpu.schedule_state:ScheduleState.restore",
+                'alike = saved["kind"]', 'alike = True or saved["kind"]'),
+           ("test_trainer.py::test_options_of_a_schedule_stay_with_the_"
+            "program[torch]",)),
+    Mutant("refused-moves", "a refused update moves the schedule",
+           edit("mgpu.schedule_state:ScheduleState.moving",
+                "self._put(*self._undo)", "pass"),
+           ("test_trainer.py::test_a_refused_update_moves_no_schedule[torch]",
+            )),
     Mutant("any-rate", "a schedule may return what it likes",
            edit("mgpu.trainer:Trainer.rate", 'returns", rate', 'returns", 0'),
            ("test_trainer.py::test_a_wrong_rate_of_a_schedule_changes_"
