@@ -1,6 +1,7 @@
 """What the calls of a schedule change in it: MXNet's count as they go."""
 import contextlib
 import json
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from types import MethodType, ModuleType
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu import lr_scheduler
 from mgpu.arguments import Hints
 from mgpu.backends.base import Backend
 
@@ -108,9 +110,10 @@ class ScheduleState:
             path, x = waiting.pop(0)
             if isinstance(x, MethodType):
                 x = x.__self__
-            if id(x) in met or isinstance(x, (type, ModuleType, Hints)) \
+            if id(x) in met or type(x).__module__ == lr_scheduler.__name__ \
+                    or isinstance(x, (type, ModuleType, Hints)) \
                     or self._backend.parts(x) is not None:
-                continue        # a network, or what trains it
+                continue    # no state, or a network, or what trains it
             met.add(id(x))
             inner: Any = ()
             if isinstance(x, partial):
@@ -171,12 +174,18 @@ def _kind(schedule: Any) -> str:
 
 def _copy(x: Any) -> Any:
     """A copy of plain data; all else as it is."""
+    if type(x) is list and _PLAIN.issuperset(map(type, x)) \
+            and len(x) < _LARGE:
+        return x[:]     # quicker
     tree = _tree(x)
     return x if tree is None else _built(tree)
 
 
 def _same(a: Any, b: Any) -> bool:
     if a is b or type(a) in _PLAIN and type(a) is type(b) and a == b:
+        return True
+    if type(a) is list is type(b) and len(a) == len(b) \
+            and all(map(operator.is_, a, b)):
         return True
     tree = _tree(a)
     return tree is not None and json.dumps(tree) == json.dumps(_tree(b))

@@ -41,7 +41,7 @@ LAYERS = {
         "initializers optimizers lr_scheduler losses loss_state loss_scale "
         "host_memory collectives functional models strict conversion",
     "replicas": "batch_norm parameters following replica_checks replicas",
-    "trainer": "trainer_states trainer",
+    "trainer": "schedule_state trainer_states trainer",
     "training": "evaluation training extra_states checkpoint",
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
