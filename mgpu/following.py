@@ -47,6 +47,10 @@ class Following:
         Waits for buffers."""
         for p in parameters:
             arrays, known = p.list_data(), self._known.get(p.name)
+            if known is not None and arrays[0] is not known.arrays[0] \
+                    and (arrays[0].shape, arrays[0].dtype) != (
+                        known.arrays[0].shape, known.arrays[0].dtype):
+                p.refit()       # on one device
             self._known[p.name] = _Known(
                 arrays, p.grad_req if known is None else known.request,
                 [self._backend.mark(x) for x in arrays],

@@ -98,6 +98,14 @@ class Parameter:
     def dtype(self) -> str:
         return self.spec.dtype
 
+    def refit(self) -> None:
+        """A forward pass on one device has put a buffer of another shape or
+        dtype in the place of this one."""
+        for spec in self._replicas.network.specs():
+            if spec.name == self.name:
+                self.spec = self.spec._replace(shape=spec.shape,
+                                               dtype=spec.dtype)
+
     @property
     def lr_mult(self) -> float:
         own, _ = self._replicas.network.multipliers(self.number)

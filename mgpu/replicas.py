@@ -299,12 +299,18 @@ class Replicas(Hints, abc.Sequence):
     def _adopt(self, p: Parameter, earlier: Any) -> None:
         """The user has put another array in the place of replica 0's."""
         array = p.data()
-        if array.shape != earlier.shape or array.dtype != earlier.dtype:
+        grows = len(self) == 1 and p.kind in BUFFERS    # a longer text
+        if not grows and (array.shape != earlier.shape
+                          or array.dtype != earlier.dtype):
             raise ValueError(
                 f"an array that takes the place of {p.name!r} has its shape "
                 f"and dtype, {p.shape} {p.dtype}; received "
-                f"{tuple(array.shape)} {array.dtype}. Make the network anew, "
-                "and call mgpu.initialize.")
+                f"{tuple(array.shape)} {array.dtype}. " + (
+                    "Put one of its own in that place, and the replicas go "
+                    "on. Make it as large as it gets before mgpu.initialize,"
+                    " or keep it in a plain attribute."
+                    if p.kind in BUFFERS else
+                    "Make the network anew, and call mgpu.initialize."))
         self._check_shared_memory(p)
         if p.kind not in BUFFERS:
             self.network.adopt(p.number, p.list_data(), earlier)
@@ -521,6 +527,9 @@ class Replicas(Hints, abc.Sequence):
         values = {name: self.backend.to_numpy(x)
                   if self.backend.is_native(x) else np.array(x)
                   for name, x in by_name("values", values).items()}
+        if self.complete:       # a prediction has made some larger, perhaps
+            self.following.follow([p for p in self.buffers()
+                                   if tuple(p.data().shape) != p.shape])
         own = {p.name: p for p in self.all_parameters()}
         apart = _under_one_name(values, self.network.aliases()) \
             if values.keys() - own.keys() else []

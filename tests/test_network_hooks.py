@@ -604,6 +604,97 @@ def test_buffers_that_passes_make_belong_to_their_device(backend, k):
             replicas(shards)
 
 
+def rotating(length=3):
+    """A network that makes its table of angles longer when a longer text
+    comes."""
+    import torch
+    from torch import nn
+
+    class Rotating(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Linear(4, 3).double()
+            self.make(length)
+
+        def make(self, length):
+            self.register_buffer("cos", torch.arange(length).double().cos()[
+                :, None].repeat(1, 4), persistent=False)
+
+        def forward(self, text):
+            if text.shape[1] > len(self.cos):
+                self.make(text.shape[1])
+            return self.out((text * self.cos[:text.shape[1]]).mean(1))
+    return Rotating()
+
+
+def texts(length):
+    return (np.random.default_rng(length).normal(size=(4, length, 4)),
+            np.arange(4) % 3)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
+@pytest.mark.parametrize("grows_in", ["training", "predicting", "net"])
+def test_a_buffer_that_a_longer_text_makes_longer(grows_in, tmp_path):
+    """On one device training goes on as in plain PyTorch, and the values of
+    the longer one are saved and read; before one is there, refused whole."""
+    import torch
+    with mgpu.using_backend("torch"):
+        plain = rotating()
+        replicas = mgpu.initialize(copy.deepcopy(plain), [mgpu.cpu(0)])
+        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        own = torch.optim.SGD(plain.parameters(), 0.125)
+        short, path = replicas.export_numpy(), tmp_path / "one.npz"
+        for length in (3, 5, 3, 7, 3):
+            X, y = texts(length)
+            if length > 3 and grows_in == "predicting":
+                replicas(mgpu.split_and_load(X, replicas.devices))
+            elif length > 3 and grows_in == "net":
+                replicas.net(torch.from_numpy(X))
+            else:
+                own.zero_grad()
+                torch.nn.functional.cross_entropy(
+                    plain(torch.from_numpy(X)), torch.from_numpy(y)).backward()
+                own.step()
+                mgpu.train_batch(X, y, replicas, loss, trainer)
+                assert replicas.all_parameters()[-1].shape == tuple(
+                    replicas.net.cos.shape)
+            if length > 3:
+                before = replicas.net.out.weight.detach().clone()
+                with pytest.raises(ValueError, match=r"cos: shape \(3, 4\)"):
+                    replicas.import_numpy(short)
+                assert bool((before == replicas.net.out.weight).all())
+            mgpu.save_checkpoint(path, replicas, trainer)
+            mgpu.load_checkpoint(path, replicas, trainer)
+        assert replicas.export_numpy()["cos"].shape == (7, 4)
+        for p, q in zip(plain.parameters(), replicas.net.parameters()):
+            assert bool(((p - q).abs() < 1e-12).all())
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
+@pytest.mark.parametrize("k", [2, 3])
+def test_a_longer_buffer_on_several_devices_may_be_put_back(k):
+    """Refused by name; with one of its own shape in its place all goes on."""
+    import torch
+    with mgpu.using_backend("torch"):
+        replicas = mgpu.initialize(rotating(), [mgpu.cpu(i)
+                                                for i in range(k)])
+        loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        values = replicas.export_numpy()
+        replicas.net(torch.from_numpy(texts(5)[0]))
+        for call in (lambda: replicas.import_numpy(values),
+                     lambda: mgpu.train_batch(*texts(3), replicas, loss,
+                                              trainer)):
+            with pytest.raises(ValueError, match="Put one of its own in that "
+                               "place, and the replicas go on"):
+                call()
+        replicas.net.make(3)
+        replicas.import_numpy(values)
+        mgpu.train_batch(*texts(3), replicas, loss, trainer)
+        replicas.check_equal()
+
+
 def counting(how):
     """A network whose passes count themselves."""
     from types import SimpleNamespace

@@ -454,4 +454,15 @@ MUTANTS = [
                 "for i in idle", "for i in ()"),
            ("test_kept.py::test_arrays_that_passes_keep_reach_devices_without_"
             "rows[mxnet-nd-2dev-*",)),
+    Mutant("no-longer-buffer", "a buffer that a prediction has made longer "
+           "ends the training", edit("mgpu.replicas:Replicas._adopt",
+                                     "len(self) == 1 and p.kind in BUFFERS",
+                                     "False"),
+           ("test_network_hooks.py::test_a_buffer_that_a_longer_text_makes_"
+            "longer[predicting]",)),
+    Mutant("longer-buffer-unknown", "the values of a buffer that has become "
+           "longer are refused", edit("mgpu.following:Following.settle",
+                                      "p.refit()", "pass"),
+           ("test_network_hooks.py::test_a_buffer_that_a_longer_text_makes_"
+            "longer[training]",)),
 ]
