@@ -556,7 +556,7 @@ def test_a_dynamic_scale_is_saved(backend, tmp_path):
     _, other = start(mlp(backend), on(0), loss_scale="dynamic")
     other.load_states(file)
     assert (other.loss_scale, other.skipped_steps) == (2.0 ** 15, 1)
-    assert other.export_states()[-3:] == (2.0 ** 15, 2, 1)
+    assert other.export_states()[5:8] == (2.0 ** 15, 2, 1)
     _, static = start(mlp(backend), on(0), loss_scale=8.0)
     static.load_states(file)        # it keeps its own options
     assert (static.loss_scale, static.skipped_steps) == (8.0, 1)
