@@ -79,7 +79,7 @@ NO_NUMBERS = {
                      "Replicas.independent",
                      "Replicas.statistics", "Parameter.dtype",
                      "Parameter.grad_req", "Parameter.list_devices",
-                     "Parameter.shape"), _READS),
+                     "Parameter.shape", "Parameter.refit"), _READS),
     **dict.fromkeys(("Replicas.count", "Replicas.index"), _READS),
     **dict.fromkeys(("Parameter.lr_mult", "Parameter.wd_mult"),
                     "what `Trainer.multipliers` reads; tests/test_trainer.py"),
