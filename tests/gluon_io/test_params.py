@@ -15,7 +15,6 @@ import zipfile
 import numpy as np
 import pytest
 
-import mgpu
 from conftest import BACKENDS
 from helpers import assert_bit_equal, name_of
 from mgpu.gluon_io import (CSR, RowSparse, UnreadableParams, load_params,
@@ -30,18 +29,6 @@ def reason(x):
 
 
 live = pytest.mark.skipif("mxnet" not in BACKENDS, reason="asks MXNet")
-
-
-@pytest.fixture
-def mx():
-    with mgpu.using_backend("mxnet"):
-        import mxnet
-        yield mxnet
-
-
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "file.params")
 
 
 def bytes_of(path):

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import mgpu
 from conftest import BACKENDS
 from helpers import assert_bit_equal
 from mgpu import optimizers
@@ -23,18 +22,6 @@ from . import samples
 from .mutations import FILES, memory_below, mutation, summary
 
 live = pytest.mark.skipif("mxnet" not in BACKENDS, reason="asks MXNet")
-
-
-@pytest.fixture
-def mx():
-    with mgpu.using_backend("mxnet"):
-        import mxnet
-        yield mxnet
-
-
-@pytest.fixture
-def path(tmp_path):
-    return str(tmp_path / "file.states")
 
 
 def loaded(data, path):
@@ -221,7 +208,7 @@ def test_nothing_is_called(path, tmp_path):
         found = loaded(pickle.dumps(({}, Calls(function, *arguments))), path)
         assert isinstance(found.optimizer, Record)
         assert found.optimizer.arguments == tuple(arguments)
-    assert os.listdir(tmp_path) == ["file.states"]
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def test_nothing_is_imported(path):
