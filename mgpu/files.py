@@ -127,16 +127,9 @@ def read_arrays(file: FilePath, form: str, expected: str,
     `expected`, for one that is damaged, whose header has another "format"
     than `form`, or that `unpack` raises an Exception for.
     """
-    import zipfile
     with open(path_of(file), "rb") as stream:
         try:
-            archive = zipfile.ZipFile(stream)
-            members = archive.infolist()
-            if sum(m.file_size for m in members) > os.path.getsize(file):
-                raise ValueError("its arrays are larger than it is: they "
-                                 "are compressed, or in one place")
-            arrays = {m.filename.removesuffix(".npy"):
-                      npy_array(archive.read(m)) for m in members}
+            arrays = dict(npy_members(stream))
             header = json.loads(str(arrays.pop("header")))
             if header["format"] != form:
                 raise ValueError(f"its format is {header['format']!r}")
@@ -147,7 +140,22 @@ def read_arrays(file: FilePath, form: str, expected: str,
                 f"damaged ({error}). Use a whole file.") from error
 
 
-def npy_array(data: bytes) -> np.ndarray:
+def npy_members(stream: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and array of each npy in an open zip file, in its order. As much
+    memory as the file has bytes. Errors are those of zip and of NumPy, and
+    ValueError."""
+    import zipfile
+    with zipfile.ZipFile(stream) as archive:
+        members = archive.infolist()
+        if sum(m.file_size for m in members) \
+                > os.fstat(stream.fileno()).st_size:
+            raise ValueError("its arrays are larger than it is: they are "
+                             "compressed, or in one place")
+        for m in members:
+            yield m.filename.removesuffix(".npy"), _array(archive.read(m))
+
+
+def _array(data: bytes) -> np.ndarray:
     """The array of an npy file, in the memory of `data`: what its header says
     about size allocates nothing, as in NumPy's own reader."""
     stream = io.BytesIO(data)

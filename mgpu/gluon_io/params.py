@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from mgpu.files import FilePath, npy_array, part_of, path_of
+from mgpu.files import FilePath, npy_members, part_of, path_of
 
 _LIST = 0x112
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
@@ -295,21 +295,14 @@ def _load(reader: "_Reader") -> dict[str, Array] | list[Array]:
 
 def _load_zip(file: BinaryIO, path: str) -> dict[str, Array]:
     """What MXNet 2 writes: a zip of npy, as np.savez does."""
-    import zipfile
+    found: dict[str, Array] = {}
     try:
-        with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            if sum(m.file_size for m in members) > os.path.getsize(path):
-                raise ValueError("its arrays are larger than it is")
-            found: dict[str, Array] = {}
-            for m in members:
-                x = npy_array(archive.read(m))
-                name = m.filename.removesuffix(".npy")
-                if name in found or x.dtype.kind not in "fiub":
-                    raise ValueError(f"{m.filename!r} is there twice, or "
-                                     "no array of numbers")
-                found[name] = x.astype(x.dtype.newbyteorder("="), "C")
-            return found
+        for name, x in npy_members(file):
+            if name in found or x.dtype.kind not in "fiub":
+                raise ValueError(f"{name!r} is there twice, or no array of "
+                                 "numbers")
+            found[name] = x.astype(x.dtype.newbyteorder("="), "C")
+        return found
     except Exception as error:      # zip, NumPy: each has its own
         raise UnreadableParams(
             "expected a zip of arrays, as MXNet 2 writes it; "

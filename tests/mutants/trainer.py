@@ -285,7 +285,7 @@ MUTANTS = [
            ("test_checkpoint.py::test_hostile_numbers_are_refused_and_nothing_"
             "changes[torch-variance]",)),
     Mutant("size-bomb", "an array is believed to be as large as it says",
-           edit("mgpu.files:read_arrays", "raise ValueError(\"its arrays",
+           edit("mgpu.files:npy_members", "raise ValueError(\"its arrays",
                 "ValueError(\"its arrays"),
            ("test_checkpoint.py::test_a_file_takes_as_much_memory_as_it_has_"
             "bytes",)),

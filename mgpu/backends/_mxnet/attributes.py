@@ -70,13 +70,11 @@ class _Content:
     def __init__(self, x: Any) -> None:
         self.arrays = list[Any]()
         self.single, self.large = dict[int, Any](), dict[int, Any]()
-        self._met = set[int]()      # of objects that `value` holds
-        self.value = self._read(x, 0)
-        self._met.clear()
+        self.value = self._read(x, set(), 0)
 
-    def _read(self, x: Any, depth: int) -> Any:
+    def _read(self, x: Any, met: set[int], depth: int) -> Any:
         """Each object once, so a graph of them takes as long as it is
-        large."""
+        large; `met`: those that were read, which what is returned holds."""
         kind = type(x)
         if kind in _CONSTANT:
             return kind, x      # 1 is not True
@@ -84,9 +82,9 @@ class _Content:
             self.arrays += [x] * isinstance(x, mx.nd.NDArray)
             self.single[id(x)] = x
             return _Is(x)
-        if id(x) in self._met:
+        if id(x) in met:
             return _Is(x)
-        self._met.add(id(x))
+        met.add(id(x))
         if isinstance(x, np.ndarray):
             if x.size <= _LARGE_ARRAY and not x.dtype.hasobject:
                 return _Is(x), x.shape, x.dtype.str, x.tobytes()
@@ -95,11 +93,11 @@ class _Content:
         if isinstance(x, _COLLECTIONS) and len(x) > _LARGE:
             self.large[id(x)] = x
             return _Is(x), len(x)
-        parts = _parts(x) if depth < _DEEP and len(self._met) <= _MANY \
+        parts = _parts(x) if depth < _DEEP and len(met) <= _MANY \
             else None
         if parts is None:
             return _Is(x)
-        contents = [self._read(part, depth + 1) for part in parts]
+        contents = [self._read(part, met, depth + 1) for part in parts]
         return _Is(x), contents
 
     def __eq__(self, other: object) -> bool:

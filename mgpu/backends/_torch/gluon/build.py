@@ -42,7 +42,7 @@ def to_gluon_params(net: nn.Module, path: FilePath) -> None:
         raise TypeError("only a network of from_gluon knows Gluon's names; "
                         f"received {type(net).__name__}.")
     own = net.state_dict()
-    save_params(path, {name: own[key].detach().cpu().numpy()
+    save_params(path, {name: own[key].cpu().numpy()
                        for key, name in names.items()})
 
 
@@ -68,7 +68,6 @@ class _Builder:
         self._tensors: dict[str, torch.Tensor] = {}
         self._env: dict[tuple[int, int], fx.Node] = {}
         self._names: dict[str, str] = {}
-        self._functions: dict[str, Any] = {}
 
     def module(self) -> GluonModule:
         nodes = self._graph.nodes
@@ -122,7 +121,7 @@ class _Builder:
     def _layer(self, node: Node, part: Layer) -> fx.Node:
         own = {key: self._graph.nodes[node.inputs[slot][0]]
                for key, slot in part.tensors.items()}
-        kind = self._function(part.kind)
+        kind = _function(part.kind)
         name = _identifier(prefix_of(node, list(own.values())))
         while hasattr(self._root, name):
             name += "_"
@@ -154,7 +153,7 @@ class _Builder:
 
     def _call(self, node: Node, part: Call) -> fx.Node:
         return self._fx.call_function(
-            self._function(part.function), tuple(
+            _function(part.function), tuple(
                 self._argument(node, x) for x in part.arguments),
             {key: self._argument(node, x) for key, x in part.named.items()})
 
@@ -167,10 +166,7 @@ class _Builder:
             return type(x)(self._argument(node, y) for y in x)
         return x
 
-    def _function(self, name: str) -> Any:
-        if name not in self._functions:
-            module, _, own = name.rpartition(".")
-            self._functions[name] = getattr(
-                importlib.import_module(module), own)
-        return self._functions[name]
 
+def _function(name: str) -> Any:
+    module, _, own = name.rpartition(".")
+    return getattr(importlib.import_module(module), own)

@@ -108,7 +108,7 @@ def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
         raise MissingOperator(
             f"every operator of a network needs a rule; received "
             f"{len(missing)} without one: {'; '.join(missing[:12])}{more}. "
-            "Add rules with mgpu.gluon.register_op.")
+            "Add rules with mgpu.register_op.")
     return found
 
 
