@@ -72,9 +72,10 @@ def register_op(name: str, rule: Callable[..., Any]) -> None:
     name : str
         As in the graph: ``"Convolution"``.
     rule : callable
-        ``rule(node, shapes)`` returns a `Layer` or a `Call` of
-        ``mgpu.backends._torch.gluon.parts``. `shapes` has the shape of each
-        input that is an array of the file, and None for the others. For an
-        attribute that it does not know it raises NotImplementedError.
+        ``rule(node, inputs)`` returns a `Layer` or a `Call` of
+        `mgpu.gluon_io`. ``node.attributes`` has all attributes of the
+        operator. `inputs` has a `Source` for each input, with the name and
+        the shape where it is an array of the file. For an attribute that it
+        does not know the rule raises NotImplementedError.
     """
     get_backend().register_op(name, rule)

@@ -45,7 +45,8 @@ find_python() {
 # Makes .venv, and sets $uv: the command, or empty where pip installs.
 make_venv() {
     local base key value
-    base=$("$1" -c 'import sys; print(sys.executable)')
+    # Not of .venv, where that is active: it is made anew.
+    base=$("$1" -c 'import sys; print(sys._base_executable)')
     uv=${INSTALLER:-$(command -v uv || :)}
     [ "$uv" != pip ] || uv=
     rm -rf .venv

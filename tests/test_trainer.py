@@ -1518,6 +1518,19 @@ def test_a_penalty_has_the_same_pass_or_is_added(engine, devices):
             assert_close(found[-1], found[0])
 
 
+def test_losses_of_one_device_in_one_pass(engine, devices):
+    """They share no leaf. What is known of a network's leaves on a device is
+    of one pass at a time."""
+    replicas = initialize(mlp(engine, (6, *[3] * 20)), devices)
+    for _ in range(8):
+        with mgpu.record():
+            alone = [(p.data() * p.data()).sum() for p in replicas.params()]
+        mgpu.backward(alone)
+        for p in replicas.params():
+            assert_bit_equal(mgpu.to_numpy(p.grad()),
+                             2 * mgpu.to_numpy(p.data()))
+
+
 @pytest.mark.parametrize("grad_req", ["write", "add"])
 def test_freezing_the_users_network_freezes_all(engine, devices, grad_req):
     """By the framework's own means, between steps, and thawing it again. What

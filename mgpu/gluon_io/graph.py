@@ -102,7 +102,8 @@ def dense_arrays(path: FilePath) -> dict[str, np.ndarray]:
     """The arrays of a network by the names of its graph: those of a
     ``.params`` without ``arg:`` and ``aux:``. ValueError for a file without
     names, or with sparse arrays."""
-    found = load_params(path)
+    # MXNet writes no names where there are no arrays.
+    found = load_params(path) or {}
     if not isinstance(found, dict):
         raise ValueError("the arrays of a network have names; received a file "
                          "without. Use what HybridBlock.export writes.")

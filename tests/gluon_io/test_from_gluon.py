@@ -276,7 +276,7 @@ def _layer(nodes, op):
     (lambda n: _layer(n, "Convolution")["attrs"].update(num_filter="5"),
      ValueError, "belong together; received .*weight' of shape"),
     (lambda n: n[1].update(name="other_weight"),
-     NotImplementedError, "input 1 is computed, no parameter"),
+     ValueError, "the arrays conv.*_weight, which the graph has not"),
     (lambda n: n[0].pop("name"), ValueError, "expected a graph"),
     (lambda n: _layer(n, "Convolution").update(inputs=[[99, 0, 0]]),
      ValueError, "come after it"),
@@ -299,14 +299,14 @@ def test_every_operator_without_a_rule_is_named_at_once(exported):
 
 @pytest.mark.parametrize("exported", ["lenet"], indirect=True)
 def test_a_user_adds_a_rule(exported, monkeypatch):
-    from mgpu.backends._torch.gluon import parts
+    from mgpu.gluon_io import parts
     monkeypatch.setattr(parts, "_rules", dict(parts._rules))
     edited(exported.symbol, lambda n: _layer(n, "Activation").update(
         op="_made_up", attrs={}))
     with mgpu.using_backend("mxnet"):
         expected = exported.gluon()
     with mgpu.using_backend("torch"):
-        mgpu.register_op("_made_up", lambda node, shapes: parts.Call(
+        mgpu.register_op("_made_up", lambda node, inputs: parts.Call(
             "torch.tanh", (parts.Slot(0),)))
         net = mgpu.from_gluon(exported.symbol, exported.params)
         assert_same(exported.torch(net), expected)

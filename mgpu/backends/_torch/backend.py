@@ -212,11 +212,13 @@ class TorchBackend(Leaves, base.Backend):
         totals = [total(loss) for loss in losses]
         for x in totals:
             join(x)
-        shared = in_common(losses) if len(losses) > 1 else None
+        shared = in_common(losses, self.owner_of) if len(losses) > 1 \
+            else None
         if shared is None or any(map(has_hooks, shared)):
             # One pass for all: a hook sees the sum over the devices.
             self._workers.run([lambda: torch.autograd.backward(totals)])
-        elif shared:    # added in the order of the devices, in any run
+        elif shared:    # In the order of the losses: what is added, and what
+            # is known of a network on one device.
             self._workers.run([lambda: [torch.autograd.backward(x)
                                         for x in totals]])
         else:
@@ -402,7 +404,7 @@ class TorchBackend(Leaves, base.Backend):
         to_gluon_params(net, path)
 
     def register_op(self, name, rule) -> None:
-        from mgpu.backends._torch.gluon.parts import register_op
+        from mgpu.gluon_io.parts import register_op
         register_op(name, rule)
 
     # -- advice -------------------------------------------------------------

@@ -1,5 +1,5 @@
 """What a loss depends on, read from torch's graph."""
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,23 +33,29 @@ def total(loss: Any) -> Any:
         return loss.sum()
 
 
-def in_common(losses: Sequence[Any]) -> list[Any] | None:
-    """The leaves that are in the graphs of several losses. None if these
-    share more, as far as can be seen: reentrant checkpoints hide what is
-    inside them."""
-    known, shared = set[Any](), set[Any]()
+def in_common(losses: Sequence[Any], owner: Callable[[Any], Any]
+              ) -> list[Any] | None:
+    """The leaves in the graphs of several losses, and those of an `owner`
+    that is in several. None if the graphs share more, as far as can be seen:
+    reentrant checkpoints hide what is inside them."""
+    known, owners, shared = set[Any](), set[Any](), []
     for loss in losses:
-        own = set()
+        own, owned = set(), set()
         for node in _nodes(loss):
             name = type(node).__name__
+            if name == "AccumulateGrad":
+                x = node.variable
+                whose = owner(x)
+                owned.add(whose)
+                if whose in owners:
+                    shared.append(x)
             # at once: a graph may be of all devices
-            if "Checkpoint" in name \
-                    or node in known and name != "AccumulateGrad":
+            elif "Checkpoint" in name or node in known:
                 return None
             own.add(node)
-        shared |= known & own
         known |= own
-    return [node.variable for node in shared]
+        owners |= owned
+    return shared
 
 
 def recomputing() -> bool:

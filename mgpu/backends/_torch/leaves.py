@@ -301,6 +301,12 @@ class Leaves:
         """The place of the leaf `x`."""
         return self._leaf(x).place
 
+    def owner_of(self, x: Any) -> Any:
+        """What may be in one backward pass at a time: the place of a known
+        leaf, or the leaf."""
+        leaf = self._leaves.get(id(x))
+        return id(x) if leaf is None else leaf.place
+
     def watch_gradients(self, leaves: Sequence[Sequence[Any]],
                         requests: Sequence[str]) -> Watch:
         # Their own ones, if they were announced before.

@@ -1,6 +1,7 @@
 """A torch network from an exported graph and its arrays."""
 import importlib
 import keyword
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,10 +11,12 @@ import torch
 from torch import fx, nn
 
 from mgpu.backends._torch.gluon import operators  # noqa: F401, its rules
-from mgpu.backends._torch.gluon.parts import Call, Layer, Slot, parts_of
 from mgpu.files import FilePath
 from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
 from mgpu.gluon_io.params import save_params
+from mgpu.gluon_io.parts import Call, Layer, Part, Slot, parts_of, slots_of
+
+_METHODS = "torch.Tensor."
 
 
 class GluonModule(fx.GraphModule):
@@ -26,6 +29,12 @@ class GluonModule(fx.GraphModule):
     """
 
     gluon_names: dict[str, str]
+
+    def __deepcopy__(self, memo: Any) -> "GluonModule":
+        # that of fx keeps the attributes which it knows
+        copy: GluonModule = super().__deepcopy__(memo)
+        copy.gluon_names = dict(self.gluon_names)
+        return copy
 
 
 def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None
@@ -52,12 +61,17 @@ def _identifier(name: str) -> str:
         or keyword.iskeyword(name) else name
 
 
-def prefix_of(node: Node, arrays: list[Node]) -> str:
+def prefix_of(node: Node, arrays: list[str]) -> str:
     """What a layer is called: as its parameters begin, or as its node
     does, without Gluon's ending."""
     if arrays:
-        return arrays[0].name.rpartition("_")[0] or node.name
+        return arrays[0].rpartition("_")[0] or node.name
     return node.name.removesuffix("_fwd")
+
+
+def _missing(name: str) -> ValueError:
+    return ValueError(f"the graph has the array {name!r}; the file of arrays "
+                      "has not. Use the two files of one export.")
 
 
 class _Builder:
@@ -68,35 +82,52 @@ class _Builder:
         self._tensors: dict[str, torch.Tensor] = {}
         self._env: dict[tuple[int, int], fx.Node] = {}
         self._names: dict[str, str] = {}
+        strange = sorted(arrays.keys() - {x.name for x in graph.nodes})
+        if strange:
+            raise ValueError(
+                "the graph and the arrays belong together; received the "
+                f"arrays {', '.join(strange[:5])}, which the graph has not. "
+                "Use the two files of one export.")
 
     def module(self) -> GluonModule:
         nodes = self._graph.nodes
         parts = parts_of(self._graph, {k: x.shape for k, x in
                                        self._arrays.items()})
-        inputs = {j for i, part in parts.items() for slot, (j, _) in enumerate(
-            nodes[i].inputs) if not (isinstance(part, Layer)
-                                     and slot in part.tensors.values())}
+        entering = {i for i, _ in self._graph.heads}
+        entering |= {nodes[i].inputs[slot][0] for i, part in parts.items()
+                     for slot in slots_of(part)}
         for i, node in enumerate(nodes):
-            if node.op == "null" and i in inputs:
+            if node.op == "null" and i in entering:
                 self._env[i, 0] = self._array(node) \
-                    if node.name in self._arrays \
-                    else self._fx.placeholder(_identifier(node.name))
+                    if node.name in self._arrays else self._input(node)
         for i, part in parts.items():
-            self._env[i, 0] = self._layer(nodes[i], part) \
-                if isinstance(part, Layer) else self._call(nodes[i], part)
+            self._add(i, part)
         heads = [self._env[head] for head in self._graph.heads]
         self._fx.output(heads[0] if len(heads) == 1 else tuple(heads))
         module = GluonModule(self._root, self._fx)
         module.gluon_names = self._names
         return module
 
+    def _add(self, i: int, part: Part) -> None:
+        node = self._graph.nodes[i]
+        value = self._layer(node, part) if isinstance(part, Layer) \
+            else self._call(node, part)
+        if part.outputs == 1:
+            self._env[i, 0] = value
+        else:
+            for k in range(part.outputs):
+                self._env[i, k] = self._fx.call_function(
+                    operator.getitem, (value, k))
+
+    def _input(self, node: Node) -> fx.Node:
+        # Gluon marks its parameters in the graph, and no inputs.
+        if "__lr_mult__" in node.marks:
+            raise _missing(node.name)
+        return self._fx.placeholder(_identifier(node.name))
+
     def _tensor(self, name: str) -> torch.Tensor:
         """The same one each time: a shared array stays shared."""
         if name not in self._tensors:
-            if name not in self._arrays:
-                raise KeyError(f"the graph has the array {name!r}; the file "
-                               "of arrays has not. Use the two files of one "
-                               "export.")
             x = torch.from_numpy(np.array(self._arrays[name]))
             self._tensors[name] = x.to(self._dtype) \
                 if self._dtype is not None and x.is_floating_point() else x
@@ -105,7 +136,7 @@ class _Builder:
     def _array(self, node: Node) -> fx.Node:
         name = _identifier(node.name)
         self._root.register_parameter(name, self._parameter(node.name, True))
-        self._note(name, node, aux=False)
+        self._note(name, node.name, aux=False)
         return self._fx.get_attr(name)
 
     def _parameter(self, name: str, trained: bool) -> nn.Parameter:
@@ -115,26 +146,24 @@ class _Builder:
                 x, requires_grad=trained and x.is_floating_point())
         return x
 
-    def _note(self, key: str, node: Node, aux: bool) -> None:
-        self._names[key] = f"{'aux' if aux else 'arg'}:{node.name}"
+    def _note(self, key: str, array: str, aux: bool) -> None:
+        self._names[key] = f"{'aux' if aux else 'arg'}:{array}"
 
     def _layer(self, node: Node, part: Layer) -> fx.Node:
-        own = {key: self._graph.nodes[node.inputs[slot][0]]
-               for key, slot in part.tensors.items()}
         kind = _function(part.kind)
-        name = _identifier(prefix_of(node, list(own.values())))
+        name = _identifier(prefix_of(node, [*part.tensors.values()]))
         while hasattr(self._root, name):
             name += "_"
         with torch.device("meta"):
             layer = kind(**part.arguments)
-        for key, array in own.items():
-            x = self._tensor(array.name)
+        for key, array in part.tensors.items():
+            x = self._tensor(array)
             buffer = key in layer._buffers
             expected = (layer._buffers if buffer else layer._parameters)[key]
             if expected is None or x.shape != expected.shape:
                 raise ValueError(
                     f"the graph and the arrays belong together; received "
-                    f"{array.name!r} of shape {tuple(x.shape)} for "
+                    f"{array!r} of shape {tuple(x.shape)} for "
                     f"{layer!r}. Use the two files of one export.")
             if key in part.values:
                 x.detach().fill_(part.values[key])
@@ -142,7 +171,7 @@ class _Builder:
                 layer._buffers[key] = x
             else:
                 layer._parameters[key] = self._parameter(
-                    array.name, key not in part.frozen)
+                    array, key not in part.frozen)
             self._note(f"{name}.{key}", array, aux=buffer)
         for key, x in layer._buffers.items():
             if x is not None and x.is_meta:     # torch's count of batches
@@ -152,10 +181,13 @@ class _Builder:
             self._argument(node, x) for x in part.inputs))
 
     def _call(self, node: Node, part: Call) -> fx.Node:
-        return self._fx.call_function(
-            _function(part.function), tuple(
-                self._argument(node, x) for x in part.arguments),
-            {key: self._argument(node, x) for key, x in part.named.items()})
+        arguments = tuple(self._argument(node, x) for x in part.arguments)
+        named = {key: self._argument(node, x) for key, x in part.named.items()}
+        if part.function.startswith(_METHODS):
+            return self._fx.call_method(part.function.removeprefix(_METHODS),
+                                        arguments, named)
+        return self._fx.call_function(_function(part.function), arguments,
+                                      named)
 
     def _argument(self, node: Node, x: Any) -> Any:
         if isinstance(x, Slot):

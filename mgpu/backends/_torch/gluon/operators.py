@@ -1,27 +1,24 @@
 """MXNet's operators in PyTorch, each by a small function."""
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from mgpu.backends._torch.gluon.parts import (Call, Layer, MissingOperator,
-                                              Part, Shape, Slot, only,
-                                              operator)
 from mgpu.gluon_io.graph import Node
+from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Slot,
+                                 Source, only, operator)
 
-Shapes = list[Shape | None]
 _HELPERS = "mgpu.backends._torch.gluon.layers"
 _X, _Y = Slot(0), Slot(1)
-
-
-def _known(shapes: Shapes, slot: int) -> Shape:
-    shape = shapes[slot]
-    if shape is None:
-        raise MissingOperator(f"input {slot} is computed, no parameter")
-    return shape
 
 
 def _short(sizes: tuple[int, ...]) -> Any:
     """One number for sizes that are the same."""
     return sizes[0] if len(set(sizes)) == 1 else sizes
+
+
+def _weights(inputs: Sequence[Source], *names: str) -> dict[str, str]:
+    """The inputs from the second on by these names of the layer."""
+    return {key: x.name for key, x in zip(names, inputs[1:])}
 
 
 def _given(sizes: tuple[int, ...], default: int, count: int
@@ -32,10 +29,10 @@ def _given(sizes: tuple[int, ...], default: int, count: int
 # -- layers with parameters ---------------------------------------------------
 
 @operator("Convolution")
-def _convolution(node: Node, shapes: Shapes) -> Part:
+def _convolution(node: Node, inputs: Sequence[Source]) -> Part:
     """``Convolution``: kernel, stride, dilate, pad, num_filter, num_group,
     no_bias."""
-    a, weight = node.attributes, _known(shapes, 1)
+    a, weight = node.attributes, inputs[1].sizes()
     only(node, layout=(None, "NCW", "NCHW", "NCDHW"))
     n = len(a["kernel"])
     options = {"in_channels": weight[1] * a["num_group"],
@@ -51,35 +48,35 @@ def _convolution(node: Node, shapes: Shapes) -> Part:
         options["groups"] = a["num_group"]
     if a["no_bias"]:
         options["bias"] = False
-    return Layer(f"torch.nn.Conv{n}d", options, {"weight": 1} if a["no_bias"]
-                 else {"weight": 1, "bias": 2})
+    return Layer(f"torch.nn.Conv{n}d", options, _weights(inputs, "weight",
+                                                         "bias"))
 
 
 @operator("FullyConnected")
-def _dense(node: Node, shapes: Shapes) -> Part:
+def _dense(node: Node, inputs: Sequence[Source]) -> Part:
     """``FullyConnected``: num_hidden, no_bias, flatten."""
-    a, weight = node.attributes, _known(shapes, 1)
+    a, weight = node.attributes, inputs[1].sizes()
     options = {"in_features": weight[1], "out_features": a["num_hidden"]}
     if a["no_bias"]:
         options["bias"] = False
     x: Any = Call("torch.flatten", (_X, 1)) if a["flatten"] else _X
-    return Layer("torch.nn.Linear", options, {"weight": 1} if a["no_bias"]
-                 else {"weight": 1, "bias": 2}, (x,))
+    return Layer("torch.nn.Linear", options,
+                 _weights(inputs, "weight", "bias"), (x,))
 
 
 @operator("BatchNorm")
-def _batch_norm(node: Node, shapes: Shapes) -> Part:
+def _batch_norm(node: Node, inputs: Sequence[Source]) -> Part:
     """``BatchNorm``: eps, momentum, fix_gamma, use_global_stats, axis. With
     ``fix_gamma`` gamma is 1, whatever the file has."""
-    a, gamma = node.attributes, _known(shapes, 1)
+    a, gamma = node.attributes, inputs[1].sizes()
     only(node, axis=1, output_mean_var=False, use_global_stats=False)
     # 1 - momentum is rounded by torch's user, so that what mgpu computes
     # from it is MXNet's momentum in float32 again.
     options = {"num_features": gamma[0], "eps": a["eps"],
                "momentum": round(1 - a["momentum"], 7)}
     return Layer("mgpu.backends._torch.gluonize.GluonBatchNorm", options,
-                 {"weight": 1, "bias": 2, "running_mean": 3,
-                  "running_var": 4},
+                 _weights(inputs, "weight", "bias", "running_mean",
+                          "running_var"),
                  frozen=("weight",) if a["fix_gamma"] else (),
                  values={"weight": 1.0} if a["fix_gamma"] else {})
 
@@ -87,14 +84,14 @@ def _batch_norm(node: Node, shapes: Shapes) -> Part:
 # -- layers without -----------------------------------------------------------
 
 @operator("Dropout")
-def _dropout(node: Node, shapes: Shapes) -> Part:
+def _dropout(node: Node, inputs: Sequence[Source]) -> Part:
     """``Dropout``: p."""
-    only(node, mode="training", axes=())
+    only(node, mode="training", axes=((),))
     return Layer("torch.nn.Dropout", {"p": round(node.attributes["p"], 7)})
 
 
 @operator("Pooling")
-def _pooling(node: Node, shapes: Shapes) -> Part:
+def _pooling(node: Node, inputs: Sequence[Source]) -> Part:
     """``Pooling``: kernel, stride, pad, pool_type, global_pool,
     pooling_convention, count_include_pad."""
     a = node.attributes
@@ -129,7 +126,7 @@ def _pooling(node: Node, shapes: Shapes) -> Part:
 
 
 @operator("Activation")
-def _activation(node: Node, shapes: Shapes) -> Part:
+def _activation(node: Node, inputs: Sequence[Source]) -> Part:
     """``Activation``: act_type."""
     return Layer("torch.nn." + {
         "relu": "ReLU", "sigmoid": "Sigmoid", "tanh": "Tanh",
@@ -138,7 +135,7 @@ def _activation(node: Node, shapes: Shapes) -> Part:
 
 
 @operator("Flatten", "flatten")
-def _flatten(node: Node, shapes: Shapes) -> Part:
+def _flatten(node: Node, inputs: Sequence[Source]) -> Part:
     """``Flatten``: all axes but the first become one."""
     return Layer("torch.nn.Flatten", {})
 
@@ -146,20 +143,20 @@ def _flatten(node: Node, shapes: Shapes) -> Part:
 # -- functions ----------------------------------------------------------------
 
 @operator("Concat", "concat")
-def _concat(node: Node, shapes: Shapes) -> Part:
+def _concat(node: Node, inputs: Sequence[Source]) -> Part:
     """``Concat``: dim."""
     return Call("torch.cat", (tuple(map(Slot, range(len(node.inputs)))),
                               node.attributes["dim"]))
 
 
 @operator("elemwise_add", "_plus", "broadcast_add")
-def _add(node: Node, shapes: Shapes) -> Part:
+def _add(node: Node, inputs: Sequence[Source]) -> Part:
     """``elemwise_add``, ``broadcast_add``."""
     return Call("operator.add", (_X, _Y))
 
 
 @operator("clip")
-def _clip(node: Node, shapes: Shapes) -> Part:
+def _clip(node: Node, inputs: Sequence[Source]) -> Part:
     """``clip``: a_min, a_max, which MXNet keeps in float32. A gradient
     passes at the bounds, in ``torch.clamp`` too (in ``ReLU6`` it does not)."""
     return Call("torch.clamp", (_X, *(
@@ -168,6 +165,6 @@ def _clip(node: Node, shapes: Shapes) -> Part:
 
 
 @operator("_copy", "identity")
-def _identity(node: Node, shapes: Shapes) -> Part:
+def _identity(node: Node, inputs: Sequence[Source]) -> Part:
     """``identity``, which Gluon's Dropout of 0 is."""
     return Layer("torch.nn.Identity", {})

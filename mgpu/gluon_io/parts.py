@@ -1,0 +1,197 @@
+"""What an operator of MXNet becomes in PyTorch: a layer or a function call.
+
+A part says it in data: which class or function, called with what. So one
+description of an operator serves both who builds the network and who writes
+it down as source.
+"""
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mgpu.gluon_io.graph import Graph, Node
+
+Shape = tuple[int, ...]
+
+
+class Slot(NamedTuple):
+    """Stands for an input of the operator where a call takes it."""
+
+    number: int
+
+
+class Source:
+    """What enters an operator: an array of the file, an input of the network,
+    or what another operator computes.
+
+    Attributes
+    ----------
+    node : Node
+        Who makes it; an array or an input is a node of `op` "null".
+    output : int
+        Which of the outputs of `node`.
+    shape : tuple of int or None
+        Of an array of the file; None for all else.
+    """
+
+    def __init__(self, graph: Graph, shapes: Mapping[str, Shape], number: int,
+                 output: int) -> None:
+        self._graph, self._shapes = graph, shapes
+        self.node, self.output = graph.nodes[number], output
+        self.shape = shapes.get(self.node.name) \
+            if self.node.op == "null" else None
+
+    @property
+    def inputs(self) -> "list[Source]":
+        """What enters `node` itself."""
+        return [Source(self._graph, self._shapes, j, k)
+                for j, k in self.node.inputs]
+
+    @property
+    def name(self) -> str:
+        """Of the array. MissingOperator if it is none of the file."""
+        self.sizes()
+        return self.node.name
+
+    def sizes(self) -> Shape:
+        """The shape. MissingOperator if it is no array of the file."""
+        if self.shape is None:
+            raise MissingOperator(
+                f"the file has no array {self.node.name!r}"
+                if self.node.op == "null" else
+                f"{self.node.name!r} is computed, and no array of the file")
+        return self.shape
+
+
+class Layer(NamedTuple):
+    """A module with the parameters of the operator.
+
+    Attributes
+    ----------
+    kind : str
+        Where its class is: ``"torch.nn.Conv2d"``.
+    arguments : dict
+        What the class is called with.
+    tensors : dict of str to str
+        Its parameters and buffers: the name in the module, and that of the
+        array in the file (`Source.name`).
+    inputs : tuple
+        What it is called with: `Slot`, `Call`, numbers.
+    frozen : tuple of str
+        Names of `tensors` that are not trained.
+    values : dict of str to float
+        Names of `tensors` whose values are this number, whatever the file
+        has.
+    outputs : int
+        How many the operator has, where it has several; the layer returns
+        them as a tuple.
+    """
+
+    kind: str
+    arguments: dict[str, Any]
+    tensors: dict[str, str] = {}
+    inputs: tuple[Any, ...] = (Slot(0),)
+    frozen: tuple[str, ...] = ()
+    values: dict[str, float] = {}
+    outputs: int = 1
+
+
+class Call(NamedTuple):
+    """A call of a function or of a tensor's method.
+
+    ``Call("torch.cat", ((Slot(0), Slot(1)), 1))`` is ``torch.cat((a, b), 1)``;
+    ``Call("torch.Tensor.reshape", (Slot(0), -1))`` is ``a.reshape(-1)``. An
+    argument may be a `Call` too. With several `outputs` it returns a tuple.
+    """
+
+    function: str
+    arguments: tuple[Any, ...]
+    named: dict[str, Any] = {}
+    outputs: int = 1
+
+
+Part = Layer | Call
+#: ``rule(node, inputs)``
+Rule = Callable[[Node, Sequence[Source]], Part]
+
+_rules: dict[str, Rule] = {}
+
+
+class MissingOperator(NotImplementedError):
+    """What a rule raises for attributes that it does not know."""
+
+
+def operator(*names: str) -> Callable[[Rule], Rule]:
+    """Decorator: the rule for these operators of MXNet."""
+    def add(rule: Rule) -> Rule:
+        for name in names:
+            assert name not in _rules, f"{name} has two rules"
+            _rules[name] = rule
+        return rule
+    return add
+
+
+def register_op(name: str, rule: Rule) -> None:
+    """Say what the operator `name` of MXNet becomes: ``rule(node, inputs)``
+    returns a `Layer` or a `Call`. It counts from then on, also in the place
+    of mgpu's own. For an attribute that it does not know it raises
+    NotImplementedError."""
+    _rules[name] = rule
+
+
+def slots_of(part: Part) -> set[int]:
+    """The inputs of the operator that its part is called with."""
+    found: set[int] = set()
+
+    def look(x: Any) -> None:
+        if isinstance(x, Slot):
+            found.add(x.number)
+        elif isinstance(x, Call):
+            look(x.arguments)
+            look(tuple(x.named.values()))
+        elif isinstance(x, (tuple, list)):
+            for inner in x:
+                look(inner)
+    look(part.inputs if isinstance(part, Layer) else part)
+    return found
+
+
+def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
+    """The part of each operator, by the number of its node, in the order in
+    which they are computed. What no output needs has none: a label, or what a
+    part makes by itself.
+
+    `shapes`: of the arrays of the file, by their names.
+    NotImplementedError naming all operators and attributes without a rule.
+    """
+    found: dict[int, Part] = {}
+    missing = []
+    needed = {i for i, _ in graph.heads}
+    for i in reversed(range(len(graph.nodes))):
+        node = graph.nodes[i]
+        if i not in needed or node.op == "null":
+            continue
+        rule = _rules.get(node.op)
+        try:
+            if rule is None:
+                raise MissingOperator("no rule")
+            found[i] = rule(node, [Source(graph, shapes, *x)
+                                   for x in node.inputs])
+            needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
+        except NotImplementedError as error:
+            missing.append(f"{node.op}: {error} (node {node.name!r})")
+            needed |= {j for j, _ in node.inputs}
+    if missing:
+        more = f"; and {len(missing) - 12} more" if len(missing) > 12 else ""
+        raise MissingOperator(
+            f"every operator of a network needs a rule; received "
+            f"{len(missing)} without one: {'; '.join(missing[:-13:-1])}{more}."
+            " Add rules with mgpu.register_op.")
+    return dict(sorted(found.items()))
+
+
+def only(node: Node, **allowed: Any) -> None:
+    """MissingOperator if an attribute of the node has another value than
+    these; a tuple holds several."""
+    for key, values in allowed.items():
+        if node.attributes[key] not in (
+                values if isinstance(values, tuple) else (values,)):
+            raise MissingOperator(f"{key}={node.attributes[key]!r}")
