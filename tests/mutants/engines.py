@@ -127,12 +127,6 @@ MUTANTS = [
                 "elif shared:", "elif False:"),
            ("test_kept.py::test_a_leaf_in_an_attribute_has_the_same_bits_in_"
             "every_run",)),
-    Mutant("torch-losses-of-one-device", "losses of one network on one device "
-           "go at the same time", edit(
-               "mgpu.backends._torch.leaves:Leaves.owner_of",
-               "id(x) if leaf is None else leaf.place", "id(x)"),
-           ("test_trainer.py::test_losses_of_one_device_in_one_pass[torch-4dev]",
-            )),
     Mutant("torch-hooks-see-parts", "a hook on such a leaf sees the gradient "
            "of one device",
            edit("mgpu.backends._torch.backend:TorchBackend.run_backward",
