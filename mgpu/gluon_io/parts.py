@@ -83,6 +83,9 @@ class Layer(NamedTuple):
     outputs : int
         How many the operator has, where it has several; the layer returns
         them as a tuple.
+    returns : tuple
+        Where it returns them in another form: that form, with the numbers of
+        the operator's outputs. ``(0, (1, 2))`` of an LSTM.
     """
 
     kind: str
@@ -92,6 +95,7 @@ class Layer(NamedTuple):
     frozen: tuple[str, ...] = ()
     values: dict[str, float] = {}
     outputs: int = 1
+    returns: tuple[Any, ...] = ()
 
 
 class Call(NamedTuple):
@@ -135,6 +139,14 @@ def register_op(name: str, rule: Rule) -> None:
     of mgpu's own. For an attribute that it does not know it raises
     NotImplementedError."""
     _rules[name] = rule
+
+
+def form_of(part: Part) -> Any:
+    """What its part returns, with the numbers of the operator's outputs in
+    their places."""
+    if isinstance(part, Layer) and part.returns:
+        return part.returns
+    return 0 if part.outputs == 1 else tuple(range(part.outputs))
 
 
 def slots_of(part: Part) -> set[int]:

@@ -1,0 +1,1 @@
+"""MXNet's operators of the NumPy interface (np, npx) in PyTorch."""

@@ -1,0 +1,2 @@
+"""The operators of MXNet's NumPy interface."""
+CASES = []
