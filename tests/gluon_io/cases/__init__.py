@@ -1,4 +1,4 @@
 """The cases of each operator, in one list."""
-from gluon_io.cases import zoo
+from gluon_io.cases import vision, zoo
 
-CASES = {case.key: case for module in (zoo,) for case in module.CASES}
+CASES = {case.key: case for module in (vision, zoo) for case in module.CASES}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from mgpu.backends._torch.gluon import operators  # noqa: F401, its rules
+from mgpu.backends._torch.gluon import operators, vision  # noqa: F401, rules
 from mgpu.files import FilePath
 from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
 from mgpu.gluon_io.params import save_params
