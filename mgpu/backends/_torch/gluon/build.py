@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
-    arrays, operators, recurrent)
+    arrays as _arrays, operators, recurrent, vision)
 from mgpu.files import FilePath
 from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
 from mgpu.gluon_io.params import save_params

@@ -72,68 +72,122 @@ class GluonLayerNorm(nn.LayerNorm):
             -1, self.axis)
 
 
-def sequence_mask(x: torch.Tensor, lengths: torch.Tensor, value: float,
-                  axis: int) -> torch.Tensor:
-    """`x`, with `value` at the steps of each sequence that are behind its
-    length. Steps are its axis 0 or 1, sequences the other."""
-    steps = torch.arange(x.shape[axis], device=x.device)
-    inside = steps < lengths.to(x.device)[:, None]      # (N, T)
-    if axis == 0:
-        inside = inside.t()
-    inside = inside.reshape(inside.shape + (1,) * (x.dim() - 2))
-    return torch.where(inside, x, torch.full((), value, dtype=x.dtype,
-                                             device=x.device))
+class GluonInstanceNorm(nn.InstanceNorm2d):
+    """The same for any number of axes behind the second: an exported graph
+    does not say how many there are."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(N, C, ...) in and out."""
+        if input.dim() < 3:
+            raise ValueError("instance normalisation needs 3 axes or more; "
+                             f"received {tuple(input.shape)}.")
+        return self._apply_instance_norm(input)
 
 
-def sequence_last(x: torch.Tensor, lengths: torch.Tensor, axis: int
-                  ) -> torch.Tensor:
-    """The last step of each sequence. Steps are its axis 0 or 1, sequences
-    the other."""
-    x = x.movedim(axis, 0)
-    return x[lengths.long() - 1, torch.arange(x.shape[1], device=x.device)]
+class GluonBilinear(nn.Upsample):
+    """Bilinear interpolation with MXNet's weights, which it makes in float32
+    also for float64. Source: MXNet 1.9.1,
+    ``src/operator/contrib/bilinear_resize-inl.h``."""
+
+    def __init__(self, size: tuple[int, int], align_corners: bool = True
+                 ) -> None:
+        super().__init__(size=size, mode="bilinear",
+                         align_corners=align_corners)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) in, (N, C, *size) out."""
+        if input.dtype != torch.float64:
+            return super().forward(input)
+        x = input
+        for axis, size in zip((2, 3), self.size):    # type: ignore[arg-type]
+            x = self._along(x, axis, size)
+        return x
+
+    def _along(self, x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+        n = x.shape[axis]
+        if n == size:
+            return x
+        i = torch.arange(size, dtype=torch.float32, device=x.device)
+        # A quotient of two float32, rounded to one.
+        if self.align_corners:
+            at = i * (torch.tensor(n - 1.0) / (size - 1)).item() \
+                if size > 1 else i * 0
+        else:
+            at = ((i + 0.5) * (torch.tensor(float(n)) / size).item()
+                  - 0.5).clamp(min=0)
+        low = at.long()
+        high = (low + 1).clamp(max=n - 1)
+        part = at - low
+        shape = [1] * x.dim()
+        shape[axis] = size
+        return x.index_select(axis, low) * (1 - part).view(shape) \
+            + x.index_select(axis, high) * part.view(shape)
 
 
-def sequence_reverse(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The steps of each sequence the other way round, up to its length. Steps
-    are axis 0, sequences 1."""
-    steps = torch.arange(x.shape[0], device=x.device)[:, None]
-    n = lengths.long()
-    return x[torch.where(steps < n, n - 1 - steps, steps),
-             torch.arange(x.shape[1], device=x.device)]
+# -- functions ----------------------------------------------------------------
+
+def maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of two that are equal the first gets the gradient; torch's halves
+    it."""
+    return torch.where((x >= y) | x.isnan(), x, y)
 
 
-def _heads(x: torch.Tensor, heads: int, parts: int) -> list[torch.Tensor]:
-    """(T, N, heads * parts * D) in, each part as (N * heads, T, D) out."""
-    steps, batch = x.shape[:2]
-    x = x.reshape(steps, batch * heads, parts, -1)
-    return [x[:, :, i].transpose(0, 1) for i in range(parts)]
+def minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of two that are equal the first gets the gradient; torch's halves
+    it."""
+    return torch.where((x <= y) | x.isnan(), x, y)
 
 
-def _joined(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(N * heads, T, D) in, (T, N, heads * D) out."""
-    return x.transpose(0, 1).reshape(x.shape[1], x.shape[0] // heads, -1)
+def amax(x: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool = False
+         ) -> torch.Tensor:
+    """All that are the largest get the whole gradient; torch's divides
+    it."""
+    y = x.amax(dim, keepdim=True)
+    ties = (x == y).sum(dim, keepdim=True)
+    # 0, and the gradient once more for each other one
+    more = (y - y.detach()).nan_to_num() * (ties - 1)
+    y = y + more
+    return y if keepdim else y.squeeze(dim)
 
 
-def selfatt_qk(qkv: torch.Tensor, heads: int) -> torch.Tensor:
-    """The products of queries and keys: (T, N, heads * 3 * D) in,
-    (N * heads, T, T) out."""
-    q, k, _ = _heads(qkv, heads, 3)
-    return q / q.shape[-1] ** 0.5 @ k.transpose(1, 2)
+def amin(x: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool = False
+         ) -> torch.Tensor:
+    """See `amax`."""
+    return -amax(-x, dim, keepdim)
 
 
-def selfatt_valatt(qkv: torch.Tensor, weights: torch.Tensor, heads: int
-                   ) -> torch.Tensor:
-    """The weighted values, (T, N, heads * D)."""
-    return _joined(weights @ _heads(qkv, heads, 3)[2], heads)
+def l2_normalize(x: torch.Tensor, mode: str, eps: float) -> torch.Tensor:
+    """Divided by the root of the sum of squares and `eps`: of each row
+    ("instance"), over axis 1 ("channel"), or over those behind it
+    ("spatial")."""
+    axes = {"instance": range(1, x.dim()), "channel": [1],
+            "spatial": range(2, x.dim())}[mode]
+    return x / (x.square().sum(tuple(axes), keepdim=True) + eps).sqrt()
 
 
-def encdec_qk(q: torch.Tensor, kv: torch.Tensor, heads: int) -> torch.Tensor:
-    """The products of queries and keys, of two sequences."""
-    (q,), (k, _) = _heads(q, heads, 1), _heads(kv, heads, 2)
-    return q / q.shape[-1] ** 0.5 @ k.transpose(1, 2)
+def reverse_axes(x: torch.Tensor) -> torch.Tensor:
+    """The last axis becomes the first."""
+    return x.permute(*range(x.dim() - 1, -1, -1))
 
 
-def encdec_valatt(kv: torch.Tensor, weights: torch.Tensor, heads: int
-                  ) -> torch.Tensor:
-    """The weighted values of the other sequence."""
-    return _joined(weights @ _heads(kv, heads, 2)[1], heads)
+def crop_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The beginning of each axis, as long as in `y`."""
+    return x[tuple(map(slice, y.shape))]
+
+
+def take(x: torch.Tensor, index: torch.Tensor, axis: int, mode: str
+         ) -> torch.Tensor:
+    """Parts of `x` along an axis. An index out of range is the nearest
+    ("clip") or counts on from the other end ("wrap")."""
+    n, axis = x.shape[axis], axis % x.dim()
+    index = index.long()
+    index = index.remainder(n) if mode == "wrap" else index.clamp(0, n - 1)
+    found = x.index_select(axis, index.flatten())
+    return found.reshape(x.shape[:axis] + index.shape + x.shape[axis + 1:])
+
+
+def depth_to_space(x: torch.Tensor, n: int) -> torch.Tensor:
+    """(N, n * n * C, H, W) in, (N, C, n * H, n * W) out; `pixel_shuffle`
+    with the channels in another order."""
+    x = x.unflatten(1, (n * n, -1)).transpose(1, 2).flatten(1, 2)
+    return nn.functional.pixel_shuffle(x, n)

@@ -6,7 +6,7 @@ from mgpu.gluon_io.graph import Node
 from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Slot,
                                  Source, only, operator)
 
-_HELPERS = "mgpu.backends._torch.gluon.layers"
+_FUNCTIONS = "mgpu.backends._torch.gluon.functions"
 _X, _Y = Slot(0), Slot(1)
 
 
@@ -101,7 +101,7 @@ def _layer_norm(node: Node, inputs: Sequence[Source]) -> Part:
     options = {"normalized_shape": inputs[1].sizes()[0], "eps": a["eps"]}
     kind = "torch.nn.LayerNorm"
     if a["axis"] != -1:
-        kind = f"{_HELPERS}.GluonLayerNorm"
+        kind = "mgpu.backends._torch.gluon.layers.GluonLayerNorm"
         options["axis"] = a["axis"]
     return Layer(kind, options, {"weight": inputs[1].name,
                                  "bias": inputs[2].name})
@@ -146,7 +146,7 @@ def _div_sqrt_dim(node: Node, inputs: Sequence[Source]) -> Part:
 def _interleaved(node: Node, inputs: Sequence[Source]) -> Part:
     """``interleaved_matmul_selfatt_qk``, ...: heads."""
     name = node.op.removeprefix("_contrib_interleaved_matmul_")
-    return Call(f"{_HELPERS}.{name}", (*map(Slot, range(len(inputs))),
+    return Call(f"{_FUNCTIONS}.{name}", (*map(Slot, range(len(inputs))),
                                        node.attributes["heads"]))
 
 
@@ -158,7 +158,7 @@ def _sequence_mask(node: Node, inputs: Sequence[Source]) -> Part:
     a = node.attributes
     if not a["use_sequence_length"]:
         return Layer("torch.nn.Identity", {})
-    return Call(f"{_HELPERS}.sequence_mask", (_X, _Y, a["value"], a["axis"]))
+    return Call(f"{_FUNCTIONS}.sequence_mask", (_X, _Y, a["value"], a["axis"]))
 
 
 @operator("SequenceLast", "SequenceReverse")
@@ -169,7 +169,7 @@ def _sequence(node: Node, inputs: Sequence[Source]) -> Part:
     if not last:
         only(node, axis=0)
     if a["use_sequence_length"]:
-        return Call(f"{_HELPERS}.sequence_last", (_X, _Y, a["axis"])) \
-            if last else Call(f"{_HELPERS}.sequence_reverse", (_X, _Y))
+        return Call(f"{_FUNCTIONS}.sequence_last", (_X, _Y, a["axis"])) \
+            if last else Call(f"{_FUNCTIONS}.sequence_reverse", (_X, _Y))
     return Call("torch.select", (_X, a["axis"], -1)) if last \
         else Call("torch.flip", (_X, (0,)))
