@@ -175,7 +175,7 @@ def by_torch(case: Case, folder: Path) -> list[Any]:
                 if not x.kept}
     found = net(*entering.values())
     outputs = list(found) if isinstance(found, tuple) else [found]
-    if case.train and any(x.moves for x in case.inputs):
+    if case.train and any(y.requires_grad for y in outputs):
         sum((y * torch.from_numpy(weights(y.detach().numpy(), 4)).to(y)).sum()
             for y in outputs).backward()
     own = {net.gluon_names[key].partition(":")[2]: x for key, x in [

@@ -86,8 +86,8 @@ class GluonInstanceNorm(nn.InstanceNorm2d):
 
 class GluonBilinear(nn.Upsample):
     """Bilinear interpolation with MXNet's weights, which it makes in float32
-    also for float64. Source: MXNet 1.9.1,
-    ``src/operator/contrib/bilinear_resize-inl.h``."""
+    also for float64. To a single row or column it takes the first one where
+    corners are not aligned."""
 
     def __init__(self, size: tuple[int, int], align_corners: bool = True
                  ) -> None:
@@ -96,32 +96,65 @@ class GluonBilinear(nn.Upsample):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(N, C, H, W) in, (N, C, *size) out."""
-        if input.dtype != torch.float64:
+        size: Any = self.size
+        if input.dtype != torch.float64 and (self.align_corners
+                                             or 1 not in size):
             return super().forward(input)
-        x = input
-        for axis, size in zip((2, 3), self.size):    # type: ignore[arg-type]
-            x = self._along(x, axis, size)
-        return x
+        return self._along(self._along(input, 2, size[0]), 3, size[1])
 
     def _along(self, x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
         n = x.shape[axis]
         if n == size:
             return x
-        i = torch.arange(size, dtype=torch.float32, device=x.device)
-        # A quotient of two float32, rounded to one.
-        if self.align_corners:
-            at = i * (torch.tensor(n - 1.0) / (size - 1)).item() \
-                if size > 1 else i * 0
-        else:
-            at = ((i + 0.5) * (torch.tensor(float(n)) / size).item()
-                  - 0.5).clamp(min=0)
+        i = torch.arange(size, dtype=torch.float64, device=x.device)
+        scale = torch.tensor((n - 1.0) / max(size - 1, 1) if self.align_corners
+                             else n / size if size > 1 else 0.0).item()
+        at = (i * scale if self.align_corners
+              else ((i + 0.5) * scale - 0.5).clamp(min=0)).float()
         low = at.long()
         high = (low + 1).clamp(max=n - 1)
-        part = at - low
         shape = [1] * x.dim()
         shape[axis] = size
-        return x.index_select(axis, low) * (1 - part).view(shape) \
-            + x.index_select(axis, high) * part.view(shape)
+        part = (at - low).view(shape)
+        return x.index_select(axis, low) * (1 - part).to(x) \
+            + x.index_select(axis, high) * part.to(x)
+
+
+def _rounded(x: torch.Tensor, slope: Any, y: torch.Tensor) -> torch.Tensor:
+    """`y`, whose negative part MXNet computes in float32 for float64 too."""
+    if x.dtype != torch.float64:
+        return y
+    z = (x.float() * torch.as_tensor(slope, dtype=torch.float32)).double()
+    return torch.where(x > 0, y, y + (z - y).detach())
+
+
+class GluonLeakyReLU(nn.LeakyReLU):
+    """Differs from torch's in float64 alone, by the rounding of float32."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Of any shape."""
+        return _rounded(input, self.negative_slope, super().forward(input))
+
+
+class GluonPReLU(nn.PReLU):
+    """Differs from torch's in float64 alone, by the rounding of float32."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(N, C, ...) in and out."""
+        slope = self.weight.detach().view(-1, *[1] * (input.dim() - 2))
+        return _rounded(input, slope, super().forward(input))
+
+
+class GluonSELU(nn.SELU):
+    """Below 0 MXNet's gradient is scale * (alpha + y), and not that of its
+    function, scale * alpha + y."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Of any shape."""
+        y = super().forward(input)
+        scale = 1.0507009873554805
+        more = (scale - 1) * y.detach().clamp(max=0)
+        return y + more * (input - input.detach())
 
 
 # -- functions ----------------------------------------------------------------

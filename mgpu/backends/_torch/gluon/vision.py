@@ -43,8 +43,8 @@ for _name, _functions in {
         "torch.arctan": "arctan", "torch.sinh": "sinh", "torch.cosh": "cosh",
         "torch.tanh": "tanh", "torch.arcsinh": "arcsinh", "torch.arccosh":
         "arccosh", "torch.arctanh": "arctanh", "torch.erf": "erf",
-        "torch.erfinv": "erfinv", "torch.relu": "relu", "torch.sigmoid":
-        "sigmoid", "torch.nn.functional.softsign": "softsign",
+        "torch.relu": "relu", "torch.sigmoid": "sigmoid",
+        "torch.nn.functional.softsign": "softsign",
         "torch.zeros_like": "zeros_like", "torch.ones_like": "ones_like",
         }.items():
     operator(*_functions.split())(_calls(_name, _X))
@@ -134,17 +134,17 @@ def _cast(node: Node, inputs: Sequence[Source]) -> Part:
 
 @operator("LeakyReLU")
 def _leaky_relu(node: Node, inputs: Sequence[Source]) -> Part:
-    """``LeakyReLU``: act_type, slope. MXNet keeps the slope in float32, and
-    so it is here."""
+    """``LeakyReLU``: act_type, slope, which MXNet keeps in float32."""
     kind, slope = node.attributes["act_type"], node.attributes["slope"]
     if kind == "prelu":
         count, = inputs[1].sizes()
-        return Layer("torch.nn.PReLU", {"num_parameters": count},
+        return Layer(f"{_HELPERS}.GluonPReLU", {"num_parameters": count},
                      {"weight": inputs[1].name})
     only(node, act_type=("leaky", "elu", "selu", "gelu"))
-    return {"leaky": Layer("torch.nn.LeakyReLU", {"negative_slope": slope}),
+    return {"leaky": Layer(f"{_HELPERS}.GluonLeakyReLU",
+                           {"negative_slope": slope}),
             "elu": Layer("torch.nn.ELU", {"alpha": slope}),
-            "selu": Layer("torch.nn.SELU", {}),
+            "selu": Layer(f"{_HELPERS}.GluonSELU", {}),
             "gelu": Layer("torch.nn.GELU", {})}[kind]
 
 
@@ -178,10 +178,8 @@ operator("softmin")(_softmax("torch.nn.functional.softmin"))
 @operator("SoftmaxActivation")
 def _softmax_activation(node: Node, inputs: Sequence[Source]) -> Part:
     """``SoftmaxActivation``: mode."""
-    if node.attributes["mode"] == "channel":
-        return Call("torch.softmax", (_X, 1))
-    return Call("torch.Tensor.view_as", (Call("torch.softmax", (
-        Call("torch.flatten", (_X, 1)), 1)), _X))
+    only(node, mode="channel")
+    return Call("torch.softmax", (_X, 1))
 
 
 # -- normalisation ------------------------------------------------------------
