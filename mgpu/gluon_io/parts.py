@@ -141,6 +141,13 @@ def register_op(name: str, rule: Rule) -> None:
     _rules[name] = rule
 
 
+def rule_of(name: str) -> Rule:
+    """The rule for an operator. MissingOperator if it has none."""
+    if name not in _rules:
+        raise MissingOperator("no rule")
+    return _rules[name]
+
+
 def form_of(part: Part) -> Any:
     """What its part returns, with the numbers of the operator's outputs in
     their places."""
@@ -181,12 +188,9 @@ def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
         node = graph.nodes[i]
         if i not in needed or node.op == "null":
             continue
-        rule = _rules.get(node.op)
         try:
-            if rule is None:
-                raise MissingOperator("no rule")
-            found[i] = rule(node, [Source(graph, shapes, *x)
-                                   for x in node.inputs])
+            found[i] = rule_of(node.op)(node, [Source(graph, shapes, *x)
+                                               for x in node.inputs])
             needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
         except NotImplementedError as error:
             missing.append(f"{node.op}: {error} (node {node.name!r})")

@@ -67,3 +67,53 @@ def encdec_valatt(kv: torch.Tensor, weights: torch.Tensor, heads: int
                   ) -> torch.Tensor:
     """The weighted values of the other sequence."""
     return _joined(weights @ _heads(kv, heads, 2)[1], heads)
+
+
+def dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """As NumPy's: the last axis of `x` with the last but one of `y`."""
+    if not x.dim() or not y.dim():
+        return x * y
+    if y.dim() < 3:
+        return x @ y
+    return torch.tensordot(x, y, ([-1], [-2]))
+
+
+def pick(x: torch.Tensor, index: torch.Tensor, axis: int, keepdims: bool,
+         mode: str) -> torch.Tensor:
+    """One element along an axis. An index out of range is the nearest
+    ("clip") or counts on from the other end ("wrap")."""
+    n, index = x.shape[axis], index.long()
+    index = index.remainder(n) if mode == "wrap" else index.clamp(0, n - 1)
+    if index.dim() < x.dim():
+        index = index.unsqueeze(axis)
+    found = x.gather(axis, index)
+    return found if keepdims else found.squeeze(axis)
+
+
+def one_hot(index: torch.Tensor, depth: int, on: float, off: float,
+            dtype: str) -> torch.Tensor:
+    """`on` at the index along a new last axis, `off` elsewhere."""
+    hot = index.long()[..., None] == torch.arange(depth, device=index.device)
+    kind = getattr(torch, dtype)
+    return torch.where(hot, torch.tensor(on, dtype=kind),
+                       torch.tensor(off, dtype=kind))
+
+
+def topk(x: torch.Tensor, k: int, axis: int, ascending: bool, kind: str,
+         dtype: str) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest along an axis, or the smallest: their values, their
+    indices, or both. Of equal ones the first comes first."""
+    found = x.sort(dim=axis, descending=not ascending, stable=True)
+    values = found.values.narrow(axis, 0, k)
+    indices = found.indices.narrow(axis, 0, k).to(getattr(torch, dtype))
+    if kind == "both":
+        return values, indices
+    return values if kind == "value" else indices
+
+
+def arange_like(x: torch.Tensor, start: float, step: float, axis: int | None
+                ) -> torch.Tensor:
+    """Numbers in the shape of `x`, or as many as it has along an axis."""
+    n = x.numel() if axis is None else x.shape[axis]
+    found = start + step * torch.arange(n, dtype=x.dtype, device=x.device)
+    return found.reshape(x.shape) if axis is None else found
