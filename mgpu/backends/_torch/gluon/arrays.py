@@ -55,8 +55,7 @@ for _name, _other in {
             "trunc", "fix", "sin", "cos", "tan", "arcsin", "arccos",
             "arctan", "sinh", "cosh", "tanh", "arcsinh", "arccosh",
             "arctanh")},
-        **{f"_npx_{name}": name for name in ("relu", "sigmoid", "erf",
-                                             "erfinv")}}.items():
+        **{f"_npx_{name}": name for name in ("relu", "sigmoid", "erf")}}.items():
     operator(_name)(_as(_other))
 
 
@@ -156,8 +155,10 @@ def _reduce(node: Node, inputs: Sequence[Source]) -> Part:
     if axes == ():
         raise MissingOperator("axis=()")
     named: dict[str, Any] = {"keepdim": True} if a["keepdims"] else {}
+    x: Any = _X
     if name in ("std", "var"):
         named["correction"] = a["ddof"]
+        x = Call("torch.Tensor.detach", (_X,))  # MXNet has no gradient there
     if axes is None and a["keepdims"]:
         raise MissingOperator("keepdims=True, axis=None")
     if name in ("prod", "product"):
@@ -170,8 +171,8 @@ def _reduce(node: Node, inputs: Sequence[Source]) -> Part:
         if axes is None:
             return Call(function, (Call("torch.flatten", (_X,)), 0))
         return Call(function, (_X, _one(axes)), named)
-    return Call(f"torch.{name}", (_X, *(() if axes is None
-                                        else (_one(axes),))), named)
+    return Call(f"torch.{name}", (x, *(() if axes is None
+                                       else (_one(axes),))), named)
 
 
 def _one(axes: tuple[int, ...]) -> Any:
