@@ -55,7 +55,8 @@ for _name, _other in {
             "trunc", "fix", "sin", "cos", "tan", "arcsin", "arccos",
             "arctan", "sinh", "cosh", "tanh", "arcsinh", "arccosh",
             "arctanh")},
-        **{f"_npx_{name}": name for name in ("relu", "sigmoid", "erf")}}.items():
+        **{f"_npx_{name}": name for name in (
+            "relu", "sigmoid", "erf")}}.items():
     operator(_name)(_as(_other))
 
 
