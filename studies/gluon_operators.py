@@ -18,6 +18,30 @@ _INPUT = ("NDArray-or-Symbol", "NDArray", "Symbol", "ndarray")
 
 def attributes(name: str) -> dict[str, list[str | None]]:
     """Type and default of each attribute of an operator."""
+    described = _as_parsed(name) or _as_documented(name)
+    return {key: [_kind(text), _default(text)]
+            for key, text in described.items() if not text.startswith(_INPUT)}
+
+
+def _as_parsed(name: str) -> dict[str, str]:
+    """What the operator itself knows; its documentation may be that of
+    another one. It says so where it is given an attribute that it has not."""
+    import mxnet as mx
+    graph = {"nodes": [{"op": "null", "name": "x", "inputs": []},
+                       {"op": name, "name": "y", "inputs": [[0, 0, 0]],
+                        "attrs": {"no_such_attribute": "1"}}],
+             "arg_nodes": [0], "node_row_ptr": [0, 1, 2],
+             "heads": [[1, 0, 0]], "attrs": {"mxnet_version": ["int", 10901]}}
+    if "Custom" in name or name in ("_NDArray", "_Native"):
+        return {}       # these are Python's
+    try:
+        mx.sym.load_json(json.dumps(graph))
+    except mx.base.MXNetError as error:
+        return dict(re.findall(r"^(\w+) : (.*)$", str(error), re.MULTILINE))
+    return {}
+
+
+def _as_documented(name: str) -> dict[str, str]:
     from mxnet.base import _LIB, OpHandle, check_call, py_str
     handle = OpHandle()
     check_call(_LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle)))
@@ -27,14 +51,13 @@ def attributes(name: str) -> dict[str, list[str | None]]:
     check_call(_LIB.MXSymbolGetAtomicSymbolInfo(
         handle, *map(ctypes.byref, (text[0], text[1], count, *lists,
                                     text[2], text[3]))))
-    found = {}
-    for i in range(count.value):
-        key, described = py_str(lists[0][i]), py_str(lists[1][i])
-        if not described.startswith(_INPUT):
-            default = re.search(r"default=(.*)$", described, re.DOTALL)
-            value = None if default is None else default[1].strip("'\"")
-            found[key] = [_kind(described), value]
-    return found
+    return {py_str(lists[0][i]): py_str(lists[1][i])
+            for i in range(count.value)}
+
+
+def _default(described: str) -> str | None:
+    default = re.search(r"default=(.*)$", described, re.DOTALL)
+    return None if default is None else default[1].strip("'\"")
 
 
 def _kind(described: str) -> str:

@@ -140,9 +140,10 @@ def _attributes(op: str, name: str, texts: Mapping[str, str]
     known = operators().get(op)
     if known is None:
         return dict(texts)
-    # A node carries what its scope had set: context, a group of devices.
-    strange = sorted(texts.keys() - known.keys() - {"ctx_group", "lr_mult",
-                                                    "wd_mult"})
+    # A node carries what its scope had set: context, a group of devices; and
+    # how many inputs it has.
+    strange = sorted(texts.keys() - known.keys() - {
+        "ctx_group", "lr_mult", "wd_mult", "num_args"})
     if strange:
         raise ValueError(f"{op} {name!r} has the attributes {strange}, which "
                          "MXNet 1.9.1 does not know")

@@ -83,6 +83,9 @@ class Layer(NamedTuple):
     outputs : int
         How many the operator has, where it has several; the layer returns
         them as a tuple.
+    returns : tuple
+        Where it returns them in another form: that form, with the numbers of
+        the operator's outputs. ``(0, (1, 2))`` of an LSTM.
     """
 
     kind: str
@@ -92,6 +95,7 @@ class Layer(NamedTuple):
     frozen: tuple[str, ...] = ()
     values: dict[str, float] = {}
     outputs: int = 1
+    returns: tuple[Any, ...] = ()
 
 
 class Call(NamedTuple):
@@ -137,6 +141,21 @@ def register_op(name: str, rule: Rule) -> None:
     _rules[name] = rule
 
 
+def rule_of(name: str) -> Rule:
+    """The rule for an operator. MissingOperator if it has none."""
+    if name not in _rules:
+        raise MissingOperator("no rule")
+    return _rules[name]
+
+
+def form_of(part: Part) -> Any:
+    """What its part returns, with the numbers of the operator's outputs in
+    their places."""
+    if isinstance(part, Layer) and part.returns:
+        return part.returns
+    return 0 if part.outputs == 1 else tuple(range(part.outputs))
+
+
 def slots_of(part: Part) -> set[int]:
     """The inputs of the operator that its part is called with."""
     found: set[int] = set()
@@ -169,12 +188,9 @@ def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
         node = graph.nodes[i]
         if i not in needed or node.op == "null":
             continue
-        rule = _rules.get(node.op)
         try:
-            if rule is None:
-                raise MissingOperator("no rule")
-            found[i] = rule(node, [Source(graph, shapes, *x)
-                                   for x in node.inputs])
+            found[i] = rule_of(node.op)(node, [Source(graph, shapes, *x)
+                                               for x in node.inputs])
             needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
         except NotImplementedError as error:
             missing.append(f"{node.op}: {error} (node {node.name!r})")

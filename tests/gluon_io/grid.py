@@ -49,7 +49,16 @@ def positive(rng: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Case(NamedTuple):
-    """One operator, with attributes and inputs."""
+    """One operator, with attributes and inputs.
+
+    Attributes
+    ----------
+    before : tuple of (str, dict, tuple of int)
+        Operators that come first, with what enters them: the inputs of the
+        case by their numbers, then one another.
+    takes : tuple of int
+        What enters the operator itself; all inputs by default.
+    """
 
     op: str
     attributes: dict[str, str]
@@ -58,6 +67,8 @@ class Case(NamedTuple):
     dtype: str = "float64"
     outputs: int = 1
     tolerance: float = 1e-12
+    before: tuple[tuple[str, dict[str, str], tuple[int, ...]], ...] = ()
+    takes: tuple[int, ...] = ()
 
     @property
     def key(self) -> str:
@@ -65,6 +76,8 @@ class Case(NamedTuple):
         said += ["x".join(map(str, x.shape)) or "()" for x in self.inputs]
         said += [] if self.train else ["predicts"]
         said += [] if self.dtype == "float64" else [self.dtype]
+        said += [f"after {op} {own}" for op, own, _ in self.before[-1:]]
+        said += [f"takes {self.takes}"] if self.takes else []
         return f"{self.op} {' '.join(said)}"
 
     def arrays(self) -> list[np.ndarray]:
@@ -82,12 +95,15 @@ class Case(NamedTuple):
         """As ``-symbol.json``."""
         nodes = [{"op": "null", "name": name, "inputs": []}
                  for name in self.names()]
-        nodes.append({"op": self.op, "name": "layer0_fwd",
-                      "attrs": self.attributes,
-                      "inputs": [[i, 0, 0] for i in range(len(nodes))]})
+        count = len(nodes)
+        own = (self.op, self.attributes, self.takes or tuple(range(count)))
+        nodes += [{"op": op, "name": f"layer0_op{i}", "attrs": attributes,
+                   "inputs": [[j, 0, 0] for j in takes]}
+                  for i, (op, attributes, takes) in enumerate(
+                      (*self.before, own))]
         n = len(nodes) - 1
         return json.dumps({
-            "nodes": nodes, "arg_nodes": list(range(n)),
+            "nodes": nodes, "arg_nodes": list(range(count)),
             "node_row_ptr": list(range(n + 2)),
             "heads": [[n, k, 0] for k in range(self.outputs)],
             "attrs": {"mxnet_version": ["int", 10901]}})
@@ -127,8 +143,9 @@ def by_mxnet(case: Case) -> list[Any]:
                  for n, x in zip(names, arrays)}
         aux = {n: given.pop(n) for n, x in zip(names, case.inputs)
                if x.kept == "aux"}
+        # RNN drops in a prediction too where gradients are asked for
         moving = {n for n, x in zip(names, case.inputs)
-                  if x.moves and n in given}
+                  if case.train and x.moves and n in given}
         grads = {n: mx.nd.zeros_like(given[n]) for n in moving}
         bound = mx.sym.load_json(case.graph()).bind(
             mx.cpu(), given, args_grad=grads, aux_states=aux,
@@ -138,8 +155,7 @@ def by_mxnet(case: Case) -> list[Any]:
             bound.backward([mx.nd.array(weights(x, 4), dtype=x.dtype)
                             for x in outputs])
         return [*map(summed, outputs), *(summed(grads[n].asnumpy())
-                                         for n in names if n in moving
-                                         and case.train),
+                                         for n in names if n in moving),
                 *(summed(x.asnumpy()) for x in aux.values())]
 
 
@@ -159,7 +175,7 @@ def by_torch(case: Case, folder: Path) -> list[Any]:
                 if not x.kept}
     found = net(*entering.values())
     outputs = list(found) if isinstance(found, tuple) else [found]
-    if case.train and any(x.moves for x in case.inputs):
+    if case.train and any(y.requires_grad for y in outputs):
         sum((y * torch.from_numpy(weights(y.detach().numpy(), 4)).to(y)).sum()
             for y in outputs).backward()
     own = {net.gluon_names[key].partition(":")[2]: x for key, x in [

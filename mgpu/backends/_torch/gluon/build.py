@@ -2,6 +2,7 @@
 import importlib
 import keyword
 import operator
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +11,13 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from mgpu.backends._torch.gluon import operators  # noqa: F401, its rules
+from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
+    arrays as _arrays, operators, recurrent, vision)
 from mgpu.files import FilePath
 from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
 from mgpu.gluon_io.params import save_params
-from mgpu.gluon_io.parts import Call, Layer, Part, Slot, parts_of, slots_of
+from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Slot,
+                                 form_of, parts_of, slots_of)
 
 _METHODS = "torch.Tensor."
 
@@ -65,8 +68,19 @@ def prefix_of(node: Node, arrays: list[str]) -> str:
     """What a layer is called: as its parameters begin, or as its node
     does, without Gluon's ending."""
     if arrays:
-        return arrays[0].rpartition("_")[0] or node.name
+        # of an RNN: lstm0_l0_i2h_weight, lstm0_l1_i2h_weight, ...
+        common = os.path.commonprefix(arrays).rpartition("_")[0]
+        return common.removesuffix("_l0") or \
+            arrays[0].rpartition("_")[0] or node.name
     return node.name.removesuffix("_fwd")
+
+
+def _place(form: Any, output: int) -> list[int] | None:
+    """Where the output is in what a part returns."""
+    if not isinstance(form, tuple):
+        return [] if form == output else None
+    return next(([i, *found] for i, inner in enumerate(form)
+                 if (found := _place(inner, output)) is not None), None)
 
 
 def _missing(name: str) -> ValueError:
@@ -81,6 +95,7 @@ class _Builder:
         self._root, self._fx = nn.Module(), fx.Graph()
         self._tensors: dict[str, torch.Tensor] = {}
         self._env: dict[tuple[int, int], fx.Node] = {}
+        self._parts: dict[int, tuple[fx.Node, Part]] = {}
         self._names: dict[str, str] = {}
         strange = sorted(arrays.keys() - {x.name for x in graph.nodes})
         if strange:
@@ -101,23 +116,27 @@ class _Builder:
                 self._env[i, 0] = self._array(node) \
                     if node.name in self._arrays else self._input(node)
         for i, part in parts.items():
-            self._add(i, part)
-        heads = [self._env[head] for head in self._graph.heads]
+            make = self._layer if isinstance(part, Layer) else self._call
+            self._parts[i] = make(nodes[i], part), part
+        heads = [self._output(*head) for head in self._graph.heads]
         self._fx.output(heads[0] if len(heads) == 1 else tuple(heads))
         module = GluonModule(self._root, self._fx)
         module.gluon_names = self._names
         return module
 
-    def _add(self, i: int, part: Part) -> None:
-        node = self._graph.nodes[i]
-        value = self._layer(node, part) if isinstance(part, Layer) \
-            else self._call(node, part)
-        if part.outputs == 1:
-            self._env[i, 0] = value
-        else:
-            for k in range(part.outputs):
-                self._env[i, k] = self._fx.call_function(
-                    operator.getitem, (value, k))
+    def _output(self, i: int, k: int) -> fx.Node:
+        if (i, k) not in self._env:
+            value, part = self._parts[i]
+            place = _place(form_of(part), k)
+            if place is None:
+                raise MissingOperator(
+                    f"{self._graph.nodes[i].op}: output {k} is used (node "
+                    f"{self._graph.nodes[i].name!r}), which its rule has not.")
+            for step in place:
+                value = self._fx.call_function(operator.getitem,
+                                               (value, step))
+            self._env[i, k] = value
+        return self._env[i, k]
 
     def _input(self, node: Node) -> fx.Node:
         # Gluon marks its parameters in the graph, and no inputs.
@@ -170,8 +189,9 @@ class _Builder:
             if buffer:
                 layer._buffers[key] = x
             else:
-                layer._parameters[key] = self._parameter(
-                    array, key not in part.frozen)
+                # an RNN of torch notes what is set
+                setattr(layer, key, self._parameter(array,
+                                                    key not in part.frozen))
             self._note(f"{name}.{key}", array, aux=buffer)
         for key, x in layer._buffers.items():
             if x is not None and x.is_meta:     # torch's count of batches
@@ -191,7 +211,7 @@ class _Builder:
 
     def _argument(self, node: Node, x: Any) -> Any:
         if isinstance(x, Slot):
-            return self._env[node.inputs[x.number]]
+            return self._output(*node.inputs[x.number])
         if isinstance(x, Call):
             return self._call(node, x)
         if type(x) in (tuple, list):

@@ -57,3 +57,170 @@ class GluonAvgPool2d(_LastWindow, nn.AvgPool2d):
             "average pooling where the last window lies wholly in the padding "
             f"has no PyTorch form here; received {tuple(input.shape)} for "
             f"{self!r}. Use another input size.")
+
+
+class GluonLayerNorm(nn.LayerNorm):
+    """Layer normalisation over one axis, which need not be the last."""
+
+    def __init__(self, normalized_shape: int, eps: float, axis: int) -> None:
+        super().__init__(normalized_shape, eps)
+        self.axis = axis
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The shape stays."""
+        return super().forward(input.movedim(self.axis, -1)).movedim(
+            -1, self.axis)
+
+
+class GluonInstanceNorm(nn.InstanceNorm2d):
+    """The same for any number of axes behind the second: an exported graph
+    does not say how many there are."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(N, C, ...) in and out."""
+        if input.dim() < 3:
+            raise ValueError("instance normalisation needs 3 axes or more; "
+                             f"received {tuple(input.shape)}.")
+        return self._apply_instance_norm(input)
+
+
+class GluonBilinear(nn.Upsample):
+    """Bilinear interpolation with MXNet's weights, which it makes in float32
+    also for float64. To a single row or column it takes the first one where
+    corners are not aligned."""
+
+    def __init__(self, size: tuple[int, int], align_corners: bool = True
+                 ) -> None:
+        super().__init__(size=size, mode="bilinear",
+                         align_corners=align_corners)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(N, C, H, W) in, (N, C, *size) out."""
+        size: Any = self.size
+        if input.dtype != torch.float64 and (self.align_corners
+                                             or 1 not in size):
+            return super().forward(input)
+        return self._along(self._along(input, 2, size[0]), 3, size[1])
+
+    def _along(self, x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+        n = x.shape[axis]
+        if n == size:
+            return x
+        i = torch.arange(size, dtype=torch.float64, device=x.device)
+        scale = torch.tensor((n - 1.0) / max(size - 1, 1) if self.align_corners
+                             else n / size if size > 1 else 0.0).item()
+        at = (i * scale if self.align_corners
+              else ((i + 0.5) * scale - 0.5).clamp(min=0)).float()
+        low = at.long()
+        high = (low + 1).clamp(max=n - 1)
+        shape = [1] * x.dim()
+        shape[axis] = size
+        part = (at - low).view(shape)
+        return x.index_select(axis, low) * (1 - part).to(x) \
+            + x.index_select(axis, high) * part.to(x)
+
+
+def _rounded(x: torch.Tensor, slope: Any, y: torch.Tensor) -> torch.Tensor:
+    """`y`, whose negative part MXNet computes in float32 for float64 too."""
+    if x.dtype != torch.float64:
+        return y
+    z = (x.float() * torch.as_tensor(slope, dtype=torch.float32)).double()
+    return torch.where(x > 0, y, y + (z - y).detach())
+
+
+class GluonLeakyReLU(nn.LeakyReLU):
+    """Differs from torch's in float64 alone, by the rounding of float32."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Of any shape."""
+        return _rounded(input, self.negative_slope, super().forward(input))
+
+
+class GluonPReLU(nn.PReLU):
+    """Differs from torch's in float64 alone, by the rounding of float32."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(N, C, ...) in and out."""
+        slope = self.weight.detach().view(-1, *[1] * (input.dim() - 2))
+        return _rounded(input, slope, super().forward(input))
+
+
+class GluonSELU(nn.SELU):
+    """Below 0 MXNet's gradient is scale * (alpha + y), and not that of its
+    function, scale * alpha + y."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Of any shape."""
+        y = super().forward(input)
+        scale = 1.0507009873554805
+        more = (scale - 1) * y.detach().clamp(max=0)
+        return y + more * (input - input.detach())
+
+
+# -- functions ----------------------------------------------------------------
+
+def maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of two that are equal the first gets the gradient; torch's halves
+    it."""
+    return torch.where((x >= y) | x.isnan(), x, y)
+
+
+def minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of two that are equal the first gets the gradient; torch's halves
+    it."""
+    return torch.where((x <= y) | x.isnan(), x, y)
+
+
+def amax(x: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool = False
+         ) -> torch.Tensor:
+    """All that are the largest get the whole gradient; torch's divides
+    it."""
+    y = x.amax(dim, keepdim=True)
+    ties = (x == y).sum(dim, keepdim=True)
+    # 0, and the gradient once more for each other one
+    more = (y - y.detach()).nan_to_num() * (ties - 1)
+    y = y + more
+    return y if keepdim else y.squeeze(dim)
+
+
+def amin(x: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool = False
+         ) -> torch.Tensor:
+    """See `amax`."""
+    return -amax(-x, dim, keepdim)
+
+
+def l2_normalize(x: torch.Tensor, mode: str, eps: float) -> torch.Tensor:
+    """Divided by the root of the sum of squares and `eps`: of each row
+    ("instance"), over axis 1 ("channel"), or over those behind it
+    ("spatial")."""
+    axes = {"instance": range(1, x.dim()), "channel": [1],
+            "spatial": range(2, x.dim())}[mode]
+    return x / (x.square().sum(tuple(axes), keepdim=True) + eps).sqrt()
+
+
+def reverse_axes(x: torch.Tensor) -> torch.Tensor:
+    """The last axis becomes the first."""
+    return x.permute(*range(x.dim() - 1, -1, -1))
+
+
+def crop_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The beginning of each axis, as long as in `y`."""
+    return x[tuple(map(slice, y.shape))]
+
+
+def take(x: torch.Tensor, index: torch.Tensor, axis: int, mode: str
+         ) -> torch.Tensor:
+    """Parts of `x` along an axis. An index out of range is the nearest
+    ("clip") or counts on from the other end ("wrap")."""
+    n, axis = x.shape[axis], axis % x.dim()
+    index = index.long()
+    index = index.remainder(n) if mode == "wrap" else index.clamp(0, n - 1)
+    found = x.index_select(axis, index.flatten())
+    return found.reshape(x.shape[:axis] + index.shape + x.shape[axis + 1:])
+
+
+def depth_to_space(x: torch.Tensor, n: int) -> torch.Tensor:
+    """(N, n * n * C, H, W) in, (N, C, n * H, n * W) out; `pixel_shuffle`
+    with the channels in another order."""
+    x = x.unflatten(1, (n * n, -1)).transpose(1, 2).flatten(1, 2)
+    return nn.functional.pixel_shuffle(x, n)

@@ -8,7 +8,7 @@ from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Slot,
                                  Source, only, operator)
 
 _HELPERS = "mgpu.backends._torch.gluon.layers"
-_X, _Y = Slot(0), Slot(1)
+_X = Slot(0)
 
 
 def _short(sizes: tuple[int, ...]) -> Any:
@@ -32,34 +32,74 @@ def _given(sizes: tuple[int, ...], default: int, count: int
 def _convolution(node: Node, inputs: Sequence[Source]) -> Part:
     """``Convolution``: kernel, stride, dilate, pad, num_filter, num_group,
     no_bias."""
-    a, weight = node.attributes, inputs[1].sizes()
-    only(node, layout=(None, "NCW", "NCHW", "NCDHW"))
-    n = len(a["kernel"])
-    options = {"in_channels": weight[1] * a["num_group"],
-               "out_channels": a["num_filter"],
-               "kernel_size": _short(a["kernel"])}
-    for ours, theirs, default in (("stride", "stride", 1),
-                                  ("padding", "pad", 0),
-                                  ("dilation", "dilate", 1)):
-        value = _short(_given(a[theirs], default, n))
-        if value != default:
-            options[ours] = value
+    a = node.attributes
+    options = _convolution_options(node)
     if a["num_group"] != 1:
         options["groups"] = a["num_group"]
+    n = len(a["kernel"])
+    if _computes_weights(inputs):
+        return Call(f"torch.nn.functional.conv{n}d",
+                    tuple(map(Slot, range(len(inputs)))), options)
+    options = {"in_channels": inputs[1].sizes()[1] * a["num_group"],
+               "out_channels": a["num_filter"],
+               "kernel_size": _short(a["kernel"]), **options}
     if a["no_bias"]:
         options["bias"] = False
     return Layer(f"torch.nn.Conv{n}d", options, _weights(inputs, "weight",
                                                          "bias"))
 
 
+@operator("Deconvolution")
+def _deconvolution(node: Node, inputs: Sequence[Source]) -> Part:
+    """``Deconvolution``: kernel, stride, dilate, pad, adj, num_filter,
+    num_group, no_bias."""
+    a, weight = node.attributes, inputs[1].sizes()
+    only(node, target_shape=((), (0, 0)))
+    n = len(a["kernel"])
+    options = {"in_channels": weight[0], "out_channels": a["num_filter"],
+               "kernel_size": _short(a["kernel"]),
+               **_convolution_options(node)}
+    if any(a["adj"]):
+        options["output_padding"] = _short(a["adj"])
+    if a["num_group"] != 1:
+        options["groups"] = a["num_group"]
+    if a["no_bias"]:
+        options["bias"] = False
+    return Layer(f"torch.nn.ConvTranspose{n}d", options,
+                 _weights(inputs, "weight", "bias"))
+
+
+def _convolution_options(node: Node) -> dict[str, Any]:
+    """Those that are not torch's defaults."""
+    a = node.attributes
+    only(node, layout=(None, "NCW", "NCHW", "NCDHW"))
+    options = {}
+    for ours, theirs, default in (("stride", "stride", 1),
+                                  ("padding", "pad", 0),
+                                  ("dilation", "dilate", 1)):
+        value = _short(_given(a[theirs], default, len(a["kernel"])))
+        if value != default:
+            options[ours] = value
+    return options
+
+
+def _computes_weights(inputs: Sequence[Source]) -> bool:
+    """Whether the network makes them from other arrays."""
+    return any(x.node.op != "null" for x in inputs[1:])
+
+
 @operator("FullyConnected")
 def _dense(node: Node, inputs: Sequence[Source]) -> Part:
     """``FullyConnected``: num_hidden, no_bias, flatten."""
-    a, weight = node.attributes, inputs[1].sizes()
+    a = node.attributes
+    x: Any = Call("torch.flatten", (_X, 1)) if a["flatten"] else _X
+    if _computes_weights(inputs):
+        return Call("torch.nn.functional.linear",
+                    (x, *map(Slot, range(1, len(inputs)))))
+    weight = inputs[1].sizes()
     options = {"in_features": weight[1], "out_features": a["num_hidden"]}
     if a["no_bias"]:
         options["bias"] = False
-    x: Any = Call("torch.flatten", (_X, 1)) if a["flatten"] else _X
     return Layer("torch.nn.Linear", options,
                  _weights(inputs, "weight", "bias"), (x,))
 
@@ -147,12 +187,6 @@ def _concat(node: Node, inputs: Sequence[Source]) -> Part:
     """``Concat``: dim."""
     return Call("torch.cat", (tuple(map(Slot, range(len(node.inputs)))),
                               node.attributes["dim"]))
-
-
-@operator("elemwise_add", "_plus", "broadcast_add")
-def _add(node: Node, inputs: Sequence[Source]) -> Part:
-    """``elemwise_add``, ``broadcast_add``."""
-    return Call("operator.add", (_X, _Y))
 
 
 @operator("clip")

@@ -1,0 +1,535 @@
+"""MXNet's operators on images and arrays, beyond those of Gluon's zoo: what
+occurs in networks of the `nd` and `sym` family."""
+import builtins
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mgpu.gluon_io.graph import Node
+from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Rule,
+                                 Slot, Source, only, operator)
+
+_HELPERS = "mgpu.backends._torch.gluon.layers"
+_X, _Y = Slot(0), Slot(1)
+_ALL = builtins.slice(None)
+
+
+def _size(axis: int) -> Call:
+    return Call("torch.Tensor.size", (_X, axis))
+
+
+def _number(x: float) -> float:
+    """As a person writes it."""
+    return int(x) if math.isfinite(x) and x == int(x) else x
+
+
+def _calls(function: str, *arguments: Any) -> Rule:
+    def rule(node: Node, inputs: Sequence[Source]) -> Part:
+        return Call(function, arguments)
+    return rule
+
+
+# -- arithmetic ---------------------------------------------------------------
+
+for _name, _functions in {
+        "torch.exp": "exp", "torch.log": "log", "torch.log2": "log2",
+        "torch.log10": "log10", "torch.log1p": "log1p",
+        "torch.expm1": "expm1", "torch.sqrt": "sqrt", "torch.rsqrt": "rsqrt",
+        "torch.square": "square", "torch.reciprocal": "reciprocal",
+        "torch.neg": "negative", "torch.abs": "abs", "torch.sign": "sign",
+        "torch.floor": "floor", "torch.ceil": "ceil", "torch.trunc":
+        "trunc fix", "torch.sin": "sin", "torch.cos": "cos", "torch.tan":
+        "tan", "torch.arcsin": "arcsin", "torch.arccos": "arccos",
+        "torch.arctan": "arctan", "torch.sinh": "sinh", "torch.cosh": "cosh",
+        "torch.tanh": "tanh", "torch.arcsinh": "arcsinh", "torch.arccosh":
+        "arccosh", "torch.arctanh": "arctanh", "torch.erf": "erf",
+        "torch.relu": "relu", "torch.sigmoid": "sigmoid",
+        "torch.nn.functional.softsign": "softsign",
+        "torch.zeros_like": "zeros_like", "torch.ones_like": "ones_like",
+        }.items():
+    operator(*_functions.split())(_calls(_name, _X))
+
+for _name, _functions in {
+        "operator.add": "elemwise_add _add _plus _Plus _grad_add "
+        "broadcast_add broadcast_plus",
+        "operator.sub": "elemwise_sub _sub _minus _Minus broadcast_sub "
+        "broadcast_minus",
+        "operator.mul": "elemwise_mul _mul _Mul broadcast_mul",
+        "operator.truediv": "elemwise_div _div _Div broadcast_div",
+        "operator.pow": "_power _Power broadcast_power",
+        f"{_HELPERS}.maximum": "_maximum _Maximum broadcast_maximum",
+        f"{_HELPERS}.minimum": "_minimum _Minimum broadcast_minimum",
+        "torch.hypot": "_hypot broadcast_hypot"}.items():
+    operator(*_functions.split())(_calls(_name, _X, _Y))
+
+_COMPARISONS = {"equal": "eq", "not_equal": "ne", "greater": "gt",
+                "greater_equal": "ge", "lesser": "lt", "lesser_equal": "le"}
+# MXNet's answer is a number.
+for _name, _function in _COMPARISONS.items():
+    operator(f"_{_name}", f"broadcast_{_name}")(_calls(
+        "torch.Tensor.to", Call(f"operator.{_function}", (_X, _Y)), _X))
+
+
+def _with_scalar(function: str, from_the_right: bool = False,
+                 answers: bool = False) -> Rule:
+    def rule(node: Node, inputs: Sequence[Source]) -> Part:
+        scalar = _number(node.attributes["scalar"])
+        call = Call(function, (scalar, _X) if from_the_right
+                    else (_X, scalar))
+        return Call("torch.Tensor.to", (call, _X)) if answers else call
+    return rule
+
+
+for _name, _function in (("plus", "add"), ("minus", "sub"), ("mul", "mul"),
+                         ("div", "truediv"), ("power", "pow")):
+    operator(f"_{_name}_scalar", f"_{_name.capitalize()}Scalar")(
+        _with_scalar(f"operator.{_function}"))
+for _name, _function in (("rminus", "sub"), ("rdiv", "truediv"),
+                         ("rpower", "pow")):
+    operator(f"_{_name}_scalar", f"_R{_name[1:].capitalize()}Scalar")(
+        _with_scalar(f"operator.{_function}", from_the_right=True))
+for _name, _function in _COMPARISONS.items():
+    operator(f"_{_name}_scalar")(
+        _with_scalar(f"operator.{_function}", answers=True))
+
+
+@operator("_maximum_scalar", "_MaximumScalar")
+def _maximum_scalar(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_maximum_scalar``: scalar. A gradient passes at the bound."""
+    return Call("torch.clamp", (_X, _number(node.attributes["scalar"])))
+
+
+@operator("_minimum_scalar", "_MinimumScalar")
+def _minimum_scalar(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_minimum_scalar``: scalar. A gradient passes at the bound."""
+    return Call("torch.clamp", (_X, None, _number(node.attributes["scalar"])))
+
+
+@operator("add_n", "ElementWiseSum")
+def _add_n(node: Node, inputs: Sequence[Source]) -> Part:
+    """``add_n``: the sum of all inputs."""
+    total: Any = _X
+    for i in range(1, len(inputs)):
+        total = Call("operator.add", (total, Slot(i)))
+    return total if len(inputs) > 1 else Layer("torch.nn.Identity", {})
+
+
+@operator("where")
+def _where(node: Node, inputs: Sequence[Source]) -> Part:
+    """``where``: the condition is a number, of the shape of the others."""
+    return Call("torch.where", (Call("operator.ne", (_X, 0)), _Y, Slot(2)))
+
+
+@operator("Cast", "cast")
+def _cast(node: Node, inputs: Sequence[Source]) -> Part:
+    """``Cast``: dtype."""
+    methods = {"float32": "float", "float64": "double", "float16": "half",
+               "int32": "int", "int64": "long", "int8": "char",
+               "uint8": "byte"}
+    only(node, dtype=tuple(methods))
+    return Call(f"torch.Tensor.{methods[node.attributes['dtype']]}", (_X,))
+
+
+# -- activations --------------------------------------------------------------
+
+@operator("LeakyReLU")
+def _leaky_relu(node: Node, inputs: Sequence[Source]) -> Part:
+    """``LeakyReLU``: act_type, slope, which MXNet keeps in float32."""
+    kind, slope = node.attributes["act_type"], node.attributes["slope"]
+    if kind == "prelu":
+        count, = inputs[1].sizes()
+        return Layer(f"{_HELPERS}.GluonPReLU", {"num_parameters": count},
+                     {"weight": inputs[1].name})
+    only(node, act_type=("leaky", "elu", "selu", "gelu"))
+    return {"leaky": Layer(f"{_HELPERS}.GluonLeakyReLU",
+                           {"negative_slope": slope}),
+            "elu": Layer("torch.nn.ELU", {"alpha": slope}),
+            "selu": Layer(f"{_HELPERS}.GluonSELU", {}),
+            "gelu": Layer("torch.nn.GELU", {})}[kind]
+
+
+@operator("hard_sigmoid")
+def _hard_sigmoid(node: Node, inputs: Sequence[Source]) -> Part:
+    """``hard_sigmoid``: alpha, beta, which MXNet keeps in float32."""
+    a = node.attributes
+    line = Call("operator.add", (Call("operator.mul", (_X, a["alpha"])),
+                                 a["beta"]))
+    return Call("torch.clamp", (line, 0, 1))
+
+
+def _softmax(function: str) -> Rule:
+    def rule(node: Node, inputs: Sequence[Source]) -> Part:
+        a = node.attributes
+        only(node, dtype=None, use_length=False)
+        x: Any = _X
+        if a["temperature"] not in (None, 1.0):
+            x = Call("operator.truediv", (x, a["temperature"]))
+        if function == "torch.nn.functional.softmin":
+            return Call("torch.softmax", (Call("torch.neg", (x,)), a["axis"]))
+        return Call(function, (x, a["axis"]))
+    return rule
+
+
+operator("softmax")(_softmax("torch.softmax"))
+operator("log_softmax")(_softmax("torch.log_softmax"))
+operator("softmin")(_softmax("torch.nn.functional.softmin"))
+
+
+@operator("SoftmaxActivation")
+def _softmax_activation(node: Node, inputs: Sequence[Source]) -> Part:
+    """``SoftmaxActivation``: mode."""
+    only(node, mode="channel")
+    return Call("torch.softmax", (_X, 1))
+
+
+# -- normalisation ------------------------------------------------------------
+
+@operator("L2Normalization")
+def _l2_normalization(node: Node, inputs: Sequence[Source]) -> Part:
+    """``L2Normalization``: eps, mode."""
+    a = node.attributes
+    return Call(f"{_HELPERS}.l2_normalize", (_X, a["mode"], a["eps"]))
+
+
+@operator("LRN")
+def _lrn(node: Node, inputs: Sequence[Source]) -> Part:
+    """``LRN``: nsize, alpha, beta, knorm."""
+    a = node.attributes
+    if a["nsize"] % 2 == 0:
+        raise MissingOperator(f"nsize={a['nsize']}")
+    return Layer("torch.nn.LocalResponseNorm", {
+        "size": a["nsize"], "alpha": a["alpha"], "beta": a["beta"],
+        "k": a["knorm"]})
+
+
+@operator("InstanceNorm")
+def _instance_norm(node: Node, inputs: Sequence[Source]) -> Part:
+    """``InstanceNorm``: eps."""
+    return Layer(f"{_HELPERS}.GluonInstanceNorm", {
+        "num_features": inputs[1].sizes()[0], "eps": node.attributes["eps"],
+        "affine": True}, {"weight": inputs[1].name, "bias": inputs[2].name})
+
+
+# -- size of images -----------------------------------------------------------
+
+@operator("_contrib_AdaptiveAvgPooling2D")
+def _adaptive_pooling(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_contrib_AdaptiveAvgPooling2D``: output_size, by default 1."""
+    size = node.attributes["output_size"] or (1,)
+    return Layer("torch.nn.AdaptiveAvgPool2d", {
+        "output_size": size[0] if len(set(size)) == 1 else size})
+
+
+@operator("_contrib_BilinearResize2D")
+def _bilinear_resize(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_contrib_BilinearResize2D``: height, width, align_corners."""
+    a = node.attributes
+    only(node, mode="size", scale_height=None, scale_width=None)
+    return Layer(f"{_HELPERS}.GluonBilinear", {
+        "size": (a["height"], a["width"]),
+        "align_corners": a["align_corners"]})
+
+
+@operator("UpSampling")
+def _up_sampling(node: Node, inputs: Sequence[Source]) -> Part:
+    """``UpSampling``: scale, of the nearest."""
+    only(node, sample_type="nearest", num_args=1)
+    return Layer("torch.nn.UpsamplingNearest2d",
+                 {"scale_factor": node.attributes["scale"]})
+
+
+@operator("Pad", "pad")
+def _pad(node: Node, inputs: Sequence[Source]) -> Part:
+    """``Pad``: pad_width (two for each axis, the first axis first), mode,
+    constant_value."""
+    a, widths = node.attributes, node.attributes["pad_width"]
+    if any(widths[:4]):
+        raise MissingOperator(f"pad_width={widths}")
+    pairs = [*zip(widths[::2], widths[1::2])][:1:-1]
+    flat = tuple(n for pair in pairs for n in pair)
+    names = {"constant": "Constant", "edge": "Replication",
+             "reflect": "Reflection"}
+    options: dict[str, Any] = {
+        "padding": flat[0] if len(set(flat)) == 1 else flat}
+    if a["mode"] == "constant":
+        if not a["constant_value"]:
+            return Layer(f"torch.nn.ZeroPad{len(pairs)}d", options)
+        options["value"] = _number(a["constant_value"])
+    return Layer(f"torch.nn.{names[a['mode']]}Pad{len(pairs)}d", options)
+
+
+# -- shapes -------------------------------------------------------------------
+
+@operator("Reshape", "reshape")
+def _reshape(node: Node, inputs: Sequence[Source]) -> Part:
+    """``Reshape``: shape, with its codes (0: keep an axis, -1: what is left,
+    -2: keep all others, -3: join two axes, -4: split one into two), reverse."""
+    a = node.attributes
+    only(node, target_shape=((), (0, 0)), keep_highest=False)
+    shape = a["shape"]
+    if not shape:
+        raise MissingOperator("no shape")
+    plain = None if a["reverse"] else _moves(shape)
+    return plain or _sizes_for(shape, a["reverse"])
+
+
+def _moves(shape: tuple[int, ...]) -> Call | None:
+    """The reshape as one ``flatten`` or ``unflatten``, if it is one."""
+    for i, code in enumerate(shape):
+        if any(shape[:i]) or code not in (-3, -4):
+            continue
+        if code == -3 and shape[i + 1:] == (-2,):
+            return Call("torch.flatten", (_X, i, i + 1))
+        if code == -4 and shape[i + 3:] == (-2,):
+            return Call("torch.Tensor.unflatten", (_X, i, shape[i + 1:i + 3]))
+    return None
+
+
+def _sizes_for(shape: tuple[int, ...], reverse: bool) -> Call:
+    """A reshape to sizes of the input; `reverse` counts axes from behind."""
+    codes = [*shape[::-1]] if reverse else [*shape]
+    found: list[Any] = []
+    rest = None
+    taken = 0       # axes of the input before this code
+
+    def axis(i: int) -> int:
+        return -1 - i if reverse else i
+    while codes:
+        code = codes.pop(0)
+        if rest is not None:
+            raise MissingOperator(f"shape={shape}")
+        if code == -2:
+            rest = taken
+            continue
+        if code == -3:
+            found.append(Call("operator.mul", (_size(axis(taken)),
+                                               _size(axis(taken + 1)))))
+            taken += 1
+        elif code == -4:
+            # MXNet confuses the place of another -1 behind this.
+            if reverse or -1 in codes[2:] or -1 in found:
+                raise MissingOperator(f"shape={shape}, reverse={reverse}")
+            found += [codes.pop(0), codes.pop(0)]
+        else:
+            found.append(_size(axis(taken)) if code == 0 else code)
+        taken += 1
+    if rest is None:
+        return Call("torch.Tensor.reshape", (_X, *found[::-1 if reverse
+                                                        else 1]))
+    part = Call("operator.getitem", (
+        Call("builtins.getattr", (_X, "shape")),
+        builtins.slice(None, -rest or None) if reverse
+        else builtins.slice(rest, None)))
+    sizes = Call("operator.add", (part, tuple(found[::-1])) if reverse
+                 else (tuple(found), part))
+    return Call("torch.Tensor.reshape", (_X, sizes))
+
+
+@operator("reshape_like")
+def _reshape_like(node: Node, inputs: Sequence[Source]) -> Part:
+    """``reshape_like``: the whole shape of the other."""
+    only(node, lhs_begin=None, lhs_end=None, rhs_begin=None, rhs_end=None)
+    return Call("torch.Tensor.reshape", (_X, Call("builtins.getattr",
+                                                  (_Y, "shape"))))
+
+
+@operator("transpose")
+def _transpose(node: Node, inputs: Sequence[Source]) -> Part:
+    """``transpose``: axes."""
+    axes = node.attributes["axes"]
+    if not axes:
+        return Call(f"{_HELPERS}.reverse_axes", (_X,))
+    moved = [i for i, k in enumerate(axes) if i != k]
+    if len(moved) == 2:
+        return Call("torch.transpose", (_X, *moved))
+    return Call("torch.permute", (_X, axes))
+
+
+@operator("SwapAxis", "swapaxes")
+def _swap_axes(node: Node, inputs: Sequence[Source]) -> Part:
+    """``SwapAxis``: dim1, dim2."""
+    return Call("torch.transpose", (_X, node.attributes["dim1"],
+                                    node.attributes["dim2"]))
+
+
+@operator("expand_dims")
+def _expand_dims(node: Node, inputs: Sequence[Source]) -> Part:
+    """``expand_dims``: axis."""
+    return Call("torch.unsqueeze", (_X, node.attributes["axis"]))
+
+
+@operator("squeeze")
+def _squeeze(node: Node, inputs: Sequence[Source]) -> Part:
+    """``squeeze``: axis."""
+    axis = node.attributes["axis"]
+    if not axis:
+        raise MissingOperator(f"axis={axis}")
+    return Call("torch.squeeze", (_X, axis[0] if len(axis) == 1 else axis))
+
+
+@operator("broadcast_like")
+def _broadcast_like(node: Node, inputs: Sequence[Source]) -> Part:
+    """``broadcast_like``: to the whole shape of the other."""
+    only(node, lhs_axes=None, rhs_axes=None)
+    return Call("torch.Tensor.expand_as", (_X, _Y))
+
+
+@operator("broadcast_to")
+def _broadcast_to(node: Node, inputs: Sequence[Source]) -> Part:
+    """``broadcast_to``: shape; 0 keeps an axis."""
+    return Call("torch.Tensor.expand", (_X, *(
+        n or -1 for n in node.attributes["shape"])))
+
+
+@operator("broadcast_axis", "broadcast_axes")
+def _broadcast_axis(node: Node, inputs: Sequence[Source]) -> Part:
+    """``broadcast_axis``: axis, size; the axes have size 1."""
+    x: Any = _X
+    a = node.attributes
+    for axis, size in zip(a["axis"], a["size"]):
+        x = Call("torch.repeat_interleave", (x, size, axis))
+    return x if a["axis"] else Layer("torch.nn.Identity", {})
+
+
+@operator("tile")
+def _tile(node: Node, inputs: Sequence[Source]) -> Part:
+    """``tile``: reps."""
+    return Call("torch.tile", (_X, node.attributes["reps"]))
+
+
+@operator("repeat")
+def _repeat(node: Node, inputs: Sequence[Source]) -> Part:
+    """``repeat``: repeats, axis."""
+    a = node.attributes
+    return Call("torch.repeat_interleave", (_X, a["repeats"], a["axis"]))
+
+
+@operator("stack")
+def _stack(node: Node, inputs: Sequence[Source]) -> Part:
+    """``stack``: axis."""
+    return Call("torch.stack", (tuple(map(Slot, range(len(inputs)))),
+                                node.attributes["axis"]))
+
+
+@operator("reverse", "flip")
+def _flip(node: Node, inputs: Sequence[Source]) -> Part:
+    """``reverse``: axis."""
+    return Call("torch.flip", (_X, node.attributes["axis"]))
+
+
+@operator("depth_to_space")
+def _depth_to_space(node: Node, inputs: Sequence[Source]) -> Part:
+    """``depth_to_space``: block_size. MXNet takes the block's axes first,
+    which torch's ``pixel_shuffle`` takes last."""
+    n = node.attributes["block_size"]
+    return Call(f"{_HELPERS}.depth_to_space", (_X, n))
+
+
+# -- parts --------------------------------------------------------------------
+
+def _along(axis: int, part: builtins.slice) -> tuple[Any, ...]:
+    return (_ALL,) * axis + (part,) if axis >= 0 \
+        else (Ellipsis, part) + (_ALL,) * (-1 - axis)
+
+
+@operator("slice_axis")
+def _slice_axis(node: Node, inputs: Sequence[Source]) -> Part:
+    """``slice_axis``: axis, begin, end."""
+    a = node.attributes
+    return Call("operator.getitem", (_X, _along(a["axis"], builtins.slice(
+        a["begin"] or None, a["end"]))))
+
+
+@operator("slice", "crop")
+def _slice(node: Node, inputs: Sequence[Source]) -> Part:
+    """``slice``: begin, end, step."""
+    a = node.attributes
+    steps = a["step"] or (None,) * len(a["begin"])
+    if any(step is not None and step < 1 for step in steps):
+        raise MissingOperator(f"step={steps}")
+    return Call("operator.getitem", (_X, tuple(
+        builtins.slice(begin or None, end, None if step == 1 else step)
+        for begin, end, step in zip(a["begin"], a["end"], steps))))
+
+
+@operator("slice_like")
+def _slice_like(node: Node, inputs: Sequence[Source]) -> Part:
+    """``slice_like``: axes, by default all."""
+    axes = node.attributes["axes"]
+    if not axes:
+        return Call(f"{_HELPERS}.crop_like", (_X, _Y))
+    x: Any = _X
+    for axis in axes:
+        x = Call("torch.narrow", (x, axis, 0, Call("torch.Tensor.size",
+                                                   (_Y, axis))))
+    return x
+
+
+@operator("SliceChannel", "split")
+def _split(node: Node, inputs: Sequence[Source]) -> Part:
+    """``SliceChannel``: num_outputs, axis, squeeze_axis."""
+    a = node.attributes
+    n, axis = a["num_outputs"], a["axis"]
+    if n == 1:
+        return Call("torch.squeeze", (_X, axis)) if a["squeeze_axis"] \
+            else Layer("torch.nn.Identity", {})
+    if a["squeeze_axis"]:
+        return Call("torch.unbind", (_X, axis), outputs=n)
+    return Call("torch.chunk", (_X, n, axis), outputs=n)
+
+
+@operator("take")
+def _take(node: Node, inputs: Sequence[Source]) -> Part:
+    """``take``: axis, mode. An index is cut to a whole number, and
+    brought into range."""
+    a = node.attributes
+    only(node, mode=("clip", "wrap"))
+    return Call(f"{_HELPERS}.take", (_X, _Y, a["axis"], a["mode"]))
+
+
+# -- reductions ---------------------------------------------------------------
+
+def _reduction(function: str) -> Rule:
+    def rule(node: Node, inputs: Sequence[Source]) -> Part:
+        a, axes, x = node.attributes, node.attributes["axis"], _X
+        named = {"keepdim": True} if a["keepdims"] else {}
+        if a.get("exclude"):
+            if axes != (0,) or a["keepdims"]:
+                raise MissingOperator(f"exclude=True, axis={axes}, keepdims="
+                                      f"{a['keepdims']}")
+            return Call(function, (Call("torch.flatten", (_X, 1)), 1))
+        if not axes:
+            if a["keepdims"]:
+                raise MissingOperator("keepdims=True without an axis")
+            # a number is an array of one in MXNet
+            return Call(function, (Call("torch.flatten", (x,)), 0),
+                        {"keepdim": True})
+        return Call(function, (x, axes[0] if len(axes) == 1 else axes), named)
+    return rule
+
+
+operator("sum", "sum_axis")(_reduction("torch.sum"))
+operator("mean")(_reduction("torch.mean"))
+operator("max", "max_axis")(_reduction(f"{_HELPERS}.amax"))
+operator("min", "min_axis")(_reduction(f"{_HELPERS}.amin"))
+
+
+@operator("norm")
+def _norm(node: Node, inputs: Sequence[Source]) -> Part:
+    """``norm``: ord, axis, keepdims."""
+    order = node.attributes["ord"]
+    only(node, ord=(1, 2), out_dtype=None)
+    part = _reduction("torch.linalg.vector_norm")(node, inputs)
+    assert isinstance(part, Call)
+    x, axes = part.arguments
+    return Call(part.function, (x, order, axes), part.named)
+
+
+@operator("argmax")
+def _argmax(node: Node, inputs: Sequence[Source]) -> Part:
+    """``argmax``: axis, keepdims. The answer is a number."""
+    a = node.attributes
+    if a["axis"] is None:
+        raise MissingOperator("axis=None")
+    return Call("torch.Tensor.to", (Call("torch.argmax", (
+        _X, a["axis"], *((True,) if a["keepdims"] else ()))), _X))
