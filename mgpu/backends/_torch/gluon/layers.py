@@ -100,24 +100,29 @@ class GluonBilinear(nn.Upsample):
         if input.dtype != torch.float64 and (self.align_corners
                                              or 1 not in size):
             return super().forward(input)
-        return self._along(self._along(input, 2, size[0]), 3, size[1])
+        x = input
+        for axis, n in zip((2, 3), size):
+            low, high, part = self._ends(x, axis, n)
+            shape = [1] * x.dim()
+            shape[axis] = n
+            part = part.to(x).view(shape)
+            x = x.index_select(axis, low) * (1 - part) \
+                + x.index_select(axis, high) * part
+        return x
 
-    def _along(self, x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    def _ends(self, x: torch.Tensor, axis: int, size: int
+              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The two places that a value is from, and the weight of the
+        second."""
         n = x.shape[axis]
-        if n == size:
-            return x
         i = torch.arange(size, dtype=torch.float64, device=x.device)
-        scale = torch.tensor((n - 1.0) / max(size - 1, 1) if self.align_corners
-                             else n / size if size > 1 else 0.0).item()
+        scale = (n - 1) / max(size - 1, 1) if self.align_corners \
+            else n / size if size > 1 else 0.0
+        scale = torch.tensor(scale, dtype=torch.float32).item()
         at = (i * scale if self.align_corners
               else ((i + 0.5) * scale - 0.5).clamp(min=0)).float()
         low = at.long()
-        high = (low + 1).clamp(max=n - 1)
-        shape = [1] * x.dim()
-        shape[axis] = size
-        part = (at - low).view(shape)
-        return x.index_select(axis, low) * (1 - part).to(x) \
-            + x.index_select(axis, high) * part.to(x)
+        return low, (low + 1).clamp(max=n - 1), at - low
 
 
 def _rounded(x: torch.Tensor, slope: Any, y: torch.Tensor) -> torch.Tensor:

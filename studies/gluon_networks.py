@@ -1,0 +1,364 @@
+"""Do published networks of Gluon convert to PyTorch, and agree?
+
+\b
+    python -m studies.gluon_networks --names zoo/resnet18_v1
+    python -m studies.gluon_networks --jobs 2   # resumes where it was
+    python -m studies.gluon_networks --report-only
+
+Gluon's zoo, and gluoncv2's classification networks, without those that differ
+from another one in the number of classes alone. Each is written as
+``HybridBlock.export`` writes it, with random values, read by MXNet and by
+`mgpu.from_gluon`, and compared in float64: a prediction, the gradients of a
+training pass (dropout 0), and the running statistics after it. A network runs
+in a process of its own, with a limit on memory and time. Its result is
+appended to studies/gluon_networks.jsonl; docs/conversion.md is written from
+that file.
+
+    pip install gluoncv2==0.0.64
+"""
+import os
+
+if __name__ == "__main__":      # read when the engines are loaded
+    for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS",
+                  "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(_name, "1")
+    os.environ["MXNET_SUBGRAPH_VERBOSE"] = "0"
+
+import argparse
+import collections
+import importlib
+import itertools
+import json
+import math
+import multiprocessing
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import mgpu
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "gluon_networks.jsonl"
+PAGE = HERE.parent / "docs" / "conversion.md"
+#: largest relative differences of outputs, and of gradients and statistics
+BARS = {"float64": (1e-9, 1e-9), "float32": (1e-5, 1e-3)}
+#: modules of gluoncv2 whose networks do not classify images
+OTHERS = set(
+    "alphapose_coco bisenet centernet cgnet dabnet danet deeplabv3 fastscnn "
+    "fcn8sd fpenet ibppose_coco icnet jasper jasperdr lednet lffd "
+    "lwopenpose_cmupan nvpattexp pspnet quartznet simplepose_coco "
+    "simpleposemobile_coco sinet superpointnet visemenet voca".split())
+#: in which MXNet has no float64
+FLOAT32 = {"LRN", "InstanceNorm"}
+
+
+# -- the networks -------------------------------------------------------------
+
+def catalogue():
+    """{name: function that makes it}, other families in turn."""
+    from mxnet.gluon.model_zoo import vision
+    from gluoncv2.model_provider import _models
+    found = {}
+    try:
+        vision.get_model("")
+    except ValueError as error:
+        for name in sorted(map(str.strip, str(error).splitlines()[1:])):
+            found[f"zoo/{name}"] = (
+                lambda name=name, **options: vision.get_model(name))
+    families = collections.defaultdict(list)
+    for name, make in _models.items():
+        family = make.__module__.rpartition(".")[2]
+        if family not in OTHERS and not name.endswith(
+                ("_cifar100", "_svhn", "_cub")):
+            families[family].append((f"gluoncv2/{name}", make))
+    for row in itertools.zip_longest(*families.values()):
+        found |= dict(filter(None, row))
+    return found
+
+
+def old_names():
+    """Some networks are older than NumPy 1.24 and say ``np.int``."""
+    for name, kind in (("int", int), ("float", float), ("bool", bool)):
+        if name not in vars(np):
+            setattr(np, name, kind)
+
+
+def traced(make):
+    """The graph, and the smallest image that it takes. A last pooling of
+    fixed size is fitted to a smaller image."""
+    import mxnet as mx
+    native = None
+    for edge in (64, 96, 128, 160, 192, 224, 256, 299, 331, 480):
+        if native is None:
+            native = max(getattr(make(), "in_size", (224,)))
+        edge = min(edge, native)
+        try:
+            net = make(in_size=(edge, edge))
+        except (AssertionError, TypeError):     # knows its own size only
+            net = make()
+        _fit_pool(net, edge, native)
+        symbol = net(mx.sym.var("data"))
+        try:
+            shapes, *_ = symbol.infer_shape(data=(2, 3, edge, edge))
+        except mx.MXNetError as error:
+            last = error
+            continue
+        if shapes:
+            return symbol, edge
+    raise last
+
+
+def _fit_pool(net, edge, native):
+    features = getattr(net, "features", None)
+    *_, pool = getattr(features, "_children", {"": None}).values()
+    if type(pool).__name__ == "AvgPool2D" and edge < native:
+        k = max(1, max(pool._kwargs["kernel"]) * edge // native)
+        pool._kwargs["kernel"] = (k, k)
+
+
+# -- one network --------------------------------------------------------------
+
+def draw(rng, name, shape):
+    """Values with which numbers neither vanish nor grow from layer to
+    layer."""
+    if name.endswith("index"):          # CondenseNet's order of channels
+        return rng.permutation(shape[0]).astype(float)
+    if len(shape) > 1:
+        return rng.normal(size=shape) * math.sqrt(2 / math.prod(shape[1:]))
+    if name.endswith(("gamma", "var")):
+        return rng.uniform(0.5, 1.5, shape)
+    if name.endswith("alpha"):
+        return rng.uniform(0.1, 0.4, shape)
+    return rng.normal(size=shape) * 0.1
+
+
+def edited(text, op, **attributes):
+    """The graph, with other attributes of an operator."""
+    graph = json.loads(text)
+    for node in graph["nodes"]:
+        if node["op"] == op:
+            node["attrs"].update(attributes)
+    return json.dumps(graph)
+
+
+class Gluon:
+    """A graph and its arrays, as MXNet computes."""
+
+    def __init__(self, text, arrays, image, dtype):
+        import mxnet as mx
+        self._mx = mx
+        symbol = mx.sym.load_json(text)
+        put = {name: mx.nd.array(x, dtype=dtype)
+               for name, x in {**arrays, "data": image}.items()}
+        aux = {name: put.pop(name)
+               for name in symbol.list_auxiliary_states()}
+        self.grads = {name: mx.nd.zeros_like(x) for name, x in put.items()
+                      if not name.endswith("index")}
+        self._aux = aux
+        self._bound = symbol.bind(
+            mx.cpu(), put, args_grad=self.grads, aux_states=aux,
+            grad_req={name: "write" if name in self.grads else "null"
+                      for name in put})
+
+    def predict(self):
+        return self._bound.forward(is_train=False)[0].asnumpy()
+
+    def train(self, weights):
+        """Gradients and statistics of one pass."""
+        self._bound.forward(is_train=True)
+        self._bound.backward([self._mx.nd.array(
+            weights, dtype=self._bound.outputs[0].dtype)])
+        return ({name: x.asnumpy() for name, x in self.grads.items()},
+                {name: x.asnumpy() for name, x in self._aux.items()})
+
+
+def examine(make):
+    """What the table says of a network."""
+    import mxnet as mx
+    import torch
+    rng = np.random.default_rng(0)
+    old_names()
+    symbol, edge = traced(make)
+    text = symbol.tojson()
+    nodes = json.loads(text)["nodes"]
+    dtype = "float32" if FLOAT32 & {x["op"] for x in nodes} else "float64"
+    image = rng.normal(size=(2, 3, edge, edge))
+    shapes, outputs, others = symbol.infer_shape(data=image.shape)
+    arrays = {name: draw(rng, name, shape).astype(dtype)
+              for name, shape in [*zip(symbol.list_arguments(), shapes),
+                                  *zip(symbol.list_auxiliary_states(),
+                                       others)] if name != "data"}
+    # statistics of the image itself, and a little beside them
+    _, found = Gluon(edited(edited(text, "BatchNorm", momentum="0"),
+                            "Dropout", p="0"), arrays, image, dtype).train(
+        np.zeros(outputs[0]))
+    arrays |= {name: x * rng.uniform(0.99, 1.01, x.shape).astype(dtype)
+               for name, x in found.items()}
+    weights = rng.normal(size=outputs[0])
+    said = {"parameters": sum(math.prod(s) for s in shapes[1:]),
+            "nodes": sum(x["op"] != "null" for x in nodes), "edge": edge,
+            "dtype": dtype}
+    expected = Gluon(text, arrays, image, dtype).predict()
+    if not 1e-2 <= abs(expected).max() <= 1e2:      # by the last layer
+        last = [name for name in symbol.list_arguments()
+                if name != "data" and arrays[name].ndim > 1][-1]
+        arrays[last] /= abs(expected).max()
+        expected = Gluon(text, arrays, image, dtype).predict()
+    grads, statistics = Gluon(edited(text, "Dropout", p="0"), arrays, image,
+                              dtype).train(weights)
+    with tempfile.TemporaryDirectory() as folder:
+        symbol.save(f"{folder}/net-symbol.json")
+        aux = set(symbol.list_auxiliary_states())
+        mx.nd.save(f"{folder}/net.params", {
+            f"{'aux' if name in aux else 'arg'}:{name}":
+            mx.nd.array(x, dtype=dtype) for name, x in arrays.items()})
+        start = time.perf_counter()
+        with mgpu.using_backend("torch"):
+            net = mgpu.from_gluon(f"{folder}/net-symbol.json",
+                                  f"{folder}/net.params")
+        said["converts"] = round(time.perf_counter() - start, 2)
+    x = torch.from_numpy(image.astype(dtype)).requires_grad_()
+    with torch.no_grad():
+        y = net.eval()(x).numpy()
+    for module in net.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    (net.train()(x) * torch.from_numpy(weights.astype(dtype))).sum().backward()
+    own = {"data": x.grad}
+    for key, p in net.named_parameters():
+        own[net.gluon_names[key][4:]] = p.grad
+    state = {net.gluon_names[key][4:]: p for key, p in
+             net.named_buffers() if key in net.gluon_names}
+    largest = max(abs(g).max() for g in grads.values())
+    return {**said, "size": float(abs(expected).max()),
+            "outputs": _relative(y, expected, 0),
+            "gradients": max(_relative(
+                np.zeros_like(g) if own.get(name) is None
+                else own[name].numpy(), g, 1e-4 * largest)
+                for name, g in grads.items() if _moves(name, net)),
+            "statistics": max((_relative(state[name].numpy(), x, 0)
+                               for name, x in statistics.items()), default=0)}
+
+
+def _moves(name, net):
+    """Whether the array is a parameter that the converted network trains: a
+    `fix_gamma` is none."""
+    keys = {array[4:]: key for key, array in net.gluon_names.items()}
+    return name == "data" or name in keys and net.get_parameter(
+        keys[name]).requires_grad
+
+
+def _relative(x, expected, least):
+    if x.shape != expected.shape:
+        return math.inf
+    off = float(abs(x - expected).max() / max(abs(expected).max(), least,
+                                              1e-300))
+    return off if math.isfinite(off) else math.inf
+
+
+def verdict(found):
+    """Why a result does not count; empty if it does."""
+    if "error" in found:
+        return found["error"]
+    out, grad = BARS[found["dtype"]]
+    if not 1e-3 <= found["size"] <= 1e3:
+        return f"its outputs are of size {found['size']:.0e}"
+    if found["outputs"] > out or max(found["gradients"],
+                                     found["statistics"]) > grad:
+        return "differs"
+    return ""
+
+
+# -- all of them --------------------------------------------------------------
+
+def _child(name, make, memory, pipe):
+    resource.setrlimit(resource.RLIMIT_AS, (memory << 20,) * 2)
+    start = time.perf_counter()
+    try:
+        found = examine(make)
+    except Exception as error:      # goes into the table
+        lines = str(error).strip().splitlines() or [""]
+        line = lines[-1] if type(error).__name__ == "MXNetError" else lines[0]
+        found = {"error": f"{type(error).__name__}: {line[:200]}"}
+    pipe.send({"name": name, **found,
+               "seconds": round(time.perf_counter() - start, 1)})
+    os._exit(0)     # engines leave threads behind
+
+
+def run(todo, jobs, seconds, memory):
+    """Results, as they come."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = list(todo.items()), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, make = waiting.pop(0)
+            ours, theirs = context.Pipe(False)
+            process = context.Process(target=_child, args=(
+                name, make, memory, theirs))
+            process.start()
+            theirs.close()
+            running.append((name, process, ours, time.monotonic()))
+        for row in running:
+            name, process, pipe, start = row
+            found = None
+            if pipe.poll(0.05):
+                try:
+                    found = pipe.recv()
+                except EOFError:
+                    found = {"name": name, "error": "the process died"}
+            elif time.monotonic() - start > seconds:
+                process.kill()
+                found = {"name": name, "error": f"more than {seconds} s"}
+            if found:
+                process.join()
+                running.remove(row)
+                yield found
+                break
+
+
+def results():
+    """The last of each network."""
+    if not RESULTS.exists():
+        return {}
+    return {row["name"]: row for row in map(
+        json.loads, RESULTS.read_text().splitlines())}
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m studies.gluon_networks")
+    parser.add_argument("--names", nargs="*", help="only these, again")
+    parser.add_argument("--again", action="store_true",
+                        help="those that do not agree, too")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--memory", type=int, default=10000, help="MB each")
+    parser.add_argument("--report-only", action="store_true")
+    given = parser.parse_args()
+    if not given.report_only:
+        mgpu.set_backend("mxnet")
+        with mgpu.using_backend("torch"):       # once for all children
+            importlib.import_module("mgpu.backends._torch.gluon.build")
+        known = results()
+        todo = {name: make for name, make in catalogue().items()
+                if (name in given.names if given.names else
+                    name not in known or given.again
+                    and verdict(known[name]))}
+        with RESULTS.open("a") as file:
+            for n, found in enumerate(run(todo, given.jobs, given.seconds,
+                                          given.memory)):
+                print(f"{n + 1}/{len(todo)}", found["name"], verdict(found)
+                      or "agrees", found.get("seconds", ""), flush=True)
+                file.write(json.dumps(found) + "\n")
+                file.flush()
+    report()
+
+
+def report():
+    """Write the page."""
+
+
+if __name__ == "__main__":
+    main()
