@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from mgpu.backends._torch.gluon import operators  # noqa: F401, its rules
+from mgpu.backends._torch.gluon import heads, operators  # noqa: F401, rules
 from mgpu.files import FilePath
-from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
+from mgpu.gluon_io.graph import (Graph, Node, dense_arrays, load_graph,
+                                 without_softmax)
 from mgpu.gluon_io.params import save_params
 from mgpu.gluon_io.parts import Call, Layer, Part, Slot, parts_of, slots_of
 
@@ -37,10 +38,12 @@ class GluonModule(fx.GraphModule):
         return copy
 
 
-def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None
-               ) -> GluonModule:
+def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None,
+               softmax: bool) -> GluonModule:
     """See `mgpu.from_gluon`."""
-    return _Builder(load_graph(symbol), dense_arrays(params), None
+    graph = load_graph(symbol)
+    return _Builder(graph if softmax else without_softmax(graph),
+                    dense_arrays(params), None
                     if dtype is None else getattr(torch, dtype)).module()
 
 
