@@ -277,8 +277,9 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
             "without an optimiser. Pass optimizer= and optimizer_params= as "
             "they were, with begin_num_update.")
     shapes = {name: x.shape for name, x in arrays.items()}
-    product, notes = 1.0, []
+    product, notes = 1.0, list[str]()
     if record is None:
+        assert given is not None
         rule, begin = given
         number, counts = begin, dict.fromkeys(file.states, begin)
         keys = Order(file, counts, graph, shapes).of_module()
@@ -322,7 +323,7 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
 
 def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
     """Of all devices, which have the same ones."""
-    state, counts = record.state, {}
+    state, counts = record.state, dict[Any, int]()
     devices = [x for x in state.get("_all_index_update_counts", {
         0: state.get("_index_update_count", {})}).values() if x]
     for one in devices:
@@ -378,7 +379,7 @@ def _multipliers(saved: _Saved, graph: Graph, own: Mapping[str, str],
     """Those of the graph, where `given` has no others."""
     found = {}
     for node in graph.nodes:
-        key = own.get(node.name)
+        key = own.get(node.name, "")
         if node.op != "null" or key not in known:
             continue
         if f"__{what}__" in node.marks:

@@ -34,7 +34,8 @@ class Order:
 
     def __init__(self, saved: TrainerStates, counts: Mapping[Any, int],
                  graph: Graph, shapes: Mapping[str, Shape]) -> None:
-        self._states, self._counts = saved.states, counts
+        self._states: dict[Any, Any] = saved.states
+        self._counts = counts
         self._shapes, fixed = shapes, statistics(graph)
         self._all = [node.name for node in graph.nodes
                      if node.op == "null" and node.name in shapes]
