@@ -361,6 +361,8 @@ def _parted(rule: Optimizer, state: Any, weight: np.ndarray, name: str
         raise ValueError(
             f"{rule!r} keeps {', '.join(names) or 'nothing'} of a parameter; "
             f"received {len(found)} arrays for {name!r}.")
+    if rule.family == "signum":     # MXNet's runs downhill
+        found = tuple(-x for x in found)
     return dict(zip(names, found)), copy
 
 
