@@ -288,12 +288,8 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
     else:
         state = record.state
         begin, number = state.get("begin_num_update", 0), state["num_update"]
+        _family(record)
         counts = _counts(record, notes)
-        if schedule is None and state.get("lr_scheduler") is not None:
-            schedule = _schedule(state["lr_scheduler"], state.get("lr"),
-                                 number)
-        rule = _optimizer(record, schedule)
-        product = state.get("m_schedule", product)
         if counts.keys() != file.states.keys() or not all(
                 begin < t <= number for t in counts.values()):
             raise ValueError(
@@ -301,6 +297,11 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
                 f"{len(file.states)} states with the counts "
                 f"{sorted({*counts.values()})}, begin_num_update {begin} and "
                 f"num_update {number}. Use a whole file.")
+        if schedule is None and state.get("lr_scheduler") is not None:
+            schedule = _schedule(state["lr_scheduler"], state.get("lr"),
+                                 number)
+        rule = _optimizer(record, schedule)
+        product = state.get("m_schedule", product)
         keys = Order(file, counts, graph, shapes).of_trainer(order)
         scale = state.get("rescale_grad", 1.0)
         notes.append("the last step divided the sum of the gradients by "

@@ -305,7 +305,7 @@ def kept(trainer):
 # -- a training ---------------------------------------------------------------
 
 def write_training(mx, folder):
-    """``training``: a small network in float64 after 3 steps of adam with a
+    """A small network in float64 after 3 steps of adam with a
     schedule, and what 3 steps more make of it."""
     nn = mx.gluon.nn
     rng = np.random.default_rng(0)
@@ -323,21 +323,22 @@ def write_training(mx, folder):
             ("var", "gamma")) else values, dtype="float64"))
     net.hybridize()
     trainer = mx.gluon.Trainer(net.collect_params(), "adam", {
-        "beta1": 0.5, "beta2": 0.75, "epsilon": 2 ** -10, "wd": 2 ** -6,
+        "learning_rate": 2 ** -8, "beta1": 0.5, "beta2": 0.75,
+        "epsilon": 2 ** -10, "wd": 2 ** -6,
         "lr_scheduler": mx.lr_scheduler.FactorScheduler(
             2, 0.5, base_lr=2 ** -8)}, kvstore=None)
     loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     data = mx.nd.array(x, dtype="float64")
     for step in range(6):
         if step == 3:
-            net.export(str(folder / "training"))
-            trainer.save_states(str(folder / "training.states"))
+            net.export(str(folder / "net"))
+            trainer.save_states(str(folder / "net.states"))
             predicted = net(data)
         with mx.autograd.record():
             out = loss(net(data), mx.nd.array(label, dtype="float64"))
         out.backward()
         trainer.step(4)
-    mx.nd.save(str(folder / "training-steps.params"), {
+    mx.nd.save(str(folder / "steps.params"), {
         "x": data, "label": mx.nd.array(label, dtype="int64"),
         "predicted": predicted,
         **{name: p.data() for name, p in net.collect_params().items()}})

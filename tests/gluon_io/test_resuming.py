@@ -408,8 +408,9 @@ def test_a_module_goes_on(tmp_path, monkeypatch, engine, on_store):
 
 # -- what does not fit --------------------------------------------------------
 
-GOLDEN = [FILES / f"training{end}" for end in (
+GOLDEN = [FILES / "training" / f"net{end}" for end in (
     "-symbol.json", "-0000.params", ".states")]
+STEPS = FILES / "training" / "steps.params"
 
 
 @pytest.fixture
@@ -482,7 +483,7 @@ sys.modules["mxnet"] = None
 import json, numpy as np, mgpu
 mgpu.set_backend("torch")
 files = {[str(x) for x in GOLDEN]!r}
-steps = mgpu.gluon_io.load_params({str(FILES / "training-steps.params")!r})
+steps = mgpu.gluon_io.load_params({str(STEPS)!r})
 net = mgpu.from_gluon(*files[:2])
 view = mgpu.initialize(net, [mgpu.cpu(0)])
 y = mgpu.to_numpy(view[0](mgpu.put(steps["x"], mgpu.cpu(0))))
@@ -502,7 +503,6 @@ print(json.dumps({{key: float(x) for key, x in found.items()}}))
                           capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found.keys() == load_params(
-        FILES / "training-steps.params").keys() - {"x", "label",
-                                                   "predicted"} | {"y"}
+    assert found.keys() == load_params(STEPS).keys() - {
+        "x", "label", "predicted"} | {"y"}
     assert max(found.values()) < 1e-8, found
