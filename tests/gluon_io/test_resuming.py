@@ -70,7 +70,7 @@ def resnet18():
 
 
 NETWORKS = {"small": (small, (8, 2, 6, 6)), "mlp": (mlp, (8, 6)),
-            "resnet18": (resnet18, (2, 3, 32, 32))}
+            "resnet18": (resnet18, (2, 3, 16, 16))}
 
 
 class Training:

@@ -105,8 +105,8 @@ class _Builder:
                     if node.name in self._arrays else self._input(node)
         for i, part in parts.items():
             self._add(i, part)
-        heads = [self._env[head] for head in self._graph.heads]
-        self._fx.output(heads[0] if len(heads) == 1 else tuple(heads))
+        ends = [self._env[head] for head in self._graph.heads]
+        self._fx.output(ends[0] if len(ends) == 1 else tuple(ends))
         module = GluonModule(self._root, self._fx)
         module.gluon_names = self._names
         return module
