@@ -28,6 +28,7 @@ from mgpu.profiling import Profile
 from mgpu.parameters import Parameter, get_params
 from mgpu.replica_checks import ReplicaMismatchError
 from mgpu.replicas import Replicas, initialize
+from mgpu.resuming import Resumed, resume_from_gluon
 from mgpu.split import shard_bounds, split_and_load, split_batch
 from mgpu.strict import CrossDeviceError, strict_devices
 from mgpu.timing import Accumulator, Benchmark, Timer, synchronize
@@ -44,16 +45,16 @@ __version__ = "0.2.0"
 __all__ = [
     "Accumulator", "Animator", "BackendNotAvailable", "Benchmark",
     "CrossDeviceError", "Device", "History", "NonFiniteLoss", "Parameter",
-    "Profile", "ReplicaMismatchError", "Replicas", "StaleGradientError",
-    "Timer", "Trainer", "accuracy", "allgather", "allreduce", "allreduce_many",
+    "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
+    "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather", "allreduce", "allreduce_many",
     "assign_roots", "attach_grad", "available_backends", "backward",
     "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
     "evaluate_accuracy_gpus", "from_gluon", "functional", "get_backend",
     "get_params", "gpu", "grad", "initialize", "initializers", "list_devices",
     "load_checkpoint", "losses", "lr_scheduler", "models", "mxnet_compat",
     "no_grad", "num_gpus", "optimizers", "parallel", "prefetch", "put",
-    "record", "reduce", "reducescatter", "register_op", "save_checkpoint",
-    "seed", "set_backend", "sgd", "shard_bounds", "split_and_load",
+    "record", "reduce", "reducescatter", "register_op", "resume_from_gluon",
+    "save_checkpoint", "seed", "set_backend", "sgd", "shard_bounds", "split_and_load",
     "split_batch", "strict_devices", "synchronize", "to_gluon_params",
     "to_numpy", "train", "train_batch", "train_epochs", "try_all_gpus",
     "try_gpu", "using_backend",

@@ -7,8 +7,8 @@ from mgpu.backends import get_backend
 from mgpu.files import FilePath
 
 
-def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None
-               ) -> Any:
+def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None,
+               softmax: bool = True) -> Any:
     """A native network from what ``HybridBlock.export`` of Gluon wrote.
 
     On torch, which needs no MXNet for it, the network is a
@@ -23,6 +23,11 @@ def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None
         ``net-symbol.json`` and ``net-0000.params``.
     dtype : {"float32", "float64", "float16"}, optional
         Of the parameters; the file's by default.
+    softmax : bool
+        Whether a ``SoftmaxOutput`` at the end, as networks of MXNet's
+        symbols have it, gives probabilities, or what enters it. Labels are
+        no inputs, and such an end has not the gradient of its loss: train
+        with ``softmax=False`` and `mgpu.losses.SoftmaxCrossEntropyLoss`.
 
     Returns
     -------
@@ -44,7 +49,7 @@ def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None
     """
     if dtype is not None:
         one_of("dtype", dtype, ("float32", "float64", "float16"))
-    return get_backend().from_gluon(symbol, params, dtype)
+    return get_backend().from_gluon(symbol, params, dtype, softmax)
 
 
 def to_gluon_params(net: Any, path: FilePath) -> None:

@@ -176,6 +176,9 @@ class Trainer(Hints):
         self.num_update = 0
         self._counts: dict[str, int] = {}
         self._states: list[DeviceState] = [{} for _ in replicas.devices]
+        #: in which nadam takes the parameters, by name; empty: `gluon_order`
+        #: of an ordinary trainer
+        self.update_order: Sequence[str] = ()
         self._options: dict[str, Any] = {}      # of the optimiser, checked
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
@@ -644,7 +647,10 @@ class Trainer(Hints):
 
     def gluon_order(self) -> Callable[[str], Any]:
         """A sort key for names of parameters: see
-        `mgpu.trainer_states.by_layer`."""
+        `mgpu.trainer_states.by_layer`; `update_order` where there is one."""
+        if self.update_order:
+            places = {name: i for i, name in enumerate(self.update_order)}
+            return lambda name: places.get(name, len(places))
         return trainer_states.by_layer(
             [p.name for p in self.replicas.params()])
 

@@ -42,7 +42,7 @@ LAYERS = {
         "host_memory collectives functional models strict conversion",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "schedule_state trainer_states trainer",
-    "training": "evaluation training extra_states checkpoint",
+    "training": "evaluation training extra_states checkpoint resuming",
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
     "the public names": ".",

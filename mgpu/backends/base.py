@@ -621,6 +621,12 @@ class Network(ABC):
         the weight decay of one entry by, as it is now."""
         return 1.0, 1.0
 
+    def gluon_names(self) -> dict[str, str]:
+        """For a network of `Backend.from_gluon`: by `Spec.name`, the name in
+        Gluon's graph. TypeError for another network."""
+        raise messages.not_supported(self.backend.name,
+                                     "names of Gluon's graphs")
+
     @abstractmethod
     def set_grad_req(self, number: int, grad_req: str,
                      arrays: Sequence[Array]) -> None:
@@ -1220,7 +1226,7 @@ class Backend(ABC):
     # optional: networks that Gluon has exported
 
     def from_gluon(self, symbol: FilePath, params: FilePath,
-                   dtype: str | None) -> Any:
+                   dtype: str | None, softmax: bool) -> Any:
         """A native network from two files; see `mgpu.from_gluon`."""
         raise messages.not_supported(self.name, "reader of Gluon's networks")
 

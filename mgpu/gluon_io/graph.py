@@ -17,6 +17,10 @@ from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.params import load_params
 
 
+#: a softmax that takes a label, and has the gradient of the loss
+SOFTMAX = ("SoftmaxOutput", "Softmax")
+
+
 class UnreadableSymbol(ValueError):
     """A file that is not what MXNet exports, or is damaged."""
 
@@ -125,6 +129,14 @@ def entries(graph: Graph, arrays: Mapping[str, np.ndarray]) -> list[str]:
     file."""
     return [node.name for node in graph.nodes
             if node.op == "null" and node.name not in arrays]
+
+
+def without_softmax(graph: Graph) -> Graph:
+    """The graph with what enters a ``SoftmaxOutput`` at its end in the place
+    of the probabilities."""
+    return Graph(graph.nodes, tuple(
+        graph.nodes[i].inputs[0] if graph.nodes[i].op in SOFTMAX else (i, k)
+        for i, k in graph.heads))
 
 
 @functools.cache

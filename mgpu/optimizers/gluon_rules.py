@@ -11,6 +11,9 @@ from mgpu.optimizers.base import (Optimizer, State, adadelta_step, limited,
                                   move_average, nadam_momentum, nadam_update,
                                   rule)
 
+#: the families whose kernels in MXNet get their numbers as float32
+COMPILED = ("sgd", "nag", "adam", "rmsprop", "ftrl", "signum")
+
 
 @rule("gluon", "sgd")
 class SGD(Optimizer):

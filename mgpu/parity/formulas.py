@@ -14,6 +14,7 @@ import numpy as np
 from mgpu.backends.base import AVERAGE
 from mgpu.host_memory import HOST_OPS
 from mgpu.optimizers import Optimizer, counterpart
+from mgpu.optimizers.gluon_rules import COMPILED
 from mgpu.parity.causes.update_search import (as_class, lost_options,
                                               options_of)
 from mgpu.parity.live import LiveRun
@@ -172,7 +173,7 @@ class Formulas:
         rules = [run.updates.optimizer for run in self._runs]
         ways = [_Way(type(rule), isinstance(run, OwnRun)
                      and run.backend.semantics == "gluon"
-                     and rule.family in _COMPILED)
+                     and rule.family in COMPILED)
                 for run, rule in zip(self._runs, rules)]
         if "" in (kind.family for kind, _ in ways) or ways[0].kind not in (
                 ways[1].kind, counterpart(ways[1].kind,
@@ -435,8 +436,6 @@ def _unbiased(run: Run, step: StepResult, name: str) -> float:
         and run.backend.semantics == "torch" else 1.0
 
 
-#: the optimisers of MXNet whose kernels get their numbers as float32
-_COMPILED = ("sgd", "nag", "adam", "rmsprop", "ftrl", "signum")
 _SINGLE = "MXNet's optimisers round rates and options to float32"
 _CLIPPING = ("clipping by the global norm: Gluon adds 1e-8 to the norm, "
              "PyTorch 1e-6")

@@ -300,3 +300,45 @@ def kept(trainer):
             return tuple(map(plain, x))
         return x.asnumpy()
     return {i: plain(x) for i, x in trainer._updaters[0].states.items()}
+
+
+# -- a training ---------------------------------------------------------------
+
+def write_training(mx, folder):
+    """A small network in float64 after 3 steps of adam with a
+    schedule, and what 3 steps more make of it."""
+    nn = mx.gluon.nn
+    rng = np.random.default_rng(0)
+    x, label = rng.normal(size=(4, 2, 6, 6)), rng.integers(0, 3, 4)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=2, use_bias=False),
+                nn.BatchNorm(epsilon=2 ** -10, in_channels=4),
+                nn.Activation("relu"), nn.Dense(3, in_units=64))
+    net.cast("float64")
+    net.initialize()
+    for name, p in net.collect_params().items():
+        values = rng.normal(size=p.shape) / 4
+        p.set_data(mx.nd.array(abs(values) + 0.5 if name.endswith(
+            ("var", "gamma")) else values, dtype="float64"))
+    net.hybridize()
+    trainer = mx.gluon.Trainer(net.collect_params(), "adam", {
+        "learning_rate": 2 ** -8, "beta1": 0.5, "beta2": 0.75,
+        "epsilon": 2 ** -10, "wd": 2 ** -6,
+        "lr_scheduler": mx.lr_scheduler.FactorScheduler(
+            2, 0.5, base_lr=2 ** -8)}, kvstore=None)
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    data = mx.nd.array(x, dtype="float64")
+    for step in range(6):
+        if step == 3:
+            net.export(str(folder / "net"))
+            trainer.save_states(str(folder / "net.states"))
+            predicted = net(data)
+        with mx.autograd.record():
+            out = loss(net(data), mx.nd.array(label, dtype="float64"))
+        out.backward()
+        trainer.step(4)
+    mx.nd.save(str(folder / "steps.params"), {
+        "x": data, "label": mx.nd.array(label, dtype="int64"),
+        "predicted": predicted,
+        **{name: p.data() for name, p in net.collect_params().items()}})

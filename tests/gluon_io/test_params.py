@@ -145,8 +145,8 @@ def test_files_of_mxnet(name):
 
 def test_all_files_are_expected():
     assert {path.name for path in FILES.iterdir()} - {
-        "make.py", "expected.json", "operators.json", "__pycache__"
-    } == set(EXPECTED)
+        "make.py", "expected.json", "operators.json", "training",
+        "__pycache__"} == set(EXPECTED)
 
 
 def test_names_of_shared_parameters():

@@ -5,6 +5,7 @@ _READER = "mgpu.gluon_io.params:_Reader."
 _STATES = "mgpu.gluon_io.states:"
 _PARAMS = "gluon_io/test_params.py::"
 _TRAINER = "gluon_io/test_states.py::"
+_RESUMED = "gluon_io/test_resuming.py::"
 
 MUTANTS = [
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
@@ -66,4 +67,20 @@ MUTANTS = [
            edit(_STATES + "load_trainer_states", "_state(x, known)",
                 "_state([*states.values()][0], known)"),
            (_TRAINER + "test_files_of_mxnet[adam.states]",)),
+    Mutant("resumed-order", "states go to parameters in the order of the "
+           "graph", edit("mgpu.gluon_io.order:Order.of_trainer",
+                         "names = sorted(self._all)", "names = self._all"),
+           (_RESUMED + "test_every_optimizer_goes_on[sgd-momentum]",)),
+    Mutant("resumed-signum", "the momentum of signum runs uphill", edit(
+        "mgpu.resuming:_parted", "tuple(-x for x in found)", "found"),
+           (_RESUMED + "test_every_optimizer_goes_on[signum]",)),
+    Mutant("resumed-counts", "updates are counted from the start", edit(
+        "mgpu.resuming:_states", "saved.counts.get(name, saved.begin)", "0"),
+           (_RESUMED + "test_every_optimizer_goes_on[adam]",)),
+    Mutant("resumed-product", "nadam's product of momenta begins anew", edit(
+        "mgpu.resuming:_states", "np.array(saved.product)", "np.array(1.0)"),
+           (_RESUMED + "test_every_optimizer_goes_on[nadam]",)),
+    Mutant("resumed-multipliers", "multipliers of the graph are dropped",
+           edit("mgpu.resuming:_multipliers", "return found | ", "return "),
+           (_RESUMED + "test_every_optimizer_goes_on[sgd]",)),
 ]

@@ -24,7 +24,8 @@ from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
 from mgpu.environment import cpu_cores
 from mgpu.files import path_of
-from mgpu.gluon_io.graph import dense_arrays, entries, load_graph
+from mgpu.gluon_io.graph import (SOFTMAX, Node, dense_arrays, entries,
+                                 load_graph)
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -117,6 +118,24 @@ def _fill(array: Any, x: np.ndarray) -> None:
     """
     if x.nbytes:
         ctypes.memmove(_address(array), x.ctypes.data, x.nbytes)
+
+
+_LOSSES = {*SOFTMAX, "LinearRegressionOutput", "MAERegressionOutput",
+           "LogisticRegressionOutput"}
+
+
+def _prediction(output: Any, node: Node, softmax: bool) -> Any:
+    """What an output predicts, where it is a loss that takes a label."""
+    if node.op not in _LOSSES:
+        return output
+    x, a = output.get_children()[0], node.attributes
+    if node.op == "LogisticRegressionOutput":
+        return mx.sym.sigmoid(x)
+    if node.op not in SOFTMAX or not softmax:
+        return x
+    if a["multi_output"] or a["preserve_shape"]:
+        return mx.sym.softmax(x, axis=1 if a["multi_output"] else -1)
+    return mx.sym.reshape_like(mx.sym.softmax(mx.sym.Flatten(x)), x)
 
 
 class MXNetBackend(base.Backend):
@@ -459,10 +478,22 @@ class MXNetBackend(base.Backend):
         from mgpu.backends._mxnet.models import MODELS
         return MODELS[name](**options)
 
-    def from_gluon(self, symbol, params, dtype):
-        inputs = entries(load_graph(symbol), dense_arrays(params))
-        net = mx.gluon.SymbolBlock.imports(path_of(symbol), inputs,
-                                           path_of(params), ctx=mx.cpu(0))
+    def from_gluon(self, symbol, params, dtype, softmax):
+        graph = load_graph(symbol)
+        inputs = entries(graph, dense_arrays(params))
+        ends = [graph.nodes[i] for i, _ in graph.heads]
+        if any(node.op in _LOSSES for node in ends):
+            outputs = mx.sym.load(path_of(symbol))
+            outputs = mx.sym.Group([_prediction(outputs[i], node, softmax)
+                                    for i, node in enumerate(ends)])
+            needed = outputs.list_inputs()      # no labels
+            net = mx.gluon.SymbolBlock(outputs, [
+                mx.sym.var(name) for name in inputs if name in needed])
+            net.collect_params().load(path_of(params), mx.cpu(0),
+                                      cast_dtype=True, dtype_source="saved")
+        else:
+            net = mx.gluon.SymbolBlock.imports(
+                path_of(symbol), inputs, path_of(params), ctx=mx.cpu(0))
         if dtype is not None:
             net.cast(dtype)
         return net

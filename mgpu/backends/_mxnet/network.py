@@ -249,6 +249,9 @@ class MXNetNetwork(base.Network):
                 self._constants.get(id(p))))
         return found
 
+    def gluon_names(self) -> dict[str, str]:
+        return {name: p.name for name, p, _ in self.entries}
+
     def grad_req(self, number: int) -> str:
         return self.entries[number][1].grad_req
 

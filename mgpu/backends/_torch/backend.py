@@ -395,9 +395,9 @@ class TorchBackend(Leaves, base.Backend):
         from mgpu.backends._torch.models import MODELS
         return without_values(MODELS[name](**options))
 
-    def from_gluon(self, symbol, params, dtype):
+    def from_gluon(self, symbol, params, dtype, softmax):
         from mgpu.backends._torch.gluon.build import from_gluon
-        return from_gluon(symbol, params, dtype)
+        return from_gluon(symbol, params, dtype, softmax)
 
     def to_gluon_params(self, net, path) -> None:
         from mgpu.backends._torch.gluon.build import to_gluon_params

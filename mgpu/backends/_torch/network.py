@@ -86,6 +86,17 @@ class TorchNetwork(base.Network):
                                    name_of_dtype(b), "null"))
         return found
 
+    def gluon_names(self) -> dict[str, str]:
+        names = getattr(self.net, "gluon_names", None)
+        if names is None:
+            raise TypeError("only a network of from_gluon knows Gluon's "
+                            f"names; received {type(self.net).__name__}.")
+        keys = [joined(path, name) for kind in ("_parameters", "_buffers")
+                for path, _, name, _ in walk(self.net, kind)]
+        return {spec.name: names[key].partition(":")[2]
+                for key, spec in zip(keys, self.specs(), strict=True)
+                if key in names}
+
     def grad_req(self, number: int) -> str:
         if not self.replicas:
             return self.specs()[number].grad_req

@@ -12,9 +12,10 @@ import torch
 from torch import fx, nn
 
 from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
-    arrays as _arrays, operators, recurrent, vision)
+    arrays as _arrays, heads, operators, recurrent, vision)
 from mgpu.files import FilePath
-from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
+from mgpu.gluon_io.graph import (Graph, Node, dense_arrays, load_graph,
+                                 without_softmax)
 from mgpu.gluon_io.params import save_params
 from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Slot,
                                  form_of, parts_of, slots_of)
@@ -40,10 +41,12 @@ class GluonModule(fx.GraphModule):
         return copy
 
 
-def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None
-               ) -> GluonModule:
+def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None,
+               softmax: bool) -> GluonModule:
     """See `mgpu.from_gluon`."""
-    return _Builder(load_graph(symbol), dense_arrays(params), None
+    graph = load_graph(symbol)
+    return _Builder(graph if softmax else without_softmax(graph),
+                    dense_arrays(params), None
                     if dtype is None else getattr(torch, dtype)).module()
 
 
@@ -118,8 +121,8 @@ class _Builder:
         for i, part in parts.items():
             make = self._layer if isinstance(part, Layer) else self._call
             self._parts[i] = make(nodes[i], part), part
-        heads = [self._output(*head) for head in self._graph.heads]
-        self._fx.output(heads[0] if len(heads) == 1 else tuple(heads))
+        ends = [self._output(*head) for head in self._graph.heads]
+        self._fx.output(ends[0] if len(ends) == 1 else tuple(ends))
         module = GluonModule(self._root, self._fx)
         module.gluon_names = self._names
         return module
