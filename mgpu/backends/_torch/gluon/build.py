@@ -14,7 +14,8 @@ from mgpu.backends._torch.gluon import operators  # noqa: F401, its rules
 from mgpu.files import FilePath
 from mgpu.gluon_io.graph import Graph, Node, dense_arrays, load_graph
 from mgpu.gluon_io.params import save_params
-from mgpu.gluon_io.parts import Call, Layer, Part, Slot, parts_of, slots_of
+from mgpu.gluon_io.parts import (Call, Layer, Missing, Part, Slot, missing_in,
+                                 parts_of, slots_of)
 
 _METHODS = "torch.Tensor."
 
@@ -53,6 +54,13 @@ def to_gluon_params(net: nn.Module, path: FilePath) -> None:
     own = net.state_dict()
     save_params(path, {name: own[key].cpu().numpy()
                        for key, name in names.items()})
+
+
+def missing_operators(symbol: FilePath, params: FilePath | None
+                      ) -> list[Missing]:
+    """See `mgpu.missing_operators`."""
+    return missing_in(load_graph(symbol), None if params is None else {
+        name: x.shape for name, x in dense_arrays(params).items()})
 
 
 def _identifier(name: str) -> str:
