@@ -33,8 +33,9 @@ def to_safetensors(net: nn.Module, path: FilePath) -> None:
     names = getattr(net, "gluon_names", None)
     if names is not None:
         about["gluon_names"] = json.dumps(names)
-    with part_of(path) as part:
-        library.torch.save_file(values, part, about)
+    # Its own save_file makes files that nobody else may read.
+    with part_of(path) as part, open(part, "wb") as file:
+        file.write(library.torch.save(values, about))
 
 
 def to_pt2(net: nn.Module, path: FilePath, examples: Sequence[np.ndarray]
