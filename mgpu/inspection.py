@@ -125,8 +125,8 @@ def _zip(path: str) -> dict[str, Any]:
             raise ValueError(f"{_EXPECTED}; {path!r} is none of them, or is "
                              f"damaged ({error}).") from error
     if header is None:
-        return {"kind": "parameters of MXNet 2",
-                **_of_arrays(dict(load_params(path)))}
+        found: Any = load_params(path)
+        return {"kind": "parameters of MXNet 2", **_of_arrays(found)}
     form = header.get("format") if isinstance(header, dict) else None
     if form not in kinds:
         raise ValueError(f"{_EXPECTED}; {path!r} has the format {form!r}. "

@@ -178,7 +178,7 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
 def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
             dtype: str | None, inputs: Sequence[Any], check: bool,
             trace: str | None, report_file: str | None) -> None:
-    """Write a network that Gluon has exported as something else.
+    r"""Write a network that Gluon has exported as something else.
 
     \b
     -o net.py             its source, for PyTorch
@@ -298,7 +298,7 @@ def _compared(trace: str, read: Callable[[], Any]) -> Any:
     return parity.compare_trace(trace, written)
 
 
-def _checked(symbol: str, params: str | None, read: Callable[[], Any],
+def _checked(symbol: str, params: Any, read: Callable[[], Any],
              inputs: Sequence[Any]) -> Any:
     """What it says of MXNet's network and of what was written."""
     from mgpu import parity

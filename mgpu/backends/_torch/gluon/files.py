@@ -1,4 +1,4 @@
-"""What PyTorch's users keep a network in, made of a network of `from_gluon`."""
+"""Files of PyTorch, made of a network of `from_gluon`."""
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -52,11 +52,12 @@ def to_pt2(net: nn.Module, path: FilePath, examples: Sequence[np.ndarray]
             dynamic_shapes=tuple({0: batch} for _ in examples))
     except (RuntimeError, ValueError, TypeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
+        shapes = ", ".join(str(x.shape) for x in examples)
         raise ValueError(
             "torch.export takes a network that is one graph for every size "
-            f"of the batch; received {', '.join(str(x.shape) for x in examples)}"
-            f" ({' '.join(lines[:3])}). Give examples of the shapes that the "
-            "network was made for.") from error
+            f"of the batch; received {shapes} ({' '.join(lines[:3])}). Give "
+            "examples of the shapes that the network was made for."
+            ) from error
     finally:
         net.train(training)
     with part_of(path) as part, open(part, "wb") as file:
