@@ -35,6 +35,8 @@ class Line(NamedTuple):
     names: tuple[str, ...]
 
 
+_PACKAGE = "mxnet."
+
 #: what scripts use most
 LINES = (
     Line("devices", "`[mx.gpu(0), mx.gpu(1)]`", "`mgpu.list_devices(2)`",
@@ -203,7 +205,7 @@ def lint_script(path: FilePath) -> list[ScriptLine]:
                          f"({error}).") from error
     source = data.decode("utf-8", "replace").splitlines()
     aliases = dict(_imports(tree))
-    if not any(name.split(".")[0] == "mxnet" for name in aliases.values()):
+    if not any(map(_is_gluons, aliases.values())):
         return []
     rows = {name: line for line in LINES for name in line.names}
     found = {(number, line.topic): line
@@ -283,4 +285,8 @@ def _full(node: ast.AST, aliases: dict[str, str]) -> str | None:
     if not isinstance(node, ast.Name) or node.id not in aliases:
         return None
     name = ".".join([aliases[node.id], *reversed(names)])
-    return name if name.split(".")[0] == "mxnet" else None
+    return name if _is_gluons(name) else None
+
+
+def _is_gluons(name: str) -> bool:
+    return f"{name}.".startswith(_PACKAGE)
