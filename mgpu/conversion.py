@@ -1,10 +1,13 @@
 """Networks that Gluon has exported, on the engine in use."""
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from mgpu.arguments import one_of
 from mgpu.backends import get_backend
 from mgpu.files import FilePath
+from mgpu.gluon_io.parts import Missing
 
 
 def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None,
@@ -67,6 +70,80 @@ def to_gluon_params(net: Any, path: FilePath) -> None:
         On MXNet, where a block has ``export``.
     """
     get_backend().to_gluon_params(net, path)
+
+
+def to_safetensors(net: Any, path: FilePath) -> None:
+    """Write the values of a torch network as safetensors. Whole or not at
+    all.
+
+    The names are those of `state_dict`. A tensor that has several is written
+    once; the metadata has ``name: name that was written`` for each of the
+    others, as ``safetensors.torch.load_model`` reads them, and for a network
+    of `from_gluon` the names of its ``.params``, as JSON under
+    ``gluon_names``.
+
+    Raises
+    ------
+    TypeError
+        If `net` is no torch network.
+    NotImplementedError
+        On MXNet, where a block has ``save_parameters``.
+    ImportError
+        Without the package safetensors.
+    """
+    get_backend().to_safetensors(net, path)
+
+
+def to_pt2(net: Any, path: FilePath, examples: Sequence[np.ndarray]) -> None:
+    """Write a torch network for prediction alone, by ``torch.export``.
+
+    ``torch.export.load(path).module()`` reads it, without mgpu, and takes any
+    number of rows; its shapes are otherwise those of `examples`. Dropout is
+    off, and batch norm uses its running statistics. PyTorch refuses
+    ``train()`` of what it has read. Whole or not at all.
+
+    Parameters
+    ----------
+    net : torch.nn.Module
+    path : str or os.PathLike
+        It should end in ``.pt2``.
+    examples : list of numpy.ndarray
+        One for each input, with two rows or more.
+
+    Raises
+    ------
+    TypeError
+        If `net` is no torch network.
+    ValueError
+        If the network depends on the number of rows, or refuses `examples`.
+    NotImplementedError
+        On MXNet, where a block has ``export``.
+    """
+    get_backend().to_pt2(net, path, examples)
+
+
+def missing_operators(symbol: FilePath, params: FilePath | None = None
+                      ) -> list[Missing]:
+    """The operators of an exported graph that `from_gluon` would refuse.
+
+    Parameters
+    ----------
+    symbol, params : str or os.PathLike
+        ``net-symbol.json`` and ``net-0000.params``. Rules look at the shapes
+        of arrays: without `params`, operators without any rule are found, and
+        attributes without one are not.
+
+    Returns
+    -------
+    list of Missing
+        `op`, `why` and the name of the `node`, in the order of the graph.
+
+    Raises
+    ------
+    NotImplementedError
+        On MXNet, which has all operators.
+    """
+    return get_backend().missing_operators(symbol, params)
 
 
 def register_op(name: str, rule: Callable[..., Any]) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from conftest import BACKENDS
 from mgpu import environment
+from mgpu.gluon_io import script
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -161,6 +162,11 @@ def test_another_output_is_seen(shown, printed):
 def test_the_table_of_variables_is_current():
     for page in (PAGES[0], ROOT / "docs" / "guide" / "environment.md"):
         assert environment.table() in page.read_text(encoding="utf-8")
+
+
+def test_the_table_of_gluons_lines_is_that_of_the_code():
+    page = ROOT / "docs" / "guide" / "migrating.md"
+    assert script.table() in page.read_text(encoding="utf-8")
 
 
 def anchors(page):

@@ -46,7 +46,7 @@ LAYERS = {
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
     "the public names": ".",
-    "tools": "chapters doctor bench",
+    "tools": "chapters doctor bench inspection",
     "parity": "parity testing",
     "command line": "cli parity.commands __main__",
 }

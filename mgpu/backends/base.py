@@ -1240,6 +1240,22 @@ class Backend(ABC):
         """A rule for `from_gluon`; see `mgpu.register_op`."""
         raise messages.not_supported(self.name, "rules for operators")
 
+    def missing_operators(self, symbol: FilePath, params: FilePath | None
+                          ) -> list[Any]:
+        """What has no rule; see `mgpu.missing_operators`."""
+        raise messages.not_supported(self.name, "rules for operators")
+
+    def to_safetensors(self, net: Any, path: FilePath) -> None:
+        """Write the values of a network; see `mgpu.to_safetensors`."""
+        raise messages.not_supported(
+            self.name, "to_safetensors (a Block has save_parameters)")
+
+    def to_pt2(self, net: Any, path: FilePath,
+               examples: Sequence[np.ndarray]) -> None:
+        """Write a network for prediction; see `mgpu.to_pt2`."""
+        raise messages.not_supported(self.name,
+                                     "to_pt2 (a Block has export)")
+
     # optional: advice
 
     def doctor(self) -> list[tuple[str, str]]:

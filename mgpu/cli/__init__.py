@@ -6,6 +6,7 @@ called.
 `bench`         the speed of this machine
 `doctor`        is this machine fit
 `parity`        `mgpu parity`, `mgpu trace` and `mgpu lint`
+`gluon`         `mgpu inspect` and `mgpu convert`
 `find`          what a user names: networks, losses and data
 `options`       what several commands share, and how options are read
 `tables`        tables in the terminal
@@ -27,8 +28,9 @@ from mgpu.cli.options import parse_devices
 __all__ = ["cli", "differences", "parse_devices"]
 
 #: the module of each command
-_COMMANDS = {"bench": "bench", "doctor": "doctor", "lint": "parity",
-             "parity": "parity", "reproduce": "reproduce", "trace": "parity"}
+_COMMANDS = {"bench": "bench", "convert": "gluon", "doctor": "doctor",
+             "inspect": "gluon", "lint": "parity", "parity": "parity",
+             "reproduce": "reproduce", "trace": "parity"}
 
 
 class _Lazy(Group):

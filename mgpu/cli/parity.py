@@ -21,6 +21,7 @@ from mgpu.cli import find
 from mgpu.cli import options as shared
 from mgpu.cli.errors import Command, Group
 from mgpu.cli.options import Parsed
+from mgpu.gluon_io.script import ScriptLine, lint_script
 from mgpu.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def record(net: str, file: str, kwargs: dict[str, Any],
 # -- mgpu lint ----------------------------------------------------------------
 
 @click.command(cls=Command)
-@click.argument("net", metavar="MODULE:FACTORY")
+@click.argument("net", metavar="MODULE:FACTORY|SCRIPT.py")
 @shared.kwargs()
 @shared.declare(*shared.NETWORK)
 @option("--examples", type=IntRange(1), metavar="N",
@@ -278,7 +279,14 @@ def lint(ctx: click.Context, net: str, kwargs: dict[str, Any],
     """List what Gluon and PyTorch do differently.
 
     Looks at one network and its training; with --input also at what depends
-    on shapes."""
+    on shapes. SCRIPT.py, without a colon, is a training script: the lines of
+    it that are Gluon's, and what they become in mgpu and in plain PyTorch.
+    Nothing in it is imported or run."""
+    if net.endswith(".py") and ":" not in net:
+        _refuse(shared.given(ctx) - {"net"}, "a script says itself what is "
+                "trained")
+        print_script(lint_script(net), Console())
+        return
     draw = np.random.default_rng(0).standard_normal
     rows = batch_size if "batch_size" in shared.given(ctx) else None
     with find.engines():
@@ -299,3 +307,15 @@ def print_findings(findings: "Iterable[api.Finding]", console: Console
             console.print(Padding(Text(text), (0, 0, 0, 2)))
     click.echo(f"{len(findings)} difference"
                f"{'s' * (len(findings) != 1)} to PyTorch")
+
+
+def print_script(lines: Iterable[ScriptLine], console: Console) -> None:
+    """A paragraph for each line of a script that becomes another."""
+    lines = list(lines)
+    for number, source, line in lines:
+        console.print(Text(f"{number}: {source}", "bold"))
+        for name, text in (("mgpu", line.mgpu), ("torch", line.torch)):
+            console.print(Padding(Text(f"{name}: {text.replace('`', '')}"),
+                                  (0, 0, 0, 2)))
+    click.echo(f"{len(lines)} replacement{'s' * (len(lines) != 1)}; the guide "
+               "has them in a table: docs/guide/migrating.md")

@@ -173,6 +173,17 @@ def slots_of(part: Part) -> set[int]:
     return found
 
 
+class Missing(NamedTuple):
+    """A node of a graph that has no rule, or none for its attributes."""
+
+    op: str
+    why: str
+    node: str
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.why} (node {self.node!r})"
+
+
 def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
     """The part of each operator, by the number of its node, in the order in
     which they are computed. What no output needs has none: a label, or what a
@@ -181,6 +192,30 @@ def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
     `shapes`: of the arrays of the file, by their names.
     NotImplementedError naming all operators and attributes without a rule.
     """
+    found, missing = _parts(graph, shapes)
+    if missing:
+        more = f"; and {len(missing) - 12} more" if len(missing) > 12 else ""
+        raise MissingOperator(
+            f"every operator of a network needs a rule; received "
+            f"{len(missing)} without one: "
+            f"{'; '.join(map(str, missing[:12]))}{more}."
+            " Add rules with mgpu.register_op.")
+    return found
+
+
+def missing_in(graph: Graph, shapes: Mapping[str, Shape] | None
+               ) -> list[Missing]:
+    """What `parts_of` would refuse, in the order of the graph. Without
+    `shapes` only operators that have no rule at all, for rules look at the
+    shapes of arrays."""
+    if shapes is not None:
+        return _parts(graph, shapes)[1]
+    return [Missing(node.op, "no rule", node.name) for node in graph.nodes
+            if node.op != "null" and node.op not in _rules]
+
+
+def _parts(graph: Graph, shapes: Mapping[str, Shape]
+           ) -> tuple[dict[int, Part], list[Missing]]:
     found: dict[int, Part] = {}
     missing = []
     needed = {i for i, _ in graph.heads}
@@ -193,15 +228,9 @@ def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
                                                for x in node.inputs])
             needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
         except NotImplementedError as error:
-            missing.append(f"{node.op}: {error} (node {node.name!r})")
+            missing.append(Missing(node.op, str(error), node.name))
             needed |= {j for j, _ in node.inputs}
-    if missing:
-        more = f"; and {len(missing) - 12} more" if len(missing) > 12 else ""
-        raise MissingOperator(
-            f"every operator of a network needs a rule; received "
-            f"{len(missing)} without one: {'; '.join(missing[:-13:-1])}{more}."
-            " Add rules with mgpu.register_op.")
-    return dict(sorted(found.items()))
+    return dict(sorted(found.items())), missing[::-1]
 
 
 def only(node: Node, **allowed: Any) -> None:

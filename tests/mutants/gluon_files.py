@@ -4,6 +4,8 @@ from mutants.planting import Mutant, edit
 _READER = "mgpu.gluon_io.params:_Reader."
 _STATES = "mgpu.gluon_io.states:"
 _PARAMS = "gluon_io/test_params.py::"
+_CLI = "gluon_io/test_cli.py::"
+_FILES = "mgpu.backends._torch.gluon.files:"
 _TRAINER = "gluon_io/test_states.py::"
 _RESUMED = "gluon_io/test_resuming.py::"
 
@@ -83,4 +85,20 @@ MUTANTS = [
     Mutant("resumed-multipliers", "multipliers of the graph are dropped",
            edit("mgpu.resuming:_multipliers", "return found | ", "return "),
            (_RESUMED + "test_every_optimizer_goes_on[sgd]",)),
+    Mutant("safetensors-alias", "a shared tensor is called the first of all",
+           edit(_FILES + "to_safetensors", "about[name] = kept",
+                "about[name] = next(iter(values))"),
+           (_CLI + "test_safetensors_have_shared_tensors_once",)),
+    Mutant("pt2-trains", "batch norm takes the statistics of the batch where "
+           "it predicts", edit(_FILES + "to_pt2", "net.eval()",
+                               "net.train()"),
+           (_CLI + "test_pt2_predicts_for_any_number_of_rows",)),
+    Mutant("inspect-values", "the sizes of an array are added up", edit(
+        "mgpu.inspection:_values", "math.prod(", "sum("),
+           (_CLI + "test_json_has_every_array",)),
+    Mutant("convert-check-own-values", "what was written is compared with the "
+           "other side's values", edit(
+               "mgpu.cli.gluon:_safetensors", "library.torch.load_model",
+               "(lambda *_: None)"),
+           (_CLI + "test_what_is_written_trains_as_mxnets[safetensors]",)),
 ]

@@ -407,6 +407,18 @@ class TorchBackend(Leaves, base.Backend):
         from mgpu.gluon_io.parts import register_op
         register_op(name, rule)
 
+    def missing_operators(self, symbol, params):
+        from mgpu.backends._torch.gluon.build import missing_operators
+        return missing_operators(symbol, params)
+
+    def to_safetensors(self, net, path) -> None:
+        from mgpu.backends._torch.gluon.files import to_safetensors
+        to_safetensors(net, path)
+
+    def to_pt2(self, net, path, examples) -> None:
+        from mgpu.backends._torch.gluon.files import to_pt2
+        to_pt2(net, path, examples)
+
     # -- advice -------------------------------------------------------------
 
     def doctor(self) -> list[tuple[str, str]]:

@@ -17,8 +17,8 @@ from mgpu.files import FilePath
 from mgpu.gluon_io.graph import (Graph, Node, dense_arrays, load_graph,
                                  without_softmax)
 from mgpu.gluon_io.params import save_params
-from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Slot,
-                                 form_of, parts_of, slots_of)
+from mgpu.gluon_io.parts import (Call, Layer, Missing, MissingOperator, Part,
+                                 Slot, form_of, missing_in, parts_of, slots_of)
 
 _METHODS = "torch.Tensor."
 
@@ -59,6 +59,13 @@ def to_gluon_params(net: nn.Module, path: FilePath) -> None:
     own = net.state_dict()
     save_params(path, {name: own[key].cpu().numpy()
                        for key, name in names.items()})
+
+
+def missing_operators(symbol: FilePath, params: FilePath | None
+                      ) -> list[Missing]:
+    """See `mgpu.missing_operators`."""
+    return missing_in(load_graph(symbol), None if params is None else {
+        name: x.shape for name, x in dense_arrays(params).items()})
 
 
 def _identifier(name: str) -> str:

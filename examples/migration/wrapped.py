@@ -1,0 +1,8 @@
+"""Step 2: the loop is mgpu's; network, engine and numbers are still MXNet's."""
+import mgpu
+
+mgpu.set_backend("mxnet")
+from legacy import EPOCHS, resnet               # noqa: E402
+from loop import digits, schedule, train        # noqa: E402
+
+train(resnet(), *digits(), EPOCHS, schedule())

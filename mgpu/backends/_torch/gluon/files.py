@@ -1,0 +1,64 @@
+"""Files of PyTorch, made of a network of `from_gluon`."""
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mgpu import environment
+from mgpu.backends import messages
+from mgpu.files import FilePath, part_of
+
+
+def to_safetensors(net: nn.Module, path: FilePath) -> None:
+    """See `mgpu.to_safetensors`."""
+    if not isinstance(net, nn.Module):
+        raise messages.not_a_network(net, "torch", "torch.nn.Module")
+    library: Any = environment.package("safetensors", "to_safetensors",
+                                       "safetensors.torch")
+    values: dict[str, torch.Tensor] = {}
+    first: dict[int, str] = {}
+    about = {"format": "pt"}
+    # The same object under two names is one tensor: state_dict has two.
+    own = {**dict(net.named_parameters(remove_duplicate=False)),
+           **dict(net.named_buffers(remove_duplicate=False))}
+    for name, x in net.state_dict().items():
+        kept = first.setdefault(id(own.get(name, x)), name)
+        if kept == name:
+            values[name] = x.contiguous()
+        else:
+            about[name] = kept
+    names = getattr(net, "gluon_names", None)
+    if names is not None:
+        about["gluon_names"] = json.dumps(names)
+    # Its own save_file makes files that nobody else may read.
+    with part_of(path) as part, open(part, "wb") as file:
+        file.write(library.torch.save(values, about))
+
+
+def to_pt2(net: nn.Module, path: FilePath, examples: Sequence[np.ndarray]
+           ) -> None:
+    """See `mgpu.to_pt2`."""
+    if not isinstance(net, nn.Module):
+        raise messages.not_a_network(net, "torch", "torch.nn.Module")
+    batch = torch.export.Dim("batch")
+    training = net.training
+    net.eval()
+    try:
+        program = torch.export.export(
+            net, tuple(map(torch.from_numpy, map(np.array, examples))),
+            dynamic_shapes=tuple({0: batch} for _ in examples))
+    except (RuntimeError, ValueError, TypeError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        shapes = ", ".join(str(x.shape) for x in examples)
+        raise ValueError(
+            "torch.export takes a network that is one graph for every size "
+            f"of the batch; received {shapes} ({' '.join(lines[:3])}). Give "
+            "examples of the shapes that the network was made for."
+            ) from error
+    finally:
+        net.train(training)
+    with part_of(path) as part, open(part, "wb") as file:
+        torch.export.save(program, file)

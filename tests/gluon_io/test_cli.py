@@ -1,0 +1,293 @@
+"""`mgpu inspect`, `mgpu convert` and `mgpu lint SCRIPT.py`."""
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import mgpu
+from conftest import BACKENDS
+from mgpu import cli, gluon_io
+from mgpu.gluon_io import script
+from mgpu.inspection import inspect_file
+
+FILES = Path(__file__).parent.parent / "files" / "gluon"
+both = pytest.mark.skipif(set(BACKENDS) < {"mxnet", "torch"},
+                          reason="compares two engines")
+
+
+def command(*arguments, columns=80):
+    return CliRunner(env={"COLUMNS": str(columns)}).invoke(
+        cli.cli, list(map(str, arguments)), prog_name="mgpu")
+
+
+def refused(result):
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("Error: "), result.stderr
+    return result.stderr
+
+
+# -- mgpu inspect -------------------------------------------------------------
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("name, shown", [
+    ("export.params", ["parameters of MXNet", "arrays,"]),
+    ("sparse.params", ["row-sparse", "csr"]),
+    ("sgd-factor.states", ["SGD", "FactorScheduler", "factor 0.5",
+                           "updates: 2"]),
+    ("adam-float16.states", ["Adam", "beta2 0.999", "float16"]),
+])
+def test_what_is_in_a_file(name, shown, columns):
+    result = command("inspect", FILES / name, columns=columns)
+    assert result.exit_code == 0, result.output
+    assert all(text in result.output for text in shown)
+    assert max(map(len, result.output.splitlines()[1:])) <= columns
+
+
+def test_json_has_every_array(tmp_path):
+    file = tmp_path / "x.params"
+    arrays = {"b": np.ones((2, 3), "float32"), "a": np.zeros(4, "float16")}
+    gluon_io.save_params(file, arrays)
+    found = json.loads(command("inspect", file, "--json").output)
+    assert found["arrays"] == [
+        {"name": name, "shape": list(x.shape), "dtype": x.dtype.name,
+         "bytes": x.nbytes, "storage": "dense"} for name, x in arrays.items()]
+    assert found["values"] == 10
+
+
+def test_states_are_by_index():
+    """SGD's of parameters 0 and 2; the one between is frozen."""
+    found = inspect_file(FILES / "sgd-momentum.states")
+    states = gluon_io.load_trainer_states(FILES / "sgd-momentum.states")
+    assert {s["index"]: s["arrays"][0]["shape"] for s in found["states"]} \
+        == {key: list(x.shape) for key, x in states.states.items()}
+    assert {s["updates"] for s in found["states"]} == {2}
+
+
+def test_mgpus_own_files(backend, tmp_path):
+    net = mgpu.models.lenet()
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)], mgpu.initializers.Xavier())
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    mgpu.save_checkpoint(tmp_path / "a", replicas, trainer)
+    trainer.save_states(str(tmp_path / "b"))
+    found = inspect_file(tmp_path / "a")
+    assert (found["kind"], found["engine"], found["optimizer"],
+            found["settings"]) == ("checkpoint of mgpu", backend.name, "SGD",
+                                   {"learning_rate": 0.5})
+    assert sum(np.prod(p.shape) for p in replicas.params()) == sum(
+        np.prod(x["shape"]) for x in found["arrays"]
+        if x["name"].startswith("value:"))
+    assert inspect_file(tmp_path / "b")["kind"] == "trainer states of mgpu"
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"nothing of the kind", b"{}", b'{"nodes": 3}', b"PK\3\4", b"\x80\4K",
+    b"\x12\1" + bytes(40), b"\xff\xff\xff\xff\0\0\0\0{}",
+    b"\x02\0\0\0\0\0\0\0{}" + bytes(9)])
+def test_a_damaged_or_unknown_file_is_one_line(content, tmp_path):
+    (tmp_path / "x").write_bytes(content)
+    assert len(refused(command("inspect", tmp_path / "x"))
+               .splitlines()) == 1
+
+
+# -- mgpu convert -------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A network with a shared weight and batch norm, of two files."""
+    folder = tmp_path_factory.mktemp("exported")
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn
+        mx.random.seed(1)
+        net = nn.HybridSequential()
+        with net.name_scope():
+            first = nn.Dense(6, in_units=6, flatten=False)
+            net.add(nn.Dense(6, in_units=5), first, nn.BatchNorm(),
+                    nn.Activation("relu"),
+                    nn.Dense(6, in_units=6, params=first.params),
+                    nn.Dense(3, in_units=6))
+        net.initialize(mx.init.Xavier())
+        net.hybridize()
+        net(mx.nd.ones((2, 5)))
+        net.export(str(folder / "net"))
+    return folder / "net-symbol.json", folder / "net-0000.params"
+
+
+def values(pair):
+    """By torch's names, as `from_gluon` has them."""
+    with mgpu.using_backend("torch"):
+        net = mgpu.from_gluon(*pair)
+        return net, {name: x.numpy() for name, x in net.state_dict().items()}
+
+
+@both
+def test_a_graph_and_its_operators(exported):
+    found = inspect_file(*exported)
+    assert found["inputs"] == ["data"] and found["missing"] == []
+    assert found["operators"] == {"Activation": 1, "BatchNorm": 1,
+                                  "FullyConnected": 4}
+    assert inspect_file(exported[0])["parameters"] == found["parameters"]
+    assert "Each has a rule" in command("inspect", *exported).output
+
+
+@both
+@pytest.mark.parametrize("ending", ["safetensors", "params", "pt2"])
+def test_what_is_written_trains_as_mxnets(ending, exported, tmp_path):
+    page = tmp_path / "page.html"
+    result = command("convert", *exported, "-o", tmp_path / f"x.{ending}",
+                     "--input", "5", "--check", "--report", page)
+    assert result.exit_code == 0, result.output
+    assert "SAME (lock-step)" in result.output
+    assert b"<html" in page.read_bytes()
+
+
+@both
+def test_safetensors_have_shared_tensors_once(exported, tmp_path):
+    import safetensors.torch
+    file = tmp_path / "x.safetensors"
+    assert command("convert", *exported, "-o", file).exit_code == 0
+    net, expected = values(exported)
+    about = inspect_file(file)
+    names = json.loads(about["metadata"]["gluon_names"])
+    assert names == net.gluon_names
+    written = {x["name"] for x in about["arrays"]}
+    left = expected.keys() - written
+    assert len(left) == 2       # weight and bias of the layer that shares
+    for name in left:
+        kept = about["metadata"][name]
+        assert kept in written and names[kept] == names[name]
+    with mgpu.using_backend("torch"):
+        for x in net.state_dict().values():
+            x.zero_()
+        safetensors.torch.load_model(net, file)
+    for name, x in net.state_dict().items():
+        assert x.numpy().tobytes() == expected[name].tobytes()
+
+
+@both
+def test_pt2_predicts_for_any_number_of_rows(exported, tmp_path):
+    import torch
+    file = tmp_path / "x.pt2"
+    assert command("convert", *exported, "-o", file, "--input", "5"
+                   ).exit_code == 0
+    net, _ = values(exported)
+    loaded = torch.export.load(str(file)).module()
+    for rows in (1, 7):
+        x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(loaded(x), net.eval()(x))
+
+
+@both
+def test_a_check_against_a_trace(exported, tmp_path):
+    """What was recorded of the live network needs no MXNet later; other
+    values than those recorded do not count, another function does."""
+    def live():
+        with mgpu.using_backend("mxnet"):
+            return mgpu.from_gluon(*exported)
+    from mgpu import parity
+    rng = np.random.default_rng(0)
+    trace = tmp_path / "trace"
+    parity.record(live, file=str(trace), loss=mgpu.losses.L2Loss(), batches=[
+        (rng.standard_normal((4, 5)), rng.standard_normal((4, 3)))])
+    arguments = ("-o", tmp_path / "x.params", "--trace", trace)
+    result = command("convert", *exported, *arguments)
+    assert result.exit_code == 0 and "SAME" in result.output, result.output
+    other = tmp_path / "other.json"
+    other.write_text(exported[0].read_text().replace('"relu"', '"tanh"'))
+    result = command("convert", other, exported[1], *arguments)
+    assert result.exit_code == 1 and "DIFFERENT" in result.output
+
+
+@both
+def test_missing_operators_are_one_list(exported, tmp_path):
+    graph = json.loads(exported[0].read_text())
+    for node in graph["nodes"]:
+        if node["op"] == "FullyConnected":
+            node["op"] = "_made_up"
+        if node["op"] == "BatchNorm":
+            node["attrs"]["axis"] = "2"
+    symbol, out = tmp_path / "net-symbol.json", tmp_path / "x.params"
+    symbol.write_text(json.dumps(graph))
+    text = refused(command("convert", symbol, exported[1], "-o", out))
+    assert "5 operators have no rule" in text and not out.exists()
+    assert "  _made_up: no rule (4 nodes, such as" in text
+    assert "  BatchNorm: axis=2 (1 node, such as" in text
+    assert "_made_up: no rule (4 nodes" in command("inspect", symbol).output
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (("-o", "x.onnx"), "ends in .py, .safetensors"),
+    (("-o", "x.params"), "no PARAMS"),
+    (("p", "-o", "x.pt2"), "--input 3x224x224"),
+    (("p", "-o", "x.params", "--check"), "--input 3x224x224"),
+    (("p", "-o", "x.params", "--report", "x.html"), "--report without"),
+    (("p", "-o", "x.pt2", "--input", "3:text"), "16:int32"),
+])
+def test_arguments_that_do_not_fit(arguments, said):
+    assert said in refused(command("convert", "net-symbol.json", *arguments))
+
+
+# -- mgpu lint SCRIPT.py ------------------------------------------------------
+
+SCRIPT = '''
+import mxnet as mx
+from mxnet import gluon, autograd as ag
+from mxnet.gluon.utils import split_and_load as split
+raise SystemExit("it is not run")
+ctx = [mx.gpu(0), mx.cpu()]
+net.initialize(mx.init.Xavier(), ctx=ctx)
+net.hybridize()
+p.grad_req = "null"
+trainer = gluon.Trainer(
+    net.collect_params(), "sgd", kvstore="device")
+with ag.record():
+    shards = split(x, ctx)
+metric = mx.metric.Accuracy()
+mx.nd.waitall()
+loader, loss = gluon.data.DataLoader(x), gluon.loss.L2Loss()
+other.initialize()
+net(x.as_in_context(ctx[0]))
+rate = mx.lr_scheduler.FactorScheduler(1)
+net.save_parameters("x")
+'''
+TOPICS = {6: "devices", 7: "first weights", 8: "compile", 9: "not trained",
+          10: "optimiser", 11: "key-value store, parameters", 12: "record",
+          13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
+          18: "to a device", 19: "rate", 20: "save weights"}
+
+
+def test_lines_of_a_script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    found = {}
+    for number, _, line in script.lint_script(file):
+        found.setdefault(number, []).append(line.topic)
+    assert {n: ", ".join(sorted(x)) for n, x in found.items()} == TOPICS
+    printed = command("lint", file).output
+    assert "10: trainer = gluon.Trainer(" in printed
+    assert "mgpu: mgpu.Trainer(replicas," in printed
+    assert "torch: torch.optim.SGD(" in printed
+
+
+@pytest.mark.parametrize("source", [
+    "import numpy as np\nx.asnumpy()\nnet.collect_params()", "",
+    "import mgpu\nmgpu.losses.L2Loss()\nx.backward()"])
+def test_a_script_without_mxnet_has_none(source, tmp_path):
+    (tmp_path / "x.py").write_text(source)
+    assert script.lint_script(tmp_path / "x.py") == []
+
+
+def test_what_is_no_script_is_refused(tmp_path):
+    (tmp_path / "x.py").write_bytes(b"def (")
+    assert "expected a Python script" in refused(
+        command("lint", tmp_path / "x.py"))
+    assert "received --classes" in refused(
+        command("lint", tmp_path / "x.py", "--classes", "3"))
+
+
+def test_every_row_has_its_own_names():
+    names = [name for line in script.LINES for name in line.names]
+    assert len(set(names)) == len(names)
+    assert len({line.topic for line in script.LINES}) == len(script.LINES)
