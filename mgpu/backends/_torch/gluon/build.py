@@ -150,7 +150,7 @@ class _Builder:
         self._names[key] = f"{'aux' if aux else 'arg'}:{array}"
 
     def _layer(self, node: Node, part: Layer) -> fx.Node:
-        kind = _function(part.kind)
+        kind = find(part.kind)
         name = _identifier(prefix_of(node, [*part.tensors.values()]))
         while hasattr(self._root, name):
             name += "_"
@@ -186,7 +186,7 @@ class _Builder:
         if part.function.startswith(_METHODS):
             return self._fx.call_method(part.function.removeprefix(_METHODS),
                                         arguments, named)
-        return self._fx.call_function(_function(part.function), arguments,
+        return self._fx.call_function(find(part.function), arguments,
                                       named)
 
     def _argument(self, node: Node, x: Any) -> Any:
@@ -199,6 +199,7 @@ class _Builder:
         return x
 
 
-def _function(name: str) -> Any:
+def find(name: str) -> Any:
+    """What stands under the name of a part: ``torch.nn.Conv2d``."""
     module, _, own = name.rpartition(".")
     return getattr(importlib.import_module(module), own)
