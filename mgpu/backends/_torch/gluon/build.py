@@ -55,7 +55,8 @@ def to_gluon_params(net: nn.Module, path: FilePath) -> None:
                        for key, name in names.items()})
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
+    """A name of Gluon as one of Python."""
     name = re.sub(r"\W", "_", name)
     return f"_{name}" if not name or name[0].isdigit() \
         or keyword.iskeyword(name) else name
@@ -123,7 +124,7 @@ class _Builder:
         # Gluon marks its parameters in the graph, and no inputs.
         if "__lr_mult__" in node.marks:
             raise _missing(node.name)
-        return self._fx.placeholder(_identifier(node.name))
+        return self._fx.placeholder(identifier(node.name))
 
     def _tensor(self, name: str) -> torch.Tensor:
         """The same one each time: a shared array stays shared."""
@@ -134,7 +135,7 @@ class _Builder:
         return self._tensors[name]
 
     def _array(self, node: Node) -> fx.Node:
-        name = _identifier(node.name)
+        name = identifier(node.name)
         self._root.register_parameter(name, self._parameter(node.name, True))
         self._note(name, node.name, aux=False)
         return self._fx.get_attr(name)
@@ -151,7 +152,7 @@ class _Builder:
 
     def _layer(self, node: Node, part: Layer) -> fx.Node:
         kind = find(part.kind)
-        name = _identifier(prefix_of(node, [*part.tensors.values()]))
+        name = identifier(prefix_of(node, [*part.tensors.values()]))
         while hasattr(self._root, name):
             name += "_"
         with torch.device("meta"):

@@ -407,6 +407,7 @@ def _columns(bodies: list[Any], places: list[int], which: list[int]
     rows = [_items(bodies[k]) for k in which]
     best = next((k for k, row in enumerate(rows) if None not in row), 0)
     groups: list[_Group] = []
+    alike: list[tuple[int, str, str, list[Any]]] = []
     for at, item in enumerate(rows[best]):
         if item is None:
             continue
@@ -416,9 +417,11 @@ def _columns(bodies: list[Any], places: list[int], which: list[int]
             values = [x for k, row in zip(which, rows) for x in
                       ((None,) * places[k] if row[at] is None else
                        raws(row[at].arguments[key], places[k]))]
-            if len(set(values) - {None}) < 2:
-                continue
             family = _family(item, key)
+            if len(set(values) - {None}) < 2:
+                if None in values and family == "stride":
+                    alike.append((at, key, family, values))
+                continue
             for group in groups:
                 if group.takes(family, values):
                     break
@@ -426,6 +429,11 @@ def _columns(bodies: list[Any], places: list[int], which: list[int]
                 group = _Group(family, values)
                 groups.append(group)
             group.columns.append((at, key))
+    for at, key, family, values in alike:   # the shortcut's stride is that of
+        for group in groups:                # the block, even if it is always 2
+            if group.takes(family, values):
+                group.columns.append((at, key))
+                break
     return rows, groups, best
 
 
