@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from mgpu.backends._torch.gluon.source.structure import (Block, Leaf, Step,
+from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf,
+                                                         Step,
                                                          block_leaves,
                                                          chain_signature,
                                                          copied, is_size,
@@ -25,15 +26,6 @@ _FAMILIES = {"in_channels": _CHANNELS, "out_channels": _CHANNELS,
              "out_features": _CHANNELS, "kernel_size": "kernel_size"}
 _INTO = ("in_channels", "in_features", "num_features")
 _OUT_OF = ("out_channels", "out_features")
-
-
-class Arg(NamedTuple):
-    """An argument that stands for several numbers: `raws` has one for each
-    place where the class that it stands in is used; None where the part of
-    the class is not used there."""
-
-    text: str
-    raws: tuple[Any, ...]
 
 
 class Parameter(NamedTuple):
@@ -257,9 +249,10 @@ def _linear(block: Block, blocks: list[Block]) -> None:
                 bodies.setdefault(chain_signature(chain), []).append(b)
     for sign, members in bodies.items():
         n, found = len(sign), False
+        own = [id(_main(b).chain) for b in members]
         for chain in [*_all_chains(block)]:
             i = 0
-            while i + n <= len(chain):
+            while id(chain) not in own and i + n <= len(chain):
                 after = chain[i + n] if i + n < len(chain) else None
                 if chain_signature(chain[i:i + n]) == sign and not (
                         after is not None and not isinstance(after, Block)
@@ -412,7 +405,7 @@ def _columns(bodies: list[Any], places: list[int], which: list[int]
         if item is None:
             continue
         for key, value in item.arguments.items():
-            if not (is_size(value) or isinstance(value, Arg)):
+            if not is_size(value):
                 continue
             values = [x for k, row in zip(which, rows) for x in
                       ((None,) * places[k] if row[at] is None else
@@ -569,7 +562,12 @@ def _make(bodies: list[Any], places: list[int], which: list[int]
         if g.family != _CHANNELS:
             texts = Counter(repr(v) for v in given if v is not None
                             and not isinstance(v, Arg))
-            if texts and (top := texts.most_common(1)[0])[1] * 2 > len(given):
+            if g.family in ("stride", "dilation", "groups") and "1" in texts:
+                default = "1"
+            elif g.family == "padding" and "0" in texts:
+                default = "0"
+            elif texts and (top := texts.most_common(1)[0])[1] * 2 > len(
+                    given):
                 default = top[0]
         parameters.append(Parameter(g.text, g.family, hint, default))
         for a, v in zip(arguments, given):
@@ -677,6 +675,12 @@ def _border(chain: list[Any], start: int, end: int) -> bool:
                               and isinstance(last, Leaf)
                               and last.is_weighted):
         return False
+    if isinstance(last, Instance) and isinstance(after, Instance) \
+            and last.cls is after.cls or isinstance(first, Instance) \
+            and isinstance(before, Instance) and first.cls is before.cls:
+        return False
+    if _depthwise(last):
+        return False
     inside = chain[start:end]
     return any(x.is_weighted for x in inside) and not all(
         isinstance(x, Instance) and x.cls is inside[0].cls
@@ -696,13 +700,17 @@ def _best(top: Block, found: list[Class]) -> Class | None:
                     continue
                 last[key] = i
                 seen.setdefault(key, []).append((chain, i, places))
-    ranked = sorted(((len(key) - 1) * len(at) - (len(key) + 8), len(key), i)
-                    for i, (key, at) in enumerate(seen.items()))
     keys = list(seen)
-    for saved, n, i in reversed(ranked):
-        if saved <= 0:
-            return None
-        at = seen[keys[i]]
+    ranked = []
+    for number, (key, at) in enumerate(seen.items()):
+        saved = (len(key) - 1) * len(at) - (len(key) + 8)
+        chain, i, _ = at[0]
+        # first what is around one layer: classes of others are made of it
+        one = sum(x.is_weighted for x in chain[i:i + len(key)]) == 1
+        if saved > 0:
+            ranked.append((one, saved, len(key), number))
+    for _, _, n, number in sorted(ranked, reverse=True):
+        at = seen[keys[number]]
         made = make([chain[i:i + n] for chain, i, _ in at],
                     [p for _, _, p in at])
         if len(made) != 1 or made[0][0].packed:
@@ -727,13 +735,8 @@ def _kernels(chain: Iterable[Any]) -> list[Any]:
 
 
 def _depthwise(item: Any) -> bool:
-    if not isinstance(item, Leaf) or ".Conv" not in item.kind:
-        return False
-    groups = item.arguments.get("groups", 1)
-    text = groups.text if isinstance(groups, Arg) else groups
-    whole = item.arguments["in_channels"]
-    return groups != 1 and text == (
-        whole.text if isinstance(whole, Arg) else whole)
+    return item.cls.base == "DepthwiseConv" if isinstance(item, Instance) \
+        else isinstance(item, Leaf) and item.is_depthwise
 
 
 def _base(body: Any) -> str:
@@ -762,7 +765,8 @@ def _base(body: Any) -> str:
         join_ins = next(s for s in body.steps if s.call is not None).ins
         if len(own) == 1 and body.ins[0] in join_ins:
             return "DenseLayer"
-        return "Branches" if len(longest) <= 2 else "InceptionBlock"
+        return "Branches" if all(sum(x.is_weighted for x in c) < 2
+                                 for c in chains) else "InceptionBlock"
     return "Block"
 
 

@@ -8,7 +8,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mgpu.backends._torch.gluon.build import find
 from mgpu.gluon_io.graph import Graph
@@ -24,6 +24,15 @@ ACTIVATIONS = {"torch.nn.ReLU", "torch.nn.Sigmoid", "torch.nn.Tanh",
                "torch.nn.GELU", "torch.nn.LeakyReLU", "torch.nn.PReLU",
                "torch.nn.Hardtanh", "torch.nn.ReLU6", "torch.nn.ELU",
                "torch.nn.SELU"}
+
+
+class Arg(NamedTuple):
+    """An argument that stands for several numbers: `raws` has one for each
+    place where the class that it stands in is used; None where the part of
+    the class is not used there."""
+
+    text: str
+    raws: tuple[Any, ...]
 
 
 class Leaf:
@@ -53,7 +62,8 @@ class Leaf:
     @property
     def signature(self) -> Any:
         """The same for leaves that differ in sizes alone."""
-        return (self.kind, repr(self.call), self.frozen, self.rank if
+        return (self.kind, repr(self.call), self.frozen, self.is_depthwise,
+                self.rank if
                 self.frozen or "BatchNorm" in self.kind else None,
                 tuple((k, v) for k, v in self.arguments.items()
                       if not is_size(v)),
@@ -64,6 +74,13 @@ class Leaf:
         """Whether it is a non-linearity without parameters."""
         return self.kind in ACTIVATIONS and not self.tensors or (
             self.call is not None and self.call.function == "torch.clamp")
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether it is a convolution of each channel for itself."""
+        groups = self.arguments.get("groups", 1)
+        return ".Conv" in self.kind and groups != 1 and (
+            groups == self.arguments["in_channels"])
 
     @property
     def is_norm(self) -> bool:
@@ -79,7 +96,7 @@ class Leaf:
 def is_size(x: Any) -> bool:
     """Whether an argument may be one of a class: a number of things, or
     several."""
-    return type(x) is int or (type(x) is tuple and bool(x)
+    return type(x) is int or isinstance(x, Arg) or (type(x) is tuple and bool(x)
                               and all(type(y) is int for y in x))
 
 
@@ -99,6 +116,8 @@ class Step:
         A shortcut that not all of a class have: what stands for it there.
     absent : bool
         Whether it is such a one.
+    title : str
+        What to call the chain, where that is known.
     """
 
     def __init__(self, outs: tuple[Value, ...], ins: tuple[Value, ...],
@@ -106,6 +125,7 @@ class Step:
                  layer: Leaf | None = None) -> None:
         self.outs, self.ins = outs, ins
         self.chain, self.call, self.layer = chain, call, layer
+        self.title = ""
         self.otherwise: Value = None
         self.absent = False
         self.optional = False
@@ -404,6 +424,11 @@ def _chains(block: Block) -> None:
             made[step.outs[0]] = before
         else:
             kept.append(step)
+    for step in kept:
+        if step.chain is not None and len(step.chain) > 1:
+            step.chain = [item for item in step.chain if not (
+                isinstance(item, Leaf) and item.kind == "torch.nn.Identity")
+                ] or step.chain[:1]
     block.steps = kept
 
 

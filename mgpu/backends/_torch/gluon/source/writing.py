@@ -9,10 +9,10 @@ import torch
 
 from mgpu.backends._torch.gluon.build import find, identifier
 from mgpu.backends._torch.gluon.source import layout
-from mgpu.backends._torch.gluon.source.classes import (Arg, Class, Instance,
+from mgpu.backends._torch.gluon.source.classes import (Class, Instance,
                                                        classes_of, name,
                                                        normalise)
-from mgpu.backends._torch.gluon.source.structure import (Block, Leaf, Step,
+from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf, Step,
                                                          defaults_of,
                                                          structure_of)
 from mgpu.gluon_io.graph import Graph
@@ -496,7 +496,7 @@ class _Names:
         n, own = 1, word
         while own in taken:
             n += 1
-            own = f"{word}{n}"
+            own = f"{word}_{n}" if word[-1].isdigit() else f"{word}{n}"
         taken.add(own)
         return own
 
@@ -618,8 +618,8 @@ def _attribute(step: Step, block: Block) -> str:
     """What to call a chain of a block."""
     calls = [s.call.function for s in block.steps if s.call is not None]
     chain = step.chain or []
-    if hasattr(step, "title"):
-        return str(step.title)
+    if step.title:
+        return step.title
     join = calls[0] if len(calls) == 1 else ""
     taken = step.ins == block.ins
     if join == "operator.add":
@@ -642,25 +642,33 @@ def _attribute(step: Step, block: Block) -> str:
     return _word(chain[0]) if len(chain) == 1 else "layers"
 
 
+def _kernel(item: Any) -> tuple[int, ...] | None:
+    """Of a convolution, or of what stands for one."""
+    if isinstance(item, Instance):
+        p = next((p for p in item.cls.parameters
+                  if p.family == "kernel_size"), None)
+        found = None if p is None else item.arguments[p.name]
+        if p is None:
+            inner = [_kernel(x) for x in item.cls.items
+                     if isinstance(x, Leaf)]
+            found = next((k for k in inner if k), None)
+    else:
+        found = item.arguments.get("kernel_size")
+    if isinstance(found, Arg) or found is None:
+        return None
+    return (found, found) if isinstance(found, int) else found
+
+
 def _branch(chain: list[Any]) -> str:
     """By its largest kernel, as in "branch3x3"."""
-    sizes = []
-    for item in chain:
-        k = item.arguments.get("kernel_size")
-        if k is None and isinstance(item, Instance):
-            k = next((x.arguments["kernel_size"] for x in item.cls.items
-                      if isinstance(x, Leaf)
-                      and "kernel_size" in x.arguments), None)
-        if isinstance(item, Leaf) and "Pool" in item.kind:
-            return "branch_pool"
-        if isinstance(k, Arg):
-            k = None
-        if k is not None:
-            sizes.append((k, k) if isinstance(k, int) else k)
+    if any(isinstance(x, Leaf) and "Pool" in x.kind for x in chain):
+        return "branch_pool"
+    sizes = [k for k in map(_kernel, chain) if k]
     if not sizes:
         return "branch"
-    return "branch" + "x".join(map(str, max(sizes, key=lambda s: (
-        sum(s), s))))
+    largest = max(sizes, key=lambda s: (sum(s), s))
+    many = "_double" if sizes.count(largest) == 2 else ""
+    return "branch" + "x".join(map(str, largest)) + many
 
 
 def _features(top: Block) -> None:
@@ -672,7 +680,11 @@ def _features(top: Block) -> None:
         n -= 1
     dense = next((i for i in range(n, len(chain)) if _dense(chain[i])), None)
     step = top.steps[0]
-    setattr(step, "title", "features")
+    step.title = "features"
+    if dense is None and isinstance(chain[-1], Leaf) \
+            and chain[-1].kind == "torch.nn.Flatten" and n \
+            and isinstance(chain[n - 1], Leaf):
+        dense = n = n - 1                       # a convolution classifies
     if dense is None or not 0 < n:
         return
     start = dense
@@ -682,8 +694,7 @@ def _features(top: Block) -> None:
         start -= 1
     value = ("features",)
     tail = Step(step.outs, (value,), chain[start:])
-    setattr(tail, "title", "output" if len(chain) - start == 1
-            else "classifier")
+    tail.title = "output" if len(chain) - start == 1 else "classifier"
     step.outs, step.chain = (value,), chain[:start]
     top.steps.append(tail)
 
@@ -696,8 +707,16 @@ def _dense(item: Any) -> bool:
 
 def _meaning(cls: Class) -> str:
     """A docstring by what is inside."""
+    if cls.base == "ResidualBlock":
+        n = sum(1 for x in cls.leaves if ".Conv" in x.kind) - sum(
+            1 for s in cls.body.steps if s.optional or s is not max(
+                cls.body.steps, key=lambda s: len(s.chain or []))
+            for x in s.chain or [] if ".Conv" in getattr(x, "kind", ""))
+        what = {1: "A convolution", 2: "Two convolutions",
+                3: "Three convolutions", 4: "Four convolutions"}.get(
+                    n, "Layers")
+        return f"{what}, and a shortcut around."
     return {
-        "ResidualBlock": "Layers, and a shortcut around them.",
         "Bottleneck": "Convolutions with fewer channels between, and a "
                       "shortcut around them.",
         "InvertedResidual": "Pointwise, depthwise and pointwise convolution, "
