@@ -57,6 +57,8 @@ class Class:
         argument.
     shortcut : str or None
         The same for an optional shortcut.
+    inline : str
+        What to write in its place, where a class would say no more.
     """
 
     def __init__(self, body: Any, places: int) -> None:
@@ -67,10 +69,28 @@ class Class:
         self.flag: str | None = None
         self.shortcut: str | None = None
         self.paths: list[str] = []
-        self.base = ""
+        self.base = self.inline = ""
 
     def __deepcopy__(self, memo: Any) -> "Class":
         return self
+
+    @property
+    def joined(self) -> tuple[list[list[Any]], int] | None:
+        """The branches, and along which axis, if it is no more than branches
+        side by side."""
+        if not isinstance(self.body, Block) or len(self.body.ins) != 1:
+            return None
+        *steps, last = self.body.steps
+        chains = [s.chain for s in steps]
+        outs = tuple(s.outs[0] for s in steps)
+        if last.call is None or last.call.function != "torch.cat" \
+                or last.call.named or last.outs != self.body.outs \
+                or outs != last.ins or not all(chains) \
+                or any(s.ins != self.body.ins for s in steps) \
+                or last.call.arguments[0] != tuple(
+                    map(Slot, range(len(outs)))):
+            return None
+        return [c for c in chains if c], last.call.arguments[1]
 
     @property
     def items(self) -> list[Any]:
@@ -682,6 +702,10 @@ def _border(chain: list[Any], start: int, end: int) -> bool:
     if _depthwise(last):
         return False
     inside = chain[start:end]
+    signs = [x.signature for x in inside]
+    if any(signs == signs[:d] * (len(signs) // d)
+           for d in range(1, len(signs) // 2 + 1)):
+        return False
     return any(x.is_weighted for x in inside) and not all(
         isinstance(x, Instance) and x.cls is inside[0].cls
         for x in inside) and len({x.signature for x in inside}) > 1
@@ -703,11 +727,12 @@ def _best(top: Block, found: list[Class]) -> Class | None:
     keys = list(seen)
     ranked = []
     for number, (key, at) in enumerate(seen.items()):
-        saved = (len(key) - 1) * len(at) - (len(key) + 8)
+        saved = (len(key) - 1) * len(at) - (len(key) + 5)
         chain, i, _ = at[0]
         # first what is around one layer: classes of others are made of it
-        one = sum(x.is_weighted for x in chain[i:i + len(key)]) == 1
-        if saved > 0:
+        layers = sum(x.is_weighted for x in chain[i:i + len(key)])
+        one = layers == 1
+        if saved > 0 and (one or layers < 4 and len(at) > 2):
             ranked.append((one, saved, len(key), number))
     for _, _, n, number in sorted(ranked, reverse=True):
         at = seen[keys[number]]

@@ -22,8 +22,7 @@ def fit(text: str, indent: int = 0, end: str = "") -> list[str]:
     loop = _loop(text[start + 1:stop])
     if loop is not None:
         lines += fit(loop[0], indent + 4) + fit(loop[1], indent + 4)
-    elif "(" not in text[start + 1:stop] and \
-            indent + 4 + stop - start - 1 <= WIDTH:
+    elif not _long(text) and indent + 4 + stop - start - 1 <= WIDTH:
         lines.append(f"{space}    {text[start + 1:stop]}")
     else:
         for part in parts:

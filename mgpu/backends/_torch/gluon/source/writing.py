@@ -25,8 +25,8 @@ _FUNCTIONS = {"torch.nn.ReLU": "torch.relu",
               "torch.nn.Sigmoid": "torch.sigmoid",
               "torch.nn.Tanh": "torch.tanh"}
 _OURS = {"GluonBatchNorm":
-         "Gluon's running variance is that of the batch; PyTorch's is "
-         "n / (n - 1) times as large.",
+         "Gluon's running variance is biased; PyTorch's is n / (n - 1) times as "
+         "large.",
          "GluonMaxPool2d": "Gluon's windows may lie wholly in the padding; "
          "PyTorch leaves those out.",
          "GluonAvgPool2d": "Gluon's windows may lie wholly in the padding; "
@@ -94,7 +94,8 @@ class _Writer:
             self._visit(cls, order)
         blocks = []
         for cls in order:
-            blocks.append(self._class(cls))
+            if (lines := self._class(cls)):
+                blocks.append(lines)
         net, places = self._net()
         shared = self._shared(places)
         if shared:
@@ -152,11 +153,12 @@ class _Writer:
     def _load(self, shared: list[str]) -> list[str]:
         return ['def load(path: str) -> Net:',
                 '    """The network with the weights in a file."""',
-                '    weights = torch.load(path, weights_only=True)',
                 '    net = Net()',
-                *(['    net.to(next(iter(weights.values())).dtype)',
+                *(['    weights = torch.load(path, weights_only=True)',
+                   '    net.to(next(iter(weights.values())).dtype)',
                    '    net.load_state_dict(weights)'] if shared else
-                  ['    net.load_state_dict(weights, assign=True)']),
+                  ['    net.load_state_dict(torch.load(path, '
+                   'weights_only=True), assign=True)']),
                 '    return net']
 
     # -- names of parameters --------------------------------------------------
@@ -191,25 +193,59 @@ class _Writer:
     # -- classes --------------------------------------------------------------
 
     def _class(self, cls: Class) -> list[str]:
-        lines = [f"class {cls.name}(nn."
-                 f"{'Module' if isinstance(cls.body, Block) else 'Sequential'}"
-                 "):", *_docstring(_meaning(cls)), ""]
+        base = "nn.Module" if isinstance(cls.body, Block) else "nn.Sequential"
+        if cls.joined:
+            base = self._side_by_side(cls.joined[1])
+            text, own = self._branches(cls.joined[0])
+            _keep(cls, own)
+            if not cls.parameters and (cls.places == 1 or len(text) < 100):
+                cls.inline = f"{base}({text})"
+                return []
+        lines = [f"class {cls.name}({base}):", *_docstring(_meaning(cls)), ""]
         given = [f"{p.name}: {p.hint}" + (f" = {p.default}" if p.default
                                           else "") for p in cls.parameters]
         lines += layout.fit(f"def __init__({', '.join(['self', *given])}) "
                             "-> None:", 4)
         if cls.packed:
             lines += layout.fit(f"{', '.join(cls.packed)} = channels", 8)
-        if isinstance(cls.body, Block):
+        if cls.joined:
+            lines += layout.fit(f"super().__init__({text})", 8)
+        elif isinstance(cls.body, Block):
             made, forward, own = self._block(cls.body, ["x"], cls)
             lines += ["        super().__init__()", *made, "",
                       *self._forward(["x"], forward)]
         else:
             text, own = self._sequence(cls.body)
             lines += layout.fit(f"super().__init__({text})", 8)
-        at = {id(leaf): path for path, leaf in own}
-        cls.paths = [at.get(id(leaf), "") for leaf in cls.leaves]
+        _keep(cls, own)
         return lines
+
+    def _side_by_side(self, axis: int) -> str:
+        """The class of branches whose outputs become one."""
+        own = "Concat" if axis == 1 else f"Concat{axis}".replace("-", "Last")
+        if own not in self._small:
+            what = "channels stand side by side" if axis == 1 \
+                else f"outputs are joined along axis {axis}"
+            self._small[own] = [
+                f"class {own}(nn.Sequential):",
+                f'    """Branches whose {what}."""', "",
+                *self._forward(["x"], ["        return torch.cat([branch(x) "
+                                       f"for branch in self], {axis})"])]
+        return own
+
+    def _branches(self, chains: list[list[Any]]
+                  ) -> tuple[str, list[tuple[str, Leaf]]]:
+        texts, places = [], []
+        for i, chain in enumerate(chains):
+            if len(chain) == 1:
+                texts.append(self._make(chain[0]))
+                places += [(f"{i}{rest}", leaf)
+                           for rest, leaf in _places(chain[0])]
+            else:
+                text, own = self._sequence(chain)
+                texts.append(f"nn.Sequential({text})")
+                places += [(f"{i}.{path}", leaf) for path, leaf in own]
+        return ", ".join(texts), places
 
     def _forward(self, inputs: list[str], body: list[str]) -> list[str]:
         given = ", ".join(f"{x}: torch.Tensor" for x in inputs)
@@ -357,6 +393,8 @@ class _Writer:
     def _make(self, item: Any) -> str:
         """What makes a layer."""
         if isinstance(item, Instance):
+            if item.cls.inline:
+                return item.cls.inline
             given, keyed = [], False
             for p in item.cls.parameters:
                 v = item.arguments[p.name]
@@ -375,6 +413,11 @@ class _Writer:
         keyed = False
         for key, v in item.arguments.items():
             text = _value(v)
+            if not keyed and (key == text or "Pool" in short
+                              and key in ("stride", "padding")) \
+                    and not (key in usual and v == usual[key]):
+                given.append(text)
+                continue
             if key in usual and not isinstance(v, Arg) and v == usual[key] \
                     and key not in ("p",):
                 keyed = True
@@ -518,6 +561,12 @@ def _places(item: Any) -> Iterator[tuple[str, Leaf]]:
                 yield f".{path}", leaf
     else:
         yield "", item
+
+
+def _keep(cls: Class, own: list[tuple[str, Leaf]]) -> None:
+    """Where the leaves of a class are in it."""
+    at = {id(leaf): path for path, leaf in own}
+    cls.paths = [at.get(id(leaf), "") for leaf in cls.leaves]
 
 
 def _maker(block: Block, value: Any) -> Step | None:
