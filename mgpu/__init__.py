@@ -17,7 +17,8 @@ from mgpu.backends import (BackendNotAvailable, available_backends,
 from mgpu.checkpoint import load_checkpoint, save_checkpoint
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
-from mgpu.conversion import from_gluon, register_op, to_gluon_params
+from mgpu.conversion import (from_gluon, gluon_source, register_op,
+                             to_gluon_params)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
                          try_all_gpus, try_gpu)
 from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
@@ -49,6 +50,7 @@ __all__ = [
     "assign_roots", "attach_grad", "available_backends", "backward",
     "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
     "evaluate_accuracy_gpus", "from_gluon", "functional", "get_backend",
+    "gluon_source",
     "get_params", "gpu", "grad", "initialize", "initializers", "list_devices",
     "load_checkpoint", "losses", "lr_scheduler", "models", "mxnet_compat",
     "no_grad", "num_gpus", "optimizers", "parallel", "prefetch", "put",

@@ -733,9 +733,9 @@ def _best(top: Block, found: list[Class]) -> Class | None:
         layers = sum(x.is_weighted for x in chain[i:i + len(key)])
         one = layers == 1
         if saved > 0 and (one or layers < 4 and len(at) > 2):
-            ranked.append((one, saved, len(key), number))
+            ranked.append((one, saved, -len(key), number))
     for _, _, n, number in sorted(ranked, reverse=True):
-        at = seen[keys[number]]
+        at, n = seen[keys[number]], -n
         made = make([chain[i:i + n] for chain, i, _ in at],
                     [p for _, _, p in at])
         if len(made) != 1 or made[0][0].packed:

@@ -53,6 +53,8 @@ class Source(NamedTuple):
         Names of `state_dict` that have this number, whatever the file has.
     counters : tuple of str
         Names of `state_dict` that Gluon has not: torch's counts of batches.
+    shared : bool
+        Whether layers share an array.
     classes : int
     arguments : int
         The most that a class has.
@@ -62,27 +64,32 @@ class Source(NamedTuple):
     names: dict[str, str]
     values: dict[str, float]
     counters: tuple[str, ...]
+    shared: bool
     classes: int
     arguments: int
 
 
 def source_of(graph: Graph, shapes: Mapping[str, Shape],
-              title: str = "A network", plain: bool = False) -> Source:
+              title: str = "A network", plain: bool = False,
+              safe: bool = False) -> Source:
     """The source of a network, from its graph and the shapes of its arrays.
-    `plain`: without mgpu's layers. MissingOperator as in `from_gluon`."""
+    `plain`: without mgpu's layers. `safe`: it reads weights in safetensors'
+    form, where no layers share an array. MissingOperator as in
+    `from_gluon`."""
     top = structure_of(graph, shapes)
     normalise(top)
     found = classes_of(top)
     name(found)
     inputs = [identifier(graph.nodes[i].name) for i, _ in top.ins]
-    return _Writer(top, found, inputs, title, plain).source()
+    return _Writer(top, found, inputs, title, plain,
+                   safe).source()
 
 
 class _Writer:
     def __init__(self, top: Block, found: list[Class], inputs: list[str],
-                 title: str, plain: bool) -> None:
+                 title: str, plain: bool, safe: bool) -> None:
         self._top, self._found, self._inputs = top, found, inputs
-        self._title, self._plain = title, plain
+        self._title, self._plain, self._safe = title, plain, safe
         self._imports: set[str] = set()
         self._ours: dict[str, None] = {}
         self._small: dict[str, list[str]] = {}      # classes around calls
@@ -106,7 +113,8 @@ class _Writer:
         blocks = [*self._small.values(), *blocks, net, self._load(shared)]
         body = "\n\n\n".join("\n".join(lines) for lines in blocks)
         text = "\n".join([*self._head(body), "", "", body, ""])
-        return Source(text, names, values, counters, len(order), max(
+        return Source(text, names, values, counters, bool(shared),
+                      len(order), max(
             (len(c.parameters) for c in order), default=0))
 
     def _visit(self, cls: Class, order: list[Class]) -> None:
@@ -151,15 +159,15 @@ class _Writer:
         return lines
 
     def _load(self, shared: list[str]) -> list[str]:
-        return ['def load(path: str) -> Net:',
+        read = "load_file(path)" if self._safe and not shared \
+            else "torch.load(path, weights_only=True)"
+        body = [f"    weights = {read}",
+                "    net.to(next(iter(weights.values())).dtype)",
+                "    net.load_state_dict(weights)"] if shared else \
+            [f"    net.load_state_dict({read}, assign=True)"]
+        return ["def load(path: str) -> Net:",
                 '    """The network with the weights in a file."""',
-                '    net = Net()',
-                *(['    weights = torch.load(path, weights_only=True)',
-                   '    net.to(next(iter(weights.values())).dtype)',
-                   '    net.load_state_dict(weights)'] if shared else
-                  ['    net.load_state_dict(torch.load(path, '
-                   'weights_only=True), assign=True)']),
-                '    return net']
+                "    net = Net()", *body, "    return net"]
 
     # -- names of parameters --------------------------------------------------
 
@@ -729,13 +737,14 @@ def _features(top: Block) -> None:
         n -= 1
     dense = next((i for i in range(n, len(chain)) if _dense(chain[i])), None)
     step = top.steps[0]
-    step.title = "features"
+    step.title = "layers"
     if dense is None and isinstance(chain[-1], Leaf) \
             and chain[-1].kind == "torch.nn.Flatten" and n \
             and isinstance(chain[n - 1], Leaf):
         dense = n = n - 1                       # a convolution classifies
     if dense is None or not 0 < n:
         return
+    step.title = "features"
     start = dense
     if start and isinstance(chain[start - 1], Leaf) and \
             chain[start - 1].kind == "torch.nn.Flatten" \
@@ -797,7 +806,8 @@ def _listing(cls: Class) -> str:
             continue
         kind = item.call.function.rpartition(".")[2] if item.call \
             else item.kind.rpartition(".")[2]
-        words.append(next((v for k, v in _SAID.items() if k in kind), kind))
+        words.append("depthwise " * item.is_depthwise + next(
+            (v for k, v in _SAID.items() if k in kind), kind))
     text = words[0] if len(words) == 1 else \
         f"{', '.join(words[:-1])} and {words[-1]}"
     return f"{text[0].upper()}{text[1:]}."
