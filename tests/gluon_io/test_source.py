@@ -8,13 +8,13 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from gluon_io.test_from_gluon import Exported, exported  # noqa: F401
+from gluon_io.test_from_gluon import exported  # noqa: F401
 
 if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("these compare two engines", allow_module_level=True)
 
 
-def scrambled(exported, folder):
+def scrambled(exported, folder):  # noqa: F811
     """The same network, whose names say nothing."""
     graph = json.loads(exported.symbol.read_text())
     names = {}
@@ -32,7 +32,7 @@ def scrambled(exported, folder):
 class Written:
     """A source file, imported, and its network with the weights."""
 
-    def __init__(self, exported, folder, plain=False):
+    def __init__(self, exported, folder, plain=False):  # noqa: F811
         self.path = folder / "net.py"
         self.names = mgpu.gluon_source(exported.symbol, exported.params,
                                        self.path, plain=plain)

@@ -241,7 +241,7 @@ def _without_shortcut(block: Block) -> Any:
 
 def _alike(members: list[Block]) -> None:
     """Give absent shortcuts the layers of the others, without any size."""
-    there = [s for b in members if not (s := _shortcut(b)).absent]  # type: ignore
+    there = [s for b in members if (s := _shortcut(b)) and not s.absent]
     for block in members:
         step = _shortcut(block)
         assert step is not None
@@ -260,7 +260,7 @@ def _alike(members: list[Block]) -> None:
 
 def _linear(block: Block, blocks: list[Block]) -> None:
     """A chain that others have a shortcut around is one of them."""
-    bodies = {}
+    bodies: dict[Any, list[Block]] = {}
     for b in blocks:
         step = _shortcut(b)
         if step is not None and step.absent and b.outs == _outs(_join(b)):
@@ -319,7 +319,8 @@ def _before(block: Block) -> None:
                         _pull(t, head)
                     break
                 if any(_main(t).ins != t.ins and chain_signature(
-                        [*t.steps[0].chain, *_main(t).chain]) == sign
+                        [*(t.steps[0].chain or []),
+                         *(_main(t).chain or [])]) == sign
                         for t in _blocks(block) if _join(t)
                         and _shortcut(t) is not None):
                     _pull(b, first)
@@ -373,7 +374,7 @@ def raws(value: Any, places: int) -> tuple[Any, ...]:
     return value.raws if isinstance(value, Arg) else (value,) * places
 
 
-def _items(body: Any, there: bool = True) -> list[Any]:
+def _items(body: Any) -> list[Any]:
     """What has arguments; None for what is absent."""
     if not isinstance(body, Block):
         return list(leaves(body))
@@ -460,7 +461,7 @@ def _split(bodies: list[Any], places: list[int], which: list[int]
     """Bodies with the same kernels and so on, where one class would have too
     many arguments."""
     rows, groups, _ = _columns(bodies, places, which)
-    _name(rows, groups, True)
+    _name(groups)
     free = [g for g in groups if g.text.isidentifier()]
     if len(free) <= MOST_ARGUMENTS - 1 or len(which) == 1:
         return [which]
@@ -478,7 +479,7 @@ def _split(bodies: list[Any], places: list[int], which: list[int]
     return [which]
 
 
-def _name(rows: list[list[Any]], groups: list[_Group], body: bool) -> None:
+def _name(groups: list[_Group]) -> None:
     """Give each group its expression: a name, or what it follows from."""
     taken: set[str] = set()
 
@@ -494,7 +495,6 @@ def _name(rows: list[list[Any]], groups: list[_Group], body: bool) -> None:
         [at for at, k in g.columns if k in _OUT_OF
          or k.startswith(("out_", "channels"))], default=-1), default=None)
     order = [g for g in (first, *inner, last, *groups) if g is not None]
-    middle = [g for g in inner if g is not first and g is not last]
     done: list[_Group] = []
     for g in sorted(dict.fromkeys(order), key=lambda g: (
             g.family != _CHANNELS, g is not first, g is last)):
@@ -502,9 +502,7 @@ def _name(rows: list[list[Any]], groups: list[_Group], body: bool) -> None:
         if not g.text:
             if g.family != _CHANNELS:
                 name = g.columns[0][1].rstrip("0123456789")
-            elif g is first and g is last or (
-                    g is last and not middle and first is not None
-                    and len(inner) == 2 and False):
+            elif g is first and g is last:
                 name = "channels"
             elif g is first:
                 name = "in_channels"
@@ -544,7 +542,7 @@ def _follows(group: _Group, done: list[_Group]) -> str:
 def _make(bodies: list[Any], places: list[int], which: list[int]
           ) -> tuple[Class, list[int], list[Instance]]:
     rows, groups, best = _columns(bodies, places, which)
-    _name(rows, groups, True)
+    _name(groups)
     cls = Class(copied(bodies[which[best]]), sum(places[k] for k in which))
     cls.base = _base(bodies[which[best]])
     own = cls.items
@@ -618,7 +616,8 @@ def _options(cls: Class, bodies: list[Any], arguments: list[dict[str, Any]],
         return
     step = _shortcut(cls.body)
     if step is not None:
-        there = [not _shortcut(b).absent for b in bodies]  # type: ignore
+        there = [s is not None and not s.absent
+                 for s in map(_shortcut, bodies)]
         if all(there):
             step.optional = False
         else:
@@ -734,8 +733,8 @@ def _best(top: Block, found: list[Class]) -> Class | None:
         one = layers == 1
         if saved > 0 and (one or layers < 4 and len(at) > 2):
             ranked.append((one, saved, -len(key), number))
-    for _, _, n, number in sorted(ranked, reverse=True):
-        at, n = seen[keys[number]], -n
+    for _, _, short, number in sorted(ranked, reverse=True):
+        at, n = seen[keys[number]], -short
         made = make([chain[i:i + n] for chain, i, _ in at],
                     [p for _, _, p in at])
         if len(made) != 1 or made[0][0].packed:

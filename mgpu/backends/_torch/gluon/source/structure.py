@@ -7,16 +7,15 @@ blocks lie in each other, and between them are chains.
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mgpu.backends._torch.gluon.build import find
 from mgpu.gluon_io.graph import Graph
 from mgpu.gluon_io.parts import Call, Layer, Shape, Slot, parts_of, slots_of
 
-Value = Hashable
-#: what an item of a chain may be
-Item = "Leaf | Block | Any"
+#: the node and its output, or a tuple of a word and another
+Value = Any
 
 _FLAT = Call("torch.flatten", (Slot(0), 1))
 ACTIVATIONS = {"torch.nn.ReLU", "torch.nn.Sigmoid", "torch.nn.Tanh",
@@ -63,8 +62,7 @@ class Leaf:
     def signature(self) -> Any:
         """The same for leaves that differ in sizes alone."""
         return (self.kind, repr(self.call), self.frozen, self.is_depthwise,
-                self.rank if
-                self.frozen or "BatchNorm" in self.kind else None,
+                self.rank if self.frozen or self.is_norm else None,
                 tuple((k, v) for k, v in self.arguments.items()
                       if not is_size(v)),
                 tuple(k for k, v in self.arguments.items() if is_size(v)))
@@ -96,8 +94,8 @@ class Leaf:
 def is_size(x: Any) -> bool:
     """Whether an argument may be one of a class: a number of things, or
     several."""
-    return type(x) is int or isinstance(x, Arg) or (type(x) is tuple and bool(x)
-                              and all(type(y) is int for y in x))
+    return type(x) is int or isinstance(x, Arg) or (
+        type(x) is tuple and bool(x) and all(type(y) is int for y in x))
 
 
 class Step:
@@ -307,6 +305,7 @@ class _Ranks:
 
     def __init__(self, graph: Graph, parts: Mapping[int, Any]) -> None:
         self._found: dict[Value, int | None] = {}
+        rank: int | None
         for i, part in parts.items():
             node = graph.nodes[i]
             kind = part.kind if isinstance(part, Layer) else part.function

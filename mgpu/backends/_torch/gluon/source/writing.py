@@ -12,7 +12,8 @@ from mgpu.backends._torch.gluon.source import layout
 from mgpu.backends._torch.gluon.source.classes import (Class, Instance,
                                                        classes_of, name,
                                                        normalise)
-from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf, Step,
+from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf,
+                                                         Step,
                                                          defaults_of,
                                                          structure_of)
 from mgpu.gluon_io.graph import Graph
@@ -25,8 +26,8 @@ _FUNCTIONS = {"torch.nn.ReLU": "torch.relu",
               "torch.nn.Sigmoid": "torch.sigmoid",
               "torch.nn.Tanh": "torch.tanh"}
 _OURS = {"GluonBatchNorm":
-         "Gluon's running variance is biased; PyTorch's is n / (n - 1) times as "
-         "large.",
+         "Gluon's running variance is biased; PyTorch's is n / (n - 1) times "
+         "as large.",
          "GluonMaxPool2d": "Gluon's windows may lie wholly in the padding; "
          "PyTorch leaves those out.",
          "GluonAvgPool2d": "Gluon's windows may lie wholly in the padding; "
@@ -266,7 +267,7 @@ class _Writer:
 
     def _net(self) -> tuple[list[str], list[tuple[str, Leaf]]]:
         top = self._top
-        lines = [f"class Net(nn.Module):",
+        lines = ["class Net(nn.Module):",
                  *_docstring(f"{self._title}."), "",
                  "    def __init__(self) -> None:",
                  "        super().__init__()"]
@@ -306,9 +307,8 @@ class _Writer:
                 main = next(text[v] for v, s in zip(step.ins, [
                     _maker(block, v) for v in step.ins])
                     if s is not None and not s.optional)
-                condition = f"self.{'residual'}"
                 made += [f"        self.residual = {cls.flag}"]
-                expr = f"{expr} if {condition} else {main}"
+                expr = f"{expr} if self.residual else {main}"
             if step is last and step.outs == block.outs:
                 body += _long_return(expr)
                 continue
@@ -350,7 +350,7 @@ class _Writer:
             return f"self.{attribute}({given})", attribute, [
                 (attribute, leaf)]
         if step.call is not None:
-            return self._expr(step.call, ins), _call_word(step.call), []
+            return self._expr(step.call, ins), "y", []
         chain = step.chain or []
         x = ins[0]
         if not chain:
@@ -358,7 +358,7 @@ class _Writer:
         if len(chain) == 1 and isinstance(chain[0], Leaf):
             only = chain[0]
             if only.call is not None:
-                return self._expr(only.call, [x]), _call_word(only.call), []
+                return self._expr(only.call, [x]), "y", []
             if only.kind in _FUNCTIONS:
                 return f"{_FUNCTIONS[only.kind]}({x})", "y", []
         attribute = names.attribute(_attribute(step, block))
@@ -376,10 +376,8 @@ class _Writer:
             same = other == x
             lines = layout.fit(f"self.{attribute} = {made_text}", 12)
             empty = "nn.Identity()" if same else "None"
-            hint = "" if same else ": nn.Module | None"
-            one = layout.fit(f"self.{attribute} = {made_text}", 8)
-            del one
-            made += [f"        self.{attribute}{': nn.Module' if same else hint} = {empty}",
+            hint = ": nn.Module" if same else ": nn.Module | None"
+            made += [f"        self.{attribute}{hint} = {empty}",
                      f"        if {condition}:", *lines]
             if same:
                 return f"self.{attribute}({x})", attribute, own
@@ -649,10 +647,6 @@ def _long_return(expr: str) -> list[str]:
     if max(map(len, lines)) > layout.WIDTH:
         lines = layout.fit(f"return ({expr})", 8)
     return lines
-
-
-def _call_word(call: Call) -> str:
-    return "y"
 
 
 _WORDS = {"Conv": "conv", "Norm": "norm", "Linear": "linear",
