@@ -17,8 +17,9 @@ from mgpu.backends import (BackendNotAvailable, available_backends,
 from mgpu.checkpoint import load_checkpoint, save_checkpoint
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
-from mgpu.conversion import (from_gluon, missing_operators, register_op,
-                             to_gluon_params, to_pt2, to_safetensors)
+from mgpu.conversion import (from_gluon, gluon_source, missing_operators,
+                             register_op, to_gluon_params, to_pt2,
+                             to_safetensors)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
                          try_all_gpus, try_gpu)
 from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
@@ -51,15 +52,15 @@ __all__ = [
     "assign_roots", "attach_grad", "available_backends", "backward",
     "broadcast", "cpu", "datasets", "evaluate_accuracy_gpu",
     "evaluate_accuracy_gpus", "from_gluon", "functional", "get_backend",
-    "get_params", "gpu", "grad", "initialize", "initializers", "list_devices",
-    "load_checkpoint", "losses", "lr_scheduler", "missing_operators", "models",
-    "mxnet_compat", "no_grad", "num_gpus", "optimizers", "parallel",
-    "prefetch", "put", "record", "reduce", "reducescatter", "register_op",
-    "resume_from_gluon", "save_checkpoint", "seed", "set_backend", "sgd",
-    "shard_bounds", "split_and_load", "split_batch", "strict_devices",
-    "synchronize", "to_gluon_params", "to_numpy", "to_pt2", "to_safetensors",
-    "train", "train_batch", "train_epochs", "try_all_gpus", "try_gpu",
-    "using_backend",
+    "get_params", "gluon_source", "gpu", "grad", "initialize", "initializers",
+    "list_devices", "load_checkpoint", "losses", "lr_scheduler",
+    "missing_operators", "models", "mxnet_compat", "no_grad", "num_gpus",
+    "optimizers", "parallel", "prefetch", "put", "record", "reduce",
+    "reducescatter", "register_op", "resume_from_gluon", "save_checkpoint",
+    "seed", "set_backend", "sgd", "shard_bounds", "split_and_load",
+    "split_batch", "strict_devices", "synchronize", "to_gluon_params",
+    "to_numpy", "to_pt2", "to_safetensors", "train", "train_batch",
+    "train_epochs", "try_all_gpus", "try_gpu", "using_backend",
 ]
 
 

@@ -146,6 +146,44 @@ def missing_operators(symbol: FilePath, params: FilePath | None = None
     return get_backend().missing_operators(symbol, params)
 
 
+def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
+                 plain: bool = False) -> dict[str, str]:
+    """Write the source of a network of Gluon, as a person would port it.
+
+    The file defines ``Net``, a `torch.nn.Module`, and ``load(path)``, which
+    makes one with the weights in a file. What repeats in the network is a
+    class, whose arguments are what differs. Its numbers are those of
+    `from_gluon`; it needs mgpu where Gluon's arithmetic is not PyTorch's
+    (batch norm's running variance, windows of pooling), and says so.
+
+    Parameters
+    ----------
+    symbol, params : str or os.PathLike
+        ``net-symbol.json`` and ``net-0000.params``. Without `params` (None)
+        no weights are written; the graph has to know all sizes.
+    path : str or os.PathLike
+        Of the source: ``net.py``. The weights are beside it, in
+        ``net.safetensors``, or, where layers share an array or that package
+        is not installed, in ``net.pt``.
+    plain : bool
+        PyTorch's own layers in the place of mgpu's, with a comment that
+        names the difference.
+
+    Returns
+    -------
+    dict of str to str
+        The name in the ``.params`` file for each name in `state_dict`.
+
+    Raises
+    ------
+    NotImplementedError
+        As in `from_gluon`; on MXNet.
+    ValueError, OSError
+        As in `from_gluon`.
+    """
+    return get_backend().gluon_source(symbol, params, path, plain)
+
+
 def register_op(name: str, rule: Callable[..., Any]) -> None:
     """Say what an operator of MXNet becomes in `from_gluon` on torch.
 

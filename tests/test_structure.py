@@ -36,7 +36,7 @@ LAYERS = {
     "contract of an engine": "backends.base backends.messages backends.ledger "
         "backends.scope backends._allocator backends._kept backends._workers",
     "registry": "backends",
-    "engines": "backends._mxnet backends._torch",
+    "engines": "backends._mxnet backends._torch backends.gluon_layers",
     "devices, data and formulas": "nested device split datasets prefetching "
         "initializers optimizers lr_scheduler losses loss_state loss_scale "
         "host_memory collectives functional models strict conversion",

@@ -1236,6 +1236,11 @@ class Backend(ABC):
         raise messages.not_supported(
             self.name, "to_gluon_params (a Block has export)")
 
+    def gluon_source(self, symbol: FilePath, params: FilePath | None,
+                     path: FilePath, plain: bool) -> dict[str, str]:
+        """Source for a network, in a file; see `mgpu.gluon_source`."""
+        raise messages.not_supported(self.name, "writer of source")
+
     def register_op(self, name: str, rule: Callable[..., Any]) -> None:
         """A rule for `from_gluon`; see `mgpu.register_op`."""
         raise messages.not_supported(self.name, "rules for operators")

@@ -403,6 +403,10 @@ class TorchBackend(Leaves, base.Backend):
         from mgpu.backends._torch.gluon.build import to_gluon_params
         to_gluon_params(net, path)
 
+    def gluon_source(self, symbol, params, path, plain):
+        from mgpu.backends._torch.gluon.source.files import gluon_source
+        return gluon_source(symbol, params, path, plain)
+
     def register_op(self, name, rule) -> None:
         from mgpu.gluon_io.parts import register_op
         register_op(name, rule)

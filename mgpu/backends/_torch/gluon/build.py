@@ -68,7 +68,8 @@ def missing_operators(symbol: FilePath, params: FilePath | None
         name: x.shape for name, x in dense_arrays(params).items()})
 
 
-def _identifier(name: str) -> str:
+def identifier(name: str) -> str:
+    """A name of Gluon as one of Python."""
     name = re.sub(r"\W", "_", name)
     return f"_{name}" if not name or name[0].isdigit() \
         or keyword.iskeyword(name) else name
@@ -152,7 +153,7 @@ class _Builder:
         # Gluon marks its parameters in the graph, and no inputs.
         if "__lr_mult__" in node.marks:
             raise _missing(node.name)
-        return self._fx.placeholder(_identifier(node.name))
+        return self._fx.placeholder(identifier(node.name))
 
     def _tensor(self, name: str) -> torch.Tensor:
         """The same one each time: a shared array stays shared."""
@@ -163,7 +164,7 @@ class _Builder:
         return self._tensors[name]
 
     def _array(self, node: Node) -> fx.Node:
-        name = _identifier(node.name)
+        name = identifier(node.name)
         self._root.register_parameter(name, self._parameter(node.name, True))
         self._note(name, node.name, aux=False)
         return self._fx.get_attr(name)
@@ -179,8 +180,8 @@ class _Builder:
         self._names[key] = f"{'aux' if aux else 'arg'}:{array}"
 
     def _layer(self, node: Node, part: Layer) -> fx.Node:
-        kind = _function(part.kind)
-        name = _identifier(prefix_of(node, [*part.tensors.values()]))
+        kind = find(part.kind)
+        name = identifier(prefix_of(node, [*part.tensors.values()]))
         while hasattr(self._root, name):
             name += "_"
         with torch.device("meta"):
@@ -216,7 +217,7 @@ class _Builder:
         if part.function.startswith(_METHODS):
             return self._fx.call_method(part.function.removeprefix(_METHODS),
                                         arguments, named)
-        return self._fx.call_function(_function(part.function), arguments,
+        return self._fx.call_function(find(part.function), arguments,
                                       named)
 
     def _argument(self, node: Node, x: Any) -> Any:
@@ -229,6 +230,7 @@ class _Builder:
         return x
 
 
-def _function(name: str) -> Any:
+def find(name: str) -> Any:
+    """What stands under the name of a part: ``torch.nn.Conv2d``."""
     module, _, own = name.rpartition(".")
     return getattr(importlib.import_module(module), own)

@@ -1,0 +1,1 @@
+"""PyTorch source for a network that Gluon has exported."""

@@ -1,0 +1,67 @@
+"""Source and weights as files."""
+import ast
+import importlib.util
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from mgpu.backends._torch.gluon.source.writing import Source, source_of
+from mgpu.files import FilePath, part_of, path_of, replacing
+from mgpu.gluon_io.graph import Graph, dense_arrays, load_graph
+from mgpu.gluon_io.parts import Shape
+
+
+def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
+                 plain: bool) -> dict[str, str]:
+    """See `mgpu.gluon_source`."""
+    graph = load_graph(symbol)
+    arrays = None if params is None else dense_arrays(params)
+    title = os.path.basename(path_of(symbol)).removesuffix(".json") \
+        .removesuffix("-symbol")
+    shapes = _marked(graph) if arrays is None else {
+        k: x.shape for k, x in arrays.items()}
+    strange = sorted(shapes.keys() - {x.name for x in graph.nodes})
+    if strange:
+        raise ValueError(
+            "the graph and the arrays belong together; received the arrays "
+            f"{', '.join(strange[:5])}, which the graph has not. Use the two "
+            "files of one export.")
+    safe = importlib.util.find_spec("safetensors") is not None
+    source = source_of(graph, shapes, title, plain, safe)
+    if arrays is not None:
+        weights = weights_of(source, arrays)
+        beside = os.path.splitext(path_of(path))[0]
+        if safe and not source.shared:
+            from safetensors.torch import save_file
+            with part_of(beside + ".safetensors") as part:
+                save_file(weights, part)
+        else:
+            with part_of(beside + ".pt") as part:
+                torch.save(weights, part)
+    with replacing(path) as file:
+        file.write(source.text)
+    return source.names
+
+
+def weights_of(source: Source, arrays: Mapping[str, np.ndarray]
+               ) -> dict[str, torch.Tensor]:
+    """What the source's ``load`` reads."""
+    found = {}
+    for own, name in source.names.items():
+        x = torch.from_numpy(np.array(arrays[name.partition(":")[2]]))
+        found[own] = x.fill_(source.values[own]) \
+            if own in source.values else x
+    return {**found, **{own: torch.tensor(0) for own in source.counters}}
+
+
+def _marked(graph: Graph) -> dict[str, Shape]:
+    """Shapes that stand in the graph, which has them where the layers were
+    made with the sizes of what enters them."""
+    found = {}
+    for node in graph.nodes:
+        shape = ast.literal_eval(node.marks.get("__shape__", "()"))
+        if node.op == "null" and shape and all(n > 0 for n in shape):
+            found[node.name] = tuple(shape)
+    return found

@@ -1,0 +1,121 @@
+"""The source that is written for a network of Gluon."""
+import importlib.util
+import json
+import re
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from gluon_io.test_from_gluon import exported  # noqa: F401
+
+if set(BACKENDS) < {"mxnet", "torch"}:
+    pytest.skip("these compare two engines", allow_module_level=True)
+
+
+def scrambled(exported, folder):  # noqa: F811
+    """The same network, whose names say nothing."""
+    graph = json.loads(exported.symbol.read_text())
+    names = {}
+    for i, node in enumerate(graph["nodes"]):
+        names[node["name"]] = node["name"] = f"n{7919 * (i + 1) % 10007}"
+    exported.symbol = folder / "scrambled-symbol.json"
+    exported.symbol.write_text(json.dumps(graph))
+    from mgpu.gluon_io import load_params, save_params
+    save_params(folder / "scrambled.params", {
+        f"{k[:4]}{names[k[4:]]}": x
+        for k, x in load_params(exported.params).items()})
+    exported.params = folder / "scrambled.params"
+
+
+class Written:
+    """A source file, imported, and its network with the weights."""
+
+    def __init__(self, exported, folder, plain=False):  # noqa: F811
+        self.path = folder / "net.py"
+        self.names = mgpu.gluon_source(exported.symbol, exported.params,
+                                       self.path, plain=plain)
+        self.text = self.path.read_text()
+        spec = importlib.util.spec_from_file_location("net", self.path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        weights, = (p for p in (folder / "net.safetensors", folder / "net.pt")
+                    if p.exists())
+        self.net = module.load(str(weights))
+        self.net.gluon_names = self.names
+
+
+every = pytest.mark.parametrize("exported", [
+    "lenet", "pools", "fixed gamma", "joined", "resnet18_v1", "resnet18_v2",
+    "mobilenetv2_0.25"], indirect=True)
+form = pytest.mark.parametrize("names", ["own", "scrambled"])
+
+
+@every
+@form
+def test_source_computes_as_from_gluon(exported, names, tmp_path):  # noqa: F811
+    """Predictions, all gradients and statistics; each parameter has its name
+    in the file, and is trained or not as there."""
+    if names == "scrambled":
+        scrambled(exported, tmp_path)
+    with mgpu.using_backend("torch"):
+        written = Written(exported, tmp_path)
+        net = mgpu.from_gluon(exported.symbol, exported.params)
+        assert set(written.names.values()) == set(net.gluon_names.values())
+        expected, found = exported.torch(net), exported.torch(written.net)
+        assert found.keys() == expected.keys()
+        for key, x in expected.items():
+            np.testing.assert_allclose(found[key], x, rtol=1e-12,
+                                       atol=1e-12 * abs(x).max(), err_msg=key)
+        assert max(map(len, written.text.splitlines())) <= 88
+
+
+@pytest.mark.parametrize("exported", ["resnet18_v1"], indirect=True)
+@form
+def test_what_repeats_is_one_class(exported, names, tmp_path):  # noqa: F811
+    """With a shortcut and without: a residual block, and the network."""
+    if names == "scrambled":
+        scrambled(exported, tmp_path)
+    with mgpu.using_backend("torch"):
+        text = Written(exported, tmp_path).text
+    assert len(text.splitlines()) <= 100
+    assert re.findall(r"^class (\w+)", text, re.M) == ["ResidualBlock", "Net"]
+    assert text.count("ResidualBlock(") == 1 + 8
+    assert re.search(r"def __init__\(self, in_channels: int, out_channels: "
+                     r"int, stride: int = 1\)", text)
+
+
+@pytest.mark.parametrize("exported", ["lenet"], indirect=True)
+def test_plain_source_needs_no_mgpu(exported, tmp_path):  # noqa: F811
+    """Predictions are the same; the difference is named."""
+    with mgpu.using_backend("torch"):
+        written = Written(exported, tmp_path, plain=True)
+        net = mgpu.from_gluon(exported.symbol, exported.params)
+        np.testing.assert_array_equal(exported.torch(written.net)["y"],
+                                      exported.torch(net)["y"])
+    assert "mgpu" not in written.text
+    assert re.search(r"^# Gluon's running variance.*n / ", written.text, re.M)
+
+
+@pytest.mark.parametrize("exported", ["joined"], indirect=True)
+def test_shared_arrays_stay_shared(exported, tmp_path):  # noqa: F811
+    with mgpu.using_backend("torch"):
+        net = Written(exported, tmp_path).net
+    shared = [p for p in net.parameters() if tuple(p.shape) == (6, 6)]
+    assert len(shared) == 1
+
+
+@pytest.mark.parametrize("exported", ["lenet"], indirect=True)
+def test_without_arrays_the_graph_must_know_sizes(
+        exported, tmp_path):  # noqa: F811
+    with mgpu.using_backend("torch"), pytest.raises(
+            NotImplementedError, match="the file has no array"):
+        mgpu.gluon_source(exported.symbol, None, tmp_path / "net.py")
+    assert not (tmp_path / "net.py").exists()
+
+
+def test_the_writer_is_torchs(tmp_path):
+    with mgpu.using_backend("mxnet"), pytest.raises(
+            NotImplementedError, match="writer of source"):
+        mgpu.gluon_source("a", "b", tmp_path / "net.py")
