@@ -49,10 +49,10 @@ def main():
             y_shards = gluon.utils.split_and_load(y, CONTEXTS)
             with autograd.record():
                 losses = [loss(net(a), b) for a, b in zip(X_shards, y_shards)]
-            for l in losses:
-                l.backward()
+            for x in losses:
+                x.backward()
             trainer.step(len(X))
-            total += sum(float(l.sum().asscalar()) for l in losses)
+            total += sum(float(x.sum().asscalar()) for x in losses)
         metric = mx.metric.Accuracy()
         for X, y in test:
             metric.update(y, net(X.as_in_context(CONTEXTS[0])))

@@ -16,7 +16,7 @@ def train(net, batches, test, epochs, schedule):
                 losses = mgpu.parallel(loss, replicas(X_shards), y_shards)
             mgpu.backward(losses)
             trainer.step(len(X))
-            total += sum(float(mgpu.to_numpy(l).sum()) for l in losses)
+            total += sum(float(mgpu.to_numpy(x).sum()) for x in losses)
         right = mgpu.evaluate_accuracy_gpus(replicas, test)
         print(f"epoch {epoch}: loss {total / 256:.4f}, accuracy {right:.3f}")
     return replicas, trainer

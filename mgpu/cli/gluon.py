@@ -56,13 +56,10 @@ def inspect(file: str, params: str | None, as_json: bool) -> None:
 
 def size(count: float) -> str:
     """A number of bytes for people."""
-    for unit in ("bytes", "kB", "MB"):
-        if count < 1000:
-            break
-        count /= 1000
-    else:
-        unit = "GB"
-    return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    power = 3 if count >= 1e9 else 2 if count >= 1e6 else 1
+    return f"{count / 1000 ** power:.1f} {('kB', 'MB', 'GB')[power - 1]}"
 
 
 def _shape(shape: list[int]) -> str:
@@ -237,8 +234,24 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
 
 def _source(symbol: str, params: str | None, output: str, dtype: str | None,
             inputs: Any) -> Callable[[], Any]:
-    raise NotImplementedError("source cannot be written yet. Use another "
-                              "ending than .py.")
+    if dtype is not None:
+        raise ValueError("source has the dtype of its weights; received "
+                         f"--dtype {dtype}. Leave --dtype out.")
+    names = mgpu.gluon_source(symbol, params, output)
+
+    def read() -> Any:
+        beside = Path(output).with_suffix("")
+        weights = next(path for path in (beside.with_suffix(".safetensors"),
+                                         beside.with_suffix(".pt"))
+                       if path.exists())
+        found = importlib.util.spec_from_file_location(beside.name, output)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        found.loader.exec_module(module)
+        net = module.load(weights)
+        net.gluon_names = names
+        return net
+    return read
 
 
 def _safetensors(symbol: str, params: str, output: str, dtype: str | None,

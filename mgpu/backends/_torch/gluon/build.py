@@ -127,8 +127,9 @@ class _Builder:
                 self._env[i, 0] = self._array(node) \
                     if node.name in self._arrays else self._input(node)
         for i, part in parts.items():
-            make = self._layer if isinstance(part, Layer) else self._call
-            self._parts[i] = make(nodes[i], part), part
+            made = self._layer(nodes[i], part) if isinstance(part, Layer) \
+                else self._call(nodes[i], part)
+            self._parts[i] = made, part
         ends = [self._output(*head) for head in self._graph.heads]
         self._fx.output(ends[0] if len(ends) == 1 else tuple(ends))
         module = GluonModule(self._root, self._fx)
