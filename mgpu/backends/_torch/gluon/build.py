@@ -29,14 +29,18 @@ class GluonModule(fx.GraphModule):
     ----------
     gluon_names : dict of str to str
         The name in the ``.params`` file for each name in `state_dict`.
+    numpy_shapes : bool
+        Whether that file is of the NumPy interface.
     """
 
     gluon_names: dict[str, str]
+    numpy_shapes: bool
 
     def __deepcopy__(self, memo: Any) -> "GluonModule":
         # that of fx keeps the attributes which it knows
         copy: GluonModule = super().__deepcopy__(memo)
         copy.gluon_names = dict(self.gluon_names)
+        copy.numpy_shapes = self.numpy_shapes
         return copy
 
 
@@ -55,7 +59,8 @@ def to_gluon_params(net: nn.Module, path: FilePath) -> None:
                         f"received {type(net).__name__}.")
     own = net.state_dict()
     save_params(path, {name: own[key].cpu().numpy()
-                       for key, name in names.items()})
+                       for key, name in names.items()},
+                numpy_shapes=net.numpy_shapes or None)
 
 
 def _identifier(name: str) -> str:
@@ -122,6 +127,7 @@ class _Builder:
         self._fx.output(heads[0] if len(heads) == 1 else tuple(heads))
         module = GluonModule(self._root, self._fx)
         module.gluon_names = self._names
+        module.numpy_shapes = self._graph.numpy_shapes
         return module
 
     def _output(self, i: int, k: int) -> fx.Node:
