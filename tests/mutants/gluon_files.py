@@ -5,6 +5,7 @@ _READER = "mgpu.gluon_io.params:_Reader."
 _STATES = "mgpu.gluon_io.states:"
 _PARAMS = "gluon_io/test_params.py::"
 _TRAINER = "gluon_io/test_states.py::"
+_OPERATORS = "gluon_io/test_operators.py::"
 
 MUTANTS = [
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
@@ -66,4 +67,21 @@ MUTANTS = [
            edit(_STATES + "load_trainer_states", "_state(x, known)",
                 "_state([*states.values()][0], known)"),
            (_TRAINER + "test_files_of_mxnet[adam.states]",)),
+    Mutant("rnn-one-state", "the states of an LSTM are confused", edit(
+        "mgpu.backends._torch.gluon.recurrent:_rnn",
+        "Slot(2 + i)", "Slot(3 - i if lstm else 2)"),
+           (_OPERATORS + "test_an_operator_computes_as_mxnets[RNN]",)),
+    Mutant("sequence-mask-length", "a step too many counts", edit(
+        "mgpu.backends._torch.gluon.functions:sequence_mask",
+        "steps < lengths", "steps <= lengths"),
+           (_OPERATORS
+            + "test_an_operator_computes_as_mxnets[SequenceMask]",)),
+    Mutant("one-hot-out-of-range", "an index out of range is the nearest",
+           edit("mgpu.backends._torch.gluon.functions:one_hot",
+                "index.long()[", "index.long().clamp(0, depth - 1)["),
+           (_OPERATORS + "test_an_operator_computes_as_mxnets[one_hot]",)),
+    Mutant("var-has-a-gradient", "a variance of np passes a gradient on",
+           edit("mgpu.backends._torch.gluon.arrays:_reduce",
+                'x = Call("torch.Tensor.detach", (_X,))', "pass"),
+           (_OPERATORS + "test_an_operator_computes_as_mxnets[_npi_var]",)),
 ]

@@ -121,8 +121,9 @@ class _Builder:
                 self._env[i, 0] = self._array(node) \
                     if node.name in self._arrays else self._input(node)
         for i, part in parts.items():
-            make = self._layer if isinstance(part, Layer) else self._call
-            self._parts[i] = make(nodes[i], part), part
+            made = self._layer(nodes[i], part) if isinstance(part, Layer) \
+                else self._call(nodes[i], part)
+            self._parts[i] = made, part
         heads = [self._output(*head) for head in self._graph.heads]
         self._fx.output(heads[0] if len(heads) == 1 else tuple(heads))
         module = GluonModule(self._root, self._fx)
