@@ -50,10 +50,12 @@ class Node(NamedTuple):
 
 class Graph(NamedTuple):
     """Nodes in an order in which they can be computed; `heads` are the
-    outputs, in the form of `Node.inputs`."""
+    outputs, in the form of `Node.inputs`. `numpy_shapes`: whether it is of
+    the NumPy interface."""
 
     nodes: tuple[Node, ...]
     heads: tuple[tuple[int, int], ...]
+    numpy_shapes: bool = False
 
 
 def load_graph(path: FilePath) -> Graph:
@@ -73,6 +75,8 @@ def load_graph(path: FilePath) -> Graph:
             found = json.load(file)
             nodes = tuple(map(_node, found["nodes"]))
             heads = tuple((int(i), int(k)) for i, k, *_ in found["heads"])
+            numpy_shapes = bool(found.get("attrs", {}).get(
+                "is_np_shape", (0, 0))[1])
             for i, node in enumerate(nodes):
                 if not all(0 <= j < i and k >= 0 for j, k in node.inputs):
                     raise ValueError(f"node {node.name!r} has inputs that "
@@ -85,7 +89,7 @@ def load_graph(path: FilePath) -> Graph:
                 "expected a graph that MXNet has exported; "
                 f"{path!r} is not one, or is damaged ({error}). Export the "
                 "network again, or use a whole file.") from error
-    return Graph(nodes, heads)
+    return Graph(nodes, heads, numpy_shapes)
 
 
 def _node(found: Any) -> Node:

@@ -182,7 +182,9 @@ NETWORKS = {"lenet": (lenet, (2, 2, 9, 8)), "pools": (pools, (2, 2, 15, 15)),
             "lstm with states": (words("LSTM", num_layers=2),
                                  Whole((4, 3)), (2, 3, 5), (2, 3, 5)),
             "gru both ways": (words("GRU", "NTC", bidirectional=True),
-                              Whole((3, 4))),
+                              Whole((4, 3))),
+            "lstm by batch": (words("LSTM", "NTC", num_layers=2),
+                              Whole((4, 3))),
             "rnn": (words("RNN", activation="tanh"), Whole((4, 3))),
             "np gru with states": (words("GRU", num_layers=2),
                                    Whole((4, 3)), (2, 3, 5)),
@@ -310,6 +312,9 @@ def exported(request, tmp_path):
 every = pytest.mark.parametrize("exported", NETWORKS, indirect=True)
 small = pytest.mark.parametrize("exported", ["lenet", "joined"],
                                 indirect=True)
+trained = pytest.mark.parametrize(
+    "exported", ["lenet", "joined", "gru both ways", "lstm by batch",
+                 "np inception"], indirect=True)
 
 
 def assert_same(found, expected, tolerance=1e-10):
@@ -348,15 +353,15 @@ def test_weights_go_back(exported, tmp_path):
         expected = exported.torch(net)["y0"]
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
-        block = mgpu.from_gluon(exported.symbol, tmp_path / "back.params")
-        assert isinstance(block, mx.gluon.SymbolBlock)
-        # `expected` was computed before that pass moved any statistics
         with exported.interface():
+            block = mgpu.from_gluon(exported.symbol, tmp_path / "back.params")
+            assert isinstance(block, mx.gluon.SymbolBlock)
+            # `expected` was computed before that pass moved any statistics
             found = _listed(block(*exported.entering()))[0].asnumpy()
     assert relative_difference(found, expected) < exported.tolerance
 
 
-@small
+@trained
 def test_it_trains_on_devices(exported, devices):
     """As on one device, by a plain loop."""
     import torch

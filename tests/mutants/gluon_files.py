@@ -8,6 +8,7 @@ _CLI = "gluon_io/test_cli.py::"
 _FILES = "mgpu.backends._torch.gluon.files:"
 _TRAINER = "gluon_io/test_states.py::"
 _RESUMED = "gluon_io/test_resuming.py::"
+_OPERATORS = "gluon_io/test_operators.py::"
 
 MUTANTS = [
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
@@ -101,4 +102,21 @@ MUTANTS = [
                "mgpu.cli.gluon:_safetensors", "library.torch.load_model",
                "(lambda *_: None)"),
            (_CLI + "test_what_is_written_trains_as_mxnets[safetensors]",)),
+    Mutant("rnn-one-state", "the states of an LSTM are confused", edit(
+        "mgpu.backends._torch.gluon.recurrent:_rnn",
+        "Slot(2 + i)", "Slot(3 - i if lstm else 2)"),
+           (_OPERATORS + "test_an_operator_computes_as_mxnets[RNN]",)),
+    Mutant("sequence-mask-length", "a step too many counts", edit(
+        "mgpu.backends._torch.gluon.functions:sequence_mask",
+        "steps < lengths", "steps <= lengths"),
+           (_OPERATORS
+            + "test_an_operator_computes_as_mxnets[SequenceMask]",)),
+    Mutant("one-hot-out-of-range", "an index out of range is the nearest",
+           edit("mgpu.backends._torch.gluon.functions:one_hot",
+                "index.long()[", "index.long().clamp(0, depth - 1)["),
+           (_OPERATORS + "test_an_operator_computes_as_mxnets[one_hot]",)),
+    Mutant("var-has-a-gradient", "a variance of np passes a gradient on",
+           edit("mgpu.backends._torch.gluon.arrays:_reduce",
+                'x = Call("torch.Tensor.detach", (_X,))', "pass"),
+           (_OPERATORS + "test_an_operator_computes_as_mxnets[_npi_var]",)),
 ]

@@ -30,14 +30,18 @@ class GluonModule(fx.GraphModule):
     ----------
     gluon_names : dict of str to str
         The name in the ``.params`` file for each name in `state_dict`.
+    numpy_shapes : bool
+        Whether that file is of the NumPy interface.
     """
 
     gluon_names: dict[str, str]
+    numpy_shapes: bool
 
     def __deepcopy__(self, memo: Any) -> "GluonModule":
         # that of fx keeps the attributes which it knows
         copy: GluonModule = super().__deepcopy__(memo)
         copy.gluon_names = dict(self.gluon_names)
+        copy.numpy_shapes = self.numpy_shapes
         return copy
 
 
@@ -58,7 +62,8 @@ def to_gluon_params(net: nn.Module, path: FilePath) -> None:
                         f"received {type(net).__name__}.")
     own = net.state_dict()
     save_params(path, {name: own[key].cpu().numpy()
-                       for key, name in names.items()})
+                       for key, name in names.items()},
+                numpy_shapes=net.numpy_shapes or None)
 
 
 def missing_operators(symbol: FilePath, params: FilePath | None
@@ -134,6 +139,7 @@ class _Builder:
         self._fx.output(ends[0] if len(ends) == 1 else tuple(ends))
         module = GluonModule(self._root, self._fx)
         module.gluon_names = self._names
+        module.numpy_shapes = self._graph.numpy_shapes
         return module
 
     def _output(self, i: int, k: int) -> fx.Node:
