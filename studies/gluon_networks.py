@@ -358,6 +358,51 @@ def main():
 
 def report():
     """Write the page."""
+    rows = sorted(results().values(), key=lambda row: row["name"])
+    missing = [row for row in rows if "converts" not in row
+               and "has no attribute 'shape'" in row["error"]]
+    counted = [row for row in rows if row not in missing]
+    good = [row for row in counted if not verdict(row)]
+    lines = [
+        "# Networks that convert", "",
+        "Written by `python -m studies.gluon_networks`: Gluon's zoo, and "
+        "gluoncv2's", "classification networks that MXNet can export, with "
+        "random values.", "",
+        f"{len(good)} of {len(counted)} convert and agree. MXNet itself "
+        f"cannot export {len(missing)} more.", "",
+        "A difference is relative to the largest number of its array (of a "
+        "gradient at least to", "1e-4 of the largest of all): a prediction, "
+        "then all gradients and running statistics of", "one training pass "
+        "with dropout 0, batch 2, in the square image given. They agree below "
+        f"{BARS['float64'][0]:.0e}", "in float64. Where MXNet has no float64 "
+        f"({' and '.join(sorted(FLOAT32))}) the bars are "
+        f"{BARS['float32'][0]:.0e} and {BARS['float32'][1]:.0e}", "in "
+        "float32. A last pooling of fixed size is fitted to a smaller image; "
+        "the last layer is", "scaled where outputs leave 1e-2 to 1e2.", ""]
+    bad = [row for row in counted if verdict(row)]
+    if bad:
+        lines += ["## Not yet", "", "| network | why |", "|---|---|"]
+        for row in bad:
+            why = verdict(row)
+            if why == "differs":
+                why = (f"differs: {row['outputs']:.0e}, gradients "
+                       f"{row['gradients']:.0e}, statistics "
+                       f"{row['statistics']:.0e} ({row['dtype']})")
+            lines.append(f"| {row['name']} | {why} |".replace("\n", " "))
+        lines.append("")
+    if missing:
+        lines += ["## Not exported by MXNet", "", "Their code asks a symbol "
+                  "for its shape: " + ", ".join(
+                      row["name"] for row in missing) + ".", ""]
+    lines += ["## All that agree", "",
+              "| network | parameters (M) | nodes | image | outputs | "
+              "gradients | conversion (s) |", "|---|---|---|---|---|---|---|"]
+    lines += [f"| {row['name']} | {row['parameters'] / 1e6:.1f} | "
+              f"{row['nodes']} | {row['edge']} | {row['outputs']:.0e} | "
+              f"{max(row['gradients'], row['statistics']):.0e} | "
+              f"{row['converts']} |" for row in good]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{len(good)} of {len(counted)} agree: {PAGE}")
 
 
 if __name__ == "__main__":
