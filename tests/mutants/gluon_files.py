@@ -5,6 +5,8 @@ _READER = "mgpu.gluon_io.params:_Reader."
 _STATES = "mgpu.gluon_io.states:"
 _PARAMS = "gluon_io/test_params.py::"
 _TRAINER = "gluon_io/test_states.py::"
+_LAYERS = "mgpu.backends._torch.gluon.layers:"
+_OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
 
 MUTANTS = [
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
@@ -66,4 +68,17 @@ MUTANTS = [
            edit(_STATES + "load_trainer_states", "_state(x, known)",
                 "_state([*states.values()][0], known)"),
            (_TRAINER + "test_files_of_mxnet[adam.states]",)),
+    Mutant("operator-ties", "of several that are the largest each gets a part "
+           "of the gradient", edit(_LAYERS + "amax", "(ties - 1)", "0"),
+           (_OPERATOR + "[max]", _OPERATOR + "[min]")),
+    Mutant("operator-equal", "of two that are equal the second gets the "
+           "gradient", edit(_LAYERS + "maximum", "x >= y", "x > y"),
+           (_OPERATOR + "[_maximum]", _OPERATOR + "[broadcast_maximum]")),
+    Mutant("operator-bilinear", "weights of interpolation are exact", edit(
+        _LAYERS + "GluonBilinear._ends", ".clamp(min=0)).float()",
+        ".clamp(min=0))"),
+           (_OPERATOR + "[_contrib_BilinearResize2D]",)),
+    Mutant("operator-wrap", "an index out of range is cut where it counts on",
+           edit(_LAYERS + "take", 'mode == "wrap"', "False"),
+           (_OPERATOR + "[take]",)),
 ]
