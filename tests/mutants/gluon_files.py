@@ -9,6 +9,8 @@ _FILES = "mgpu.backends._torch.gluon.files:"
 _TRAINER = "gluon_io/test_states.py::"
 _RESUMED = "gluon_io/test_resuming.py::"
 _OPERATORS = "gluon_io/test_operators.py::"
+_LAYERS = "mgpu.backends._torch.gluon.layers:"
+_OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
 
 MUTANTS = [
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
@@ -119,4 +121,17 @@ MUTANTS = [
            edit("mgpu.backends._torch.gluon.arrays:_reduce",
                 'x = Call("torch.Tensor.detach", (_X,))', "pass"),
            (_OPERATORS + "test_an_operator_computes_as_mxnets[_npi_var]",)),
+    Mutant("operator-ties", "of several that are the largest each gets a part "
+           "of the gradient", edit(_LAYERS + "amax", "(ties - 1)", "0"),
+           (_OPERATOR + "[max]", _OPERATOR + "[min]")),
+    Mutant("operator-equal", "of two that are equal the second gets the "
+           "gradient", edit(_LAYERS + "maximum", "x >= y", "x > y"),
+           (_OPERATOR + "[_maximum]", _OPERATOR + "[broadcast_maximum]")),
+    Mutant("operator-bilinear", "weights of interpolation are exact", edit(
+        _LAYERS + "GluonBilinear._ends", ".clamp(min=0)).float()",
+        ".clamp(min=0))"),
+           (_OPERATOR + "[_contrib_BilinearResize2D]",)),
+    Mutant("operator-wrap", "an index out of range is cut where it counts on",
+           edit(_LAYERS + "take", 'mode == "wrap"', "False"),
+           (_OPERATOR + "[take]",)),
 ]

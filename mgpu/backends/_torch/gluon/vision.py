@@ -262,7 +262,7 @@ def _pad(node: Node, inputs: Sequence[Source]) -> Part:
 
 @operator("Reshape", "reshape")
 def _reshape(node: Node, inputs: Sequence[Source]) -> Part:
-    """``Reshape``: shape, with its codes (0: keep an axis, -1: what is left,
+    """``Reshape``: shape, with its codes (0: keep an axis, -1: the rest,
     -2: keep all others, -3: join two axes, -4: split one in two), reverse."""
     a = node.attributes
     only(node, target_shape=((), (0, 0)), keep_highest=False)
