@@ -15,7 +15,7 @@ from mgpu.files import FilePath
 from mgpu.gluon_io import load_graph, load_trainer_states
 from mgpu.gluon_io.graph import Graph, dense_arrays
 from mgpu.gluon_io.order import Order, leaves
-from mgpu.gluon_io.states import Record
+from mgpu.gluon_io.states import Record, name_in
 from mgpu.gluon_io.states import TrainerStates as GluonStates
 from mgpu.optimizers import Optimizer
 from mgpu.optimizers.gluon_rules import COMPILED
@@ -179,9 +179,8 @@ def _given(optimizer: Any, params: Mapping[str, Any] | None
 
 
 def _family(record: Record) -> str:
-    name = record.kind.rpartition(".")[2].lower()
-    if not record.kind.startswith("mxnet.optimizer.") \
-            or name not in optimizers.RULES["gluon"]:
+    name = name_in("optimizer", record).lower()
+    if name not in optimizers.RULES["gluon"]:
         raise NotImplementedError(
             "mgpu.optimizers has "
             f"{', '.join(optimizers.RULES['gluon'])}; received the states of "
@@ -228,9 +227,8 @@ def _schedule(record: Any, rate: Any, done: int) -> Any:
     """MXNet's schedule after `done` updates, as a function of their number.
     `rate`: the learning rate that the optimiser was given, or None, which has
     taken the place of the schedule's."""
-    name = record.kind.rpartition(".")[2] if isinstance(record, Record) else ""
-    if not name or record.kind != f"mxnet.lr_scheduler.{name}" \
-            or name not in _SCHEDULES:
+    name = name_in("lr_scheduler", record)
+    if name not in _SCHEDULES:
         raise NotImplementedError(
             "the schedules of mgpu.lr_scheduler are "
             f"{', '.join(_SCHEDULES)}; received the states of "

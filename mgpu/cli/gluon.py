@@ -1,9 +1,11 @@
 """`mgpu inspect` and `mgpu convert`."""
+import importlib.util
 import json
 import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click

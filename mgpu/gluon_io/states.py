@@ -56,6 +56,13 @@ class Record:
         return f"<record of {self.kind}>"
 
 
+def name_in(module: str, x: Any) -> str:
+    """The name of the class of `x`, a `Record` of that module of MXNet's or
+    of one inside it; "" for all else."""
+    where, _, name = getattr(x, "kind", "").rpartition(".")
+    return name if f"{where}.".startswith(f"mxnet.{module}.") else ""
+
+
 class TrainerStates(NamedTuple):
     """The contents of a file of ``Trainer.save_states``.
 
