@@ -133,7 +133,7 @@ def test_a_graph_and_its_operators(exported):
 
 
 @both
-@pytest.mark.parametrize("ending", ["safetensors", "params", "pt2"])
+@pytest.mark.parametrize("ending", ["safetensors", "params", "pt2", "py"])
 def test_what_is_written_trains_as_mxnets(ending, exported, tmp_path):
     page = tmp_path / "page.html"
     result = command("convert", *exported, "-o", tmp_path / f"x.{ending}",
