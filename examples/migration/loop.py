@@ -1,17 +1,21 @@
 """The loop of the legacy script in mgpu, for either engine."""
 import mgpu
 
+DEVICES = [mgpu.cpu(0), mgpu.cpu(1)]
 
-def train(net, batches, test, epochs, schedule):
-    devices = [mgpu.cpu(0), mgpu.cpu(1)]
-    replicas = mgpu.initialize(net, devices)    # its values stay
-    trainer = mgpu.Trainer(replicas, "sgd", {
+
+def start(net, schedule):
+    replicas = mgpu.initialize(net, DEVICES)    # its values stay
+    return replicas, mgpu.Trainer(replicas, "sgd", {
         "momentum": 0.5, "wd": 0.001, "lr_scheduler": schedule})
+
+
+def train(replicas, trainer, batches, test, epochs):
     loss = mgpu.losses.SoftmaxCrossEntropyLoss()
     for epoch in range(epochs):
         total = 0
         for X, y in batches:
-            X_shards, y_shards = mgpu.split_batch(X, y, devices)
+            X_shards, y_shards = mgpu.split_batch(X, y, DEVICES)
             with mgpu.record():
                 losses = mgpu.parallel(loss, replicas(X_shards), y_shards)
             mgpu.backward(losses)
@@ -19,7 +23,6 @@ def train(net, batches, test, epochs, schedule):
             total += sum(float(mgpu.to_numpy(x).sum()) for x in losses)
         right = mgpu.evaluate_accuracy_gpus(replicas, test)
         print(f"epoch {epoch}: loss {total / 256:.4f}, accuracy {right:.3f}")
-    return replicas, trainer
 
 
 def schedule():

@@ -1,4 +1,4 @@
-"""Step 6: predictions by torch.export; MXNet is not needed any more."""
+"""Step 7: predictions by torch.export; MXNet is not needed any more."""
 import mgpu
 
 mgpu.set_backend("torch")

@@ -2,7 +2,7 @@
 import mgpu
 
 mgpu.set_backend("mxnet")
-from legacy import EPOCHS, resnet               # noqa: E402
-from loop import digits, schedule, train        # noqa: E402
+from legacy import EPOCHS, resnet                   # noqa: E402
+from loop import digits, schedule, start, train     # noqa: E402
 
-train(resnet(), *digits(), EPOCHS, schedule())
+train(*start(resnet(), schedule()), *digits(), EPOCHS)

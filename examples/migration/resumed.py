@@ -1,0 +1,11 @@
+"""Step 6: the training of step 1 goes on, with the state of its optimiser."""
+import mgpu
+
+mgpu.set_backend("torch")
+from loop import DEVICES, digits, train             # noqa: E402
+
+replicas, trainer, notes = mgpu.resume_from_gluon(
+    "net-symbol.json", "net-0000.params", "net.states", DEVICES)
+print(*notes, sep="\n")
+train(replicas, trainer, *digits(), 1)
+mgpu.to_safetensors(replicas.net, "trained.safetensors")
