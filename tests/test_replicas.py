@@ -2692,6 +2692,71 @@ def test_layers_that_do_not_fit_are_refused(name, make, words, single, k):
             mgpu.initialize(net, on(*range(k)))
 
 
+def _slopes(kind):
+    """A Gluon network with a PReLU between two layers, and a batch."""
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    class Called(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.first = nn.Dense(3, in_units=2)
+                self.alpha = self.params.get("alpha", shape=(1,))
+                self.last = nn.Dense(2, in_units=3)
+
+        def hybrid_forward(self, F, x, alpha):
+            return self.last(F.LeakyReLU(self.first(x), alpha,
+                                         act_type="prelu"))
+    net = Called() if kind == "operator" else nn.HybridSequential()
+    if kind != "operator":
+        with net.name_scope():
+            net.add(nn.Dense(3, in_units=2), nn.PReLU(),
+                    nn.Dense(2, in_units=3))
+    mx.random.seed(1)
+    net.initialize(mx.init.Normal(1))
+    if kind != "plain":
+        net.hybridize()
+    x = mx.nd.array([[1, 2], [3, -4], [-5, 6], [7, 8]])
+    net(x)
+    if kind == "children":      # each layer is a graph of its own
+        net._active = False
+    elif kind == "symbol":
+        net = mx.gluon.SymbolBlock(net(mx.sym.var("data")),
+                                   mx.sym.var("data"), net.collect_params())
+    return net, x
+
+
+@pytest.mark.parametrize("name", MXNET[:1])
+@pytest.mark.parametrize("kind, wrong", [
+    ("plain", False), ("children", False), ("hybridized", True),
+    ("operator", True), ("symbol", True)])
+def test_slopes_that_mxnet_computes_wrongly_are_refused(name, kind, wrong):
+    """Against differences of MXNet's own outputs; where these agree one day,
+    nothing need be refused."""
+    with using_engine(name):
+        import mxnet as mx
+        net, x = _slopes(kind)
+        alpha = next(p for name, p in net.collect_params().items()
+                     if name.endswith("alpha"))
+        with mx.autograd.record():
+            y = net(x).sum()
+        y.backward()
+        found, at, sums = alpha.grad().asscalar(), alpha.data().copy(), []
+        for step in (0.5, -0.5):        # the output is linear in the slope
+            alpha.set_data(at + step)
+            sums.append(net(x).sum().asscalar())
+        assert (abs(found - (sums[0] - sums[1])) > 1e-2) == wrong
+        if not wrong:
+            mgpu.initialize(net, on(0, 1))
+            with pytest.raises(ValueError, match="PReLU in a compiled"):
+                mgpu.initialize(_slopes(kind)[0], on(0), hybridize=True)
+            return
+        with pytest.raises(ValueError, match="slope of a PReLU in a compiled "
+                           "network.*hybridize.False"):
+            mgpu.initialize(net, on(0, 1))
+
+
 @pytest.mark.parametrize("name", MXNET)
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
 def test_recurrent_layers_of_mxnet_are_refused_in_float64(name, kind):

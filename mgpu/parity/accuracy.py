@@ -60,8 +60,9 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
     -------
     Result
         ``curves``: "a" and "b", the accuracies by seed, and "test", see
-        `two_samples`; "same" if Welch's p is 0.05 or more. ``losses``: of
-        each step, the mean over seeds.
+        `two_samples`; "same" if Welch's p is 0.05 or more. Different means
+        without any spread prove nothing. ``losses``: of each step, the mean
+        over seeds.
 
     Raises
     ------
@@ -107,8 +108,9 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
             options[name] = run.options()
     found = {**two_samples(accuracies["a"], accuracies["b"]),
              "rows": sum(rows_of(y) or 0 for _, y in test)}
+    apart, judged = found["p"] < ALPHA, found["detectable"] is not None
     result = Result(
-        "accuracy", "same" if found["p"] >= ALPHA else "different", [],
+        "accuracy", "different" if apart and judged else "same", [],
         Plan("nothing: each side draws its own values", [],
              {"a": [], "b": []}, None, []), options,
         {name: np.mean(runs, axis=0).tolist()
@@ -119,6 +121,11 @@ def compare_accuracy(side_a: Side, side_b: Side, *, batches: Batches,
         notes=_notes(found, len(seeds)), curves={**accuracies, "test": found})
     if not np.isfinite([*losses.values()]).all():
         result.prove_nothing("a loss is not finite")
+    elif apart and not judged:
+        result.prove_nothing(
+            "no accuracy differs between the seeds of a side, so there is no "
+            "spread to judge the difference of the sides by. Use more seeds, "
+            "more test data or more steps")
     return result
 
 

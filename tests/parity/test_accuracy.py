@@ -1,4 +1,5 @@
 """``parity.compare(mode="accuracy")``: do two networks learn as much?"""
+import itertools
 import json
 import sys
 
@@ -67,6 +68,17 @@ def test_a_port_learns_as_much():
     text = str(result)
     assert text.startswith("same (accuracy, 12 steps, float64)")
     assert "with probability 0.8; 'same' says nothing of smaller" in text
+
+
+def test_without_any_spread_a_difference_is_no_proof(monkeypatch):
+    """One example of 32 is no difference, though Welch's p is then 0."""
+    counted = itertools.cycle([3 / 32, 4 / 32])
+    monkeypatch.setattr(accuracy, "_accuracy", lambda *_: next(counted))
+    result = compare(*sides(port, port), seeds=range(2))
+    assert result.verdict == "no proof" and not result.same
+    assert "there is no spread to judge" in result.reason
+    monkeypatch.setattr(accuracy, "_accuracy", lambda *_: 0.5)
+    assert compare(*sides(port, port), seeds=range(2)).same
 
 
 def test_a_broken_side_is_seen(backend):

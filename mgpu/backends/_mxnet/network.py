@@ -87,6 +87,26 @@ def _blocks(block: Any, path: str = "", into_layers: bool = True
                                into_layers)
 
 
+def _compiled_slopes(block: Any, path: str = "", inside: bool = False
+                     ) -> Iterator[str]:
+    """Yield the PReLUs whose input a compiled graph computes. `inside`:
+    whether `block` is part of such a graph."""
+    graph = getattr(block, "_cached_graph", ())
+    if graph and not inside and (block._active or isinstance(
+            block, mx.gluon.SymbolBlock)):
+        nodes = json.loads(graph[1].tojson())["nodes"]
+        yield from (node["name"] for node in nodes
+                    if node["op"] == "LeakyReLU"
+                    and node.get("attrs", {}).get("act_type") == "prelu"
+                    and nodes[node["inputs"][0][0]]["op"] != "null")
+        return
+    if inside and isinstance(block, mx.gluon.nn.PReLU):
+        yield path
+    for name, child in block._children.items():
+        yield from _compiled_slopes(child, f"{path}.{name}" if path else name,
+                                    inside or getattr(block, "_active", False))
+
+
 def _own(block: Any) -> list[Any]:
     """The parameters of `block` itself: its attributes, then those that it
     made or took in otherwise."""
@@ -449,6 +469,17 @@ class MXNetNetwork(base.Network):
                 f"layers on CPUs; received float64 for {wide}. Use "
                 "dtype='float32', or cells (gluon.rnn.LSTMCell) with "
                 "begin_state= in float64.")
+        self._check_slopes(devices)
+
+    def _check_slopes(self, devices: Sequence[Any], all_of: bool = False
+                      ) -> None:
+        wrong = list(_compiled_slopes(self.net, inside=all_of))
+        if wrong and any(d.kind == "cpu" for d in devices):
+            raise ValueError(
+                "MXNet computes a wrong gradient of the slope of a PReLU in a "
+                f"compiled network on CPUs; received {wrong}. Call "
+                "net.hybridize(False), and leave hybridize=True out; a "
+                "SymbolBlock trains on torch, by mgpu.from_gluon.")
 
     def prepare(self, options: base.Options, devices: Sequence[Any]) -> None:
         if options.autocast is not None:
@@ -456,6 +487,8 @@ class MXNetNetwork(base.Network):
                 "autocast works on torch only; received "
                 f"autocast={options.autocast!r} with the mxnet backend. Use "
                 "autocast=None, or dtype='float16' for the whole network.")
+        if options.hybridize:
+            self._check_slopes(devices, True)
         self._options = options     # channels_last: MXNet has no such switch
 
     def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
