@@ -232,9 +232,8 @@ def examine(make):
         own[net.gluon_names[key][4:]] = p.grad
     state = {net.gluon_names[key][4:]: p for key, p in
              net.named_buffers() if key in net.gluon_names}
-    # MXNet's gradient of a PReLU's slope is wrong where the network computes
-    # what enters it (finite differences of MXNet's own outputs agree with
-    # PyTorch): its input has been overwritten by then.
+    # MXNet's gradient of a PReLU's slope is wrong inside a compiled network
+    # (differences of MXNet's own outputs agree with PyTorch).
     for node in nodes:
         if node["op"] == "LeakyReLU" and len(node["inputs"]) > 1:
             grads.pop(nodes[node["inputs"][1][0]]["name"])
