@@ -83,11 +83,12 @@ def load_graph(path: FilePath) -> Graph:
                                      "come after it")
             if not heads or not all(0 <= i < len(nodes) for i, _ in heads):
                 raise ValueError("its outputs are not in it")
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError,
-                SyntaxError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError,
+                ArithmeticError, SyntaxError, RecursionError) as error:
+            why = f"no {error}" if isinstance(error, KeyError) else error
             raise UnreadableSymbol(
                 "expected a graph that MXNet has exported; "
-                f"{path!r} is not one, or is damaged ({error}). Export the "
+                f"{path!r} is not one, or is damaged ({why}). Export the "
                 "network again, or use a whole file.") from error
     return Graph(nodes, heads, numpy_shapes)
 
@@ -206,4 +207,5 @@ def _value(kind: str, text: str) -> Any:
             if isinstance(value, (tuple, list)) else (float(value),)
     if kind == "int":
         return int(value)
-    return float(np.float32(value)) if kind == "float" else float(value)
+    with np.errstate(over="ignore"):
+        return float(np.float32(value)) if kind == "float" else float(value)

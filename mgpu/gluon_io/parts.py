@@ -288,6 +288,13 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape],
         except NotImplementedError as error:
             missing.append(Missing(node.op, str(error), node.name))
             needed |= {j for j, _ in node.inputs}
+        except (ArithmeticError, LookupError, TypeError, ValueError,
+                AttributeError) as error:
+            # what the operator cannot have, or its rule did not expect
+            missing.append(Missing(
+                node.op, "attributes or inputs that do not fit it "
+                f"({type(error).__name__}: {error})", node.name))
+            needed |= {j for j, _ in node.inputs}
     return dict(sorted(found.items())), missing[::-1]
 
 

@@ -1,5 +1,6 @@
 """Damaged files, and what MXNet makes of them in a process of its own."""
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -32,6 +33,42 @@ def memory_below(limit):
     finally:
         tracemalloc.stop()
     assert peak < limit, f"{peak} bytes instead of {limit}"
+
+
+#: what stands in a damaged graph in the place of something else
+_TEXTS = ("", "None", "-1", "0", "99999999999999999999", "1e400", "(1,", "()",
+          "(0, 0)", "(-3, 2)", "abc", "[1, 2]", "nan", "inf", "{}",
+          "(1, 2, 3, 4, 5)", "None, None", "0.5")
+_OTHERS = (None, -1, 0, 10 ** 30, 1e308, "x", [], {}, [[]], [0], [0, 0],
+           [-1, 0, 0], [10 ** 9, 0, 0], True, [[0, 0, 0]] * 3, float("inf"))
+
+
+def _places(x, path=()):
+    for key in x if isinstance(x, dict) else range(len(x)) \
+            if isinstance(x, list) else ():
+        yield (*path, key)
+        yield from _places(x[key], (*path, key))
+
+
+def graph_mutation(graph, seed):
+    """A graph, as JSON has it, with one or two faults in its structure; the
+    same ones for a seed."""
+    draw, graph = random.Random(seed), copy.deepcopy(graph)
+    for _ in range(draw.choice((1, 1, 2))):
+        *path, key = draw.choice([*_places(graph)])
+        x = graph
+        for step in path:
+            x = x[step]
+        kind = draw.randrange(4)
+        if kind == 0:
+            del x[key]
+        elif kind == 1 and isinstance(x[key], str):
+            x[key] = draw.choice(_TEXTS)
+        elif kind == 2 and isinstance(x, list):
+            x.insert(key, copy.deepcopy(draw.choice(x)))
+        else:
+            x[key] = draw.choice(_OTHERS)
+    return graph
 
 
 def mutation(data, seed):

@@ -3,6 +3,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import relative_difference
+
+from .mutations import graph_mutation
 
 if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("these compare two engines", allow_module_level=True)
@@ -614,6 +617,23 @@ def test_what_does_not_fit_is_refused(exported, edit, error, match):
     edited(exported.symbol, edit)
     with mgpu.using_backend("torch"), pytest.raises(error, match=match):
         mgpu.from_gluon(exported.symbol, exported.params)
+
+
+@pytest.mark.parametrize("exported", ["lenet", "joined", "lstm", "encoder"],
+                         indirect=True)
+def test_a_damaged_graph_is_read_or_refused(exported, tmp_path):
+    """No other error, whatever is missing or of another type."""
+    graph = json.loads(Path(exported.symbol).read_text())
+    file, outcomes = tmp_path / "x.json", set()
+    for seed in range(300):
+        file.write_text(json.dumps(graph_mutation(graph, seed)))
+        try:
+            with mgpu.using_backend("torch"):
+                mgpu.from_gluon(file, exported.params)
+            outcomes.add("read")
+        except (ValueError, NotImplementedError) as error:
+            outcomes.add(type(error).__name__)
+    assert outcomes >= {"read", "UnreadableSymbol", "MissingOperator"}
 
 
 @pytest.mark.parametrize("exported", ["lenet"], indirect=True)

@@ -156,6 +156,10 @@ class _Builder:
 
     def _output(self, i: int, k: int) -> fx.Node:
         if (i, k) not in self._env:
+            if i not in self._parts:
+                raise ValueError(
+                    f"an array has one output; the graph asks for number {k} "
+                    f"of {self._graph.nodes[i].name!r}. Use a whole file.")
             value, part = self._parts[i]
             place = _place(form_of(part), k)
             if place is None:
@@ -219,8 +223,15 @@ class _Builder:
     def _module(self, node: Node, part: Layer) -> str:
         kind = find(part.kind)
         name = self._own_name(prefix_of(node, [*part.tensors.values()]))
-        with torch.device("meta"):
-            layer = kind(**part.arguments)
+        try:
+            with torch.device("meta"):
+                layer = kind(**part.arguments)
+        except (TypeError, ValueError, RuntimeError, ArithmeticError
+                ) as error:
+            raise ValueError(
+                f"a layer has attributes that fit each other; received "
+                f"{part.arguments} for {node.op} {node.name!r} "
+                f"({error}). Use a whole file.") from error
         for key, array in part.tensors.items():
             x = self._tensor(array)
             buffer = key in layer._buffers
@@ -267,4 +278,8 @@ class _Builder:
 def find(name: str) -> Any:
     """What stands under the name of a part: ``torch.nn.Conv2d``."""
     module, _, own = name.rpartition(".")
-    return getattr(importlib.import_module(module), own)
+    try:
+        return getattr(importlib.import_module(module), own)
+    except AttributeError as error:     # Conv0d, of a damaged kernel
+        raise MissingOperator(f"there is no {name} for an operator of the "
+                              "graph") from error
