@@ -206,9 +206,9 @@ def examine(make):
     return found
 
 
-def compare(symbol, edge, scale, shift):
+def compare(symbol, edge, scale, shift, change=None):
     """MXNet and what `from_gluon` makes of it, at values that are drawn with
-    this scale and shift."""
+    this scale and shift. `change`: what to do to the converted network."""
     import mxnet as mx
     import torch
     rng = np.random.default_rng(0)
@@ -249,6 +249,8 @@ def compare(symbol, edge, scale, shift):
             net = mgpu.from_gluon(f"{folder}/net-symbol.json",
                                   f"{folder}/net.params")
         said["converts"] = round(time.perf_counter() - start, 2)
+    if change:
+        change(net)
     x = torch.from_numpy(image.astype(dtype)).requires_grad_()
     with torch.no_grad():
         y = net.eval()(x).numpy()

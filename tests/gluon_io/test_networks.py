@@ -1,0 +1,53 @@
+"""Thirty classification networks of gluoncv2: their graphs as MXNet exports
+them, with values that are drawn here. studies/gluon_networks.py runs all."""
+import importlib.util
+import json
+import zipfile
+
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+
+from .mutations import FILES, TESTS
+
+if set(BACKENDS) < {"mxnet", "torch"}:
+    pytest.skip("these compare two engines", allow_module_level=True)
+
+_SPEC = importlib.util.spec_from_file_location(
+    "gluon_networks", TESTS.parent / "studies" / "gluon_networks.py")
+study = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(study)
+
+with zipfile.ZipFile(FILES / "networks.zip") as _zip:
+    #: the image's edge, and what the values are drawn with
+    DRAWS = json.loads(_zip.read("draws.json"))
+
+
+def compared(name, change=None):
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        with zipfile.ZipFile(FILES / "networks.zip") as file:
+            text = file.read(f"{name}.json").decode()
+        return study.compare(mx.sym.load_json(text), *DRAWS[name],
+                             change=change)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_network_computes_as_mxnets(name):
+    """A prediction, gradients and running statistics of a pass."""
+    found = compared(name)
+    assert not study.verdict(found), found
+
+
+@pytest.mark.parametrize("change", ["weight", "running_mean"])
+def test_the_comparison_sees_a_change(change):
+    """Of one number in a million of itself."""
+    name = next(iter(DRAWS))
+
+    def moved(net):
+        for key, x in net.state_dict().items():
+            if key.endswith(change) and x.dim() in (1, 4):
+                x.view(-1)[0] *= 1 + 1e-6
+                return
+    assert study.verdict(compared(name, moved)) == "differs"
