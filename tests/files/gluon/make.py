@@ -31,6 +31,7 @@ def main():
     for version in 0, 1:
         (HERE / f"by-hand-{version}.params").write_bytes(samples.old(version))
     samples.write_training(mx, HERE / "training")
+    samples.write_networks(mx, HERE / "networks")
     for path in sorted(HERE.glob("*.params")):
         expected[path.name] = summary(samples.read_by_mxnet(mx, str(path)))
     for name, write in samples.STATES.items():
