@@ -1,5 +1,6 @@
 """Trainings that Gluon has begun: their files become replicas and a trainer
 that go on as MXNet would have."""
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -18,10 +19,10 @@ from mgpu.gluon_io.order import Order, leaves
 from mgpu.gluon_io.states import Record, name_in
 from mgpu.gluon_io.states import TrainerStates as GluonStates
 from mgpu.optimizers import Optimizer
-from mgpu.optimizers.gluon_rules import COMPILED
+from mgpu.optimizers.gluon_rules import COMPILED, Adam
 from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas, initialize
-from mgpu.trainer import Trainer
+from mgpu.trainer import Trainer, check_batch_size
 from mgpu.trainer_states import TrainerStates
 
 #: options that mgpu calls by another name than MXNet
@@ -66,13 +67,14 @@ class _Saved(NamedTuple):
 
 def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
                       devices: Any, *,
-                      order: str | Sequence[str] = "sorted",
+                      order: str | Sequence[str] | None = None,
                       optimizer: str | Optimizer | None = None,
                       optimizer_params: Mapping[str, Any] | None = None,
                       lr_scheduler: Any = None,
                       lr_mult: Mapping[str, float] | None = None,
                       wd_mult: Mapping[str, float] | None = None,
                       grad_req: Mapping[str, str] | None = None,
+                      batch_size: float | None = None,
                       dtype: str | None = None, softmax: bool = False,
                       batch_norm: str = "per_device") -> Resumed:
     """Go on with a training of Gluon's, or of MXNet's Module, on the engine
@@ -90,11 +92,14 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         What ``Trainer.save_states`` or ``Module.save_optimizer_states``
         wrote at the same time.
     devices : sequence of distinct devices
-    order : "sorted" or sequence of str
+    order : "sorted" or sequence of str, optional
         The file of states numbers the parameters of the trainer and has no
-        names. ``gluon.Trainer(net.collect_params())`` sorts them by name, as
-        texts. A trainer that was given a list needs that list here: all
-        names, running statistics too where they were in it.
+        names. "sorted": the trainer was given ``net.collect_params()``,
+        which sorts them by name, as texts. A trainer that was given a list,
+        or a part of the network, needs that list here: all names, running
+        statistics too where they were in it. Those that are not in it are
+        frozen. By default "sorted" is concluded where the shapes of the
+        states allow nothing else. Of a Module: the names that it trained.
     optimizer, optimizer_params : optional
         As for `Trainer`, where the file has no optimiser (a Module's). The
         counts of a Module's file are those of ``begin_num_update`` in
@@ -106,7 +111,13 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         By parameter name, Gluon's (``"conv0_weight"``) or `Parameter.name`.
         The graph holds the multipliers that the network had when it was
         first called; what is given here counts instead. Without `grad_req`,
-        a parameter that the file has no update of is frozen.
+        a parameter that the file has no update of is frozen. One with fewer
+        updates than others needs an entry: it may be frozen by now, or not
+        any more.
+    batch_size : float, optional
+        What the last ``step`` was given, to learn the ``rescale_grad`` of
+        the trainer: the file has their quotient. Needed where that is not
+        one over a whole number.
     dtype : {"float32", "float64", "float16"}, optional
         Of the network. A float16 one with ``multi_precision`` goes on from
         its float32 copies, in float32, and another dtype is refused.
@@ -135,7 +146,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     """
     graph, arrays = load_graph(symbol), dense_arrays(params)
     saved = _read(load_trainer_states(states), graph, arrays, order,
-                  _given(optimizer, optimizer_params), lr_scheduler)
+                  _given(optimizer, optimizer_params), lr_scheduler,
+                  batch_size)
     if saved.copies:
         if dtype not in (None, "float32"):
             raise ValueError(
@@ -151,6 +163,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     for name, copy in saved.copies.items():
         ours[own[name]].set_data(copy)
     _freeze(saved, ours, own, grad_req)
+    if lr_scheduler is None and saved.schedule is not None:
+        _check_rates(saved, ours, own)
     trainer = Trainer(
         replicas, saved.optimizer, lr_scheduler=saved.schedule,
         lr_mult=_multipliers(saved, graph, own, ours, "lr_mult", lr_mult),
@@ -264,8 +278,9 @@ def _schedule(record: Any, rate: Any, done: int) -> Any:
 # -- what is in the files -----------------------------------------------------
 
 def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
-          order: str | Sequence[str], given: tuple[Optimizer, int] | None,
-          schedule: Any) -> _Saved:
+          order: str | Sequence[str] | None,
+          given: tuple[Optimizer, int] | None, schedule: Any,
+          batch_size: float | None) -> _Saved:
     record = file.optimizer
     if (record is None) == (given is None):
         raise ValueError(
@@ -280,7 +295,8 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
         assert given is not None
         rule, begin = given
         number, counts = begin, dict.fromkeys(file.states, begin)
-        keys = Order(file, counts, graph, shapes).of_module()
+        keys = Order(file, counts, graph, shapes).of_module(
+            order)
         if schedule is not None and hasattr(schedule, "base_lr"):
             rule.learning_rate = schedule.base_lr
     else:
@@ -301,9 +317,7 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
         rule = _optimizer(record, schedule)
         product = state.get("m_schedule", product)
         keys = Order(file, counts, graph, shapes).of_trainer(order)
-        scale = state.get("rescale_grad", 1.0)
-        notes.append("the last step divided the sum of the gradients by "
-                     f"{1 / scale:.6g}: give step() the rows of a batch")
+        notes.append(_divisor(state.get("rescale_grad", 1.0), batch_size))
     slots, copies = {}, {}
     for name, key in keys.items():
         found, copy = _parted(rule, file.states[key], arrays[name], name)
@@ -320,6 +334,28 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
         tuple(ordered), float(product), record is None, notes)
 
 
+def _divisor(scale: float, batch_size: float | None) -> str:
+    """What is known of the factor of gradients; Gluon's step sets it to the
+    trainer's own one over the batch size."""
+    rows = 1 / scale if scale else 0.0
+    if batch_size is not None:
+        own = scale * check_batch_size(batch_size)
+        return (f"the last step divided the sum of the gradients by "
+                f"{batch_size:g}" + ("" if abs(own - 1) < 1e-9 else
+                f" and multiplied it by {own:g}, the trainer's rescale_grad, "
+                f"which mgpu's has not: multiply each loss by {own:g} (not "
+                "where it undid a loss scale)"))
+    if rows < 1 or abs(rows - round(rows)) > 1e-9 * rows:
+        raise ValueError(
+            "Gluon's step divides the sum of the gradients by the rows of a "
+            f"batch; received states whose last step multiplied it by "
+            f"{scale!r}, so the trainer had a rescale_grad of its own. Pass "
+            "batch_size=, what that step was given.")
+    return (f"the last step divided the sum of the gradients by {rows:.10g}. "
+            "If that is not the batch size of that time, the trainer had a "
+            "rescale_grad of its own: pass batch_size=")
+
+
 def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
     """Of all devices, which have the same ones."""
     state, counts = record.state, dict[Any, int]()
@@ -334,6 +370,12 @@ def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
                     f"number {key}, as a trainer writes that was loaded on "
                     "more devices than it was saved on.")
     if len(devices) > 1:
+        if _family(record) == "nadam":
+            raise ValueError(
+                "Nadam's schedule of momentum moves once in an update of a "
+                f"parameter; received the states of {len(devices)} devices "
+                "that share one and moved it in turn, so their weights "
+                "differ. Train on one device, or on the key-value store.")
         notes.append(f"it was trained on {len(devices)} devices; the state "
                      "is that of the first")
     return counts
@@ -403,6 +445,18 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
                          f"There are {sorted(known)}.")
     names = {key: name for name, key in own.items()}
     frozen = []
+    latest = max(saved.counts.values(), default=0)
+    behind = {name: t for name, t in saved.counts.items()
+              if t < latest and own[name] not in requests}
+    if behind:
+        some = ", ".join(f"{name} ({t})" for name, t in
+                         list(behind.items())[:5])
+        raise ValueError(
+            "a parameter that is trained has as many updates as the others, "
+            f"{latest}; received {len(behind)} with fewer: {some}. They were "
+            "frozen half way, or trained from there on, which the files do "
+            "not say. Pass grad_req= with an entry for each: 'null' or "
+            "'write'.")
     for key, p in known.items():
         if key in requests:
             p.grad_req = requests[key]
@@ -413,6 +467,22 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
     if frozen:
         saved.notes.append("the file has no update of them, so they are "
                            f"frozen: {', '.join(frozen)}")
+
+
+def _check_rates(saved: _Saved, known: Mapping[str, Parameter],
+                 own: Mapping[str, str]) -> None:
+    """MXNet asks the schedule at each parameter, with the largest count so
+    far: those with fewer updates get the rate of the update before where
+    none with more stands before them."""
+    trained = [name for name in saved.order
+               if known[own[name]].grad_req != "null"]
+    if trained and saved.counts[trained[0]] < max(saved.counts.values()):
+        raise ValueError(
+            "a schedule gives every parameter the rate of one update; "
+            f"received {trained[0]}, the first that MXNet updates, with "
+            f"fewer updates ({saved.counts[trained[0]]}) than others, to "
+            "which MXNet would give the rate of the update before. Pass "
+            "lr_scheduler=, whose rates count for all.")
 
 
 def _states(saved: _Saved, known: Mapping[str, Parameter],
@@ -445,6 +515,11 @@ def _remarks(trainer: Trainer) -> Iterator[str]:
         options = {field.name: getattr(rule, field.name)
                    for field in fields(rule)}
         options["learning_rate"] = trainer.rate(trainer.num_update + 1)
+        if isinstance(rule, Adam):
+            t = trainer.num_update + 1
+            options[f"the corrected rate of update {t}"] = \
+                options["learning_rate"] * math.sqrt(1 - rule.beta2 ** t) / (
+                    1 - rule.beta1 ** t)
         off = [f"{name}={x!r} by {abs(np.float32(x) / x - 1):.1e}"
                for name, x in options.items()
                if isinstance(x, float) and x and np.float32(x) != x]

@@ -7,7 +7,8 @@ nobody has given. What they are then, and of which type, stands in
 import ast
 import functools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import numpy as np
 
 from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.params import load_params
-
 
 #: a softmax that takes a label, and has the gradient of the loss
 SOFTMAX = ("SoftmaxOutput", "Softmax")
@@ -128,11 +128,17 @@ def dense_arrays(path: FilePath) -> dict[str, np.ndarray]:
     return arrays
 
 
-def entries(graph: Graph, arrays: Mapping[str, np.ndarray]) -> list[str]:
+def entries(graph: Graph, arrays: Container[str]) -> list[str]:
     """The inputs of a network: what enters its graph and is no array of the
-    file."""
-    return [node.name for node in graph.nodes
-            if node.op == "null" and node.name not in arrays]
+    file. Those that ``HybridBlock.export`` has numbered (``data0``,
+    ``data1``) are in that order, which is that of the block's arguments;
+    others in the order of the graph."""
+    found = [node.name for node in graph.nodes
+             if node.op == "null" and node.name not in arrays]
+    numbers = [re.fullmatch(r"data(\d+)", name) for name in found]
+    if all(numbers):
+        found.sort(key=lambda name: int(name.removeprefix("data")))
+    return found
 
 
 def without_softmax(graph: Graph) -> Graph:
@@ -141,6 +147,15 @@ def without_softmax(graph: Graph) -> Graph:
     return Graph(graph.nodes, tuple(
         graph.nodes[i].inputs[0] if graph.nodes[i].op in SOFTMAX else (i, k)
         for i, k in graph.heads))
+
+
+def with_dtype(graph: Graph, before: Container[str], dtype: str) -> Graph:
+    """The graph whose operators make arrays of `dtype` where they made those
+    of the dtypes `before`: those of its parameters."""
+    return graph._replace(nodes=tuple(
+        node._replace(attributes={**node.attributes, "dtype": dtype})
+        if node.attributes.get("dtype") in before else node
+        for node in graph.nodes))
 
 
 @functools.cache
@@ -180,6 +195,8 @@ def _value(kind: str, text: str) -> Any:
     if kind == "bool":
         return {"True": True, "1": True, "true": True, "False": False,
                 "0": False, "false": False}[text]
+    if kind in ("float", "double") and text.strip("+-") in ("inf", "nan"):
+        return float(text)
     value = ast.literal_eval(text.replace("L", ""))
     if kind == "shape":
         return tuple(None if x is None else int(x) for x in value) \

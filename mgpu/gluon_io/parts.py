@@ -4,10 +4,11 @@ A part says it in data: which class or function, called with what. So one
 description of an operator serves both who builds the network and who writes
 it down as source.
 """
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mgpu.gluon_io.graph import Graph, Node
+from mgpu.gluon_io.whole import Cut, cuts
 
 Shape = tuple[int, ...]
 
@@ -16,6 +17,20 @@ class Slot(NamedTuple):
     """Stands for an input of the operator where a call takes it."""
 
     number: int
+
+
+#: operators whose result has as many axes as their first input
+_KEEPS_RANK = frozenset(
+    "Activation LeakyReLU BatchNorm LayerNorm InstanceNorm Dropout LRN "
+    "L2Normalization softmax log_softmax Cast clip identity _copy relu "
+    "sigmoid tanh exp log sqrt square abs negative Concat concat slice "
+    "slice_axis slice_like SwapAxis swapaxes elemwise_add elemwise_sub "
+    "elemwise_mul elemwise_div broadcast_add broadcast_sub broadcast_mul "
+    "broadcast_div _plus_scalar _minus_scalar _rminus_scalar _mul_scalar "
+    "_div_scalar _rdiv_scalar _power_scalar _maximum_scalar _minimum_scalar "
+    "_equal_scalar _not_equal_scalar _greater_scalar _lesser_scalar "
+    "UpSampling _contrib_BilinearResize2D "
+    "_contrib_AdaptiveAvgPooling2D".split())
 
 
 class Source:
@@ -50,6 +65,34 @@ class Source:
         """Of the array. MissingOperator if it is none of the file."""
         self.sizes()
         return self.node.name
+
+    @property
+    def rank(self) -> int | None:
+        """How many axes it has; None where the graph does not say."""
+        more, source = 0, self
+        while source.shape is None:
+            op, a = source.node.op, source.node.attributes
+            if op in _KEEPS_RANK:
+                pass
+            elif op in ("expand_dims", "_npi_expand_dims"):
+                more += 1
+            elif op in ("Convolution", "Deconvolution", "Pooling") \
+                    and a["kernel"]:
+                return more + 2 + len(a["kernel"])
+            elif op in ("FullyConnected", "_npx_fully_connected"):
+                if a["flatten"]:
+                    return more + 2
+            elif op in ("Flatten", "flatten", "_npx_batch_flatten"):
+                return more + 2
+            elif op == "transpose" and a["axes"]:
+                return more + len(a["axes"])
+            elif op in ("Reshape", "reshape") and a["shape"] \
+                    and min(a["shape"]) > -2:
+                return more + len(a["shape"])
+            else:
+                return None
+            source = source.inputs[0]
+        return more + len(source.shape)
 
     def sizes(self) -> Shape:
         """The shape. MissingOperator if it is no array of the file."""
@@ -148,6 +191,11 @@ def rule_of(name: str) -> Rule:
     return _rules[name]
 
 
+def number(x: float) -> float:
+    """As a person writes it: 2 for 2.0."""
+    return int(x) if abs(x) < 1e15 and x == int(x) else x
+
+
 def form_of(part: Part) -> Any:
     """What its part returns, with the numbers of the operator's outputs in
     their places."""
@@ -184,15 +232,17 @@ class Missing(NamedTuple):
         return f"{self.op}: {self.why} (node {self.node!r})"
 
 
-def parts_of(graph: Graph, shapes: Mapping[str, Shape]) -> dict[int, Part]:
+def parts_of(graph: Graph, shapes: Mapping[str, Shape],
+             whole: Collection[str] = ()) -> dict[int, Part]:
     """The part of each operator, by the number of its node, in the order in
     which they are computed. What no output needs has none: a label, or what a
     part makes by itself.
 
-    `shapes`: of the arrays of the file, by their names.
+    `shapes`: of the arrays of the file, by their names; `whole`: the names
+    of those of whole numbers.
     NotImplementedError naming all operators and attributes without a rule.
     """
-    found, missing = _parts(graph, shapes)
+    found, missing = _parts(graph, shapes, whole)
     if missing:
         more = f"; and {len(missing) - 12} more" if len(missing) > 12 else ""
         raise MissingOperator(
@@ -214,10 +264,16 @@ def missing_in(graph: Graph, shapes: Mapping[str, Shape] | None
             if node.op != "null" and node.op not in _rules]
 
 
-def _parts(graph: Graph, shapes: Mapping[str, Shape]
+#: under which a rule makes the part that lets only fractions pass
+FLOATING = "mgpu.floating"
+
+
+def _parts(graph: Graph, shapes: Mapping[str, Shape],
+           whole: Collection[str] = ()
            ) -> tuple[dict[int, Part], list[Missing]]:
     found: dict[int, Part] = {}
     missing = []
+    cutting = cuts(graph, shapes, whole)
     needed = {i for i, _ in graph.heads}
     for i in reversed(range(len(graph.nodes))):
         node = graph.nodes[i]
@@ -226,11 +282,36 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape]
         try:
             found[i] = rule_of(node.op)(node, [Source(graph, shapes, *x)
                                                for x in node.inputs])
+            if i in cutting:
+                found[i] = _guarded(found[i], node, cutting[i])
             needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
         except NotImplementedError as error:
             missing.append(Missing(node.op, str(error), node.name))
             needed |= {j for j, _ in node.inputs}
     return dict(sorted(found.items())), missing[::-1]
+
+
+def _guarded(part: Part, node: Node, cut: Cut) -> Part:
+    """The part, which refuses whole numbers as it runs."""
+    if cut.surely and not cut.dtype:
+        raise MissingOperator("of whole numbers, which MXNet cuts to whole "
+                              "numbers")
+    # Where MXNet converts them, this does so too.
+    guard = rule_of("Cast")(node._replace(attributes={
+        "dtype": cut.dtype}), []) if cut.surely else rule_of(FLOATING)(
+            node, [])
+    assert isinstance(guard, Call)
+
+    def wrapped(x: Any) -> Any:
+        if isinstance(x, Slot) and x.number in cut.inputs:
+            return guard._replace(arguments=(x, *guard.arguments[1:]))
+        if isinstance(x, Call):
+            return x._replace(arguments=wrapped(x.arguments), named={
+                key: wrapped(value) for key, value in x.named.items()})
+        return tuple(map(wrapped, x)) if type(x) is tuple else x
+    if isinstance(part, Layer):
+        return part._replace(inputs=wrapped(part.inputs))
+    return part._replace(arguments=wrapped(part.arguments))
 
 
 def only(node: Node, **allowed: Any) -> None:

@@ -57,7 +57,7 @@ def joined():
             with self.name_scope():
                 self.a = nn.Dense(6, in_units=6, flatten=False)
                 self.b = nn.Dense(6, in_units=6, flatten=False,
-                                  params=self.a.params)
+                                  use_bias=False, params=self.a.params)
                 self.shift = self.params.get("shift", shape=(1, 6))
 
         def hybrid_forward(self, F, x, shift):
@@ -384,6 +384,173 @@ def test_it_trains_on_devices(exported, devices):
         state = nets[1].state_dict()
         for key, x in nets[0].state_dict().items():
             assert relative_difference(x.numpy(), state[key].numpy()) < 1e-12
+
+
+def from_symbol(folder, symbol, arrays):
+    """What `from_gluon` makes of a symbol of MXNet's."""
+    import mxnet as mx
+    symbol.save(str(folder / "net-symbol.json"))
+    mx.nd.save(str(folder / "net-0000.params"), {
+        f"arg:{name}": mx.nd.array(x, dtype=x.dtype)
+        for name, x in arrays.items()})
+    with mgpu.using_backend("torch"):
+        return mgpu.from_gluon(folder / "net-symbol.json",
+                               folder / "net-0000.params")
+
+
+WHOLE = np.array([[-7, -3, 0], [1, 5, 9]], "int32")
+#: of whole numbers: in `sym`, and whether it computes
+IN_SYM = {
+    "x / 2": False, "20 / (x + 1)": False, "x + 0.5": False,
+    "0.5 - x": False, "x * 1.5": False, "F.clip(x, -2.5, 2.5)": False,
+    "F.exp(x)": False, "F.sqrt(F.abs(x))": False,
+    "F.broadcast_div(x, x + 1)": False, "F.sigmoid(x)": False,
+    "F.maximum(x, 0.5)": False, "F.cast(x, 'int64') / 2": False,
+    "F.concat(x, x, dim=0) * 0.5": False,
+    "F.reshape(x, (-1,)) / 2": False, "F.cast(x, 'float64') / 2": True,
+    "x + 2": True, "3 - x": True, "x * x": True, "F.clip(x, -2, 2)": True,
+    "F.maximum(x, 1)": True, "x > 0": True, "F.abs(-x)": True,
+    "F.one_hot(x, 4) / 2": True,
+    "F.where(x > 0, x, F.zeros_like(x))": True}
+#: the same of the NumPy interface
+IN_NP = {
+    "x + 1.0": False, "2 ** x": False, "-x": False, "F.np.exp(x)": False,
+    "x * 1e9": False, "F.np.clip(x, -2.5, 2.5)": False,
+    "F.np.maximum(x, 1.5)": False, "x.mean()": False,
+    "F.np.where(x > 1, x, 0.5)": False,
+    "x / 2": True, "x / (x * x + 1)": True, "x + 2": True, "x ** 2": True,
+    "(x > 1) * 2.0": True, "1 - (x > 1)": True, "(x > 1).mean()": True,
+    "((x > 1) * 1.0).mean()": True, "(x > 1) * x": True,
+    "F.np.where(x > 1, x, 2)": True, "F.np.argmax(x, axis=1) * 0.5": True}
+
+
+@pytest.mark.parametrize("expression, computes", [
+    pytest.param((text, bool(numpy)), ok,
+                 id=("np " if numpy else "sym ") + text)
+    for numpy, every in enumerate((IN_SYM, IN_NP))
+    for text, ok in every.items()])
+def test_whole_numbers(tmp_path, expression, computes):
+    """MXNet cuts what it makes of them. As MXNet, dtype of fractions
+    included, or refused."""
+    text, numpy = expression
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+
+        class Net(mx.gluon.HybridBlock):
+            def hybrid_forward(self, F, x):
+                return eval(text, {"F": F, "x": x})
+        with mx.util.np_shape(numpy), mx.util.np_array(numpy):
+            net = Net()
+            net.hybridize()
+            x = (mx.np if numpy else mx.nd).array(WHOLE, dtype="int32")
+            expected = net(x).asnumpy()
+            net.export(str(tmp_path / "net"))
+    with mgpu.using_backend("torch"):
+        import torch
+
+        def found():
+            net = mgpu.from_gluon(tmp_path / "net-symbol.json",
+                                  tmp_path / "net-0000.params")
+            return net(torch.tensor(WHOLE)).numpy()
+        if not computes:
+            with pytest.raises((TypeError, NotImplementedError),
+                               match="whole numbers"):
+                found()
+            return
+        y = found()
+    assert y.dtype.kind == expected.dtype.kind and y.shape == expected.shape
+    assert relative_difference(y, expected) < 1e-6
+    if y.dtype.kind == "f" and not numpy:
+        assert y.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("names", [
+    ("w.1", "w_1"), ("a/b", "a_b"), ("class", "_class"), ("w-1", "w.1"),
+    ("training", "half"), ("graph", "code"), ("state_dict", "torch")])
+def test_names_that_are_no_names_of_python(tmp_path, names):
+    """Two that become one, and those that a torch network has itself."""
+    arrays = {name: np.array([[i + 2.0, 1.0]]) for i, name in
+              enumerate(names)}
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        x = mx.sym.var("self")
+        for name in names:
+            x = mx.sym.broadcast_mul(x, mx.sym.var(name)) + 1
+        net = from_symbol(tmp_path, x, arrays)
+    with mgpu.using_backend("torch"):
+        import torch
+        found = net(torch.tensor([[1.0, 2.0]]).double())
+        assert found.tolist() == [[10.0, 4.0]]
+        mgpu.to_gluon_params(net, tmp_path / "back.params")
+    assert {name: x.tolist() for name, x in mgpu.gluon_io.load_params(
+        tmp_path / "back.params").items()} == {
+            f"arg:{name}": x.tolist() for name, x in arrays.items()}
+
+
+def test_inputs_are_in_the_order_of_the_block(tmp_path):
+    """The graph has them in the order in which they are used."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+
+        class Net(mx.gluon.HybridBlock):
+            def hybrid_forward(self, F, a, b, *more):
+                return more[-1] * 100 + b * 10 - a
+        net = Net()
+        net.hybridize()
+        inputs = [mx.nd.array([float(i)]) for i in range(12)]
+        expected = net(*inputs).asscalar()
+        net.export(str(tmp_path / "net"))
+    for engine in BACKENDS:
+        with mgpu.using_backend(engine):
+            net = mgpu.from_gluon(tmp_path / "net-symbol.json",
+                                  tmp_path / "net-0000.params")
+            used = [mgpu.put(np.float32([i]), mgpu.cpu(0)) for i in (0, 1, 11)]
+            y = mgpu.initialize(net, [mgpu.cpu(0)], init="keep")[0](*used)
+            assert mgpu.to_numpy(y).tolist() == [expected]
+
+
+def test_a_layer_that_is_called_twice_is_one_module(tmp_path):
+    """Two would part their running statistics as soon as they move."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn
+
+        class Twins(mx.gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                with self.name_scope():
+                    self.norm = nn.BatchNorm(in_channels=3)
+
+            def hybrid_forward(self, F, a, b):
+                return self.norm(a) - F.tanh(self.norm(b))
+        net = Twins()
+        net.initialize()
+        net.hybridize()
+        net(mx.nd.ones((2, 3)), mx.nd.ones((2, 3)))
+        net.export(str(tmp_path / "net"))
+    with mgpu.using_backend("torch"):
+        net = mgpu.from_gluon(tmp_path / "net-symbol.json",
+                              tmp_path / "net-0000.params").double()
+        assert len([x for x in net.modules() if not [*x.children()]]) == 1
+        x = mgpu.put(np.eye(3), mgpu.cpu(0))
+        net.train()(x, x)
+        moved = next(v for k, v in net.state_dict().items()
+                     if k.endswith("running_mean"))
+        assert abs(moved.numpy() - (1 - 0.9 ** 2) / 3).max() < 1e-6
+
+
+def test_a_dtype_is_that_of_what_the_graph_makes(tmp_path):
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        x = mx.sym.dot(mx.sym.one_hot(mx.sym.var("data"), 4),
+                       mx.sym.var("weight"))
+        from_symbol(tmp_path, x, {"weight": np.ones((4, 2), "float32")})
+    with mgpu.using_backend("torch"):
+        for dtype in ("float64", "float16"):
+            net = mgpu.from_gluon(tmp_path / "net-symbol.json",
+                                  tmp_path / "net-0000.params", dtype=dtype)
+            y = net(mgpu.put(np.array([1, 2]), mgpu.cpu(0)))
+            assert str(y.dtype) == f"torch.{dtype}"
 
 
 @small

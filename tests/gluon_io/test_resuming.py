@@ -3,6 +3,7 @@
 In lock-step: each step begins with MXNet's own weights and states, so what is
 compared is one step, however long the training was.
 """
+import functools
 import json
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def mlp():
     return net
 
 
+def alike(count=11):
+    """Parameters of one shape. From ten on texts are sorted otherwise."""
+    from mxnet.gluon import nn
+    net = nn.HybridSequential(prefix="alike_")
+    with net.name_scope():
+        net.add(*(nn.Dense(6, use_bias=False) for _ in range(count)))
+    return net
+
+
 def resnet18():
     from mxnet.gluon.model_zoo import vision
     return vision.resnet18_v1(classes=3, thumbnail=True)
@@ -79,14 +89,17 @@ def lstm():
 
 
 NETWORKS = {"small": (small, (8, 2, 6, 6)), "mlp": (mlp, (8, 6)),
-            "lstm": (lstm, (8, 6, 3)), "resnet18": (resnet18, (2, 3, 16, 16))}
+            "alike": (alike, (8, 6)),
+            "few": (functools.partial(alike, 5), (8, 6)),
+            "lstm": (lstm, (8, 6, 3)),
+            "resnet18": (resnet18, (2, 3, 16, 16))}
 
 
 class Training:
     """Of Gluon, in float64, on one device."""
 
     def __init__(self, folder, network="small", optimizer="sgd-momentum",
-                 sorted_names=True, **options):
+                 sorted_names=True, part=None, **options):
         import mxnet as mx
         make, shape = NETWORKS[network]
         rng = np.random.default_rng(0)
@@ -102,6 +115,8 @@ class Training:
             if name.endswith(("bias", "beta")):
                 p.set_data(self.array(rng.normal(size=p.shape)))
         self.list = list(every)
+        if part is not None:
+            every = self.net[part].collect_params()
         self.trainer = mx.gluon.Trainer(
             every if sorted_names else list(every.values()),
             optimizer.partition("-")[0],
@@ -124,6 +139,10 @@ class Training:
     def array(self, x):
         import mxnet as mx
         return mx.nd.array(x, dtype="float64")
+
+    def freeze(self, name, grad_req):
+        self.net.collect_params()[name].grad_req = grad_req
+        self.net(self.array(self.x))
 
     def step(self, count=1):
         from mxnet import autograd
@@ -231,6 +250,20 @@ def test_it_goes_on_alone(training, tmp_path):
 
 
 @live
+def test_nadam_on_devices_in_turn_is_refused(training):
+    """One schedule of momentum for all moves at each of them."""
+    one = training("small", "nadam")
+    with mgpu.using_backend("mxnet"):
+        one.step()
+        counts = one.trainer._optimizer._all_index_update_counts
+        counts[1] = dict(counts[0])
+        files = one.save()
+    with mgpu.using_backend("torch"), pytest.raises(
+            ValueError, match="states of 2 devices"):
+        mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+
+
+@live
 def test_on_mxnet_itself(training):
     one = training("small", "adam")
     with mgpu.using_backend("mxnet"):
@@ -296,14 +329,7 @@ def test_another_order_is_another_training(training):
 
 
 @live
-def test_shapes_that_do_not_decide_are_refused(training, monkeypatch):
-    def alike():
-        from mxnet.gluon import nn
-        net = nn.HybridSequential(prefix="alike_")
-        with net.name_scope():
-            net.add(*(nn.Dense(6, use_bias=False) for _ in range(11)))
-        return net
-    monkeypatch.setitem(NETWORKS, "alike", (alike, (8, 6)))
+def test_shapes_that_do_not_decide_are_refused(training):
     one = training("alike")
     with mgpu.using_backend("mxnet"):
         one.step(2)
@@ -311,10 +337,119 @@ def test_shapes_that_do_not_decide_are_refused(training, monkeypatch):
     with mgpu.using_backend("torch"):
         with pytest.raises(ValueError, match="shapes do not decide"):
             mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
-        with pytest.raises(ValueError, match="order= without .'alike_dense9"):
+        with pytest.raises(ValueError, match="no parameter 10"):
             mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
                                    order=sorted(one.list)[:-1])
-    assert lock_step(one, 1, [mgpu.cpu(0)], order=sorted(one.list)) < 1e-10
+    for order in (sorted(one.list), "sorted"):
+        assert lock_step(one, 1, [mgpu.cpu(0)], order=order) < 1e-10
+
+
+@live
+@pytest.mark.parametrize("first, last", [(0, 2), (1, 4), (3, 5), (0, 4)])
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "sgd"])
+def test_a_trainer_of_a_part(training, first, last, optimizer):
+    """Its states have the numbers of the first parameters of all."""
+    one = training("few", optimizer, part=slice(first, last))
+    names = sorted(one.list[first:last])
+    with mgpu.using_backend("mxnet"):
+        one.step(2)
+        files = one.save()
+    with mgpu.using_backend("torch"):
+        with pytest.raises(ValueError, match="given a part of them"):
+            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        with pytest.raises(ValueError, match="not in the graph"):
+            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
+                                   order=[*names[:-1], "few_weight"])
+        with pytest.raises(ValueError, match="with a name twice"):
+            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
+                                   order=[*names[:-1], names[0]])
+    assert lock_step(one, 2, [mgpu.cpu(0)], order=names) < 1e-10
+
+
+@live
+def test_a_head_that_is_trained_alone(training):
+    """Nothing else can be meant where the last one of all has a state."""
+    one = training("mlp")
+    with mgpu.using_backend("mxnet"):
+        for name in one.list:
+            if "dense9" not in name:
+                one.freeze(name, "null")
+                del one.trainer._updaters[0].states[
+                    sorted(one.list).index(name)]
+        one.step(2)
+    assert lock_step(one, 1, [mgpu.cpu(0)]) < 1e-10
+
+
+@live
+@pytest.mark.parametrize("now", ["null", "write"])
+def test_what_was_frozen_for_a_time(training, now):
+    """Fewer updates are of one that is frozen now, or is not any more."""
+    one = training("small")
+    name = one.list[0]
+    with mgpu.using_backend("mxnet"):
+        one.step()
+        one.freeze(name, "null")
+        one.step(2)
+        one.freeze(name, now)
+        files = one.save()
+    with mgpu.using_backend("torch"), pytest.raises(
+            ValueError, match=f"1 with fewer: {name} .1.*Pass grad_req="):
+        mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+    assert lock_step(one, 2, [mgpu.cpu(0)], grad_req={name: now}) < 1e-10
+
+
+@live
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_schedule_at_what_was_frozen(training, optimizer):
+    """MXNet gives it the rate of the update before, where it stands first."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        schedule = mx.lr_scheduler.FactorScheduler(1, 0.5, base_lr=2 ** -10)
+    one = training("small", optimizer, lr_scheduler=schedule,
+                   learning_rate=2 ** -10)
+    first, second = (x for x in sorted(one.list)
+                     if x.endswith(("beta", "gamma")))
+    for name, refused in ((second, False), (first, True)):
+        with mgpu.using_backend("mxnet"):
+            one.step()
+            one.freeze(name, "null")
+            one.step()
+            one.freeze(name, "write")
+            files = one.save()
+        options = {"grad_req": dict.fromkeys((first, second), "write")}
+        if not refused:
+            assert lock_step(one, 1, [mgpu.cpu(0)], **options) < 1e-10
+    with mgpu.using_backend("torch"):
+        with pytest.raises(ValueError, match=f"received {first}, the first"):
+            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], **options)
+        mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], **options,
+                               lr_scheduler=lambda n: 0.125)
+
+
+@live
+@pytest.mark.parametrize("scale, rows", [(1.0, 8), (0.5, 16), (0.75, None)])
+def test_a_factor_of_gradients(training, scale, rows):
+    """The file has its quotient by the batch size."""
+    one = training("small", rescale_grad=scale)
+    with mgpu.using_backend("mxnet"):
+        one.step(2)
+        files = one.save()
+        one.step()
+    with mgpu.using_backend("torch"):
+        if rows is None:
+            with pytest.raises(ValueError, match="Pass batch_size="):
+                mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        else:
+            notes = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)]).notes
+            assert [x for x in notes if f"divided the sum of the gradients by "
+                    f"{rows}. If that is not" in x]
+        resumed = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], batch_size=8)
+        assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
+                     in x]) == (scale != 1)
+        ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
+        mgpu.train_batch(one.x, one.y, resumed.replicas,
+                         lambda *x: scale * ordinary(*x), resumed.trainer)
+        assert difference(resumed.replicas, one.values()) < 1e-10
 
 
 @live
@@ -356,9 +491,25 @@ def test_options_that_float32_does_not_hold_are_reported(training):
     assert 1e-12 < lock_step(one, 1, [mgpu.cpu(0)]) < 1e-7
 
 
+@live
+def test_the_corrected_rate_of_adam_is_reported(training):
+    """float32 does not hold it even where it holds all options."""
+    one = training("small", "adam", learning_rate=0.125)
+    with mgpu.using_backend("mxnet"):
+        one.step(3)
+        files = one.save()
+    with mgpu.using_backend("torch"):
+        notes = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)]).notes
+    off = [float(x.rpartition(" by ")[2]) for x in notes
+           if "the corrected rate of update 4" in x]
+    # The rate counts by what a step moves of a weight, at most 20 times it.
+    assert len(off) == 1 and 1e-11 < lock_step(
+        one, 1, [mgpu.cpu(0)]) < 20 * off[0]
+
+
 # -- a Module's ---------------------------------------------------------------
 
-def module(mx, folder):
+def module(mx, folder, fixed=None, momentum=0.5):
     """A checkpoint of the symbol API after 3 steps, and a step more. The
     names of its weights, batches, and values then."""
     x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=5, name="fc1")
@@ -368,12 +519,14 @@ def module(mx, folder):
     rng = np.random.default_rng(0)
     data, label = rng.normal(size=(8, 4)), rng.integers(0, 3, 8)
     batch = mx.io.DataBatch([mx.nd.array(data)], [mx.nd.array(label)])
-    mod = mx.mod.Module(x, context=[mx.cpu(0), mx.cpu(1)])
+    mod = mx.mod.Module(x, context=[mx.cpu(0), mx.cpu(1)],
+                        fixed_param_names=fixed)
     mod.bind([("data", (8, 4))], [("softmax_label", (8,))])
     mx.random.seed(0)
     mod.init_params(mx.init.Xavier())
     mod.init_optimizer("local", "sgd", {"learning_rate": 0.125,
-                                       "momentum": 0.5, "wd": 2 ** -6})
+                                       "momentum": momentum,
+                                       "wd": 2 ** -6})
     for i in range(4):
         if i == 3:
             mod.save_checkpoint(str(folder / "net"), 10,
@@ -412,6 +565,31 @@ def test_a_module_goes_on(tmp_path, monkeypatch, engine, on_store):
                          mgpu.losses.SoftmaxCrossEntropyLoss(),
                          resumed.trainer)
         assert resumed.trainer.num_update == 4
+        assert difference(resumed.replicas, expected) < 1e-5
+
+
+@live
+def test_a_module_with_fixed_parameters(tmp_path, monkeypatch):
+    """Its states are of as many devices as one wants, if they are empty."""
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        data, label, expected, _, files = module(
+            mx, tmp_path, ["fc1_weight", "fc1_bias"], momentum=0.0)
+    with mgpu.using_backend("torch"):
+        options = {"optimizer": "sgd", "optimizer_params": {
+            "learning_rate": 0.125, "wd": 2 ** -6}}
+        with pytest.raises(ValueError, match="ways. Pass order="):
+            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], **options)
+        with pytest.raises(ValueError, match="order of the graph"):
+            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], order="sorted",
+                                   **options)
+        resumed = mgpu.resume_from_gluon(
+            *files, [mgpu.cpu(0)], order=["fc2_weight", "fc2_bias"],
+            **options)
+        mgpu.train_batch(np.float32(data), label, resumed.replicas,
+                         mgpu.losses.SoftmaxCrossEntropyLoss(),
+                         resumed.trainer)
         assert difference(resumed.replicas, expected) < 1e-5
 
 

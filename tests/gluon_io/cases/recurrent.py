@@ -111,6 +111,10 @@ CASES = [
                            "value": [None, -1e6], "axis": [None, 0, 1]},
           [(Input((3, 3)), _lengths(3, 3)),
            (Input((3, 3, 2, 2)), _lengths(3, 3))]),
+    # lengths that are no whole numbers
+    *grid("SequenceMask", {"use_sequence_length": [True]}, [
+        (Input((5, 2, 2)), Input((2,), lambda rng, shape: rng.uniform(
+            1.1, 4.9, shape), "", False))]),
     *grid("SequenceMask", {"axis": [None, 1]}, [(Input((3, 2)),)]),
     *grid("SequenceLast", {"use_sequence_length": [True],
                            "axis": [None, 1]},

@@ -74,6 +74,14 @@ ARITHMETIC = [
     *(case for n in (1, 3) for case in grid(
         "add_n", {"num_args": [n]}, [(Input((3, 4)),) * n])),
     *_each("where", (Input((3, 4), _of(3)), Input((3, 4)), Input((3, 4)))),
+    # one for each row
+    *_each("where", (Input((3,), _of(2)), Input((3, 3)), Input((3, 3))),
+           (Input((3,), _of(2)), Input((3, 2, 4)), Input((3, 2, 4))),
+           (Input((3,), _of(2), "arg", False), Input((3, 4)),
+            Input((3, 4)))),
+    *(case for op in ("mul", "plus", "maximum", "greater") for case in grid(
+        f"_{op}_scalar", {"scalar": ["-1e+30", "inf"]},
+        [(Input((3, 4), positive),)])),
     *grid("Cast", {"dtype": ["float32", "float64"]},
           [(Input((3, 4)),)]),
 ]
@@ -91,7 +99,10 @@ ACTIVATIONS = [
           [_weighted((2, 3), (3,)), _weighted((2, 3, 4, 2), (3,)),
            _weighted((2, 3, 4, 2), (1,)), _weighted((2, 3), (1,))]),
     *grid("hard_sigmoid", {"alpha": [None, 0.3], "beta": [None, 0.25]},
-          [(Input((5, 4), lambda rng, shape: 3 * rng.normal(size=shape)),)]),
+          [(Input((5, 4), lambda rng, shape: 3 * rng.normal(size=shape)),),
+           # at the bounds
+           (Input((8, 4), lambda rng, shape: rng.choice([-2.5, 2.5, 0.5],
+                                                        shape)),)]),
     *(case for op in ("softmax", "log_softmax", "softmin")
       for case in grid(op, {"axis": [None, 1, 0, -2],
                             "temperature": [None, 1.0, 2.5]},
@@ -211,6 +222,11 @@ PARTS = [
                     "end": ["(2, 3)", "(None, None)", "(3, -1)"],
                     "step": [None, "()", "(1, 2)", "(None, 1)"]},
           [(Input((3, 4, 2)),), (Input((3, 4, 2), kept="arg"),)]),
+    *(case for begin, end in (("-1", "-2"), ("2", "None"), ("None", "0"),
+                              ("-1", "-4"), ("3", "1"), ("None", "None"))
+      for case in grid("slice", {
+          "begin": [f"(None, {begin})"], "end": [f"(None, {end})"],
+          "step": ["(None, -1)"]}, [(Input((3, 4, 2)),)])),
     *grid("slice_like", {"axes": [None, "(0, 1, 2)", "(1,)", "(2, 1)",
                                   "(-1,)"]},
           [(Input((3, 4, 5)), Input((2, 3, 4)))]),
@@ -242,6 +258,11 @@ REDUCTIONS = [
                          [(Input((2, 3, 4)),), (Input((4,)),)]),
                    *grid(op, {"axis": [0], "exclude": [True]},
                          [(Input((2, 3, 4)),)])]),
+    # which leave no axis
+    *(case for op in ("sum", "mean", "max", "min", "norm")
+      for case in [*grid(op, {"axis": [0]}, [(Input((4,)),)]),
+                   *grid(op, {"axis": ["(0, 1)"]}, [(Input((3, 4)),)])]),
+    *grid("argmax", {"axis": [0, -1]}, [(Input((4,)),)]),
     # the largest several times
     *(case for op in ("max", "min", "argmax")
       for case in grid(op, {"axis": [0, 1]}, [(Input((5, 6), _of(3)),)])),

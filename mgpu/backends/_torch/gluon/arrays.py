@@ -3,9 +3,11 @@ indices, which both interfaces share."""
 from collections.abc import Sequence
 from typing import Any
 
+from mgpu.backends._torch.gluon.vision import at_least_one
 from mgpu.gluon_io.graph import Node
 from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Rule,
-                                 Slot, Source, only, operator, rule_of)
+                                 Slot, Source, number, only, operator,
+                                 rule_of)
 
 _FUNCTIONS = "mgpu.backends._torch.gluon.functions"
 _LAYERS = "mgpu.backends._torch.gluon.layers"
@@ -78,12 +80,7 @@ def _compare_scalar(node: Node, inputs: Sequence[Source]) -> Part:
     """``_npi_equal_scalar``, ...: scalar. The answer is a boolean."""
     name = node.op.removeprefix("_npi_").removesuffix("_scalar")
     return Call(f"operator.{_COMPARISONS[name]}",
-                (_X, _number(node.attributes["scalar"])))
-
-
-def _number(x: float) -> float:
-    """As a person writes it."""
-    return int(x) if x == x // 1 and abs(x) < 1e15 else x
+                (_X, number(node.attributes["scalar"])))
 
 
 @operator("_npi_logical_not", "_npi_isnan", "_npi_isinf", "_npi_isfinite")
@@ -104,8 +101,8 @@ def _where(node: Node, inputs: Sequence[Source]) -> Part:
     """``_npi_where`` and those with numbers: scalar, x, y."""
     a = node.attributes
     x, y = {"_npi_where": lambda: (_Y, Slot(2)),
-            "_npi_where_lscalar": lambda: (a["scalar"], _Y),
-            "_npi_where_rscalar": lambda: (_Y, a["scalar"]),
+            "_npi_where_lscalar": lambda: (number(a["scalar"]), _Y),
+            "_npi_where_rscalar": lambda: (_Y, number(a["scalar"])),
             "_npi_where_scalar2": lambda: (a["x"], a["y"])}[node.op]()
     condition = _X if _is_boolean(inputs[0]) else Call("operator.ne", (_X, 0))
     return Call("torch.where", (condition, x, y))
@@ -268,7 +265,10 @@ def _moveaxis(node: Node, inputs: Sequence[Source]) -> Part:
 def _roll(node: Node, inputs: Sequence[Source]) -> Part:
     """``_np_roll``: shift, axis."""
     a = node.attributes
-    return Call("torch.roll", (_X, _one(a["shift"]),
+    shift = a["shift"]
+    if a["axis"] is not None and len(shift) == 1:
+        shift *= len(a["axis"])     # which all move so
+    return Call("torch.roll", (_X, _one(shift),
                                *(() if a["axis"] is None
                                  else (_one(a["axis"]),))))
 
@@ -338,8 +338,10 @@ def _pick(node: Node, inputs: Sequence[Source]) -> Part:
     a = node.attributes
     if a["axis"] is None:
         raise MissingOperator("axis=None")
-    return Call(f"{_FUNCTIONS}.pick", (_X, _Y, a["axis"], a["keepdims"],
+    part = Call(f"{_FUNCTIONS}.pick", (_X, _Y, a["axis"], a["keepdims"],
                                        a["mode"]))
+    return part if node.op == "_npx_pick" else at_least_one(part, node,
+                                                            inputs)
 
 
 @operator("one_hot", "_npx_one_hot")
@@ -349,7 +351,7 @@ def _one_hot(node: Node, inputs: Sequence[Source]) -> Part:
     a = node.attributes
     only(node, dtype=("float32", "float64", "float16", "int32", "int64"))
     return Call(f"{_FUNCTIONS}.one_hot", (
-        _X, a["depth"], _number(a["on_value"]), _number(a["off_value"]),
+        _X, a["depth"], number(a["on_value"]), number(a["off_value"]),
         a["dtype"]))
 
 

@@ -14,8 +14,8 @@ from torch import fx, nn
 from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
     arrays as _arrays, heads, operators, recurrent, vision)
 from mgpu.files import FilePath
-from mgpu.gluon_io.graph import (Graph, Node, dense_arrays, load_graph,
-                                 without_softmax)
+from mgpu.gluon_io.graph import (Graph, Node, dense_arrays, entries,
+                                 load_graph, with_dtype, without_softmax)
 from mgpu.gluon_io.params import save_params
 from mgpu.gluon_io.parts import (Call, Layer, Missing, MissingOperator, Part,
                                  Slot, form_of, missing_in, parts_of, slots_of)
@@ -48,10 +48,13 @@ class GluonModule(fx.GraphModule):
 def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None,
                softmax: bool) -> GluonModule:
     """See `mgpu.from_gluon`."""
-    graph = load_graph(symbol)
-    return _Builder(graph if softmax else without_softmax(graph),
-                    dense_arrays(params), None
-                    if dtype is None else getattr(torch, dtype)).module()
+    graph, arrays = load_graph(symbol), dense_arrays(params)
+    if dtype is not None:
+        graph = with_dtype(graph, {
+            x.dtype.name for x in arrays.values() if x.dtype.kind == "f"},
+            dtype)
+    return _Builder(graph if softmax else without_softmax(graph), arrays,
+                    None if dtype is None else getattr(torch, dtype)).module()
 
 
 def to_gluon_params(net: nn.Module, path: FilePath) -> None:
@@ -113,6 +116,10 @@ class _Builder:
         self._env: dict[tuple[int, int], fx.Node] = {}
         self._parts: dict[int, tuple[fx.Node, Part]] = {}
         self._names: dict[str, str] = {}
+        self._layers: dict[str, str] = {}
+        # which stand in what torch.fx writes
+        self._taken = {"self", "torch", "device", "inf", "nan", "NoneType",
+                       "fx_pytree", "pytree"}
         strange = sorted(arrays.keys() - {x.name for x in graph.nodes})
         if strange:
             raise ValueError(
@@ -122,15 +129,20 @@ class _Builder:
 
     def module(self) -> GluonModule:
         nodes = self._graph.nodes
-        parts = parts_of(self._graph, {k: x.shape for k, x in
-                                       self._arrays.items()})
+        parts = parts_of(
+            self._graph, {k: x.shape for k, x in self._arrays.items()},
+            {k for k, x in self._arrays.items() if x.dtype.kind != "f"})
         entering = {i for i, _ in self._graph.heads}
         entering |= {nodes[i].inputs[slot][0] for i, part in parts.items()
                      for slot in slots_of(part)}
-        for i, node in enumerate(nodes):
-            if node.op == "null" and i in entering:
-                self._env[i, 0] = self._array(node) \
-                    if node.name in self._arrays else self._input(node)
+        named = {node.name: i for i, node in enumerate(nodes)
+                 if node.op == "null" and i in entering}
+        for name in entries(self._graph, self._arrays):
+            if name in named:
+                self._env[named[name], 0] = self._input(nodes[named[name]])
+        for name, i in named.items():
+            if name in self._arrays:
+                self._env[i, 0] = self._array(nodes[i])
         for i, part in parts.items():
             made = self._layer(nodes[i], part) if isinstance(part, Layer) \
                 else self._call(nodes[i], part)
@@ -160,7 +172,16 @@ class _Builder:
         # Gluon marks its parameters in the graph, and no inputs.
         if "__lr_mult__" in node.marks:
             raise _missing(node.name)
-        return self._fx.placeholder(identifier(node.name))
+        return self._fx.placeholder(self._own_name(node.name))
+
+    def _own_name(self, name: str) -> str:
+        """A name that nothing else of the network has, not Python's."""
+        name = identifier(name)
+        while name in self._taken or hasattr(self._root, name) \
+                or hasattr(fx.GraphModule, name):
+            name += "_"
+        self._taken.add(name)
+        return name
 
     def _tensor(self, name: str) -> torch.Tensor:
         """The same one each time: a shared array stays shared."""
@@ -171,7 +192,7 @@ class _Builder:
         return self._tensors[name]
 
     def _array(self, node: Node) -> fx.Node:
-        name = identifier(node.name)
+        name = self._own_name(node.name)
         self._root.register_parameter(name, self._parameter(node.name, True))
         self._note(name, node.name, aux=False)
         return self._fx.get_attr(name)
@@ -187,10 +208,17 @@ class _Builder:
         self._names[key] = f"{'aux' if aux else 'arg'}:{array}"
 
     def _layer(self, node: Node, part: Layer) -> fx.Node:
+        # One layer that is called twice is one module: torch's ``to`` parts
+        # the buffers of two.
+        key = repr((part.kind, part.arguments, part.tensors))
+        if key not in self._layers or not part.tensors:
+            self._layers[key] = self._module(node, part)
+        return self._fx.call_module(self._layers[key], tuple(
+            self._argument(node, x) for x in part.inputs))
+
+    def _module(self, node: Node, part: Layer) -> str:
         kind = find(part.kind)
-        name = identifier(prefix_of(node, [*part.tensors.values()]))
-        while hasattr(self._root, name):
-            name += "_"
+        name = self._own_name(prefix_of(node, [*part.tensors.values()]))
         with torch.device("meta"):
             layer = kind(**part.arguments)
         for key, array in part.tensors.items():
@@ -215,8 +243,7 @@ class _Builder:
             if x is not None and x.is_meta:     # torch's count of batches
                 layer._buffers[key] = torch.zeros(x.shape, dtype=x.dtype)
         self._root.add_module(name, layer)
-        return self._fx.call_module(name, tuple(
-            self._argument(node, x) for x in part.inputs))
+        return name
 
     def _call(self, node: Node, part: Call) -> fx.Node:
         arguments = tuple(self._argument(node, x) for x in part.arguments)

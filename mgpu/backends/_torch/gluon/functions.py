@@ -2,12 +2,30 @@
 import torch
 
 
+def floating(x: torch.Tensor, op: str) -> torch.Tensor:
+    """`x` itself. TypeError for whole numbers, of which MXNet's `op` makes
+    numbers of another type than PyTorch."""
+    if not x.is_floating_point():
+        raise TypeError(
+            f"MXNet's {op} makes other numbers of whole numbers than PyTorch "
+            f"(it cuts fractions off); received {x.dtype}. Pass floats.")
+    return x
+
+
+def by_row(condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A condition with one value for each row of `x` in a shape that torch
+    takes so; any other one as it is."""
+    if condition.dim() != 1 or x.dim() < 2:
+        return condition
+    return condition.reshape(-1, *(1,) * (x.dim() - 1))
+
+
 def sequence_mask(x: torch.Tensor, lengths: torch.Tensor, value: float,
                   axis: int) -> torch.Tensor:
     """`x`, with `value` at the steps of each sequence that are behind its
     length. Steps are its axis 0 or 1, sequences the other."""
     steps = torch.arange(x.shape[axis], device=x.device)
-    inside = steps < lengths.to(x.device)[:, None]      # (N, T)
+    inside = steps < lengths.to(x.device).long()[:, None]       # (N, T)
     if axis == 0:
         inside = inside.t()
     inside = inside.reshape(inside.shape + (1,) * (x.dim() - 2))

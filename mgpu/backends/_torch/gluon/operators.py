@@ -5,7 +5,7 @@ from typing import Any
 
 from mgpu.gluon_io.graph import Node
 from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Slot,
-                                 Source, only, operator)
+                                 Source, number, only, operator)
 
 _HELPERS = "mgpu.backends._torch.gluon.layers"
 _X = Slot(0)
@@ -194,7 +194,8 @@ def _clip(node: Node, inputs: Sequence[Source]) -> Part:
     """``clip``: a_min, a_max, which MXNet keeps in float32. A gradient
     passes at the bounds, in ``torch.clamp`` too (in ``ReLU6`` it does not)."""
     return Call("torch.clamp", (_X, *(
-        None if math.isinf(node.attributes[key]) else node.attributes[key]
+        None if math.isinf(node.attributes[key])
+        else number(node.attributes[key])
         for key in ("a_min", "a_max"))))
 
 

@@ -1,14 +1,14 @@
 """MXNet's operators on images and arrays, beyond those of Gluon's zoo: what
 occurs in networks of the `nd` and `sym` family."""
 import builtins
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from mgpu.gluon_io.graph import Node
-from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Rule,
-                                 Slot, Source, only, operator)
+from mgpu.gluon_io.parts import (FLOATING, Call, Layer, MissingOperator, Part,
+                                 Rule, Slot, Source, number, only, operator)
 
+_FUNCTIONS = "mgpu.backends._torch.gluon.functions"
 _HELPERS = "mgpu.backends._torch.gluon.layers"
 _X, _Y = Slot(0), Slot(1)
 _ALL = builtins.slice(None)
@@ -18,15 +18,16 @@ def _size(axis: int) -> Call:
     return Call("torch.Tensor.size", (_X, axis))
 
 
-def _number(x: float) -> float:
-    """As a person writes it."""
-    return int(x) if math.isfinite(x) and x == int(x) else x
-
-
 def _calls(function: str, *arguments: Any) -> Rule:
     def rule(node: Node, inputs: Sequence[Source]) -> Part:
         return Call(function, arguments)
     return rule
+
+
+@operator(FLOATING)
+def _floating(node: Node, inputs: Sequence[Source]) -> Part:
+    """What stands before an operator that MXNet cuts to whole numbers."""
+    return Call(f"{_FUNCTIONS}.floating", (_X, node.op))
 
 
 # -- arithmetic ---------------------------------------------------------------
@@ -73,7 +74,7 @@ for _name, _function in _COMPARISONS.items():
 def _with_scalar(function: str, from_the_right: bool = False,
                  answers: bool = False) -> Rule:
     def rule(node: Node, inputs: Sequence[Source]) -> Part:
-        scalar = _number(node.attributes["scalar"])
+        scalar = number(node.attributes["scalar"])
         call = Call(function, (scalar, _X) if from_the_right
                     else (_X, scalar))
         return Call("torch.Tensor.to", (call, _X)) if answers else call
@@ -96,13 +97,13 @@ for _name, _function in _COMPARISONS.items():
 @operator("_maximum_scalar", "_MaximumScalar")
 def _maximum_scalar(node: Node, inputs: Sequence[Source]) -> Part:
     """``_maximum_scalar``: scalar. A gradient passes at the bound."""
-    return Call("torch.clamp", (_X, _number(node.attributes["scalar"])))
+    return Call("torch.clamp", (_X, number(node.attributes["scalar"])))
 
 
 @operator("_minimum_scalar", "_MinimumScalar")
 def _minimum_scalar(node: Node, inputs: Sequence[Source]) -> Part:
     """``_minimum_scalar``: scalar. A gradient passes at the bound."""
-    return Call("torch.clamp", (_X, None, _number(node.attributes["scalar"])))
+    return Call("torch.clamp", (_X, None, number(node.attributes["scalar"])))
 
 
 @operator("add_n", "ElementWiseSum")
@@ -116,8 +117,12 @@ def _add_n(node: Node, inputs: Sequence[Source]) -> Part:
 
 @operator("where")
 def _where(node: Node, inputs: Sequence[Source]) -> Part:
-    """``where``: the condition is a number, of the shape of the others."""
-    return Call("torch.where", (Call("operator.ne", (_X, 0)), _Y, Slot(2)))
+    """``where``: the condition is a number, of the shape of the others, or
+    one for each row of theirs."""
+    condition: Any = Call("operator.ne", (_X, 0))
+    if inputs[0].rank in (None, 1):
+        condition = Call(f"{_FUNCTIONS}.by_row", (condition, _Y))
+    return Call("torch.where", (condition, _Y, Slot(2)))
 
 
 @operator("Cast", "cast")
@@ -154,7 +159,8 @@ def _hard_sigmoid(node: Node, inputs: Sequence[Source]) -> Part:
     a = node.attributes
     line = Call("operator.add", (Call("operator.mul", (_X, a["alpha"])),
                                  a["beta"]))
-    return Call("torch.clamp", (line, 0, 1))
+    # no gradient at the bounds, which torch.clamp lets pass
+    return Call("torch.nn.functional.hardtanh", (line, 0, 1))
 
 
 def _softmax(function: str) -> Rule:
@@ -254,7 +260,7 @@ def _pad(node: Node, inputs: Sequence[Source]) -> Part:
     if a["mode"] == "constant":
         if not a["constant_value"]:
             return Layer(f"torch.nn.ZeroPad{len(pairs)}d", options)
-        options["value"] = _number(a["constant_value"])
+        options["value"] = number(a["constant_value"])
     return Layer(f"torch.nn.{names[a['mode']]}Pad{len(pairs)}d", options)
 
 
@@ -339,6 +345,7 @@ def _transpose(node: Node, inputs: Sequence[Source]) -> Part:
     axes = node.attributes["axes"]
     if not axes:
         return Call(f"{_HELPERS}.reverse_axes", (_X,))
+    axes = tuple(k % len(axes) for k in axes)
     moved = [i for i, k in enumerate(axes) if i != k]
     if len(moved) == 2:
         return Call("torch.transpose", (_X, *moved))
@@ -414,6 +421,8 @@ def _stack(node: Node, inputs: Sequence[Source]) -> Part:
 @operator("reverse", "flip")
 def _flip(node: Node, inputs: Sequence[Source]) -> Part:
     """``reverse``: axis."""
+    if node.attributes["axis"] is None:
+        raise MissingOperator("axis=None")
     return Call("torch.flip", (_X, node.attributes["axis"]))
 
 
@@ -445,11 +454,20 @@ def _slice(node: Node, inputs: Sequence[Source]) -> Part:
     """``slice``: begin, end, step."""
     a = node.attributes
     steps = a["step"] or (None,) * len(a["begin"])
-    if any(step is not None and step < 1 for step in steps):
-        raise MissingOperator(f"step={steps}")
-    return Call("operator.getitem", (_X, tuple(
-        builtins.slice(begin or None, end, None if step == 1 else step)
-        for begin, end, step in zip(a["begin"], a["end"], steps))))
+    parts, turned = [], []
+    for i, (begin, end, step) in enumerate(zip(a["begin"], a["end"], steps)):
+        if step == -1 and end != -1:
+            # torch has no steps backwards: the same part, turned round
+            if begin is None or end is None or begin - end != 1:
+                turned.append(i)
+            begin, end = None if end is None else end + 1, \
+                None if begin in (None, -1) else begin + 1
+        elif step is not None and step < 1:
+            raise MissingOperator(f"step={steps}")
+        parts.append(builtins.slice(begin or None, end,
+                                    None if step in (1, -1) else step))
+    part = Call("operator.getitem", (_X, tuple(parts)))
+    return Call("torch.flip", (part, tuple(turned))) if turned else part
 
 
 @operator("slice_like")
@@ -504,8 +522,18 @@ def _reduction(function: str) -> Rule:
             # a number is an array of one in MXNet
             return Call(function, (Call("torch.flatten", (x,)), 0),
                         {"keepdim": True})
-        return Call(function, (x, axes[0] if len(axes) == 1 else axes), named)
+        return at_least_one(Call(function, (
+            x, axes[0] if len(axes) == 1 else axes), named), node, inputs)
     return rule
+
+
+def at_least_one(part: Call, node: Node, inputs: Sequence[Source]) -> Call:
+    """A reduction that leaves no axis is an array of one number in MXNet."""
+    axes, rank = node.attributes["axis"], inputs[0].rank
+    count = len(axes) if isinstance(axes, tuple) else 1
+    if node.attributes["keepdims"] or (rank is not None and rank > count):
+        return part
+    return Call("torch.atleast_1d", (part,))
 
 
 operator("sum", "sum_axis")(_reduction("torch.sum"))
@@ -521,8 +549,12 @@ def _norm(node: Node, inputs: Sequence[Source]) -> Part:
     only(node, ord=(1, 2), out_dtype=None)
     part = _reduction("torch.linalg.vector_norm")(node, inputs)
     assert isinstance(part, Call)
+    if part.function == "torch.atleast_1d":
+        part, = part.arguments
     x, axes = part.arguments
-    return Call(part.function, (x, order, axes), part.named)
+    part = Call(part.function, (x, order, axes), part.named)
+    return at_least_one(part, node, inputs) if node.attributes["axis"] \
+        else part
 
 
 @operator("argmax")
@@ -531,5 +563,6 @@ def _argmax(node: Node, inputs: Sequence[Source]) -> Part:
     a = node.attributes
     if a["axis"] is None:
         raise MissingOperator("axis=None")
-    return Call("torch.Tensor.to", (Call("torch.argmax", (
-        _X, a["axis"], *((True,) if a["keepdims"] else ()))), _X))
+    return Call("torch.Tensor.to", (at_least_one(Call("torch.argmax", (
+        _X, a["axis"], *((True,) if a["keepdims"] else ()))), node, inputs),
+        _X))
