@@ -205,6 +205,9 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
     if check and trace:
         raise ValueError("--check compares with MXNet, and --trace with a "
                          "file; received both. Leave one out.")
+    if check:
+        with mgpu.using_backend("mxnet"):   # before anything is written
+            pass
     if report_file is not None and not (check or trace):
         raise ValueError("a page shows what was checked; received --report "
                          "without --check and --trace.")

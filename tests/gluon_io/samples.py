@@ -342,3 +342,160 @@ def write_training(mx, folder):
         "x": data, "label": mx.nd.array(label, dtype="int64"),
         "predicted": predicted,
         **{name: p.data() for name, p in net.collect_params().items()}})
+
+
+# -- narrow networks, for an environment without MXNet ------------------------
+
+def _resnet(mx):
+    vision = mx.gluon.model_zoo.vision
+    return vision.ResNetV1(vision.BasicBlockV1, [1, 1], [4, 4, 6],
+                           classes=3, thumbnail=True, prefix="resnet_")
+
+
+def _lstm(mx):
+    """One layer: those below the top have wrong gradients in MXNet."""
+    nn = mx.gluon.nn
+    net = nn.HybridSequential(prefix="lstm_")
+    with net.name_scope():
+        net.add(nn.Embedding(7, 4), mx.gluon.rnn.LSTM(5, layout="NTC"),
+                nn.Dropout(0.0), nn.Dense(3))
+    return net
+
+
+def _mixer(mx):
+    """In numpy mode: attention without a library, and a normalised sum."""
+    nn, npx = mx.gluon.nn, mx.npx
+
+    class Mixer(mx.gluon.HybridBlock):
+        def __init__(self, **options):
+            super().__init__(**options)
+            with self.name_scope():
+                self.query = nn.Dense(4, flatten=False)
+                self.key = nn.Dense(4, flatten=False)
+                self.norm = nn.BatchNorm(axis=1, epsilon=2 ** -10)
+                self.out = nn.Dense(3, activation="relu")
+                self.last = nn.Dense(3)
+
+        def hybrid_forward(self, F, x):
+            scores = F.np.matmul(self.query(x), F.np.swapaxes(
+                self.key(x), 1, 2)) / 2.0
+            mixed = F.np.matmul(F.npx.softmax(scores, axis=-1), x)
+            x = self.norm(F.np.concatenate([x, F.np.tanh(mixed)], axis=2))
+            return self.last(self.out(F.npx.reshape(x, (-2, -5))))
+
+    assert npx.is_np_array()
+    return Mixer(prefix="mixer_")
+
+
+#: how a network is made, the shape of its input (integers below 7 where it
+#: has an embedding), and its optimiser, with options that float32 holds
+NETWORKS = {
+    "resnet": (_resnet, (4, 3, 8, 8), "sgd", {
+        "learning_rate": 2 ** -4, "momentum": 0.5, "wd": 2 ** -6}),
+    "lstm": (_lstm, (4, 6), "nag", {"learning_rate": 0.25, "momentum": 0.5}),
+    "mixer": (_mixer, (4, 3, 5), "adagrad", {
+        "learning_rate": 2 ** -4, "eps": 2 ** -10}),
+}
+
+
+def write_networks(mx, folder):
+    """Each of `NETWORKS`, and a checkpoint of a Module, after two steps; and
+    what a third makes of it."""
+    for name, given in NETWORKS.items():
+        with numpy_mode(mx) if name == "mixer" else contextlib.nullcontext():
+            _write_network(mx, str(folder / name), *given)
+    _write_module(mx, str(folder / "module"))
+
+
+def _float64(state):
+    """MXNet makes the states of some optimisers in float32, and then cannot
+    update a float64 parameter."""
+    if isinstance(state, (list, tuple)):
+        return tuple(map(_float64, state))
+    return None if state is None else state.astype("float64")
+
+
+def _write_network(mx, path, make, shape, optimizer, options):
+    array = mx.np.array if mx.util.is_np_array() else mx.nd.array
+    rng = np.random.default_rng(zlib.crc32(make.__name__.encode()))
+    x = rng.integers(0, 7, shape) if len(shape) == 2 \
+        else rng.normal(size=shape)
+    label = rng.integers(0, 3, shape[0])
+    net = make(mx)
+    net.cast("float64")
+    net.initialize(mx.init.Zero())      # what draws is of float32
+    net.hybridize()
+    data = array(x, dtype="float64")
+    net(data)
+    for name, p in sorted(net.collect_params().items()):
+        drawn = rng.normal(size=p.shape) / 2
+        p.set_data(array(abs(drawn) + 0.5 if name.endswith(
+            ("var", "gamma")) else drawn, dtype="float64"))
+    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, options,
+                               kvstore=None)
+    updater = trainer._updaters[0]
+    for i, p in enumerate(trainer._params):
+        if p.grad_req != "null":
+            updater.states[i] = _float64(
+                updater.optimizer.create_state(i, p.data()))
+            updater.states_synced[i] = True
+    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    found = {"x": x, "label": label}
+    for step in range(3):
+        if step == 2:
+            net.export(path)
+            trainer.save_states(path + ".states")
+            found["predicted"] = net(data).asnumpy()
+        with mx.autograd.record():
+            out = loss(net(data), array(label, dtype="float64"))
+        out.backward()
+        trainer.step(shape[0])
+    for name, p in net.collect_params().items():
+        found[f"after:{name}"] = p.data().asnumpy()
+        if p.grad_req != "null":
+            found[f"gradient:{name}"] = p.grad().asnumpy()
+    np.savez_compressed(path + "-steps.npz", **found)
+
+
+def _of_checkpoint(mx, path, data):
+    net, values, statistics = mx.model.load_checkpoint(path, 2)
+    bound = net.bind(mx.cpu(), {**values, "data": data, "softmax_label":
+                                mx.nd.zeros(len(data))},
+                     aux_states=statistics)
+    return bound.forward(is_train=False)[0].asnumpy()
+
+
+def _write_module(mx, path):
+    """Of symbols, with `SoftmaxOutput`, as `Module.fit` leaves it; Module
+    trains in float32."""
+    sym = mx.sym
+    net = sym.Convolution(sym.var("data"), kernel=(3, 3), num_filter=4,
+                          name="conv")
+    net = sym.BatchNorm(net, fix_gamma=False, eps=2 ** -10, name="norm")
+    net = sym.Pooling(sym.Activation(net, act_type="tanh"), kernel=(2, 2),
+                      stride=(2, 2), pool_type="max")
+    net = sym.FullyConnected(sym.flatten(net), num_hidden=3, name="dense")
+    net = sym.SoftmaxOutput(net, sym.var("softmax_label"), name="softmax")
+    rng = np.random.default_rng(5)
+    x, label = rng.normal(size=(4, 1, 8, 8)), rng.integers(0, 3, 4)
+    batch = mx.io.DataBatch([mx.nd.array(x)], [mx.nd.array(label)])
+    module = mx.mod.Module(net)
+    module.bind([("data", x.shape)], [("softmax_label", label.shape)])
+    mx.random.seed(5)
+    module.init_params(mx.init.Normal(0.5))
+    module.init_optimizer(kvstore=None, optimizer="sgd", optimizer_params={
+        "learning_rate": 0.25, "momentum": 0.5, "rescale_grad": 0.25})
+    for step in range(3):
+        if step == 2:
+            module.save_checkpoint(path, 2, save_optimizer_states=True)
+            predicted = _of_checkpoint(mx, path, batch.data[0])
+        module.forward_backward(batch)
+        module.update()
+    values, statistics = module.get_params()
+    gradients = dict(zip(module._param_names,
+                         module._exec_group.grad_arrays))
+    np.savez_compressed(path + "-steps.npz", x=x, label=label,
+                        predicted=predicted, **{
+        f"after:{name}": p.asnumpy() for name, p in (values | statistics
+                                                     ).items()}, **{
+        f"gradient:{name}": gradients[name][0].asnumpy() for name in values})

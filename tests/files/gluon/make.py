@@ -12,13 +12,28 @@ import mgpu  # noqa: E402
 mgpu.set_backend("mxnet")
 
 import mxnet as mx  # noqa: E402
+import numpy as np  # noqa: E402
 from gluon_io import samples  # noqa: E402
 from gluon_io.mutations import summary  # noqa: E402
+
+from mgpu import parity  # noqa: E402
 
 
 def nested(x):
     return None if x is None else list(map(nested, x)) \
         if isinstance(x, tuple) else summary([x])[0]
+
+
+def record(folder):
+    """A step of the live network, for ``mgpu convert --trace``."""
+    files = [folder / f"resnet{end}" for end in ("-symbol.json",
+                                                 "-0000.params")]
+    steps = np.load(folder / "resnet-steps.npz")
+    parity.record(lambda: mgpu.from_gluon(*files),
+                  file=str(folder / "resnet.trace"),
+                  batches=[(steps["x"], steps["label"])],
+                  loss=mgpu.losses.SoftmaxCrossEntropyLoss(),
+                  optimizer_params={"learning_rate": 0.125, "momentum": 0.5})
 
 
 def main():
@@ -31,6 +46,8 @@ def main():
     for version in 0, 1:
         (HERE / f"by-hand-{version}.params").write_bytes(samples.old(version))
     samples.write_training(mx, HERE / "training")
+    samples.write_networks(mx, HERE / "networks")
+    record(HERE / "networks")
     for path in sorted(HERE.glob("*.params")):
         expected[path.name] = summary(samples.read_by_mxnet(mx, str(path)))
     for name, write in samples.STATES.items():
