@@ -220,8 +220,8 @@ def unbiased_variance():
 @divergence("batch norm", "torch moves running statistics in the forward "
             "pass, Gluon in the backward pass", "the same at the end of a "
             "step that calls the layer once", "only while recording, on "
-            "torch too", "share of the mean that one forward pass takes in", 0.09,
-            0.11)
+            "torch too", "share of the mean that one forward pass takes in",
+            0.09, 0.11)
 def statistics_in_forward():
     _, torch = frameworks()
     x = np.random.default_rng(0).normal(size=(8, 3)) + 5
