@@ -233,6 +233,54 @@ def test_twenty_steps_and_twenty_more(training, network, optimizer):
 
 
 @live
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_copies_of_float16_parameters(tmp_path, optimizer):
+    """The copies go on in float32. The gradients are whole numbers, which
+    float16 holds: MXNet has no float16 layers on the CPU."""
+    x, y = np.random.default_rng(0).integers(-3, 4, (2, 8, 4))
+    files = [tmp_path / name for name in ("net.json", "net.params", "states")]
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        net = mx.gluon.nn.Dense(4, in_units=4, prefix="fc_")
+        net.cast("float16")
+        net.initialize(mx.init.Xavier())
+        trainer = mx.gluon.Trainer(
+            net.collect_params(), optimizer.partition("-")[0],
+            {**OPTIMIZERS[optimizer], "multi_precision": True}, kvstore=None)
+        parameters = {"fc_weight": net.weight, "fc_bias": net.bias}
+
+        def step():
+            for p, g in zip(parameters.values(), (y.T @ x, y.sum(0))):
+                with mx.autograd.record():
+                    loss = p.data() * mx.nd.array(g, dtype="float16")
+                loss.backward()
+            trainer.step(len(y))
+
+        for _ in range(3):
+            step()
+        net(mx.sym.var("data")).save(str(files[0]))
+        mx.nd.save(str(files[1]), {f"arg:{name}": p.data() for name, p in
+                                   parameters.items()})
+        trainer.save_states(str(files[2]))
+        step()
+        at = int(optimizer.partition("-")[0] in ("sgd", "nag"))
+        expected = {p.name: trainer._updaters[0].states[i][at].asnumpy()
+                    for i, p in enumerate(trainer._params)}
+    with mgpu.using_backend("torch"):
+        resumed = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        before = values_of(resumed.replicas)
+        mgpu.train_batch(
+            x.astype("float32"), y.astype("float32"), resumed.replicas,
+            lambda out, y: (out * y).sum(1), resumed.trainer)
+        for key, found in values_of(resumed.replicas).items():
+            copy = expected[key.removeprefix("arg:")]
+            assert found.dtype == copy.dtype == np.float32
+            # what is the same after the step is no proof
+            assert relative_difference(before[key], copy) > 1e-5
+            assert relative_difference(found, copy) < 3e-7
+
+
+@live
 def test_it_goes_on_alone(training, tmp_path):
     """Several steps after one another, and its own files of states."""
     one = training("small", "nadam")
