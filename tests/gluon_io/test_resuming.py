@@ -96,10 +96,12 @@ NETWORKS = {"small": (small, (8, 2, 6, 6)), "mlp": (mlp, (8, 6)),
 
 
 class Training:
-    """Of Gluon, in float64, on one device."""
+    """Of Gluon, in float64. Several devices need a network without batch
+    norm."""
 
     def __init__(self, folder, network="small", optimizer="sgd-momentum",
-                 sorted_names=True, part=None, **options):
+                 sorted_names=True, part=None, contexts=1, store=None,
+                 **options):
         import mxnet as mx
         make, shape = NETWORKS[network]
         rng = np.random.default_rng(0)
@@ -107,7 +109,8 @@ class Training:
         self.net, self.folder = make(), folder
         self.net.cast("float64")
         mx.random.seed(0)
-        self.net.initialize(mx.init.Xavier())
+        self.contexts = [mx.cpu(i) for i in range(contexts)]
+        self.net.initialize(mx.init.Xavier(), ctx=self.contexts)
         self.net.hybridize()
         self.net(self.array(self.x))
         every = self.net.collect_params()
@@ -120,16 +123,23 @@ class Training:
         self.trainer = mx.gluon.Trainer(
             every if sorted_names else list(every.values()),
             optimizer.partition("-")[0],
-            {**OPTIMIZERS[optimizer], **options}, kvstore=None)
+            {**OPTIMIZERS[optimizer], **options},
+            kvstore=None if contexts == 1 else "device",
+            update_on_kvstore=store)
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-        updater = self.trainer._updaters[0]
-        for i, p in enumerate(self.trainer._params):
-            # MXNet makes those of some optimisers in float32, and then
-            # cannot update a float64 parameter.
-            if p.grad_req != "null":
-                updater.states[i] = self.cast(
-                    updater.optimizer.create_state(i, p.data()))
-                updater.states_synced[i] = True
+        self.trainer._init_kvstore()
+        store = self.trainer._kvstore if self.trainer._update_on_kvstore \
+            else None
+        for updater, context in zip(
+                self.trainer._updaters if store is None
+                else [store._updater], self.contexts):
+            for i, p in enumerate(self.trainer._params):
+                # MXNet makes those of some optimisers in float32, and then
+                # cannot update a float64 parameter.
+                if p.grad_req != "null":
+                    updater.states[i] = self.cast(
+                        updater.optimizer.create_state(i, p.data(context)))
+                    updater.states_synced[i] = True
 
     def cast(self, state):
         if isinstance(state, (list, tuple)):
@@ -147,10 +157,15 @@ class Training:
     def step(self, count=1):
         from mxnet import autograd
         for _ in range(count):
+            rows = len(self.y) // len(self.contexts)
             with autograd.record():
-                loss = self.loss(self.net(self.array(self.x)),
-                                 self.array(self.y))
-            loss.backward()
+                losses = []
+                for i, context in enumerate(self.contexts):
+                    x, y = (self.array(whole[i * rows:(i + 1) * rows])
+                            .as_in_context(context)
+                            for whole in (self.x, self.y))
+                    losses.append(self.loss(self.net(x), y))
+            autograd.backward(losses)
             self.trainer.step(len(self.y))
 
     def save(self):
@@ -160,7 +175,7 @@ class Training:
             "net-symbol.json", "net-0000.params", "net.states")]
 
     def values(self):
-        return {name: p.data().asnumpy()
+        return {name: p.list_data()[0].asnumpy()
                 for name, p in self.net.collect_params().items()}
 
 
@@ -220,6 +235,17 @@ def test_on_devices(training, devices, optimizer):
     with mgpu.using_backend("mxnet"):
         one.step(3)
     assert lock_step(one, 2, devices, batch_norm="sync") < 1e-10
+
+
+@live
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "adam", "rmsprop"])
+def test_states_of_two_devices(training, devices, optimizer, store):
+    """Whoever updates them: the store, or each device by itself."""
+    one = training("few", optimizer, contexts=2, store=store)
+    with mgpu.using_backend("mxnet"):
+        one.step(3)
+    assert lock_step(one, 2, devices) < 1e-10
 
 
 @live
