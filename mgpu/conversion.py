@@ -1,4 +1,6 @@
 """Networks that Gluon has exported, on the engine in use."""
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +12,10 @@ from mgpu.files import FilePath
 from mgpu.gluon_io.parts import Missing
 
 
-def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None,
-               softmax: bool = True) -> Any:
-    """A native network from what ``HybridBlock.export`` of Gluon wrote.
+def from_gluon(symbol: Any, params: FilePath | None = None,
+               dtype: str | None = None, softmax: bool = True) -> Any:
+    """A native network from what ``HybridBlock.export`` of Gluon wrote, or
+    from the block itself.
 
     On torch, which needs no MXNet for it, the network is a
     `torch.fx.GraphModule` of ordinary layers, with Gluon's arithmetic where
@@ -23,7 +26,10 @@ def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None,
     Parameters
     ----------
     symbol, params : str or os.PathLike
-        ``net-symbol.json`` and ``net-0000.params``.
+        ``net-symbol.json`` and ``net-0000.params``. Or `symbol` alone: a
+        live ``HybridBlock``, hybridized and called once, which gives all
+        shapes. Its values are copied, the means of its contexts; what has
+        ``grad_req="null"`` is frozen in the new network too.
     dtype : {"float32", "float64", "float16"}, optional
         Of the parameters; the file's by default.
     softmax : bool
@@ -46,13 +52,40 @@ def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None = None,
         `register_op`.
     ValueError
         If a file is damaged or of another kind, or the two are not of one
-        network.
+        network; if a block has not been hybridized and called.
+    TypeError
+        If `params` is missing and `symbol` is no ``HybridBlock``, or given
+        beside one.
     OSError
         If a file cannot be opened.
     """
     if dtype is not None:
         one_of("dtype", dtype, ("float32", "float64", "float16"))
-    return get_backend().from_gluon(symbol, params, dtype, softmax)
+    live = callable(getattr(symbol, "export", None)) \
+        and callable(getattr(symbol, "collect_params", None))
+    if live != (params is None):
+        raise TypeError(
+            "a network comes from two files, or from a live HybridBlock "
+            f"alone; received {type(symbol).__name__} and "
+            f"{type(params).__name__}. Pass net-symbol.json and "
+            "net-0000.params, or the block.")
+    if params is not None:
+        return get_backend().from_gluon(symbol, params, dtype, softmax)
+    frozen = [p.name for p in symbol.collect_params().values()
+              if p.grad_req == "null"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "net")
+        try:
+            symbol.export(path)
+        except RuntimeError as error:
+            raise ValueError(
+                "a block has a graph and all its shapes once it was "
+                f"hybridized, initialized and called; received "
+                f"{type(symbol).__name__}, which has not ({error}). Call "
+                "hybridize(), and the block with one batch.") from error
+        return get_backend().from_gluon(
+            f"{path}-symbol.json", f"{path}-0000.params", dtype, softmax,
+            frozen)
 
 
 def to_gluon_params(net: Any, path: FilePath) -> None:

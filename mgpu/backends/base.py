@@ -1226,8 +1226,10 @@ class Backend(ABC):
     # optional: networks that Gluon has exported
 
     def from_gluon(self, symbol: FilePath, params: FilePath,
-                   dtype: str | None, softmax: bool) -> Any:
-        """A native network from two files; see `mgpu.from_gluon`."""
+                   dtype: str | None, softmax: bool,
+                   frozen: Sequence[str] = ()) -> Any:
+        """A native network from two files; see `mgpu.from_gluon`. `frozen`:
+        names of arrays that are not trained."""
         raise messages.not_supported(self.name, "reader of Gluon's networks")
 
     def to_gluon_params(self, net: Any, path: FilePath) -> None:

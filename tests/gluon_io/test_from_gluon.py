@@ -490,6 +490,54 @@ def test_names_that_are_no_names_of_python(tmp_path, names):
             f"arg:{name}": x.tolist() for name, x in arrays.items()}
 
 
+@pytest.mark.parametrize("make, shape", [
+    (lenet, (2, 3, 8, 8)), (fixed_gamma, (2, 4, 6, 6))])
+def test_a_live_block(make, shape, backend):
+    """Its values of now, its names, and what it has frozen. What the new
+    network does is no business of the block."""
+    x = np.random.default_rng(0).normal(size=shape)
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        net = make()
+        net.cast("float64")
+        net.initialize(mx.init.Xavier())
+        net[0].bias.grad_req = "null"
+        net.hybridize()
+        with pytest.raises(ValueError, match="Call hybridize"):
+            mgpu.from_gluon(net)
+        net(mx.nd.array(x, dtype="float64"))
+        net[0].bias.set_data(mx.nd.arange(4, dtype="float64"))
+
+    def values():
+        with mgpu.using_backend("mxnet"):
+            return {name: p.data().asnumpy()
+                    for name, p in net.collect_params().items()}
+
+    expected = values()
+    replicas = mgpu.initialize(mgpu.from_gluon(net), [mgpu.cpu(0)],
+                               init="keep")
+    names = replicas.network.gluon_names()
+    assert {names[p.name] for p in replicas.params()
+            if p.grad_req != "null"} == {
+        name for name, p in net.collect_params().items()
+        if p.grad_req != "null"}
+    found = {names[key]: value
+             for key, value in replicas.export_numpy().items() if key in names}
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert relative_difference(found[name], value) < 1e-14
+    for p in replicas.params():
+        p.set_data(np.zeros(p.shape))
+    assert all((value == expected[name]).all()
+               for name, value in values().items())
+
+
+@pytest.mark.parametrize("one", ["net-symbol.json", object()])
+def test_a_network_is_two_files_or_a_block(one):
+    with pytest.raises(TypeError, match="two files, or"):
+        mgpu.from_gluon(one)
+
+
 def test_inputs_are_in_the_order_of_the_block(tmp_path):
     """The graph has them in the order in which they are used."""
     with mgpu.using_backend("mxnet"):

@@ -478,7 +478,7 @@ class MXNetBackend(base.Backend):
         from mgpu.backends._mxnet.models import MODELS
         return MODELS[name](**options)
 
-    def from_gluon(self, symbol, params, dtype, softmax):
+    def from_gluon(self, symbol, params, dtype, softmax, frozen=()):
         graph = load_graph(symbol)
         inputs = entries(graph, dense_arrays(params))
         ends = [graph.nodes[i] for i, _ in graph.heads]
@@ -496,6 +496,9 @@ class MXNetBackend(base.Backend):
                 path_of(symbol), inputs, path_of(params), ctx=mx.cpu(0))
         if dtype is not None:
             net.cast(dtype)
+        for name, p in net.collect_params().items():
+            if name in frozen:
+                p.grad_req = "null"
         return net
 
     # -- advice -------------------------------------------------------------

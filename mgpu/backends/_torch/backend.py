@@ -395,9 +395,13 @@ class TorchBackend(Leaves, base.Backend):
         from mgpu.backends._torch.models import MODELS
         return without_values(MODELS[name](**options))
 
-    def from_gluon(self, symbol, params, dtype, softmax):
+    def from_gluon(self, symbol, params, dtype, softmax, frozen=()):
         from mgpu.backends._torch.gluon.build import from_gluon
-        return from_gluon(symbol, params, dtype, softmax)
+        net = from_gluon(symbol, params, dtype, softmax)
+        for key, x in net.named_parameters():
+            if net.gluon_names[key].removeprefix("arg:") in frozen:
+                x.requires_grad_(False)
+        return net
 
     def to_gluon_params(self, net, path) -> None:
         from mgpu.backends._torch.gluon.build import to_gluon_params
