@@ -76,6 +76,10 @@ def from_gluon(symbol: Any, params: FilePath | None = None,
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "net")
         try:
+            # Its first call leaves a graph in any block, which only in a
+            # hybridized one is what it computes later.
+            if not getattr(symbol, "_active", True):
+                raise RuntimeError("it is not hybridized")
             symbol.export(path)
         except RuntimeError as error:
             raise ValueError(

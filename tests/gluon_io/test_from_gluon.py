@@ -505,6 +505,11 @@ def test_a_live_block(make, shape, backend):
         net.hybridize()
         with pytest.raises(ValueError, match="Call hybridize"):
             mgpu.from_gluon(net)
+        net.hybridize(False)
+        net(mx.nd.array(x, dtype="float64"))
+        with pytest.raises(ValueError, match="is not hybridized"):
+            mgpu.from_gluon(net)
+        net.hybridize()
         net(mx.nd.array(x, dtype="float64"))
         net[0].bias.set_data(mx.nd.arange(4, dtype="float64"))
 
