@@ -201,6 +201,99 @@ def test_a_check_against_a_trace(exported, tmp_path):
     assert result.exit_code == 1 and "DIFFERENT" in result.output
 
 
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Two inputs, one of them indices, one for each row; two outputs."""
+    folder = tmp_path_factory.mktemp("forked")
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn
+
+        class Forked(mx.gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                with self.name_scope():
+                    self.dense = nn.Dense(4)
+                    self.norm = nn.BatchNorm()
+                    self.rows = nn.Embedding(9, 4)
+                    self.drop = nn.Dropout(0.5)
+                    self.slope = nn.LeakyReLU(0.25)
+                    self.one, self.two = nn.Dense(3), nn.Dense(3)
+
+            def hybrid_forward(self, F, x, i):
+                x = self.slope(self.norm(self.dense(x))) + self.rows(i)
+                x = self.drop(x)
+                return self.one(x), self.two(x)
+
+        mx.random.seed(1)
+        net = Forked()
+        net.initialize(mx.init.Normal(0.5))
+        net.hybridize()
+        net(mx.nd.ones((2, 5)), mx.nd.ones(2))
+        mx.nd.waitall()
+        net.export(str(folder / "net"))
+    return folder / "net-symbol.json", folder / "net-0000.params"
+
+
+def change_weight(net):
+    """Of a row that is hit only where indices are those of the table."""
+    next(m for m in net.modules() if hasattr(m, "num_embeddings")
+         ).weight[8, 1] += 1e-6
+
+
+def change_statistics(net):
+    next(m for m in net.modules() if hasattr(m, "running_var")
+         ).running_var.mul_(1 + 1e-6)
+
+
+def change_epsilon(net):
+    next(m for m in net.modules() if hasattr(m, "eps")).eps *= 1.01
+
+
+def change_dropout(net):
+    next(m for m in net.modules() if hasattr(m, "p")).p = 0.25
+
+
+def change_slope(net):
+    next(m for m in net.modules() if hasattr(m, "negative_slope")
+         ).negative_slope = 0.2499
+
+
+def exchange_outputs(net):
+    end = next(node for node in net.graph.nodes if node.op == "output")
+    end.args = (tuple(reversed(end.args[0])),)
+    net.recompile()
+
+
+CHANGES = (change_weight, change_statistics, change_epsilon, change_dropout,
+           change_slope, exchange_outputs)
+
+
+@both
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_a_check_sees_what_is_wrong(change, forked, tmp_path, monkeypatch):
+    import torch
+
+    from mgpu.cli import gluon
+    write = gluon._WRITERS[".params"]
+
+    def wrong(*arguments):
+        read = write(*arguments)
+
+        def made():
+            net = read()
+            with torch.no_grad():
+                change(net)
+            return net
+        return read if change is None else made
+    monkeypatch.setitem(gluon._WRITERS, ".params", wrong)
+    result = command("convert", *forked, "-o", tmp_path / "x.params",
+                     "--input", "5", "--input", "():int64", "--check")
+    assert result.exit_code == (0 if change is None else 2 if
+                                change is change_dropout else 1), result.output
+    assert ("SAME (lock" in result.output) == (change is None)
+
+
 @both
 def test_missing_operators_are_one_list(exported, tmp_path):
     graph = json.loads(exported[0].read_text())
