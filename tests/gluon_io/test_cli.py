@@ -308,7 +308,17 @@ def test_missing_operators_are_one_list(exported, tmp_path):
     assert "5 operators have no rule" in text and not out.exists()
     assert "  _made_up: no rule (4 nodes, such as" in text
     assert "  BatchNorm: axis=2 (1 node, such as" in text
-    assert "_made_up: no rule (4 nodes" in command("inspect", symbol).output
+    # the same without shapes, which no rule was asked for
+    text = command("inspect", symbol).output
+    assert "_made_up: no rule (4 nodes" in text
+    assert "  BatchNorm: axis=2 (1 node, such as" in text
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="rules are PyTorch's")
+@pytest.mark.parametrize("symbol", sorted(FILES.rglob("*-symbol.json")),
+                         ids=lambda path: path.name)
+def test_without_shapes_nothing_is_missing_that_is_there(symbol):
+    assert inspect_file(symbol)["missing"] == []
 
 
 @pytest.mark.parametrize("arguments, said", [
