@@ -180,6 +180,15 @@ def test_pt2_predicts_for_any_number_of_rows(exported, tmp_path):
         assert torch.equal(loaded(x), net.eval()(x))
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch writes it")
+def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
+    files = FILES / "networks" / "lstm"
+    result = command("convert", f"{files}-symbol.json", f"{files}-0000.params",
+                     "-o", tmp_path / "x.pt2", "--input", "6:int64")
+    assert result.exit_code == 0, result.output
+    assert not [x for x in recwarn if "_flat_weights" in str(x.message)]
+
+
 @both
 def test_a_check_against_a_trace(exported, tmp_path):
     """What was recorded of the live network needs no MXNet later; other

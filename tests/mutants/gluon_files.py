@@ -12,7 +12,20 @@ _OPERATORS = "gluon_io/test_operators.py::"
 _LAYERS = "mgpu.backends._torch.gluon.layers:"
 _OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
 
+_WRONG = _CLI + "test_a_check_sees_what_is_wrong"
+
 MUTANTS = [
+    Mutant("check-rows", "indices of a check hit two rows of a table", edit(
+        "mgpu.cli.gluon:_draw", "(rows or {}).get(k, 2)", "2"),
+           (_WRONG + "[change_weight]",)),
+    Mutant("check-dropout", "a check does not look at rates of dropout", edit(
+        "mgpu.cli.gluon:_checked", "if found != rates:", "if False:"),
+           (_WRONG + "[change_dropout]",)),
+    Mutant("check-values", "a check begins with MXNet's values, not with "
+           "those that were written", edit(
+               "mgpu.cli.gluon:_checked", 'weights="own"', 'weights="a"'),
+           (_WRONG + "[change_weight]",
+            _WRONG + "[change_statistics]")),
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
            "as they lie", edit(
                "mgpu.gluon_io.params:_write",
