@@ -245,9 +245,14 @@ def forked(tmp_path_factory):
 
 
 def change_weight(net):
-    """Of a row that is hit only where indices are those of the table."""
     next(m for m in net.modules() if hasattr(m, "num_embeddings")
          ).weight[8, 1] += 1e-6
+
+
+def change_row(net):
+    """One is not trained: seen where indices are those of the whole table."""
+    next(m for m in net.modules() if hasattr(m, "num_embeddings")
+         ).padding_idx = 8
 
 
 def change_statistics(net):
@@ -274,8 +279,8 @@ def exchange_outputs(net):
     net.recompile()
 
 
-CHANGES = (change_weight, change_statistics, change_epsilon, change_dropout,
-           change_slope, exchange_outputs)
+CHANGES = (change_weight, change_row, change_statistics, change_epsilon,
+           change_dropout, change_slope, exchange_outputs)
 
 
 @both
@@ -364,11 +369,17 @@ other.initialize()
 net(x.as_in_context(ctx[0]))
 rate = mx.lr_scheduler.FactorScheduler(1)
 net.save_parameters("x")
+net.collect_params(".*bias").setattr("wd_mult", 0)
+with ag.pause():
+    mx.mod.Module(x)
+net = gluon.model_zoo.vision.get_model("resnet18_v1")
 '''
 TOPICS = {6: "devices", 7: "first weights", 8: "compile", 9: "not trained",
           10: "optimiser", 11: "key-value store, parameters", 12: "record",
           13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
-          18: "to a device", 19: "rate", 20: "save weights"}
+          18: "to a device", 19: "rate", 20: "save weights",
+          21: "multipliers, parameters", 22: "not recorded",
+          23: "a network of symbols", 24: "a network of the zoo"}
 
 
 def test_lines_of_a_script(tmp_path):

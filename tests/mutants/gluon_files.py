@@ -17,7 +17,7 @@ _WRONG = _CLI + "test_a_check_sees_what_is_wrong"
 MUTANTS = [
     Mutant("check-rows", "indices of a check hit two rows of a table", edit(
         "mgpu.cli.gluon:_draw", "(rows or {}).get(k, 2)", "2"),
-           (_WRONG + "[change_weight]",)),
+           (_WRONG + "[change_row]",)),
     Mutant("check-dropout", "a check does not look at rates of dropout", edit(
         "mgpu.cli.gluon:_checked", "if found != rates:", "if False:"),
            (_WRONG + "[change_dropout]",)),
