@@ -130,7 +130,7 @@ def _say_missing(missing: list[dict[str, Any]] | None, judged: bool) -> None:
     else:
         print_text("Each has a rule on PyTorch." if judged else
                    "Each has a rule on PyTorch; give the .params too, and "
-                   "attributes are looked at.")
+                   "their shapes are looked at.")
 
 
 def missing_text(missing: list[dict[str, Any]]) -> str:

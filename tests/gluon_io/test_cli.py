@@ -180,6 +180,15 @@ def test_pt2_predicts_for_any_number_of_rows(exported, tmp_path):
         assert torch.equal(loaded(x), net.eval()(x))
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch writes it")
+def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
+    files = FILES / "networks" / "lstm"
+    result = command("convert", f"{files}-symbol.json", f"{files}-0000.params",
+                     "-o", tmp_path / "x.pt2", "--input", "6:int64")
+    assert result.exit_code == 0, result.output
+    assert not [x for x in recwarn if "_flat_weights" in str(x.message)]
+
+
 @both
 def test_a_check_against_a_trace(exported, tmp_path):
     """What was recorded of the live network needs no MXNet later; other
@@ -236,9 +245,14 @@ def forked(tmp_path_factory):
 
 
 def change_weight(net):
-    """Of a row that is hit only where indices are those of the table."""
     next(m for m in net.modules() if hasattr(m, "num_embeddings")
          ).weight[8, 1] += 1e-6
+
+
+def change_row(net):
+    """One is not trained: seen where indices are those of the whole table."""
+    next(m for m in net.modules() if hasattr(m, "num_embeddings")
+         ).padding_idx = 8
 
 
 def change_statistics(net):
@@ -265,8 +279,8 @@ def exchange_outputs(net):
     net.recompile()
 
 
-CHANGES = (change_weight, change_statistics, change_epsilon, change_dropout,
-           change_slope, exchange_outputs)
+CHANGES = (change_weight, change_row, change_statistics, change_epsilon,
+           change_dropout, change_slope, exchange_outputs)
 
 
 @both
@@ -308,7 +322,17 @@ def test_missing_operators_are_one_list(exported, tmp_path):
     assert "5 operators have no rule" in text and not out.exists()
     assert "  _made_up: no rule (4 nodes, such as" in text
     assert "  BatchNorm: axis=2 (1 node, such as" in text
-    assert "_made_up: no rule (4 nodes" in command("inspect", symbol).output
+    # the same without shapes, which no rule was asked for
+    text = command("inspect", symbol).output
+    assert "_made_up: no rule (4 nodes" in text
+    assert "  BatchNorm: axis=2 (1 node, such as" in text
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="rules are PyTorch's")
+@pytest.mark.parametrize("symbol", sorted(FILES.rglob("*-symbol.json")),
+                         ids=lambda path: path.name)
+def test_without_shapes_nothing_is_missing_that_is_there(symbol):
+    assert inspect_file(symbol)["missing"] == []
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -345,11 +369,17 @@ other.initialize()
 net(x.as_in_context(ctx[0]))
 rate = mx.lr_scheduler.FactorScheduler(1)
 net.save_parameters("x")
+net.collect_params(".*bias").setattr("wd_mult", 0)
+with ag.pause():
+    mx.mod.Module(x)
+net = gluon.model_zoo.vision.get_model("resnet18_v1")
 '''
 TOPICS = {6: "devices", 7: "first weights", 8: "compile", 9: "not trained",
           10: "optimiser", 11: "key-value store, parameters", 12: "record",
           13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
-          18: "to a device", 19: "rate", 20: "save weights"}
+          18: "to a device", 19: "rate", 20: "save weights",
+          21: "multipliers, parameters", 22: "not recorded",
+          23: "a network of symbols", 24: "a network of the zoo"}
 
 
 def test_lines_of_a_script(tmp_path):

@@ -12,6 +12,7 @@ _OPERATORS = "gluon_io/test_operators.py::"
 _LAYERS = "mgpu.backends._torch.gluon.layers:"
 _OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
 
+_WRONG = _CLI + "test_a_check_sees_what_is_wrong"
 _WHOLE = "mgpu.gluon_io.whole:"
 _BUILD = "mgpu.backends._torch.gluon.build:"
 _BUILT = "gluon_io/test_from_gluon.py::"
@@ -91,6 +92,17 @@ MUTANTS = [
         "parts = [written(y) for y in inner[::-1]]"),
            (_SOURCES + "test_source_computes_as_from_gluon[own-lstm with "
             "states]",)),
+    Mutant("check-rows", "indices of a check hit two rows of a table", edit(
+        "mgpu.cli.gluon:_draw", "(rows or {}).get(k, 2)", "2"),
+           (_WRONG + "[change_row]",)),
+    Mutant("check-dropout", "a check does not look at rates of dropout", edit(
+        "mgpu.cli.gluon:_checked", "if found != rates:", "if False:"),
+           (_WRONG + "[change_dropout]",)),
+    Mutant("check-values", "a check begins with MXNet's values, not with "
+           "those that were written", edit(
+               "mgpu.cli.gluon:_checked", 'weights="own"', 'weights="a"'),
+           (_WRONG + "[change_weight]",
+            _WRONG + "[change_statistics]")),
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
            "as they lie", edit(
                "mgpu.gluon_io.params:_write",
