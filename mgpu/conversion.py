@@ -166,9 +166,8 @@ def missing_operators(symbol: FilePath, params: FilePath | None = None
     Parameters
     ----------
     symbol, params : str or os.PathLike
-        ``net-symbol.json`` and ``net-0000.params``. Rules look at the shapes
-        of arrays: without `params`, operators without any rule are found, and
-        attributes without one are not.
+        ``net-symbol.json`` and ``net-0000.params``. Without `params`
+        no shapes are known: a rule that needs one is not asked further.
 
     Returns
     -------

@@ -1,14 +1,16 @@
-"""Layers of PyTorch with Gluon's arithmetic, for source that
-`mgpu.gluon_source` has written: `GluonBatchNorm`, `GluonMaxPool2d`,
-`GluonAvgPool2d`. They need torch, which this module loads with the first."""
+"""Layers and functions of PyTorch with Gluon's arithmetic, for source that
+`mgpu.gluon_source` has written. They need torch, which this module loads with
+the first of them."""
+import importlib
 from typing import Any
+
+_MODULES = ("gluonize", "gluon.layers", "gluon.functions")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "GluonBatchNorm":
-        from mgpu.backends._torch.gluonize import GluonBatchNorm
-        return GluonBatchNorm
-    if name in ("GluonAvgPool2d", "GluonMaxPool2d"):
-        from mgpu.backends._torch.gluon import layers
-        return getattr(layers, name)
+    if not name.startswith("_"):
+        for module in _MODULES:
+            found = importlib.import_module(f"mgpu.backends._torch.{module}")
+            if name in vars(found):
+                return vars(found)[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

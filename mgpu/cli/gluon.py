@@ -2,9 +2,10 @@
 import importlib.util
 import json
 import os
+import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from mgpu.cli import options as shared
 from mgpu.cli.errors import Command, Refused
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table, print_text
+from mgpu.gluon_io import Graph, load_graph
+from mgpu.gluon_io.graph import dense_arrays, entries
 
 _FILE = click.Path(dir_okay=False)
 
@@ -127,7 +130,7 @@ def _say_missing(missing: list[dict[str, Any]] | None, judged: bool) -> None:
     else:
         print_text("Each has a rule on PyTorch." if judged else
                    "Each has a rule on PyTorch; give the .params too, and "
-                   "attributes are looked at.")
+                   "their shapes are looked at.")
 
 
 def missing_text(missing: list[dict[str, Any]]) -> str:
@@ -153,6 +156,8 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
         raise ValueError(f"{name} takes a shape, and perhaps a dtype; "
                          f"received {text!r}. Write for example 3x224x224 or "
                          "16:int32.")
+    if shape == "()":       # one number for each row
+        return (), dtype or None
     return shared.parse_shape(shape, name), dtype or None
 
 
@@ -205,9 +210,14 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
     if check and trace:
         raise ValueError("--check compares with MXNet, and --trace with a "
                          "file; received both. Leave one out.")
-    if check:
-        with mgpu.using_backend("mxnet"):   # before anything is written
+    if check:       # before anything is written
+        with mgpu.using_backend("mxnet"):
             pass
+        if load_graph(symbol).numpy_shapes:
+            raise Refused("--check runs MXNet in its legacy mode; received a "
+                          "network of its NumPy interface. Record a run of it "
+                          "with mgpu.parity.record after npx.set_np(), and "
+                          "pass that as --trace.")
     if report_file is not None and not (check or trace):
         raise ValueError("a page shows what was checked; received --report "
                          "without --check and --trace.")
@@ -297,13 +307,19 @@ _WRITERS: dict[str, Callable[..., Callable[[], Any]]] = {
     ".pt2": _pt2}
 
 
-def _draw(inputs: Sequence[Any], dtype: str, rng: np.random.Generator
-          ) -> list[np.ndarray]:
-    """An array of `_ROWS` rows for each input: normal, or 0 and 1."""
-    return [rng.standard_normal((_ROWS, *shape)).astype(own or dtype)
-            if "float" in (own or dtype)
-            else rng.integers(0, 2, (_ROWS, *shape)).astype(own)
-            for shape, own in inputs]
+def _draw(inputs: Sequence[Any], dtype: str, rng: np.random.Generator,
+          rows: Mapping[int, int] | None = None) -> list[np.ndarray]:
+    """An array of `_ROWS` rows for each input: normal, or whole numbers below
+    `rows` of it, 0 and 1 where that has none."""
+    drawn = []
+    for k, (shape, own) in enumerate(inputs):
+        size, kind = (_ROWS, *shape), own or dtype
+        if "float" in kind and k not in (rows or {}):
+            drawn.append(rng.standard_normal(size).astype(kind))
+        else:
+            drawn.append(rng.integers(0, (rows or {}).get(k, 2), size
+                                      ).astype(kind))
+    return drawn
 
 
 def _compared(trace: str, read: Callable[[], Any]) -> Any:
@@ -321,7 +337,7 @@ def _checked(symbol: str, params: Any, read: Callable[[], Any],
     """What it says of MXNet's network and of what was written."""
     from mgpu import parity
 
-    def live() -> Any:
+    def live(symbol: str = symbol) -> Any:
         with mgpu.using_backend("mxnet"), warnings.catch_warnings():
             # that it does not know the types of inputs
             warnings.simplefilter("ignore", UserWarning)
@@ -330,33 +346,96 @@ def _checked(symbol: str, params: Any, read: Callable[[], Any],
     def written() -> Any:
         with mgpu.using_backend("torch"):
             return read()
-    with find.engines():
+    graph, arrays = load_graph(symbol), dense_arrays(params)
+    # MXNet's gradients of lower layers are wrong in float64
+    dtype = "float32" if any(
+        node.op in ("RNN", "_npx_rnn") and node.attributes["num_layers"] > 1
+        for node in graph.nodes) else "float64"
+    with find.engines(), tempfile.TemporaryDirectory() as folder:
+        quiet, rates = _without_dropout(symbol, folder)
         with mgpu.using_backend("mxnet") as engine:
             a = [x.name for x in engine.network(live()).specs()]
         net = written()
+        found = {m.p for m in net.modules() if type(m).__name__ == "Dropout"}
+        if found != rates:
+            raise Refused(f"the graph drops out with rates {sorted(rates)}, "
+                          f"what was written with {sorted(found)}.")
         with mgpu.using_backend("torch") as engine:
             b = {x.name for x in engine.network(net).specs()}
         return parity.compare(
-            live, written, batches=_batches(net, inputs),
-            loss=mgpu.losses.L2Loss(), weights="own",
+            lambda: live(quiet), written, loss=_loss, weights="own",
+            dtype=dtype, dropout="off",
+            batches=_batches(net, inputs, _embedded(graph, arrays), dtype),
             optimizer_params={"learning_rate": 0.125, "momentum": 0.5},
             map=_matched(a, b, net.gluon_names))
 
 
-def _batches(net: Any, inputs: Sequence[Any]) -> list[Any]:
-    """Random inputs, and targets of the shape of the output."""
+def _without_dropout(symbol: str, folder: str) -> tuple[str, set[float]]:
+    """A copy of the graph that drops nothing out, for MXNet draws masks
+    inside it that no one else knows; and the rates that were there."""
+    with open(symbol, encoding="utf-8") as file:
+        graph = json.load(file)
+    rates = set()
+    for node, read in zip(graph["nodes"], load_graph(symbol).nodes):
+        if read.op in ("Dropout", "_npx_dropout") \
+                and read.attributes["mode"] == "training":
+            rates.add(round(read.attributes["p"], 7))
+            for key in ("param", "attr", "attrs"):
+                node.pop(key, None)
+            node["attrs"] = {"p": "0"}
+    path = os.path.join(folder, "net-symbol.json")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(graph, file)
+    return path, rates
+
+
+def _loss(outputs: Any, targets: Any) -> Any:
+    """`L2Loss` of each output, each with another weight, so that outputs
+    that are exchanged do not go unseen in their sum."""
+    if not isinstance(outputs, (tuple, list)):
+        return mgpu.losses.L2Loss()(outputs, targets)
+    losses = [mgpu.losses.L2Loss(2.0 ** -i)(y, target) for i, (y, target)
+              in enumerate(zip(outputs, targets, strict=True))]
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
+
+
+def _batches(net: Any, inputs: Sequence[Any], rows: Mapping[int, int],
+             dtype: str) -> list[Any]:
+    """Random inputs, and targets of the shapes of the outputs."""
     rng = np.random.default_rng(0)
-    drawn = [_draw(inputs, "float64", rng) for _ in range(_STEPS)]
+    drawn = [_draw(inputs, dtype, rng, rows) for _ in range(_STEPS)]
     X = [tuple(arrays) if len(arrays) > 1 else arrays[0] for arrays in drawn]
     with mgpu.using_backend("torch"):
-        replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype="float64")
+        replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
         out = replicas(mgpu.split_and_load(X[0], replicas.devices))[0]
-        if isinstance(out, (tuple, list)):
-            raise ValueError(
-                "--check compares networks with one output; received one with "
-                f"{len(out)}. Use mgpu.parity.compare.")
-        shape = mgpu.to_numpy(out).shape
-    return [(x, rng.standard_normal(shape)) for x in X]
+        several = isinstance(out, (tuple, list))
+        shapes = [mgpu.to_numpy(y).shape for y in (out if several else [out])]
+    made = []
+    for x in X:
+        targets = tuple(rng.standard_normal(shape) for shape in shapes)
+        made.append((x, targets if several else targets[0]))
+    return made
+
+
+def _embedded(graph: Graph, arrays: Container[str]) -> dict[int, int]:
+    """How many rows the smallest embedding has that an input enters, by the
+    number of the input: its indices are all of these."""
+    names = entries(graph, arrays)
+    found: dict[int, int] = {}
+    for node in graph.nodes:
+        if "Embedding" not in node.op and node.op != "_npx_embedding":
+            continue
+        i = node.inputs[0][0]
+        while len(graph.nodes[i].inputs) == 1:      # a cast, a reshape
+            i = graph.nodes[i].inputs[0][0]
+        if graph.nodes[i].name in names:
+            k = names.index(graph.nodes[i].name)
+            size = node.attributes["input_dim"]
+            found[k] = min(size, found.get(k, size))
+    return found
 
 
 def _matched(a: Sequence[str], b: set[str], gluon_names: Mapping[str, str]

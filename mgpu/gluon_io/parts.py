@@ -47,12 +47,18 @@ class Source:
         Of an array of the file; None for all else.
     """
 
-    def __init__(self, graph: Graph, shapes: Mapping[str, Shape], number: int,
-                 output: int) -> None:
+    def __init__(self, graph: Graph, shapes: Mapping[str, Shape] | None,
+                 number: int, output: int) -> None:
         self._graph, self._shapes = graph, shapes
         self.node, self.output = graph.nodes[number], output
-        self.shape = shapes.get(self.node.name) \
-            if self.node.op == "null" else None
+
+    @property
+    def shape(self) -> Shape | None:
+        if self.node.op != "null":
+            return None
+        if self._shapes is None:
+            raise _NotKnown
+        return self._shapes.get(self.node.name)
 
     @property
     def inputs(self) -> "list[Source]":
@@ -63,7 +69,8 @@ class Source:
     @property
     def name(self) -> str:
         """Of the array. MissingOperator if it is none of the file."""
-        self.sizes()
+        if self._shapes is not None:
+            self.sizes()
         return self.node.name
 
     @property
@@ -166,6 +173,10 @@ class MissingOperator(NotImplementedError):
     """What a rule raises for attributes that it does not know."""
 
 
+class _NotKnown(MissingOperator):
+    """A rule looks at a shape, and no file of arrays was given."""
+
+
 def operator(*names: str) -> Callable[[Rule], Rule]:
     """Decorator: the rule for these operators of MXNet."""
     def add(rule: Rule) -> Rule:
@@ -253,27 +264,24 @@ def parts_of(graph: Graph, shapes: Mapping[str, Shape],
     return found
 
 
-def missing_in(graph: Graph, shapes: Mapping[str, Shape] | None
-               ) -> list[Missing]:
+def missing_in(graph: Graph, shapes: Mapping[str, Shape] | None,
+               whole: Collection[str] = ()) -> list[Missing]:
     """What `parts_of` would refuse, in the order of the graph. Without
-    `shapes` only operators that have no rule at all, for rules look at the
-    shapes of arrays."""
-    if shapes is not None:
-        return _parts(graph, shapes)[1]
-    return [Missing(node.op, "no rule", node.name) for node in graph.nodes
-            if node.op != "null" and node.op not in _rules]
+    `shapes` what no shape would change: operators without a rule, and
+    attributes that a rule refuses before it looks at one."""
+    return _parts(graph, shapes, whole)[1]
 
 
 #: under which a rule makes the part that lets only fractions pass
 FLOATING = "mgpu.floating"
 
 
-def _parts(graph: Graph, shapes: Mapping[str, Shape],
+def _parts(graph: Graph, shapes: Mapping[str, Shape] | None,
            whole: Collection[str] = ()
            ) -> tuple[dict[int, Part], list[Missing]]:
     found: dict[int, Part] = {}
     missing = []
-    cutting = cuts(graph, shapes, whole)
+    cutting = {} if shapes is None else cuts(graph, shapes, whole)
     needed = {i for i, _ in graph.heads}
     for i in reversed(range(len(graph.nodes))):
         node = graph.nodes[i]
@@ -286,6 +294,7 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape],
                 found[i] = _guarded(found[i], node, cutting[i])
             needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
         except NotImplementedError as error:
+<<<<<<< HEAD
             missing.append(Missing(node.op, str(error), node.name))
             needed |= {j for j, _ in node.inputs}
         except (ArithmeticError, LookupError, TypeError, ValueError,
@@ -295,6 +304,15 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape],
                 node.op, "attributes or inputs that do not fit it "
                 f"({type(error).__name__}: {error})", node.name))
             needed |= {j for j, _ in node.inputs}
+=======
+            enters = [j for j, _ in node.inputs]
+            if isinstance(error, _NotKnown):
+                # it may make by itself what enters it, but for its data
+                needed |= set(enters[:1])
+            else:
+                missing.append(Missing(node.op, str(error), node.name))
+                needed |= set(enters)
+>>>>>>> n4
     return dict(sorted(found.items())), missing[::-1]
 
 

@@ -75,9 +75,19 @@ LINES = (
          "`torch.export.load(file).module()`, to predict",
          ("mxnet.gluon.SymbolBlock.imports", "mxnet.gluon.SymbolBlock",
           "mxnet.model.load_checkpoint", "mxnet.mod.Module.load")),
+    Line("a network of symbols", "`mx.mod.Module(symbol)`",
+         "`mgpu.from_gluon(symbol, params)`, or `mgpu.resume_from_gluon` with "
+         "its states", "written by `mgpu convert`",
+         ("mxnet.mod.", "mxnet.module.")),
+    Line("a network of the zoo", "`model_zoo.vision.resnet18_v1()`",
+         "stays on MXNet; its export by `mgpu.from_gluon(symbol, params)`",
+         "written by `mgpu convert`", ("mxnet.gluon.model_zoo.",)),
     Line("not trained", '`p.grad_req = "null"`', 'on MXNet the same, on torch '
          "`p.requires_grad_(False)`, before `mgpu.initialize`",
-         "`p.requires_grad_(False)`", ("grad_req=", ".setattr")),
+         "`p.requires_grad_(False)`", ("grad_req=",)),
+    Line("multipliers", "`p.wd_mult = 0`", "`mgpu.Trainer(..., "
+         "wd_mult={p.name: 0.0})`", "groups of parameters",
+         ("wd_mult=", "lr_mult=")),
     Line("optimiser", '`gluon.Trainer(net.collect_params(), "sgd", '
          '{"learning_rate": 0.1})`',
          '`mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})`',
@@ -105,6 +115,9 @@ LINES = (
                                     "mxnet.np.random.seed")),
     Line("record", "`with autograd.record():`", "`with mgpu.record():`",
          "recorded by default; `net.train()`", ("mxnet.autograd.record",)),
+    Line("not recorded", "`with autograd.pause():`", "nothing is recorded "
+         "outside `mgpu.record()`", "`with torch.no_grad():`",
+         ("mxnet.autograd.pause", "mxnet.autograd.predict_mode")),
     Line("gradients of predictions",
          "`with autograd.record(train_mode=False):`",
          "`with mgpu.record(train_mode=False):`", "`net.eval()`; a whole "
@@ -259,6 +272,9 @@ def _names(tree: ast.AST, aliases: dict[str, str]
             elif isinstance(node.func, ast.Attribute):
                 method = f".{node.func.attr}"
                 found = [method, *(f"{method}({k}=)" for k in keywords)]
+                if method == ".setattr" and node.args and isinstance(
+                        node.args[0], ast.Constant):
+                    found = [f"{node.args[0].value}="]
             else:
                 found = []
             yield from ((node.func.end_lineno or node.lineno, x)

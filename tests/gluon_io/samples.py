@@ -487,10 +487,12 @@ def _write_module(mx, path):
         "learning_rate": 0.25, "momentum": 0.5, "rescale_grad": 0.25})
     for step in range(3):
         if step == 2:
+            mx.nd.waitall()     # without it MXNet copies old statistics
             module.save_checkpoint(path, 2, save_optimizer_states=True)
             predicted = _of_checkpoint(mx, path, batch.data[0])
         module.forward_backward(batch)
         module.update()
+    mx.nd.waitall()
     values, statistics = module.get_params()
     gradients = dict(zip(module._param_names,
                          module._exec_group.grad_arrays))

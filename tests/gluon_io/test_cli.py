@@ -180,6 +180,15 @@ def test_pt2_predicts_for_any_number_of_rows(exported, tmp_path):
         assert torch.equal(loaded(x), net.eval()(x))
 
 
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch writes it")
+def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
+    files = FILES / "networks" / "lstm"
+    result = command("convert", f"{files}-symbol.json", f"{files}-0000.params",
+                     "-o", tmp_path / "x.pt2", "--input", "6:int64")
+    assert result.exit_code == 0, result.output
+    assert not [x for x in recwarn if "_flat_weights" in str(x.message)]
+
+
 @both
 def test_a_check_against_a_trace(exported, tmp_path):
     """What was recorded of the live network needs no MXNet later; other
@@ -201,6 +210,104 @@ def test_a_check_against_a_trace(exported, tmp_path):
     assert result.exit_code == 1 and "DIFFERENT" in result.output
 
 
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """Two inputs, one of them indices, one for each row; two outputs."""
+    folder = tmp_path_factory.mktemp("forked")
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn
+
+        class Forked(mx.gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                with self.name_scope():
+                    self.dense = nn.Dense(4)
+                    self.norm = nn.BatchNorm()
+                    self.rows = nn.Embedding(9, 4)
+                    self.drop = nn.Dropout(0.5)
+                    self.slope = nn.LeakyReLU(0.25)
+                    self.one, self.two = nn.Dense(3), nn.Dense(3)
+
+            def hybrid_forward(self, F, x, i):
+                x = self.slope(self.norm(self.dense(x))) + self.rows(i)
+                x = self.drop(x)
+                return self.one(x), self.two(x)
+
+        mx.random.seed(1)
+        net = Forked()
+        net.initialize(mx.init.Normal(0.5))
+        net.hybridize()
+        net(mx.nd.ones((2, 5)), mx.nd.ones(2))
+        mx.nd.waitall()
+        net.export(str(folder / "net"))
+    return folder / "net-symbol.json", folder / "net-0000.params"
+
+
+def change_weight(net):
+    next(m for m in net.modules() if hasattr(m, "num_embeddings")
+         ).weight[8, 1] += 1e-6
+
+
+def change_row(net):
+    """One is not trained: seen where indices are those of the whole table."""
+    next(m for m in net.modules() if hasattr(m, "num_embeddings")
+         ).padding_idx = 8
+
+
+def change_statistics(net):
+    next(m for m in net.modules() if hasattr(m, "running_var")
+         ).running_var.mul_(1 + 1e-6)
+
+
+def change_epsilon(net):
+    next(m for m in net.modules() if hasattr(m, "eps")).eps *= 1.01
+
+
+def change_dropout(net):
+    next(m for m in net.modules() if hasattr(m, "p")).p = 0.25
+
+
+def change_slope(net):
+    next(m for m in net.modules() if hasattr(m, "negative_slope")
+         ).negative_slope = 0.2499
+
+
+def exchange_outputs(net):
+    end = next(node for node in net.graph.nodes if node.op == "output")
+    end.args = (tuple(reversed(end.args[0])),)
+    net.recompile()
+
+
+CHANGES = (change_weight, change_row, change_statistics, change_epsilon,
+           change_dropout, change_slope, exchange_outputs)
+
+
+@both
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_a_check_sees_what_is_wrong(change, forked, tmp_path, monkeypatch):
+    import torch
+
+    from mgpu.cli import gluon
+    write = gluon._WRITERS[".params"]
+
+    def wrong(*arguments):
+        read = write(*arguments)
+
+        def made():
+            net = read()
+            with torch.no_grad():
+                change(net)
+            return net
+        return read if change is None else made
+    monkeypatch.setitem(gluon._WRITERS, ".params", wrong)
+    result = command("convert", *forked, "-o", tmp_path / "x.params",
+                     "--input", "5", "--input", "():int64", "--check")
+    assert result.exit_code == (0 if change is None else 2 if
+                                change is change_dropout else 1), result.output
+    assert ("SAME (lock" in result.output) == (change is None)
+
+
 @both
 def test_missing_operators_are_one_list(exported, tmp_path):
     graph = json.loads(exported[0].read_text())
@@ -215,7 +322,17 @@ def test_missing_operators_are_one_list(exported, tmp_path):
     assert "5 operators have no rule" in text and not out.exists()
     assert "  _made_up: no rule (4 nodes, such as" in text
     assert "  BatchNorm: axis=2 (1 node, such as" in text
-    assert "_made_up: no rule (4 nodes" in command("inspect", symbol).output
+    # the same without shapes, which no rule was asked for
+    text = command("inspect", symbol).output
+    assert "_made_up: no rule (4 nodes" in text
+    assert "  BatchNorm: axis=2 (1 node, such as" in text
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="rules are PyTorch's")
+@pytest.mark.parametrize("symbol", sorted(FILES.rglob("*-symbol.json")),
+                         ids=lambda path: path.name)
+def test_without_shapes_nothing_is_missing_that_is_there(symbol):
+    assert inspect_file(symbol)["missing"] == []
 
 
 @pytest.mark.parametrize("arguments, said", [
@@ -252,11 +369,17 @@ other.initialize()
 net(x.as_in_context(ctx[0]))
 rate = mx.lr_scheduler.FactorScheduler(1)
 net.save_parameters("x")
+net.collect_params(".*bias").setattr("wd_mult", 0)
+with ag.pause():
+    mx.mod.Module(x)
+net = gluon.model_zoo.vision.get_model("resnet18_v1")
 '''
 TOPICS = {6: "devices", 7: "first weights", 8: "compile", 9: "not trained",
           10: "optimiser", 11: "key-value store, parameters", 12: "record",
           13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
-          18: "to a device", 19: "rate", 20: "save weights"}
+          18: "to a device", 19: "rate", 20: "save weights",
+          21: "multipliers, parameters", 22: "not recorded",
+          23: "a network of symbols", 24: "a network of the zoo"}
 
 
 def test_lines_of_a_script(tmp_path):

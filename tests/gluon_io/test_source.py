@@ -8,7 +8,8 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from gluon_io.test_from_gluon import exported  # noqa: F401
+from gluon_io.test_from_gluon import (  # noqa: F401
+    NETWORKS, exported, from_symbol)
 
 if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("these compare two engines", allow_module_level=True)
@@ -46,9 +47,7 @@ class Written:
         self.net.gluon_names = self.names
 
 
-every = pytest.mark.parametrize("exported", [
-    "lenet", "pools", "fixed gamma", "joined", "resnet18_v1", "resnet18_v2",
-    "mobilenetv2_0.25"], indirect=True)
+every = pytest.mark.parametrize("exported", NETWORKS, indirect=True)
 form = pytest.mark.parametrize("names", ["own", "scrambled"])
 
 
@@ -69,6 +68,55 @@ def test_source_computes_as_from_gluon(exported, names, tmp_path):  # noqa: F811
             np.testing.assert_allclose(found[key], x, rtol=1e-12,
                                        atol=1e-12 * abs(x).max(), err_msg=key)
         assert max(map(len, written.text.splitlines())) <= 88
+
+
+#: of x and y, numbers of three axes
+EXPRESSIONS = {
+    "an index from behind": "F.slice_axis(F.stack(x, x * 2, axis=2), axis=-4, "
+                            "begin=-1, end=None)",
+    "an index of one axis": "F.slice_axis(F.relu(x), axis=-3, begin=1, "
+                            "end=None)",
+    "an index of three": "F.slice(F.concat(x, x, dim=0), begin=(-1, 1, -3), "
+                         "end=(None, None, None)) - 1",
+    "an index with a step": "F.slice(F.relu(x), begin=(0, None, 1), "
+                            "end=(2, None, 4), step=(1, 1, 2))",
+    "backwards": "F.slice(F.relu(x), begin=(None, -1), end=(None, -3), "
+                 "step=(None, -1))",
+    "used twice": "F.tanh(x) * F.sigmoid(F.tanh(x)) + F.tanh(y)",
+    "an output inside": "(F.tanh(x) * y, F.tanh(x))",
+    "an input that is an output": "(y, x + 1)",
+    "the second input first": "y - 2 * x",
+    "numbers that are not finite": "F.maximum(x, float('-inf')) * -1e30",
+    "a reduction": "F.sum(x, axis=(0, 1, 2)) + F.max(y, axis=(0, 1, 2))",
+    "rows": "F.where(F.sum(x, axis=(1, 2)) > 0, x, y)"}
+
+
+@pytest.mark.parametrize("text", EXPRESSIONS.values(), ids=EXPRESSIONS)
+@pytest.mark.parametrize("names", [("data0", "data1"), ("w.1", "w_1"),
+                                   ("class", "self"), ("torch", "nn")])
+def test_source_of_expressions(tmp_path, text, names):
+    """Whatever the inputs are called."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        y = eval(text, {"F": mx.sym, "x": mx.sym.var(names[0]),
+                        "y": mx.sym.var(names[1])})
+        net = from_symbol(tmp_path, mx.sym.Group(y) if isinstance(y, tuple)
+                          else y, {})
+    with mgpu.using_backend("torch"):
+        import torch
+        mgpu.gluon_source(tmp_path / "net-symbol.json",
+                          tmp_path / "net-0000.params", tmp_path / "net.py")
+        spec = importlib.util.spec_from_file_location("net",
+                                                      tmp_path / "net.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        count = len([x for x in net.graph.nodes if x.op == "placeholder"])
+        given = [torch.randn(2, 3, 4) for _ in range(count)]
+        expected, found = net(*given), module.Net()(*given)
+        assert type(expected) is type(found)
+        for a, b in zip(*(x if isinstance(x, tuple) else (x,)
+                          for x in (expected, found)), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("exported", ["resnet18_v1"], indirect=True)

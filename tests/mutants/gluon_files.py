@@ -12,7 +12,97 @@ _OPERATORS = "gluon_io/test_operators.py::"
 _LAYERS = "mgpu.backends._torch.gluon.layers:"
 _OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
 
+_WRONG = _CLI + "test_a_check_sees_what_is_wrong"
+_WHOLE = "mgpu.gluon_io.whole:"
+_BUILD = "mgpu.backends._torch.gluon.build:"
+_BUILT = "gluon_io/test_from_gluon.py::"
+_SOURCE = "mgpu.backends._torch.gluon.source."
+_SOURCES = "gluon_io/test_source.py::"
+
 MUTANTS = [
+    Mutant("resumed-part", "a trainer of a part is taken for one of all", edit(
+        "mgpu.gluon_io.order:Order.of_trainer", "if part and not", "if not "
+        "part and not"),
+           (_RESUMED + "test_a_trainer_of_a_part[sgd-1-4]",
+            _RESUMED + "test_a_trainer_of_a_part[sgd-momentum-0-2]")),
+    Mutant("resumed-frozen-for-a-time", "fewer updates are no matter", edit(
+        "mgpu.resuming:_freeze", "if behind:", "if False:"),
+           (_RESUMED + "test_what_was_frozen_for_a_time[null]",)),
+    Mutant("resumed-rate-of-the-last", "a first layer with fewer updates gets "
+           "the rate of the others", edit(
+               "mgpu.resuming:_check_rates", "if trained and", "if False and"),
+           (_RESUMED + "test_a_schedule_at_what_was_frozen[adam]",)),
+    Mutant("resumed-factor", "a factor of gradients is not seen", edit(
+        "mgpu.resuming:_divisor", "if rows < 1 or abs", "if rows < 0 and abs"),
+           (_RESUMED + "test_a_factor_of_gradients[0.75-None]",)),
+    Mutant("whole-scalars", "half is added to whole numbers", edit(
+        _WHOLE + "_makes_fractions", 'for key in ("scalar",',
+        'for key in ("skalar",'),
+           (_BUILT + "test_whole_numbers[sym x + 0.5]",)),
+    Mutant("whole-divisions", "whole numbers are divided as fractions", edit(
+        _WHOLE + "_makes_fractions", "if name in _DIVISIONS and",
+        "if False and"), (_BUILT + "test_whole_numbers[sym x / 2]",)),
+    Mutant("whole-numpy", "a mask times a number has not MXNet's dtype", edit(
+        _WHOLE + "_converts", 'return "float64"', 'return ""'),
+           (_BUILT + "test_whole_numbers[np (x > 1) * 2.0]",)),
+    Mutant("inputs-as-used", "inputs are in the order of the graph", edit(
+        "mgpu.gluon_io.graph:entries", "if all(numbers):", "if False:"),
+           (_BUILT + "test_inputs_are_in_the_order_of_the_block",)),
+    Mutant("inputs-as-texts", "data11 stands before data2", edit(
+        "mgpu.gluon_io.graph:entries",
+        'found.sort(key=lambda name: int(name.removeprefix("data")))',
+        "found.sort(reverse=True)"),
+           (_BUILT + "test_inputs_are_in_the_order_of_the_block",)),
+    Mutant("layers-in-two", "a layer that is called twice is two", edit(
+        _BUILD + "_Builder._layer", "if key not in self._layers or",
+        "if True or"),
+           (_BUILT + "test_a_layer_that_is_called_twice_is_one_module",)),
+    Mutant("names-in-one", "an array takes the name of another", edit(
+        _BUILD + "_Builder._own_name", "name in self._taken or hasattr("
+        "self._root, name)", "name == 'self'"),
+           (_BUILT + "test_names_that_are_no_names_of_python[names0]",)),
+    Mutant("where-by-row", "a condition for each row is turned round", edit(
+        "mgpu.backends._torch.gluon.functions:by_row",
+        "condition.reshape(-1,", "condition.flip(0).reshape(-1,"),
+           (_OPERATOR + "[where]",)),
+    Mutant("mask-fractions", "a length that is no whole number keeps a step "
+           "more", edit("mgpu.backends._torch.gluon.functions:sequence_mask",
+                        ".long()[:, None]", "[:, None]"),
+           (_OPERATOR + "[SequenceMask]",)),
+    Mutant("transpose-from-behind", "negative axes are moved", edit(
+        "mgpu.backends._torch.gluon.vision:_transpose",
+        "axes = tuple(k % len(axes) for k in axes)", "pass"),
+           (_OPERATOR + "[_np_transpose]",)),
+    Mutant("slice-forwards", "a part that is taken backwards is not turned",
+           edit("mgpu.backends._torch.gluon.vision:_slice",
+                "if turned else part", "if False else part"),
+           (_OPERATOR + "[slice]",)),
+    Mutant("source-index", "a step of an index is left out", edit(
+        _SOURCE + "writing:_indexed", "if x.step in (None, 1)", "if True"),
+           (_SOURCES + "test_source_of_expressions[names0-an index with a "
+            "step]",)),
+    Mutant("source-inputs", "inputs are in the order of their use", edit(
+        _SOURCE + "structure:_steps", "order = entries(graph, shapes)",
+        "order = [node.name for node in graph.nodes]"),
+           (_SOURCES + "test_source_of_expressions[names0-the second input "
+            "first]",)),
+    Mutant("source-states", "the states of an LSTM change places", edit(
+        _SOURCE + "writing:_unpacked",
+        "parts = [written(y) for y in inner]",
+        "parts = [written(y) for y in inner[::-1]]"),
+           (_SOURCES + "test_source_computes_as_from_gluon[own-lstm with "
+            "states]",)),
+    Mutant("check-rows", "indices of a check hit two rows of a table", edit(
+        "mgpu.cli.gluon:_draw", "(rows or {}).get(k, 2)", "2"),
+           (_WRONG + "[change_row]",)),
+    Mutant("check-dropout", "a check does not look at rates of dropout", edit(
+        "mgpu.cli.gluon:_checked", "if found != rates:", "if False:"),
+           (_WRONG + "[change_dropout]",)),
+    Mutant("check-values", "a check begins with MXNet's values, not with "
+           "those that were written", edit(
+               "mgpu.cli.gluon:_checked", 'weights="own"', 'weights="a"'),
+           (_WRONG + "[change_weight]",
+            _WRONG + "[change_statistics]")),
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
            "as they lie", edit(
                "mgpu.gluon_io.params:_write",

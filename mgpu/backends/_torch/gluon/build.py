@@ -18,7 +18,8 @@ from mgpu.gluon_io.graph import (Graph, Node, dense_arrays, entries,
                                  load_graph, with_dtype, without_softmax)
 from mgpu.gluon_io.params import save_params
 from mgpu.gluon_io.parts import (Call, Layer, Missing, MissingOperator, Part,
-                                 Slot, form_of, missing_in, parts_of, slots_of)
+                                 Shape, Slot, form_of, missing_in, parts_of,
+                                 slots_of)
 
 _METHODS = "torch.Tensor."
 
@@ -72,8 +73,16 @@ def to_gluon_params(net: nn.Module, path: FilePath) -> None:
 def missing_operators(symbol: FilePath, params: FilePath | None
                       ) -> list[Missing]:
     """See `mgpu.missing_operators`."""
-    return missing_in(load_graph(symbol), None if params is None else {
-        name: x.shape for name, x in dense_arrays(params).items()})
+    if params is None:
+        return missing_in(load_graph(symbol), None)
+    return missing_in(load_graph(symbol), *_known(dense_arrays(params)))
+
+
+def _known(arrays: Mapping[str, np.ndarray]
+           ) -> tuple[dict[str, Shape], set[str]]:
+    """The shapes of arrays, and which are of whole numbers."""
+    return ({name: x.shape for name, x in arrays.items()},
+            {name for name, x in arrays.items() if x.dtype.kind != "f"})
 
 
 def identifier(name: str) -> str:
@@ -129,9 +138,7 @@ class _Builder:
 
     def module(self) -> GluonModule:
         nodes = self._graph.nodes
-        parts = parts_of(
-            self._graph, {k: x.shape for k, x in self._arrays.items()},
-            {k for k, x in self._arrays.items() if x.dtype.kind != "f"})
+        parts = parts_of(self._graph, *_known(self._arrays))
         entering = {i for i, _ in self._graph.heads}
         entering |= {nodes[i].inputs[slot][0] for i, part in parts.items()
                      for slot in slots_of(part)}

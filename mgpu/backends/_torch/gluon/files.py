@@ -1,5 +1,6 @@
 """Files of PyTorch, made of a network of `from_gluon`."""
 import json
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,9 +48,12 @@ def to_pt2(net: nn.Module, path: FilePath, examples: Sequence[np.ndarray]
     training = net.training
     net.eval()
     try:
-        program = torch.export.export(
-            net, tuple(map(torch.from_numpy, map(np.array, examples))),
-            dynamic_shapes=tuple({0: batch} for _ in examples))
+        with warnings.catch_warnings():
+            # nn.LSTM assigns a list of its own weights as it runs
+            warnings.filterwarnings("ignore", ".*_flat_weights")
+            program = torch.export.export(
+                net, tuple(map(torch.from_numpy, map(np.array, examples))),
+                dynamic_shapes=tuple({0: batch} for _ in examples))
     except (RuntimeError, ValueError, TypeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         shapes = ", ".join(str(x.shape) for x in examples)

@@ -53,8 +53,8 @@ def _convolution(node: Node, inputs: Sequence[Source]) -> Part:
 def _deconvolution(node: Node, inputs: Sequence[Source]) -> Part:
     """``Deconvolution``: kernel, stride, dilate, pad, adj, num_filter,
     num_group, no_bias."""
-    a, weight = node.attributes, inputs[1].sizes()
     only(node, target_shape=((), (0, 0)))
+    a, weight = node.attributes, inputs[1].sizes()
     n = len(a["kernel"])
     options = {"in_channels": weight[0], "out_channels": a["num_filter"],
                "kernel_size": _short(a["kernel"]),
@@ -108,8 +108,8 @@ def _dense(node: Node, inputs: Sequence[Source]) -> Part:
 def _batch_norm(node: Node, inputs: Sequence[Source]) -> Part:
     """``BatchNorm``: eps, momentum, fix_gamma, use_global_stats, axis. With
     ``fix_gamma`` gamma is 1, whatever the file has."""
-    a, gamma = node.attributes, inputs[1].sizes()
     only(node, axis=1, output_mean_var=False, use_global_stats=False)
+    a, gamma = node.attributes, inputs[1].sizes()
     # 1 - momentum is rounded by torch's user, so that what mgpu computes
     # from it is MXNet's momentum in float32 again.
     options = {"num_features": gamma[0], "eps": a["eps"],

@@ -10,9 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from mgpu.backends._torch.gluon.build import find
-from mgpu.gluon_io.graph import Graph
-from mgpu.gluon_io.parts import Call, Layer, Shape, Slot, parts_of, slots_of
+from mgpu.gluon_io.graph import Graph, entries
+from mgpu.gluon_io.parts import (Call, Layer, Shape, Slot, form_of, parts_of,
+                                 slots_of)
 
 #: the node and its output, or a tuple of a word and another
 Value = Any
@@ -53,6 +56,7 @@ class Leaf:
                  call: Call | None = None, layer: Layer | None = None,
                  rank: int | None = None) -> None:
         self.kind, self.call, self.rank = kind, call, rank
+        self.returns = layer.returns if layer else ()
         self.arguments = dict(arguments or {})
         self.tensors = dict(layer.tensors) if layer else {}
         self.values = dict(layer.values) if layer else {}
@@ -241,7 +245,8 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
         at = {s: values.index(node.inputs[s]) for s in used}
         outs = tuple((i, k) for k in range(part.outputs))
         data = [v for v in values if v not in arrays]
-        one = len(values) == 1 == len(data) and part.outputs == 1
+        one = len(values) == 1 == len(data) and part.outputs == 1 \
+            and form_of(part) == 0
         if isinstance(part, Layer):
             leaf = Leaf(part.kind, _shortest(part), layer=part,
                         rank=ranks.of(node.inputs[0]))
@@ -264,8 +269,9 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
                 steps.append(Step(outs, tuple(values), call=call))
     ins += [h for h in graph.heads if graph.nodes[h[0]].op == "null"
             and h not in ins and h not in arrays]
-    # in the order of the graph, as `from_gluon` takes them
-    return steps, tuple(sorted(ins))
+    order = entries(graph, shapes)
+    return steps, tuple(sorted(
+        ins, key=lambda value: order.index(graph.nodes[value[0]].name)))
 
 
 def _renumbered(x: Any, at: Mapping[int, int]) -> Any:
@@ -282,8 +288,19 @@ def _renumbered(x: Any, at: Mapping[int, int]) -> Any:
 
 def defaults_of(kind: str) -> dict[str, Any]:
     """What a class takes where nothing is given."""
-    return {p.name: p.default for p in inspect.signature(
-        find(kind)).parameters.values() if p.default is not p.empty}
+    return {p.name: p.default for p in _parameters_of(kind)
+            if p.default is not p.empty}
+
+
+def _parameters_of(kind: str) -> list[inspect.Parameter]:
+    cls = find(kind)
+    found = [*inspect.signature(cls).parameters.values()]
+    if issubclass(cls, torch.nn.RNNBase):       # which say *args, **kwargs
+        found = [p for p in inspect.signature(
+            torch.nn.RNNBase).parameters.values() if p.name != "mode"]
+        found.append(inspect.Parameter(
+            "nonlinearity", inspect.Parameter.KEYWORD_ONLY, default="tanh"))
+    return found
 
 
 def _shortest(part: Layer) -> dict[str, Any]:
@@ -295,7 +312,7 @@ def _shortest(part: Layer) -> dict[str, Any]:
     for key in ("stride", "padding", "dilation", "groups"):
         if ".Conv" in part.kind and "Transpose" not in part.kind:
             own.setdefault(key, usual[key])
-    order = list(inspect.signature(find(part.kind)).parameters)
+    order = [p.name for p in _parameters_of(part.kind)]
     return dict(sorted(own.items(), key=lambda x: order.index(x[0])
                        if x[0] in order else len(order)))
 
@@ -326,7 +343,6 @@ class _Ranks:
                 rank = None
             for k in range(part.outputs):
                 self._found[i, k] = rank
-        self._graph, self._parts = graph, parts
 
     def of(self, value: tuple[int, int]) -> int | None:
         """None where it is not known."""

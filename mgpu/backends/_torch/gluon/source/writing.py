@@ -1,5 +1,7 @@
 """The text of the source."""
 import functools
+import inspect
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -7,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mgpu.backends import gluon_layers
 from mgpu.backends._torch.gluon.build import find, identifier
 from mgpu.backends._torch.gluon.source import layout
 from mgpu.backends._torch.gluon.source.classes import (Class, Instance,
@@ -81,7 +84,9 @@ def source_of(graph: Graph, shapes: Mapping[str, Shape],
     normalise(top)
     found = classes_of(top)
     name(found)
-    inputs = [identifier(graph.nodes[i].name) for i, _ in top.ins]
+    names = _Names(set())
+    inputs = [names.variable(identifier(graph.nodes[i].name))
+              for i, _ in top.ins]
     return _Writer(top, found, inputs, title, plain,
                    safe).source()
 
@@ -92,6 +97,7 @@ class _Writer:
         self._top, self._found, self._inputs = top, found, inputs
         self._title, self._plain, self._safe = title, plain, safe
         self._imports: set[str] = set()
+        self._helpers: set[str] = set()     # of mgpu, but for `_ours`
         self._ours: dict[str, None] = {}
         self._small: dict[str, list[str]] = {}      # classes around calls
         self._named: dict[str, str] = {}
@@ -133,10 +139,9 @@ class _Writer:
             for key in self._ours:
                 lines += _comment(_PLAIN[key])
         plain = ["import torch"]
-        if "operator." in body:
-            plain.insert(0, "import operator")
-        if "math." in body:
-            plain.insert(0, "import math")
+        for module in ("operator", "math"):
+            if re.search(rf"(?<![`\w.]){module}\.", body):
+                plain.insert(0, f"import {module}")
         if "Any" in re.findall(r"\bAny\b", body):
             lines += [*[x for x in plain if x != "import torch"],
                       "from typing import Any", ""]
@@ -145,18 +150,21 @@ class _Writer:
             lines += [*plain[:-1], ""]
             plain = plain[-1:]
         lines += plain
+        found = {"from torch import nn", *self._imports}
         if "load_file(" in body:
-            lines.append("from safetensors.torch import load_file")
-        lines.append("from torch import nn")
+            found.add("from safetensors.torch import load_file")
         if re.search(r"\bF\.", body):
-            lines.append("from torch.nn import functional as F")
-        lines += sorted(self._imports)
-        if self._ours and not self._plain:
+            found.add("from torch.nn import functional as F")
+        lines += sorted(found)
+        ours = set() if self._plain else set(self._ours)
+        if ours or self._helpers:
             lines.append("")
-            for text in dict.fromkeys(_OURS[k] for k in self._ours):
+            for text in dict.fromkeys(_OURS[k] for k in self._ours if ours):
                 lines += _comment(text)
+            for own in sorted(self._helpers):
+                lines += _comment(f"{own}: {_about(own)}")
             lines += layout.fit("from mgpu.backends.gluon_layers import "
-                                + ", ".join(sorted(self._ours)))
+                                + ", ".join(sorted(ours | self._helpers)))
         return lines
 
     def _load(self, shared: list[str]) -> list[str]:
@@ -179,6 +187,10 @@ class _Writer:
         for path, leaf in places:
             for key, array in leaf.tensors.items():
                 own = _dotted(path, key)
+                if array in first and key in _buffers(leaf.kind):
+                    raise MissingOperator(
+                        f"source for a layer with running statistics that is "
+                        f"called several times ({array!r})")
                 if array in first:
                     lines += layout.fit(
                         f"self.{own} = self.{first[array]}", 8)
@@ -261,9 +273,12 @@ class _Writer:
         out = "torch.Tensor"
         if len(self._top.outs) > 1 and inputs is self._inputs:
             out = "tuple[torch.Tensor, ...]"
-        return [*layout.fit(f"def forward({', '.join(['self', given])}) "
-                            f"-> {out}:" if given else
-                            f"def forward(self) -> {out}:", 4), *body]
+        first = ", ".join(["self", *([given] if given else [])])
+        if len(first) + len(out) > layout.WIDTH - 24:
+            return ["    def forward(", *(f"        {x}," for x in
+                                          first.split(", ")),
+                    f"    ) -> {out}:", *body]
+        return [f"    def forward({first}) -> {out}:", *body]
 
     def _net(self) -> tuple[list[str], list[tuple[str, Leaf]]]:
         top = self._top
@@ -300,7 +315,7 @@ class _Writer:
                 used[step.otherwise] += 1
         for step in block.steps:
             expr, prefix, own = self._step(step, block, text, names, made,
-                                           cls)
+                                           body, cls)
             places += own
             if cls and cls.flag and step.call is not None \
                     and step.call.function == "operator.add":
@@ -309,15 +324,17 @@ class _Writer:
                     if s is not None and not s.optional)
                 made += [f"        self.residual = {cls.flag}"]
                 expr = f"{expr} if self.residual else {main}"
-            if step is last and step.outs == block.outs:
+            nested = step.layer.returns if step.layer is not None else ()
+            if step is last and step.outs == block.outs and (
+                    not nested or len(step.outs) == 1):
                 body += _long_return(expr)
                 continue
             if len(step.outs) > 1:
-                outs = []
                 for v in step.outs:
                     text[v] = names.variable("part") if used[v] else "_"
-                    outs.append(text[v])
-                body += layout.fit(f"{', '.join(outs)} = {expr}", 8)
+                outs = _unpacked(nested or tuple(range(len(step.outs))),
+                                 [text[v] for v in step.outs])
+                body += layout.fit(f"{outs} = {expr}", 8)
             elif (used[step.outs[0]] == 1 and len(expr) < 50
                   and not (cls and cls.flag) and " if " not in expr) \
                     or expr.isidentifier() or (
@@ -332,8 +349,12 @@ class _Writer:
         return made, body, places
 
     def _step(self, step: Step, block: Block, text: Mapping[Any, str],
-              names: "_Names", made: list[str], cls: Class | None
+              names: "_Names", made: list[str], body: list[str],
+              cls: Class | None
               ) -> tuple[str, str, list[tuple[str, Leaf]]]:
+        """What gives its value, a word for that, and where its leaves are.
+        Statements that make layers are added to `made`, those of ``forward``
+        to `body`."""
         ins = [text[v] for v in step.ins]
         if step.layer is not None:
             leaf = step.layer
@@ -347,7 +368,8 @@ class _Writer:
             made += layout.fit(f"self.{attribute} = {self._make(leaf)}", 8)
             given = ", ".join(self._expr(x, ins) for x in
                               step.call.arguments) if step.call else ins[0]
-            return f"self.{attribute}({given})", attribute, [
+            first = "[0]" if leaf.returns and len(step.outs) == 1 else ""
+            return f"self.{attribute}({given}){first}", attribute, [
                 (attribute, leaf)]
         if step.call is not None:
             return self._expr(step.call, ins), "y", []
@@ -361,6 +383,8 @@ class _Writer:
                 return self._expr(only.call, [x]), "y", []
             if only.kind in _FUNCTIONS:
                 return f"{_FUNCTIONS[only.kind]}({x})", "y", []
+        if not step.optional and any(map(_is_function, chain)):
+            return self._mixed(step, block, x, names, made, body, cls)
         attribute = names.attribute(_attribute(step, block))
         if len(chain) == 1:
             made_text = self._make(chain[0])
@@ -385,6 +409,28 @@ class _Writer:
                     f"self.{attribute}({x})"), attribute, own
         made += layout.fit(f"self.{attribute} = {made_text}", 8)
         return f"self.{attribute}({x})", attribute, own
+
+    def _mixed(self, step: Step, block: Block, x: str, names: "_Names",
+               made: list[str], body: list[str], cls: Class | None
+               ) -> tuple[str, str, list[tuple[str, Leaf]]]:
+        """A chain of layers and functions: `nn.Sequential` for the layers
+        between two functions, which are written out."""
+        places: list[tuple[str, Leaf]] = []
+        for functions, group in itertools.groupby(step.chain or [],
+                                                  _is_function):
+            if not functions:
+                part = Step(step.outs, step.ins, [*group])
+                x, _, own = self._step(part, block, dict.fromkeys(
+                    step.ins, x), names, made, body, cls)
+                places += own
+                continue
+            for leaf in group:
+                if not x.isidentifier() and _slots(leaf.call) > 1:
+                    own_name = names.variable("y")
+                    body += layout.fit(f"{own_name} = {x}", 8)
+                    x = own_name
+                x = self._expr(leaf.call, [x])
+        return x, "y", places
 
     def _sequence(self, chain: list[Any]
                   ) -> tuple[str, list[tuple[str, Leaf]]]:
@@ -433,6 +479,12 @@ class _Writer:
             given.append(f"{key}={text}" if keyed else text)
         return f"{short}({', '.join(given)})"
 
+    def _import(self, module: str, own: str) -> None:
+        if module.startswith("mgpu."):
+            self._helpers.add(own)
+        else:
+            self._imports.add(f"from {module} import {own}")
+
     def _kind(self, leaf: Leaf) -> str:
         """The class of a layer as the source calls it."""
         module, _, own = leaf.kind.rpartition(".")
@@ -450,7 +502,7 @@ class _Writer:
         elif module == "torch.nn":
             own = f"nn.{own}"
         else:
-            self._imports.add(f"from {module} import {own}")
+            self._import(module, own)
         return self._frozen(leaf, own) if leaf.frozen else own
 
     def _frozen(self, leaf: Leaf, own: str) -> str:
@@ -510,8 +562,10 @@ class _Writer:
         if x.function == "operator.neg":
             return f"-{_bracketed(given[0])}"
         if x.function == "operator.getitem":
-            index = given[1]
-            return f"{_bracketed(given[0])}[{index}]"
+            index = x.arguments[1]
+            parts = index if type(index) is tuple else (index,)
+            return (f"{_bracketed(given[0])}["
+                    + ", ".join(map(_indexed, parts)) + "]")
         inner = ", ".join([*given[1:], *named])
         if module == "torch.Tensor":
             return f"{_bracketed(given[0])}.{own}({inner})"
@@ -520,7 +574,7 @@ class _Writer:
             return f"F.{own}({inner})"
         if module.split(".")[0] in ("torch", "math", "operator"):
             return f"{x.function}({inner})"
-        self._imports.add(f"from {module} import {own}")
+        self._import(module, own)
         return f"{own}({inner})"
 
 
@@ -530,8 +584,9 @@ class _Names:
     """Names that differ, of attributes and of variables."""
 
     def __init__(self, taken: set[str]) -> None:
-        self._attributes: set[str] = {"forward", "training"}
-        self._variables = set(taken) | {"self"}
+        self._attributes: set[str] = {"forward", *dir(torch.nn.Module)}
+        self._variables = {"self", "torch", "nn", "F", "math",
+                           "operator"} | set(taken)
 
     def attribute(self, word: str) -> str:
         """One of the module."""
@@ -548,6 +603,27 @@ class _Names:
             own = f"{word}_{n}" if word[-1].isdigit() else f"{word}{n}"
         taken.add(own)
         return own
+
+
+def _about(own: str) -> str:
+    """The first sentence that is said of a helper."""
+    text = inspect.getdoc(getattr(gluon_layers, own)) or ""
+    return " ".join(text.replace("`", "").split()).partition(". ")[0].rstrip(
+        ".") + "."
+
+
+def _is_function(item: Any) -> bool:
+    """Whether a part of a chain is a call that is no activation."""
+    return isinstance(item, Leaf) and item.call is not None \
+        and not item.is_activation
+
+
+def _slots(x: Any) -> int:
+    """How often a call uses its inputs."""
+    if isinstance(x, Call):
+        x = (*x.arguments, *x.named.values())
+    return sum(map(_slots, x)) if isinstance(x, (tuple, list)) \
+        and not isinstance(x, Slot) else int(isinstance(x, Slot))
 
 
 def _used(body: Any) -> Iterator[Class]:
@@ -595,6 +671,26 @@ def _value(x: Any) -> str:
     if x is Ellipsis:
         return "..."
     raise MissingOperator(f"source for the argument {x!r}")
+
+
+def _indexed(x: Any) -> str:
+    """A part of what stands in the brackets of an index."""
+    if not isinstance(x, slice):
+        return _value(x)
+    start, stop = ("" if y is None else _value(y) for y in (x.start, x.stop))
+    return f"{start}:{stop}" + ("" if x.step in (None, 1)
+                                else f":{_value(x.step)}")
+
+
+def _unpacked(form: Any, names: list[str]) -> str:
+    """What a call's result is unpacked to; nothing of it where no part
+    behind the first is used."""
+    def written(inner: Any) -> str:
+        if not isinstance(inner, tuple):
+            return names[inner]
+        parts = [written(y) for y in inner]
+        return "_" if set(parts) == {"_"} else f"({', '.join(parts)})"
+    return ", ".join(map(written, form))
 
 
 def _bracketed(text: str) -> str:
