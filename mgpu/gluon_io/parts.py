@@ -294,17 +294,6 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape] | None,
                 found[i] = _guarded(found[i], node, cutting[i])
             needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
         except NotImplementedError as error:
-<<<<<<< HEAD
-            missing.append(Missing(node.op, str(error), node.name))
-            needed |= {j for j, _ in node.inputs}
-        except (ArithmeticError, LookupError, TypeError, ValueError,
-                AttributeError) as error:
-            # what the operator cannot have, or its rule did not expect
-            missing.append(Missing(
-                node.op, "attributes or inputs that do not fit it "
-                f"({type(error).__name__}: {error})", node.name))
-            needed |= {j for j, _ in node.inputs}
-=======
             enters = [j for j, _ in node.inputs]
             if isinstance(error, _NotKnown):
                 # it may make by itself what enters it, but for its data
@@ -312,7 +301,13 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape] | None,
             else:
                 missing.append(Missing(node.op, str(error), node.name))
                 needed |= set(enters)
->>>>>>> n4
+        except (ArithmeticError, LookupError, TypeError, ValueError,
+                AttributeError) as error:
+            # what the operator cannot have, or its rule did not expect
+            missing.append(Missing(
+                node.op, "attributes or inputs that do not fit it "
+                f"({type(error).__name__}: {error})", node.name))
+            needed |= {j for j, _ in node.inputs}
     return dict(sorted(found.items())), missing[::-1]
 
 
