@@ -11,6 +11,14 @@ from conftest import BACKENDS
 STEPS = Path(__file__).parent.parent / "examples" / "migration"
 ORDER = ("legacy", "wrapped", "convert", "prove", "switched", "resumed",
          "retired")
+#: these run where importing MXNet fails
+RETIRED = ("convert", "switched", "resumed", "retired")
+ALONE = """
+import os, runpy, sys
+sys.modules["mxnet"] = None
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 
 if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("they need two engines", allow_module_level=True)
@@ -21,7 +29,8 @@ def printed(tmp_path_factory):
     """What each step printed."""
     folder, found = tmp_path_factory.mktemp("migration"), {}
     for name in ORDER:
-        done = subprocess.run([sys.executable, STEPS / f"{name}.py"],
+        start = ["-c", ALONE] if name in RETIRED else []
+        done = subprocess.run([sys.executable, *start, STEPS / f"{name}.py"],
                               cwd=folder, capture_output=True, text=True,
                               timeout=200)
         assert done.returncode == 0, f"{name}\n{done.stderr}"

@@ -272,9 +272,9 @@ def _names(tree: ast.AST, aliases: dict[str, str]
             elif isinstance(node.func, ast.Attribute):
                 method = f".{node.func.attr}"
                 found = [method, *(f"{method}({k}=)" for k in keywords)]
-                if method == ".setattr" and node.args and isinstance(
-                        node.args[0], ast.Constant):
-                    found = [f"{node.args[0].value}="]
+                if method == ".setattr" and node.args:
+                    found = [f"{ast.literal_eval(node.args[0])}="] \
+                        if isinstance(node.args[0], ast.Constant) else []
             else:
                 found = []
             yield from ((node.func.end_lineno or node.lineno, x)
