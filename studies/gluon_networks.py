@@ -90,11 +90,13 @@ def traced(make):
     """The graph, and the smallest image that it takes. A last pooling of
     fixed size is fitted to a smaller image."""
     import mxnet as mx
-    native = None
+    native = own = None
     for edge in (64, 96, 128, 160, 192, 224, 256, 299, 331, 480):
         if native is None:
-            native = max(getattr(make(), "in_size", (224,)))
-        edge = min(edge, native)
+            own = getattr(make(), "in_size", None)
+            native = max(own or (224,))
+        if own:
+            edge = min(edge, native)
         try:
             net = make(in_size=(edge, edge))
         except (AssertionError, TypeError):     # knows its own size only

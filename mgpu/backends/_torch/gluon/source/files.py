@@ -29,7 +29,8 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
             f"{', '.join(strange[:5])}, which the graph has not. Use the two "
             "files of one export.")
     safe = importlib.util.find_spec("safetensors") is not None
-    source = source_of(graph, shapes, title, plain, safe)
+    source = source_of(graph, shapes, title, plain, safe, {
+        k for k, x in (arrays or {}).items() if x.dtype.kind != "f"})
     if arrays is not None:
         weights = weights_of(source, arrays)
         beside = os.path.splitext(path_of(path))[0]

@@ -7,7 +7,7 @@ blocks lie in each other, and between them are chains.
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -208,9 +208,10 @@ def block_leaves(block: Block) -> Iterator[Any]:
 
 # -- from the graph -----------------------------------------------------------
 
-def structure_of(graph: Graph, shapes: Mapping[str, Shape]) -> Block:
+def structure_of(graph: Graph, shapes: Mapping[str, Shape],
+                 whole: Collection[str] = ()) -> Block:
     """The whole network as one block."""
-    steps, ins = _steps(graph, parts_of(graph, shapes), shapes)
+    steps, ins = _steps(graph, parts_of(graph, shapes, whole), shapes)
     block = Block(ins, steps, tuple(graph.heads))
     block.ordered()
     _nest(block)

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +75,13 @@ class Source(NamedTuple):
 
 def source_of(graph: Graph, shapes: Mapping[str, Shape],
               title: str = "A network", plain: bool = False,
-              safe: bool = False) -> Source:
+              safe: bool = False, whole: Collection[str] = ()) -> Source:
     """The source of a network, from its graph and the shapes of its arrays.
     `plain`: without mgpu's layers. `safe`: it reads weights in safetensors'
-    form, where no layers share an array. MissingOperator as in
+    form, where no layers share an array. `whole`: the names of the arrays of
+    whole numbers. MissingOperator as in
     `from_gluon`."""
-    top = structure_of(graph, shapes)
+    top = structure_of(graph, shapes, whole)
     normalise(top)
     found = classes_of(top)
     name(found)
