@@ -146,6 +146,7 @@ def test_files_of_mxnet(name):
 def test_all_files_are_expected():
     assert {path.name for path in FILES.iterdir()} - {
         "make.py", "expected.json", "operators.json", "training",
+        "networks", "networks.zip",
         "__pycache__"} == set(EXPECTED)
 
 

@@ -82,6 +82,9 @@ EXPRESSIONS = {
                             "end=(2, None, 4), step=(1, 1, 2))",
     "backwards": "F.slice(F.relu(x), begin=(None, -1), end=(None, -3), "
                  "step=(None, -1))",
+    "a shuffle of channels": "F.relu(F.reshape(F.swapaxes(F.reshape(F.concat("
+                             "x, x, dim=1), (0, -4, 2, -1, -2)), 1, 2), "
+                             "(0, -3, -2)))",
     "used twice": "F.tanh(x) * F.sigmoid(F.tanh(x)) + F.tanh(y)",
     "an output inside": "(F.tanh(x) * y, F.tanh(x))",
     "an input that is an output": "(y, x + 1)",

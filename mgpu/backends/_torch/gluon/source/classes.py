@@ -132,6 +132,8 @@ def normalise(block: Block) -> None:
     """Draw the borders of blocks, in place: a join and its activation, a
     shortcut that not all have, what stands before both branches."""
     _activations(block)
+    for chain in _all_chains(block):
+        _shuffles(chain)
     blocks = list(_blocks(block))
     for inner in blocks:
         _residual(inner)
@@ -143,6 +145,25 @@ def normalise(block: Block) -> None:
             groups.setdefault(_without_shortcut(inner), []).append(inner)
     for members in groups.values():
         _alike(members)
+
+
+def _shuffles(chain: list[Any]) -> None:
+    """Three functions that shuffle channels become PyTorch's layer."""
+    for i in range(len(chain) - 2):
+        calls = [x.call if isinstance(x, Leaf) else None
+                 for x in chain[i:i + 3]]
+        first = calls[0]
+        if first is None or first.function != "torch.Tensor.unflatten" \
+                or len(first.arguments) != 3:
+            continue
+        _, axis, sizes = first.arguments
+        if axis == 1 and len(sizes) == 2 and sizes[1] == -1 and calls[1:] == [
+                Call("torch.transpose", (Slot(0), 1, 2)),
+                Call("torch.flatten", (Slot(0), 1, 2))]:
+            chain[i:i + 3] = [Leaf("torch.nn.ChannelShuffle",
+                                   {"groups": sizes[0]})]
+            _shuffles(chain)
+            return
 
 
 def _blocks(block: Block) -> Iterator[Block]:
