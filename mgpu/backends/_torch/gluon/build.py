@@ -257,6 +257,13 @@ class _Builder:
                 setattr(layer, key, self._parameter(array,
                                                     key not in part.frozen))
             self._note(f"{name}.{key}", array, aux=buffer)
+        without = [key for key, x in layer._parameters.items()
+                   if x is not None and x.is_meta]
+        if without:
+            raise ValueError(
+                f"a layer has an array for each of its parameters; received "
+                f"none for {', '.join(without)} of {node.op} {node.name!r}. "
+                "Use a whole file.")
         for key, x in layer._buffers.items():
             if x is not None and x.is_meta:     # torch's count of batches
                 layer._buffers[key] = torch.zeros(x.shape, dtype=x.dtype)
