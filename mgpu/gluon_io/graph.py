@@ -142,6 +142,14 @@ def entries(graph: Graph, arrays: Container[str]) -> list[str]:
     return found
 
 
+def fixed_gammas(graph: Graph) -> set[str]:
+    """The arrays that batch norm takes as 1, whatever the file has: MXNet
+    writes 1 into them in the first pass."""
+    return {graph.nodes[node.inputs[1][0]].name for node in graph.nodes
+            if node.attributes.get("fix_gamma") is True
+            and len(node.inputs) > 1}
+
+
 def without_softmax(graph: Graph) -> Graph:
     """The graph with what enters a ``SoftmaxOutput`` at its end in the place
     of the probabilities."""

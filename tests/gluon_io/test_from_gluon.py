@@ -490,6 +490,22 @@ def test_names_that_are_no_names_of_python(tmp_path, names):
             f"arg:{name}": x.tolist() for name, x in arrays.items()}
 
 
+@pytest.mark.parametrize("exported", ["fixed gamma"], indirect=True)
+def test_a_fixed_gamma_is_1_and_not_trained(exported, backend):
+    """Whatever the file has: so does MXNet in the first pass."""
+    gamma, = (name for name in mgpu.gluon_io.load_params(exported.params)
+              if name.endswith("gamma"))
+    replicas = mgpu.initialize(
+        mgpu.from_gluon(exported.symbol, exported.params), [mgpu.cpu(0)],
+        init="keep")
+    names = {array: key for key, array in
+             replicas.network.gluon_names().items()}
+    key = names[gamma.removeprefix("arg:")]
+    assert (replicas.export_numpy()[key] == 1).all()
+    assert {p.grad_req for p in replicas.params() if p.name == key} == {
+        "null"}
+
+
 @pytest.mark.parametrize("make, shape", [
     (lenet, (2, 3, 8, 8)), (fixed_gamma, (2, 4, 6, 6))])
 def test_a_live_block(make, shape, backend):

@@ -25,7 +25,7 @@ from mgpu.backends.scope import Scope
 from mgpu.environment import cpu_cores
 from mgpu.files import path_of
 from mgpu.gluon_io.graph import (SOFTMAX, Node, dense_arrays, entries,
-                                 load_graph)
+                                 fixed_gammas, load_graph)
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -496,9 +496,12 @@ class MXNetBackend(base.Backend):
                 path_of(symbol), inputs, path_of(params), ctx=mx.cpu(0))
         if dtype is not None:
             net.cast(dtype)
+        gammas = fixed_gammas(graph)
         for name, p in net.collect_params().items():
-            if name in frozen:
+            if name in frozen or name in gammas:
                 p.grad_req = "null"
+            if name in gammas:
+                p.data()[:] = 1
         return net
 
     # -- advice -------------------------------------------------------------
