@@ -7,7 +7,7 @@ layer before.
 """
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf,
@@ -24,6 +24,10 @@ _CHANNELS = "channels"
 _FAMILIES = {"in_channels": _CHANNELS, "out_channels": _CHANNELS,
              "num_features": _CHANNELS, "in_features": _CHANNELS,
              "out_features": _CHANNELS, "kernel_size": "kernel_size"}
+_SIGMOIDS = (["torch.nn.Sigmoid"],
+             [repr(Call("torch.sigmoid", (Slot(0),)))])
+_GATES = ("Gate", "HardSwish")
+_FACTORS = ("operator.mul", "operator.truediv")
 _INTO = ("in_channels", "in_features", "num_features")
 _OUT_OF = ("out_channels", "out_features")
 
@@ -110,8 +114,9 @@ class Instance:
     def __init__(self, cls: Class, arguments: dict[str, Any],
                  own: list[Leaf | None]) -> None:
         self.cls, self.arguments, self.leaves = cls, arguments, own
-        self.is_activation = self.is_norm = False
-        self.is_weighted = True
+        self.is_norm = False
+        self.is_weighted = any(leaf.tensors for leaf in cls.leaves)
+        self.is_activation = not self.is_weighted and cls.base in _GATES
 
     @property
     def signature(self) -> Any:
@@ -131,9 +136,10 @@ def expanded(item: Any) -> list[Any]:
 def normalise(block: Block) -> None:
     """Draw the borders of blocks, in place: a join and its activation, a
     shortcut that not all have, what stands before both branches."""
-    _activations(block)
     for chain in _all_chains(block):
+        _swishes(chain)
         _shuffles(chain)
+    _endings(block)
     blocks = list(_blocks(block))
     for inner in blocks:
         _residual(inner)
@@ -166,6 +172,21 @@ def _shuffles(chain: list[Any]) -> None:
             return
 
 
+def _swishes(chain: list[Any]) -> None:
+    """A value times its sigmoid becomes PyTorch's layer."""
+    for i, item in enumerate(chain):
+        if not isinstance(item, Block) or len(item.steps) != 2:
+            continue
+        first, last = item.steps
+        inner = [x.kind or repr(x.call) for x in first.chain or []
+                 if isinstance(x, Leaf)]
+        if inner in _SIGMOIDS and len(first.chain or []) == 1 \
+                and last.call == Call("operator.mul", (Slot(0), Slot(1))) \
+                and {*last.ins} == {*item.ins, *first.outs} \
+                and last.outs == item.outs:
+            chain[i] = Leaf("torch.nn.SiLU")
+
+
 def _blocks(block: Block) -> Iterator[Block]:
     """Those in it, the innermost first."""
     for chain in _chains(block):
@@ -189,14 +210,23 @@ def _all_chains(block: Block) -> Iterator[list[Any]]:
                 yield from _all_chains(item)
 
 
-def _activations(block: Block) -> None:
+def _endings(block: Block) -> None:
+    """The activation of a sum belongs to the block that makes the sum, the
+    shuffle of channels to the one that joins them, and the factor of a
+    product to the one that multiplies."""
     for chain in _all_chains(block):
         for i in reversed(range(len(chain) - 1)):
             item, after = chain[i], chain[i + 1]
-            if isinstance(item, Block) and isinstance(after, Leaf) \
-                    and after.is_activation and item.steps[-1].call \
-                    and item.steps[-1].call.function == "operator.add":
-                value = ("activation", item.outs[0])
+            if not isinstance(item, Block) or not isinstance(after, Leaf) \
+                    or not item.steps[-1].call:
+                continue
+            join = item.steps[-1].call.function
+            if join == "operator.add" and after.is_activation or (
+                    join == "torch.cat"
+                    and after.kind == "torch.nn.ChannelShuffle") or (
+                    join == "operator.mul" and after.call is not None
+                    and after.call.function in _FACTORS):
+                value = ("ending", item.outs[0])
                 item.steps.append(Step((value,), item.outs, [after]))
                 item.outs = (value,)
                 del chain[i + 1]
@@ -297,7 +327,8 @@ def _linear(block: Block, blocks: list[Block]) -> None:
                 after = chain[i + n] if i + n < len(chain) else None
                 if chain_signature(chain[i:i + n]) == sign and not (
                         after is not None and not isinstance(after, Block)
-                        and (after.is_activation or after.is_norm)):
+                        and (after.is_activation or after.is_norm)) \
+                        and _same_kernels(chain[i:i + n], members):
                     new = copied(members[0])
                     _main(new).chain = chain[i:i + n]
                     new.flag, found = False, True
@@ -306,6 +337,19 @@ def _linear(block: Block, blocks: list[Block]) -> None:
         for b in members:
             if found:
                 b.flag = True
+
+
+def _same_kernels(chain: list[Any], members: list[Block]) -> bool:
+    """Whether the windows of a chain are those of the blocks, where these
+    have the same."""
+    for own, *others in zip(leaves(chain), *(
+            leaves(_main(b).chain or []) for b in members)):
+        for key in ("kernel_size", "padding", "dilation"):
+            theirs = {repr(x.arguments.get(key)) for x in others}
+            if len(theirs) == 1 and repr(own.arguments.get(key)) \
+                    not in theirs:
+                return False
+    return True
 
 
 def _outs(step: Step | None) -> tuple[Any, ...]:
@@ -454,7 +498,7 @@ def _columns(bodies: list[Any], places: list[int], which: list[int]
                        raws(row[at].arguments[key], places[k]))]
             family = _family(item, key)
             if len(set(values) - {None}) < 2:
-                if None in values and family == "stride":
+                if None in values and family in ("stride", _CHANNELS):
                     alike.append((at, key, family, values))
                 continue
             for group in groups:
@@ -464,8 +508,9 @@ def _columns(bodies: list[Any], places: list[int], which: list[int]
                 group = _Group(family, values)
                 groups.append(group)
             group.columns.append((at, key))
-    for at, key, family, values in alike:   # the shortcut's stride is that of
-        for group in groups:                # the block, even if it is always 2
+    # The sizes of a shortcut are those of the block, even where all are alike.
+    for at, key, family, values in alike:
+        for group in groups:
             if group.takes(family, values):
                 group.columns.append((at, key))
                 break
@@ -481,8 +526,8 @@ def _split(bodies: list[Any], places: list[int], which: list[int]
            ) -> list[list[int]]:
     """Bodies with the same kernels and so on, where one class would have too
     many arguments."""
-    rows, groups, _ = _columns(bodies, places, which)
-    _name(groups)
+    rows, groups, best = _columns(bodies, places, which)
+    _name(groups, rows[best])
     free = [g for g in groups if g.text.isidentifier()]
     if len(free) <= MOST_ARGUMENTS - 1 or len(which) == 1:
         return [which]
@@ -500,8 +545,20 @@ def _split(bodies: list[Any], places: list[int], which: list[int]
     return [which]
 
 
-def _name(groups: list[_Group]) -> None:
-    """Give each group its expression: a name, or what it follows from."""
+def _at_end(groups: list[_Group], items: list[Any], keys: tuple[str, ...],
+            end: Callable[..., int]) -> _Group | None:
+    """The group of the channels that enter the first layer, or leave the
+    last one; None where these are a number."""
+    at = end((i for i, item in enumerate(items) if item is not None
+              and any(key in item.arguments for key in keys)), default=-1)
+    return next((g for g in groups
+                 if any(i == at and key in keys for i, key in g.columns)),
+                None)
+
+
+def _name(groups: list[_Group], items: list[Any]) -> None:
+    """Give each group its expression: a name, or what it follows from.
+    `items`: what has arguments in one of the bodies."""
     taken: set[str] = set()
 
     def unique(name: str) -> str:
@@ -510,11 +567,8 @@ def _name(groups: list[_Group]) -> None:
         taken.add(name if n == 1 else f"{name}{n}")
         return name if n == 1 else f"{name}{n}"
     inner = [g for g in groups if g.family == _CHANNELS]
-    first = next((g for g in inner if any(k in _INTO or k.startswith("in_")
-                                          for _, k in g.columns)), None)
-    last = max(inner, key=lambda g: max(
-        [at for at, k in g.columns if k in _OUT_OF
-         or k.startswith(("out_", "channels"))], default=-1), default=None)
+    first = _at_end(inner, items, (*_INTO, "channels"), min)
+    last = _at_end(inner, items, (*_OUT_OF, "channels"), max)
     order = [g for g in (first, *inner, last, *groups) if g is not None]
     done: list[_Group] = []
     for g in sorted(dict.fromkeys(order), key=lambda g: (
@@ -529,6 +583,9 @@ def _name(groups: list[_Group]) -> None:
                 name = "in_channels"
             elif g is last:
                 name = "out_channels"
+            elif any(key == "hidden_channels" for _, key in g.columns) \
+                    or first is last is not None:
+                name = "hidden_channels"
             else:
                 name = "channels"
             g.text = unique(name)
@@ -563,7 +620,7 @@ def _follows(group: _Group, done: list[_Group]) -> str:
 def _make(bodies: list[Any], places: list[int], which: list[int]
           ) -> tuple[Class, list[int], list[Instance]]:
     rows, groups, best = _columns(bodies, places, which)
-    _name(groups)
+    _name(groups, rows[best])
     cls = Class(copied(bodies[which[best]]), sum(places[k] for k in which))
     cls.base = _base(bodies[which[best]])
     own = cls.items
@@ -795,16 +852,22 @@ def _base(body: Any) -> str:
     if len(calls) == 1 and join == "operator.add":
         if len(chains) > 3:
             return "SumBlock"
-        if any(map(_depthwise, longest)):
+        layers = [x for x in longest if x.is_weighted and not (
+            isinstance(x, Instance) and x.cls.base == "SqueezeExcitation")]
+        if len(layers) == 3 and _depthwise(layers[1]):
             return "InvertedResidual"
         kernels = [k.raws[0] if isinstance(k, Arg) else k
                    for k in _kernels(longest)]
         return "Bottleneck" if len(kernels) == 3 and kernels[0] == 1 \
             and kernels[2] == 1 else "ResidualBlock"
     if len(calls) == 1 and join == "operator.mul":
-        return "SqueezeExcitation" if any(
-            isinstance(x, Leaf) and "AdaptiveAvgPool" in x.kind
-            for x in longest) else "Gate"
+        if any(isinstance(x, Leaf) and "AdaptiveAvgPool" in x.kind
+               for x in longest):
+            return "SqueezeExcitation"
+        return "HardSwish" if _is_hard_swish(body) else "Gate"
+    if len(calls) == 2 and join == "torch.cat" and calls[0] in (
+            "torch.chunk", "torch.split"):
+        return "SplitBlock"
     if len(calls) == 1 and join == "torch.cat":
         own = [s for s in body.steps if s.chain and s.ins == body.ins]
         join_ins = next(s for s in body.steps if s.call is not None).ins
@@ -813,6 +876,15 @@ def _base(body: Any) -> str:
         return "Branches" if all(sum(x.is_weighted for x in c) < 2
                                  for c in chains) else "InceptionBlock"
     return "Block"
+
+
+def _is_hard_swish(body: Block) -> bool:
+    """Whether it is x times clamp(x + 3, 0, 6) / 6."""
+    calls = [x.call for s in body.steps for x in s.chain or []
+             if isinstance(x, Leaf)]
+    return calls == [Call("operator.add", (Slot(0), 3)),
+                     Call("torch.clamp", (Slot(0), 0, 6)),
+                     Call("operator.truediv", (Slot(0), 6))]
 
 
 def _chain_name(chain: list[Any]) -> str:

@@ -264,8 +264,10 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
         else:
             call = _renumbered(part, at)
             if one:
-                steps.append(Step(outs, tuple(values),
-                                  [Leaf("", call=call)]))
+                same = call == Call("operator.mul", (Slot(0), 1))
+                steps.append(Step(outs, tuple(values), [
+                    Leaf("torch.nn.Identity") if same
+                    else Leaf("", call=call)]))
             else:
                 steps.append(Step(outs, tuple(values), call=call))
     ins += [h for h in graph.heads if graph.nodes[h[0]].op == "null"

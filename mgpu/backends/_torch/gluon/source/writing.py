@@ -151,14 +151,8 @@ class _Writer:
             lines += [*plain[:-1], ""]
             plain = plain[-1:]
         lines += plain
-        found = {"from torch import nn", *self._imports}
-        if "load_file(" in body:
-            found.add("from safetensors.torch import load_file")
-        if re.search(r"\bF\.", body):
-            found.add("from torch.nn import functional as F")
-        lines += sorted(found)
         ours = set() if self._plain else set(self._ours)
-        if ours or self._helpers:
+        if ours or self._helpers:       # comes first in the alphabet
             lines.append("")
             for text in dict.fromkeys(_OURS[k] for k in self._ours if ours):
                 lines += _comment(text)
@@ -166,7 +160,12 @@ class _Writer:
                 lines += _comment(f"{own}: {_about(own)}")
             lines += layout.fit("from mgpu.backends.gluon_layers import "
                                 + ", ".join(sorted(ours | self._helpers)))
-        return lines
+        found = {"from torch import nn", *self._imports}
+        if "load_file(" in body:
+            found.add("from safetensors.torch import load_file")
+        if re.search(r"\bF\.", body):
+            found.add("from torch.nn import functional as F")
+        return [*lines, *sorted(found)]
 
     def _load(self, shared: list[str]) -> list[str]:
         read = "load_file(path)" if self._safe and not shared \
@@ -234,8 +233,11 @@ class _Writer:
             lines += layout.fit(f"super().__init__({text})", 8)
         elif isinstance(cls.body, Block):
             made, forward, own = self._block(cls.body, ["x"], cls)
-            lines += ["        super().__init__()", *made, "",
-                      *self._forward(["x"], forward)]
+            if not made and not cls.parameters:
+                lines.pop()             # nothing to make: no __init__
+            else:
+                lines += ["        super().__init__()", *made, ""]
+            lines += self._forward(["x"], forward)
         else:
             text, own = self._sequence(cls.body)
             lines += layout.fit(f"super().__init__({text})", 8)
@@ -417,10 +419,12 @@ class _Writer:
         """A chain of layers and functions: `nn.Sequential` for the layers
         between two functions, which are written out."""
         places: list[tuple[str, Leaf]] = []
+        title = _attribute(step, block)
         for functions, group in itertools.groupby(step.chain or [],
                                                   _is_function):
             if not functions:
                 part = Step(step.outs, step.ins, [*group])
+                part.title = title
                 x, _, own = self._step(part, block, dict.fromkeys(
                     step.ins, x), names, made, body, cls)
                 places += own
@@ -864,18 +868,22 @@ def _meaning(cls: Class) -> str:
         what = {1: "A convolution", 2: "Two convolutions",
                 3: "Three convolutions", 4: "Four convolutions"}.get(
                     n, "Layers")
-        return f"{what}, and a shortcut around."
+        return f"{what}, and a shortcut around them."
     return {
         "Bottleneck": "Convolutions with fewer channels between, and a "
                       "shortcut around them.",
         "InvertedResidual": "Pointwise, depthwise and pointwise convolution, "
                             "and a shortcut around them.",
         "SqueezeExcitation": "Weighs channels by what their mean says.",
+        "HardSwish": "The gradient passes at -3 and 3 too, unlike "
+                     "nn.Hardswish's.",
         "Gate": "Weighs its input by what layers make of it.",
         "DenseLayer": "Layers whose output joins the channels of their "
                       "input.",
         "Branches": "Two branches or more, side by side.",
         "InceptionBlock": "Branches whose channels stand side by side.",
+        "SplitBlock": "Layers for a part of the channels; the other part goes "
+                      "past them.",
         "SqueezeExpand": "Fewer channels first, then branches side by side.",
         "SeparableConv": "A depthwise and a pointwise convolution.",
         "Transition": "Fewer channels and pixels, between dense blocks.",
@@ -889,7 +897,7 @@ _SAID = {"Conv": "convolution", "BatchNorm": "batch norm", "Linear":
 
 def _listing(cls: Class) -> str:
     if isinstance(cls.body, Block):
-        return "Layers that are no chain; see ``forward``."
+        return "Layers whose outputs meet; see ``forward``."
     words = []
     for item in cls.body:
         if isinstance(item, Instance):
