@@ -137,6 +137,76 @@ def test_what_repeats_is_one_class(exported, names, tmp_path):  # noqa: F811
                      r"int, stride: int = 1\)", text)
 
 
+def _layer(F, x, name, channels, kernel=1, group=1):  # noqa: N803
+    x = F.Convolution(x, name=name, kernel=(kernel, kernel), no_bias=True,
+                      pad=(kernel // 2,) * 2, num_filter=channels,
+                      num_group=group)
+    return F.BatchNorm(x, name=f"{name}_norm", fix_gamma=False)
+
+
+def _split_units(F, x):  # noqa: N803
+    for i in range(3):
+        a, b = F.split(x, num_outputs=2, axis=1)
+        b = F.relu(_layer(F, b, f"unit{i}", 4))
+        x = F.concat(a, b, dim=1)
+        x = F.reshape(F.swapaxes(F.reshape(x, (0, -4, 2, -1, -2)), 1, 2),
+                      (0, -3, -2))
+    return x
+
+
+def _swishes(F, x):  # noqa: N803
+    for i in range(3):
+        x = _layer(F, x, f"soft{i}", 8)
+        x = x * F.sigmoid(x * 1)
+        x = _layer(F, x, f"hard{i}", 8)
+        x = x * F.clip(x + 3, 0, 6) / 6
+    return x
+
+
+def _inverted(F, x):  # noqa: N803
+    for i, kernel in enumerate((3, 1, 1, 1)):   # the first one is no block
+        y = F.relu(_layer(F, x, f"expand{i}", 16, kernel))
+        y = F.relu(_layer(F, y, f"depth{i}", 16, 3 + 2 * (i % 2), group=16))
+        y = _layer(F, y, f"reduce{i}", 8)
+        x = x + y if i else y
+    return x
+
+
+@pytest.mark.parametrize("build, classes, parts", [
+    (_split_units, ["SplitBlock", "Net"], {"nn.ChannelShuffle": 1}),
+    (_swishes, ["HardSwish", "ConvLayers", "Net"],
+     {"nn.SiLU()": 1, "torch.clamp(x + 3, 0, 6)": 1}),
+    (_inverted, ["InvertedResidual", "Net"],
+     {"InvertedResidual(8": 0, "torch.relu": 0, "InvertedResidual(": 4, "residual": 0,
+      "(3, 16, 3": 1})])
+def test_a_block_ends_where_a_person_ends_it(tmp_path, build, classes, parts):
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        symbol = build(mx.sym, mx.sym.var("data"))
+        channels = 3 if build is _inverted else 8
+        shapes, _, others = symbol.infer_shape(data=(2, channels, 4, 4))
+        symbol.save(str(tmp_path / "net-symbol.json"))
+        mx.nd.save(str(tmp_path / "net-0000.params"), {
+            f"{kind}:{name}": mx.nd.random.uniform(0.5, 1, shape)
+            for kind, names, all_shapes in (
+                ("arg", symbol.list_arguments(), shapes),
+                ("aux", symbol.list_auxiliary_states(), others))
+            for name, shape in zip(names, all_shapes) if name != "data"})
+    files = tmp_path / "net-symbol.json", tmp_path / "net-0000.params"
+    with mgpu.using_backend("torch"):
+        import torch
+        mgpu.gluon_source(*files, tmp_path / "net.py")
+        text = (tmp_path / "net.py").read_text()
+        spec = importlib.util.spec_from_file_location("n", tmp_path / "net.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        net = module.load(str(tmp_path / "net.safetensors"))
+        x = torch.randn(2, channels, 4, 4)
+        torch.testing.assert_close(net(x), mgpu.from_gluon(*files)(x))
+    assert re.findall(r"^class (\w+)", text, re.M) == classes
+    assert {part: text.count(part) for part in parts} == parts
+
+
 @pytest.mark.parametrize("exported", ["lenet"], indirect=True)
 def test_plain_source_needs_no_mgpu(exported, tmp_path):  # noqa: F811
     """Predictions are the same; the difference is named."""

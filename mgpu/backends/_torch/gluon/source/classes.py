@@ -24,8 +24,6 @@ _CHANNELS = "channels"
 _FAMILIES = {"in_channels": _CHANNELS, "out_channels": _CHANNELS,
              "num_features": _CHANNELS, "in_features": _CHANNELS,
              "out_features": _CHANNELS, "kernel_size": "kernel_size"}
-_SIGMOIDS = (["torch.nn.Sigmoid"],
-             [repr(Call("torch.sigmoid", (Slot(0),)))])
 _GATES = ("Gate", "HardSwish")
 _FACTORS = ("operator.mul", "operator.truediv")
 _INTO = ("in_channels", "in_features", "num_features")
@@ -178,9 +176,8 @@ def _swishes(chain: list[Any]) -> None:
         if not isinstance(item, Block) or len(item.steps) != 2:
             continue
         first, last = item.steps
-        inner = [x.kind or repr(x.call) for x in first.chain or []
-                 if isinstance(x, Leaf)]
-        if inner in _SIGMOIDS and len(first.chain or []) == 1 \
+        inner = [isinstance(x, Leaf) and x.kind for x in first.chain or []]
+        if inner == ["torch.nn.Sigmoid"] \
                 and last.call == Call("operator.mul", (Slot(0), Slot(1))) \
                 and {*last.ins} == {*item.ins, *first.outs} \
                 and last.outs == item.outs:

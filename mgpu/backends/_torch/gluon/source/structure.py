@@ -28,6 +28,14 @@ ACTIVATIONS = {"torch.nn.ReLU", "torch.nn.Sigmoid", "torch.nn.Tanh",
                "torch.nn.SELU"}
 
 
+#: functions that are layers where they stand in a chain
+_AS_LAYERS = {repr(Call(function, (Slot(0), *rest))): layer
+              for layer, function, *rest in (
+    ("torch.nn.Identity", "operator.mul", 1),
+    ("torch.nn.ReLU", "torch.relu"), ("torch.nn.Tanh", "torch.tanh"),
+    ("torch.nn.Sigmoid", "torch.sigmoid"))}
+
+
 class Arg(NamedTuple):
     """An argument that stands for several numbers: `raws` has one for each
     place where the class that it stands in is used; None where the part of
@@ -264,10 +272,9 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
         else:
             call = _renumbered(part, at)
             if one:
-                same = call == Call("operator.mul", (Slot(0), 1))
+                layer = _AS_LAYERS.get(repr(call))
                 steps.append(Step(outs, tuple(values), [
-                    Leaf("torch.nn.Identity") if same
-                    else Leaf("", call=call)]))
+                    Leaf(layer) if layer else Leaf("", call=call)]))
             else:
                 steps.append(Step(outs, tuple(values), call=call))
     ins += [h for h in graph.heads if graph.nodes[h[0]].op == "null"
