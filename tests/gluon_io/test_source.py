@@ -172,13 +172,53 @@ def _inverted(F, x):  # noqa: N803
     return x
 
 
+def _levels(F, x):  # noqa: N803
+    found = []
+    for i, scale in enumerate((2, 4, 2, 4)):
+        y = F.UpSampling(_layer(F, x, f"level{i}", 4), scale=scale,
+                         sample_type="nearest")
+        y = F.relu(_layer(F, y, f"after{i}", 4, 3))
+        found.append(F.Pooling(y, global_pool=True, pool_type="avg",
+                               kernel=(1, 1)))
+    return F.concat(*found, dim=1)
+
+
+def _factors(F, x):  # noqa: N803
+    for i, channels in enumerate((8, 8, 4, 4)):
+        if i == 2:
+            x = F.relu(_layer(F, x, "fewer", channels))
+        factor = F.var(f"factor{i}", shape=(1, channels, 1, 1))
+        x = x + F.broadcast_mul(_layer(F, x, f"own{i}", channels), factor)
+    return x
+
+
+def _in_each_other(F, x):  # noqa: N803
+    for i, channels in enumerate((8, 8, 16)):
+        y = x
+        for k in range(2):
+            own, name = y, f"at{i}{k}"
+            y = F.relu(_layer(F, y, f"{name}a", channels, 3))
+            y = _layer(F, y, f"{name}b", channels, 3)
+            if channels == 16 and k == 0:
+                own = _layer(F, own, f"{name}c", channels)
+            y = F.relu(y + own)
+        x = F.relu(y + (_layer(F, x, f"over{i}", 16)
+                        if channels == 16 else x))
+    return x
+
+
 @pytest.mark.parametrize("build, classes, parts", [
+    (_levels, ["ConvBlock", "Net"],
+     {"scale_factor=scale_factor": 1}),
+    (_factors, ["Block", "Net"], {"torch.zeros(size)": 1}),
+    (_in_each_other, [*map("ResidualBlock{}".format, "ABC"), "Net"],
+     {"in_channels != out_channels": 1, "self.shortcut(x)": 2}),
     (_split_units, ["SplitBlock", "Net"], {"nn.ChannelShuffle": 1}),
     (_swishes, ["HardSwish", "ConvLayers", "Net"],
      {"nn.SiLU()": 1, "torch.clamp(x + 3, 0, 6)": 1}),
     (_inverted, ["InvertedResidual", "Net"],
-     {"InvertedResidual(8": 0, "torch.relu": 0, "InvertedResidual(": 4, "residual": 0,
-      "(3, 16, 3": 1})])
+     {"InvertedResidual(8": 0, "torch.relu": 0, "InvertedResidual(": 4,
+      "residual": 0, "(3, 16, 3": 1})])
 def test_a_block_ends_where_a_person_ends_it(tmp_path, build, classes, parts):
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
@@ -205,6 +245,58 @@ def test_a_block_ends_where_a_person_ends_it(tmp_path, build, classes, parts):
         torch.testing.assert_close(net(x), mgpu.from_gluon(*files)(x))
     assert re.findall(r"^class (\w+)", text, re.M) == classes
     assert {part: text.count(part) for part in parts} == parts
+
+
+def test_lines_that_are_broken_say_the_same():
+    """Nothing becomes a tuple, nor stops being one."""
+    import ast
+    import random
+    from mgpu.backends._torch.gluon.source.layout import fit
+    rng, long = random.Random(0), 0
+
+    def expression(depth):
+        if depth == 0:
+            return rng.choice("abcdefg") * rng.randint(1, 12)
+        parts = [expression(depth - 1) for _ in range(rng.randint(1, 3))]
+        return rng.choice([
+            f"f({', '.join(parts)})", f"({' + '.join(parts)}) * k",
+            f"({', '.join(parts)},)", f"self.layer({parts[0]})[0]",
+            f"g({parts[0]}, key=({parts[-1]} - 1))", f"[{parts[0]}]"])
+    for _ in range(300):
+        text = f"return {expression(rng.randint(1, 5))}"
+        lines = fit(text, 8)
+        long += len(lines) > 1
+        written, meant = (
+            ast.dump(ast.parse("def f():\n" + body))
+            for body in ("\n".join(lines), f"        {text}"))
+        assert written == meant
+    assert long > 100
+
+
+@pytest.mark.parametrize("name", ['a"""; raise SystemExit; """b', "c\\N{x}",
+                                  "d'", "\u00e9"])
+def test_the_name_of_a_file_is_no_code(tmp_path, name):
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from_symbol(tmp_path, mx.sym.relu(mx.sym.var("x")), {})
+    (tmp_path / "net-symbol.json").rename(tmp_path / f"{name}-symbol.json")
+    with mgpu.using_backend("torch"):
+        import torch
+        mgpu.gluon_source(tmp_path / f"{name}-symbol.json",
+                          tmp_path / "net-0000.params", tmp_path / "net.py")
+        spec = importlib.util.spec_from_file_location("net",
+                                                      tmp_path / "net.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.Net()(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+        assert "converted from Gluon" in module.__doc__
+
+
+@pytest.mark.parametrize("exported", ["resnet18_v2"], indirect=True)
+def test_a_layer_behind_a_norm_tells_its_axes(exported, tmp_path):  # noqa: F811
+    with mgpu.using_backend("torch"):
+        written = Written(exported, tmp_path, plain=True)
+    assert "nn.BatchNorm2d(in_channels)" in written.text
 
 
 @pytest.mark.parametrize("exported", ["lenet"], indirect=True)

@@ -25,8 +25,11 @@ def fit(text: str, indent: int = 0, end: str = "") -> list[str]:
     elif not _long(text) and indent + 4 + stop - start - 1 <= WIDTH:
         lines.append(f"{space}    {text[start + 1:stop]}")
     else:
+        # A comma would make a tuple of what brackets only hold together.
+        grouped = text[start] == "(" and len(parts) == 1 and (
+            text[stop - 1] != ",") and not re.search(r"[\w\])]$", text[:start])
         for part in parts:
-            lines += fit(part, indent + 4, ",")
+            lines += fit(part, indent + 4, "" if grouped else ",")
     return [*lines, space + text[stop:] + end]
 
 

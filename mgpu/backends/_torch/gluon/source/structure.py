@@ -302,6 +302,12 @@ def defaults_of(kind: str) -> dict[str, Any]:
             if p.default is not p.empty}
 
 
+def arguments_of(kind: str) -> list[str]:
+    """What it is called with, in order."""
+    return [p.name for p in _parameters_of(kind)
+            if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
 def _parameters_of(kind: str) -> list[inspect.Parameter]:
     cls = find(kind)
     found = [*inspect.signature(cls).parameters.values()]
@@ -332,6 +338,18 @@ class _Ranks:
 
     def __init__(self, graph: Graph, parts: Mapping[int, Any]) -> None:
         self._found: dict[Value, int | None] = {}
+        self._read(graph, parts)
+        # What is known of an output tells of the input, and so on.
+        for i, part in reversed([*parts.items()]):
+            if isinstance(part, Layer) and part.inputs == (Slot(0),) and (
+                    part.kind in ACTIVATIONS or any(
+                        x in part.kind for x in ("Norm", "Dropout", "Pool"))):
+                known = self._found.get((i, 0))
+                if not self._found.get(graph.nodes[i].inputs[0]):
+                    self._found[graph.nodes[i].inputs[0]] = known
+        self._read(graph, parts)
+
+    def _read(self, graph: Graph, parts: Mapping[int, Any]) -> None:
         rank: int | None
         for i, part in parts.items():
             node = graph.nodes[i]
@@ -340,7 +358,7 @@ class _Ranks:
             if last in ("1d", "2d", "3d") and (
                     "Conv" in kind or "Pool" in kind):
                 rank = int(last[0]) + 2
-                if node.inputs[0] not in self._found:
+                if not self._found.get(node.inputs[0]):
                     self._found[node.inputs[0]] = rank
             elif kind == "torch.nn.Flatten" or kind.endswith("Linear") \
                     and part.inputs == (_FLAT,):
@@ -352,7 +370,7 @@ class _Ranks:
             else:
                 rank = None
             for k in range(part.outputs):
-                self._found[i, k] = rank
+                self._found[i, k] = rank or self._found.get((i, k))
 
     def of(self, value: tuple[int, int]) -> int | None:
         """None where it is not known."""

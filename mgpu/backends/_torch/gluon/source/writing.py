@@ -17,6 +17,7 @@ from mgpu.backends._torch.gluon.source.classes import (Class, Instance,
                                                        normalise)
 from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf,
                                                          Step,
+                                                         arguments_of,
                                                          defaults_of,
                                                          structure_of)
 from mgpu.gluon_io.graph import Graph
@@ -88,6 +89,8 @@ def source_of(graph: Graph, shapes: Mapping[str, Shape],
     names = _Names(set())
     inputs = [names.variable(identifier(graph.nodes[i].name))
               for i, _ in top.ins]
+    # It may be a file's name, which must not end the docstring.
+    title = re.sub(r"[^\w .,+-]", "_", title).strip() or "A network"
     return _Writer(top, found, inputs, title, plain,
                    safe).source()
 
@@ -364,9 +367,11 @@ class _Writer:
             attribute = names.attribute(_word(leaf) if leaf.kind != "parameter"
                                         else identifier(leaf.tensors[""]))
             if leaf.kind == "parameter":
-                made += layout.fit(
-                    f"self.{attribute} = nn.Parameter(torch.zeros("
-                    f"{', '.join(map(_value, leaf.arguments['size']))}))", 8)
+                size = leaf.arguments["size"]
+                sizes = size.text if isinstance(size, Arg) \
+                    else ", ".join(map(_value, size)) or "()"
+                made += layout.fit(f"self.{attribute} = nn.Parameter("
+                                   f"torch.zeros({sizes}))", 8)
                 return f"self.{attribute}", attribute, [(attribute, leaf)]
             made += layout.fit(f"self.{attribute} = {self._make(leaf)}", 8)
             given = ", ".join(self._expr(x, ins) for x in
@@ -465,11 +470,12 @@ class _Writer:
         if item.call is not None:
             return self._around(item.call)
         short = self._kind(item)
-        usual = defaults_of(item.kind)
+        usual, order = defaults_of(item.kind), arguments_of(item.kind)
         given = []
         keyed = False
         for key, v in item.arguments.items():
             text = _value(v)
+            keyed = keyed or order[len(given):len(given) + 1] != [key]
             if not keyed and (key == text or "Pool" in short
                               and key in ("stride", "padding")) \
                     and not (key in usual and v == usual[key]):
@@ -500,8 +506,9 @@ class _Writer:
                 if own == "BatchNorm":
                     if leaf.rank is None:
                         raise MissingOperator(
-                            "a plain batch norm needs the number of axes, "
-                            "which this graph does not tell")
+                            "source with PyTorch's own batch norm, which "
+                            "depends on the number of axes; this graph does "
+                            "not tell it: write it without plain")
                     own += {2: "1d", 3: "1d", 4: "2d", 5: "3d"}[leaf.rank]
                 own = f"nn.{own}"
         elif module == "torch.nn":
@@ -766,6 +773,11 @@ def _word(item: Any) -> str:
     return re.sub(r"\W", "", kind.lower()) or "layer"
 
 
+def _size(chain: list[Any]) -> int:
+    """The number of layers in a chain."""
+    return sum(1 for item in chain for _ in _places(item))
+
+
 def _attribute(step: Step, block: Block) -> str:
     """What to call a chain of a block."""
     calls = [s.call.function for s in block.steps if s.call is not None]
@@ -775,8 +787,8 @@ def _attribute(step: Step, block: Block) -> str:
     join = calls[0] if len(calls) == 1 else ""
     taken = step.ins == block.ins
     if join == "operator.add":
-        if step.optional or any(s is not step and s.chain and len(s.chain)
-                                > len(chain) and s.ins == step.ins
+        if step.optional or any(s is not step and s.chain and s.ins ==
+                                step.ins and _size(s.chain) > _size(chain)
                                 for s in block.steps):
             return "shortcut"
         if taken and any(s.ins == step.outs for s in block.steps
@@ -861,10 +873,9 @@ def _dense(item: Any) -> bool:
 def _meaning(cls: Class) -> str:
     """A docstring by what is inside."""
     if cls.base == "ResidualBlock":
-        n = sum(1 for x in cls.leaves if ".Conv" in x.kind) - sum(
-            1 for s in cls.body.steps if s.optional or s is not max(
-                cls.body.steps, key=lambda s: len(s.chain or []))
-            for x in s.chain or [] if ".Conv" in getattr(x, "kind", ""))
+        longest = max((s.chain or [] for s in cls.body.steps), key=_size)
+        n = sum(".Conv" in leaf.kind for item in longest
+                for _, leaf in _places(item))
         what = {1: "A convolution", 2: "Two convolutions",
                 3: "Three convolutions", 4: "Four convolutions"}.get(
                     n, "Layers")
