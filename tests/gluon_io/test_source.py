@@ -86,6 +86,9 @@ EXPRESSIONS = {
                              "x, x, dim=1), (0, -4, 2, -1, -2)), 1, 2), "
                              "(0, -3, -2)))",
     "used twice": "F.tanh(x) * F.sigmoid(F.tanh(x)) + F.tanh(y)",
+    "windows with padding and the usual stride":
+        "F.Pooling(F.Pooling(x, kernel=(2,), stride=(2,), pad=(1,)), "
+        "kernel=(2,), stride=(2,), pad=(1,), pool_type='avg')",
     "an output inside": "(F.tanh(x) * y, F.tanh(x))",
     "an input that is an output": "(y, x + 1)",
     "the second input first": "y - 2 * x",
@@ -192,6 +195,14 @@ def _factors(F, x):  # noqa: N803
     return x
 
 
+def _transposed(F, x):  # noqa: N803
+    for i in range(6):
+        x = F.Deconvolution(x, name=f"up{i}", kernel=(3, 3), num_filter=8,
+                            pad=(int(i % 4 > 0),) * 2)
+        x = F.relu(F.BatchNorm(x, name=f"norm{i}", fix_gamma=False))
+    return x
+
+
 def _in_each_other(F, x):  # noqa: N803
     for i, channels in enumerate((8, 8, 16)):
         y = x
@@ -210,6 +221,7 @@ def _in_each_other(F, x):  # noqa: N803
 @pytest.mark.parametrize("build, classes, parts", [
     (_levels, ["ConvBlock", "Net"],
      {"scale_factor=scale_factor": 1}),
+    (_transposed, ["ConvBlock", "Net"], {"3, padding=padding": 1}),
     (_factors, ["Block", "Net"], {"torch.zeros(size)": 1}),
     (_in_each_other, [*map("ResidualBlock{}".format, "ABC"), "Net"],
      {"in_channels != out_channels": 1, "self.shortcut(x)": 2}),
@@ -297,6 +309,33 @@ def test_a_layer_behind_a_norm_tells_its_axes(exported, tmp_path):  # noqa: F811
     with mgpu.using_backend("torch"):
         written = Written(exported, tmp_path, plain=True)
     assert "nn.BatchNorm2d(in_channels)" in written.text
+
+
+@pytest.mark.parametrize("text", [
+    "F.LeakyReLU(x, act_type='leaky', slope=0.25)", "F.max(x, axis=2)",
+    "F.LeakyReLU(x, act_type='selu')", "F.broadcast_maximum(x, -x)",
+    "F.take(x, F.BlockGrad(F.sum(x, axis=(1, 2)) > 0), mode='wrap')",
+    "F.L2Normalization(x)", "F.pick(x, F.sum(x, axis=2))",
+    "F.contrib.interleaved_matmul_selfatt_qk(F.concat(x, x, dim=2)"
+    ".reshape((4, 1, 12)), heads=2)"])
+def test_plain_source_of_functions_needs_no_mgpu(tmp_path, text):
+    """A copy of what PyTorch has not; its nearest for the rest."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        net = from_symbol(tmp_path, eval(text, {
+            "F": mx.sym, "x": mx.sym.var("x")}), {})
+    with mgpu.using_backend("torch"):
+        import torch
+        mgpu.gluon_source(tmp_path / "net-symbol.json",
+                          tmp_path / "net-0000.params", tmp_path / "net.py",
+                          plain=True)
+        spec = importlib.util.spec_from_file_location("net",
+                                                      tmp_path / "net.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        x = torch.randn(2, 4, 3)
+        torch.testing.assert_close(module.Net()(x), net(x))
+    assert "mgpu" not in (tmp_path / "net.py").read_text()
 
 
 @pytest.mark.parametrize("exported", ["lenet"], indirect=True)

@@ -325,8 +325,8 @@ def _shortest(part: Layer) -> dict[str, Any]:
     usual = defaults_of(part.kind)
     own = {k: v for k, v in part.arguments.items()
            if k not in usual or v != usual[k] or is_size(usual[k])}
-    for key in ("stride", "padding", "dilation", "groups"):
-        if ".Conv" in part.kind and "Transpose" not in part.kind:
+    for key in ("stride", "padding", "output_padding", "dilation", "groups"):
+        if ".Conv" in part.kind and key in usual:
             own.setdefault(key, usual[key])
     order = [p.name for p in _parameters_of(part.kind)]
     return dict(sorted(own.items(), key=lambda x: order.index(x[0])

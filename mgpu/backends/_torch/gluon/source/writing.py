@@ -1,5 +1,6 @@
 """The text of the source."""
 import functools
+import importlib
 import inspect
 import itertools
 import re
@@ -36,14 +37,30 @@ _OURS = {"GluonBatchNorm":
          "PyTorch leaves those out.",
          "GluonAvgPool2d": "Gluon's windows may lie wholly in the padding; "
          "PyTorch leaves those out."}
-_PLAIN = {"GluonBatchNorm":
-          "Gluon's running variance is that of the batch; here it is n / (n "
-          "- 1) times as large, n = batch x height x width. Predictions "
-          "differ by that, after training.",
-          "GluonMaxPool2d": "Gluon has one window more where the last one "
-          "lies wholly in the padding; here the output is one smaller then.",
-          "GluonAvgPool2d": "Gluon has one window more where the last one "
-          "lies wholly in the padding; here the output is one smaller then."}
+_WINDOWS = ("Gluon has one window more where the last one lies wholly in the "
+            "padding; here the output is one smaller then.")
+_FLOAT32 = ("Gluon rounds the negative part to float32, also in a float64 "
+            "network; here it is not rounded (1e-7 of it).")
+_TIES = ("Where several are equal the gradient is shared here; in Gluon {} "
+         "gets all of it.")
+#: in the place of mgpu's, and how far that is from Gluon
+_PLAIN = {
+    "GluonBatchNorm": ("nn.BatchNorm", "Gluon's running variance is that of "
+                       "the batch; here it is n / (n - 1) times as large, n = "
+                       "values of a channel (batch x height x width of "
+                       "images). Predictions differ by that, after training. "
+                       "With one value a channel Gluon trains, and this does "
+                       "not."),
+    "GluonMaxPool2d": ("nn.MaxPool2d", _WINDOWS),
+    "GluonAvgPool2d": ("nn.AvgPool2d", _WINDOWS),
+    "GluonLeakyReLU": ("nn.LeakyReLU", _FLOAT32),
+    "GluonPReLU": ("nn.PReLU", _FLOAT32),
+    "GluonSELU": ("nn.SELU", "Gluon's gradient below 0 is 1.05 * (1.67 + y); "
+                  "here it is that of the function, 1.05 * 1.67 + y."),
+    "maximum": ("torch.maximum", _TIES.format("the first")),
+    "minimum": ("torch.minimum", _TIES.format("the first")),
+    "amax": ("torch.amax", _TIES.format("each")),
+    "amin": ("torch.amin", _TIES.format("each"))}
 
 
 class Source(NamedTuple):
@@ -140,8 +157,8 @@ class _Writer:
     def _head(self, body: str) -> list[str]:
         lines = [f'"""{self._title}, converted from Gluon."""', ""]
         if self._plain:
-            for key in self._ours:
-                lines += _comment(_PLAIN[key])
+            for text in dict.fromkeys(_PLAIN[key][1] for key in self._ours):
+                lines += _comment(text)
         plain = ["import torch"]
         for module in ("operator", "math"):
             if re.search(rf"(?<![`\w.]){module}\.", body):
@@ -490,31 +507,48 @@ class _Writer:
             given.append(f"{key}={text}" if keyed else text)
         return f"{short}({', '.join(given)})"
 
-    def _import(self, module: str, own: str) -> None:
-        if module.startswith("mgpu."):
-            self._helpers.add(own)
-        else:
+    def _import(self, module: str, own: str) -> str:
+        """What a class or function is called in the source."""
+        if self._plain and own in _PLAIN:
+            self._ours[own] = None
+            return _PLAIN[own][0]
+        if not module.startswith("mgpu."):
             self._imports.add(f"from {module} import {own}")
+        elif self._plain:
+            self._copy(module, own)
+        else:
+            self._helpers.add(own)
+        return own
+
+    def _copy(self, module: str, own: str) -> None:
+        """Write a helper of mgpu's into the source, and what it uses."""
+        if own not in self._small:
+            known = vars(importlib.import_module(module))
+            text = inspect.getsource(known[own])
+            for other in dict.fromkeys(re.findall(r"\b_\w+(?=\()", text)):
+                if other in known and other != own:
+                    self._copy(module, other)
+            self._small[own] = text.rstrip().splitlines()
 
     def _kind(self, leaf: Leaf) -> str:
         """The class of a layer as the source calls it."""
         module, _, own = leaf.kind.rpartition(".")
         if own in _OURS:
-            self._ours[own] = None
-            if self._plain:
-                own = own.removeprefix("Gluon")
-                if own == "BatchNorm":
+            if not self._plain:
+                self._ours[own] = None
+            else:
+                own = self._import(module, own)
+                if own == "nn.BatchNorm":
                     if leaf.rank is None:
                         raise MissingOperator(
                             "source with PyTorch's own batch norm, which "
                             "depends on the number of axes; this graph does "
                             "not tell it: write it without plain")
                     own += {2: "1d", 3: "1d", 4: "2d", 5: "3d"}[leaf.rank]
-                own = f"nn.{own}"
         elif module == "torch.nn":
             own = f"nn.{own}"
         else:
-            self._import(module, own)
+            own = self._import(module, own)
         return self._frozen(leaf, own) if leaf.frozen else own
 
     def _frozen(self, leaf: Leaf, own: str) -> str:
@@ -586,8 +620,7 @@ class _Writer:
             return f"F.{own}({inner})"
         if module.split(".")[0] in ("torch", "math", "operator"):
             return f"{x.function}({inner})"
-        self._import(module, own)
-        return f"{own}({inner})"
+        return f"{self._import(module, own)}({inner})"
 
 
 # -- small helpers ------------------------------------------------------------
