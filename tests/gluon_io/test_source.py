@@ -203,6 +203,22 @@ def _transposed(F, x):  # noqa: N803
     return x
 
 
+def _called_twice(F, x):  # noqa: N803
+    for i in range(2):
+        shapes = ((4, 8), (4,), (8, 4), (8,))
+        arrays = [F.var(f"shared{i}{k}", shape=shape)
+                  for k, shape in enumerate(shapes)]
+        found = []
+        for kind in ("avg", "max"):
+            y = F.Flatten(F.Pooling(x, global_pool=True, pool_type=kind,
+                                    kernel=(1, 1)))
+            y = F.relu(F.FullyConnected(y, *arrays[:2], num_hidden=4))
+            found.append(F.FullyConnected(y, *arrays[2:], num_hidden=8))
+        gate = F.sigmoid(found[0] + found[1])
+        x = F.broadcast_mul(x, F.expand_dims(F.expand_dims(gate, 2), 3))
+    return x
+
+
 def _in_each_other(F, x):  # noqa: N803
     for i, channels in enumerate((8, 8, 16)):
         y = x
@@ -222,6 +238,8 @@ def _in_each_other(F, x):  # noqa: N803
     (_levels, ["ConvBlock", "Net"],
      {"scale_factor=scale_factor": 1}),
     (_transposed, ["ConvBlock", "Net"], {"3, padding=padding": 1}),
+    (_called_twice, ["SumBlock", "Gate", "Net"],
+     {"nn.Linear(": 2, "weight =": 0, "self.body(": 2}),
     (_factors, ["Block", "Net"], {"torch.zeros(size)": 1}),
     (_in_each_other, [*map("ResidualBlock{}".format, "ABC"), "Net"],
      {"in_channels != out_channels": 1, "self.shortcut(x)": 2}),

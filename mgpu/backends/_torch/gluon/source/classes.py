@@ -124,11 +124,6 @@ class Instance:
                       if type(v) is bool))
 
 
-def expanded(item: Any) -> list[Any]:
-    """The leaves behind an item."""
-    return item.leaves if isinstance(item, Instance) else [item]
-
-
 # -- forms of a block ---------------------------------------------------------
 
 def normalise(block: Block) -> None:
@@ -297,7 +292,7 @@ def _alike(members: list[Block]) -> None:
             step.chain = copied(there[0].chain)
             assert step.chain is not None
             for item in leaves(step.chain):
-                for leaf in expanded(item):
+                for leaf in item.leaves:
                     leaf.tensors = {}
         elif step.absent:                       # nobody has one
             x, own = step.ins[0], step.outs[0]
@@ -621,7 +616,7 @@ def _make(bodies: list[Any], places: list[int], which: list[int]
     cls = Class(copied(bodies[which[best]]), sum(places[k] for k in which))
     cls.base = _base(bodies[which[best]])
     own = cls.items
-    cls.leaves = [leaf for item in own for leaf in expanded(item)]
+    cls.leaves = [leaf for item in own for leaf in item.leaves]
     free = [g for g in groups if g.text.isidentifier()]
     packed: list[_Group] = []
     if len(free) > MOST_ARGUMENTS - 1:
@@ -678,8 +673,7 @@ def _make(bodies: list[Any], places: list[int], which: list[int]
     instances = [Instance(cls, {p.name: a[p.name] for p in cls.parameters},
                           [leaf if item is not None else None
                            for item, mine in zip(row, own)
-                           for leaf in (expanded(item) if item is not None
-                                        else expanded(mine))])
+                           for leaf in (item or mine).leaves])
                  for a, row in zip(arguments, rows)]
     return cls, which, instances
 

@@ -69,6 +69,13 @@ class Leaf:
         self.tensors = dict(layer.tensors) if layer else {}
         self.values = dict(layer.values) if layer else {}
         self.frozen = layer.frozen if layer else ()
+        #: whether the network calls it several times
+        self.shared = False
+
+    @property
+    def leaves(self) -> "list[Leaf]":
+        """Itself; see `Instance`."""
+        return [self]
 
     @property
     def signature(self) -> Any:
@@ -182,11 +189,13 @@ class Block:
         """The same for blocks that differ in sizes alone."""
         number: dict[Value, int] = {v: i for i, v in enumerate(self.ins)}
         rows = []
-        for s in self.steps:
+        first: dict[Any, int] = {}      # that has these arrays
+        for i, s in enumerate(self.steps):
             ins = tuple(number.setdefault(v, len(number)) for v in s.ins)
             outs = tuple(number.setdefault(v, len(number)) for v in s.outs)
             rows.append((ins, outs, s.signature, s.optional,
-                         number.get(s.otherwise)))
+                         number.get(s.otherwise),
+                         first.setdefault(arrays_of(s), i) != i))
         return ("block", self.flag is None, len(self.ins), tuple(rows),
                 tuple(number[v] for v in self.outs))
 
@@ -214,6 +223,17 @@ def block_leaves(block: Block) -> Iterator[Any]:
             yield step.layer
 
 
+def arrays_of(step: Step) -> Any:
+    """What its layers hold: the same for steps that call the same ones. With
+    arrays of its own, or none, no other step's."""
+    found = [leaf for item in leaves(step.chain or []) for leaf in item.leaves]
+    found += [step.layer] if step.layer is not None else []
+    if not any(leaf is not None and leaf.shared for leaf in found):
+        return step
+    return (step.signature, tuple(tuple(leaf.tensors.items())
+                                  for leaf in found if leaf is not None))
+
+
 # -- from the graph -----------------------------------------------------------
 
 def structure_of(graph: Graph, shapes: Mapping[str, Shape],
@@ -234,6 +254,7 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
     steps: list[Step] = []
     ins: list[Value] = []
     arrays: set[Value] = set()
+    calls = Counter(map(_module, parts.values()))
     for i, part in parts.items():
         node = graph.nodes[i]
         used = sorted(slots_of(part))
@@ -259,6 +280,7 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
         if isinstance(part, Layer):
             leaf = Leaf(part.kind, _shortest(part), layer=part,
                         rank=ranks.of(node.inputs[0]))
+            leaf.shared = bool(part.tensors) and calls[_module(part)] > 1
             inputs = _renumbered(part.inputs, at)
             if one and inputs == (Slot(0),):
                 steps.append(Step(outs, tuple(values), [leaf]))
@@ -282,6 +304,11 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
     order = entries(graph, shapes)
     return steps, tuple(sorted(
         ins, key=lambda value: order.index(graph.nodes[value[0]].name)))
+
+
+def _module(part: Any) -> str:
+    """The same for parts that are one module."""
+    return repr(part[:3]) if isinstance(part, Layer) else ""
 
 
 def _renumbered(x: Any, at: Mapping[int, int]) -> Any:
@@ -461,7 +488,8 @@ def _chains(block: Block) -> None:
     for step in block.steps:
         before = made.get(step.ins[0]) if step.chain is not None else None
         if before is not None and before.chain is not None \
-                and used[step.ins[0]] == 1:
+                and used[step.ins[0]] == 1 \
+                and not _parts_here(before.chain, step.chain or []):
             before.chain += step.chain or []
             before.outs = step.outs
             made[step.outs[0]] = before
@@ -473,6 +501,16 @@ def _chains(block: Block) -> None:
                 isinstance(item, Leaf) and item.kind == "torch.nn.Identity")
                 ] or step.chain[:1]
     block.steps = kept
+
+
+def _parts_here(chain: list[Any], after: list[Any]) -> bool:
+    """Whether layers that the network calls several times end or begin
+    between two chains: they are a module of their own."""
+    def shared(part: list[Any]) -> list[bool]:
+        return [leaf.shared for item in leaves(part) for leaf in item.leaves
+                if leaf is not None and leaf.tensors]
+    before, behind = shared(chain), shared(after)
+    return behind != [] and all(behind) != (before != [] and before[-1])
 
 
 def copied(x: Any) -> Any:

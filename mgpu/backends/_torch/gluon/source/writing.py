@@ -19,6 +19,7 @@ from mgpu.backends._torch.gluon.source.classes import (Class, Instance,
 from mgpu.backends._torch.gluon.source.structure import (Arg, Block, Leaf,
                                                          Step,
                                                          arguments_of,
+                                                         arrays_of,
                                                          defaults_of,
                                                          structure_of)
 from mgpu.gluon_io.graph import Graph
@@ -379,10 +380,14 @@ class _Writer:
         Statements that make layers are added to `made`, those of ``forward``
         to `body`."""
         ins = [text[v] for v in step.ins]
+        key = arrays_of(step)
         if step.layer is not None:
             leaf = step.layer
-            attribute = names.attribute(_word(leaf) if leaf.kind != "parameter"
-                                        else identifier(leaf.tensors[""]))
+            again = key in names.modules
+            attribute = names.modules[key] if again else names.attribute(
+                _word(leaf) if leaf.kind != "parameter"
+                else identifier(leaf.tensors[""]))
+            names.modules[key] = attribute
             if leaf.kind == "parameter":
                 size = leaf.arguments["size"]
                 sizes = size.text if isinstance(size, Arg) \
@@ -390,12 +395,14 @@ class _Writer:
                 made += layout.fit(f"self.{attribute} = nn.Parameter("
                                    f"torch.zeros({sizes}))", 8)
                 return f"self.{attribute}", attribute, [(attribute, leaf)]
-            made += layout.fit(f"self.{attribute} = {self._make(leaf)}", 8)
+            if not again:
+                made += layout.fit(f"self.{attribute} = {self._make(leaf)}",
+                                   8)
             given = ", ".join(self._expr(x, ins) for x in
                               step.call.arguments) if step.call else ins[0]
             first = "[0]" if leaf.returns and len(step.outs) == 1 else ""
-            return f"self.{attribute}({given}){first}", attribute, [
-                (attribute, leaf)]
+            return (f"self.{attribute}({given}){first}", attribute,
+                    [] if again else [(attribute, leaf)])
         if step.call is not None:
             return self._expr(step.call, ins), "y", []
         chain = step.chain or []
@@ -410,7 +417,11 @@ class _Writer:
                 return f"{_FUNCTIONS[only.kind]}({x})", "y", []
         if not step.optional and any(map(_is_function, chain)):
             return self._mixed(step, block, x, names, made, body, cls)
+        if key in names.modules:        # the network calls it again
+            return f"self.{names.modules[key]}({x})", names.modules[key], []
         attribute = names.attribute(_attribute(step, block))
+        if not step.optional:
+            names.modules[key] = attribute
         if len(chain) == 1:
             made_text = self._make(chain[0])
             own = [(attribute + rest, leaf) for rest, leaf in
@@ -573,14 +584,16 @@ class _Writer:
         """A class for a function, where a chain needs a layer."""
         key = repr(call)
         if key not in self._named:
-            word = call.function.rpartition(".")[2].strip("_")
+            module, _, word = call.function.rpartition(".")
+            short = word if module.startswith("mgpu.") else call.function
+            word = word.strip("_")
             base = "".join(x[:1].upper() + x[1:] for x in word.split("_"))
             own = base
             while own in self._small:
                 own = f"{base}{len(self._small)}"
             why = "Bounds values; the gradient passes at the bounds too, " \
                 "unlike nn.ReLU6's." if call.function == "torch.clamp" \
-                else f"``{call.function}`` as a layer."
+                else f"``{short}`` as a layer."
             self._named[key] = own
             self._small[own] = [
                 f"class {own}(nn.Module):", *_docstring(why), "",
@@ -626,10 +639,12 @@ class _Writer:
 # -- small helpers ------------------------------------------------------------
 
 class _Names:
-    """Names that differ, of attributes and of variables."""
+    """Names of a module that differ, of attributes and of variables."""
 
     def __init__(self, taken: set[str]) -> None:
         self._attributes: set[str] = {"forward", *dir(torch.nn.Module)}
+        #: what it calls several times, by `arrays_of`
+        self.modules: dict[Any, str] = {}
         self._variables = {"self", "torch", "nn", "F", "math",
                            "operator"} | set(taken)
 
@@ -684,7 +699,7 @@ def _places(item: Any) -> Iterator[tuple[str, Leaf]]:
     """Where the leaves behind an item are, each as ".path" from it."""
     if isinstance(item, Instance):
         for path, leaf in zip(item.cls.paths, item.leaves):
-            if leaf is not None:
+            if leaf is not None and path:
                 yield f".{path}", leaf
     else:
         yield "", item
@@ -824,11 +839,13 @@ def _attribute(step: Step, block: Block) -> str:
                                 step.ins and _size(s.chain) > _size(chain)
                                 for s in block.steps):
             return "shortcut"
-        if taken and any(s.ins == step.outs for s in block.steps
+        if taken and any(x.is_norm or x.is_activation for x in chain) \
+                and any(s.ins == step.outs for s in block.steps
                          if s.chain and s is not step) \
                 and len([s for s in block.steps if s.chain]) > 2:
             return "preactivation"
-        return "body"
+        if any(s.call and step.outs[0] in s.ins for s in block.steps):
+            return "body"
     if join == "operator.mul" and taken:
         return "gate"
     if join == "torch.cat" and taken:
