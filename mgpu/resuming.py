@@ -134,7 +134,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     batch_size : float, optional
         What the last ``step`` was given, to learn the ``rescale_grad`` of
         the trainer: the file has their quotient. Needed where that is not
-        one over a whole number. Of a Module: the rows of its batch.
+        one over a whole number, and for a Module with ``rescale_grad``: the
+        rows of its batch.
     dtype : {"float32", "float64", "float16"}, optional
         Of the network. A float16 one with ``multi_precision`` goes on from
         its float32 copies, in float32, and another dtype is refused.
@@ -410,6 +411,12 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
         keys = orders.of_module(order)
         scale = given.scale
         if scale is not None:
+            if batch_size is None:
+                raise ValueError(
+                    "a Module divides by its batch where it has no "
+                    f"rescale_grad; received rescale_grad={scale!r} in "
+                    "optimizer_params. Pass batch_size=, the rows of its "
+                    "batch, too.")
             notes.append(_divisor(scale, batch_size))
         elif batch_size is not None:
             scale = 1 / check_batch_size(batch_size)
@@ -664,7 +671,8 @@ def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
     off: dict[str, float] = {}
     for name, x in options.items():
         if isinstance(x, float) and x and math.isfinite(x):
-            error = abs(float(np.float32(x)) - x)
+            with np.errstate(over="ignore"):
+                error = abs(float(np.float32(x)) - x)
             off[f"{name}={x!r}"] = error / abs(x)
             if isinstance(rule, (Adam, RMSProp)) and x != 1 \
                     and name in ("beta1", "beta2", "gamma1"):

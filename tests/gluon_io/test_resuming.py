@@ -871,11 +871,12 @@ def test_options_of_a_module_as_they_were(tmp_path, optimizer, options):
         import mxnet as mx
         made = module(mx, tmp_path, given=optimizer, momentum=None,
                       dtype="float64", rate=None, **all_of(mx))
-    ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
+    with pytest.raises(ValueError, match="Pass batch_size=, the rows"):
+        goes_on(made, optimizer=optimizer, optimizer_params=all_of(mgpu))
     off, notes = goes_on(
         made, optimizer=optimizer, batch_size=8, optimizer_params={
             **all_of(mgpu), "begin_num_update": 3},
-        loss=lambda *x: 0.25 * ordinary(*x))
+        loss=lambda *x: 0.25 * CROSS(*x))
     assert off < (1e-6 if optimizer == "adam" else 1e-10)
     assert [x for x in notes if "multiply each loss by 0.25" in x]
     assert not [x for x in notes if "counts of updates begin at 0" in x]
