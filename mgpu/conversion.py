@@ -36,7 +36,9 @@ def from_gluon(symbol: Any, params: FilePath | None = None,
         Whether a ``SoftmaxOutput`` at the end, as networks of MXNet's
         symbols have it, gives probabilities, or what enters it. Labels are
         no inputs, and such an end has not the gradient of its loss: train
-        with ``softmax=False`` and `mgpu.losses.SoftmaxCrossEntropyLoss`.
+        with ``softmax=False`` and `mgpu.losses.SoftmaxCrossEntropyLoss`. The
+        options of its loss (``grad_scale``, ``normalization``,
+        ``use_ignore``, ``smooth_alpha``) are dropped with the label.
 
     Returns
     -------

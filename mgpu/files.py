@@ -147,12 +147,17 @@ def npy_members(stream: Any) -> Iterator[tuple[str, np.ndarray]]:
     import zipfile
     with zipfile.ZipFile(stream) as archive:
         members = archive.infolist()
-        if sum(m.file_size for m in members) \
-                > os.fstat(stream.fileno()).st_size:
+        size = os.fstat(stream.fileno()).st_size
+        if max(sum(m.file_size for m in members),
+               sum(m.compress_size for m in members)) > size:
             raise ValueError("its arrays are larger than it is: they are "
                              "compressed, or in one place")
         for m in members:
-            yield m.filename.removesuffix(".npy"), _array(archive.read(m))
+            with archive.open(m) as part:   # which may hold more than it says
+                data = part.read(m.file_size)
+            if len(data) != m.file_size:
+                raise ValueError(f"{m.filename!r} ends too soon")
+            yield m.filename.removesuffix(".npy"), _array(data)
 
 
 def _array(data: bytes) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Trainings that Gluon has begun: their files become replicas and a trainer
 that go on as MXNet would have."""
+import contextlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -9,17 +11,17 @@ import numpy as np
 
 from mgpu import lr_scheduler as schedules
 from mgpu import optimizers
-from mgpu.arguments import by_name
+from mgpu.arguments import by_name, integer, is_number, number
 from mgpu.backends.base import STATISTICS
 from mgpu.conversion import from_gluon
 from mgpu.files import FilePath
 from mgpu.gluon_io import load_graph, load_trainer_states
-from mgpu.gluon_io.graph import Graph, dense_arrays
+from mgpu.gluon_io.graph import SOFTMAX, Graph, dense_arrays
 from mgpu.gluon_io.order import Order, leaves
 from mgpu.gluon_io.states import Record, name_in
 from mgpu.gluon_io.states import TrainerStates as GluonStates
 from mgpu.optimizers import Optimizer
-from mgpu.optimizers.gluon_rules import COMPILED, Adam
+from mgpu.optimizers.gluon_rules import COMPILED, Adam, RMSProp
 from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas, initialize
 from mgpu.trainer import Trainer, check_batch_size
@@ -29,6 +31,8 @@ from mgpu.trainer_states import TrainerStates
 _OPTIONS = {("adagrad", "eps"): "float_stable_eps"}
 #: whose state stands before the float32 copy of a parameter, not after it
 _STATE_FIRST = ("sgd", "nag")
+#: to which MXNet gives a rate even where nobody has, before a schedule's
+_OWN_RATE = ("adam", "rmsprop", "adamax", "nadam", "signum")
 
 
 class Resumed(NamedTuple):
@@ -49,6 +53,15 @@ class Resumed(NamedTuple):
     notes: tuple[str, ...]
 
 
+class _Given(NamedTuple):
+    """The optimiser of the caller, for the files of a Module."""
+
+    optimizer: Optimizer
+    by_name: bool
+    begin: int | None               # begin_num_update
+    scale: float | None             # rescale_grad
+
+
 class _Saved(NamedTuple):
     """What is in the files, in the names of the graph."""
 
@@ -61,7 +74,8 @@ class _Saved(NamedTuple):
     copies: dict[str, np.ndarray]       # in float32, of float16 parameters
     order: tuple[str, ...]              # in which MXNet updates
     product: float                      # nadam's
-    of_module: bool                     # not of a trainer
+    scale: float | None                 # of gradients
+    module: _Given | None               # None: of a trainer
     notes: list[str]
 
 
@@ -95,15 +109,18 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     order : "sorted" or sequence of str, optional
         The file of states numbers the parameters of the trainer and has no
         names. "sorted": the trainer was given ``net.collect_params()``,
-        which sorts them by name, as texts. A trainer that was given a list,
-        or a part of the network, needs that list here: all names, running
+        the whole of it, which it sorts by name, as texts. A trainer that
+        was given a list, a part of the network or a dictionary of one's own
+        needs the names here, ``[p.name for p in trainer._params]``: running
         statistics too where they were in it. Those that are not in it are
-        frozen. By default "sorted" is concluded where the shapes of the
-        states allow nothing else. Of a Module: the names that it trained.
+        frozen. Not needed where the shapes decide alone: each is of one
+        parameter, or the states of a shape are all the same. Of a Module:
+        the names that it trained, or "all".
     optimizer, optimizer_params : optional
-        As for `Trainer`, where the file has no optimiser (a Module's). The
-        counts of a Module's file are those of ``begin_num_update`` in
-        `optimizer_params`, 0 if not given, as in MXNet.
+        What the Module was given, whose file has no optimiser:
+        `optimizer_params` may have ``rescale_grad`` and ``lr_scheduler``.
+        The counts of a Module's file are those of ``begin_num_update``
+        there, 0 if not given, as in MXNet.
     lr_scheduler : callable, optional
         In the place of the saved one. Needed where that is of a class of the
         user's own.
@@ -117,14 +134,16 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     batch_size : float, optional
         What the last ``step`` was given, to learn the ``rescale_grad`` of
         the trainer: the file has their quotient. Needed where that is not
-        one over a whole number.
+        one over a whole number, and for a Module with ``rescale_grad``: the
+        rows of its batch.
     dtype : {"float32", "float64", "float16"}, optional
         Of the network. A float16 one with ``multi_precision`` goes on from
         its float32 copies, in float32, and another dtype is refused.
     softmax : bool
         Whether a ``SoftmaxOutput`` at the end gives probabilities. False:
         what enters it, for `mgpu.losses.SoftmaxCrossEntropyLoss`, whose
-        gradient is that operator's.
+        gradient is that operator's with its default options. With others
+        (``normalization``, ``grad_scale``, ...) the graph is refused.
     batch_norm : {"per_device", "average", "sync"}
         See `initialize`.
 
@@ -140,23 +159,26 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         is not certain; a count or a rate that MXNet cannot have written.
     NotImplementedError
         An optimiser that `mgpu.optimizers` has not; a schedule of the user's
-        own; operators as for `from_gluon`.
+        own; operators as for `from_gluon`; an end whose loss has options.
     OSError
         If a file cannot be opened.
     """
-    graph, arrays = load_graph(symbol), dense_arrays(params)
-    saved = _read(load_trainer_states(states), graph, arrays, order,
-                  _given(optimizer, optimizer_params), lr_scheduler,
-                  batch_size)
-    if saved.copies:
-        if dtype not in (None, "float32"):
-            raise ValueError(
-                "a float16 network that was trained with multi_precision has "
-                f"its values in float32; received dtype={dtype!r}. Leave "
-                "dtype out, and pass autocast='float16' to mgpu.initialize "
-                "of the trained network where you want its speed.")
-        dtype = "float32"
     net = from_gluon(symbol, params, dtype, softmax)
+    graph, arrays = load_graph(symbol), dense_arrays(params)
+    _check_losses(graph)
+    given, lr_scheduler = _given(optimizer, optimizer_params, lr_scheduler)
+    file = load_trainer_states(states)
+    with _naming(states):
+        saved = _read(file, graph, arrays, order, given, lr_scheduler,
+                      batch_size)
+    if saved.copies and dtype is None:
+        net = from_gluon(symbol, params, "float32", softmax)
+    elif saved.copies and dtype != "float32":
+        raise ValueError(
+            "a float16 network that was trained with multi_precision has "
+            f"its values in float32; received dtype={dtype!r}. Leave "
+            "dtype out, and pass autocast='float16' to mgpu.initialize "
+            "of the trained network where you want its speed.")
     replicas = initialize(net, devices, init="keep", batch_norm=batch_norm)
     own = {name: key for key, name in replicas.network.gluon_names().items()}
     ours = {p.name: p for p in replicas.params()}
@@ -169,27 +191,110 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         replicas, saved.optimizer, lr_scheduler=saved.schedule,
         lr_mult=_multipliers(saved, graph, own, ours, "lr_mult", lr_mult),
         wd_mult=_multipliers(saved, graph, own, ours, "wd_mult", wd_mult))
-    trainer.update_order = tuple(own[name] for name in saved.order)
+    trainer.update_order = tuple(own[name] for name in saved.order
+                                 if name in own)
     trainer.import_states(_states(saved, ours, own))
-    saved.notes.extend(_remarks(trainer))
+    saved.notes.extend(_remarks(trainer, saved.scale))
     return Resumed(replicas, trainer, tuple(saved.notes))
+
+
+# -- the loss in the graph ----------------------------------------------------
+
+#: the options of a loss that mgpu's have not, as they do nothing; and what
+#: does what they do
+_LOSS_OPTIONS = {
+    "grad_scale": (1.0, "multiply each loss by it"),
+    "normalization": ("null", "divide the sum of a device's losses of labels "
+                              "by its rows ('batch'; by its labels with "
+                              "preserve_shape), or by those of its labels "
+                              "that are not ignore_label ('valid')"),
+    "use_ignore": (False, "multiply the losses at ignore_label by 0"),
+    "smooth_alpha": (0.0, "take as labels rows of alpha / (classes - 1), and "
+                          "1 - alpha at the class"),
+    "out_grad": (False, "multiply each loss by the gradient that came from "
+                        "behind"),
+    "preserve_shape": (False, "multiply each loss by the labels in a row")}
+_LOSSES = (*SOFTMAX, "LinearRegressionOutput", "MAERegressionOutput",
+           "LogisticRegressionOutput")
+
+
+def _check_losses(graph: Graph) -> None:
+    """Refuse an end of the network whose gradient is that of no loss of
+    mgpu."""
+    for node in graph.nodes:
+        if node.op not in _LOSSES:
+            continue
+        source = graph.nodes[node.inputs[0][0]]
+        for key, (plain, instead) in _LOSS_OPTIONS.items():
+            value = node.attributes.get(key, plain)
+            if value == plain or key == "preserve_shape" \
+                    and source.op == "FullyConnected" \
+                    and source.attributes["flatten"]:
+                continue
+            raise NotImplementedError(
+                f"a training goes on with the gradient of {node.op} that its "
+                f"default options have; received {node.name!r} with "
+                f"{key}={value!r}, which the losses of mgpu have not. Take "
+                "it out of the -symbol.json, and train with a loss that does "
+                f"what it did: {instead}.")
 
 
 # -- the optimiser ------------------------------------------------------------
 
-def _given(optimizer: Any, params: Mapping[str, Any] | None
-           ) -> tuple[Optimizer, int] | None:
-    """The optimiser of the caller, and its begin_num_update."""
+def _given(optimizer: Any, params: Mapping[str, Any] | None, schedule: Any
+           ) -> tuple[_Given | None, Any]:
+    """The optimiser of the caller, and its schedule."""
     options = dict(by_name("optimizer_params", params))
-    begin = options.pop("begin_num_update", 0)
     if optimizer is None:
-        if params:
+        if options:
             raise ValueError("optimizer_params go with an optimiser's name; "
-                             f"received {sorted(params)} without.")
-        return None
-    if isinstance(optimizer, Optimizer):
-        return optimizer, begin
-    return optimizers.create(optimizer, **options), begin
+                             f"received {sorted(options)} without.")
+        return None, schedule
+    begin = integer("begin_num_update", options.pop("begin_num_update"), 0) \
+        if "begin_num_update" in options else None
+    scale = number("rescale_grad", options.pop("rescale_grad")) \
+        if "rescale_grad" in options else None
+    if options.get("lr_scheduler") is not None and schedule is not None:
+        raise ValueError("expected one lr_scheduler; received one as an "
+                         "argument and one in optimizer_params. Give one of "
+                         "them.")
+    schedule = options.pop("lr_scheduler", None) or schedule
+    for key in ("multi_precision", "lazy_update"):  # the states show them
+        options.pop(key, None)
+    named = not isinstance(optimizer, Optimizer)
+    if not named and options:
+        raise ValueError("optimizer_params go with an optimiser's name; "
+                         f"received {sorted(options)} with an Optimizer "
+                         "object.")
+    if named:
+        name = str(optimizer).lower()
+        optimizer = optimizers.create(name, **_limits(name, options))
+        if "learning_rate" not in options and name not in _OWN_RATE \
+                and hasattr(schedule, "base_lr"):
+            optimizer.learning_rate = schedule.base_lr
+    return _Given(optimizer, named, begin, scale), schedule
+
+
+def _limits(family: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with the limits as MXNet's kernels read them: 0 and less are
+    none."""
+    return {key: None if family in COMPILED and key in (
+        "clip_gradient", "clip_weights") and is_number(x) and x <= 0 else x
+        for key, x in options.items()}
+
+
+@contextlib.contextmanager
+def _naming(states: FilePath) -> Iterator[None]:
+    """Errors of Python's, where something in the file is of another kind, as
+    one that names it."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        why = f"no {error}" if isinstance(error, KeyError) else error
+        raise ValueError(
+            "expected the states of an optimiser of MXNet 1.9.1; "
+            f"{os.fspath(states)!r} has others, or is damaged ({why}). Use a "
+            "whole file.") from error
 
 
 def _family(record: Record) -> str:
@@ -212,7 +317,7 @@ def _optimizer(record: Record, schedule: Any) -> Optimizer:
         key = _OPTIONS.get((family, field.name), field.name)
         if field.name == "learning_rate":
             rate = getattr(schedule, "base_lr", None)
-            options[field.name] = state.get("lr") if rate is None else rate
+            options[field.name] = state["lr"] if rate is None else rate
             if options[field.name] is None:     # a schedule without a base
                 del options[field.name]
         elif key in state:
@@ -222,7 +327,13 @@ def _optimizer(record: Record, schedule: Any) -> Optimizer:
                 "the states hold the options of the optimiser; received "
                 f"{record.kind} without {key}. Was it of another version of "
                 "MXNet? Save it with 1.9.1.")
-    return kind(**options)
+    try:
+        return kind(**_limits(family, options))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the options in the file of states: {error} The "
+                         "optimiser cannot go on with it: set it to one of "
+                         "these in MXNet, and save the states again."
+                         ) from error
 
 
 # -- its schedule -------------------------------------------------------------
@@ -237,10 +348,11 @@ _CURVES = {"FactorScheduler": ("step", "factor", "stop_factor_lr"),
            "CosineScheduler": ("max_update", "final_lr")}
 
 
-def _schedule(record: Any, rate: Any, done: int) -> Any:
+def _schedule(record: Any, rate: Any, done: int, asked: bool) -> Any:
     """MXNet's schedule after `done` updates, as a function of their number.
     `rate`: the learning rate that the optimiser was given, or None, which has
-    taken the place of the schedule's."""
+    taken the place of the schedule's. `asked`: whether it was asked for the
+    rate of an update; `done` may be begin_num_update alone."""
     name = name_in("lr_scheduler", record)
     if name not in _SCHEDULES:
         raise NotImplementedError(
@@ -249,8 +361,8 @@ def _schedule(record: Any, rate: Any, done: int) -> Any:
             f"{getattr(record, 'kind', type(record).__name__)}. Pass "
             "lr_scheduler=, a function of the number of the update.")
     state = record.state
-    options = {key: state[key] for key in (*_CURVES[name], *_WARMUP)
-               if key in state}
+    options = {key: state[key] for key in (
+        *_CURVES[name], *(_WARMUP if "warmup_final_lr" in state else ()))}
     if "power" in state:
         options["pwr"] = state["power"]
     began = state.get("warmup_final_lr", state["base_lr"]
@@ -261,8 +373,8 @@ def _schedule(record: Any, rate: Any, done: int) -> Any:
     if not isinstance(own, (schedules.PolyScheduler,
                             schedules.CosineScheduler)):
         own.base_lr = began if rate is None else rate
-        expected = own.base_lr if done < own.warmup_steps \
-            else own.after_warmup(done)
+        expected = own.base_lr if done < own.warmup_steps or not asked \
+            and state["base_lr"] == own.base_lr else own.after_warmup(done)
     elif done > own.max_update:     # the last value stays
         expected = own.after_warmup(done)
     else:
@@ -278,9 +390,8 @@ def _schedule(record: Any, rate: Any, done: int) -> Any:
 # -- what is in the files -----------------------------------------------------
 
 def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
-          order: str | Sequence[str] | None,
-          given: tuple[Optimizer, int] | None, schedule: Any,
-          batch_size: float | None) -> _Saved:
+          order: str | Sequence[str] | None, given: _Given | None,
+          schedule: Any, batch_size: float | None) -> _Saved:
     record = file.optimizer
     if (record is None) == (given is None):
         raise ValueError(
@@ -288,22 +399,37 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
             "optimizer= out." if record is not None else
             "Module.save_optimizer_states keeps no options; received a file "
             "without an optimiser. Pass optimizer= and optimizer_params= as "
-            "they were, with begin_num_update.")
+            "the Module was given them, with begin_num_update, the updates "
+            "so far.")
     shapes = {name: x.shape for name, x in arrays.items()}
     product, notes = 1.0, list[str]()
     if record is None:
         assert given is not None
-        rule, begin = given
+        rule, begin = given.optimizer, given.begin or 0
         number, counts = begin, dict.fromkeys(file.states, begin)
-        keys = Order(file, counts, graph, shapes).of_module(
-            order)
-        if schedule is not None and hasattr(schedule, "base_lr"):
-            rule.learning_rate = schedule.base_lr
+        orders = Order(file, counts, graph, shapes)
+        keys = orders.of_module(order)
+        scale = given.scale
+        if scale is not None:
+            if batch_size is None:
+                raise ValueError(
+                    "a Module divides by its batch where it has no "
+                    f"rescale_grad; received rescale_grad={scale!r} in "
+                    "optimizer_params. Pass batch_size=, the rows of its "
+                    "batch, too.")
+            notes.append(_divisor(scale, batch_size))
+        elif batch_size is not None:
+            scale = 1 / check_batch_size(batch_size)
+        if given.begin is None:
+            notes.append(
+                "the counts of updates begin at 0, as where MXNet loads such "
+                "states: pass the updates so far as begin_num_update in "
+                "optimizer_params where a schedule or a correction of Adam's "
+                "goes on")
     else:
         state = record.state
-        begin, number = state.get("begin_num_update", 0), state["num_update"]
-        _family(record)
-        counts = _counts(record, notes)
+        begin, number = state["begin_num_update"], state["num_update"]
+        family, counts = _family(record), _counts(record, notes)
         if counts.keys() != file.states.keys() or not all(
                 begin < t <= number for t in counts.values()):
             raise ValueError(
@@ -311,13 +437,15 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
                 f"{len(file.states)} states with the counts "
                 f"{sorted({*counts.values()})}, begin_num_update {begin} and "
                 f"num_update {number}. Use a whole file.")
-        if schedule is None and state.get("lr_scheduler") is not None:
-            schedule = _schedule(state["lr_scheduler"], state.get("lr"),
-                                 number)
+        if schedule is None and state["lr_scheduler"] is not None:
+            schedule = _schedule(state["lr_scheduler"], state["lr"],
+                                 number, bool(counts))
         rule = _optimizer(record, schedule)
         product = state.get("m_schedule", product)
-        keys = Order(file, counts, graph, shapes).of_trainer(order)
-        notes.append(_divisor(state.get("rescale_grad", 1.0), batch_size))
+        orders = Order(file, counts, graph, shapes, family == "nadam")
+        keys = orders.of_trainer(order)
+        scale = state["rescale_grad"]
+        notes.append(_divisor(scale, batch_size))
     slots, copies = {}, {}
     for name, key in keys.items():
         found, copy = _parted(rule, file.states[key], arrays[name], name)
@@ -328,10 +456,9 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
         notes.append(f"{len(copies)} parameters are the float32 copies that "
                      "multi_precision keeps of float16 ones; the network is "
                      "float32")
-    ordered = sorted(keys, key=keys.__getitem__) if record else list(keys)
     return _Saved(rule, schedule, number, begin, {
         name: counts[key] for name, key in keys.items()}, slots, copies,
-        tuple(ordered), float(product), record is None, notes)
+        tuple(orders.updates), float(product), scale, given, notes)
 
 
 def _divisor(scale: float, batch_size: float | None) -> str:
@@ -342,18 +469,18 @@ def _divisor(scale: float, batch_size: float | None) -> str:
         own = scale * check_batch_size(batch_size)
         return (f"the last step divided the sum of the gradients by "
                 f"{batch_size:g}" + ("" if abs(own - 1) < 1e-9 else
-                f" and multiplied it by {own:g}, the trainer's rescale_grad, "
-                f"which mgpu's has not: multiply each loss by {own:g} (not "
-                "where it undid a loss scale)"))
+                f" and multiplied it by {own:g}, a rescale_grad that mgpu's "
+                f"trainer has not: multiply each loss by {own:g} (not where "
+                "it undid a loss scale)"))
     if rows < 1 or abs(rows - round(rows)) > 1e-9 * rows:
         raise ValueError(
-            "Gluon's step divides the sum of the gradients by the rows of a "
-            f"batch; received states whose last step multiplied it by "
-            f"{scale!r}, so the trainer had a rescale_grad of its own. Pass "
-            "batch_size=, what that step was given.")
+            "a step divides the sum of the gradients by the rows of a "
+            f"batch; received a last one that multiplied it by {scale!r}, "
+            "which has a rescale_grad in it. Pass batch_size=, the rows of "
+            "that step.")
     return (f"the last step divided the sum of the gradients by {rows:.10g}. "
-            "If that is not the batch size of that time, the trainer had a "
-            "rescale_grad of its own: pass batch_size=")
+            "If that is not the batch size of that time, there was a "
+            "rescale_grad besides: pass batch_size=")
 
 
 def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
@@ -377,7 +504,8 @@ def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
                 "that share one and moved it in turn, so their weights "
                 "differ. Train on one device, or on the key-value store.")
         notes.append(f"it was trained on {len(devices)} devices; the state "
-                     "is that of the first")
+                     "is that of the first (with kvstore=None each had its "
+                     "own weights, and nothing goes on from their mean)")
     return counts
 
 
@@ -398,6 +526,8 @@ def _parted(rule: Optimizer, state: Any, weight: np.ndarray, name: str
                     f"received {name!r} with another one in the states. Use "
                     "files of one moment.")
     found, names = tuple(leaves(state)), rule.slots()
+    if len(found) == 1 and not names and rule.family in _STATE_FIRST:
+        found = ()      # a velocity that counts 0: the momentum was set to it
     if len(found) != len(names):
         raise ValueError(
             f"{rule!r} keeps {', '.join(names) or 'nothing'} of a parameter; "
@@ -427,13 +557,28 @@ def _multipliers(saved: _Saved, graph: Graph, own: Mapping[str, str],
             continue
         if f"__{what}__" in node.marks:
             found[key] = float(node.marks[f"__{what}__"])
-        elif what == "wd_mult" and saved.of_module \
+        elif what == "wd_mult" and saved.module \
                 and not node.name.endswith(("_weight", "_gamma")):
             found[key] = 0.0
-    others = [f"{key}: {x:g}" for key, x in found.items() if x != 1]
+    given = _by_own_name(what, given, own)
+    others = {key: x for key, x in found.items() if x != 1}
+    if saved.module:        # which may have been given an object
+        others = {key: x for key, x in others.items() if key not in given
+                  and (what == "lr_mult" or saved.optimizer.wd)}
+        if others and not saved.module.by_name:
+            raise ValueError(
+                f"Module gives {what} to an optimiser that it makes by name, "
+                "and none to an object of MXNet's; received an Optimizer and "
+                f"no {what} for {', '.join(others)}. Pass the optimiser by "
+                f"name, or {what}= with an entry for each: 1 if the Module "
+                f"had an object, else {others}.")
     if others:
-        saved.notes.append(f"{what} as in the graph: {', '.join(others)}")
-    return found | _by_own_name(what, given, own)
+        where = (f"as Module gives it to an optimiser by name; if it had an "
+                 f"object, pass {what}= with 1 for each"
+                 if saved.module else "as in the graph")
+        each = ", ".join(f"{key}: {x:g}" for key, x in others.items())
+        saved.notes.append(f"{what} {where}: {each}")
+    return found | given
 
 
 def _freeze(saved: _Saved, known: Mapping[str, Parameter],
@@ -474,14 +619,16 @@ def _check_rates(saved: _Saved, known: Mapping[str, Parameter],
     """MXNet asks the schedule at each parameter, with the largest count so
     far: those with fewer updates get the rate of the update before where
     none with more stands before them."""
-    trained = [name for name in saved.order
-               if known[own[name]].grad_req != "null"]
-    if trained and saved.counts[trained[0]] < max(saved.counts.values()):
+    counts = [(name, saved.counts.get(name, saved.begin))
+              for name in saved.order if own.get(name) in known
+              and known[own[name]].grad_req != "null"]
+    if counts and counts[0][1] < max(t for _, t in counts):
+        first, count = counts[0]
         raise ValueError(
             "a schedule gives every parameter the rate of one update; "
-            f"received {trained[0]}, the first that MXNet updates, with "
-            f"fewer updates ({saved.counts[trained[0]]}) than others, to "
-            "which MXNet would give the rate of the update before. Pass "
+            f"received {first}, the first that MXNet updates, with fewer "
+            f"updates ({count}) than others, to which MXNet would give the "
+            "rate of the update before. Pass "
             "lr_scheduler=, whose rates count for all.")
 
 
@@ -502,27 +649,36 @@ def _states(saved: _Saved, known: Mapping[str, Parameter],
                          saved.optimizer.learning_rate, counts, slots)
 
 
-def _remarks(trainer: Trainer) -> Iterator[str]:
-    """What is true of every file."""
+def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
+    """What is true of every file. `scale`: of the gradients of a step."""
     replicas, rule = trainer.replicas, trainer.optimizer
     moving = [p.name for p in replicas.buffers() if p.kind in STATISTICS]
     if moving:
         yield (f"the {len(moving)} running statistics are those of the file "
                "on every device; export writes the mean over the devices "
                "that it trained on")
-    if rule.family in COMPILED and any(
-            p.dtype == "float64" for p in replicas.params()):
-        options = {field.name: getattr(rule, field.name)
-                   for field in fields(rule)}
-        options["learning_rate"] = trainer.rate(trainer.num_update + 1)
-        if isinstance(rule, Adam):
-            t = trainer.num_update + 1
-            options[f"the corrected rate of update {t}"] = \
-                options["learning_rate"] * math.sqrt(1 - rule.beta2 ** t) / (
-                    1 - rule.beta1 ** t)
-        off = [f"{name}={x!r} by {abs(np.float32(x) / x - 1):.1e}"
-               for name, x in options.items()
-               if isinstance(x, float) and x and np.float32(x) != x]
-        if off:
-            yield ("MXNet reads options as float32, here they are double; "
-                   f"relative difference: {', '.join(off)}")
+    if rule.family not in COMPILED or all(
+            p.dtype != "float64" for p in replicas.params()):
+        return
+    t, options = trainer.num_update + 1, {
+        field.name: getattr(rule, field.name) for field in fields(rule)}
+    options["learning_rate"] = trainer.rate(t)
+    options["rescale_grad"] = scale
+    if isinstance(rule, Adam):
+        options[f"the corrected rate of update {t}"] = \
+            options["learning_rate"] * math.sqrt(1 - rule.beta2 ** t) / (
+                1 - rule.beta1 ** t)
+    off: dict[str, float] = {}
+    for name, x in options.items():
+        if isinstance(x, float) and x and math.isfinite(x):
+            with np.errstate(over="ignore"):
+                error = abs(float(np.float32(x)) - x)
+            off[f"{name}={x!r}"] = error / abs(x)
+            if isinstance(rule, (Adam, RMSProp)) and x != 1 \
+                    and name in ("beta1", "beta2", "gamma1"):
+                off[f"1 - {name}"] = error / abs(1 - x)     # new shares
+    each = [f"{name} by {x:.1e}" for name, x in off.items() if x]
+    if each:
+        yield ("MXNet reads options as float32, here they are double; "
+               f"relative difference: {', '.join(each)}. So a step differs "
+               f"by up to about {sum(off.values()):.1e} of what it moves")

@@ -31,6 +31,8 @@ import numpy as np
 from mgpu.files import FilePath, npy_members, part_of, path_of
 
 _LIST = 0x112
+#: how a file begins
+MAGIC = struct.pack("<QQ", _LIST, 0)
 _V1, _V2, _V3 = 0xF993FAC8, 0xF993FAC9, 0xF993FACA
 _DTYPES = [np.dtype(name).newbyteorder("<") for name in (
     "float32", "float64", "float16", "uint8", "int32", "int8", "int64",
@@ -118,6 +120,10 @@ def load_params(path: FilePath) -> dict[str, Array] | list[Array]:
         If it cannot be opened.
     """
     path = path_of(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UnreadableParams(
+            f"expected a file of MXNet's arrays; received {path!r}, which is "
+            "no ordinary file. Copy it to one.")
     with open(path, "rb") as file:
         if file.read(4) in (b"PK\x03\x04", b"PK\x05\x06"):
             return _load_zip(file, path)
@@ -158,6 +164,11 @@ def save_params(path: FilePath, arrays: Mapping[str, Array] | Sequence[Array],
         If MXNet has no such array or name. Nothing is written.
     """
     named = isinstance(arrays, Mapping)
+    if isinstance(arrays, (str, np.ndarray, RowSparse, CSR)) \
+            or not hasattr(arrays, "__iter__"):
+        raise TypeError("a file holds arrays in a dict or a list; received "
+                        f"{type(arrays).__name__}. Pass for example "
+                        "{'weight': array}, or [array].")
     names = list(arrays) if isinstance(arrays, Mapping) else []
     every = list(arrays.values() if isinstance(arrays, Mapping) else arrays)
     for name in names:
@@ -167,6 +178,10 @@ def save_params(path: FilePath, arrays: Mapping[str, Array] | Sequence[Array],
         if "\0" in name:
             raise ValueError("MXNet ends a name at its first zero character; "
                              f"received {name!r}. Take another name.")
+        if any("\ud800" <= x <= "\udfff" for x in name):
+            raise ValueError("a name is written in UTF-8, which has no lone "
+                             f"surrogates; received {name!r}. Take another "
+                             "name.")
     keys: Sequence[str | int] = names if named else range(len(every))
     for key, x in zip(keys, every):
         _check(key, x)
@@ -199,13 +214,18 @@ def _check(key: str | int, x: Any) -> None:
     """TypeError, ValueError for what MXNet's files cannot hold."""
     sparse = isinstance(x, (RowSparse, CSR))
     values = x.data if sparse else x
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError("MXNet's arrays have no masks; received a masked "
+                        f"array for {key!r}. Pass its .filled() or its .data.")
     if not isinstance(values, np.ndarray) or _code(values.dtype) is None:
-        kind = values.dtype if isinstance(values, np.ndarray) \
-            else type(values).__name__
+        array = isinstance(values, np.ndarray)
+        kind = values.dtype if array else f"an object {type(values).__name__}"
         raise TypeError(
             "MXNet's files hold NumPy arrays of "
             f"{', '.join(d.name for d in _DTYPES)}; received {kind} for "
-            f"{key!r}. Convert it first, for example with .astype.")
+            f"{key!r}. Convert it first, "
+            + ("for example with .astype." if array else
+               "with numpy.asarray, or an engine's array with mgpu.to_numpy."))
     fault = _fault(x) if sparse else ""
     if values.ndim > _DIMENSIONS:
         fault = f"an array has {values.ndim} dimensions"

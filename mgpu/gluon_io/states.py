@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from mgpu.files import FilePath, path_of
-from mgpu.gluon_io.params import Array, UnreadableParams, read_array
+from mgpu.gluon_io.params import MAGIC, Array, UnreadableParams, read_array
 
 
 class Record:
@@ -114,6 +114,10 @@ def load_trainer_states(path: FilePath) -> TrainerStates:
     # A pickle that is damaged raises anything.
     except Exception as error:
         why = str(error)[:200] or "it ends too soon"
+        if isinstance(error, KeyError):     # of the table of codes
+            why = f"no pickle has the code {why}"
+        if data.startswith(MAGIC):
+            why = "it holds arrays by name: see load_params"
         raise UnreadableParams(
             "expected what Trainer.save_states of Gluon writes; "
             f"{path!r} is not that, or is damaged ({why}). Use a whole "

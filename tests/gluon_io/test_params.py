@@ -323,12 +323,16 @@ def test_a_sparse_array_whose_indices_are_not_in_it(path, whole, fields):
 
 @pytest.mark.parametrize("arrays, error, why", [
     ([np.ones(2, "int16")], TypeError, "received int16 for 0"),
-    ({"w": [1, 2]}, TypeError, "received list for 'w'"),
-    ({"w": None}, TypeError, "received NoneType for 'w'"),
+    ({"w": [1, 2]}, TypeError, "an object list for 'w'.*numpy.asarray"),
+    ({"w": None}, TypeError, "received an object NoneType for 'w'"),
+    ({"w": np.float32(3)}, TypeError, "an object float32 for 'w'"),
+    ({"w": np.ma.array([1., 2.], mask=[0, 1])}, TypeError, "have no masks"),
+    (np.ones(2), TypeError, "in a dict or a list; received ndarray"),
+    (None, TypeError, "in a dict or a list; received NoneType"),
     ({"w": np.array(["a"])}, TypeError, "received <U1 for 'w'"),
     ({1: np.ones(2)}, TypeError, "texts; received 1"),
     ({"a\0": np.ones(2)}, ValueError, "zero character"),
-    ({"\ud800": np.ones(2)}, UnicodeEncodeError, "surrogates"),
+    ({"\ud800": np.ones(2)}, ValueError, "no lone surrogates"),
     ({"a": np.ones((0, 2)), **SPARSE}, ValueError, "'a' and 'rows'"),
 ])
 def test_what_is_not_written(path, arrays, error, why):
@@ -380,6 +384,16 @@ def npy(x, shape=None):
         str(x.shape).encode(), shape)
 
 
+def sized(data, compressed=None, uncompressed=None):
+    """Another size in the list of the entries, which is at the end."""
+    at = data.index(b"PK\x01\x02") + 20
+    for size in (compressed, uncompressed):
+        if size is not None:
+            data = data[:at] + struct.pack("<I", size) + data[at + 4:]
+        at += 4
+    return data
+
+
 @pytest.mark.parametrize("data, why", [
     (zipped([("a.npy", npy(np.ones(1))), ("a", npy(np.ones(1)))]),
      "there twice"),
@@ -390,6 +404,9 @@ def npy(x, shape=None):
     (zipped([("a.npy", npy(np.array(["a"])))]), "no array of numbers"),
     (zipped([("a.txt", b"text")]), "magic"),
     (zipped([("a.npy", npy(np.ones(3)))])[:-30], "zip"),
+    (sized(zipped([("a.npy", npy(np.ones(3)))]), 2 ** 30), "larger than it"),
+    (sized(zipped([("a.npy", npy(np.ones(3)) + bytes(2 ** 24))],
+                  zipfile.ZIP_DEFLATED), uncompressed=152), "CRC"),
     (zipped([("a.npy", npy(np.ones(3)))]).replace(b"\xf0?", b"\xf1?", 1),
      "CRC"),
 ], ids=reason)
@@ -399,6 +416,9 @@ def test_a_zip_that_is_refused(path, data, why):
 
 
 def test_paths(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UnreadableParams, match="no ordinary file"):
+        load_params(tmp_path / "pipe")
     with pytest.raises(FileNotFoundError):
         load_params(tmp_path / "no.params")
     with pytest.raises(TypeError, match="a path names a file"):

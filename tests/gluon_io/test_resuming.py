@@ -14,7 +14,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import relative_difference
-from mgpu.gluon_io import load_params, load_trainer_states
+from mgpu.gluon_io import load_params, load_trainer_states, save_params
 
 from .mutations import FILES
 
@@ -74,6 +74,15 @@ def alike(count=11):
     return net
 
 
+def distinct():
+    """No two parameters of one shape."""
+    from mxnet.gluon import nn
+    net = nn.HybridSequential(prefix="distinct_")
+    with net.name_scope():
+        net.add(nn.Dense(5, activation="tanh"), nn.Dense(3))
+    return net
+
+
 def resnet18():
     from mxnet.gluon.model_zoo import vision
     return vision.resnet18_v1(classes=3, thumbnail=True)
@@ -91,8 +100,22 @@ def lstm():
 NETWORKS = {"small": (small, (8, 2, 6, 6)), "mlp": (mlp, (8, 6)),
             "alike": (alike, (8, 6)),
             "few": (functools.partial(alike, 5), (8, 6)),
-            "lstm": (lstm, (8, 6, 3)),
+            "distinct": (distinct, (8, 6)), "lstm": (lstm, (8, 6, 3)),
             "resnet18": (resnet18, (2, 3, 16, 16))}
+
+
+#: what a trainer is given of the parameters of a network
+GIVEN = {
+    "sorted": lambda every, net: every,
+    "list": lambda every, net: list(every.values()),
+    "reversed": lambda every, net: list(every.values())[::-1],
+    "head first": lambda every, net: [
+        *net[-1].collect_params().values(),
+        *(p for block in net._children.values() if block is not net[-1]
+          for p in block.collect_params().values())],
+    "attributes": lambda every, net: {
+        f"{9 - int(name[0])}{name[1:]}": p for name, p in
+        net._collect_params_with_prefix().items()}}
 
 
 class Training:
@@ -100,7 +123,7 @@ class Training:
     norm."""
 
     def __init__(self, folder, network="small", optimizer="sgd-momentum",
-                 sorted_names=True, part=None, contexts=1, store=None,
+                 given="sorted", part=None, contexts=1, store=None,
                  **options):
         import mxnet as mx
         make, shape = NETWORKS[network]
@@ -121,11 +144,12 @@ class Training:
         if part is not None:
             every = self.net[part].collect_params()
         self.trainer = mx.gluon.Trainer(
-            every if sorted_names else list(every.values()),
+            GIVEN[given](every, self.net),
             optimizer.partition("-")[0],
             {**OPTIMIZERS[optimizer], **options},
             kvstore=None if contexts == 1 else "device",
             update_on_kvstore=store)
+        self.order = [p.name for p in self.trainer._params]
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         self.trainer._init_kvstore()
         store = self.trainer._kvstore if self.trainer._update_on_kvstore \
@@ -204,9 +228,15 @@ def one_step(training, resumed):
                      mgpu.losses.SoftmaxCrossEntropyLoss(), resumed.trainer)
 
 
+def go_on(files, **options):
+    """As of a trainer that was given the whole dictionary."""
+    return mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
+                                  **{"order": "sorted", **options})
+
+
 def lock_step(training, steps, devices, **options):
     """The largest difference after a step of both from MXNet's files."""
-    worst = 0.0
+    worst, options = 0.0, {"order": "sorted", **options}
     for _ in range(steps):
         with mgpu.using_backend("mxnet"):
             files = training.save()
@@ -226,6 +256,39 @@ def test_every_optimizer_goes_on(training, optimizer):
     with mgpu.using_backend("mxnet"):
         one.step(3)
     assert lock_step(one, 3, [mgpu.cpu(0)]) < 1e-10
+
+
+#: whose kernels clip where the limit is above 0
+CLIPPED = [name for name in OPTIMIZERS if name.partition("-")[0] in (
+    "sgd", "nag", "adam", "rmsprop", "ftrl", "signum")]
+
+
+@live
+@pytest.mark.parametrize("limit", [0, -1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_limit_that_is_none(training, optimizer, limit):
+    """MXNet's kernels do not clip at it; what it computes in Python does, to
+    nothing or to the limit itself, and is refused."""
+    one = training("small", optimizer, clip_gradient=limit, **(
+        {"clip_weights": limit} if "rmsprop" in optimizer else {}))
+    with mgpu.using_backend("mxnet"):
+        one.step(2)
+    if optimizer in CLIPPED:
+        assert lock_step(one, 1, [mgpu.cpu(0)]) < 1e-10
+        return
+    with pytest.raises(ValueError, match="the options in the file of states: "
+                       f"clip_gradient must be .*received {limit}"):
+        lock_step(one, 1, [mgpu.cpu(0)])
+
+
+@live
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "nag"])
+def test_a_momentum_that_was_set_to_0(training, optimizer):
+    one = training("small", optimizer)
+    with mgpu.using_backend("mxnet"):
+        one.step(2)
+        one.trainer._optimizer.momentum = 0.0
+    assert lock_step(one, 2, [mgpu.cpu(0)]) < 1e-10
 
 
 @live
@@ -293,7 +356,7 @@ def test_copies_of_float16_parameters(tmp_path, optimizer):
         expected = {p.name: trainer._updaters[0].states[i][at].asnumpy()
                     for i, p in enumerate(trainer._params)}
     with mgpu.using_backend("torch"):
-        resumed = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        resumed = go_on(files)
         before = values_of(resumed.replicas)
         mgpu.train_batch(
             x.astype("float32"), y.astype("float32"), resumed.replicas,
@@ -316,7 +379,7 @@ def test_it_goes_on_alone(training, tmp_path):
         one.step(4)
         expected = one.values()
     with mgpu.using_backend("torch"):
-        resumed = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        resumed = go_on(files)
         for _ in range(4):
             one_step(one, resumed)
         assert difference(resumed.replicas, expected) < 1e-9
@@ -334,7 +397,7 @@ def test_nadam_on_devices_in_turn_is_refused(training):
         files = one.save()
     with mgpu.using_backend("torch"), pytest.raises(
             ValueError, match="states of 2 devices"):
-        mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        go_on(files)
 
 
 @live
@@ -342,7 +405,7 @@ def test_on_mxnet_itself(training):
     one = training("small", "adam")
     with mgpu.using_backend("mxnet"):
         one.step(3)
-        resumed = mgpu.resume_from_gluon(*one.save(), [mgpu.cpu(0)])
+        resumed = go_on(one.save())
         one.step()
         one_step(one, resumed)
         assert difference(resumed.replicas, one.values()) < 1e-10
@@ -370,23 +433,89 @@ def test_schedules_go_on(training, name, arguments, options):
         files = one.save()
         expected = [schedule(n) for n in range(4, 12)]
     with mgpu.using_backend("torch"):
-        trainer = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)]).trainer
+        trainer = go_on(files).trainer
         assert [trainer.rate(n) for n in range(4, 12)] == expected
+
+
+@live
+@pytest.mark.parametrize("name, step", [("FactorScheduler", 3),
+                                        ("MultiFactorScheduler", [4, 11])])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_schedule_before_the_first_update(training, name, step, asked):
+    """With begin_num_update; whether somebody has looked at the rate or
+    not."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        schedule = getattr(mx.lr_scheduler, name)(step, 0.5, base_lr=0.125)
+    one = training("small", "sgd", lr_scheduler=schedule, learning_rate=None,
+                   begin_num_update=10)
+    with mgpu.using_backend("mxnet"):
+        one.trainer._updaters[0].states.clear()
+        if asked:
+            assert one.trainer.learning_rate < 0.125
+        files = one.save()
+    with mgpu.using_backend("torch"):
+        trainer = go_on(files).trainer
+        assert [trainer.rate(n) for n in range(11, 15)] == [
+            schedule(n) for n in range(11, 15)]
 
 
 # -- what the files do not say ------------------------------------------------
 
 @live
-def test_a_list_is_refused_or_given(training):
-    """Where a trainer has the parameters as they are made, not sorted."""
-    one = training("small", sorted_names=False)
+@pytest.mark.parametrize("network", ["small", "few"])
+@pytest.mark.parametrize("given", GIVEN)
+def test_an_order_that_shapes_do_not_decide(training, network, given):
+    """Refused, whether the sorted names fit or not; right where it is
+    said."""
+    one = training(network, given=given)
     with mgpu.using_backend("mxnet"):
         one.step(3)
         files = one.save()
-    with mgpu.using_backend("torch"), pytest.raises(
-            ValueError, match="do not fit the sorted names: number"):
-        mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
-    assert lock_step(one, 1, [mgpu.cpu(0)], order=one.list) < 1e-10
+    fit = network == "few" or given in ("sorted", "attributes")
+    with mgpu.using_backend("torch"):
+        with pytest.raises(ValueError, match="whose shapes do not decide" + (
+                ".*Pass order='sorted' for" if fit else
+                ".*They do not fit the sorted names: number")):
+            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        if not fit:
+            with pytest.raises(ValueError, match="not fit the sorted names"):
+                mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], order="sorted")
+    assert lock_step(one, 1, [mgpu.cpu(0)], order=one.order) < 1e-10
+
+
+@live
+@pytest.mark.parametrize("optimizer", ["sgd-momentum", "nadam"])
+@pytest.mark.parametrize("given", GIVEN)
+def test_an_order_that_shapes_decide(training, given, optimizer):
+    one = training("distinct", optimizer, given=given)
+    with mgpu.using_backend("mxnet"):
+        one.step(3)
+    assert lock_step(one, 2, [mgpu.cpu(0)], order=None) < 1e-10
+
+
+@live
+def test_states_that_are_all_the_same_need_no_order(training):
+    """Those of sgd, which are none; but in Nadam's place something moves."""
+    one = training("few", "sgd", given="reversed")
+    with mgpu.using_backend("mxnet"):
+        one.step(3)
+    assert lock_step(one, 1, [mgpu.cpu(0)], order=None) < 1e-10
+    for given, order in (("reversed", None), ("sorted", "sorted"),
+                         ("reversed", ())):
+        one = training("few", "nadam", given=given)
+        order = one.order if order == () else order
+        with mgpu.using_backend("mxnet"):
+            for updater in one.trainer._updaters:
+                updater.states.clear()
+        if order is None:
+            with mgpu.using_backend("mxnet"):
+                files = one.save()
+            with mgpu.using_backend("torch"), pytest.raises(
+                    ValueError, match="depends on those before it"):
+                mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        else:
+            assert lock_step(one, 1, [mgpu.cpu(0)], order=order) < 1e-10
 
 
 @live
@@ -403,14 +532,12 @@ def test_another_order_is_another_training(training):
 
 
 @live
-def test_shapes_that_do_not_decide_are_refused(training):
+def test_an_order_that_is_too_short_is_refused(training):
     one = training("alike")
     with mgpu.using_backend("mxnet"):
         one.step(2)
         files = one.save()
     with mgpu.using_backend("torch"):
-        with pytest.raises(ValueError, match="shapes do not decide"):
-            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
         with pytest.raises(ValueError, match="no parameter 10"):
             mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
                                    order=sorted(one.list)[:-1])
@@ -429,7 +556,7 @@ def test_a_trainer_of_a_part(training, first, last, optimizer):
         one.step(2)
         files = one.save()
     with mgpu.using_backend("torch"):
-        with pytest.raises(ValueError, match="given a part of them"):
+        with pytest.raises(ValueError, match="shapes do not decide"):
             mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
         with pytest.raises(ValueError, match="not in the graph"):
             mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
@@ -442,7 +569,7 @@ def test_a_trainer_of_a_part(training, first, last, optimizer):
 
 @live
 def test_a_head_that_is_trained_alone(training):
-    """Nothing else can be meant where the last one of all has a state."""
+    """The rest is frozen, if the trainer was given the whole dictionary."""
     one = training("mlp")
     with mgpu.using_backend("mxnet"):
         for name in one.list:
@@ -468,7 +595,7 @@ def test_what_was_frozen_for_a_time(training, now):
         files = one.save()
     with mgpu.using_backend("torch"), pytest.raises(
             ValueError, match=f"1 with fewer: {name} .1.*Pass grad_req="):
-        mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+        go_on(files)
     assert lock_step(one, 2, [mgpu.cpu(0)], grad_req={name: now}) < 1e-10
 
 
@@ -495,8 +622,8 @@ def test_a_schedule_at_what_was_frozen(training, optimizer):
             assert lock_step(one, 1, [mgpu.cpu(0)], **options) < 1e-10
     with mgpu.using_backend("torch"):
         with pytest.raises(ValueError, match=f"received {first}, the first"):
-            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], **options)
-        mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], **options,
+            go_on(files, **options)
+        go_on(files, **options,
                                lr_scheduler=lambda n: 0.125)
 
 
@@ -512,12 +639,12 @@ def test_a_factor_of_gradients(training, scale, rows):
     with mgpu.using_backend("torch"):
         if rows is None:
             with pytest.raises(ValueError, match="Pass batch_size="):
-                mgpu.resume_from_gluon(*files, [mgpu.cpu(0)])
+                go_on(files)
         else:
-            notes = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)]).notes
+            notes = go_on(files).notes
             assert [x for x in notes if f"divided the sum of the gradients by "
                     f"{rows}. If that is not" in x]
-        resumed = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], batch_size=8)
+        resumed = go_on(files, batch_size=8)
         assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
                      in x]) == (scale != 1)
         ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
@@ -536,8 +663,7 @@ def test_frozen_parameters_and_multipliers(training):
         one.step(3)
         files = one.save()
     with mgpu.using_backend("torch"):
-        replicas, trainer, notes = mgpu.resume_from_gluon(*files,
-                                                          [mgpu.cpu(0)])
+        replicas, trainer, notes = go_on(files)
         names = replicas.network.gluon_names()
         assert [names[p.name] for p in replicas.params()
                 if p.grad_req == "null"] == [frozen]
@@ -545,8 +671,7 @@ def test_frozen_parameters_and_multipliers(training):
         assert [x for x in notes if "lr_mult as in the graph" in x]
         assert [x for x in notes if "running statistics are those" in x]
         assert set(trainer.lr_mult.values()) == {1.0, 0.5}
-        again = mgpu.resume_from_gluon(
-            *files, [mgpu.cpu(0)], grad_req={frozen: "write"},
+        again = go_on(files, grad_req={frozen: "write"},
             lr_mult={frozen: 0.25})
         assert all(p.grad_req == "write" for p in again.replicas.params())
         assert set(again.trainer.lr_mult.values()) == {1.0, 0.5, 0.25}
@@ -554,64 +679,99 @@ def test_frozen_parameters_and_multipliers(training):
 
 
 @live
-def test_options_that_float32_does_not_hold_are_reported(training):
-    one = training("small", learning_rate=0.1)
+@pytest.mark.parametrize("optimizer, rows, options, named", [
+    ("sgd-momentum", 8, {"learning_rate": 0.1}, "learning_rate=0.1 by 1.5e-"),
+    ("sgd-momentum", 6, {}, "rescale_grad=0.16666666666666666 by 3.0e-08"),
+    ("adam", 8, {"learning_rate": 0.125}, "the corrected rate of update 4=0"),
+    ("adam", 8, {"beta2": 0.999}, "1 - beta2 by 1.3e-05"),
+    ("rmsprop", 8, {"gamma1": 0.9}, "1 - gamma1 by 2.4e-07"),
+    ("sgd-momentum", 8, {}, None), ("adagrad", 8, {"learning_rate": 0.1},
+                                    None)])
+def test_what_float32_does_not_hold_is_reported(training, optimizer, rows,
+                                                options, named):
+    """By how much a step differs: at most so much of what it moves."""
+    one = training("small", optimizer, **options)
+    one.x, one.y = one.x[:rows], one.y[:rows]
     with mgpu.using_backend("mxnet"):
         one.step(3)
-        files = one.save()
+        files, before = one.save(), one.values()
+        one.step()
     with mgpu.using_backend("torch"):
-        notes = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)]).notes
-        assert [x for x in notes if "learning_rate=0.1 by 1.5e-08" in x]
-    assert 1e-12 < lock_step(one, 1, [mgpu.cpu(0)]) < 1e-7
-
-
-@live
-def test_the_corrected_rate_of_adam_is_reported(training):
-    """float32 does not hold it even where it holds all options."""
-    one = training("small", "adam", learning_rate=0.125)
-    with mgpu.using_backend("mxnet"):
-        one.step(3)
-        files = one.save()
-    with mgpu.using_backend("torch"):
-        notes = mgpu.resume_from_gluon(*files, [mgpu.cpu(0)]).notes
-    off = [float(x.rpartition(" by ")[2]) for x in notes
-           if "the corrected rate of update 4" in x]
-    # The rate counts by what a step moves of a weight, at most 20 times it.
-    assert len(off) == 1 and 1e-11 < lock_step(
-        one, 1, [mgpu.cpu(0)]) < 20 * off[0]
+        resumed = go_on(files)
+        one_step(one, resumed)
+    notes = [x for x in resumed.notes if "as float32" in x]
+    off = max(np.abs(x - expected).max() / np.abs(expected - before[name]
+                                                  ).max()
+              for name, x in values_of(resumed.replicas).items()
+              for expected in [one.values()[name]] if "running" not in name)
+    if named is None:
+        assert not notes and off < 1e-10
+        return
+    assert named in notes[0]
+    told = float(notes[0].partition("up to about ")[2].partition(" ")[0])
+    assert told / 100 < off < 2 * told
 
 
 # -- a Module's ---------------------------------------------------------------
 
-def module(mx, folder, fixed=None, momentum=0.5):
+CROSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+
+
+def smooth(out, y):
+    import torch
+    rows = torch.full_like(out, 0.125 / 2)
+    rows[torch.arange(len(y)), y.long()] = 1 - 0.125
+    return rows
+
+
+def module(mx, folder, fixed=None, momentum=0.5, given="sgd", end=(),
+           dtype="float32", rate=0.125, **options):
     """A checkpoint of the symbol API after 3 steps, and a step more. The
     names of its weights, batches, and values then."""
     x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=5, name="fc1")
     x = mx.sym.Activation(x, act_type="tanh")
     x = mx.sym.FullyConnected(x, num_hidden=3, name="fc2")
-    x = mx.sym.SoftmaxOutput(x, name="softmax")
+    x = mx.sym.SoftmaxOutput(x, name="softmax", **dict(end))
     rng = np.random.default_rng(0)
     data, label = rng.normal(size=(8, 4)), rng.integers(0, 3, 8)
-    batch = mx.io.DataBatch([mx.nd.array(data)], [mx.nd.array(label)])
+    batch = mx.io.DataBatch([mx.nd.array(data, dtype=dtype)],
+                            [mx.nd.array(label, dtype=dtype)])
     mod = mx.mod.Module(x, context=[mx.cpu(0), mx.cpu(1)],
                         fixed_param_names=fixed)
-    mod.bind([("data", (8, 4))], [("softmax_label", (8,))])
+    mod.bind([mx.io.DataDesc("data", (8, 4), dtype)],
+             [mx.io.DataDesc("softmax_label", (8,), dtype)])
     mx.random.seed(0)
     mod.init_params(mx.init.Xavier())
-    mod.init_optimizer("local", "sgd", {"learning_rate": 0.125,
-                                       "momentum": momentum,
-                                       "wd": 2 ** -6})
+    options = {key: x for key, x in {
+        "learning_rate": rate, "wd": 2 ** -6, "momentum": momentum,
+        **options}.items() if x is not None}
+    mod.init_optimizer("local", given if isinstance(given, str)
+                       else given(rescale_grad=1 / 8, **options), options)
     for i in range(4):
         if i == 3:
             mod.save_checkpoint(str(folder / "net"), 10,
                                 save_optimizer_states=True)
-            predicted = mod.predict(mx.io.NDArrayIter(data, batch_size=8))
+            predicted = mod.predict(mx.io.NDArrayIter(
+                np.array(data, dtype), batch_size=8))
         mod.forward_backward(batch)
         mod.update()
     values = {name: x.asnumpy() for name, x in mod.get_params()[0].items()}
     return data, label, values, predicted.asnumpy(), [
         folder / name for name in ("net-symbol.json", "net-0010.params",
                                    "net-0010.states")]
+
+
+def goes_on(made, *devices, optimizer="sgd", loss=None, **options):
+    """How far a step from the files of a `module` in float64 is from its
+    own."""
+    data, label, expected, _, files = made
+    with mgpu.using_backend("torch"):
+        resumed = mgpu.resume_from_gluon(
+            *files, devices or [mgpu.cpu(0)], optimizer=optimizer, **options)
+        mgpu.train_batch(data, label, resumed.replicas, loss
+                         or mgpu.losses.SoftmaxCrossEntropyLoss(),
+                         resumed.trainer)
+        return difference(resumed.replicas, expected), resumed.notes
 
 
 @live
@@ -643,28 +803,120 @@ def test_a_module_goes_on(tmp_path, monkeypatch, engine, on_store):
 
 
 @live
-def test_a_module_with_fixed_parameters(tmp_path, monkeypatch):
+@pytest.mark.parametrize("fixed", ["fc1", "fc2"])
+def test_a_module_with_fixed_parameters(tmp_path, monkeypatch, fixed):
     """Its states are of as many devices as one wants, if they are empty."""
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
-        data, label, expected, _, files = module(
-            mx, tmp_path, ["fc1_weight", "fc1_bias"], momentum=0.0)
-    with mgpu.using_backend("torch"):
-        options = {"optimizer": "sgd", "optimizer_params": {
-            "learning_rate": 0.125, "wd": 2 ** -6}}
-        with pytest.raises(ValueError, match="ways. Pass order="):
-            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], **options)
-        with pytest.raises(ValueError, match="order of the graph"):
-            mgpu.resume_from_gluon(*files, [mgpu.cpu(0)], order="sorted",
-                                   **options)
-        resumed = mgpu.resume_from_gluon(
-            *files, [mgpu.cpu(0)], order=["fc2_weight", "fc2_bias"],
-            **options)
-        mgpu.train_batch(np.float32(data), label, resumed.replicas,
-                         mgpu.losses.SoftmaxCrossEntropyLoss(),
-                         resumed.trainer)
-        assert difference(resumed.replicas, expected) < 1e-5
+        made = module(mx, tmp_path, [f"{fixed}_weight", f"{fixed}_bias"], 0.0,
+                      dtype="float64")
+    options = {"optimizer_params": {"learning_rate": 0.125, "wd": 2 ** -6}}
+    with pytest.raises(ValueError, match="ways: so many may .*Pass order="):
+        goes_on(made, **options)
+    with pytest.raises(ValueError, match="order of the graph"):
+        goes_on(made, order="sorted", **options)
+    trained = "fc1" if fixed == "fc2" else "fc2"
+    order = [f"{trained}_weight", f"{trained}_bias"]
+    assert goes_on(made, order=order, **options)[0] < 1e-10
+
+
+@live
+@pytest.mark.parametrize("on_store", ["0", "1"])
+def test_all_of_a_module(tmp_path, monkeypatch, on_store):
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", on_store)
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        made = module(mx, tmp_path, momentum=0.0, dtype="float64")
+    options = {"optimizer_params": {"learning_rate": 0.125, "wd": 2 ** -6}}
+    assert goes_on(made, order="all", **options)[0] < 1e-10
+    if on_store == "1":
+        assert goes_on(made, **options)[0] < 1e-10
+        with pytest.raises(ValueError, match="in 0 ways"):
+            goes_on(made, order=["fc1_weight"], **options)
+
+
+@live
+@pytest.mark.parametrize("of_object", [False, True])
+def test_multipliers_of_a_module(tmp_path, of_object):
+    """MXNet decays biases too where the Module got an object."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        made = module(mx, tmp_path, given=mx.optimizer.SGD if of_object
+                      else "sgd", dtype="float64")
+    options = {"learning_rate": 0.125, "momentum": 0.5, "wd": 2 ** -6}
+    off, notes = goes_on(made, optimizer_params=options)
+    assert (off < 1e-10) != of_object
+    assert [x for x in notes if "wd_mult as Module gives it to an optimiser "
+            "by name; if it had an object, pass wd_mult= with 1" in x]
+    mine = mgpu.optimizers.SGD(**options)
+    with pytest.raises(ValueError, match="none to an object of MXNet's"):
+        goes_on(made, optimizer=mine)
+    given = dict.fromkeys(("fc1_bias", "fc2.bias"), float(of_object))
+    assert goes_on(made, optimizer=mine, wd_mult=given)[0] < 1e-10
+
+
+@live
+@pytest.mark.parametrize("optimizer, options", [
+    ("sgd", {"learning_rate": 0.25}), ("sgd", {}), ("adam", {})])
+def test_options_of_a_module_as_they_were(tmp_path, optimizer, options):
+    """Its schedule's rate is that of the optimiser, which MXNet gives to
+    adam where nobody has."""
+    def all_of(kinds):
+        return {"rescale_grad": 2 ** -5, "wd": 2 ** -6,
+                "multi_precision": True,
+                "lr_scheduler": kinds.lr_scheduler.FactorScheduler(
+                    2, 0.5, base_lr=2 ** -4), **options}
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        made = module(mx, tmp_path, given=optimizer, momentum=None,
+                      dtype="float64", rate=None, **all_of(mx))
+    with pytest.raises(ValueError, match="Pass batch_size=, the rows"):
+        goes_on(made, optimizer=optimizer, optimizer_params=all_of(mgpu))
+    off, notes = goes_on(
+        made, optimizer=optimizer, batch_size=8, optimizer_params={
+            **all_of(mgpu), "begin_num_update": 3},
+        loss=lambda *x: 0.25 * CROSS(*x))
+    assert off < (1e-6 if optimizer == "adam" else 1e-10)
+    assert [x for x in notes if "multiply each loss by 0.25" in x]
+    assert not [x for x in notes if "counts of updates begin at 0" in x]
+
+
+@live
+@pytest.mark.parametrize("end, loss", [
+    ({"grad_scale": 0.25}, lambda out, y: 0.25 * CROSS(out, y)),
+    ({"normalization": "batch"}, lambda out, y: CROSS(out, y) / len(y)),
+    ({"normalization": "valid", "ignore_label": 2},
+     lambda out, y: CROSS(out, y) / (y != 2).sum()),
+    ({"use_ignore": True, "ignore_label": 2},
+     lambda out, y: CROSS(out, y) * (y != 2)),
+    ({"smooth_alpha": 0.125}, lambda out, y: mgpu.losses.
+     SoftmaxCrossEntropyLoss(sparse_label=False)(out, smooth(out, y))),
+    ({"preserve_shape": True}, lambda out, y: CROSS(out, y))],
+    ids=["grad_scale", "batch", "valid", "use_ignore", "smooth_alpha",
+         "preserve_shape"])
+def test_options_of_the_loss_in_the_graph(tmp_path, end, loss):
+    """Refused; the loss that the message names does what they did."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        made = module(mx, tmp_path, end=end, dtype="float64")
+    devices = mgpu.cpu(0), mgpu.cpu(1)      # as many as the Module had
+    options = {"optimizer_params": {"learning_rate": 0.125, "momentum": 0.5,
+                                    "wd": 2 ** -6}}
+    name, value = next(iter(end.items()))
+    if name == "preserve_shape":    # of rows alone it does nothing
+        assert goes_on(made, *devices, **options)[0] < 1e-10
+        made[-1][0].write_text(made[-1][0].read_text().replace(
+            '{"num_hidden": "3"}', '{"num_hidden": "3", "flatten": "False"}'))
+    with pytest.raises(NotImplementedError, match=f"with {name}={value!r}, "
+                       "which the losses of mgpu have not. Take"):
+        goes_on(made, *devices, **options)
+    graph = json.loads(made[-1][0].read_text())
+    del next(node for node in graph["nodes"] if node["name"] == "softmax"
+             )["attrs"]
+    made[-1][0].write_text(json.dumps(graph))
+    # MXNet's factor of the gradient is float32
+    assert goes_on(made, *devices, loss=loss, **options)[0] < 1e-7
 
 
 # -- what does not fit --------------------------------------------------------
@@ -680,13 +932,13 @@ def golden(monkeypatch):
     the states."""
     from mgpu import resuming
 
-    def go_on(edit, **options):
+    def changed(edit, **options):
         found = load_trainer_states(GOLDEN[2])
         edit(found.states, found.optimizer.state)
         with monkeypatch.context() as patch, mgpu.using_backend("torch"):
             patch.setattr(resuming, "load_trainer_states", lambda _: found)
-            return mgpu.resume_from_gluon(*GOLDEN, [mgpu.cpu(0)], **options)
-    return go_on
+            return go_on(GOLDEN, **options)
+    return changed
 
 
 def _exchange(states, state):
@@ -701,6 +953,19 @@ def _exchange(states, state):
     (lambda s, o: o.update(num_update=1), ValueError, "of num_update at most"),
     (lambda s, o: o["_all_index_update_counts"].update({1: dict.fromkeys(
         s, 1)}), ValueError, "as often as the others"),
+    (lambda s, o: o.pop("num_update"), ValueError,
+     "net.states' has others, or is damaged .no 'num_update'"),
+    (lambda s, o: o.update(num_update="3"), ValueError, "or is damaged"),
+    (lambda s, o: o.pop("lr_scheduler"), ValueError, "no 'lr_scheduler'"),
+    (lambda s, o: o.pop("rescale_grad"), ValueError, "no 'rescale_grad'"),
+    (lambda s, o: o["lr_scheduler"].state.pop("base_lr"), ValueError,
+     "or is damaged .no 'base_lr'"),
+    (lambda s, o: o["lr_scheduler"].state.pop("step"), ValueError,
+     "or is damaged .no 'step'"),
+    (lambda s, o: o["lr_scheduler"].state.pop("warmup_steps"), ValueError,
+     "or is damaged .no 'warmup_steps'"),
+    (lambda s, o: o.update(beta1=2.0), ValueError,
+     "options in the file of states: beta1 must"),
     (lambda s, o: s.update({max(s): None}), ValueError,
      "received 0 arrays for"),
     (lambda s, o: o.pop("beta1"), ValueError, "without beta1"),
@@ -719,11 +984,40 @@ def test_what_does_not_fit_is_refused(golden, edit, error, match):
     ({"optimizer": "adam"}, "Leave optimizer= out"),
     ({"optimizer_params": {"wd": 1.0}}, "go with an optimiser's name"),
     ({"order": "natural"}, "order is 'sorted'"),
+    ({"order": ["conv0.weight"] * 5}, "with a name twice"),
+    ({"order": list("abcdefgh")}, "in the graph, whose names are as 'net_"),
     ({"grad_req": {"conv": "null"}}, "grad_req names parameters"),
     ({"lr_mult": {"conv": 2.0}}, "lr_mult names parameters")])
 def test_what_is_asked_must_fit(golden, options, match):
     with pytest.raises(ValueError, match=match):
         golden(lambda states, state: None, **options)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="goes on with torch")
+@pytest.mark.parametrize("optimizer, options, match", [
+    (mgpu.optimizers.SGD(), {"wd": 0.25}, "received .'wd'. with an Optim"),
+    ("sgd", {"begin_num_update": None}, "begin_num_update must be an"),
+    ("sgd", {"begin_num_update": "6"}, "begin_num_update must be an"),
+    ("sgd", {"rescale_grad": "1"}, "rescale_grad must be a"),
+    ("sgd", {"lr_scheduler": abs}, "expected one lr_scheduler")])
+def test_an_optimizer_that_is_given(optimizer, options, match):
+    with mgpu.using_backend("torch"), pytest.raises(ValueError, match=match):
+        mgpu.resume_from_gluon(
+            *GOLDEN, [mgpu.cpu(0)], optimizer=optimizer,
+            optimizer_params=options, lr_scheduler=lambda n: 0.1)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="goes on with torch")
+def test_weights_of_another_file(tmp_path):
+    """Not of `export`: said before the states are looked at."""
+    arrays = load_params(GOLDEN[1])
+    save_params(tmp_path / "a.params", {
+        f"{i}.weight": x for i, x in enumerate(arrays.values())})
+    with mgpu.using_backend("torch"), pytest.raises(
+            ValueError, match="0.weight") as refusal:
+        mgpu.resume_from_gluon(GOLDEN[0], tmp_path / "a.params", GOLDEN[2],
+                               [mgpu.cpu(0)])
+    assert "order" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["ftml", "lamb", "lars", "sgld", "dcasgd",
@@ -750,7 +1044,7 @@ view = mgpu.initialize(net, [mgpu.cpu(0)])
 y = mgpu.to_numpy(view[0](mgpu.put(steps["x"], mgpu.cpu(0))))
 found = {{"y": abs(y - steps["predicted"]).max()}}
 resumed = mgpu.resume_from_gluon(*files, [mgpu.cpu(0), mgpu.cpu(1)],
-                                 batch_norm="sync")
+                                 order="sorted", batch_norm="sync")
 names = resumed.replicas.network.gluon_names()
 for _ in range(3):
     mgpu.train_batch(steps["x"], steps["label"], resumed.replicas,

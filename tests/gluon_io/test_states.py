@@ -303,6 +303,14 @@ def test_damaged_files(path):
     assert time.perf_counter() - start < 60
 
 
+@pytest.mark.parametrize("data, why", [
+    (samples.by_hand(1, {"a": np.ones(2, "f4")}), "see load_params"),
+    (b"\x12", "no pickle has the code 18")])
+def test_another_kind_of_file(path, data, why):
+    with pytest.raises(UnreadableParams, match=why):
+        loaded(data, path)
+
+
 def test_errors_of_the_system(tmp_path):
     with pytest.raises(FileNotFoundError):
         load_trainer_states(tmp_path / "no.states")

@@ -76,7 +76,7 @@ near(mgpu.to_numpy(predict), steps["predicted"])
 
 more = {"optimizer": "sgd", "optimizer_params": {
     "learning_rate": 0.25, "momentum": 0.5, "begin_num_update": 2}} \\
-    if name == "module" else {}
+    if name == "module" else {"order": "sorted"}
 gradients = [x for key, x in steps.items() if key.startswith("gradient:")]
 after = [x for key, x in steps.items() if key.startswith("after:")]
 for devices in [mgpu.cpu(0)], [mgpu.cpu(0), mgpu.cpu(1)]:

@@ -20,17 +20,44 @@ _SOURCE = "mgpu.backends._torch.gluon.source."
 _SOURCES = "gluon_io/test_source.py::"
 
 MUTANTS = [
-    Mutant("resumed-part", "a trainer of a part is taken for one of all", edit(
-        "mgpu.gluon_io.order:Order.of_trainer", "if part and not", "if not "
-        "part and not"),
-           (_RESUMED + "test_a_trainer_of_a_part[sgd-1-4]",
-            _RESUMED + "test_a_trainer_of_a_part[sgd-momentum-0-2]")),
+    Mutant("resumed-part", "fewer states than parameters of a shape are those "
+           "of the first", edit(
+               "mgpu.gluon_io.order:Order._by_shapes",
+               "not alike or len(names) != len(keys)", "not alike"),
+           (_RESUMED + "test_a_trainer_of_a_part[sgd-1-4]",)),
+    Mutant("resumed-alike", "states of one shape are in the sorted order",
+           edit("mgpu.gluon_io.order:Order._by_shapes", "if not alike or",
+                "if"),
+           (_RESUMED + "test_an_order_that_shapes_do_not_decide[reversed-few]",
+            )),
+    Mutant("resumed-in-turn", "nadam's parameters have the network's order",
+           edit("mgpu.gluon_io.order:Order._named", "self.updates = ",
+                "updates = "),
+           (_RESUMED + "test_states_that_are_all_the_same_need_no_order",)),
+    Mutant("resumed-devices", "a Module's states are of one device", edit(
+        "mgpu.gluon_io.order:Order.of_module",
+        "fitting = list(self._on_devices())",
+        "fitting = list(self._on_devices())[:1]"),
+           (_RESUMED + "test_a_module_with_fixed_parameters[fc2]",)),
+    Mutant("resumed-loss", "options of the loss in the graph are dropped",
+           edit("mgpu.resuming:_check_losses", "node.op not in _LOSSES",
+                "True"),
+           (_RESUMED + "test_options_of_the_loss_in_the_graph[grad_scale]",
+            )),
+    Mutant("resumed-object", "a Module's object is taken for a name", edit(
+        "mgpu.resuming:_multipliers", "if others and not", "if False and not"),
+           (_RESUMED + "test_multipliers_of_a_module[True]",)),
+    Mutant("resumed-own-rate", "a schedule begins at its own rate, not at "
+           "Adam's", edit("mgpu.resuming:_given", "name not in _OWN_RATE",
+                          "True"),
+           (_RESUMED + "test_options_of_a_module_as_they_were[adam-options2]",
+            )),
     Mutant("resumed-frozen-for-a-time", "fewer updates are no matter", edit(
         "mgpu.resuming:_freeze", "if behind:", "if False:"),
            (_RESUMED + "test_what_was_frozen_for_a_time[null]",)),
     Mutant("resumed-rate-of-the-last", "a first layer with fewer updates gets "
            "the rate of the others", edit(
-               "mgpu.resuming:_check_rates", "if trained and", "if False and"),
+               "mgpu.resuming:_check_rates", "if counts and", "if False and"),
            (_RESUMED + "test_a_schedule_at_what_was_frozen[adam]",)),
     Mutant("resumed-factor", "a factor of gradients is not seen", edit(
         "mgpu.resuming:_divisor", "if rows < 1 or abs", "if rows < 0 and abs"),
@@ -103,6 +130,10 @@ MUTANTS = [
                "mgpu.cli.gluon:_checked", 'weights="own"', 'weights="a"'),
            (_WRONG + "[change_weight]",
             _WRONG + "[change_statistics]")),
+    Mutant("zip-size", "a part of a zip is believed to be as large as it says",
+           edit("mgpu.files:npy_members",
+                "sum(m.compress_size for m in members)", "0"),
+           (_PARAMS + "test_a_zip_that_is_refused",)),
     Mutant("params-order-of-bytes", "numbers of big-endian arrays are written "
            "as they lie", edit(
                "mgpu.gluon_io.params:_write",

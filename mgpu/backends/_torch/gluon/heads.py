@@ -14,7 +14,7 @@ _X = Slot(0)
 @operator("SoftmaxOutput", "Softmax")
 def _softmax_output(node: Node, inputs: Sequence[Source]) -> Part:
     """``SoftmaxOutput``: multi_output, preserve_shape. The options of its
-    loss are dropped with the label."""
+    loss are dropped with the label; a training that goes on refuses them."""
     a = node.attributes
     if a["multi_output"]:
         return Layer("torch.nn.Softmax", {"dim": 1})
