@@ -43,9 +43,10 @@ def from_gluon(symbol: Any, params: FilePath | None = None,
     Returns
     -------
     torch.fx.GraphModule or gluon.SymbolBlock
-        It takes the inputs of the graph, in its order. Several outputs are a
+        It takes the inputs of the graph, in its order: of a recurrent layer
+        alone its states too, which it returns. Several outputs are a
         tuple (torch) or a list (MXNet). Its values are its own, and
-        `mgpu.initialize` keeps them.
+        `mgpu.initialize` keeps them. Constants of Gluon are not trained.
 
     Raises
     ------
@@ -99,12 +100,16 @@ def to_gluon_params(net: Any, path: FilePath) -> None:
 
     The file is what ``export`` writes, so ``SymbolBlock.imports`` and
     ``mx.model.load_checkpoint`` read it with the ``-symbol.json`` that the
-    network came from. Whole or not at all.
+    network came from. Whole or not at all. A network that ``torch.compile``
+    has wrapped is written as the one inside.
 
     Raises
     ------
     TypeError
         If `net` is not of `from_gluon`, or has a dtype that MXNet has not.
+    ValueError
+        Naming each array that has gone, has another shape or no values, or
+        was added: the symbol would not fit the file.
     NotImplementedError
         On MXNet, where a block has ``export``.
     """

@@ -461,7 +461,8 @@ def report():
         "## Where MXNet is reproduced, and where not", "",
         "- In float64 MXNet rounds the negative part of LeakyReLU and PReLU "
         "and the weights of bilinear", "  interpolation to float32, and so "
-        "does the converted network. erf, GELU and SELU agree to 1e-7.",
+        "does the converted network. erf, GELU, SELU and",
+        "  RNNs of ReLU agree to 1e-7.",
         "- MXNet's gradient of SELU below 0 is scale * (alpha + y), not that "
         "of its function: reproduced.",
         "- Deconvolution with strides and dilation is wrong in MXNet's "

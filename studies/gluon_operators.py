@@ -64,7 +64,8 @@ def _kind(described: str) -> str:
     what = described.partition(",")[0]
     for begin, kind in (("{", "str"), ("Shape", "shape"),
                         ("tuple of <float", "floats"),
-                        ("tuple of <double", "floats"), ("tuple", "shape"),
+                        ("tuple of <double", "floats"),
+                        ("tuple of <Shape", "shapes"), ("tuple", "shape"),
                         ("boolean", "bool"), ("int", "int"), ("long", "int"),
                         ("float", "float"), ("real_t", "float"),
                         ("double", "double")):

@@ -17,6 +17,8 @@ import numpy as np
 from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.params import load_params
 
+#: whose gradient is 1, whatever follows
+LOSSES = ("MakeLoss", "make_loss")
 #: a softmax that takes a label, and has the gradient of the loss
 SOFTMAX = ("SoftmaxOutput", "Softmax")
 
@@ -98,7 +100,7 @@ def _node(found: Any) -> Node:
     # 0.9.3 under "param".
     texts = {**found.get("param", {}), **found.get("attr", {}),
              **found.get("attrs", {})}
-    marks = {k: v for k, v in texts.items()
+    marks = {k: str(v) for k, v in texts.items()
              if k.startswith("__") and k.endswith("__")}
     name, op = str(found["name"]), str(found["op"])
     own = {k: str(v) for k, v in texts.items() if k not in marks}
@@ -150,6 +152,13 @@ def fixed_gammas(graph: Graph) -> set[str]:
             and len(node.inputs) > 1}
 
 
+def constants(graph: Graph) -> set[str]:
+    """The arrays that a block got by ``get_constant``, which nothing trains.
+    MXNet marks them by the initializer that it registers for each."""
+    return {node.name for node in graph.nodes if node.op == "null"
+            and node.marks.get("__init__", "").startswith("Constant_")}
+
+
 def without_softmax(graph: Graph) -> Graph:
     """The graph with what enters a ``SoftmaxOutput`` at its end in the place
     of the probabilities."""
@@ -165,6 +174,19 @@ def with_dtype(graph: Graph, before: Container[str], dtype: str) -> Graph:
         node._replace(attributes={**node.attributes, "dtype": dtype})
         if node.attributes.get("dtype") in before else node
         for node in graph.nodes))
+
+
+def symbol_of_dtype(path: FilePath, before: Container[str], dtype: str) -> str:
+    """The file of a graph as `with_dtype` changes it."""
+    graph = load_graph(path)
+    with open(path_of(path), encoding="utf-8") as file:
+        found = json.load(file)
+    for given, old, new in zip(found["nodes"], graph.nodes, with_dtype(
+            graph, before, dtype).nodes):
+        if old != new:
+            where = [k for k in ("attrs", "param", "attr") if k in given]
+            given.setdefault(*where[:1] or ["attrs"], {})["dtype"] = dtype
+    return json.dumps(found)
 
 
 @functools.cache
@@ -208,8 +230,9 @@ def _value(kind: str, text: str) -> Any:
         return float(text)
     value = ast.literal_eval(text.replace("L", ""))
     if kind == "shape":
-        return tuple(None if x is None else int(x) for x in value) \
-            if isinstance(value, (tuple, list)) else (int(value),)
+        return _shape(value)
+    if kind == "shapes":
+        return tuple(map(_shape, value))
     if kind == "floats":
         return tuple(map(float, value)) \
             if isinstance(value, (tuple, list)) else (float(value),)
@@ -217,3 +240,8 @@ def _value(kind: str, text: str) -> Any:
         return int(value)
     with np.errstate(over="ignore"):
         return float(np.float32(value)) if kind == "float" else float(value)
+
+
+def _shape(value: Any) -> tuple[int | None, ...]:
+    return tuple(None if x is None else int(x) for x in value) \
+        if isinstance(value, (tuple, list)) else (int(value),)

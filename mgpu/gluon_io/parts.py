@@ -7,8 +7,8 @@ it down as source.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mgpu.gluon_io.graph import Graph, Node
-from mgpu.gluon_io.whole import Cut, cuts
+from mgpu.gluon_io.graph import LOSSES, Graph, Node, constants
+from mgpu.gluon_io.whole import FLOATING, KEPT, STILL, Cut, cuts
 
 Shape = tuple[int, ...]
 
@@ -105,7 +105,8 @@ class Source:
         """The shape. MissingOperator if it is no array of the file."""
         if self.shape is None:
             raise MissingOperator(
-                f"the file has no array {self.node.name!r}"
+                f"the file has no array {self.node.name!r}: a layer has "
+                "parameters where it is an input of the network"
                 if self.node.op == "null" else
                 f"{self.node.name!r} is computed, and no array of the file")
         return self.shape
@@ -272,17 +273,13 @@ def missing_in(graph: Graph, shapes: Mapping[str, Shape] | None,
     return _parts(graph, shapes, whole)[1]
 
 
-#: under which a rule makes the part that lets only fractions pass
-FLOATING = "mgpu.floating"
-
-
 def _parts(graph: Graph, shapes: Mapping[str, Shape] | None,
            whole: Collection[str] = ()
            ) -> tuple[dict[int, Part], list[Missing]]:
     found: dict[int, Part] = {}
     missing = []
     cutting = {} if shapes is None else cuts(graph, shapes, whole)
-    needed = {i for i, _ in graph.heads}
+    needed, still = {i for i, _ in graph.heads}, constants(graph)
     for i in reversed(range(len(graph.nodes))):
         node = graph.nodes[i]
         if i not in needed or node.op == "null":
@@ -290,17 +287,24 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape] | None,
         try:
             found[i] = rule_of(node.op)(node, [Source(graph, shapes, *x)
                                                for x in node.inputs])
+            found[i] = _frozen(found[i], still)
             if i in cutting:
                 found[i] = _guarded(found[i], node, cutting[i])
-            needed |= {node.inputs[slot][0] for slot in slots_of(found[i])}
+            enters = {node.inputs[slot][0] for slot in slots_of(found[i])}
+            needed |= enters
+            missing += [Missing(
+                graph.nodes[j].op, f"its gradient ignores what follows, here "
+                f"{node.op}", graph.nodes[j].name) for j in enters
+                if graph.nodes[j].op in LOSSES
+                and node.op not in ("BlockGrad", "stop_gradient")]
         except NotImplementedError as error:
-            enters = [j for j, _ in node.inputs]
+            every = [j for j, _ in node.inputs]
             if isinstance(error, _NotKnown):
                 # it may make by itself what enters it, but for its data
-                needed |= set(enters[:1])
+                needed |= set(every[:1])
             else:
                 missing.append(Missing(node.op, str(error), node.name))
-                needed |= set(enters)
+                needed |= set(every)
         except (ArithmeticError, LookupError, TypeError, ValueError,
                 AttributeError) as error:
             # what the operator cannot have, or its rule did not expect
@@ -311,16 +315,31 @@ def _parts(graph: Graph, shapes: Mapping[str, Shape] | None,
     return dict(sorted(found.items())), missing[::-1]
 
 
+def _frozen(part: Part, arrays: Collection[str]) -> Part:
+    """The part, which does not train these arrays."""
+    if isinstance(part, Layer):
+        part = part._replace(frozen=(*part.frozen, *(
+            key for key, array in part.tensors.items()
+            if array in arrays and key not in part.frozen)))
+    return part
+
+
 def _guarded(part: Part, node: Node, cut: Cut) -> Part:
-    """The part, which refuses whole numbers as it runs."""
-    if cut.surely and not cut.dtype:
+    """The part, which refuses whole numbers as it runs, or computes of them
+    what MXNet does."""
+    if cut.surely and cut.what == FLOATING:
         raise MissingOperator("of whole numbers, which MXNet cuts to whole "
                               "numbers")
-    # Where MXNet converts them, this does so too.
-    guard = rule_of("Cast")(node._replace(attributes={
-        "dtype": cut.dtype}), []) if cut.surely else rule_of(FLOATING)(
-            node, [])
+    if cut.what in (KEPT, STILL):
+        guard = rule_of(f"mgpu.{cut.what}")(node, [])
+    elif cut.surely:    # MXNet converts them, and this does so too
+        guard = rule_of("Cast")(node._replace(attributes={
+            "dtype": cut.what}), [])
+    else:
+        guard = rule_of(f"mgpu.{FLOATING}")(node, [])
     assert isinstance(guard, Call)
+    if cut.what == KEPT:
+        return guard._replace(arguments=(part, Slot(0)))
 
     def wrapped(x: Any) -> Any:
         if isinstance(x, Slot) and x.number in cut.inputs:

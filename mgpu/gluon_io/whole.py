@@ -2,7 +2,9 @@
 
 ``x / 2`` and ``exp(x)`` of whole numbers are cut to whole numbers in MXNet.
 PyTorch answers with fractions. In graphs of the NumPy interface a number that
-is no integer of Python's makes float64 of them, in PyTorch float32.
+is no integer of Python's makes float64 of them, in PyTorch float32. A sum has
+the dtype of what it sums in MXNet, and wraps in it; PyTorch's is int64. And
+MXNet hands a gradient through whole numbers, which PyTorch does not.
 """
 import math
 from collections.abc import Collection
@@ -18,11 +20,13 @@ _WHOLE: Kind = frozenset()
 _FUNCTIONS = set(
     "exp log log2 log10 log1p expm1 sqrt rsqrt cbrt rcbrt reciprocal sin cos "
     "tan arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh erf "
-    "sigmoid softsign hard_sigmoid power hypot leakyrelu leaky_relu".split())
+    "sigmoid softsign hard_sigmoid power hypot leakyrelu leaky_relu norm std "
+    "var rpower_scalar rpowerscalar".split())
 _DIVISIONS = set("div rdiv divide div_scalar rdiv_scalar divscalar "
                  "rdivscalar".split())
 _NUMPY_DIVISIONS = set("true_divide true_divide_scalar rtrue_divide_scalar "
                        "mean".split())
+_SUMS = set("sum sum_axis nansum prod product nanprod cumsum".split())
 _ANSWERS = set("equal not_equal greater greater_equal less less_equal "
                "logical_not logical_and logical_or logical_xor isnan isinf "
                "isfinite".split())
@@ -30,6 +34,11 @@ _ANSWERS = set("equal not_equal greater greater_equal less less_equal "
 _CHOICES = set("take pick gather_nd sequencemask sequence_mask sequencelast "
                "sequencereverse slice_like reshape_like broadcast_like "
                "index_add index_update".split())
+#: through which no gradient passes
+_STEPS = _ANSWERS | set(
+    "argmax argmin argmax_channel argsort one_hot sign floor ceil trunc fix "
+    "rint round zeros_like ones_like full_like shape_array size_array "
+    "arange_like blockgrad stop_gradient lesser lesser_equal".split())
 
 
 class Cut(NamedTuple):
@@ -41,26 +50,35 @@ class Cut(NamedTuple):
         Which of its inputs may be whole numbers.
     surely : bool
         Whether they are, whatever the network gets.
-    dtype : str
-        To which MXNet converts them first; "" if it cuts the answer.
+    what : str
+        What stands around it in PyTorch: FLOATING lets fractions alone in,
+        KEPT gives the answer the dtype of the input, STILL lets nothing in
+        that has a gradient. Or the dtype to which MXNet converts them first.
     """
 
     inputs: tuple[int, ...]
     surely: bool
-    dtype: str
+    what: str
+
+
+FLOATING, KEPT, STILL = "floating", "kept", "still"
 
 
 def cuts(graph: Graph, arrays: Collection[str],
          whole: Collection[str] = ()) -> dict[int, Cut]:
-    """By the number of their nodes, the operators that make fractions in
-    PyTorch where their inputs are whole numbers.
+    """By the number of their nodes, the operators that answer otherwise in
+    PyTorch where their inputs are whole numbers; and those that make whole
+    numbers, of which a gradient would come back.
 
     `arrays`: the names of those of the file; `whole`: of these, the ones of
     whole numbers.
     """
     kinds: list[Kind] = []
-    found = {}
+    # the casts to whole numbers that a gradient of this array reaches
+    casts: list[set[int]] = []
+    found: dict[int, Cut] = {}
     for i, node in enumerate(graph.nodes):
+        casts.append(set())
         if node.op == "null":
             kinds.append(frozenset([node.name]) if node.name not in arrays
                          else _WHOLE if node.name in whole else None)
@@ -69,12 +87,24 @@ def cuts(graph: Graph, arrays: Collection[str],
                _of_dtype(graph.nodes[j]) for j, k in node.inputs]
         name = _plain(node.op)
         kinds.append(_result(node, name, own))
+        if name.removesuffix("_scalar") not in _STEPS:
+            # an index gets none, nor what gives a shape alone
+            passing = slice(name.startswith(("where", "embedding")),
+                            1 if name in _CHOICES else None)
+            casts[i] = set().union(*(casts[j] for j, _ in
+                                     node.inputs[passing]))
+        if kinds[i] != _WHOLE:
+            found |= {j: Cut((0,), False, STILL) for j in casts[i]}
+            casts[i] = set()
+        elif name in ("cast", "amp_cast") and own[0] != _WHOLE:
+            casts[i].add(i)
         first = int(name.startswith("where"))   # behind the condition
         every = tuple(range(first, len(own)))
         if every and None not in own[first:]:
-            dtype = _converts(node, name)
-            if dtype or _makes_fractions(node, name):
-                found[i] = Cut(every, not any(own[k] for k in every), dtype)
+            what = KEPT if name in _SUMS else _converts(node, name) or (
+                FLOATING if _makes_fractions(node, name) else "")
+            if what:
+                found[i] = Cut(every, not any(own[k] for k in every), what)
     return found
 
 
@@ -123,7 +153,10 @@ def _converts(node: Node, name: str) -> str:
 def _makes_fractions(node: Node, name: str) -> bool:
     if name in _FUNCTIONS:
         return True
-    if name in _DIVISIONS and not node.op.startswith("_np"):
+    if name in _DIVISIONS | {"mean"} and not node.op.startswith("_np"):
+        return True
+    if name in ("power_scalar", "powerscalar") \
+            and node.attributes["scalar"] < 0:
         return True
     if name == "activation":
         return node.attributes["act_type"] != "relu"

@@ -411,6 +411,12 @@ IN_SYM = {
     "F.maximum(x, 0.5)": False, "F.cast(x, 'int64') / 2": False,
     "F.concat(x, x, dim=0) * 0.5": False,
     "F.reshape(x, (-1,)) / 2": False, "F.cast(x, 'float64') / 2": True,
+    "F.mean(x, axis=1)": False, "F.norm(x, axis=1)": False,
+    "x ** -1": False, "2 ** x": False,
+    "F.sum(x, axis=1)": True, "F.max(x, axis=1)": True,
+    "F.sum(F.cast(x, 'uint8'), axis=1)": True,
+    "F.cumsum(F.cast(x * 20, 'int8'), axis=1)": True,
+    "F.min(F.cast(x, 'uint8'), axis=1)": True,
     "x + 2": True, "3 - x": True, "x * x": True, "F.clip(x, -2, 2)": True,
     "F.maximum(x, 1)": True, "x > 0": True, "F.abs(-x)": True,
     "F.one_hot(x, 4) / 2": True,
@@ -420,7 +426,10 @@ IN_NP = {
     "x + 1.0": False, "2 ** x": False, "-x": False, "F.np.exp(x)": False,
     "x * 1e9": False, "F.np.clip(x, -2.5, 2.5)": False,
     "F.np.maximum(x, 1.5)": False, "x.mean()": False,
-    "F.np.where(x > 1, x, 0.5)": False,
+    "F.np.where(x > 1, x, 0.5)": False, "F.np.std(x)": False,
+    "x ** -1": False, "x.sum(axis=1)": True, "(x > 1).sum()": True,
+    "F.np.prod(x.astype('int8'), axis=0)": True,
+    "F.np.max(x > 1, axis=1)": True, "F.np.min(x > 1, axis=1)": True,
     "x / 2": True, "x / (x * x + 1)": True, "x + 2": True, "x ** 2": True,
     "(x > 1) * 2.0": True, "1 - (x > 1)": True, "(x > 1).mean()": True,
     "((x > 1) * 1.0).mean()": True, "(x > 1) * x": True,
@@ -463,8 +472,64 @@ def test_whole_numbers(tmp_path, expression, computes):
         y = found()
     assert y.dtype.kind == expected.dtype.kind and y.shape == expected.shape
     assert relative_difference(y, expected) < 1e-6
-    if y.dtype.kind == "f" and not numpy:
+    if y.dtype.kind != "f" or not numpy:
         assert y.dtype == expected.dtype
+
+
+#: whether a gradient comes back through a cast to whole numbers in MXNet
+THROUGH_WHOLE = {
+    "F.cast(F.cast(x * 4, 'int32'), 'float32')": True,
+    "F.cast(F.reshape(F.cast(x, 'int32') * 2, (-1,)), 'float32')": True,
+    "F.cast(F.cast(x, 'int32') > 0, 'float32') * x": False,
+    "F.take(x, F.cast(x, 'int32'))": False,
+    "F.one_hot(F.cast(x, 'int32'), 4)": False,
+    "F.cast(F.cast(F.stop_gradient(x), 'int32'), 'float32')": False,
+    "F.cast(F.sum(F.cast(x, 'int32'), axis=0), 'float32')": True}
+
+
+@pytest.mark.parametrize("text", THROUGH_WHOLE)
+def test_a_gradient_through_whole_numbers_is_refused(tmp_path, text):
+    """PyTorch has none there. Predictions, and where MXNet has none either,
+    are MXNet's."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        symbol = eval(text, {"F": mx.sym, "x": mx.sym.var("data")})
+        x = mx.nd.array([0.3, 1.2, 2.6])
+        x.attach_grad()
+        block = mx.gluon.SymbolBlock(symbol, mx.sym.var("data"))
+        with mx.autograd.record():
+            y = block(x)
+        y.backward()
+        expected, grad = y.asnumpy(), x.grad.asnumpy()
+        net = from_symbol(tmp_path, symbol, {})
+    with mgpu.using_backend("torch"):
+        import torch
+        z = torch.tensor([0.3, 1.2, 2.6], requires_grad=True)
+        with torch.no_grad():
+            assert (net(z).numpy() == expected).all()
+        if THROUGH_WHOLE[text]:
+            assert grad.any()
+            with pytest.raises(TypeError, match="hands a gradient on"):
+                net(z)
+            return
+        found = net(z)
+        if found.requires_grad:
+            found.sum().backward()
+        assert (grad == (0 if z.grad is None else z.grad.numpy())).all()
+
+
+@pytest.mark.parametrize("text, refused", [
+    ("F.make_loss(x * x)", False), ("F.make_loss(x * x) * 5", True),
+    ("F.sum(F.MakeLoss(x * x))", True),
+    ("F.stop_gradient(F.make_loss(x * x)) * 5", False)])
+def test_nothing_follows_a_loss(tmp_path, text, refused):
+    """MXNet's gradient would ignore it."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        symbol = eval(text, {"F": mx.sym, "x": mx.sym.var("data")})
+        with pytest.raises(NotImplementedError, match="ignores what follows"
+                           ) if refused else contextlib.nullcontext():
+            from_symbol(tmp_path, symbol, {})
 
 
 @pytest.mark.parametrize("names", [
@@ -504,6 +569,46 @@ def test_a_fixed_gamma_is_1_and_not_trained(exported, backend):
     assert (replicas.export_numpy()[key] == 1).all()
     assert {p.grad_req for p in replicas.params() if p.name == key} == {
         "null"}
+
+
+def test_a_constant_is_not_trained(tmp_path, backend):
+    """The graph marks it; used by itself or as the weight of a layer."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+
+        class Net(mx.gluon.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                with self.name_scope():
+                    self.dense = mx.gluon.nn.Dense(3, in_units=4)
+                    self.factor = self.params.get_constant(
+                        "factor", mx.nd.array([[1, 2, 3]]))
+                    self.mix = self.params.get_constant(
+                        "mix", mx.nd.ones((2, 3)))
+
+            def hybrid_forward(self, F, x, factor, mix):
+                x = F.broadcast_mul(self.dense(x), factor)
+                return F.FullyConnected(x, mix, no_bias=True, num_hidden=2)
+        net = Net()
+        net.initialize()
+        net.hybridize()
+        net(mx.nd.ones((2, 4)))
+        net.export(str(tmp_path / "net"))
+        trained = {name for name, p in net.collect_params().items()
+                   if p.grad_req != "null"}
+    files = tmp_path / "net-symbol.json", tmp_path / "net-0000.params"
+    replicas = mgpu.initialize(mgpu.from_gluon(*files), [mgpu.cpu(0)],
+                               init="keep")
+    names = replicas.network.gluon_names()
+    assert {names[p.name] for p in replicas.params()
+            if p.grad_req != "null"} == trained
+    if backend.name == "torch":
+        names = mgpu.gluon_source(*files, tmp_path / "net.py")
+        space = {}
+        exec((tmp_path / "net.py").read_text(), space)
+        assert {names[key].removeprefix("arg:") for key, p in
+                space["Net"]().named_parameters() if p.requires_grad
+                } == trained
 
 
 @pytest.mark.parametrize("make, shape", [
@@ -611,18 +716,18 @@ def test_a_layer_that_is_called_twice_is_one_module(tmp_path):
         assert abs(moved.numpy() - (1 - 0.9 ** 2) / 3).max() < 1e-6
 
 
-def test_a_dtype_is_that_of_what_the_graph_makes(tmp_path):
+def test_a_dtype_is_that_of_what_the_graph_makes(tmp_path, backend):
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
-        x = mx.sym.dot(mx.sym.one_hot(mx.sym.var("data"), 4),
-                       mx.sym.var("weight"))
-        from_symbol(tmp_path, x, {"weight": np.ones((4, 2), "float32")})
-    with mgpu.using_backend("torch"):
+        x = mx.sym.broadcast_mul(mx.sym.one_hot(mx.sym.var("data"), 4),
+                                 mx.sym.var("weight"))
+        from_symbol(tmp_path, x, {"weight": np.ones((1, 4), "float32")})
+    with mgpu.using_backend(backend.name):
         for dtype in ("float64", "float16"):
             net = mgpu.from_gluon(tmp_path / "net-symbol.json",
                                   tmp_path / "net-0000.params", dtype=dtype)
             y = net(mgpu.put(np.array([1, 2]), mgpu.cpu(0)))
-            assert str(y.dtype) == f"torch.{dtype}"
+            assert mgpu.to_numpy(y).dtype == dtype
 
 
 @small
@@ -728,6 +833,57 @@ def test_a_user_adds_a_rule(exported, monkeypatch):
             "torch.tanh", (parts.Slot(0),)))
         net = mgpu.from_gluon(exported.symbol, exported.params)
         assert_same(exported.torch(net), expected)
+
+
+def _prune(net):
+    from torch.nn.utils import prune
+    prune.l1_unstructured(net.dense1, "weight", 0.5)
+
+
+def _normalise(net):
+    from torch.nn.utils import parametrizations
+    parametrizations.weight_norm(net.dense1)
+
+
+def _replace(*args, **options):
+    def change(net):
+        import torch
+        net.dense1 = torch.nn.Linear(*args, **options)
+    return change
+
+
+@pytest.mark.parametrize("change, error, match", [
+    (_prune, ValueError, "dense1.weight missing where Gluon has .3, 4."),
+    (_normalise, ValueError, "dense1.weight missing"),
+    (_replace(4, 9), ValueError, r"dense1.weight \(9, 4\) where .*\(3, 4\)"),
+    (_replace(4, 3, bias=False), ValueError, "dense1.bias missing"),
+    (lambda net: net.dense0.register_parameter("bias", net.dense1.bias),
+     ValueError, r"dense0.bias \(3,\) where Gluon has none"),
+    (lambda net: net.bfloat16(), TypeError, "no bfloat16; .*net.float"),
+    (lambda net: net.to("meta"), ValueError, "without values"),
+], ids=["pruned", "weight norm", "another head", "no bias", "a bias",
+        "bfloat16", "meta"])
+def test_a_network_that_was_changed_does_not_go_back(
+        tmp_path, change, error, match):
+    """What MXNet could not read, or would lose."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4,
+                                  no_bias=True, name="dense0")
+        x = mx.sym.FullyConnected(x, num_hidden=3, name="dense1")
+        net = from_symbol(tmp_path, x, {
+            "dense0_weight": np.ones((4, 2)), "dense1_bias": np.ones(3),
+            "dense1_weight": np.ones((3, 4))})
+    with mgpu.using_backend("torch"):
+        import torch
+        back = tmp_path / "back.params"
+        mgpu.to_gluon_params(torch.compile(net, backend="eager"), back)
+        assert len(mgpu.gluon_io.load_params(back)) == 3
+        back.unlink()
+        change(net)
+        with pytest.raises(error, match=match):
+            mgpu.to_gluon_params(net, back)
+    assert not back.exists()
 
 
 def test_only_networks_of_from_gluon_go_back(tmp_path):

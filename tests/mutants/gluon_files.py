@@ -67,11 +67,37 @@ MUTANTS = [
         'for key in ("skalar",'),
            (_BUILT + "test_whole_numbers[sym x + 0.5]",)),
     Mutant("whole-divisions", "whole numbers are divided as fractions", edit(
-        _WHOLE + "_makes_fractions", "if name in _DIVISIONS and",
-        "if False and"), (_BUILT + "test_whole_numbers[sym x / 2]",)),
+        _WHOLE + "_makes_fractions", "if name in _DIVISIONS",
+        "if False and name in _DIVISIONS"),
+           (_BUILT + "test_whole_numbers[sym x / 2]",)),
     Mutant("whole-numpy", "a mask times a number has not MXNet's dtype", edit(
         _WHOLE + "_converts", 'return "float64"', 'return ""'),
            (_BUILT + "test_whole_numbers[np (x > 1) * 2.0]",)),
+    Mutant("whole-sums", "a sum of bytes does not wrap", edit(
+        _WHOLE + "cuts", "KEPT if name in _SUMS else", ""),
+           (_BUILT + "test_whole_numbers[sym F.sum(F.cast(x, 'uint8'), "
+            "axis=1)]",)),
+    Mutant("whole-gradients", "a cast to whole numbers ends a gradient", edit(
+        "mgpu.backends._torch.gluon.functions:still", "if x.requires_grad",
+        "if False and x.requires_grad"),
+           (_BUILT + "test_a_gradient_through_whole_numbers_is_refused"
+            "[F.cast(F.cast(x * 4, 'int32'), 'float32')]",)),
+    Mutant("negative-base", "-2 ** x stands for (-2) ** x", edit(
+        _BUILD + "_Builder._call", "if function is operator.pow", "if False"),
+           (_OPERATOR + "[_rpower_scalar]",
+            _OPERATOR + "[_npi_rpower_scalar]")),
+    Mutant("constants-trained", "what get_constant made is trained", edit(
+        "mgpu.gluon_io.graph:constants", '"Constant_"', '"constant_"'),
+           (_BUILT + "test_a_constant_is_not_trained",)),
+    Mutant("loss-inside", "what follows a loss has its gradient", edit(
+        "mgpu.gluon_io.parts:_parts", "if graph.nodes[j].op in LOSSES",
+        "if False"),
+           (_BUILT + "test_nothing_follows_a_loss[F.make_loss(x * x) * 5"
+            "-True]",)),
+    Mutant("back-changed", "a network with another head is written for MXNet",
+           edit(_BUILD + "to_gluon_params", "if changed:", "if False:"),
+           (_BUILT + "test_a_network_that_was_changed_does_not_go_back"
+            "[another head]",)),
     Mutant("inputs-as-used", "inputs are in the order of the graph", edit(
         "mgpu.gluon_io.graph:entries", "if all(numbers):", "if False:"),
            (_BUILT + "test_inputs_are_in_the_order_of_the_block",)),

@@ -474,7 +474,8 @@ def dense_flattens():
 @divergence("layers", "Gluon's cast of fractions to whole numbers and back "
             "passes the gradient on as if it had not cut them; torch's has "
             "none", "the gradient of the function is none", "each engine's "
-            "own, also in `from_gluon`", "of 1 in the gradient", 1, 1)
+            "own; on torch a network of `from_gluon` that needs a gradient "
+            "there is refused as it runs", "of 1 in the gradient", 1, 1)
 def gradient_through_whole_numbers():
     mx, torch = frameworks()
     ours = mx.nd.array([2.5])

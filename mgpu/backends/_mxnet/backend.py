@@ -3,6 +3,8 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,8 +26,9 @@ from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
 from mgpu.environment import cpu_cores
 from mgpu.files import path_of
-from mgpu.gluon_io.graph import (SOFTMAX, Node, dense_arrays, entries,
-                                 fixed_gammas, load_graph)
+from mgpu.gluon_io.graph import (SOFTMAX, Node, constants, dense_arrays,
+                                 entries, fixed_gammas, load_graph,
+                                 symbol_of_dtype)
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -479,8 +482,18 @@ class MXNetBackend(base.Backend):
         return MODELS[name](**options)
 
     def from_gluon(self, symbol, params, dtype, softmax, frozen=()):
-        graph = load_graph(symbol)
-        inputs = entries(graph, dense_arrays(params))
+        graph, arrays = load_graph(symbol), dense_arrays(params)
+        if dtype is not None:
+            before = {x.dtype.name for x in arrays.values()
+                      if x.dtype.kind == "f"} - {dtype}
+            with tempfile.TemporaryDirectory() as folder:
+                changed = os.path.join(folder, "net-symbol.json")
+                with open(changed, "w", encoding="utf-8") as file:
+                    file.write(symbol_of_dtype(symbol, before, dtype))
+                net = self.from_gluon(changed, params, None, softmax, frozen)
+            net.cast(dtype)
+            return net
+        inputs = entries(graph, arrays)
         ends = [graph.nodes[i] for i, _ in graph.heads]
         if any(node.op in _LOSSES for node in ends):
             outputs = mx.sym.load(path_of(symbol))
@@ -494,11 +507,10 @@ class MXNetBackend(base.Backend):
         else:
             net = mx.gluon.SymbolBlock.imports(
                 path_of(symbol), inputs, path_of(params), ctx=mx.cpu(0))
-        if dtype is not None:
-            net.cast(dtype)
         gammas = fixed_gammas(graph)
+        still = {*frozen, *gammas, *constants(graph)}
         for name, p in net.collect_params().items():
-            if name in frozen or name in gammas:
+            if name in still:
                 p.grad_req = "null"
             if name in gammas:
                 p.data()[:] = 1

@@ -75,6 +75,8 @@ CASES = [
       for case in grid(f"_npi_{name}_scalar", {
           "scalar": [2.0, 0.3], "is_int": [None, False]},
           [(Input((3, 4), positive),)])),
+    *grid("_npi_rpower_scalar", {"scalar": [-2.0], "is_int": [False]},
+          [(_still(3, 4),)]),
     *(case for name in ("maximum", "minimum") for case in grid(
         f"_npi_{name}_scalar", {"scalar": [0, 1.0]}, [(Input((3, 4), _few),)
                                                       ])),
@@ -174,6 +176,9 @@ CASES = [
                        "axis": [None, "(1,)", "(0, 2)"]}, _CUBE),
     *grid("_npi_broadcast_to", {"shape": ["(2, 3, 4)"]},
           [(Input((3, 1)),), (Input((2, 3, 4)),)]),
+    *grid("_npi_pad", {"pad_width": ["((0, 0), (1, 2))", "((2, 0), (0, 1))"],
+                       "mode": ["constant"], "constant_value": [None, 1.5]},
+          [(Input((3, 4)),)]),
     *grid("_npi_tril", {"k": [None, 0, 1, -1]}, [(Input((4, 4)),),
                                                 (Input((2, 3, 4)),)]),
     *grid("_npi_full_like", {"fill_value": [0, 1, 2.5], "ctx": ["cpu(0)"]},
@@ -192,7 +197,12 @@ CASES = [
         *grid(op, {"indices": ["[0, 1, 3]"], "axis": [1], "sections": [0]},
               [(Input((3, 4)),)], outputs=3),
         *grid(op, {"indices": ["[]"], "axis": [0], "sections": [1]},
-              [(Input((3, 4)),)]))),
+              [(Input((3, 4)),)]),
+        # parts that are not equal, or empty
+        *grid(op, {"indices": ["[]"], "axis": [0, 1], "sections": [3]},
+              [(Input((5, 7)),)], outputs=3),
+        *grid(op, {"indices": ["[]"], "axis": [1], "sections": [3]},
+              [(Input((4, 2)),)], outputs=3, train=False))),
     *(case for op in ("pick", "_npx_pick") for case in grid(
         op, {"axis": [None, 1, -1], "keepdims": [None, True],
              "mode": [None, "wrap"]},

@@ -71,6 +71,8 @@ ARITHMETIC = [
     *grid("_power_scalar", {"scalar": [2, 0.5, -1, "0.1"]},
           [(Input((3, 4), positive),)]),
     *grid("_rpower_scalar", {"scalar": [2, 0.1]}, [(Input((3, 4)),)]),
+    *grid("_rpower_scalar", {"scalar": [-2, 0, -0.5]},
+          [(Input((3, 4), _of(3), moves=False),)]),
     *(case for n in (1, 3) for case in grid(
         "add_n", {"num_args": [n]}, [(Input((3, 4)),) * n])),
     *_each("where", (Input((3, 4), _of(3)), Input((3, 4)), Input((3, 4)))),
@@ -197,6 +199,7 @@ SHAPES = [
     *grid("expand_dims", {"axis": [0, 1, 2, -1, -2]}, [(Input((2, 3)),)]),
     *grid("squeeze", {"axis": [1, "(1,)", "(1, 3)", -1]},
           [(Input((2, 1, 3, 1)),)]),
+    *grid("squeeze", {"axis": ["(0, 1)"]}, [(Input((1, 1)),)]),
     *_each("broadcast_like", (Input((2, 1, 1)), Input((2, 3, 4)))),
     *grid("broadcast_to", {"shape": ["(2, 3, 4)", "(0, 3, 4)", "(0, 0, 4)"]},
           [(Input((2, 3, 1)),)]),

@@ -282,6 +282,18 @@ def _broadcast_to(node: Node, inputs: Sequence[Source]) -> Part:
     return Call("torch.broadcast_to", (_X, shape))
 
 
+@operator("_npi_pad")
+def _pad(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_npi_pad``: pad_width (a pair for each axis), constant_value."""
+    only(node, mode="constant")
+    a = node.attributes
+    # torch's begin with the last axis
+    flat = tuple(n for pair in a["pad_width"][::-1] for n in pair)
+    value = number(a["constant_value"])
+    return Call("torch.nn.functional.pad", (_X, flat, *(
+        ("constant", value) if value else ())))
+
+
 @operator("_npi_tril")
 def _tril(node: Node, inputs: Sequence[Source]) -> Part:
     """``_npi_tril``: k."""
@@ -322,7 +334,8 @@ def _split(node: Node, inputs: Sequence[Source]) -> Part:
     if n == 1:
         return _IDENTITY
     if a["sections"]:
-        return Call("torch.chunk", (_X, n, a["axis"]), outputs=n)
+        # the first parts are one longer where n does not divide it
+        return Call("torch.tensor_split", (_X, n, a["axis"]), outputs=n)
     begins = a["indices"]
     if begins[0] != 0 or min(begins) < 0:
         raise MissingOperator(f"indices={begins}")

@@ -14,8 +14,9 @@ from torch import fx, nn
 from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
     arrays as _arrays, heads, operators, recurrent, vision)
 from mgpu.files import FilePath
-from mgpu.gluon_io.graph import (Graph, Node, dense_arrays, entries,
-                                 load_graph, with_dtype, without_softmax)
+from mgpu.gluon_io.graph import (Graph, Node, constants, dense_arrays,
+                                 entries, load_graph, with_dtype,
+                                 without_softmax)
 from mgpu.gluon_io.params import save_params
 from mgpu.gluon_io.parts import (Call, Layer, Missing, MissingOperator, Part,
                                  Shape, Slot, form_of, missing_in, parts_of,
@@ -31,17 +32,21 @@ class GluonModule(fx.GraphModule):
     ----------
     gluon_names : dict of str to str
         The name in the ``.params`` file for each name in `state_dict`.
+    gluon_shapes : dict of str to tuple of int
+        The shape in that file for each of these names.
     numpy_shapes : bool
         Whether that file is of the NumPy interface.
     """
 
     gluon_names: dict[str, str]
+    gluon_shapes: dict[str, Shape]
     numpy_shapes: bool
 
     def __deepcopy__(self, memo: Any) -> "GluonModule":
         # that of fx keeps the attributes which it knows
         copy: GluonModule = super().__deepcopy__(memo)
         copy.gluon_names = dict(self.gluon_names)
+        copy.gluon_shapes = dict(self.gluon_shapes)
         copy.numpy_shapes = self.numpy_shapes
         return copy
 
@@ -60,14 +65,35 @@ def from_gluon(symbol: FilePath, params: FilePath, dtype: str | None,
 
 def to_gluon_params(net: nn.Module, path: FilePath) -> None:
     """See `mgpu.to_gluon_params`."""
-    names = getattr(net, "gluon_names", None)
-    if names is None:
+    net = getattr(net, "_orig_mod", net)    # of torch.compile
+    shapes = getattr(net, "gluon_shapes", None)
+    if shapes is None:
         raise TypeError("only a network of from_gluon knows Gluon's names; "
                         f"received {type(net).__name__}.")
     own = net.state_dict()
+    changed = [f"{key} {_said(own[key]) if key in own else 'missing'} where "
+               f"Gluon has {shape}" for key, shape in shapes.items()
+               if key not in own or own[key].shape != shape
+               or own[key].is_meta]
+    changed += [f"{key} {_said(x)} where Gluon has none"
+                for key, x in own.items() if key not in shapes
+                and not key.endswith(".num_batches_tracked")]
+    if changed:
+        raise ValueError(
+            "MXNet reads the arrays that the network came with; received "
+            f"{'; '.join(changed[:5])}. Undo the change (as "
+            "torch.nn.utils.prune.remove does), or use mgpu.to_safetensors.")
+    for key in shapes:
+        if own[key].dtype is torch.bfloat16:
+            raise TypeError(f"MXNet has no bfloat16; received {key} of it. "
+                            "Convert the network: net.float().")
     save_params(path, {name: own[key].cpu().numpy()
-                       for key, name in names.items()},
+                       for key, name in net.gluon_names.items()},
                 numpy_shapes=net.numpy_shapes or None)
+
+
+def _said(x: torch.Tensor) -> str:
+    return f"{tuple(x.shape)}{' without values' if x.is_meta else ''}"
 
 
 def missing_operators(symbol: FilePath, params: FilePath | None
@@ -121,6 +147,7 @@ class _Builder:
                  dtype: Any) -> None:
         self._graph, self._arrays, self._dtype = graph, arrays, dtype
         self._root, self._fx = nn.Module(), fx.Graph()
+        self._constants = constants(graph)
         self._tensors: dict[str, torch.Tensor] = {}
         self._env: dict[tuple[int, int], fx.Node] = {}
         self._parts: dict[int, tuple[fx.Node, Part]] = {}
@@ -158,6 +185,9 @@ class _Builder:
         self._fx.output(ends[0] if len(ends) == 1 else tuple(ends))
         module = GluonModule(self._root, self._fx)
         module.gluon_names = self._names
+        module.gluon_shapes = {key: tuple(x.shape) for key, x in
+                               module.state_dict().items()
+                               if key in self._names}
         module.numpy_shapes = self._graph.numpy_shapes
         return module
 
@@ -204,7 +234,8 @@ class _Builder:
 
     def _array(self, node: Node) -> fx.Node:
         name = self._own_name(node.name)
-        self._root.register_parameter(name, self._parameter(node.name, True))
+        self._root.register_parameter(name, self._parameter(
+            node.name, node.name not in self._constants))
         self._note(name, node.name, aux=False)
         return self._fx.get_attr(name)
 
@@ -276,8 +307,11 @@ class _Builder:
         if part.function.startswith(_METHODS):
             return self._fx.call_method(part.function.removeprefix(_METHODS),
                                         arguments, named)
-        return self._fx.call_function(find(part.function), arguments,
-                                      named)
+        function = find(part.function)
+        if function is operator.pow and not isinstance(arguments[0], fx.Node):
+            # fx writes `-2 ** x`, which is -(2 ** x)
+            function = torch.pow
+        return self._fx.call_function(function, arguments, named)
 
     def _argument(self, node: Node, x: Any) -> Any:
         if isinstance(x, Slot):

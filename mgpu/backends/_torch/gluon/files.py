@@ -17,6 +17,7 @@ def to_safetensors(net: nn.Module, path: FilePath) -> None:
     """See `mgpu.to_safetensors`."""
     if not isinstance(net, nn.Module):
         raise messages.not_a_network(net, "torch", "torch.nn.Module")
+    net = getattr(net, "_orig_mod", net)    # of torch.compile
     library: Any = environment.package("safetensors", "to_safetensors",
                                        "safetensors.torch")
     values: dict[str, torch.Tensor] = {}

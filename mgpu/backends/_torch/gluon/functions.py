@@ -12,6 +12,25 @@ def floating(x: torch.Tensor, op: str) -> torch.Tensor:
     return x
 
 
+def kept(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`y`, what `x` sums to, in the dtype of `x`, where whole numbers wrap in
+    MXNet. Booleans are counted in int64."""
+    return y if x.dtype is torch.bool else y.to(x.dtype)
+
+
+def still(x: torch.Tensor, op: str) -> torch.Tensor:
+    """`x` itself. TypeError if it needs a gradient, which MXNet's `op` to
+    whole numbers hands on."""
+    if x.requires_grad and torch.is_grad_enabled() \
+            and not torch.compiler.is_exporting():
+        raise TypeError(
+            f"MXNet's {op} to whole numbers hands a gradient on, PyTorch's "
+            "has none; received an array that needs one. Predict under "
+            "torch.no_grad(), or stop the gradient before it in Gluon "
+            "(F.stop_gradient).")
+    return x
+
+
 def by_row(condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A condition with one value for each row of `x` in a shape that torch
     takes so; any other one as it is."""

@@ -42,7 +42,8 @@ def _logistic_output(node: Node, inputs: Sequence[Source]) -> Part:
 @operator("MakeLoss", "make_loss")
 def _make_loss(node: Node, inputs: Sequence[Source]) -> Part:
     """``MakeLoss``: its gradient is 1 for each element, whatever follows; as
-    that of the sum, which the user's loop takes."""
+    that of the sum, which the user's loop takes. In the graph nothing may
+    follow it."""
     if node.op == "MakeLoss":
         only(node, grad_scale=1.0, normalization="null")
     return Layer("torch.nn.Identity", {})

@@ -180,6 +180,8 @@ def amax(x: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool = False
          ) -> torch.Tensor:
     """All that are the largest get the whole gradient; torch's divides
     it."""
+    if not x.is_floating_point():
+        return x.amax(dim, keepdim)
     y = x.amax(dim, keepdim=True)
     ties = (x == y).sum(dim, keepdim=True)
     # 0, and the gradient once more for each other one
@@ -191,6 +193,8 @@ def amax(x: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool = False
 def amin(x: torch.Tensor, dim: int | tuple[int, ...], keepdim: bool = False
          ) -> torch.Tensor:
     """See `amax`."""
+    if not x.is_floating_point():
+        return x.amin(dim, keepdim)
     return -amax(-x, dim, keepdim)
 
 

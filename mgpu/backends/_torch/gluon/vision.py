@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mgpu.gluon_io.graph import Node
-from mgpu.gluon_io.parts import (FLOATING, Call, Layer, MissingOperator, Part,
-                                 Rule, Slot, Source, number, only, operator)
+from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Rule,
+                                 Slot, Source, number, only, operator)
+from mgpu.gluon_io.whole import FLOATING, KEPT, STILL
 
 _FUNCTIONS = "mgpu.backends._torch.gluon.functions"
 _HELPERS = "mgpu.backends._torch.gluon.layers"
@@ -24,10 +25,15 @@ def _calls(function: str, *arguments: Any) -> Rule:
     return rule
 
 
-@operator(FLOATING)
-def _floating(node: Node, inputs: Sequence[Source]) -> Part:
-    """What stands before an operator that MXNet cuts to whole numbers."""
-    return Call(f"{_FUNCTIONS}.floating", (_X, node.op))
+def _guard(what: str) -> Rule:
+    """What stands around an operator of whole numbers."""
+    def rule(node: Node, inputs: Sequence[Source]) -> Part:
+        return Call(f"{_FUNCTIONS}.{what}", (_X, node.op))
+    return rule
+
+
+for _name in (FLOATING, KEPT, STILL):
+    operator(f"mgpu.{_name}")(_guard(_name))
 
 
 # -- arithmetic ---------------------------------------------------------------
@@ -371,7 +377,8 @@ def _squeeze(node: Node, inputs: Sequence[Source]) -> Part:
     axis = node.attributes["axis"]
     if not axis:
         raise MissingOperator(f"axis={axis}")
-    return Call("torch.squeeze", (_X, axis[0] if len(axis) == 1 else axis))
+    return at_least_one(Call("torch.squeeze", (
+        _X, axis[0] if len(axis) == 1 else axis)), node, inputs)
 
 
 @operator("broadcast_like")
@@ -528,10 +535,10 @@ def _reduction(function: str) -> Rule:
 
 
 def at_least_one(part: Call, node: Node, inputs: Sequence[Source]) -> Call:
-    """A reduction that leaves no axis is an array of one number in MXNet."""
+    """What leaves no axis is an array of one number in MXNet."""
     axes, rank = node.attributes["axis"], inputs[0].rank
     count = len(axes) if isinstance(axes, tuple) else 1
-    if node.attributes["keepdims"] or (rank is not None and rank > count):
+    if node.attributes.get("keepdims") or rank is not None and rank > count:
         return part
     return Call("torch.atleast_1d", (part,))
 

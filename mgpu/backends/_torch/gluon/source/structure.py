@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mgpu.backends._torch.gluon.build import find
-from mgpu.gluon_io.graph import Graph, entries
+from mgpu.gluon_io.graph import Graph, constants, entries
 from mgpu.gluon_io.parts import (Call, Layer, Shape, Slot, form_of, parts_of,
                                  slots_of)
 
@@ -255,6 +255,7 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
     ins: list[Value] = []
     arrays: set[Value] = set()
     calls = Counter(map(_module, parts.values()))
+    still = constants(graph)
     for i, part in parts.items():
         node = graph.nodes[i]
         used = sorted(slots_of(part))
@@ -268,6 +269,7 @@ def _steps(graph: Graph, parts: Mapping[int, Any],
                 arrays.add((j, k))
                 leaf = Leaf("parameter", {"size": shapes[name]})
                 leaf.tensors = {"": name}
+                leaf.frozen = ("",) if name in still else ()
                 steps.append(Step(((j, k),), (), layer=leaf))
             else:
                 ins.append((j, k))

@@ -392,8 +392,9 @@ class _Writer:
                 size = leaf.arguments["size"]
                 sizes = size.text if isinstance(size, Arg) \
                     else ", ".join(map(_value, size)) or "()"
+                frozen = ", requires_grad=False" if leaf.frozen else ""
                 made += layout.fit(f"self.{attribute} = nn.Parameter("
-                                   f"torch.zeros({sizes}))", 8)
+                                   f"torch.zeros({sizes}){frozen})", 8)
                 return f"self.{attribute}", attribute, [(attribute, leaf)]
             if not again:
                 made += layout.fit(f"self.{attribute} = {self._make(leaf)}",
