@@ -19,8 +19,8 @@ def kept(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def still(x: torch.Tensor, op: str) -> torch.Tensor:
-    """`x` itself. TypeError if it needs a gradient, which MXNet's `op` to
-    whole numbers hands on."""
+    """`x` itself; TypeError if it needs a gradient, which MXNet's `op` to
+    whole numbers hands on and PyTorch's has not."""
     if x.requires_grad and torch.is_grad_enabled() \
             and not torch.compiler.is_exporting():
         raise TypeError(
