@@ -24,8 +24,8 @@ from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
 from mgpu.environment import cpu_cores
 from mgpu.files import path_of
-from mgpu.gluon_io.graph import (SOFTMAX, Node, dense_arrays, entries,
-                                 fixed_gammas, load_graph)
+from mgpu.gluon_io.graph import (SOFTMAX, Node, check_fit, dense_arrays,
+                                 entries, fixed_gammas, load_graph)
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -480,7 +480,9 @@ class MXNetBackend(base.Backend):
 
     def from_gluon(self, symbol, params, dtype, softmax, frozen=()):
         graph = load_graph(symbol)
-        inputs = entries(graph, dense_arrays(params))
+        arrays = dense_arrays(params)
+        check_fit(graph, arrays)
+        inputs = entries(graph, arrays)
         ends = [graph.nodes[i] for i, _ in graph.heads]
         if any(node.op in _LOSSES for node in ends):
             outputs = mx.sym.load(path_of(symbol))
