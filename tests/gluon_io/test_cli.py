@@ -655,12 +655,14 @@ with ag.pause():
     mx.mod.Module(x)
 net = gluon.model_zoo.vision.get_model("resnet18_v1")
 '''
-TOPICS = {6: "devices", 7: "first weights", 8: "compile", 9: "not trained",
-          10: "optimiser", 11: "key-value store, parameters", 12: "record",
+TOPICS = {6: "a device, devices", 7: "first weights", 8: "compile",
+          9: "not trained", 10: "optimiser",
+          11: "key-value store, parameters", 12: "record",
           13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
-          18: "to a device", 19: "rate", 20: "save weights",
-          21: "multipliers, parameters", 22: "not recorded",
-          23: "a network of symbols", 24: "a network of the zoo"}
+          17: "first weights", 18: "to a device", 19: "rate",
+          20: "save weights", 21: "multipliers of the decay, parameters",
+          22: "not recorded", 23: "a network of symbols",
+          24: "a network of the zoo"}
 
 
 def test_lines_of_a_script(tmp_path):
@@ -672,8 +674,9 @@ def test_lines_of_a_script(tmp_path):
     assert {n: ", ".join(sorted(x)) for n, x in found.items()} == TOPICS
     printed = command("lint", file).output
     assert "10: trainer = gluon.Trainer(" in printed
-    assert "mgpu: mgpu.Trainer(replicas," in printed
-    assert "torch: torch.optim.SGD(" in printed
+    assert 'see the row "optimiser" in the guide' in printed
+    assert "mgpu: mgpu.split_and_load(x, ctx)" in printed
+    assert "torch: x.chunk(len(ctx))" in printed
 
 
 @pytest.mark.parametrize("source", [
@@ -692,7 +695,58 @@ def test_what_is_no_script_is_refused(tmp_path):
         command("lint", tmp_path / "x.py", "--classes", "3"))
 
 
-def test_every_row_has_its_own_names():
-    names = [name for line in script.LINES for name in line.names]
-    assert len(set(names)) == len(names)
+def test_every_row_has_its_own_topic_and_a_pattern():
     assert len({line.topic for line in script.LINES}) == len(script.LINES)
+    assert [line.topic for line in script.LINES
+            if script._pattern(line) is None] == ["the whole step"]
+
+
+REPLACED = {
+    "mx.random.seed(3)": ("mgpu.seed(3)", "torch.manual_seed(3)"),
+    "y = net(x).asnumpy()": ("mgpu.to_numpy(net(x))",
+                             "net(x).detach().cpu().numpy()"),
+    "gluon.Trainer(net.collect_params(), 'adam', {'learning_rate': 1e-3})": (
+        "mgpu.Trainer(replicas, 'adam', {'learning_rate': 0.001})",
+        "one of torch.optim"),
+    "net.weight.lr_mult = 0.0": ("lr_mult={q.name: 0.0}", "groups"),
+    "net.weight.wd_mult = 0.0": ("wd_mult={q.name: 0.0}", "groups"),
+    "gluon.utils.clip_global_norm(grads, 0.2)": (
+        "trainer.clip_global_norm(0.2)", "clip_grad_norm_(parameters, 0.2 /"),
+    "trainer.step(64)": ("trainer.step(64)", "optimizer.step()"),
+    "trainer.set_learning_rate(0.2)": ("set_learning_rate(0.2)", "= 0.2"),
+    "outputs = [net(X) for X in shards]": ("replicas(shards)", "a process"),
+    "net.collect_params().reset_ctx(ctx)": ('mgpu.initialize(net, ctx, "keep"',
+                                            "net.to(device)"),
+    "npx.gpu(2)": ("mgpu.gpu(2)", 'torch.device("cuda", 2)'),
+    # of another case than the cell
+    "net.initialize(mx.init.Xavier(magnitude=2.24))": ("first weights",) * 2,
+    "net.initialize()": ("first weights",) * 2,
+    "gluon.loss.SigmoidBinaryCrossEntropyLoss()": ("loss",) * 2,
+    "mx.metric.RMSE()": ("metric",) * 2,
+    "mx.lr_scheduler.PolyScheduler(100, 0.1)": ("rate",) * 2,
+    "autograd.predict_mode()": ("gradients of predictions",) * 2,
+    "p.grad_req = 'add'": ("not trained",) * 2,
+    "mod.fit(data)": ("a network of symbols",) * 2,
+    "mx.nd.array(x, dtype='int32')": ("an array",) * 2}
+
+
+@pytest.mark.parametrize("source", REPLACED)
+def test_a_replacement_keeps_what_the_line_says(source, tmp_path):
+    (tmp_path / "x.py").write_text(
+        "import mxnet as mx\nfrom mxnet import autograd, gluon, npx\n"
+        f"{source}\nnet.hybridize()")
+    found, = (line for number, _, line in script.lint_script(
+        tmp_path / "x.py") if number == 3)
+    for cell, expected in zip((found.mgpu, found.torch), REPLACED[source]):
+        if expected == found.topic:
+            expected = f'see the row "{expected}"'
+        assert expected in cell.replace("`", "")
+
+
+def test_methods_of_another_framework_are_not_gluons(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "import mxnet as mx, torch\nx = torch.ones(3)\nmodel = f(torch.nn)\n"
+        "for y in model(x):\n    y.backward()\n"
+        "z = mx.nd.array(x)\nz.backward()\nunknown.backward()")
+    assert [number for number, _, line in script.lint_script(
+        tmp_path / "x.py") if line.topic == "backward"] == [7, 8]
