@@ -8,8 +8,25 @@ import numpy as np
 
 from mgpu.arguments import one_of
 from mgpu.backends import get_backend
-from mgpu.files import FilePath
+from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.parts import Missing
+
+
+#: how the names of the files end that are written here
+_ENDINGS = (".py", ".safetensors", ".params", ".pt2")
+
+
+def _check_name(path: FilePath, ending: str) -> None:
+    """Refuse the name of a file of another kind (ValueError)."""
+    own = os.path.splitext(path_of(path))[1]
+    if own != ending and own in (*_ENDINGS, ".json", ".states"):
+        raise ValueError(f"a file {ending} is written; received "
+                         f"{path_of(path)!r}. Name it {ending}.")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is True or False; received {value!r}.")
 
 
 def from_gluon(symbol: Any, params: FilePath | None = None,
@@ -63,7 +80,10 @@ def from_gluon(symbol: Any, params: FilePath | None = None,
         If a file cannot be opened.
     """
     if dtype is not None:
-        one_of("dtype", dtype, ("float32", "float64", "float16"))
+        # np.dtype("float64") equals the name, and is none
+        one_of("dtype", dtype if isinstance(dtype, str) else repr(dtype),
+               ("float32", "float64", "float16"))
+    _check_flag("softmax", softmax)
     live = callable(getattr(symbol, "export", None)) \
         and callable(getattr(symbol, "collect_params", None))
     if live != (params is None):
@@ -113,6 +133,7 @@ def to_gluon_params(net: Any, path: FilePath) -> None:
     NotImplementedError
         On MXNet, where a block has ``export``.
     """
+    _check_name(path, ".params")
     get_backend().to_gluon_params(net, path)
 
 
@@ -135,6 +156,7 @@ def to_safetensors(net: Any, path: FilePath) -> None:
     ImportError
         Without the package safetensors.
     """
+    _check_name(path, ".safetensors")
     get_backend().to_safetensors(net, path)
 
 
@@ -157,13 +179,27 @@ def to_pt2(net: Any, path: FilePath, examples: Sequence[np.ndarray]) -> None:
     Raises
     ------
     TypeError
-        If `net` is no torch network.
+        If `net` is no torch network, or `examples` no list of arrays.
     ValueError
         If the network depends on the number of rows, or refuses `examples`.
     NotImplementedError
         On MXNet, where a block has ``export``.
     """
+    _check_name(path, ".pt2")
+    if not isinstance(examples, (list, tuple)) or not all(
+            isinstance(x, np.ndarray) and x.ndim for x in examples):
+        raise TypeError(
+            "examples are NumPy arrays, one for each input of the network, "
+            "whose first axis is the batch; received "
+            f"{_kinds(examples)}. Pass for example [X].")
     get_backend().to_pt2(net, path, examples)
+
+
+def _kinds(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        return f"[{', '.join(map(_kinds, x))}]"
+    return type(x).__name__ + (f" of shape {x.shape}" if isinstance(
+        x, np.ndarray) else "")
 
 
 def missing_operators(symbol: FilePath, params: FilePath | None = None
@@ -207,7 +243,8 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
     path : str or os.PathLike
         Of the source: ``net.py``. The weights are beside it, in
         ``net.safetensors``, or, where layers share an array or that package
-        is not installed, in ``net.pt``.
+        is not installed, in ``net.pt``. A file that is there stays: one of
+        other contents is not replaced.
     plain : bool
         PyTorch's own layers in the place of mgpu's, with a comment that
         names the difference.
@@ -221,9 +258,16 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
     ------
     NotImplementedError
         As in `from_gluon`; on MXNet.
-    ValueError, OSError
+    ValueError
+        As in `from_gluon`; if a file to write is one that is read.
+    FileExistsError
+        If source or weights are there with other contents: nothing is
+        written then.
+    OSError
         As in `from_gluon`.
     """
+    _check_name(path, ".py")
+    _check_flag("plain", plain)
     return get_backend().gluon_source(symbol, params, path, plain)
 
 
@@ -241,4 +285,9 @@ def register_op(name: str, rule: Callable[..., Any]) -> None:
         the shape where it is an array of the file. For an attribute that it
         does not know the rule raises NotImplementedError.
     """
+    if not isinstance(name, str) or not callable(rule):
+        raise TypeError(
+            "a rule is a function, for the operator of a name; received "
+            f"{name!r} and {rule!r}. Pass for example (\"sin\", lambda node, "
+            "inputs: Call(\"torch.sin\", (Slot(0),))).")
     get_backend().register_op(name, rule)

@@ -1,5 +1,6 @@
 """Files that are written whole or not at all, and files of arrays."""
 import contextlib
+import filecmp
 import io
 import json
 import os
@@ -30,6 +31,27 @@ def path_of(file: FilePath) -> str:
                         f"{type(file).__name__}. Pass a text, for example "
                         "'run.npz', or a pathlib.Path.")
     return os.fsdecode(file)
+
+
+def check_not_read(file: FilePath, *read: FilePath | None) -> None:
+    """Refuse to write a `file` that is one of those that are `read`
+    (ValueError)."""
+    for path in read:
+        if path is not None and os.path.exists(file) \
+                and os.path.exists(path) and os.path.samefile(file, path):
+            raise ValueError("a file that is read is not written over; "
+                             f"received {path_of(file)!r} for both. Name "
+                             "another file to write.")
+
+
+def check_not_other(part: str, file: FilePath,
+                    cure: str = "Name another file, or remove it.") -> None:
+    """Refuse to let `part` replace a `file` of other contents
+    (FileExistsError), such as a person's edits."""
+    if os.path.isfile(file) and not filecmp.cmp(part, file, shallow=False):
+        raise FileExistsError("a file that is there is not replaced by "
+                              f"another one; received {path_of(file)!r}. "
+                              + cure)
 
 
 @contextlib.contextmanager

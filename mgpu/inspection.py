@@ -7,6 +7,7 @@ import json
 import math
 import os
 import struct
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from mgpu import backends, checkpoint, conversion, files, trainer_states
 from mgpu.files import FilePath, path_of
 from mgpu.gluon_io import (CSR, Graph, Record, RowSparse, load_graph,
                            load_params, load_trainer_states)
-from mgpu.gluon_io.graph import dense_arrays
+from mgpu.gluon_io.graph import check_fit, dense_arrays
 
 #: how the names of Gluon's and Symbol's parameters end, where a graph of
 #: Symbol's marks nothing
@@ -52,7 +53,8 @@ def inspect_file(file: FilePath, params: FilePath | None = None
         they hold in all; of a graph "inputs", "outputs", "parameters",
         "operators" and "missing" (None where torch is not installed); of
         states "optimizer", "settings", "schedule", "num_update" and
-        "states"; "metadata" of safetensors.
+        "states"; "metadata" of safetensors. A file of torch has its kind
+        alone.
 
     Raises
     ------
@@ -62,6 +64,10 @@ def inspect_file(file: FilePath, params: FilePath | None = None
         If it cannot be opened.
     """
     path = path_of(file)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError("what is in a file is known from its size too; "
+                         f"received {path!r}, which is no ordinary file. "
+                         "Copy its contents into one.")
     with open(path, "rb") as stream:
         start = stream.read(64)
     found = {"file": path, "kind": "", "bytes": os.path.getsize(path)}
@@ -113,10 +119,25 @@ def _params(path: str, start: bytes) -> dict[str, Any]:
     return {"kind": "parameters of MXNet", **_of_arrays(found)}
 
 
+def _not_npz(stream: Any) -> str | None:
+    """What a zip is that holds no arrays of NumPy; None for one that may."""
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            inside = {name.rpartition("/")[2] for name in archive.namelist()}
+    except (zipfile.BadZipFile, NotImplementedError, ValueError):
+        return None
+    if "archive_format" in inside:
+        return "network to predict with, of torch.export"
+    return "file of torch.save" if "data.pkl" in inside else None
+
+
 def _zip(path: str) -> dict[str, Any]:
     kinds = {checkpoint.FORMAT: "checkpoint of mgpu",
              trainer_states.FORMAT: "trainer states of mgpu"}
     with open(path, "rb") as stream:
+        other = _not_npz(stream)
+        if other is not None:
+            return {"kind": other}
         try:
             arrays = dict(files.npy_members(stream))
             header = json.loads(str(arrays.pop("header"))) \
@@ -126,7 +147,8 @@ def _zip(path: str) -> dict[str, Any]:
                              f"damaged ({error}).") from error
     if header is None:
         found: Any = load_params(path)
-        return {"kind": "parameters of MXNet 2", **_of_arrays(found)}
+        return {"kind": "arrays of NumPy (npz), as MXNet 2 writes too",
+                **_of_arrays(found)}
     form = header.get("format") if isinstance(header, dict) else None
     if form not in kinds:
         raise ValueError(f"{_EXPECTED}; {path!r} has the format {form!r}. "
@@ -175,7 +197,8 @@ def _graph(path: str, params: FilePath | None) -> dict[str, Any]:
     names = [node.name for node in graph.nodes if node.op == "null"]
     own = _parameters(graph, names)
     if params is not None:
-        own = {name for name in dense_arrays(params) if name in names}
+        own = set(dense_arrays(params))
+        check_fit(graph, own)
     missing = _missing(path, params)
     return {"kind": "graph of MXNet",
             "inputs": [name for name in names if name not in own],
@@ -210,9 +233,15 @@ def _states(path: str) -> dict[str, Any]:
     found = load_trainer_states(path)
     state = found.optimizer.state if found.optimizer is not None else {}
     counts = state.get("_index_update_count") or {}
+    if not isinstance(counts, Mapping):
+        raise ValueError(
+            "expected what Trainer.save_states of Gluon writes; "
+            f"{path!r} is damaged (its counts are no dictionary). Use a "
+            "whole file.")
     entries = {key: _flat(key, x) for key, x in found.states.items()}
     schedule = state.get("lr_scheduler")
-    return {"kind": "trainer states of Gluon",
+    return {"kind": "trainer states of Gluon" if found.optimizer is not None
+            else "optimizer states of a Module of MXNet",
             "optimizer": found.optimizer.kind if found.optimizer else None,
             "settings": _plain(state, but=("num_update", "begin_num_update",
                                            "sym_info", "allow_np_array")),

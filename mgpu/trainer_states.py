@@ -1,5 +1,6 @@
 """What a `Trainer` remembers between steps, and its file."""
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -154,6 +155,12 @@ def write(states: TrainerStates, file: files.FilePath) -> None:
 def read(file: files.FilePath) -> TrainerStates:
     """What `write` wrote. ValueError for any other contents, OSError for a
     file that cannot be opened."""
+    with open(files.path_of(file), "rb") as stream:
+        if stream.read(1) == b"\x80":      # a pickle
+            raise ValueError(
+                "expected a file of Trainer.save_states of mgpu; received "
+                f"{os.fspath(file)!r}, which looks like one of Gluon's. Pass "
+                "it to mgpu.resume_from_gluon, with the network's files.")
     return files.read_arrays(file, FORMAT, "a file of Trainer.save_states",
                              unpack)
 

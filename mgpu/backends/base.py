@@ -1230,38 +1230,37 @@ class Backend(ABC):
                    frozen: Sequence[str] = ()) -> Any:
         """A native network from two files; see `mgpu.from_gluon`. `frozen`:
         names of arrays that are not trained."""
-        raise messages.not_supported(self.name, "reader of Gluon's networks")
+        raise messages.of_torch(self.name, "reader of Gluon's networks")
 
     def to_gluon_params(self, net: Any, path: FilePath) -> None:
         """Write the values of a network of `from_gluon`; see
         `mgpu.to_gluon_params`."""
-        raise messages.not_supported(
-            self.name, "to_gluon_params (a Block has export)")
+        raise messages.of_torch(self.name,
+                                "to_gluon_params (a Block has export)")
 
     def gluon_source(self, symbol: FilePath, params: FilePath | None,
                      path: FilePath, plain: bool) -> dict[str, str]:
         """Source for a network, in a file; see `mgpu.gluon_source`."""
-        raise messages.not_supported(self.name, "writer of source")
+        raise messages.of_torch(self.name, "writer of source")
 
     def register_op(self, name: str, rule: Callable[..., Any]) -> None:
         """A rule for `from_gluon`; see `mgpu.register_op`."""
-        raise messages.not_supported(self.name, "rules for operators")
+        raise messages.of_torch(self.name, "rules for operators")
 
     def missing_operators(self, symbol: FilePath, params: FilePath | None
                           ) -> list[Any]:
         """What has no rule; see `mgpu.missing_operators`."""
-        raise messages.not_supported(self.name, "rules for operators")
+        raise messages.of_torch(self.name, "rules for operators")
 
     def to_safetensors(self, net: Any, path: FilePath) -> None:
         """Write the values of a network; see `mgpu.to_safetensors`."""
-        raise messages.not_supported(
+        raise messages.of_torch(
             self.name, "to_safetensors (a Block has save_parameters)")
 
     def to_pt2(self, net: Any, path: FilePath,
                examples: Sequence[np.ndarray]) -> None:
         """Write a network for prediction; see `mgpu.to_pt2`."""
-        raise messages.not_supported(self.name,
-                                     "to_pt2 (a Block has export)")
+        raise messages.of_torch(self.name, "to_pt2 (a Block has export)")
 
     # optional: advice
 

@@ -279,10 +279,17 @@ def not_a_network(net: Any, backend: str, expected: str) -> TypeError:
         "with mgpu.set_backend before the network is made.")
 
 
-def not_supported(backend: str, what: str) -> NotImplementedError:
+def not_supported(backend: str, what: str, cure: str = "use another backend "
+                  "for it.") -> NotImplementedError:
     """The engine has not written an optional method of the contract."""
-    return NotImplementedError(
-        f"the {backend} backend has no {what}; use another backend for it.")
+    return NotImplementedError(f"the {backend} backend has no {what}; {cure}")
+
+
+def of_torch(backend: str, what: str) -> NotImplementedError:
+    """What reads and writes networks for PyTorch was asked of another
+    engine."""
+    return not_supported(backend, what, "call mgpu.set_backend('torch') "
+                         "before.")
 
 
 def unknown_part(part: Any) -> TypeError:

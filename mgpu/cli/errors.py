@@ -1,11 +1,14 @@
 """Every error of a command is one line on standard error, with exit status 2.
 
 Status 1 has a meaning of its own: `mgpu parity` has found a difference, or
-`mgpu doctor` a fault. After Ctrl-C the status is 130.
+`mgpu doctor` a fault. After Ctrl-C the status is 130, and 141 where nobody
+reads on what is printed (``mgpu inspect FILE | head``).
 """
 import contextlib
+import os
 import re
 import shlex
+import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +21,10 @@ _ALIASES = {"batches": "--data", "num_epochs": "--epochs", "root": "--data",
             "test": "--data"}
 #: errors of these kinds say what to do when they come from mgpu
 _EXPLAINED = (ValueError, ImportError, OSError, FloatingPointError)
+
+
+#: the status that a shell gives for a closed pipe
+_PIPE = 141
 
 
 class Refused(click.ClickException):
@@ -75,12 +82,20 @@ class Command(click.Command):
             click.echo("Aborted!", err=True)    # click would return 1
             raise click.exceptions.Exit(130) from error
         except SystemExit as error:
+            # rich leaves so where nobody reads on
+            if isinstance(error.__context__, BrokenPipeError):
+                raise click.exceptions.Exit(_PIPE) from error
             # Its status would be taken for an answer.
             raise Refused(
                 "code of yours that a command runs returns to it; received "
                 f"sys.exit({error.code!r}). Put the part of the script that "
                 'ends the program under if __name__ == "__main__":.'
                 ) from error
+        except BrokenPipeError as error:
+            # What is left in the buffer fails no more.
+            with contextlib.suppress(OSError):      # it is no file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise click.exceptions.Exit(_PIPE) from error
         except Exception as error:
             if ctx.meta.get("mgpu.traceback"):
                 traceback.print_exc()

@@ -2,12 +2,13 @@
 import importlib.util
 import json
 import os
+import shutil
 import tempfile
-import warnings
+import zipfile
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -15,14 +16,15 @@ from click import Choice, argument, option
 from rich.console import Console
 
 import mgpu
-from mgpu import environment, inspection
-from mgpu.cli import find
+from mgpu import environment, files, inspection
+from mgpu.cli import checking
 from mgpu.cli import options as shared
 from mgpu.cli.errors import Command, Refused
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table, print_text
-from mgpu.gluon_io import Graph, load_graph
-from mgpu.gluon_io.graph import dense_arrays, entries
+from mgpu.gluon_io import load_graph
+from mgpu.gluon_io.graph import dense_arrays
+from mgpu.nested import leaves
 
 _FILE = click.Path(dir_okay=False)
 
@@ -145,10 +147,6 @@ def missing_text(missing: list[dict[str, Any]]) -> str:
 
 # -- mgpu convert -------------------------------------------------------------
 
-#: rows, and steps, of what `--check` compares
-_ROWS, _STEPS = 4, 3
-
-
 def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
     """``"3x224x224"`` or ``"16:int32"``: shape, and dtype where given."""
     shape, _, dtype = text.partition(":")
@@ -166,6 +164,8 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
 @argument("params", type=_FILE, required=False)
 @option("-o", "--output", "output", required=True, type=_FILE, metavar="FILE",
         help="The file to write; what it is called says what it is.")
+@option("--force", is_flag=True, help="Replace files that are there, which "
+        "are else refused where their contents are others.")
 @option("--dtype", type=Choice(["float32", "float64", "float16"]),
         help="Of the parameters. Default: the file's.")
 @option("--input", "inputs", multiple=True, metavar="3x224x224|16:int32",
@@ -173,33 +173,43 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
         "dtype where it is not that of the parameters; once for each input. "
         "For .pt2 and for --check.")
 @option("--check", is_flag=True, help="Train what was written against MXNet, "
-        f"in lock-step, for {_STEPS} steps on random data in float64. Exit "
+        f"in lock-step, for {checking.STEPS} steps on random data in float64, "
+        f"{checking.LARGER:g} times as large in the last. Values are compared "
+        "too, and dropout, which is off, by its rates and places. Exit "
         "status 1 if they differ.")
 @option("--trace", type=_FILE, metavar="FILE", help="Check against a file of "
-        "mgpu trace record, for which MXNet is not needed.")
+        "mgpu trace record, and its first values, for which MXNet is not "
+        "needed.")
+@option("--check-only", is_flag=True, help="Write nothing, and check the "
+        "FILE that is there: a source with edits of yours.")
 @shared.output("--report", "Write a page of what was checked, .html.")
 @click.pass_context
 def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
-            dtype: str | None, inputs: Sequence[Any], check: bool,
-            trace: str | None, report_file: str | None) -> None:
+            force: bool, dtype: str | None, inputs: Sequence[Any],
+            check: bool, trace: str | None, check_only: bool,
+            report_file: str | None) -> None:
     r"""Write a network that Gluon has exported as something else.
 
     \b
-    -o net.py             its source, for PyTorch
+    -o net.py             its source, for PyTorch, and net.safetensors or
+                          net.pt with its weights
     -o net.safetensors    its values, by the names of mgpu.from_gluon
     -o net.params         its values, for MXNet
     -o net.pt2            the network, to predict with (torch.export)
 
     SYMBOL is net-symbol.json, and PARAMS net-0000.params. MXNet is needed
-    for --check alone.
+    for --check alone. A file that cannot be checked is not written.
     """
     ending = os.path.splitext(output)[1]
+    check = check or check_only and trace is None
     if ending not in _WRITERS:
         raise ValueError("the name of the file to write ends in "
                          f"{', '.join(_WRITERS)}; received {output!r}.")
-    if params is None and ending != ".py":
-        raise ValueError(f"a file {ending} holds values; received no PARAMS. "
-                         "Name net-0000.params after net-symbol.json.")
+    if params is None and (ending != ".py" or check or trace):
+        raise ValueError(
+            (f"a file {ending} holds values" if ending != ".py" else
+             "a check compares values") + "; received no PARAMS. Name "
+            "net-0000.params after net-symbol.json.")
     if (ending == ".pt2" or check) and not inputs:
         raise ValueError("the shapes of inputs are not in the files, and "
                          f"{'--check' if check else ending} needs them. Write "
@@ -211,30 +221,49 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
         raise ValueError("--check compares with MXNet, and --trace with a "
                          "file; received both. Leave one out.")
     if check:       # before anything is written
-        with mgpu.using_backend("mxnet"):
-            pass
-        if load_graph(symbol).numpy_shapes:
-            raise Refused("--check runs MXNet in its legacy mode; received a "
-                          "network of its NumPy interface. Record a run of it "
-                          "with mgpu.parity.record after npx.set_np(), and "
-                          "pass that as --trace.")
+        _check_mxnet(symbol)
     if report_file is not None and not (check or trace):
         raise ValueError("a page shows what was checked; received --report "
                          "without --check and --trace.")
     shared.check_folders(output=output, report=report_file)
+    files.check_not_read(output, symbol, params)
     if report_file is not None:
         from mgpu.parity import report
         report.check_page(report_file)
-    with mgpu.using_backend("torch"):
+    job = _Job(symbol, params, dtype, inputs)
+    write, read = _WRITERS[ending]
+    with mgpu.using_backend("torch"), tempfile.TemporaryDirectory() as folder:
         missing = mgpu.missing_operators(symbol, params)
         if missing:
             raise Refused(missing_text([x._asdict() for x in missing]))
-        read = _WRITERS[ending](symbol, params, output, dtype, inputs)
-    shared.say_written(output)
-    if check or trace:
+        if check or ending == ".pt2":
+            _check_count(job)
+        made = os.path.join(folder, os.path.basename(output))
+        names = write(job, made)
+        # what is written beside it too
+        targets = {} if check_only else {
+            os.path.join(folder, name): os.path.join(
+                os.path.dirname(output), name)
+            for name in sorted(os.listdir(folder))}
+        for part, file in targets.items():
+            files.check_not_read(file, symbol, params)
+            if not force:
+                files.check_not_other(part, file, "Name another file; --force "
+                                      "replaces it; --check-only checks it.")
+        found = None
+        if check or trace:
+            def net() -> Any:
+                return read(job, output if check_only else made, names)
+            found = checking.with_trace(trace, net) if trace is not None \
+                else checking.with_mxnet(symbol, str(params), net, inputs)
+            if ending == ".pt2":
+                _judge_pt2(found, job, output if check_only else made)
+        for part, file in targets.items():
+            with files.part_of(file) as path:
+                shutil.copyfile(part, path)
+    shared.say_written(*targets.values())
+    if found is not None:
         from mgpu.parity import report
-        found = _checked(symbol, params, read, inputs) if trace is None \
-            else _compared(trace, read)
         report.print_result(found, Console())
         if report_file is not None:
             report.write_html(found, report_file,
@@ -244,213 +273,165 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
                  or found.proves(True, False) else 1)
 
 
-# Each writes a file, and returns a function that makes the network of what
-# was written, for `--check`.
+def _check_mxnet(symbol: str) -> None:
+    try:
+        with mgpu.using_backend("mxnet"):
+            pass
+    except mgpu.BackendNotAvailable as error:
+        raise Refused(
+            "--check compares with MXNet, which cannot be loaded here "
+            f"({error.__cause__ or error}). Install it (pip install "
+            "mxnet==1.9.1 'numpy<2' setuptools), or compare by --trace with a "
+            "file that mgpu trace record has written where it is.") from error
+    if load_graph(symbol).numpy_shapes:
+        raise Refused("--check runs MXNet in its legacy mode; received a "
+                      "network of its NumPy interface. Record a run of it "
+                      "with mgpu.parity.record after npx.set_np(), and pass "
+                      "that as --trace.")
 
-def _source(symbol: str, params: str | None, output: str, dtype: str | None,
-            inputs: Any) -> Callable[[], Any]:
-    if dtype is not None:
+
+class _Job(NamedTuple):
+    """What is converted."""
+
+    symbol: str
+    params: str | None
+    dtype: str | None
+    inputs: checking.Inputs
+
+    def net(self) -> Any:
+        return mgpu.from_gluon(self.symbol, self.params, self.dtype)
+
+    def examples(self, seed: int) -> list[np.ndarray]:
+        """Inputs of `net`, in the dtype of its parameters."""
+        graph, arrays = load_graph(self.symbol), dense_arrays(
+            str(self.params))
+        own = self.dtype or next((x.dtype.name for x in arrays.values()
+                                  if x.dtype.kind == "f"), "float32")
+        return checking.draw(self.inputs, own, np.random.default_rng(seed),
+                             checking.embedded(graph, arrays))
+
+
+def _check_count(job: _Job) -> None:
+    names = checking.inputs_of(load_graph(job.symbol), () if job.params is None
+                               else dense_arrays(job.params))
+    if job.params is not None and len(names) != len(job.inputs):
+        raise ValueError(
+            f"the network has the inputs {', '.join(names)}; received "
+            f"--input {len(job.inputs)} times. Write it once for each of "
+            "them, in this order.")
+
+
+# For each kind of file what writes it, which returns the names of Gluon's
+# parameters in it, if they are not those of `mgpu.from_gluon`; and what reads
+# the network back, with the values that are in the file.
+
+def _write_source(job: _Job, path: str) -> Any:
+    if job.dtype is not None:
         raise ValueError("source has the dtype of its weights; received "
-                         f"--dtype {dtype}. Leave --dtype out.")
-    names = mgpu.gluon_source(symbol, params, output)
-
-    def read() -> Any:
-        beside = Path(output).with_suffix("")
-        weights = next(path for path in (beside.with_suffix(".safetensors"),
-                                         beside.with_suffix(".pt"))
-                       if path.exists())
-        found = importlib.util.spec_from_file_location(beside.name, output)
-        assert found is not None and found.loader is not None
-        module = importlib.util.module_from_spec(found)
-        found.loader.exec_module(module)
-        net = module.load(weights)
-        net.gluon_names = names
-        return net
-    return read
+                         f"--dtype {job.dtype}. Leave --dtype out.")
+    return mgpu.gluon_source(job.symbol, job.params, path)
 
 
-def _safetensors(symbol: str, params: str, output: str, dtype: str | None,
-                 inputs: Any) -> Callable[[], Any]:
-    mgpu.to_safetensors(mgpu.from_gluon(symbol, params, dtype), output)
-
-    def read() -> Any:
-        library = environment.package("safetensors", "--check",
-                                      "safetensors.torch")
-        net = mgpu.from_gluon(symbol, params, dtype)
-        for x in net.state_dict().values():
-            x.zero_()       # so that its values come from the file
-        library.torch.load_model(net, output)
-        return net
-    return read
-
-
-def _params(symbol: str, params: str, output: str, dtype: str | None,
-            inputs: Any) -> Callable[[], Any]:
-    mgpu.to_gluon_params(mgpu.from_gluon(symbol, params, dtype), output)
-    return lambda: mgpu.from_gluon(symbol, output)
-
-
-def _pt2(symbol: str, params: str, output: str, dtype: str | None,
-         inputs: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        return mgpu.from_gluon(symbol, params, dtype)
-    net = make()
-    own = next((name for name in (str(mgpu.to_numpy(p).dtype)
-                                  for p in net.parameters())
-                if "float" in name), "float32")
-    mgpu.to_pt2(net, output, _draw(inputs, own, np.random.default_rng(0)))
-    return make         # a .pt2 does not train: what it was made of does
+def _read_source(job: _Job, path: str, names: Any) -> Any:
+    beside = Path(path).with_suffix("")
+    weights = [file for file in (beside.with_suffix(".safetensors"),
+                                 beside.with_suffix(".pt")) if file.exists()]
+    if not weights:
+        raise FileNotFoundError(f"the weights of {path!r} are beside it, in "
+                                f"{beside.name}.safetensors or {beside.name}"
+                                ".pt; there is none. Write it again.")
+    found = importlib.util.spec_from_file_location(beside.name, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    if not callable(getattr(module, "load", None)):
+        raise Refused(f"a source has a function load(path); {path!r} has "
+                      "none. Keep the one that was written.")
+    net = module.load(weights[0])
+    net.gluon_names = names
+    return net
 
 
-_WRITERS: dict[str, Callable[..., Callable[[], Any]]] = {
-    ".py": _source, ".safetensors": _safetensors, ".params": _params,
-    ".pt2": _pt2}
+def _write_safetensors(job: _Job, path: str) -> None:
+    mgpu.to_safetensors(job.net(), path)
 
 
-def _draw(inputs: Sequence[Any], dtype: str, rng: np.random.Generator,
-          rows: Mapping[int, int] | None = None) -> list[np.ndarray]:
-    """An array of `_ROWS` rows for each input: normal, or whole numbers below
-    `rows` of it, 0 and 1 where that has none."""
-    drawn = []
-    for k, (shape, own) in enumerate(inputs):
-        size, kind = (_ROWS, *shape), own or dtype
-        if "float" in kind and k not in (rows or {}):
-            drawn.append(rng.standard_normal(size).astype(kind))
-        else:
-            drawn.append(rng.integers(0, (rows or {}).get(k, 2), size
-                                      ).astype(kind))
-    return drawn
+def _read_safetensors(job: _Job, path: str, names: Any) -> Any:
+    library = environment.package("safetensors", "--check",
+                                  "safetensors.torch")
+    net = job.net()
+    for x in net.state_dict().values():
+        x.zero_()       # so that its values come from the file
+    library.torch.load_model(net, path)
+    return net
 
 
-def _compared(trace: str, read: Callable[[], Any]) -> Any:
-    """What `mgpu.parity` says of a recorded run and of what was written."""
-    from mgpu import parity
-
-    def written() -> Any:
-        with mgpu.using_backend("torch"):
-            return read()
-    return parity.compare_trace(trace, written)
+def _write_params(job: _Job, path: str) -> None:
+    mgpu.to_gluon_params(job.net(), path)
 
 
-def _checked(symbol: str, params: Any, read: Callable[[], Any],
-             inputs: Sequence[Any]) -> Any:
-    """What it says of MXNet's network and of what was written."""
-    from mgpu import parity
-
-    def live(symbol: str = symbol) -> Any:
-        with mgpu.using_backend("mxnet"), warnings.catch_warnings():
-            # that it does not know the types of inputs
-            warnings.simplefilter("ignore", UserWarning)
-            return mgpu.from_gluon(symbol, params)
-
-    def written() -> Any:
-        with mgpu.using_backend("torch"):
-            return read()
-    graph, arrays = load_graph(symbol), dense_arrays(params)
-    # MXNet's gradients of lower layers are wrong in float64
-    dtype = "float32" if any(
-        node.op in ("RNN", "_npx_rnn") and node.attributes["num_layers"] > 1
-        for node in graph.nodes) else "float64"
-    with find.engines(), tempfile.TemporaryDirectory() as folder:
-        quiet, rates = _without_dropout(symbol, folder)
-        with mgpu.using_backend("mxnet") as engine:
-            a = [x.name for x in engine.network(live()).specs()]
-        net = written()
-        found = {m.p for m in net.modules() if type(m).__name__ == "Dropout"}
-        if found != rates:
-            raise Refused(f"the graph drops out with rates {sorted(rates)}, "
-                          f"what was written with {sorted(found)}.")
-        with mgpu.using_backend("torch") as engine:
-            b = {x.name for x in engine.network(net).specs()}
-        return parity.compare(
-            lambda: live(quiet), written, loss=_loss, weights="own",
-            dtype=dtype, dropout="off",
-            batches=_batches(net, inputs, _embedded(graph, arrays), dtype),
-            optimizer_params={"learning_rate": 0.125, "momentum": 0.5},
-            map=_matched(a, b, net.gluon_names))
+def _read_params(job: _Job, path: str, names: Any) -> Any:
+    return mgpu.from_gluon(job.symbol, path)
 
 
-def _without_dropout(symbol: str, folder: str) -> tuple[str, set[float]]:
-    """A copy of the graph that drops nothing out, for MXNet draws masks
-    inside it that no one else knows; and the rates that were there."""
-    with open(symbol, encoding="utf-8") as file:
-        graph = json.load(file)
-    rates = set()
-    for node, read in zip(graph["nodes"], load_graph(symbol).nodes):
-        if read.op in ("Dropout", "_npx_dropout") \
-                and read.attributes["mode"] == "training":
-            rates.add(round(read.attributes["p"], 7))
-            for key in ("param", "attr", "attrs"):
-                node.pop(key, None)
-            node["attrs"] = {"p": "0"}
-    path = os.path.join(folder, "net-symbol.json")
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(graph, file)
-    return path, rates
+def _write_pt2(job: _Job, path: str) -> None:
+    mgpu.to_pt2(job.net(), path, job.examples(0))
 
 
-def _loss(outputs: Any, targets: Any) -> Any:
-    """`L2Loss` of each output, each with another weight, so that outputs
-    that are exchanged do not go unseen in their sum."""
-    if not isinstance(outputs, (tuple, list)):
-        return mgpu.losses.L2Loss()(outputs, targets)
-    losses = [mgpu.losses.L2Loss(2.0 ** -i)(y, target) for i, (y, target)
-              in enumerate(zip(outputs, targets, strict=True))]
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
+def _program(path: str) -> Any:
+    library = environment.package("torch", "--check", "torch.export")
+    try:
+        if os.path.isfile(path) and not zipfile.is_zipfile(path):
+            raise ValueError("it is no zip")    # torch would log it
+        with open(path, "rb") as file:
+            return library.export.load(file)
+    except OSError:
+        raise
+    except Exception as error:      # zip, JSON, pickle: each has its own
+        line = str(error).strip().partition("\n")[0]
+        raise ValueError(f"expected a file of torch.export; {path!r} is not "
+                         f"one, or is damaged ({line}). Write it again."
+                         ) from error
 
 
-def _batches(net: Any, inputs: Sequence[Any], rows: Mapping[int, int],
-             dtype: str) -> list[Any]:
-    """Random inputs, and targets of the shapes of the outputs."""
-    rng = np.random.default_rng(0)
-    drawn = [_draw(inputs, dtype, rng, rows) for _ in range(_STEPS)]
-    X = [tuple(arrays) if len(arrays) > 1 else arrays[0] for arrays in drawn]
-    with mgpu.using_backend("torch"):
-        replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
-        out = replicas(mgpu.split_and_load(X[0], replicas.devices))[0]
-        several = isinstance(out, (tuple, list))
-        shapes = [mgpu.to_numpy(y).shape for y in (out if several else [out])]
-    made = []
-    for x in X:
-        targets = tuple(rng.standard_normal(shape) for shape in shapes)
-        made.append((x, targets if several else targets[0]))
-    return made
+def _read_pt2(job: _Job, path: str, names: Any) -> Any:
+    """A .pt2 does not train: its network does, with the values that it
+    has."""
+    net, values = job.net(), _program(path).state_dict
+    own = net.state_dict()
+    strange = sorted(name for name, x in values.items()
+                     if name not in own or own[name].shape != x.shape)
+    if strange:
+        raise Refused(f"{path!r} is of another network: it has "
+                      f"{', '.join(strange[:5])}. Write it again.")
+    for name, x in values.items():
+        own[name].copy_(x.data)
+    return net
 
 
-def _embedded(graph: Graph, arrays: Container[str]) -> dict[int, int]:
-    """How many rows the smallest embedding has that an input enters, by the
-    number of the input: its indices are all of these."""
-    names = entries(graph, arrays)
-    found: dict[int, int] = {}
-    for node in graph.nodes:
-        if "Embedding" not in node.op and node.op != "_npx_embedding":
-            continue
-        i = node.inputs[0][0]
-        while len(graph.nodes[i].inputs) == 1:      # a cast, a reshape
-            i = graph.nodes[i].inputs[0][0]
-        if graph.nodes[i].name in names:
-            k = names.index(graph.nodes[i].name)
-            size = node.attributes["input_dim"]
-            found[k] = min(size, found.get(k, size))
-    return found
+def _judge_pt2(found: Any, job: _Job, path: str) -> None:
+    """Compare what the file predicts with what its network does."""
+    X = job.examples(1)
+    net = job.net().eval()
+    tensors = [mgpu.put(x, mgpu.cpu(0)) for x in X]
+    with mgpu.no_grad():
+        outputs = [run(*tensors) for run in (_program(path).module(), net)]
+    pairs = [[mgpu.to_numpy(x).astype("float64") for x in leaves(output)]
+             for output in outputs]
+    far = max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-30))
+              if x.shape == y.shape else np.inf
+              for x, y in zip(*pairs, strict=True))
+    if far > 1e-5 and found.agrees:
+        found.verdict = "different"
+        found.reason = ("the file predicts otherwise than its network, by a "
+                        f"relative {far:.1e}")
+    found.notes.insert(0, "a file .pt2 does not train: its values were put "
+                       "into its network, which did, and its predictions "
+                       f"agree with that one's up to a relative {far:.1e}")
 
 
-def _matched(a: Sequence[str], b: set[str], gluon_names: Mapping[str, str]
-             ) -> dict[str, str]:
-    """Which parameter of a block is which of the torch network. The names of
-    a block are those of the file without what all of them begin with."""
-    found: dict[str, str] = {}
-    for own, name in gluon_names.items():
-        place, _, kind = own.rpartition(".")
-        scale = {"weight": "gamma", "bias": "beta"}.get(kind, kind)
-        for known in (own, f"{place}.{scale}"):
-            if known in b:
-                found.setdefault(name.partition(":")[2], known)
-    for name in found:
-        prefix = name.removesuffix(a[0]) if a else name
-        if prefix != name and all(prefix + x in found for x in a):
-            return {x: found[prefix + x] for x in a}
-    return {x: found[x] for x in a if x in found}
+_WRITERS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ".py": (_write_source, _read_source),
+    ".safetensors": (_write_safetensors, _read_safetensors),
+    ".params": (_write_params, _read_params),
+    ".pt2": (_write_pt2, _read_pt2)}

@@ -314,8 +314,11 @@ def print_script(lines: Iterable[ScriptLine], console: Console) -> None:
     lines = list(lines)
     for number, source, line in lines:
         console.print(Text(f"{number}: {source}", "bold"))
-        for name, text in (("mgpu", line.mgpu), ("torch", line.torch)):
-            console.print(Padding(Text(f"{name}: {text.replace('`', '')}"),
+        cells = {text: f"{name}: " for name, text in (
+            ("mgpu", line.mgpu), ("torch", line.torch))}
+        for text, name in cells.items():
+            name *= len(cells) > 1      # else it refers to a row
+            console.print(Padding(Text(name + text.replace("`", "")),
                                   (0, 0, 0, 2)))
     click.echo(f"{len(lines)} replacement{'s' * (len(lines) != 1)}; the guide "
                "has them in a table: docs/guide/migrating.md")

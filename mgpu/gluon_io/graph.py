@@ -8,7 +8,7 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -129,6 +129,24 @@ def dense_arrays(path: FilePath) -> dict[str, np.ndarray]:
                              f"{name!r} twice.")
         arrays[name] = x
     return arrays
+
+
+def check_fit(graph: Graph, arrays: Collection[str]) -> None:
+    """ValueError unless these are the names of the arrays of this graph.
+    Gluon marks its parameters in the graph, and no inputs."""
+    names = {node.name for node in graph.nodes}
+    strange = [name for name in sorted(arrays) if name not in names]
+    if strange:
+        raise ValueError(
+            "the graph and the arrays belong together; received the arrays "
+            f"{', '.join(strange[:5])}, which the graph has not. Use the two "
+            "files of one export.")
+    for node in graph.nodes:
+        if node.op == "null" and "__lr_mult__" in node.marks \
+                and node.name not in arrays:
+            raise ValueError(
+                f"the graph has the array {node.name!r}; the file of arrays "
+                "has not. Use the two files of one export.")
 
 
 def entries(graph: Graph, arrays: Container[str]) -> list[str]:

@@ -124,6 +124,8 @@ def _differences(a: Layer, b: Layer) -> Iterator[str]:
     """The options in which two layers with equal outputs differ."""
     one, two = (NAMES.get(layer.kind, layer.kind).removesuffix("cell")
                 for layer in (a, b))
+    if "symbolblock" in (one, two):
+        return      # a whole graph, which is no layer's partner
     if one != two:
         yield f"{_words(a)} and {_words(b)}"
         return

@@ -97,6 +97,10 @@ class LiveRun(Run):
 
     def _update_rule(self, backend: base.Backend) -> UpdateRule:
         trainer, params = self.trainer, self.replicas.params()
+        if not params:
+            raise ValueError(
+                "a comparison trains; received a network on "
+                f"{self.name} without parameters. Compare its outputs.")
         factors = {p.name: trainer.multipliers(p) for p in params}
 
         def last_rate(name: str, num_update: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu import files
+from mgpu.arguments import one_of
 from mgpu.parity import matching
 from mgpu.parity.batches import Batches, endless
 from mgpu.parity.comparison import Comparison, check_deterministic
@@ -281,6 +282,7 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
                   optimizer_params: Mapping[str, Any] | None = None,
                   semantics: str | None = None, devices: Any = None,
                   batch_norm: str | None = None, native: bool = False,
+                  weights: str = "a",
                   map: Mapping[str, matching.Target] | None = None,
                   rules: matching.Rules = (),
                   tolerance: float | None = None, strict: bool = False,
@@ -300,6 +302,9 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
     loss, optimizer, optimizer_params, semantics, devices, batch_norm
         Of `b`, if they are not to be those of the file. If the recorded side
         had a schedule, `b` without one follows the rates of the file.
+    weights : {"a", "own"}
+        With "own", the values that `b` has at first are compared with those
+        that the recorded run began with, as stage "initial".
     native, map, rules, tolerance, strict, progress
         As for `compare`.
 
@@ -319,8 +324,14 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
         number of devices; a loss that a file cannot hold. Nothing has run
         then. Also what `compare` refuses.
     """
+    one_of("weights", weights, ("a", "own"))
     a = RecordedRun(os.fspath(file))
     header = a.header
+    if weights == "own" and a.kept()[0] != 1:
+        raise ValueError(
+            "the values that a run began with are those of its first step; "
+            f"received a trace of the steps {a.kept()}. Record it with step "
+            "1 kept.")
     side = b if isinstance(b, Side) else Side(b)
     side = side.over(Side(
         None, devices or len(a.devices), loss or a.loss,
@@ -339,8 +350,8 @@ def compare_trace(file: Any, b: Any, *, loss: Callable | None = None,
     with closing(_Replay(
             a, side, batches=[a.batch(a.kept()[0])], steps=len(a.kept()),
             dtype=a.dtype, seed=header["seed"], dropout=header["dropout"],
-            tolerance=tolerance, strict=strict, given=map, rules=rules,
-            progress=progress)) as work:
+            tolerance=tolerance, strict=strict, weights=weights, given=map,
+            rules=rules, progress=progress)) as work:
         result = work.lockstep()
     result.settings["kept"] = a.kept()
     result.notes[:0] = notes

@@ -1,5 +1,10 @@
 """`mgpu inspect`, `mgpu convert` and `mgpu lint SCRIPT.py`."""
 import json
+import os
+import pickle
+import pickletools
+import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +94,73 @@ def test_a_damaged_or_unknown_file_is_one_line(content, tmp_path):
     (tmp_path / "x").write_bytes(content)
     assert len(refused(command("inspect", tmp_path / "x"))
                .splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind, write", [
+    ("arrays of NumPy", lambda path: np.savez(path, x=np.ones(3))),
+    ("of torch.export", lambda path: _zip_of(path, "x/archive_format")),
+    ("of torch.save", lambda path: _zip_of(path, "x/data.pkl"))])
+def test_a_zip_is_called_what_it_is(kind, write, tmp_path):
+    write(tmp_path / "x.npz")
+    assert kind in " ".join(command("inspect", tmp_path / "x.npz"
+                                    ).output.split())
+
+
+def _zip_of(path, name):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, "pt2")
+
+
+def test_states_without_an_optimiser_are_a_modules():
+    file = FILES / "networks" / "module-0002.states"
+    assert "of a Module of MXNet" in inspect_file(file)["kind"]
+
+
+def test_counts_that_are_none_are_refused(tmp_path):
+    """A whole pickle, whose counts are a text."""
+    file = tmp_path / "x.states"
+    data = (FILES / "sgd.states").read_bytes()
+    found = pickletools.genops(data)
+    # the memo of the dictionary's key, then the dictionary itself
+    ops = [(op.name, arg, at) for op, arg, at in found]
+    i = next(i for i, (_, arg, _) in enumerate(ops)
+             if arg == "_index_update_count")
+    start = next(at for name, _, at in ops[i + 1:] if "DICT" in name)
+    stop = next(at for name, _, at in ops[i + 1:] if name == "SETITEMS") + 1
+    file.write_bytes(data[:start] + pickle.dumps("text", 2)[2:-3]
+                     + data[stop:])
+    assert "counts" in refused(command("inspect", file))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a pipe")
+def test_what_is_no_ordinary_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "x")
+    assert "no ordinary file" in refused(command("inspect", tmp_path / "x"))
+
+
+@pytest.mark.parametrize("how", ["rich", "click"])
+def test_a_closed_pipe_is_silent(how, monkeypatch):
+    """As rich leaves then, and as the system says it."""
+    from mgpu.cli import gluon
+
+    def closed(*_):
+        try:
+            raise BrokenPipeError
+        except BrokenPipeError:
+            if how == "click":
+                raise
+            raise SystemExit(1)     # noqa: B904, as rich does
+    monkeypatch.setattr(gluon, "print_text", closed)
+    result = command("inspect", FILES / "export.params")
+    assert (result.exit_code, result.output) == (141, "")
+
+
+def test_states_of_gluon_are_told_from_mgpus(backend):
+    net = mgpu.models.lenet()
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)], mgpu.initializers.Xavier())
+    trainer = mgpu.Trainer(replicas, "sgd")
+    with pytest.raises(ValueError, match="mgpu.resume_from_gluon"):
+        trainer.load_states(FILES / "sgd.states")
 
 
 # -- mgpu convert -------------------------------------------------------------
@@ -191,8 +263,8 @@ def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
 
 @both
 def test_a_check_against_a_trace(exported, tmp_path):
-    """What was recorded of the live network needs no MXNet later; other
-    values than those recorded do not count, another function does."""
+    """What was recorded of the live network needs no MXNet later. Other
+    first values than those recorded are seen, and another function."""
     def live():
         with mgpu.using_backend("mxnet"):
             return mgpu.from_gluon(*exported)
@@ -206,8 +278,15 @@ def test_a_check_against_a_trace(exported, tmp_path):
     assert result.exit_code == 0 and "SAME" in result.output, result.output
     other = tmp_path / "other.json"
     other.write_text(exported[0].read_text().replace('"relu"', '"tanh"'))
+    arguments += ("--force",)
     result = command("convert", other, exported[1], *arguments)
     assert result.exit_code == 1 and "DIFFERENT" in result.output
+    values = tmp_path / "values.params"
+    gluon_io.save_params(values, {
+        name: x * np.float32(1.7 if name.endswith("dense0_weight") else 1)
+        for name, x in gluon_io.load_params(exported[1]).items()})
+    result = command("convert", exported[0], values, *arguments)
+    assert result.exit_code == 1 and "initial value" in result.output
 
 
 @pytest.fixture(scope="module")
@@ -289,23 +368,20 @@ def test_a_check_sees_what_is_wrong(change, forked, tmp_path, monkeypatch):
     import torch
 
     from mgpu.cli import gluon
-    write = gluon._WRITERS[".params"]
+    write, read = gluon._WRITERS[".params"]
 
     def wrong(*arguments):
-        read = write(*arguments)
-
-        def made():
-            net = read()
-            with torch.no_grad():
-                change(net)
-            return net
-        return read if change is None else made
-    monkeypatch.setitem(gluon._WRITERS, ".params", wrong)
+        net = read(*arguments)
+        with torch.no_grad():
+            change(net)
+        return net
+    monkeypatch.setitem(gluon._WRITERS, ".params", (
+        write, read if change is None else wrong))
     result = command("convert", *forked, "-o", tmp_path / "x.params",
                      "--input", "5", "--input", "():int64", "--check")
-    assert result.exit_code == (0 if change is None else 2 if
-                                change is change_dropout else 1), result.output
+    assert result.exit_code == int(change is not None), result.output
     assert ("SAME (lock" in result.output) == (change is None)
+    assert ("drops out with" in result.output) == (change is change_dropout)
 
 
 @both
@@ -342,9 +418,214 @@ def test_without_shapes_nothing_is_missing_that_is_there(symbol):
     (("p", "-o", "x.params", "--check"), "--input 3x224x224"),
     (("p", "-o", "x.params", "--report", "x.html"), "--report without"),
     (("p", "-o", "x.pt2", "--input", "3:text"), "16:int32"),
+    (("-o", "x.py", "--input", "3", "--check"), "no PARAMS"),
 ])
 def test_arguments_that_do_not_fit(arguments, said):
     assert said in refused(command("convert", "net-symbol.json", *arguments))
+
+
+# -- what is there is checked, and stays --------------------------------------
+
+@pytest.fixture(scope="module")
+def dropping(tmp_path_factory):
+    """Dropout at three places, batch norm, and a recurrent layer of two
+    layers that drops out between them."""
+    folder = tmp_path_factory.mktemp("dropping")
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn, rnn
+        mx.random.seed(1)
+        nets = {name: nn.HybridSequential()
+                for name in ("dense", "lstm", "one", "none", "single")}
+        nets["none"].add(nn.Activation("relu"))
+        nets["single"].add(nn.Dense(3))
+        nets["lstm"].add(rnn.LSTM(3, 2, dropout=0.3, input_size=4,
+                                  layout="NTC"), nn.Dense(2))
+        nets["one"].add(rnn.GRU(3, input_size=4, layout="NTC"), nn.Dense(2))
+        nets["dense"].add(
+            nn.Dense(8, in_units=4), nn.Dropout(0.25), nn.BatchNorm(),
+            nn.Activation("relu"), nn.Dropout(0.5),
+            nn.Dense(8, activation="tanh"), nn.Dropout(0.5), nn.Dense(3))
+        shapes = {"lstm": (2, 5, 4), "one": (2, 5, 4)}
+        for name, net in nets.items():
+            net.initialize(mx.init.Xavier())
+            net.hybridize()
+            net(mx.nd.ones(shapes.get(name, (2, 4))))
+            net.export(str(folder / name))
+    return {name: (folder / f"{name}-symbol.json", folder /
+                   f"{name}-0000.params") for name in nets}
+
+
+EDITS = {       # a network, and what an edit of its source puts where
+    "nothing": ("dense", "nn", "nn"),
+    "rates exchanged": ("dense", "nn.Dropout(0.25)(.*?)nn.Dropout()",
+                        "nn.Dropout()\\1nn.Dropout(0.25)"),
+    "a rate less": ("dense", "nn.Dropout()", "nn.Identity()"),
+    "a batch norm of torch's": ("dense", "GluonBatchNorm(", "nn.BatchNorm1d("),
+    "a clipped relu": ("dense", "nn.ReLU()", "nn.ReLU6()"),
+    "no change of an LSTM": ("lstm", "nn", "nn"),
+    "another rate of an LSTM": ("lstm", "dropout=0.3", "dropout=0.4"),
+    "no change of a GRU": ("one", "nn", "nn"),
+    "no change of a single layer": ("single", "nn", "nn")}
+
+
+@both
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
+    name, old, new = EDITS[edit]
+    file = tmp_path / "x.py"
+    arguments = ("convert", *dropping[name], "-o", file, "--input",
+                 "5x4" if name in ("lstm", "one") else "4")
+    assert command(*arguments).exit_code == 0
+    pattern = "(.*?)".join(map(re.escape, old.split("(.*?)")))
+    text, count = re.subn(pattern, new, file.read_text(), count=1,
+                          flags=re.DOTALL)
+    assert count
+    file.write_text(text)
+    result = command(*arguments, "--check-only")
+    same = new == "nn"
+    assert result.exit_code == int(not same), result.output
+    assert ("SAME (lock" in result.output) == same
+    assert not same or "warning" not in result.output
+    assert "10 times as large" in result.output and file.read_text() == text
+
+
+@both
+@pytest.mark.parametrize("damage", ["values", "junk", "function"])
+def test_a_pt2_is_read_back(damage, exported, tmp_path):
+    import torch
+    file = tmp_path / "x.pt2"
+    arguments = ("convert", *exported, "-o", file, "--input", "5")
+    assert command(*arguments).exit_code == 0
+    if damage == "junk":
+        file.write_bytes(b"no network")
+    else:
+        net, _ = values(exported)
+        with torch.no_grad(), mgpu.using_backend("torch"):
+            for layer in net.modules():
+                if damage == "values" and hasattr(layer, "weight"):
+                    layer.weight.mul_(1.7)
+                elif damage == "function" and isinstance(
+                        layer, torch.nn.ReLU):
+                    layer.forward = torch.tanh
+            mgpu.to_pt2(net, file, [np.ones((2, 5), "float32")])
+    result = command(*arguments, "--check-only")
+    if damage == "junk":
+        assert "expected a file of torch.export" in refused(result)
+    else:
+        assert result.exit_code == 1, result.output
+        assert ("initial value" if damage == "values"
+                else "predicts otherwise") in " ".join(result.output.split())
+
+
+@both
+@pytest.mark.parametrize("ending", ["safetensors", "params", "py"])
+def test_an_edit_is_not_written_over(ending, dropping, tmp_path):
+    file = tmp_path / f"x.{ending}"
+    arguments = ("convert", *dropping["dense"], "-o", file)
+    for _ in range(2):      # the same again is no loss
+        assert command(*arguments).exit_code == 0
+    written = file.read_bytes()
+    file.write_bytes(written + b"# mine")
+    text = refused(command(*arguments, "--input", "4", "--check"))
+    assert "is not replaced" in text and "--force" in text
+    assert file.read_bytes() == written + b"# mine"
+    assert command(*arguments, "--force").exit_code == 0
+    assert file.read_bytes() == written
+
+
+@both
+def test_weights_beside_a_source_are_not_written_over(dropping, tmp_path):
+    files = dropping["dense"]
+    file = tmp_path / "x.safetensors"
+    assert command("convert", *files, "-o", file).exit_code == 0
+    before = file.read_bytes()
+    assert "x.safetensors" in refused(
+        command("convert", *files, "-o", tmp_path / "x.py"))
+    with mgpu.using_backend("torch"), pytest.raises(FileExistsError):
+        mgpu.gluon_source(*files, tmp_path / "x.py")
+    assert list(tmp_path.iterdir()) == [file]
+    assert file.read_bytes() == before
+
+
+@both
+def test_what_is_read_is_not_written_over(dropping, tmp_path):
+    symbol, params = (tmp_path / f"net{end}" for end in (".py", ".params"))
+    for file, source in zip((symbol, params), dropping["dense"]):
+        file.write_bytes(source.read_bytes())
+    before = params.read_bytes()
+    for ending in ((), ("--force",)):
+        assert "that is read" in refused(command(
+            "convert", symbol, params, "-o", params, "--dtype", "float16",
+            *ending))
+    with mgpu.using_backend("torch"):
+        for path in (symbol, tmp_path / "net.json"):
+            with pytest.raises(ValueError, match=r"is read|\.py"):
+                mgpu.gluon_source(symbol, params, path)
+        (tmp_path / "folder").mkdir()
+        with pytest.raises(IsADirectoryError):
+            mgpu.gluon_source(symbol, params, tmp_path / "folder")
+    assert params.read_bytes() == before
+    assert {x.name for x in tmp_path.iterdir()} == {"net.py", "net.params",
+                                                    "folder"}
+
+
+@both
+@pytest.mark.parametrize("name, arguments, said", [
+    ("dense", ("--trace", "nosuch"), "nosuch"),
+    ("dense", ("--input", "7", "--check"), "Correct --input"),
+    ("dense", ("--input", "4", "--input", "4", "--check"), "inputs data"),
+    ("none", ("--input", "4", "--check"), "without parameters")])
+def test_what_cannot_be_checked_is_not_written(name, arguments, said,
+                                               dropping, tmp_path):
+    assert said in refused(command("convert", *dropping[name], "-o",
+                                   tmp_path / "x.py", *arguments))
+    assert not list(tmp_path.iterdir())
+
+
+@both
+def test_arrays_of_another_network_are_refused(backend, exported, dropping,
+                                               tmp_path):
+    """Alike by the reader of either engine, and by both commands."""
+    few = tmp_path / "few.params"
+    found = gluon_io.load_params(exported[1])
+    gluon_io.save_params(few, dict(list(found.items())[1:]))
+    for params in (dropping["dense"][1], few):
+        with pytest.raises(ValueError, match="two files of one export"):
+            mgpu.from_gluon(exported[0], params)
+        for arguments in (("inspect",), ("convert", "-o", tmp_path / "x.py")):
+            assert "two files of one export" in refused(command(
+                arguments[0], exported[0], params, *arguments[1:]))
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch writes it")
+@pytest.mark.parametrize("call, error", [
+    (lambda net, a, b: mgpu.register_op("X", None), TypeError),
+    (lambda net, a, b: mgpu.register_op(1, len), TypeError),
+    (lambda net, a, b: mgpu.from_gluon(a, b, softmax="no"), TypeError),
+    (lambda net, a, b: mgpu.from_gluon(a, b, np.dtype("f8")), ValueError),
+    (lambda net, a, b: mgpu.gluon_source(a, b, "x.py", "no"), TypeError),
+    (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", None), TypeError),
+    (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", [1]), TypeError),
+    (lambda net, a, b: mgpu.to_pt2(net, "x.pt2", "abc"), TypeError),
+    (lambda net, a, b: mgpu.to_safetensors(net, "x.params"), ValueError),
+    (lambda net, a, b: mgpu.to_gluon_params(net, "x.pt2"), ValueError)])
+def test_wrong_arguments_of_conversions(call, error, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = [f"{FILES / 'networks' / 'lstm'}{end}"
+             for end in ("-symbol.json", "-0000.params")]
+    with mgpu.using_backend("torch"):
+        net = mgpu.from_gluon(*files)
+        with pytest.raises(error, match="received"):
+            call(net, *files)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="MXNet's message")
+def test_the_other_engine_is_named(tmp_path):
+    with mgpu.using_backend("mxnet"), pytest.raises(
+            NotImplementedError, match=r"set_backend\('torch'\)"):
+        mgpu.gluon_source("a", "b", tmp_path / "x.py")
 
 
 # -- mgpu lint SCRIPT.py ------------------------------------------------------
@@ -374,12 +655,14 @@ with ag.pause():
     mx.mod.Module(x)
 net = gluon.model_zoo.vision.get_model("resnet18_v1")
 '''
-TOPICS = {6: "devices", 7: "first weights", 8: "compile", 9: "not trained",
-          10: "optimiser", 11: "key-value store, parameters", 12: "record",
+TOPICS = {6: "a device, devices", 7: "first weights", 8: "compile",
+          9: "not trained", 10: "optimiser",
+          11: "key-value store, parameters", 12: "record",
           13: "split a batch", 14: "metric", 15: "wait", 16: "data, loss",
-          18: "to a device", 19: "rate", 20: "save weights",
-          21: "multipliers, parameters", 22: "not recorded",
-          23: "a network of symbols", 24: "a network of the zoo"}
+          17: "first weights", 18: "to a device", 19: "rate",
+          20: "save weights", 21: "multipliers of the decay, parameters",
+          22: "not recorded", 23: "a network of symbols",
+          24: "a network of the zoo"}
 
 
 def test_lines_of_a_script(tmp_path):
@@ -391,8 +674,9 @@ def test_lines_of_a_script(tmp_path):
     assert {n: ", ".join(sorted(x)) for n, x in found.items()} == TOPICS
     printed = command("lint", file).output
     assert "10: trainer = gluon.Trainer(" in printed
-    assert "mgpu: mgpu.Trainer(replicas," in printed
-    assert "torch: torch.optim.SGD(" in printed
+    assert 'see the row "optimiser" in the guide' in printed
+    assert "mgpu: mgpu.split_and_load(x, ctx)" in printed
+    assert "torch: x.chunk(len(ctx))" in printed
 
 
 @pytest.mark.parametrize("source", [
@@ -411,7 +695,58 @@ def test_what_is_no_script_is_refused(tmp_path):
         command("lint", tmp_path / "x.py", "--classes", "3"))
 
 
-def test_every_row_has_its_own_names():
-    names = [name for line in script.LINES for name in line.names]
-    assert len(set(names)) == len(names)
+def test_every_row_has_its_own_topic_and_a_pattern():
     assert len({line.topic for line in script.LINES}) == len(script.LINES)
+    assert [line.topic for line in script.LINES
+            if script._pattern(line) is None] == ["the whole step"]
+
+
+REPLACED = {
+    "mx.random.seed(3)": ("mgpu.seed(3)", "torch.manual_seed(3)"),
+    "y = net(x).asnumpy()": ("mgpu.to_numpy(net(x))",
+                             "net(x).detach().cpu().numpy()"),
+    "gluon.Trainer(net.collect_params(), 'adam', {'learning_rate': 1e-3})": (
+        "mgpu.Trainer(replicas, 'adam', {'learning_rate': 0.001})",
+        "one of torch.optim"),
+    "net.weight.lr_mult = 0.0": ("lr_mult={q.name: 0.0}", "groups"),
+    "net.weight.wd_mult = 0.0": ("wd_mult={q.name: 0.0}", "groups"),
+    "gluon.utils.clip_global_norm(grads, 0.2)": (
+        "trainer.clip_global_norm(0.2)", "clip_grad_norm_(parameters, 0.2 /"),
+    "trainer.step(64)": ("trainer.step(64)", "optimizer.step()"),
+    "trainer.set_learning_rate(0.2)": ("set_learning_rate(0.2)", "= 0.2"),
+    "outputs = [net(X) for X in shards]": ("replicas(shards)", "a process"),
+    "net.collect_params().reset_ctx(ctx)": ('mgpu.initialize(net, ctx, "keep"',
+                                            "net.to(device)"),
+    "npx.gpu(2)": ("mgpu.gpu(2)", 'torch.device("cuda", 2)'),
+    # of another case than the cell
+    "net.initialize(mx.init.Xavier(magnitude=2.24))": ("first weights",) * 2,
+    "net.initialize()": ("first weights",) * 2,
+    "gluon.loss.SigmoidBinaryCrossEntropyLoss()": ("loss",) * 2,
+    "mx.metric.RMSE()": ("metric",) * 2,
+    "mx.lr_scheduler.PolyScheduler(100, 0.1)": ("rate",) * 2,
+    "autograd.predict_mode()": ("gradients of predictions",) * 2,
+    "p.grad_req = 'add'": ("not trained",) * 2,
+    "mod.fit(data)": ("a network of symbols",) * 2,
+    "mx.nd.array(x, dtype='int32')": ("an array",) * 2}
+
+
+@pytest.mark.parametrize("source", REPLACED)
+def test_a_replacement_keeps_what_the_line_says(source, tmp_path):
+    (tmp_path / "x.py").write_text(
+        "import mxnet as mx\nfrom mxnet import autograd, gluon, npx\n"
+        f"{source}\nnet.hybridize()")
+    found, = (line for number, _, line in script.lint_script(
+        tmp_path / "x.py") if number == 3)
+    for cell, expected in zip((found.mgpu, found.torch), REPLACED[source]):
+        if expected == found.topic:
+            expected = f'see the row "{expected}"'
+        assert expected in cell.replace("`", "")
+
+
+def test_methods_of_another_framework_are_not_gluons(tmp_path):
+    (tmp_path / "x.py").write_text(
+        "import mxnet as mx, torch\nx = torch.ones(3)\nmodel = f(torch.nn)\n"
+        "for y in model(x):\n    y.backward()\n"
+        "z = mx.nd.array(x)\nz.backward()\nunknown.backward()")
+    assert [number for number, _, line in script.lint_script(
+        tmp_path / "x.py") if line.topic == "backward"] == [7, 8]

@@ -12,6 +12,7 @@ _OPERATORS = "gluon_io/test_operators.py::"
 _LAYERS = "mgpu.backends._torch.gluon.layers:"
 _OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
 
+_EDITED = _CLI + "test_a_check_of_an_edited_source"
 _WRONG = _CLI + "test_a_check_sees_what_is_wrong"
 _WHOLE = "mgpu.gluon_io.whole:"
 _BUILD = "mgpu.backends._torch.gluon.build:"
@@ -146,14 +147,37 @@ MUTANTS = [
            (_SOURCES + "test_source_computes_as_from_gluon[own-lstm with "
             "states]",)),
     Mutant("check-rows", "indices of a check hit two rows of a table", edit(
-        "mgpu.cli.gluon:_draw", "(rows or {}).get(k, 2)", "2"),
+        "mgpu.cli.checking:draw", "(rows or {}).get(k, 2)", "2"),
            (_WRONG + "[change_row]",)),
     Mutant("check-dropout", "a check does not look at rates of dropout", edit(
-        "mgpu.cli.gluon:_checked", "if found != rates:", "if False:"),
-           (_WRONG + "[change_dropout]",)),
+        "mgpu.cli.checking:Place.like",
+        "round(self.rate - other.rate, 6)", "False"),
+           (_WRONG + "[change_dropout]",
+            _EDITED + "[another rate of an LSTM]")),
+    Mutant("check-places", "a check does not look at places of dropout", edit(
+        "mgpu.cli.checking:_apart", "place.like(x, tolerance)",
+        "place.rate == x.rate or place.like(x, tolerance)"),
+           (_EDITED + "[rates exchanged]",)),
+    Mutant("check-arithmetic", "a source computes with mgpu's batch norm",
+           edit("mgpu.cli.checking:with_mxnet", "native=True",
+                "native=False"),
+           (_EDITED + "[a batch norm of torch's]",)),
+    Mutant("check-small-inputs", "no inputs of a check are larger", edit(
+        "mgpu.cli.checking:_batches", "type(LARGER)", "type(1)"),
+           (_EDITED + "[a clipped relu]",)),
+    Mutant("check-pt2", "the values of a .pt2 are not read back", edit(
+        "mgpu.cli.gluon:_read_pt2", "own[name].copy_(x.data)", "pass"),
+           (_CLI + "test_a_pt2_is_read_back[values]",)),
+    Mutant("check-predictions", "the predictions of a .pt2 are not compared",
+           edit("mgpu.cli.gluon:_judge_pt2", "far > 1e-5", "False"),
+           (_CLI + "test_a_pt2_is_read_back[function]",)),
+    Mutant("trace-values", "a trace lends its values", edit(
+        "mgpu.cli.checking:with_trace", 'weights="own"', 'weights="a"'),
+           (_CLI + "test_a_check_against_a_trace",)),
     Mutant("check-values", "a check begins with MXNet's values, not with "
            "those that were written", edit(
-               "mgpu.cli.gluon:_checked", 'weights="own"', 'weights="a"'),
+               "mgpu.cli.checking:with_mxnet", 'weights="own"',
+               'weights="a"'),
            (_WRONG + "[change_weight]",
             _WRONG + "[change_statistics]")),
     Mutant("zip-size", "a part of a zip is believed to be as large as it says",
@@ -248,7 +272,7 @@ MUTANTS = [
            (_CLI + "test_json_has_every_array",)),
     Mutant("convert-check-own-values", "what was written is compared with the "
            "other side's values", edit(
-               "mgpu.cli.gluon:_safetensors", "library.torch.load_model",
+               "mgpu.cli.gluon:_read_safetensors", "library.torch.load_model",
                "(lambda *_: None)"),
            (_CLI + "test_what_is_written_trains_as_mxnets[safetensors]",)),
     Mutant("rnn-one-state", "the states of an LSTM are confused", edit(

@@ -26,9 +26,9 @@ from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
 from mgpu.environment import cpu_cores
 from mgpu.files import path_of
-from mgpu.gluon_io.graph import (SOFTMAX, Node, constants, dense_arrays,
-                                 entries, fixed_gammas, load_graph,
-                                 symbol_of_dtype)
+from mgpu.gluon_io.graph import (SOFTMAX, Node, check_fit, constants,
+                                 dense_arrays, entries, fixed_gammas,
+                                 load_graph, symbol_of_dtype)
 
 autograd, npx = mx.autograd, mx.npx
 
@@ -483,6 +483,7 @@ class MXNetBackend(base.Backend):
 
     def from_gluon(self, symbol, params, dtype, softmax, frozen=()):
         graph, arrays = load_graph(symbol), dense_arrays(params)
+        check_fit(graph, arrays)
         if dtype is not None:
             before = {x.dtype.name for x in arrays.values()
                       if x.dtype.kind == "f"} - {dtype}

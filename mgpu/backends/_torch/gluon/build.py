@@ -14,9 +14,9 @@ from torch import fx, nn
 from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
     arrays as _arrays, heads, operators, recurrent, vision)
 from mgpu.files import FilePath
-from mgpu.gluon_io.graph import (Graph, Node, constants, dense_arrays,
-                                 entries, load_graph, with_dtype,
-                                 without_softmax)
+from mgpu.gluon_io.graph import (Graph, Node, check_fit, constants,
+                                 dense_arrays, entries, load_graph,
+                                 with_dtype, without_softmax)
 from mgpu.gluon_io.params import save_params
 from mgpu.gluon_io.parts import (Call, Layer, Missing, MissingOperator, Part,
                                  Shape, Slot, form_of, missing_in, parts_of,
@@ -101,7 +101,9 @@ def missing_operators(symbol: FilePath, params: FilePath | None
     """See `mgpu.missing_operators`."""
     if params is None:
         return missing_in(load_graph(symbol), None)
-    return missing_in(load_graph(symbol), *_known(dense_arrays(params)))
+    graph, arrays = load_graph(symbol), dense_arrays(params)
+    check_fit(graph, arrays)
+    return missing_in(graph, *_known(arrays))
 
 
 def _known(arrays: Mapping[str, np.ndarray]
@@ -137,11 +139,6 @@ def _place(form: Any, output: int) -> list[int] | None:
                  if (found := _place(inner, output)) is not None), None)
 
 
-def _missing(name: str) -> ValueError:
-    return ValueError(f"the graph has the array {name!r}; the file of arrays "
-                      "has not. Use the two files of one export.")
-
-
 class _Builder:
     def __init__(self, graph: Graph, arrays: Mapping[str, np.ndarray],
                  dtype: Any) -> None:
@@ -156,12 +153,7 @@ class _Builder:
         # which stand in what torch.fx writes
         self._taken = {"self", "torch", "device", "inf", "nan", "NoneType",
                        "fx_pytree", "pytree"}
-        strange = sorted(arrays.keys() - {x.name for x in graph.nodes})
-        if strange:
-            raise ValueError(
-                "the graph and the arrays belong together; received the "
-                f"arrays {', '.join(strange[:5])}, which the graph has not. "
-                "Use the two files of one export.")
+        check_fit(graph, arrays)
 
     def module(self) -> GluonModule:
         nodes = self._graph.nodes
@@ -173,7 +165,8 @@ class _Builder:
                  if node.op == "null" and i in entering}
         for name in entries(self._graph, self._arrays):
             if name in named:
-                self._env[named[name], 0] = self._input(nodes[named[name]])
+                self._env[named[name], 0] = self._fx.placeholder(
+                    self._own_name(name))
         for name, i in named.items():
             if name in self._arrays:
                 self._env[i, 0] = self._array(nodes[i])
@@ -208,12 +201,6 @@ class _Builder:
                                                (value, step))
             self._env[i, k] = value
         return self._env[i, k]
-
-    def _input(self, node: Node) -> fx.Node:
-        # Gluon marks its parameters in the graph, and no inputs.
-        if "__lr_mult__" in node.marks:
-            raise _missing(node.name)
-        return self._fx.placeholder(self._own_name(node.name))
 
     def _own_name(self, name: str) -> str:
         """A name that nothing else of the network has, not Python's."""

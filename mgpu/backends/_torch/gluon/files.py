@@ -1,5 +1,6 @@
 """Files of PyTorch, made of a network of `from_gluon`."""
 import json
+import struct
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -37,7 +38,17 @@ def to_safetensors(net: nn.Module, path: FilePath) -> None:
         about["gluon_names"] = json.dumps(names)
     # Its own save_file makes files that nobody else may read.
     with part_of(path) as part, open(part, "wb") as file:
-        file.write(library.torch.save(values, about))
+        file.write(_in_order(library.torch.save(values, about), about))
+
+
+def _in_order(data: bytes, about: dict[str, str]) -> bytes:
+    """The same file, whose metadata are in one order: the library has another
+    each time."""
+    length, = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8:8 + length])
+    text = json.dumps({**header, "__metadata__": about}).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + data[8 + length:]
 
 
 def to_pt2(net: nn.Module, path: FilePath, examples: Sequence[np.ndarray]
@@ -56,13 +67,13 @@ def to_pt2(net: nn.Module, path: FilePath, examples: Sequence[np.ndarray]
                 net, tuple(map(torch.from_numpy, map(np.array, examples))),
                 dynamic_shapes=tuple({0: batch} for _ in examples))
     except (RuntimeError, ValueError, TypeError) as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
+        line = next(filter(str.strip, str(error).splitlines()), "")
         shapes = ", ".join(str(x.shape) for x in examples)
         raise ValueError(
-            "torch.export takes a network that is one graph for every size "
-            f"of the batch; received {shapes} ({' '.join(lines[:3])}). Give "
-            "examples of the shapes that the network was made for."
-            ) from error
+            "torch.export takes inputs of the shapes that the network was "
+            "made for, and a network that is one graph for every size of the "
+            f"batch; received {shapes} ({line.strip()[:200]}). Give examples "
+            "of other shapes, or write source.") from error
     finally:
         net.train(training)
     with part_of(path) as part, open(part, "wb") as file:

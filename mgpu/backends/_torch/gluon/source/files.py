@@ -1,6 +1,8 @@
 """Source and weights as files."""
 import ast
+import contextlib
 import importlib.util
+import io
 import os
 from collections.abc import Mapping
 
@@ -8,8 +10,9 @@ import numpy as np
 import torch
 
 from mgpu.backends._torch.gluon.source.writing import Source, source_of
-from mgpu.files import FilePath, part_of, path_of, replacing
-from mgpu.gluon_io.graph import Graph, dense_arrays, load_graph
+from mgpu.files import (FilePath, check_not_other, check_not_read, part_of,
+                        path_of)
+from mgpu.gluon_io.graph import (Graph, check_fit, dense_arrays, load_graph)
 from mgpu.gluon_io.parts import Shape
 
 
@@ -22,27 +25,30 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
         .removesuffix("-symbol")
     shapes = _marked(graph) if arrays is None else {
         k: x.shape for k, x in arrays.items()}
-    strange = sorted(shapes.keys() - {x.name for x in graph.nodes})
-    if strange:
-        raise ValueError(
-            "the graph and the arrays belong together; received the arrays "
-            f"{', '.join(strange[:5])}, which the graph has not. Use the two "
-            "files of one export.")
+    if arrays is not None:
+        check_fit(graph, arrays)
     safe = importlib.util.find_spec("safetensors") is not None
     source = source_of(graph, shapes, title, plain, safe, {
         k for k, x in (arrays or {}).items() if x.dtype.kind != "f"})
+    written: dict[str, bytes] = {path_of(path): source.text.encode()}
     if arrays is not None:
         weights = weights_of(source, arrays)
         beside = os.path.splitext(path_of(path))[0]
         if safe and not source.shared:
-            from safetensors.torch import save_file
-            with part_of(beside + ".safetensors") as part:
-                save_file(weights, part)
+            from safetensors.torch import save
+            written[beside + ".safetensors"] = save(weights)
         else:
-            with part_of(beside + ".pt") as part:
-                torch.save(weights, part)
-    with replacing(path) as file:
-        file.write(source.text)
+            memory = io.BytesIO()
+            torch.save(weights, memory)
+            written[beside + ".pt"] = memory.getvalue()
+    for file in written:
+        check_not_read(file, symbol, params)
+    with contextlib.ExitStack() as stack:   # both, or none
+        for file, data in written.items():
+            part = stack.enter_context(part_of(file))
+            with open(part, "wb") as stream:
+                stream.write(data)
+            check_not_other(part, file)
     return source.names
 
 
