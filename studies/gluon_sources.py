@@ -5,7 +5,7 @@ classes, and whether they train as MXNet does.
     python -m studies.gluon_sources --names zoo/resnet18_v1
     python -m studies.gluon_sources --report-only
 
-Gluon's zoo, twenty networks of gluoncv2, and five with names that say nothing
+Gluon's zoo, networks of gluoncv2, and five with names that say nothing
 (the graph's, exchanged for numbers). Each is exported with random values and
 written as source; the source is imported, loads its weights, and goes through
 `mgpu.parity.compare` with MXNet's network: lock-step in float64, two devices,
@@ -39,7 +39,8 @@ PAGE = HERE.parent / "docs" / "sources.md"
 OTHERS = """airnet50_1x64d_r2 bagnet9 bn_vgg11 channelnet condensenet74_c4_g4
     darknet53 densenet40_k12_cifar10 diaresnet20_cifar10 dla34
     efficientnet_b0 ghostnet hardnet39ds mnasnet_b1 mobilenetv3_small_w1
-    nin_cifar10 preresnet20_cifar10 resnext50_32x4d senet16
+    nin_cifar10 preresnet20_cifar10 pyramidnet110_a48_cifar10
+    resnet10 resnext50_32x4d senet16
     shufflenetv2_wd2 xception""".split()
 SCRAMBLED = """zoo/resnet18_v1 zoo/densenet121 zoo/mobilenetv2_0.25
     zoo/squeezenet1.1 gluoncv2/shufflenetv2_wd2""".split()
