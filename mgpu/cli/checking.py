@@ -96,8 +96,8 @@ def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
     def written() -> Any:
         with mgpu.using_backend("torch"):
             net = read()
-        for layer in _droppers(net).values():
-            layer.dropout = 0.0
+        for layer, rate in _droppers(net).values():
+            setattr(layer, rate, 0.0)
         return net
     with find.engines(), tempfile.TemporaryDirectory() as folder:
         quiet, watched = (os.path.join(folder, f"{name}-symbol.json")
@@ -147,11 +147,15 @@ class Place(NamedTuple):
             1e-30, np.abs(x).max(initial=0))))
 
 
-def _droppers(net: Any) -> dict[str, Any]:
-    """Recurrent layers of a torch network that drop out between layers."""
-    return {path: m for path, m in net.named_modules()
+def _droppers(net: Any) -> dict[str, tuple[Any, str]]:
+    """Layers of a torch network that drop out in their own ways, and where
+    their rates are: recurrent ones between layers, and Gluon's dropout with
+    axes or in predictions."""
+    return {path: (m, "dropout" if hasattr(m, "batch_first") else "p")
+            for path, m in net.named_modules()
             if getattr(m, "num_layers", 1) != 1 and getattr(m, "dropout", 0)
-            and hasattr(m, "batch_first")}
+            and hasattr(m, "batch_first")
+            or type(m).__name__ == "GluonDropout"}
 
 
 def _without_dropout(symbol: str, quiet: str, watched: str, dtype: str
@@ -167,7 +171,7 @@ def _without_dropout(symbol: str, quiet: str, watched: str, dtype: str
         texts = {**node.pop("param", {}), **node.pop("attr", {}),
                  **node.pop("attrs", {})}
         rate = read.attributes.get("p", 0.0)
-        drops = read.op in _DROPOUTS and read.attributes["mode"] == "training"
+        drops = read.op in _DROPOUTS
         if drops or read.op in _RNNS:
             texts["p"] = "0"
             if rate and (drops or read.attributes["num_layers"] > 1):
@@ -243,9 +247,10 @@ def _batches(net: Any, inputs: Inputs, rows: Mapping[int, int], dtype: str
     places: list[Place] = []
     with mgpu.using_backend("torch"):
         droppers = _droppers(net)
-        rates = {path: layer.dropout for path, layer in droppers.items()}
-        for layer in droppers.values():
-            layer.dropout = 0.0
+        rates = {path: getattr(layer, rate)
+                 for path, (layer, rate) in droppers.items()}
+        for layer, rate in droppers.values():
+            setattr(layer, rate, 0.0)
         replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
         off = Masks(0, off=True)
         off.begin(1, [ROWS])

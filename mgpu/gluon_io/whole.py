@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection
 from typing import NamedTuple
 
+from mgpu.gluon_io.created import CREATING
 from mgpu.gluon_io.graph import Graph, Node
 
 #: those inputs of the network of which all have to be whole numbers for an
@@ -21,7 +22,7 @@ _FUNCTIONS = set(
     "exp log log2 log10 log1p expm1 sqrt rsqrt cbrt rcbrt reciprocal sin cos "
     "tan arcsin arccos arctan sinh cosh tanh arcsinh arccosh arctanh erf "
     "sigmoid softsign hard_sigmoid power hypot leakyrelu leaky_relu norm std "
-    "var rpower_scalar rpowerscalar".split())
+    "var rpower_scalar rpowerscalar smooth_l1".split())
 _DIVISIONS = set("div rdiv divide div_scalar rdiv_scalar divscalar "
                  "rdivscalar".split())
 _NUMPY_DIVISIONS = set("true_divide true_divide_scalar rtrue_divide_scalar "
@@ -29,7 +30,7 @@ _NUMPY_DIVISIONS = set("true_divide true_divide_scalar rtrue_divide_scalar "
 _SUMS = set("sum sum_axis nansum prod product nanprod cumsum".split())
 _ANSWERS = set("equal not_equal greater greater_equal less less_equal "
                "logical_not logical_and logical_or logical_xor isnan isinf "
-               "isfinite".split())
+               "isfinite all any".split())
 #: whose first input alone says what the result is
 _CHOICES = set("take pick gather_nd sequencemask sequence_mask sequencelast "
                "sequencereverse slice_like reshape_like broadcast_like "
@@ -83,16 +84,17 @@ def cuts(graph: Graph, arrays: Collection[str],
             kinds.append(frozenset([node.name]) if node.name not in arrays
                          else _WHOLE if node.name in whole else None)
             continue
+        # what enters a constant says only where it is
+        inputs = () if node.op in CREATING else node.inputs
         own = [kinds[j] if k == 0 or graph.nodes[j].op != "topk" else
-               _of_dtype(graph.nodes[j]) for j, k in node.inputs]
+               _of_dtype(graph.nodes[j]) for j, k in inputs]
         name = _plain(node.op)
         kinds.append(_result(node, name, own))
         if name.removesuffix("_scalar") not in _STEPS:
             # an index gets none, nor what gives a shape alone
             passing = slice(name.startswith(("where", "embedding")),
                             1 if name in _CHOICES else None)
-            casts[i] = set().union(*(casts[j] for j, _ in
-                                     node.inputs[passing]))
+            casts[i] = set().union(*(casts[j] for j, _ in inputs[passing]))
         if kinds[i] != _WHOLE:
             found |= {j: Cut((0,), False, STILL) for j in casts[i]}
             casts[i] = set()
@@ -123,9 +125,9 @@ def _result(node: Node, name: str, own: list[Kind]) -> Kind:
     is_numpy = node.op.startswith("_np")
     if name in ("argmax", "argmin") and is_numpy \
             or name.removesuffix("_scalar") in _ANSWERS and is_numpy \
-            or name in ("shape_array", "size_array", "argsort"):
+            or name in ("shape_array", "size_array"):
         return _WHOLE
-    if name in ("cast", "one_hot", "amp_cast") or not own:
+    if name in ("cast", "one_hot", "amp_cast", "argsort") or not own:
         return _of_dtype(node)
     if name == "topk" and node.attributes["ret_typ"] == "indices":
         return _of_dtype(node)

@@ -30,12 +30,15 @@ class Input(NamedTuple):
         network.
     moves : bool
         Whether its gradient is compared.
+    dtype : str
+        "" for that of the case.
     """
 
     shape: tuple[int, ...]
     draw: Callable[..., np.ndarray] = lambda rng, shape: rng.normal(size=shape)
     kept: str = ""
     moves: bool = True
+    dtype: str = ""
 
 
 def below(n: int) -> Callable[..., np.ndarray]:
@@ -83,7 +86,7 @@ class Case(NamedTuple):
     def arrays(self) -> list[np.ndarray]:
         """The inputs: the same each time, others for each case."""
         rng = np.random.default_rng(zlib.crc32(self.key.encode()))
-        return [np.asarray(x.draw(rng, x.shape), self.dtype)
+        return [np.asarray(x.draw(rng, x.shape), x.dtype or self.dtype)
                 for x in self.inputs]
 
     def names(self) -> list[str]:
@@ -139,7 +142,7 @@ def by_mxnet(case: Case) -> list[Any]:
     import mxnet as mx
     with mx.util.np_shape(case.op.startswith(("_np", "_npi", "_npx"))):
         names, arrays = case.names(), case.arrays()
-        given = {n: mx.nd.array(x, dtype=case.dtype)
+        given = {n: mx.nd.array(x, dtype=x.dtype)
                  for n, x in zip(names, arrays)}
         aux = {n: given.pop(n) for n, x in zip(names, case.inputs)
                if x.kept == "aux"}

@@ -217,6 +217,24 @@ def test_what_is_written_trains_as_mxnets(ending, exported, tmp_path):
 
 
 @both
+@pytest.mark.parametrize("options", [{"axes": (1,)}, {"mode": "always"}])
+def test_a_check_drops_nothing_out(tmp_path, options):
+    """Whatever kind of dropout the network has."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        y = mx.sym.FullyConnected(mx.sym.Dropout(
+            mx.sym.var("data"), **options), name="d", num_hidden=3)
+        y.save(str(tmp_path / "net-symbol.json"))
+        mx.nd.save(str(tmp_path / "net.params"), {
+            "arg:d_weight": mx.nd.random.normal(shape=(3, 5)),
+            "arg:d_bias": mx.nd.zeros(3)})
+    result = command("convert", tmp_path / "net-symbol.json", tmp_path
+                     / "net.params", "-o", tmp_path / "x.params", "--input",
+                     "5", "--check")
+    assert result.exit_code == 0 and "SAME" in result.output, result.output
+
+
+@both
 def test_safetensors_have_shared_tensors_once(exported, tmp_path):
     import safetensors.torch
     file = tmp_path / "x.safetensors"
@@ -391,17 +409,17 @@ def test_missing_operators_are_one_list(exported, tmp_path):
         if node["op"] == "FullyConnected":
             node["op"] = "_made_up"
         if node["op"] == "BatchNorm":
-            node["attrs"]["axis"] = "2"
+            node["attrs"]["output_mean_var"] = "True"
     symbol, out = tmp_path / "net-symbol.json", tmp_path / "x.params"
     symbol.write_text(json.dumps(graph))
     text = refused(command("convert", symbol, exported[1], "-o", out))
     assert "5 operators have no rule" in text and not out.exists()
     assert "  _made_up: no rule (4 nodes, such as" in text
-    assert "  BatchNorm: axis=2 (1 node, such as" in text
+    assert "  BatchNorm: output_mean_var=True (1 node, such as" in text
     # the same without shapes, which no rule was asked for
     text = command("inspect", symbol).output
     assert "_made_up: no rule (4 nodes" in text
-    assert "  BatchNorm: axis=2 (1 node, such as" in text
+    assert "  BatchNorm: output_mean_var=True (1 node, such as" in text
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="rules are PyTorch's")

@@ -167,6 +167,51 @@ def inception():
         nn.Dense(3))
 
 
+def unrolled(layout, *names, embeds=False):
+    """Cells without a begin state, of which the graph knows no batch."""
+    def make():
+        from mxnet.gluon import HybridBlock, nn, rnn
+
+        class Unrolled(HybridBlock):
+            def __init__(self):
+                super().__init__()
+                kinds = {"lstm": rnn.LSTMCell, "gru": rnn.GRUCell,
+                         "rnn": rnn.RNNCell}
+                with self.name_scope():
+                    self.embed = nn.Embedding(4, 5) if embeds else None
+                    self.cells = rnn.HybridSequentialRNNCell()
+                    for name in names:
+                        self.cells.add(
+                            rnn.BidirectionalCell(rnn.GRUCell(2),
+                                                  rnn.RNNCell(3))
+                            if name == "both ways" else
+                            rnn.ResidualCell(rnn.GRUCell(5))
+                            if name == "residual" else kinds[name](5))
+                    self.dense = nn.Dense(2)
+
+            def hybrid_forward(self, F, x):
+                x = x if self.embed is None else self.embed(x)
+                # MXNet's default is float32, which no float64 takes
+                states = self.cells.begin_state(
+                    batch_size=0, func=F.zeros, dtype="float64")
+                y, states = self.cells.unroll(3, x, states, layout,
+                                              merge_outputs=True)
+                return self.dense(y if layout == "NTC" else F.mean(y, 0)), \
+                    *states
+        return Unrolled()
+    return make
+
+
+def norms():
+    """Of other axes, of groups, and with statistics that stay."""
+    from mxnet.gluon import nn
+    return _sequential(
+        nn.Conv2D(6, 3), nn.GroupNorm(3), nn.BatchNorm(
+            axis=-1, use_global_stats=True),
+        nn.BatchNorm(use_global_stats=True), nn.Conv2D(2, 1),
+        nn.BatchNorm(axis=2, use_global_stats=True, scale=False))
+
+
 class Whole(tuple):
     """The shape of an input of whole numbers, from 1 on."""
 
@@ -189,6 +234,12 @@ NETWORKS = {"lenet": (lenet, (2, 2, 9, 8)), "pools": (pools, (2, 2, 15, 15)),
             "lstm by batch": (words("LSTM", "NTC", num_layers=2),
                               Whole((4, 3))),
             "rnn": (words("RNN", activation="tanh"), Whole((4, 3))),
+            "norms": (norms, (2, 2, 7, 6)),
+            "unrolled": (unrolled("NTC", "lstm", "residual", "both ways"),
+                         (4, 3, 5)),
+            "unrolled by time": (unrolled("TNC", "rnn", "lstm"), (3, 4, 5)),
+            "unrolled words": (unrolled("NTC", "gru", embeds=True),
+                               Whole((4, 3))),
             "np gru with states": (words("GRU", num_layers=2),
                                    Whole((4, 3)), (2, 3, 5)),
             "encoder": (encoder(False), (3, 4, 6), Whole((3,))),
@@ -316,7 +367,7 @@ every = pytest.mark.parametrize("exported", NETWORKS, indirect=True)
 small = pytest.mark.parametrize("exported", ["lenet", "joined"],
                                 indirect=True)
 trained = pytest.mark.parametrize(
-    "exported", ["lenet", "joined", "gru both ways", "lstm by batch",
+    "exported", ["lenet", "joined", "norms", "gru both ways", "lstm by batch",
                  "np inception"], indirect=True)
 
 
@@ -401,6 +452,48 @@ def from_symbol(folder, symbol, arrays):
                                folder / "net-0000.params")
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", ["training", "always"])
+@pytest.mark.parametrize("axes", [(), (1,), (0, 2)])
+def test_dropout(tmp_path, training, mode, axes):
+    """As MXNet's: which values share a mask, what is left grows, and whether
+    predictions drop out."""
+    def seen(y):
+        return [bool((y == y.take([0], k)).all()) for k in range(3)], \
+            np.unique(y).tolist()
+
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        symbol = mx.sym.Dropout(mx.sym.var("data"), p=0.25, mode=mode,
+                                axes=axes)
+        bound = symbol.bind(mx.cpu(), {"data": mx.nd.ones((40, 60, 5))})
+        expected = seen(bound.forward(is_train=training)[0].asnumpy())
+        net = from_symbol(tmp_path, symbol, {})
+    with mgpu.using_backend("torch"):
+        import torch
+        net.train(training)
+        assert seen(net(torch.ones(40, 60, 5)).numpy()) == expected
+
+
+@pytest.mark.parametrize("build", [
+    lambda F, x: F.zeros((0, 4)), lambda F, x: F.FullyConnected(
+        F.zeros((0, 4)), F.var("w"), num_hidden=4, no_bias=True),
+    lambda F, x: F.broadcast_add(x, F.zeros((0, 4))),
+    lambda F, x: F.elemwise_add(F.slice_axis(x, axis=0, begin=0, end=1),
+                                F.zeros((0, 4)))])
+def test_a_size_that_nothing_says_is_refused(tmp_path, build):
+    """MXNet finds it by the shapes of all arrays; PyTorch has those of the
+    inputs."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        symbol = mx.sym.Group([build(mx.sym, mx.sym.var("data")),
+                               mx.sym.var("data") * 2])
+        with pytest.raises(NotImplementedError, match="_zeros: shape="):
+            from_symbol(tmp_path, symbol, {
+                name: np.ones((4, 4), "float32")
+                for name in symbol.list_arguments() if name == "w"})
+
+
 WHOLE = np.array([[-7, -3, 0], [1, 5, 9]], "int32")
 #: of whole numbers: in `sym`, and whether it computes
 IN_SYM = {
@@ -417,6 +510,12 @@ IN_SYM = {
     "F.sum(F.cast(x, 'uint8'), axis=1)": True,
     "F.cumsum(F.cast(x * 20, 'int8'), axis=1)": True,
     "F.min(F.cast(x, 'uint8'), axis=1)": True,
+    "x % 2.5": False, "F.smooth_l1(x, scalar=1)": False, "x % 3": True,
+    "F.broadcast_mod(x, x * x + 1)": True, "F.sort(x, axis=1)": True,
+    "F.argsort(x, axis=1) / 2": True, "F.prod(x, axis=1)": True,
+    "F.logical_not(x)": True, "F.round(x)": True, "F.rint(x)": True,
+    "F.nansum(x, axis=1)": True, "F.argmin(x, axis=1)": True,
+    "F.broadcast_add(x, F.arange(0, 3, dtype='int32'))": True,
     "x + 2": True, "3 - x": True, "x * x": True, "F.clip(x, -2, 2)": True,
     "F.maximum(x, 1)": True, "x > 0": True, "F.abs(-x)": True,
     "F.one_hot(x, 4) / 2": True,
@@ -773,8 +872,9 @@ def _layer(nodes, op):
 @pytest.mark.parametrize("edit, error, match", [
     (lambda n: _layer(n, "Pooling").update(op="_made_up"),
      NotImplementedError, "_made_up: no rule .node .*Add rules with"),
-    (lambda n: _layer(n, "BatchNorm")["attrs"].update(axis="2"),
-     NotImplementedError, "BatchNorm: axis=2"),
+    (lambda n: _layer(n, "BatchNorm")["attrs"].update(
+        output_mean_var="True"),
+     NotImplementedError, "BatchNorm: output_mean_var=True"),
     (lambda n: _layer(n, "Convolution")["attrs"].update(strides="2"),
      ValueError, "attributes .'strides'.*does not know"),
     (lambda n: _layer(n, "Convolution")["attrs"].pop("kernel"),

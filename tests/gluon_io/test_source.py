@@ -93,6 +93,10 @@ EXPRESSIONS = {
     "an input that is an output": "(y, x + 1)",
     "the second input first": "y - 2 * x",
     "numbers that are not finite": "F.maximum(x, float('-inf')) * -1e30",
+    "constants": "F.broadcast_mul(F.arange(1, 5), x) - F.ones((2, 3, 4)) + "
+                 "F.broadcast_to(F.eye(3, 4, 1), (2, 3, 4)) * F.full((2, 3, "
+                 "4), 0.5)",
+    "remainders": "(x % 0.5) + F.broadcast_mod(x, y) + F.round(x * 3)",
     "a reduction": "F.sum(x, axis=(0, 1, 2)) + F.max(y, axis=(0, 1, 2))",
     "rows": "F.where(F.sum(x, axis=(1, 2)) > 0, x, y)"}
 

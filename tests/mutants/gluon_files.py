@@ -8,6 +8,7 @@ _CLI = "gluon_io/test_cli.py::"
 _FILES = "mgpu.backends._torch.gluon.files:"
 _TRAINER = "gluon_io/test_states.py::"
 _RESUMED = "gluon_io/test_resuming.py::"
+_FUNCTIONS = "mgpu.backends._torch.gluon.functions:"
 _OPERATORS = "gluon_io/test_operators.py::"
 _LAYERS = "mgpu.backends._torch.gluon.layers:"
 _OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
@@ -131,6 +132,41 @@ MUTANTS = [
            edit("mgpu.backends._torch.gluon.vision:_slice",
                 "if turned else part", "if False else part"),
            (_OPERATOR + "[slice]",)),
+    Mutant("mod-sign", "a remainder has the sign of what is divided", edit(
+        _FUNCTIONS + "mod", "torch.remainder", "torch.fmod"),
+           (_OPERATOR + "[broadcast_mod]",)),
+    Mutant("round-halves", "halves are rounded up", edit(
+        _FUNCTIONS + "round_half_down", "x - low <= high", "x - low < high"),
+           (_OPERATOR + "[rint]",)),
+    Mutant("smooth-l1-scale", "the scale of a smooth l1 is not squared", edit(
+        "mgpu.backends._torch.gluon.vision:_smooth_l1", "scalar ** 2",
+        "scalar"), (_OPERATOR + "[smooth_l1]",)),
+    Mutant("softmax-length", "a softmax takes in one value more", edit(
+        _FUNCTIONS + "softmax_of_lengths", ") < lengths", ") <= lengths"),
+           (_OPERATOR + "[softmax]",)),
+    Mutant("group-norm-order", "groups have the scale of other ones", edit(
+        _LAYERS + "GluonGroupNorm.forward",
+        "self.weight.repeat_interleave(count)", "self.weight.repeat(count)"),
+           (_OPERATOR + "[GroupNorm]",)),
+    Mutant("global-statistics", "fixed statistics are those of the batch",
+           edit("mgpu.backends._torch.gluonize:GluonBatchNormOf.forward",
+                "if self.moves", "if True"), (_OPERATOR + "[BatchNorm]",)),
+    Mutant("dropout-axes", "values along an axis have masks of their own",
+           edit(_LAYERS + "GluonDropout.forward", "1 if i in self.axes", "1 "
+                "if False"), (_BUILT + "test_dropout[axes1-training-True]",)),
+    Mutant("linspace-end", "a range that stops before its end reaches it",
+           edit("mgpu.backends._torch.gluon.arrays:_range",
+                'if not a["endpoint"]', "if False"),
+           (_OPERATOR + "[broadcast_add]",)),
+    Mutant("begin-state-of-a-part", "a begin state has the rows of what is "
+           "cut", edit("mgpu.gluon_io.created:_tied", 'for k in _AXES if k '
+                       '!= a["axis"])', "for k in _AXES)"),
+           (_BUILT + "test_a_size_that_nothing_says_is_refused*",)),
+    Mutant("fixed-statistics-joined", "statistics that stay need others of "
+           "other devices", edit(
+               "mgpu.backends._torch.replica:TorchReplica.__init__",
+               'and not has_fixed_statistics(m)', ""),
+           (_BUILT + "test_it_trains_on_devices[2dev-norms]",)),
     Mutant("source-index", "a step of an index is left out", edit(
         _SOURCE + "writing:_indexed", "if x.step in (None, 1)", "if True"),
            (_SOURCES + "test_source_of_expressions[names0-an index with a "

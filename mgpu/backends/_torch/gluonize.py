@@ -48,6 +48,30 @@ class GluonBatchNorm(_GluonArithmetic, nn.BatchNorm2d):
                              f"{tuple(input.shape)}.")
 
 
+class GluonBatchNormOf(GluonBatchNorm):
+    """Over any axis, also with statistics that training leaves as they are
+    and normalises by (Gluon's ``use_global_stats``)."""
+
+    def __init__(self, num_features: int, eps: float = 1e-3,
+                 momentum: float = 0.1, axis: int = 1, moves: bool = True
+                 ) -> None:
+        super().__init__(num_features, eps, momentum)
+        self.axis, self.moves = axis, moves
+
+    def forward(self, x: Any) -> Any:
+        """The shape stays."""
+        x = x.movedim(self.axis, 1)
+        y = super().forward(x) if self.moves else nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias,
+            eps=self.eps)
+        return y.movedim(1, self.axis)
+
+
+def has_fixed_statistics(layer: nn.Module) -> bool:
+    """Whether it normalises by running statistics in training too."""
+    return isinstance(layer, GluonBatchNormOf) and not layer.moves
+
+
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: GluonBatchNorm1d, nn.BatchNorm2d: GluonBatchNorm2d,
     nn.BatchNorm3d: GluonBatchNorm3d}

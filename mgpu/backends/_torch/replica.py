@@ -29,6 +29,7 @@ from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
 from mgpu.backends._torch.draws import watch
 from mgpu.backends._torch.float32 import AsMXNet
+from mgpu.backends._torch.gluonize import has_fixed_statistics
 from mgpu.backends._torch.graph import recomputing
 from mgpu.backends._torch.layers import Between
 from mgpu.backends._torch.leaves import Place, users_hooks
@@ -97,7 +98,8 @@ class TorchReplica(base.Replica):
                              if not computes_itself(m)]
         #: batch-norm layers with a forward pass of the user's
         self.own_batch_norms = [path for path, m in norms
-                                if computes_itself(m)]
+                                if computes_itself(m)
+                                and not has_fixed_statistics(m)]
         #: normalising layers that `normalise` cannot join
         self.not_joined = [
             path for path, m in module.named_modules()

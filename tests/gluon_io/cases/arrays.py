@@ -54,6 +54,24 @@ def _reductions(op, **attributes):
             *grid(op, {"axis": [1, "(0, 2)"], "keepdims": [True],
                        **attributes}, _CUBE)]
 
+_CONSTANTS = [
+    (f"{family}_{name}", own) for family in ("", "_npi") for name, own in (
+        ("zeros", {"shape": "(3, 1)"}), ("ones", {"shape": "(1, 4)"}),
+        ("full", {"shape": "(3, 4)", "value": "2.5"}),
+        *(("arange", dict(zip(("start", "stop", "step", "repeat"), given)))
+          for given in (("0", "4"), ("4",), ("4", "None"),
+                        ("1", "3", "0.5"), ("0", "2", "1", "2"),
+                        ("3", "-1", "-1"))),
+        ("eye", {"N": "3", "M": "4"}), ("eye", {"N": "3", "M": "4",
+                                                "k": "1"}),
+        ("eye", {"N": "1"}),
+        ("eye", {"N": "3", "M": "4", "k": "-2"}),
+        ("linspace", {"start": "0", "stop": "3", "num": "4"}),
+        ("linspace", {"start": "1", "stop": "-1", "num": "4",
+                      "endpoint": "False"}))
+    if family == "" or "repeat" not in own
+] + [("_npi_identity", {"shape": "(1, 1)"}), ("_npi_zeros", {"shape": "()"})]
+
 
 CASES = [
     *(case for name in ("add", "subtract", "multiply")
@@ -143,6 +161,25 @@ CASES = [
     *(case for op in ("_npi_argmax", "_npi_argmin") for case in grid(
         op, {"axis": [None, 0, 1, -1], "keepdims": [None, False]},
         [(_still(2, 3, 4, draw=_inside),), (_still(2, 4, 5),)])),
+    *(case for op in ("_np_sum", "_npi_mean") for case in grid(
+        op, {"keepdims": [True], "axis": [None], "dtype": [None, "float64"]},
+        _CUBE)),
+    *(case for op in ("_np_all", "_np_any") for case in grid(
+        op, {"axis": [0, "(1, 2)"], "keepdims": [None, True]},
+        [(_still(2, 3, 4),)])),
+    *(case for op in ("_np_all", "_np_any")
+      for case in grid(op, {}, [(_still(2, 3),)])),
+    *grid("_npi_diff", {"n": [None, 2], "axis": [None, 0, 1]}, _CUBE),
+    *grid("_npi_rint", {}, [(_still(8, 4, draw=vision._halves),)]),
+    *grid("_npi_around", {"decimals": [None, 0, 1, -1]},
+          [(_still(8, 4, draw=vision._halves),), (_still(8, 4, draw=lambda
+            rng, shape: rng.normal(scale=30, size=shape)),)]),
+    # constants
+    *(case._replace(before=((made, {"dtype": "float64", **own}, ()),),
+                    takes=(0, 1))
+      for made, own in _CONSTANTS for case in grid(
+          "_npi_add" if made.startswith("_np") else "broadcast_add", {},
+          [(Input((3, 4)),)])),
     *grid("_np_cumsum", {"axis": [None, 0, 1]}, _CUBE),
     *grid("_npi_norm", {"axis": ["(1,)", "(-1,)"], "ord": [2], "flag": [1],
                         "keepdims": [False, True]}, _CUBE),

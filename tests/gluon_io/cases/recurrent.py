@@ -88,6 +88,10 @@ CASES = [
     *grid("LayerNorm", {"axis": [0, 1, -2]},
           [(Input((3, 3, 4)), Input((3,), positive, "arg"),
             Input((3,), kept="arg"))]),
+    *(case for n in (1, 2, 3) for case in grid(
+        "GroupNorm", {"num_groups": [n], "eps": [None, 0.5]},
+        [(Input(shape), Input((n,), positive, "arg"),
+          Input((n,), kept="arg")) for shape in ((2, 6, 4), (3, 6, 2, 3))])),
     *_fitting(lambda *n: (2, *n), "batch_dot"),
     *_fitting(lambda *n: n, "dot"),
     *grid("dot", {}, [(Input((3,)), Input((3,))),

@@ -1,5 +1,7 @@
 """The operators of gluoncv2's classification networks, and their like."""
-from gluon_io.grid import Input, grid, positive
+import numpy as np
+
+from gluon_io.grid import Input, below, grid, positive
 
 _IMAGE = Input((2, 3, 6, 5))
 
@@ -12,6 +14,14 @@ def _of(rows):
 def _inside(rng, shape):
     """Numbers between -0.9 and 0.9."""
     return rng.uniform(-0.9, 0.9, shape)
+
+
+def _halves(rng, shape):
+    return rng.integers(-8, 9, shape) / 2
+
+
+def _not_zero(rng, shape):
+    return rng.choice([-3, -2.5, -1, 0.5, 1, 2], shape)
 
 
 def _above(rng, shape):
@@ -37,6 +47,29 @@ ARITHMETIC = [
     *_each("exp expm1 square negative abs sign floor ceil trunc fix sin cos "
            "tan arctan sinh cosh tanh arcsinh relu sigmoid softsign "
            "zeros_like ones_like", (Input((3, 4)),)),
+    # halves, and what is next to them
+    *_each("round rint trunc fix", (Input((8, 4), lambda rng, shape: np.where(
+        rng.random(shape) < 0.5, rng.integers(-6, 7, shape) / 2,
+        np.nextafter(0.5, rng.integers(0, 2, shape)))),)),
+    *_each("_mod broadcast_mod _npi_mod", (
+        Input((6, 4), _halves), Input((6, 4), _not_zero))),
+    *_each("broadcast_mod", (Input((6, 4)), Input((1, 4))),
+           (Input((6, 4)), Input((6, 4), lambda rng, shape: rng.integers(
+               -1, 2, shape), moves=False))),
+    *(case for op in ("_mod_scalar", "_rmod_scalar", "_npi_mod_scalar",
+                      "_npi_rmod_scalar")
+      for case in grid(op, {"scalar": [3.0, -3.0, 0.7, -1.5]},
+                       [(Input((6, 4), _not_zero),), (Input((3, 4)),)])),
+    *_each("logical_not", (Input((3, 4), _of(2)),)),
+    *_each("_logical_and _logical_or _logical_xor broadcast_logical_and "
+           "broadcast_logical_or broadcast_logical_xor",
+           (Input((5, 4), _of(2)), Input((5, 4), _of(2)))),
+    *(case for name in ("and", "or", "xor") for case in grid(
+        f"_logical_{name}_scalar", {"scalar": [0, 2.0]},
+        [(Input((3, 4), _of(2)),)])),
+    *(case for op in ("smooth_l1", "_npx_smooth_l1") for case in grid(
+        op, {"scalar": [None, 1.0, 2.0, 0.5]},
+        [(Input((5, 4)),), (Input((5, 4), _halves),)])),
     *_each("log log2 log10 log1p sqrt rsqrt reciprocal",
            (Input((3, 4), positive),)),
     *_each("arcsin arccos arctanh", (Input((3, 4), _inside),)),
@@ -109,6 +142,15 @@ ACTIVATIONS = [
       for case in grid(op, {"axis": [None, 1, 0, -2],
                             "temperature": [None, 1.0, 2.5]},
                        [(Input((2, 3, 4)),), (Input((2, 3)),)])),
+    *(case for axis, n in ((1, 4), (2, 3), (-1, 3)) for case in grid(
+        "softmax", {"axis": [axis], "use_length": [True],
+                    "temperature": [None, 2.5]}, [
+            (Input((2, 3, 4)), Input((2, n), below(4), "", False,
+                                     "int32"))])),
+    # which MXNet computes in float32
+    *(case for op in ("softmax", "log_softmax") for case in grid(
+        op, {"dtype": ["float32", "float64"]}, [(Input((2, 3)),)],
+        tolerance=1e-6)),
     *grid("SoftmaxActivation", {"mode": ["channel"]}, [
         (Input((2, 3, 4)),), (Input((2, 3, 2, 2)),)],
         dtype="float32", tolerance=1e-6),      # MXNet has no other
@@ -141,6 +183,10 @@ IMAGES = [
         [(_IMAGE,)], dtype="float32", tolerance=1e-6),
     *grid("UpSampling", {"scale": [1, 2, 3], "sample_type": ["nearest"],
                          "num_args": [1]}, [(_IMAGE,)]),
+    *(case for scale in (1, 2, 3, 4) for case in grid(
+        "UpSampling", {"scale": [scale], "sample_type": ["bilinear"],
+                       "num_args": [2], "num_filter": [3]},
+        [_weighted(_IMAGE.shape, (3, 1, *(2 * scale - scale % 2,) * 2))])),
     *grid("Pad", {"mode": ["constant", "edge", "reflect"], "pad_width": [
         "(0, 0, 0, 0, 1, 2, 0, 3)", "(0, 0, 0, 0, 1, 1, 1, 1)"],
         "constant_value": [None, 0, 0.1]}, [(_IMAGE,)]),
@@ -249,8 +295,18 @@ PARTS = [
           [(Input((4, 5, 6)), _indices(3)),
            (Input((4, 5, 6), kept="arg"), _indices(2, 3)),
            (Input((4, 5, 6)), _indices(3, low=0, high=3, kept="arg"))]),
+    *grid("take", {"axis": [None, 1], "mode": ["raise"]}, [
+        (Input((4, 5, 6)), Input((3,), below(4), moves=False))]),
+    *_each("gather_nd _npi_gather_nd _npx_gather_nd", *(
+        (Input((3, 3, 4)), Input((n, *more), below(3), moves=False))
+        for n in (1, 2, 3) for more in ((5,), (2, 2)))),
+    *(case for begin, end in (("-1, -1", "-4, -3"), ("2, None", "0, None"))
+      for case in grid("slice", {
+          "begin": [f"(None, {begin})"], "end": [f"(None, {end})"],
+          "step": ["(None, -1, -1)"]}, [(Input((3, 4, 3)),)])),
 ]
 
+_CUBE = [(Input((2, 3, 4)),)]
 REDUCTIONS = [
     *(case for op in ("sum", "mean", "max", "min")
       for case in grid(op, {"axis": [0, 1, -1, "(1, 2)", "(0,)", "(-1, 0)"],
@@ -266,6 +322,29 @@ REDUCTIONS = [
       for case in [*grid(op, {"axis": [0]}, [(Input((4,)),)]),
                    *grid(op, {"axis": ["(0, 1)"]}, [(Input((3, 4)),)])]),
     *grid("argmax", {"axis": [0, -1]}, [(Input((4,)),)]),
+    *(case for op in ("sum", "mean", "max", "min", "nansum", "norm")
+      for case in grid(op, {"keepdims": [True]}, _CUBE)),
+    *(case for op in ("sum", "mean", "max", "prod", "nansum")
+      for case in grid(op, {"axis": [1, "(0, 2)", "(-1, -2)"],
+                            "exclude": [True], "keepdims": [None, True]},
+                       [(Input((2, 3, 4), kept="arg"),)])
+      if not (op == "prod" and case.attributes["axis"] == "1")),
+    *grid("prod", {"axis": [None, 0, -1, "(1,)"], "keepdims": [None]}, _CUBE),
+    *grid("nansum", {"axis": [None, 0, "(1, 2)"], "keepdims": [None]},
+          [(Input((2, 3, 4), lambda rng, shape: np.where(
+              rng.random(shape) < 0.3, np.nan, rng.normal(size=shape))),)]),
+    *grid("argmin", {"axis": [0, 1, -1], "keepdims": [None, True]}, _CUBE),
+    *(case for op in ("argmin", "argmax")
+      for case in grid(op, {}, [(Input((5, 6), _of(3)),), (Input((4,)),)])),
+    *grid("argmin", {"axis": [0, 1]}, [(Input((5, 6), _of(3)),)]),
+    *(case for op in ("sort", "_npi_sort") for case in grid(
+        op, {"axis": [0, 1, -1], "is_ascend": [None, False]}, [
+            (Input((5, 6)),)])),
+    *(case for op in ("argsort", "_npi_argsort") for case in grid(
+        op, {"axis": [0, -1], "is_ascend": [None, False],
+             "dtype": [None, "int64"]}, [
+            (Input((5, 6), moves=False),),
+            (Input((5, 6), _of(3), moves=False),)])),
     # the largest several times
     *(case for op in ("max", "min", "argmax")
       for case in grid(op, {"axis": [0, 1]}, [(Input((5, 6), _of(3)),)])),

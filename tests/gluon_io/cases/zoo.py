@@ -14,6 +14,11 @@ def _batch_norm(shape):
             Input(c, kept="aux"), Input(c, positive, "aux"))
 
 
+def _channels_last(shape):
+    c = shape[-1:]
+    return (Input(shape), *_batch_norm((0, *c))[1:])
+
+
 def _only_padding(a):
     """Whether the last window of an average has nothing: MXNet divides by 0
     there, and the layer refuses it."""
@@ -51,7 +56,20 @@ CASES = [
           "fix_gamma": [None, True, False], "axis": [None, 1]},
           [_batch_norm((4, 3)), _batch_norm((3, 2, 4, 2))])
       for train in (True, False)),
+    *(case._replace(train=train)
+      for case in (*grid("BatchNorm", {
+          "fix_gamma": [None, False], "axis": [3, -1],
+          "use_global_stats": [None, True]},
+          [_channels_last((3, 2, 4, 3))]),
+          *grid("BatchNorm", {
+              "fix_gamma": [None, False], "eps": [None, 0.5],
+              "use_global_stats": [True]}, [_batch_norm((3, 2, 4, 2))]))
+      for train in (True, False)),
     *grid("Dropout", {"p": [0, 0.0]}, [(Input((2, 3)),)]),
+    *grid("Dropout", {"p": [0.0], "axes": ["(1,)"],
+                      "mode": [None, "always"]}, [(Input((2, 3)),)]),
+    *grid("Dropout", {"p": [0.5], "axes": ["(1,)"]}, [(Input((2, 3)),)],
+          train=False),
     *grid("Dropout", {"p": [0.5]}, [(Input((2, 3)),)], train=False),
     *(case for case in grid("Pooling", {
         "kernel": ["(3, 2)", "(2, 2)"], "pool_type": ["max", "avg"],
@@ -59,6 +77,12 @@ CASES = [
         "count_include_pad": [None, True, False],
         "pooling_convention": [None, "valid", "full"]},
         [(Input((2, 3, 7, 8)),)]) if not _only_padding(case.attributes)),
+    # MXNet has it in float32 alone
+    *(case._replace(train=train) for case in grid(
+        "_contrib_SyncBatchNorm", {
+            "fix_gamma": [None, False], "use_global_stats": [None, True],
+            "key": ["a"], "ndev": [None, 1]}, [_batch_norm((3, 2, 4, 2))],
+        dtype="float32", tolerance=2e-6) for train in (True, False)),
     *grid("Pooling", {"kernel": ["(2,)", "(3,)"], "stride": ["(2,)", "(1,)"],
                       "pool_type": ["max", "avg"],
                       "pooling_convention": ["valid", "full"]},
@@ -67,6 +91,10 @@ CASES = [
                       "pool_type": ["max", "avg"],
                       "pooling_convention": [None, "full"]},
           [(Input((2, 3, 4, 5)),)]),
+    *grid("Pooling", {"kernel": ["(3, 2)"], "pool_type": ["sum"],
+                      "stride": [None, "(2, 2)"], "pad": [None, "(1, 1)"],
+                      "pooling_convention": [None, "full"]},
+          [(Input((2, 3, 7, 8)),)]),
     *grid("Activation", {"act_type": ["relu", "sigmoid", "tanh", "softrelu",
                                       "softsign"]},
           [(Input((3, 4)),), (Input((2, 3, 4)),)]),

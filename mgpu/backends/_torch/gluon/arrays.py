@@ -3,6 +3,8 @@ indices, which both interfaces share."""
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mgpu.backends._torch.gluon.vision import at_least_one
 from mgpu.gluon_io.graph import Node
 from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Rule,
@@ -27,6 +29,8 @@ for _name, _other in {
         "_npi_add": "elemwise_add", "_npi_subtract": "elemwise_sub",
         "_npi_multiply": "elemwise_mul", "_npi_true_divide": "elemwise_div",
         "_npi_power": "_power", "_npi_maximum": "_maximum",
+        "_npi_mod": "_mod", "_npi_mod_scalar": "_mod_scalar",
+        "_npi_rmod_scalar": "_rmod_scalar", "_npi_rint": "rint",
         "_npi_minimum": "_minimum", "_npi_hypot": "_hypot",
         "_npi_add_scalar": "_plus_scalar",
         "_npi_subtract_scalar": "_minus_scalar",
@@ -108,6 +112,20 @@ def _where(node: Node, inputs: Sequence[Source]) -> Part:
     return Call("torch.where", (condition, x, y))
 
 
+@operator("_npi_around")
+def _around(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_npi_around``: decimals. Halves become even."""
+    n = node.attributes["decimals"]
+    return Call("torch.round", (_X,), {"decimals": n} if n else {})
+
+
+@operator("_npi_diff")
+def _diff(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_npi_diff``: n, axis."""
+    a = node.attributes
+    return Call("torch.diff", (_X, a["n"], a["axis"]))
+
+
 # -- products -----------------------------------------------------------------
 
 @operator("_npi_matmul")
@@ -143,17 +161,25 @@ def _einsum(node: Node, inputs: Sequence[Source]) -> Part:
 # -- reductions ---------------------------------------------------------------
 
 @operator("_np_sum", "_npi_mean", "_np_prod", "_np_product", "_npi_std",
-          "_npi_var", "_np_max", "_np_amax", "_np_min", "_np_amin")
+          "_npi_var", "_np_max", "_np_amax", "_np_min", "_np_amin",
+          "_np_all", "_np_any")
 def _reduce(node: Node, inputs: Sequence[Source]) -> Part:
     """``_np_sum``, ``_npi_mean``, ...: axis, keepdims, ddof."""
     a = node.attributes
-    only(node, **{key: None for key in ("dtype", "initial") if key in a})
     name = node.op.rpartition("_")[2]
+    only(node, **{key: None for key in ("dtype", "initial") if key in a
+                  and (key, name) not in (("dtype", "sum"),
+                                          ("dtype", "mean"))})
     axes = a["axis"]
     if axes == ():
         raise MissingOperator("axis=()")
     named: dict[str, Any] = {"keepdim": True} if a["keepdims"] else {}
+    if a.get("dtype") is not None:
+        only(node, dtype=("float32", "float64"))
+        named["dtype"] = getattr(torch, a["dtype"])
     x: Any = _X
+    if axes is None and a["keepdims"] and name in ("sum", "mean"):
+        axes = ((),)    # torch's word for all of them
     if name in ("std", "var"):
         named["correction"] = a["ddof"]
         x = Call("torch.Tensor.detach", (_X,))  # MXNet has no gradient there
@@ -389,3 +415,64 @@ def _arange_like(node: Node, inputs: Sequence[Source]) -> Part:
     a = node.attributes
     return Call(f"{_FUNCTIONS}.arange_like", (_X, a["start"], a["step"],
                                               a["axis"]))
+
+
+# -- constants ----------------------------------------------------------------
+
+_DTYPES = ("float32", "float64", "float16", "int32", "int64")
+
+
+@operator("_zeros", "_ones", "_full", "_npi_zeros", "_npi_ones", "_npi_full",
+          "_npi_identity", "_eye", "_npi_eye")
+def _filled(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_zeros``, ``_ones``, ``_full``, ``_eye``: shape, dtype, value, N, M,
+    k. They are where an input of the network is. A size of 0 is the one of
+    that input's axis `tied`."""
+    a, named = node.attributes, _dtype(node, inputs)
+    kind = node.op.removeprefix("_npi").lstrip("_")
+    diagonal = kind in ("eye", "identity")
+    shape = (a["N"], int(a["M"] or 0) or a["N"]) if kind == "eye" \
+        else a["shape"]
+    is_numpy = node.op.startswith("_np")
+    if shape is None or not is_numpy and (
+            not shape or shape.count(0) > 1 or 0 in shape
+            and a["tied"] is None):
+        raise MissingOperator(f"shape={shape}, and nothing says the others")
+    sizes = shape if is_numpy else tuple(
+        n or Call("torch.Tensor.size", (_X, a["tied"])) for n in shape)
+    if kind == "full":
+        return Call("torch.Tensor.new_full", (_X, sizes, number(a["value"])),
+                    named)
+    if not diagonal:
+        return Call(f"torch.Tensor.new_{kind}", (_X, sizes), named)
+    k = a.get("k", 0)
+    return Call("torch.triu", (Call("torch.tril", (
+        Call("torch.Tensor.new_ones", (_X, sizes), named), k)), k))
+
+
+@operator("_arange", "_npi_arange", "_linspace", "_npi_linspace")
+def _range(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_arange``: start, stop, step, repeat, dtype. ``_linspace``: start,
+    stop, num, endpoint, dtype."""
+    a, named = node.attributes, _dtype(node, inputs)
+    named["device"] = Call("builtins.getattr", (_X, "device"))
+    start, stop = a["start"], a["stop"]
+    if "num" in a:
+        if not a["endpoint"]:
+            stop -= (stop - start) / max(a["num"], 1)
+        return Call("torch.linspace", (number(start), number(stop),
+                                       a["num"]), named)
+    only(node, infer_range=False)
+    if stop is None:
+        start, stop = 0, start
+    x = Call("torch.arange", (number(start), number(stop),
+                              number(a["step"])), named)
+    return x if a["repeat"] == 1 else Call("torch.repeat_interleave",
+                                           (x, a["repeat"]))
+
+
+def _dtype(node: Node, inputs: Sequence[Source]) -> dict[str, Any]:
+    only(node, dtype=_DTYPES)
+    if not inputs:
+        raise MissingOperator("in a network without inputs")
+    return {"dtype": getattr(torch, node.attributes["dtype"])}

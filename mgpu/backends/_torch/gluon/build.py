@@ -14,6 +14,7 @@ from torch import fx, nn
 from mgpu.backends._torch.gluon import (  # noqa: F401, their rules
     arrays as _arrays, heads, operators, recurrent, vision)
 from mgpu.files import FilePath
+from mgpu.gluon_io.created import with_inputs
 from mgpu.gluon_io.graph import (Graph, Node, check_fit, constants,
                                  dense_arrays, entries, load_graph,
                                  with_dtype, without_softmax)
@@ -100,10 +101,10 @@ def missing_operators(symbol: FilePath, params: FilePath | None
                       ) -> list[Missing]:
     """See `mgpu.missing_operators`."""
     if params is None:
-        return missing_in(load_graph(symbol), None)
+        return missing_in(with_inputs(load_graph(symbol), ()), None)
     graph, arrays = load_graph(symbol), dense_arrays(params)
     check_fit(graph, arrays)
-    return missing_in(graph, *_known(arrays))
+    return missing_in(with_inputs(graph, arrays), *_known(arrays))
 
 
 def _known(arrays: Mapping[str, np.ndarray]
@@ -142,7 +143,8 @@ def _place(form: Any, output: int) -> list[int] | None:
 class _Builder:
     def __init__(self, graph: Graph, arrays: Mapping[str, np.ndarray],
                  dtype: Any) -> None:
-        self._graph, self._arrays, self._dtype = graph, arrays, dtype
+        self._graph = with_inputs(graph, arrays)
+        self._arrays, self._dtype = arrays, dtype
         self._root, self._fx = nn.Module(), fx.Graph()
         self._constants = constants(graph)
         self._tensors: dict[str, torch.Tensor] = {}

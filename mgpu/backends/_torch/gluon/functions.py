@@ -39,6 +39,45 @@ def by_row(condition: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return condition.reshape(-1, *(1,) * (x.dim() - 1))
 
 
+def mod(x: torch.Tensor | float, y: torch.Tensor) -> torch.Tensor:
+    """What is left of a division, with the sign of `y`; 0 where that is 0,
+    of which torch makes no number."""
+    if not isinstance(x, torch.Tensor):
+        x = y.new_tensor(x)
+    return torch.where(y == 0, x - x.detach(), torch.remainder(x, y))
+
+
+def round_half_away(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest whole number, halves away from 0; torch's takes the
+    even one."""
+    whole = x.trunc()
+    return whole + ((x - whole).abs() >= 0.5) * x.sign()
+
+
+def round_half_down(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest whole number, halves to the smaller one; torch's takes
+    the even one."""
+    low, high = x.floor(), x.ceil()
+    return torch.where(x - low <= high - x, low, high)
+
+
+def gather_nd(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Parts of `x` at places whose first index is in the first row of
+    `index`, and so on."""
+    return x[tuple(index.long().unbind())]
+
+
+def softmax_of_lengths(x: torch.Tensor, lengths: torch.Tensor, axis: int
+                       ) -> torch.Tensor:
+    """Over so many values along an axis; 0 behind them."""
+    steps = torch.arange(x.shape[axis], device=x.device)
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    inside = steps.reshape(shape) < lengths.unsqueeze(axis)
+    least = torch.finfo(x.dtype).min
+    return x.masked_fill(~inside, least).softmax(axis) * inside
+
+
 def sequence_mask(x: torch.Tensor, lengths: torch.Tensor, value: float,
                   axis: int) -> torch.Tensor:
     """`x`, with `value` at the steps of each sequence that are behind its

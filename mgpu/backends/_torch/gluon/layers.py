@@ -162,6 +162,36 @@ class GluonSELU(nn.SELU):
         return y + more * (input - input.detach())
 
 
+class GluonDropout(nn.Dropout):
+    """With one mask along `axes`; `always` drops out in predictions too."""
+
+    def __init__(self, p: float, axes: tuple[int, ...] = (),
+                 always: bool = False) -> None:
+        super().__init__(p)
+        self.axes, self.always = axes, always
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The shape stays."""
+        sizes = [1 if i in self.axes else n
+                 for i, n in enumerate(input.shape)]
+        return input * F.dropout(input.new_ones(sizes), self.p,
+                                 self.training or self.always)
+
+
+class GluonGroupNorm(nn.GroupNorm):
+    """Scale and shift have a number for each group, not for each channel."""
+
+    def __init__(self, num_groups: int, eps: float) -> None:
+        super().__init__(num_groups, num_groups, eps)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(N, C, ...) in and out."""
+        count = input.shape[1] // self.num_groups
+        return F.group_norm(
+            input, self.num_groups, self.weight.repeat_interleave(count),
+            self.bias.repeat_interleave(count), self.eps)
+
+
 # -- functions ----------------------------------------------------------------
 
 def maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -220,10 +250,13 @@ def crop_like(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def take(x: torch.Tensor, index: torch.Tensor, axis: int, mode: str
          ) -> torch.Tensor:
     """Parts of `x` along an axis. An index out of range is the nearest
-    ("clip") or counts on from the other end ("wrap")."""
+    ("clip"), counts on from the other end ("wrap") or is an error
+    ("raise")."""
     n, axis = x.shape[axis], axis % x.dim()
     index = index.long()
-    index = index.remainder(n) if mode == "wrap" else index.clamp(0, n - 1)
+    if mode != "raise":
+        index = index.remainder(n) if mode == "wrap" \
+            else index.clamp(0, n - 1)
     found = x.index_select(axis, index.flatten())
     return found.reshape(x.shape[:axis] + index.shape + x.shape[axis + 1:])
 

@@ -104,17 +104,24 @@ def _dense(node: Node, inputs: Sequence[Source]) -> Part:
                  _weights(inputs, "weight", "bias"), (x,))
 
 
-@operator("BatchNorm")
+@operator("BatchNorm", "_contrib_SyncBatchNorm")
 def _batch_norm(node: Node, inputs: Sequence[Source]) -> Part:
     """``BatchNorm``: eps, momentum, fix_gamma, use_global_stats, axis. With
     ``fix_gamma`` gamma is 1, whatever the file has."""
-    only(node, axis=1, output_mean_var=False, use_global_stats=False)
+    if node.op == "_contrib_SyncBatchNorm":
+        only(node, ndev=1)      # of more devices it joins the statistics
+        node = node._replace(attributes={**node.attributes, "axis": 1})
+    only(node, output_mean_var=False)
     a, gamma = node.attributes, inputs[1].sizes()
     # 1 - momentum is rounded by torch's user, so that what mgpu computes
     # from it is MXNet's momentum in float32 again.
     options = {"num_features": gamma[0], "eps": a["eps"],
                "momentum": round(1 - a["momentum"], 7)}
-    return Layer("mgpu.backends._torch.gluonize.GluonBatchNorm", options,
+    kind = "mgpu.backends._torch.gluonize.GluonBatchNorm"
+    if a["axis"] != 1 or a["use_global_stats"]:
+        kind = "mgpu.backends._torch.gluonize.GluonBatchNormOf"
+        options |= {"axis": a["axis"], "moves": not a["use_global_stats"]}
+    return Layer(kind, options,
                  _weights(inputs, "weight", "bias", "running_mean",
                           "running_var"),
                  frozen=("weight",) if a["fix_gamma"] else (),
@@ -125,9 +132,14 @@ def _batch_norm(node: Node, inputs: Sequence[Source]) -> Part:
 
 @operator("Dropout")
 def _dropout(node: Node, inputs: Sequence[Source]) -> Part:
-    """``Dropout``: p."""
-    only(node, mode="training", axes=((),))
-    return Layer("torch.nn.Dropout", {"p": round(node.attributes["p"], 7)})
+    """``Dropout``: p, axes (which share a mask), mode ("always": predictions
+    drop out too)."""
+    a = node.attributes
+    options: dict[str, Any] = {"p": round(a["p"], 7)}
+    if a["mode"] == "training" and not a["axes"]:
+        return Layer("torch.nn.Dropout", options)
+    return Layer(f"{_HELPERS}.GluonDropout", {
+        **options, "axes": a["axes"], "always": a["mode"] == "always"})
 
 
 @operator("Pooling")
@@ -135,8 +147,11 @@ def _pooling(node: Node, inputs: Sequence[Source]) -> Part:
     """``Pooling``: kernel, stride, pad, pool_type, global_pool,
     pooling_convention, count_include_pad."""
     a = node.attributes
-    only(node, pool_type=("max", "avg"),
+    only(node, pool_type=("max", "avg", "sum"),
          layout=(None, "NCW", "NCHW", "NCDHW"))
+    if a["pool_type"] == "sum" and (
+            a["global_pool"] or len(a["kernel"]) == 1):
+        raise MissingOperator("pool_type='sum', global or of one axis")
     if a["global_pool"]:
         if len(a["kernel"]) not in (1, 2, 3):
             raise MissingOperator("global pooling without a kernel")
@@ -156,6 +171,8 @@ def _pooling(node: Node, inputs: Sequence[Source]) -> Part:
         options["ceil_mode"] = True
     if a["pool_type"] == "avg" and a["count_include_pad"] is False:
         options["count_include_pad"] = False
+    if a["pool_type"] == "sum":
+        options["divisor_override"] = 1
     kind = "MaxPool" if a["pool_type"] == "max" else "AvgPool"
     hangs_over = a["pooling_convention"] == "full" and (any(a["pad"]) or any(
         s > k for s, k in zip(_given(a["stride"], 1, n), a["kernel"])))

@@ -107,6 +107,16 @@ def _layer_norm(node: Node, inputs: Sequence[Source]) -> Part:
                                  "bias": inputs[2].name})
 
 
+@operator("GroupNorm")
+def _group_norm(node: Node, inputs: Sequence[Source]) -> Part:
+    """``GroupNorm``: num_groups, eps. gamma and beta are of groups."""
+    a = node.attributes
+    only(node, output_mean_var=False)
+    return Layer("mgpu.backends._torch.gluon.layers.GluonGroupNorm", {
+        "num_groups": a["num_groups"], "eps": a["eps"]},
+        {"weight": inputs[1].name, "bias": inputs[2].name})
+
+
 # -- products -----------------------------------------------------------------
 
 @operator("batch_dot", "_npx_batch_dot")

@@ -4,6 +4,8 @@ import builtins
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mgpu.gluon_io.graph import Node
 from mgpu.gluon_io.parts import (Call, Layer, MissingOperator, Part, Rule,
                                  Slot, Source, number, only, operator)
@@ -45,8 +47,10 @@ for _name, _functions in {
         "torch.square": "square", "torch.reciprocal": "reciprocal",
         "torch.neg": "negative", "torch.abs": "abs", "torch.sign": "sign",
         "torch.floor": "floor", "torch.ceil": "ceil", "torch.trunc":
-        "trunc fix", "torch.sin": "sin", "torch.cos": "cos", "torch.tan":
-        "tan", "torch.arcsin": "arcsin", "torch.arccos": "arccos",
+        "trunc fix", f"{_FUNCTIONS}.round_half_away": "round",
+        f"{_FUNCTIONS}.round_half_down": "rint",
+        "torch.sin": "sin", "torch.cos": "cos", "torch.tan": "tan",
+        "torch.arcsin": "arcsin", "torch.arccos": "arccos",
         "torch.arctan": "arctan", "torch.sinh": "sinh", "torch.cosh": "cosh",
         "torch.tanh": "tanh", "torch.arcsinh": "arcsinh", "torch.arccosh":
         "arccosh", "torch.arctanh": "arctanh", "torch.erf": "erf",
@@ -66,6 +70,7 @@ for _name, _functions in {
         "operator.pow": "_power _Power broadcast_power",
         f"{_HELPERS}.maximum": "_maximum _Maximum broadcast_maximum",
         f"{_HELPERS}.minimum": "_minimum _Minimum broadcast_minimum",
+        f"{_FUNCTIONS}.mod": "_mod _Mod broadcast_mod",
         "torch.hypot": "_hypot broadcast_hypot"}.items():
     operator(*_functions.split())(_calls(_name, _X, _Y))
 
@@ -98,6 +103,46 @@ for _name, _function in (("rminus", "sub"), ("rdiv", "truediv"),
 for _name, _function in _COMPARISONS.items():
     operator(f"_{_name}_scalar")(
         _with_scalar(f"operator.{_function}", answers=True))
+
+
+@operator("_mod_scalar", "_ModScalar", "_rmod_scalar", "_RModScalar")
+def _mod_scalar(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_mod_scalar``, ``_rmod_scalar``: scalar."""
+    scalar = number(node.attributes["scalar"])
+    if "rmod" in node.op.lower():
+        return Call(f"{_FUNCTIONS}.mod", (scalar, _X))
+    if not scalar:
+        raise MissingOperator("scalar=0")
+    return Call("torch.remainder", (_X, scalar))
+
+
+# MXNet's answer is a number.
+for _name in ("and", "or", "xor"):
+    operator(f"_logical_{_name}", f"broadcast_logical_{_name}")(_calls(
+        "torch.Tensor.to", Call(f"torch.logical_{_name}", (_X, _Y)), _X))
+operator("logical_not")(_calls(
+    "torch.Tensor.to", Call("torch.logical_not", (_X,)), _X))
+
+
+@operator("_logical_and_scalar", "_logical_or_scalar", "_logical_xor_scalar")
+def _logical_scalar(node: Node, inputs: Sequence[Source]) -> Part:
+    """``_logical_and_scalar``, ...: scalar. The answer is a number."""
+    name, scalar = node.op.split("_")[2], bool(node.attributes["scalar"])
+    if name == ("and", "or")[scalar]:
+        return Call(f"torch.{('zeros', 'ones')[scalar]}_like", (_X,))
+    test = "eq" if name == "xor" and scalar else "ne"
+    return Call("torch.Tensor.to", (Call(f"operator.{test}", (_X, 0)), _X))
+
+
+@operator("smooth_l1", "_npx_smooth_l1")
+def _smooth_l1(node: Node, inputs: Sequence[Source]) -> Part:
+    """``smooth_l1``: scalar, one over the root of torch's beta."""
+    scalar = node.attributes["scalar"]
+    if not scalar:
+        raise MissingOperator("scalar=0")
+    return Call("torch.nn.functional.smooth_l1_loss", (
+        _X, Call("torch.zeros_like", (_X,))),
+        {"reduction": "none", "beta": number(1 / scalar ** 2)})
 
 
 @operator("_maximum_scalar", "_MaximumScalar")
@@ -172,13 +217,22 @@ def _hard_sigmoid(node: Node, inputs: Sequence[Source]) -> Part:
 def _softmax(function: str) -> Rule:
     def rule(node: Node, inputs: Sequence[Source]) -> Part:
         a = node.attributes
-        only(node, dtype=None, use_length=False)
+        only(node, dtype=(None, "float32", "float64"))
         x: Any = _X
+        named = {} if a["dtype"] is None else {
+            "dtype": getattr(torch, a["dtype"])}
         if a["temperature"] not in (None, 1.0):
             x = Call("operator.truediv", (x, a["temperature"]))
         if function == "torch.nn.functional.softmin":
-            return Call("torch.softmax", (Call("torch.neg", (x,)), a["axis"]))
-        return Call(function, (x, a["axis"]))
+            x, by = Call("torch.neg", (x,)), "torch.softmax"
+        else:
+            by = function
+        if a["use_length"]:
+            if by != "torch.softmax" or named:
+                raise MissingOperator(f"use_length=True, dtype={a['dtype']}")
+            return Call(f"{_FUNCTIONS}.softmax_of_lengths",
+                        (x, _Y, a["axis"]))
+        return Call(by, (x, a["axis"]), named)
     return rule
 
 
@@ -244,10 +298,21 @@ def _bilinear_resize(node: Node, inputs: Sequence[Source]) -> Part:
 
 @operator("UpSampling")
 def _up_sampling(node: Node, inputs: Sequence[Source]) -> Part:
-    """``UpSampling``: scale, of the nearest."""
-    only(node, sample_type="nearest", num_args=1)
+    """``UpSampling``: scale, of the nearest or by the weights of a
+    convolution (bilinear, which Gluon makes them)."""
+    if node.attributes["sample_type"] == "bilinear":
+        return _by_weights(node.attributes["scale"], inputs[1])
+    only(node, num_args=1)
     return Layer("torch.nn.UpsamplingNearest2d",
                  {"scale_factor": node.attributes["scale"]})
+
+
+def _by_weights(scale: int, weight: Source) -> Part:
+    count, _, kernel, _ = weight.sizes()
+    return Layer("torch.nn.ConvTranspose2d", {
+        "in_channels": count, "out_channels": count, "kernel_size": kernel,
+        "stride": scale, "padding": scale // 2, "groups": count,
+        "bias": False}, {"weight": weight.name})
 
 
 @operator("Pad", "pad")
@@ -508,8 +573,13 @@ def _take(node: Node, inputs: Sequence[Source]) -> Part:
     """``take``: axis, mode. An index is cut to a whole number, and
     brought into range."""
     a = node.attributes
-    only(node, mode=("clip", "wrap"))
     return Call(f"{_HELPERS}.take", (_X, _Y, a["axis"], a["mode"]))
+
+
+@operator("gather_nd", "_npi_gather_nd", "_npx_gather_nd")
+def _gather_nd(node: Node, inputs: Sequence[Source]) -> Part:
+    """``gather_nd``: an index is cut to a whole number."""
+    return Call(f"{_FUNCTIONS}.gather_nd", (_X, _Y))
 
 
 # -- reductions ---------------------------------------------------------------
@@ -518,17 +588,28 @@ def _reduction(function: str) -> Rule:
     def rule(node: Node, inputs: Sequence[Source]) -> Part:
         a, axes, x = node.attributes, node.attributes["axis"], _X
         named = {"keepdim": True} if a["keepdims"] else {}
-        if a.get("exclude"):
-            if axes != (0,) or a["keepdims"]:
+        if a.get("exclude") and axes:
+            rank = inputs[0].rank
+            if rank is not None:
+                axes = tuple(i for i in range(rank)
+                             if i not in [k % rank for k in axes])
+                if not axes:
+                    return Layer("torch.nn.Identity", {})
+            elif axes != (0,) or a["keepdims"]:
                 raise MissingOperator(f"exclude=True, axis={axes}, keepdims="
                                       f"{a['keepdims']}")
-            return Call(function, (Call("torch.flatten", (_X, 1)), 1))
+            else:
+                return Call(function, (Call("torch.flatten", (_X, 1)), 1))
         if not axes:
             if a["keepdims"]:
-                raise MissingOperator("keepdims=True without an axis")
+                if function == "torch.prod":
+                    raise MissingOperator("keepdims=True without an axis")
+                return Call(function, (x, ()), named)
             # a number is an array of one in MXNet
             return Call(function, (Call("torch.flatten", (x,)), 0),
                         {"keepdim": True})
+        if function == "torch.prod" and len(axes) > 1:
+            raise MissingOperator(f"axis={axes}")
         return at_least_one(Call(function, (
             x, axes[0] if len(axes) == 1 else axes), named), node, inputs)
     return rule
@@ -545,6 +626,8 @@ def at_least_one(part: Call, node: Node, inputs: Sequence[Source]) -> Call:
 
 operator("sum", "sum_axis")(_reduction("torch.sum"))
 operator("mean")(_reduction("torch.mean"))
+operator("prod")(_reduction("torch.prod"))
+operator("nansum")(_reduction("torch.nansum"))
 operator("max", "max_axis")(_reduction(f"{_HELPERS}.amax"))
 operator("min", "min_axis")(_reduction(f"{_HELPERS}.amin"))
 
@@ -564,12 +647,39 @@ def _norm(node: Node, inputs: Sequence[Source]) -> Part:
         else part
 
 
-@operator("argmax")
+@operator("argmax", "argmin")
 def _argmax(node: Node, inputs: Sequence[Source]) -> Part:
-    """``argmax``: axis, keepdims. The answer is a number."""
+    """``argmax``, ``argmin``: axis, keepdims. The answer is a number."""
+    a, function = node.attributes, f"torch.{node.op}"
+    if a["axis"] is None and a["keepdims"]:
+        raise MissingOperator("keepdims=True, axis=None")
+    found = Call(function, (Call("torch.flatten", (_X,)), 0, True)) \
+        if a["axis"] is None else at_least_one(Call(function, (
+            _X, a["axis"], *((True,) if a["keepdims"] else ()))), node,
+            inputs)
+    return Call("torch.Tensor.to", (found, _X))
+
+
+@operator("sort", "_npi_sort")
+def _sort(node: Node, inputs: Sequence[Source]) -> Part:
+    """``sort``: axis, is_ascend."""
+    return Call("operator.getitem", (_sorted(node, "torch.sort"), 0))
+
+
+@operator("argsort", "_npi_argsort")
+def _argsort(node: Node, inputs: Sequence[Source]) -> Part:
+    """``argsort``: axis, is_ascend, dtype. Of equal ones the first comes
+    first; MXNet has them in any order where there are more than 16."""
+    only(node, dtype=("float32", "float64", "int32", "int64"))
+    return Call("torch.Tensor.to", (_sorted(node, "torch.argsort"),
+                                    getattr(torch, node.attributes["dtype"])))
+
+
+def _sorted(node: Node, function: str) -> Call:
     a = node.attributes
     if a["axis"] is None:
         raise MissingOperator("axis=None")
-    return Call("torch.Tensor.to", (at_least_one(Call("torch.argmax", (
-        _X, a["axis"], *((True,) if a["keepdims"] else ()))), node, inputs),
-        _X))
+    named: dict[str, Any] = {"dim": a["axis"], "stable": True}
+    if not a["is_ascend"]:
+        named["descending"] = True
+    return Call(function, (_X,), named)

@@ -12,6 +12,7 @@ import torch
 from mgpu.backends._torch.gluon.source.writing import Source, source_of
 from mgpu.files import (FilePath, check_not_other, check_not_read, part_of,
                         path_of)
+from mgpu.gluon_io.created import with_inputs
 from mgpu.gluon_io.graph import (Graph, check_fit, dense_arrays, load_graph)
 from mgpu.gluon_io.parts import Shape
 
@@ -28,6 +29,7 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
     if arrays is not None:
         check_fit(graph, arrays)
     safe = importlib.util.find_spec("safetensors") is not None
+    graph = with_inputs(graph, shapes)
     source = source_of(graph, shapes, title, plain, safe, {
         k for k, x in (arrays or {}).items() if x.dtype.kind != "f"})
     written: dict[str, bytes] = {path_of(path): source.text.encode()}
