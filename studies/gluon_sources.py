@@ -38,7 +38,8 @@ RESULTS = HERE / "gluon_sources.jsonl"
 PAGE = HERE.parent / "docs" / "sources.md"
 OTHERS = """airnet50_1x64d_r2 bagnet9 bn_vgg11 channelnet condensenet74_c4_g4
     darknet53 densenet40_k12_cifar10 diaresnet20_cifar10 dla34
-    efficientnet_b0 ghostnet hardnet39ds mnasnet_b1 mobilenetv3_small_w1
+    efficientnet_b0 fdmobilenet_wd4 ghostnet hardnet39ds mnasnet_b1
+    mobilenetv3_small_w1
     nin_cifar10 preresnet20_cifar10 pyramidnet110_a48_cifar10
     resnet10 resnext50_32x4d senet16
     shufflenetv2_wd2 xception""".split()

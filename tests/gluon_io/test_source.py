@@ -223,6 +223,20 @@ def _called_twice(F, x):  # noqa: N803
     return x
 
 
+def _shortcuts(F, x):  # noqa: N803
+    """The first one has no layers, the other nothing."""
+    for i in range(2):
+        y = F.relu(_layer(F, x, f"first{i}", 8, 3))
+        y = _layer(F, y, f"second{i}", 8, 3)
+        x = F.relu(y + (x if i else x * 2))
+    return x
+
+
+def _in_one_call(F, x):  # noqa: N803
+    y = _layer(F, x, "own", 8)
+    return F.relu(F.concat(y, x, y, dim=1))
+
+
 def _in_each_other(F, x):  # noqa: N803
     for i, channels in enumerate((8, 8, 16)):
         y = x
@@ -244,6 +258,8 @@ def _in_each_other(F, x):  # noqa: N803
     (_transposed, ["ConvBlock", "Net"], {"3, padding=padding": 1}),
     (_called_twice, ["SumBlock", "Gate", "Net"],
      {"nn.Linear(": 2, "weight =": 0, "self.body(": 2}),
+    (_shortcuts, ["Mul", "ResidualBlock", "Net"], {"downsample=True": 1}),
+    (_in_one_call, ["DenseLayer", "Net"], {"self.body(x)": 1}),
     (_factors, ["Block", "Net"], {"torch.zeros(size)": 1}),
     (_in_each_other, [*map("ResidualBlock{}".format, "ABC"), "Net"],
      {"in_channels != out_channels": 1, "self.shortcut(x)": 2}),

@@ -330,7 +330,7 @@ class _Writer:
         places: list[tuple[str, Leaf]] = []
         names = _Names({"x", *inputs, *(p.name for p in cls.parameters)}
                        if cls else {"x", *inputs})
-        used = Counter([v for s in block.steps for v in s.ins]
+        used = Counter([v for s in block.steps for v in _uses(s)]
                        + list(block.outs))
         text: dict[Any, str] = dict(zip(block.ins, inputs))
         last = block.steps[-1] if block.steps else None
@@ -410,7 +410,8 @@ class _Writer:
         x = ins[0]
         if not chain:
             return x, "x", []
-        if len(chain) == 1 and isinstance(chain[0], Leaf):
+        if len(chain) == 1 and isinstance(chain[0], Leaf) \
+                and not step.optional:
             only = chain[0]
             if only.call is not None:
                 return self._expr(only.call, [x]), "y", []
@@ -464,7 +465,7 @@ class _Writer:
                 places += own
                 continue
             for leaf in group:
-                if not x.isidentifier() and _slots(leaf.call) > 1:
+                if not x.isidentifier() and len(_slots(leaf.call)) > 1:
                     own_name = names.variable("y")
                     body += layout.fit(f"{own_name} = {x}", 8)
                     x = own_name
@@ -679,12 +680,21 @@ def _is_function(item: Any) -> bool:
         and not item.is_activation
 
 
-def _slots(x: Any) -> int:
-    """How often a call uses its inputs."""
+def _slots(x: Any) -> list[int]:
+    """The inputs that a call uses, each as often as it does."""
+    if isinstance(x, Slot):
+        return [x.number]
     if isinstance(x, Call):
         x = (*x.arguments, *x.named.values())
-    return sum(map(_slots, x)) if isinstance(x, (tuple, list)) \
-        and not isinstance(x, Slot) else int(isinstance(x, Slot))
+    return [n for y in x for n in _slots(y)] \
+        if isinstance(x, (tuple, list)) else []
+
+
+def _uses(step: Step) -> list[Any]:
+    """The values that its text names, each as often as it does."""
+    first = (step.chain or [None])[0]
+    call = step.call or (first.call if isinstance(first, Leaf) else None)
+    return [*step.ins] if call is None else [step.ins[n] for n in _slots(call)]
 
 
 def _used(body: Any) -> Iterator[Class]:
