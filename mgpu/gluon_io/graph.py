@@ -170,11 +170,24 @@ def fixed_gammas(graph: Graph) -> set[str]:
             and len(node.inputs) > 1}
 
 
+#: the input of an operator that holds numbers of rows, by its name without
+#: what stands before it in other interfaces
+_INDICES = {"take": 1, "pick": 1, "gather_nd": 1, "one_hot": 0,
+            "Embedding": 0, "embedding": 0}
+
+
 def constants(graph: Graph) -> set[str]:
-    """The arrays that a block got by ``get_constant``, which nothing trains.
-    MXNet marks them by the initializer that it registers for each."""
-    return {node.name for node in graph.nodes if node.op == "null"
-            and node.marks.get("__init__", "").startswith("Constant_")}
+    """The arrays that nothing trains: those that a block got by
+    ``get_constant``, which MXNet marks by the initializer that it registers
+    for each; and those that are nothing but indices."""
+    uses: dict[int, set[bool]] = {}
+    for node in graph.nodes:
+        own = node.op.removeprefix("_npi_").removeprefix("_npx_")
+        for slot, (i, _) in enumerate(node.inputs):
+            uses.setdefault(i, set()).add(_INDICES.get(own) == slot)
+    return {node.name for i, node in enumerate(graph.nodes)
+            if node.op == "null" and (uses.get(i) == {True} or node.marks.get(
+                "__init__", "").startswith("Constant_"))}
 
 
 def without_softmax(graph: Graph) -> Graph:

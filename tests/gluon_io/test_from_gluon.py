@@ -654,6 +654,22 @@ def test_names_that_are_no_names_of_python(tmp_path, names):
             f"arg:{name}": x.tolist() for name, x in arrays.items()}
 
 
+@pytest.mark.parametrize("text, trained", [
+    ("F.take(x, a, axis=1)", False), ("F.pick(x, a)", False),
+    ("F.take(x, a, axis=1) + F.sum(a)", True)])
+def test_an_array_of_indices_is_not_trained(tmp_path, backend, text, trained):
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        symbol = eval(text, {"F": mx.sym, "x": mx.sym.var("x"),
+                             "a": mx.sym.var("a")})
+        with mgpu.using_backend("torch"):
+            from_symbol(tmp_path, symbol, {"a": np.ones(2, "float32")})
+    net = mgpu.from_gluon(tmp_path / "net-symbol.json",
+                          tmp_path / "net-0000.params")
+    replicas = mgpu.initialize(net, [mgpu.cpu(0)], init="keep")
+    assert any(p.grad_req != "null" for p in replicas.params()) == trained
+
+
 @pytest.mark.parametrize("exported", ["fixed gamma"], indirect=True)
 def test_a_fixed_gamma_is_1_and_not_trained(exported, backend):
     """Whatever the file has: so does MXNet in the first pass."""
