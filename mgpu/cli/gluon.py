@@ -168,6 +168,8 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
         "are else refused where their contents are others.")
 @option("--dtype", type=Choice(["float32", "float64", "float16"]),
         help="Of the parameters. Default: the file's.")
+@option("--plain", is_flag=True, help="Source that needs no mgpu, with "
+        "PyTorch's own layers; comments say what differs.")
 @option("--input", "inputs", multiple=True, metavar="3x224x224|16:int32",
         type=Parsed(_parse_input), help="The shape of one example, and its "
         "dtype where it is not that of the parameters; once for each input. "
@@ -185,7 +187,7 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
 @shared.output("--report", "Write a page of what was checked, .html.")
 @click.pass_context
 def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
-            force: bool, dtype: str | None, inputs: Sequence[Any],
+            force: bool, dtype: str | None, plain: bool, inputs: Sequence[Any],
             check: bool, trace: str | None, check_only: bool,
             report_file: str | None) -> None:
     r"""Write a network that Gluon has exported as something else.
@@ -214,6 +216,9 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
         raise ValueError("the shapes of inputs are not in the files, and "
                          f"{'--check' if check else ending} needs them. Write "
                          "for example --input 3x224x224.")
+    if plain and ending != ".py":
+        raise ValueError("--plain is about source; received it for a file "
+                         f"{ending}. Leave it out.")
     if check and dtype == "float16":
         raise ValueError("--check compares in float64; received --dtype "
                          "float16. Check a file of another dtype.")
@@ -230,7 +235,7 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
     if report_file is not None:
         from mgpu.parity import report
         report.check_page(report_file)
-    job = _Job(symbol, params, dtype, inputs)
+    job = _Job(symbol, params, dtype, inputs, plain)
     write, read = _WRITERS[ending]
     with mgpu.using_backend("torch"), tempfile.TemporaryDirectory() as folder:
         missing = mgpu.missing_operators(symbol, params)
@@ -297,6 +302,7 @@ class _Job(NamedTuple):
     params: str | None
     dtype: str | None
     inputs: checking.Inputs
+    plain: bool = False
 
     def net(self) -> Any:
         return mgpu.from_gluon(self.symbol, self.params, self.dtype)
@@ -329,7 +335,7 @@ def _write_source(job: _Job, path: str) -> Any:
     if job.dtype is not None:
         raise ValueError("source has the dtype of its weights; received "
                          f"--dtype {job.dtype}. Leave --dtype out.")
-    return mgpu.gluon_source(job.symbol, job.params, path)
+    return mgpu.gluon_source(job.symbol, job.params, path, job.plain)
 
 
 def _read_source(job: _Job, path: str, names: Any) -> Any:

@@ -422,6 +422,13 @@ def test_missing_operators_are_one_list(exported, tmp_path):
     assert "  BatchNorm: output_mean_var=True (1 node, such as" in text
 
 
+@pytest.mark.parametrize("options", [(), ("--plain",)])
+def test_plain_source_is_asked_for(exported, options, tmp_path):
+    command("convert", *exported, "-o", tmp_path / "net.py", *options)
+    assert ("import Gluon" in (tmp_path / "net.py").read_text()) \
+        == (not options)
+
+
 @pytest.mark.skipif("torch" not in BACKENDS, reason="rules are PyTorch's")
 @pytest.mark.parametrize("symbol", sorted(FILES.rglob("*-symbol.json")),
                          ids=lambda path: path.name)
@@ -437,6 +444,7 @@ def test_without_shapes_nothing_is_missing_that_is_there(symbol):
     (("p", "-o", "x.params", "--report", "x.html"), "--report without"),
     (("p", "-o", "x.pt2", "--input", "3:text"), "16:int32"),
     (("-o", "x.py", "--input", "3", "--check"), "no PARAMS"),
+    (("p", "-o", "x.params", "--plain"), "--plain is about source"),
 ])
 def test_arguments_that_do_not_fit(arguments, said):
     assert said in refused(command("convert", "net-symbol.json", *arguments))

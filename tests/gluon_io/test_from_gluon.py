@@ -891,6 +891,8 @@ def _layer(nodes, op):
     (lambda n: _layer(n, "BatchNorm")["attrs"].update(
         output_mean_var="True"),
      NotImplementedError, "BatchNorm: output_mean_var=True"),
+    (lambda n: _layer(n, "Pooling")["attrs"].update(pad="(2, 2)"),
+     NotImplementedError, "Pooling: pad=.* half a window at most"),
     (lambda n: _layer(n, "Convolution")["attrs"].update(strides="2"),
      ValueError, "attributes .'strides'.*does not know"),
     (lambda n: _layer(n, "Convolution")["attrs"].pop("kernel"),

@@ -400,7 +400,7 @@ def test_shared_arrays_stay_shared(exported, tmp_path):  # noqa: F811
 def test_without_arrays_the_graph_must_know_sizes(
         exported, tmp_path):  # noqa: F811
     with mgpu.using_backend("torch"), pytest.raises(
-            NotImplementedError, match="the file has no array"):
+            ValueError, match="Pass net-0000.params"):
         mgpu.gluon_source(exported.symbol, None, tmp_path / "net.py")
     assert not (tmp_path / "net.py").exists()
 

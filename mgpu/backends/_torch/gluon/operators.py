@@ -160,6 +160,9 @@ def _pooling(node: Node, inputs: Sequence[Source]) -> Part:
                      {"output_size": 1})
     only(node, pooling_convention=("valid", "full"))
     n = len(a["kernel"])
+    if any(2 * p > k for p, k in zip(a["pad"], a["kernel"])):
+        raise MissingOperator(f"pad={a['pad']} of windows of {a['kernel']}: "
+                              "PyTorch pads by half a window at most")
     options: dict[str, Any] = {"kernel_size": _short(a["kernel"])}
     # torch's stride is the kernel's size where none is given, MXNet's 1.
     stride = _short(_given(a["stride"], 1, n))

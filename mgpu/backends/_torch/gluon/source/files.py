@@ -28,6 +28,14 @@ def gluon_source(symbol: FilePath, params: FilePath | None, path: FilePath,
         k: x.shape for k, x in arrays.items()}
     if arrays is not None:
         check_fit(graph, arrays)
+    else:
+        unknown = [node.name for node in graph.nodes if node.op == "null"
+                   and "__shape__" in node.marks and node.name not in shapes]
+        if unknown:
+            raise ValueError(
+                "source needs the sizes of all arrays; received no file of "
+                "them, and a graph without that of "
+                f"{', '.join(map(repr, unknown[:5]))}. Pass net-0000.params.")
     safe = importlib.util.find_spec("safetensors") is not None
     graph = with_inputs(graph, shapes)
     source = source_of(graph, shapes, title, plain, safe, {
