@@ -2757,6 +2757,44 @@ def test_slopes_that_mxnet_computes_wrongly_are_refused(name, kind, wrong):
             mgpu.initialize(net, on(0, 1))
 
 
+@pytest.mark.parametrize("name", MXNET[:1])
+@pytest.mark.parametrize("symbol", [False, True])
+@pytest.mark.parametrize("options, dtype, wrong", [
+    ({"ceil_mode": True}, "float32", True),
+    ({"ceil_mode": True}, "float64", False), ({}, "float32", False),
+    ({"ceil_mode": True, "count_include_pad": False}, "float32", False)])
+def test_windows_that_mxnet_computes_wrongly_are_refused(name, symbol, options,
+                                                         dtype, wrong):
+    """Against differences of MXNet's own outputs, which are linear; where
+    these agree one day, nothing need be refused."""
+    with using_engine(name):
+        import mxnet as mx
+        net = mx.gluon.nn.HybridSequential()
+        net.add(mx.gluon.nn.AvgPool2D(2, 2, **options),
+                mx.gluon.nn.Dense(1, in_units=16 if options else 9))
+        net.initialize(mx.init.One())
+        if symbol:
+            net = mx.gluon.SymbolBlock(net(mx.sym.var("data")),
+                                       mx.sym.var("data"),
+                                       net.collect_params())
+        net.cast(dtype)
+        x = mx.nd.zeros((49, 1, 7, 7), dtype=dtype)
+        x.reshape((49, 49))[:] = mx.nd.eye(49, dtype=dtype)
+        at = x[:1] * 0
+        at.attach_grad()
+        with mx.autograd.record():
+            y = net(at)
+        y.backward()
+        off = at.grad.reshape((49, 1)) - net(x) + y
+        assert (abs(off).max().asscalar() > 1e-2) == wrong
+        if not wrong:
+            mgpu.initialize(net, on(0, 1))
+            return
+        with pytest.raises(ValueError, match="wrong float32 gradient of "
+                           "average pooling.*count_include_pad=False"):
+            mgpu.initialize(net, on(0, 1))
+
+
 @pytest.mark.parametrize("name", MXNET)
 @pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
 def test_recurrent_layers_of_mxnet_are_refused_in_float64(name, kind):

@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import json
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -105,6 +106,23 @@ def _compiled_slopes(block: Any, path: str = "", inside: bool = False
     for name, child in block._children.items():
         yield from _compiled_slopes(child, f"{path}.{name}" if path else name,
                                     inside or getattr(block, "_active", False))
+
+
+def _last_windows(net: Any) -> Iterator[str]:
+    """Yield the average poolings that count what is beyond the edge."""
+    for path, block in _blocks(net):
+        graph = getattr(block, "_cached_graph", ())
+        nodes = json.loads(graph[1].tojson())["nodes"] if graph and isinstance(
+            block, mx.gluon.SymbolBlock) else ()
+        for name, options in [(path, getattr(block, "_kwargs", None)), *(
+                (node["name"], node["attrs"]) for node in nodes
+                if node["op"] == "Pooling")]:
+            own = {key: str(x) for key, x in (options or {}).items()}
+            if own.get("pooling_convention") == "full" \
+                    and own.get("pool_type") == "avg" \
+                    and own.get("count_include_pad") != "False" \
+                    and own.get("global_pool") != "True":
+                yield name
 
 
 def _own(block: Any) -> list[Any]:
@@ -470,6 +488,17 @@ class MXNetNetwork(base.Network):
                 "dtype='float32', or cells (gluon.rnn.LSTMCell) with "
                 "begin_state= in float64.")
         self._check_slopes(devices)
+        kinds = {np.dtype(dtype or p.dtype) for _, p, _ in self.entries}
+        if np.dtype("float32") in kinds \
+                and any(d.kind == "cpu" for d in devices) \
+                and os.environ.get("MXNET_MKLDNN_ENABLED") != "0" \
+                and (wrong := list(_last_windows(self.net))):
+            raise ValueError(
+                "MXNet computes a wrong float32 gradient of average pooling "
+                "on CPUs where the last window goes beyond the edge; received "
+                f"{wrong} with ceil_mode=True. Use count_include_pad=False, "
+                "dtype='float64', or the environment variable "
+                "MXNET_MKLDNN_ENABLED=0.")
 
     def _check_slopes(self, devices: Sequence[Any], all_of: bool = False
                       ) -> None:
