@@ -33,6 +33,10 @@ _OPTIONS = {("adagrad", "eps"): "float_stable_eps"}
 _STATE_FIRST = ("sgd", "nag")
 #: to which MXNet gives a rate even where nobody has, before a schedule's
 _OWN_RATE = ("adam", "rmsprop", "adamax", "nadam", "signum")
+#: by how much a number is off at most, relative to it, as float32
+_ROUNDED = 2.0 ** -24
+_EACH_ITS_OWN = ("with kvstore=None each had its own weights, and nothing "
+                 "goes on from their mean")
 
 
 class Resumed(NamedTuple):
@@ -119,8 +123,10 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     optimizer, optimizer_params : optional
         What the Module was given, whose file has no optimiser:
         `optimizer_params` may have ``rescale_grad`` and ``lr_scheduler``.
-        The counts of a Module's file are those of ``begin_num_update``
-        there, 0 if not given, as in MXNet.
+        An `Optimizer` object needs ``rescale_grad`` there: a Module divides
+        by its batch where it makes the optimiser by name, and an object of
+        MXNet's by nothing. The counts of a Module's file are those of
+        ``begin_num_update`` there, 0 if not given, as in MXNet.
     lr_scheduler : callable, optional
         In the place of the saved one. Needed where that is of a class of the
         user's own.
@@ -130,7 +136,8 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         first called; what is given here counts instead. Without `grad_req`,
         a parameter that the file has no update of is frozen. One with fewer
         updates than others needs an entry: it may be frozen by now, or not
-        any more.
+        any more. With "add" gradients begin at zero: what they were in
+        MXNet is not in the files.
     batch_size : float, optional
         What the last ``step`` was given, to learn the ``rescale_grad`` of
         the trainer: the file has their quotient. Needed where that is not
@@ -418,8 +425,18 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
                     "optimizer_params. Pass batch_size=, the rows of its "
                     "batch, too.")
             notes.append(_divisor(scale, batch_size))
-        elif batch_size is not None:
-            scale = 1 / check_batch_size(batch_size)
+        else:
+            if batch_size is not None:
+                scale = 1 / check_batch_size(batch_size)
+            notes.append(
+                "rescale_grad is one over the rows of a batch, as Module "
+                "gives it to an optimiser by name; if it had an object, pass "
+                "that object's in optimizer_params (MXNet's own is 1.0), and "
+                "batch_size=, the rows")
+        if len(file.states) > len(keys):
+            notes.append(f"it was trained on {len(file.states) // len(keys)} "
+                         f"devices, whose states are the same ({_EACH_ITS_OWN}"
+                         ")")
         if given.begin is None:
             notes.append(
                 "the counts of updates begin at 0, as where MXNet loads such "
@@ -504,8 +521,7 @@ def _counts(record: Record, notes: list[str]) -> dict[Any, int]:
                 "that share one and moved it in turn, so their weights "
                 "differ. Train on one device, or on the key-value store.")
         notes.append(f"it was trained on {len(devices)} devices; the state "
-                     "is that of the first (with kvstore=None each had its "
-                     "own weights, and nothing goes on from their mean)")
+                     f"is that of the first ({_EACH_ITS_OWN})")
     return counts
 
 
@@ -563,6 +579,19 @@ def _multipliers(saved: _Saved, graph: Graph, own: Mapping[str, str],
     given = _by_own_name(what, given, own)
     others = {key: x for key, x in found.items() if x != 1}
     if saved.module:        # which may have been given an object
+        changed = sorted(key for key, x in given.items()
+                         if x != found.get(key, x))
+        if saved.module.scale is None and (
+                changed or not saved.module.by_name):
+            raise ValueError(
+                "Module gives rescale_grad, one over the rows of its batch, "
+                "to an optimiser that it makes by name, and none to an object "
+                "of MXNet's; received "
+                + (f"another {what} than by name for {', '.join(changed)}"
+                   if saved.module.by_name else "an Optimizer")
+                + " and no rescale_grad. Pass rescale_grad in "
+                "optimizer_params, that of the object (MXNet's own is 1.0) or "
+                "one over the rows, and batch_size=, the rows.")
         others = {key: x for key, x in others.items() if key not in given
                   and (what == "lr_mult" or saved.optimizer.wd)}
         if others and not saved.module.by_name:
@@ -574,7 +603,7 @@ def _multipliers(saved: _Saved, graph: Graph, own: Mapping[str, str],
                 f"had an object, else {others}.")
     if others:
         where = (f"as Module gives it to an optimiser by name; if it had an "
-                 f"object, pass {what}= with 1 for each"
+                 f"object, pass {what}= with 1 for each, and its rescale_grad"
                  if saved.module else "as in the graph")
         each = ", ".join(f"{key}: {x:g}" for key, x in others.items())
         saved.notes.append(f"{what} {where}: {each}")
@@ -609,6 +638,11 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
                 and p.grad_req != "null":
             p.grad_req = "null"
             frozen.append(key)
+    added = [key for key, p in known.items() if p.grad_req == "add"]
+    if added:
+        saved.notes.append(
+            "their gradients (grad_req 'add') begin at zero; what MXNet's "
+            f"held is not in the files: {', '.join(added)}")
     if frozen:
         saved.notes.append("the file has no update of them, so they are "
                            f"frozen: {', '.join(frozen)}")
@@ -660,25 +694,43 @@ def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
     if rule.family not in COMPILED or all(
             p.dtype != "float64" for p in replicas.params()):
         return
-    t, options = trainer.num_update + 1, {
-        field.name: getattr(rule, field.name) for field in fields(rule)}
-    options["learning_rate"] = trainer.rate(t)
-    options["rescale_grad"] = scale
-    if isinstance(rule, Adam):
-        options[f"the corrected rate of update {t}"] = \
-            options["learning_rate"] * math.sqrt(1 - rule.beta2 ** t) / (
-                1 - rule.beta1 ** t)
+    factors = {trainer.multipliers(p) for p in replicas.params()
+               if p.grad_req != "null"}
+    options = {field.name: {getattr(rule, field.name)}
+               for field in fields(rule)}
+    options["wd"] = {rule.wd * wd for _, wd in factors}
+    options["learning_rate"] = {rule.learning_rate * lr for lr, _ in factors}
+    options["rescale_grad"] = {scale}
     off: dict[str, float] = {}
-    for name, x in options.items():
-        if isinstance(x, float) and x and math.isfinite(x):
-            with np.errstate(over="ignore"):
-                error = abs(float(np.float32(x)) - x)
-            off[f"{name}={x!r}"] = error / abs(x)
+    # What changes from step to step has the bound of them all.
+    if isinstance(rule, Adam):
+        del options["learning_rate"]
+        off["the corrected rate of an update"] = _ROUNDED
+    elif trainer.lr_scheduler is not None:
+        del options["learning_rate"]
+        off["a rate of the schedule"] = _ROUNDED
+    if scale is None:
+        off["1 / the rows of a batch, where they are no power of two,"] = \
+            _ROUNDED
+    for name, numbers in options.items():
+        error, x = max(((_rounding(x), x) for x in numbers
+                        if isinstance(x, float)), default=(0.0, 0.0))
+        if error:
+            off[f"{name}={x!r}"] = error
             if isinstance(rule, (Adam, RMSProp)) and x != 1 \
                     and name in ("beta1", "beta2", "gamma1"):
-                off[f"1 - {name}"] = error / abs(1 - x)     # new shares
-    each = [f"{name} by {x:.1e}" for name, x in off.items() if x]
+                off[f"1 - {name}"] = error * x / abs(1 - x)     # new shares
+    each = [f"{name} by up to {x:.1e}" if x == _ROUNDED else
+            f"{name} by {x:.1e}" for name, x in off.items()]
     if each:
         yield ("MXNet reads options as float32, here they are double; "
                f"relative difference: {', '.join(each)}. So a step differs "
                f"by up to about {sum(off.values()):.1e} of what it moves")
+
+
+def _rounding(x: float) -> float:
+    """By how much `x` is off as float32, relative to it."""
+    if not x or not math.isfinite(x):
+        return 0.0
+    with np.errstate(over="ignore"):
+        return abs(float(np.float32(x)) - x) / abs(x)

@@ -38,6 +38,7 @@ class Order:
                  in_turn: bool = False) -> None:
         self._states: dict[Any, Any] = saved.states
         self._counts, self._in_turn = counts, in_turn
+        self._apart = 0     # devices whose states fit, and differ
         self._shapes, self._fixed = shapes, statistics(graph)
         self._all = [node.name for node in graph.nodes
                      if node.op == "null" and node.name in shapes]
@@ -71,6 +72,14 @@ class Order:
             fitting = [dict(zip(states, states))]
         else:
             fitting = list(self._on_devices())
+            if not fitting and self._apart:
+                raise ValueError(
+                    "a Module's devices have the same states; received "
+                    f"those of {self._apart} devices, which differ: with "
+                    "kvstore=None each trains weights of its own, and the "
+                    "file of weights has their mean, from which nothing goes "
+                    "on. Use files of one moment, of a training with a "
+                    "key-value store.")
         if meant is not None:
             fitting = [x for x in fitting if x.keys() == meant]
         if states and len(fitting) != 1:
@@ -93,10 +102,12 @@ class Order:
             # as many states of each parameter as devices, and the same
             if len(first) * devices == len(states) \
                     and not self._misfit(names, {i: states[key] for i, key
-                                                 in first.items()}) \
-                    and all(_same(states[key], states[first[key // devices]])
-                            for key in states):
-                yield {names[i]: key for i, key in first.items()}
+                                                 in first.items()}):
+                if all(_same(states[key], states[first[key // devices]])
+                       for key in states):
+                    yield {names[i]: key for i, key in first.items()}
+                else:
+                    self._apart = self._apart or devices
 
     def of_trainer(self, order: str | Sequence[str] | None
                    ) -> dict[str, int]:

@@ -49,6 +49,20 @@ MUTANTS = [
     Mutant("resumed-object", "a Module's object is taken for a name", edit(
         "mgpu.resuming:_multipliers", "if others and not", "if False and not"),
            (_RESUMED + "test_multipliers_of_a_module[True]",)),
+    Mutant("resumed-object-scale", "a Module's object divides by the batch",
+           edit("mgpu.resuming:_multipliers", "saved.module.scale is None and",
+                "False and"),
+           (_RESUMED + "test_multipliers_of_a_module[True]",)),
+    Mutant("resumed-apart", "devices that differ are those of one training",
+           edit("mgpu.gluon_io.order:Order._on_devices", "if all(_same(",
+                "if True or all(_same("),
+           (_RESUMED + "test_a_module_whose_devices_differ_is_refused",)),
+    Mutant("resumed-rounding", "the note is of the rate of one update", edit(
+        "mgpu.resuming:_remarks",
+        'corrected rate of an update"] = _ROUNDED',
+        'corrected rate of an update"] = 3.3e-9'),
+           (_RESUMED + "test_what_float32_does_not_hold_is_reported"
+            "[adam-8-options5-the corrected rate of an update]",)),
     Mutant("resumed-own-rate", "a schedule begins at its own rate, not at "
            "Adam's", edit("mgpu.resuming:_given", "name not in _OWN_RATE",
                           "True"),
