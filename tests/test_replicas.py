@@ -112,11 +112,15 @@ def test_devices_do_not_share_memory(engine):
 
 
 @pytest.mark.parametrize("units, times, most", [
-    ((6, 5, 3), 60, 40), ((4096, 4097), 2, 1)], ids=["small", "large"])
-def test_networks_that_nobody_has_are_freed(engine, units, times, most):
+    ((6, 5, 3), 60, 17), ((4096, 4097), 2, 1)], ids=["small", "large"])
+def test_networks_that_nobody_has_are_freed(engine, units, times, most,
+                                            monkeypatch):
     """Their replicas are in cycles. Python looks for these after hundreds of
     networks, however much memory they hold."""
     gc.collect()
+    alive = len(mgpu.replicas._initialized)     # other tests' own
+    monkeypatch.setattr("mgpu.replicas._left", alive)
+    most += alive if times > 2 else 0
     dropped = []
     with contextlib.ExitStack() as stack:
         gc.disable()
