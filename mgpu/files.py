@@ -30,7 +30,11 @@ def path_of(file: FilePath) -> str:
         raise TypeError("a path names a file; received "
                         f"{type(file).__name__}. Pass a text, for example "
                         "'run.npz', or a pathlib.Path.")
-    return os.fsdecode(file)
+    path = os.fsdecode(file)
+    if "\0" in path:
+        raise ValueError("a path has no null character; received "
+                         f"{path!r}. Correct it.")
+    return path
 
 
 def check_not_read(file: FilePath, *read: FilePath | None) -> None:

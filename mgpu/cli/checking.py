@@ -13,13 +13,15 @@ from mgpu.cli import find
 from mgpu.cli.errors import Refused
 from mgpu.gluon_io import Graph, load_graph
 from mgpu.gluon_io.graph import dense_arrays, entries
-from mgpu.parity.masks import Masks
+from mgpu.nested import leaves
 
 #: rows, and steps, of what is compared
 ROWS, STEPS = 4, 3
 #: the inputs of the last step are so many times as large, that more of what
 #: a function does beyond its middle is seen
 LARGER = 10.0
+#: operators whose outputs have the dtype that the graph says
+_TYPED = ("Cast", "one_hot", "amp_cast", "_npx_one_hot")
 _DROPOUTS, _RNNS = ("Dropout", "_npx_dropout"), ("RNN", "_npx_rnn")
 
 Inputs = Sequence[tuple[tuple[int, ...], str | None]]
@@ -82,9 +84,10 @@ def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
     compute as they do without mgpu."""
     from mgpu import parity
     graph, arrays = load_graph(symbol), dense_arrays(params)
-    # MXNet's gradients of lower layers are wrong in float64
+    # MXNet's gradients of lower layers are wrong in float64; a cast stays
     dtype = "float32" if any(
         node.op in _RNNS and node.attributes["num_layers"] > 1
+        or node.op in _TYPED and node.attributes["dtype"] == "float32"
         for node in graph.nodes) else "float64"
 
     def live(path: str) -> Any:
@@ -100,14 +103,27 @@ def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
             setattr(layer, rate, 0.0)
         return net
     with find.engines(), tempfile.TemporaryDirectory() as folder:
-        quiet, watched = (os.path.join(folder, f"{name}-symbol.json")
-                          for name in ("quiet", "watched"))
-        rates = _without_dropout(symbol, quiet, watched, dtype)
+        quiet, watched, bent = (
+            os.path.join(folder, f"{name}-symbol.json")
+            for name in ("quiet", "watched", "bent"))
+        _without_dropout(symbol, quiet, dtype)
+        kinds = _without_dropout(symbol, watched, dtype, watch=True)
         with mgpu.using_backend("torch"):
             net = read()
-        batches, places = _batches(net, inputs, embedded(graph, arrays),
-                                   dtype)
-        graphs = _graphs_places(live(watched), rates, batches[0][0], dtype)
+        batches, torch_net = _batches(net, inputs, embedded(graph, arrays),
+                                      dtype, _fixed(graph, dtype))
+        X = batches[0][0]
+        places = torch_net.places
+        graphs = [Place(*kind, x) for kind, x in zip(
+            kinds, _outputs(live(watched), X, dtype) if kinds else ())]
+        wrong = _apart(graphs, places, dtype)
+        if places and wrong is None:
+            bends = _bends(graphs, dtype)
+            _without_dropout(symbol, bent, dtype, bends)
+            wrong = _used(
+                _outputs(live(bent), X, dtype), torch_net.run(
+                    [bends[k] for k in _paired(graphs, places, dtype)]),
+                dtype)
         with mgpu.using_backend("mxnet") as engine:
             a = [x.name for x in engine.network(live(quiet)).specs()]
         with mgpu.using_backend("torch") as engine:
@@ -120,31 +136,47 @@ def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
     result.notes.insert(0, f"inputs are random, and {LARGER:g} times as large "
                         "in the last step; what only larger numbers reach "
                         "was not compared")
-    wrong = _apart(graphs, places, dtype)
     if wrong and result.agrees:
         result.verdict, result.reason = "different", wrong
     elif places and result.agrees:
-        result.notes.insert(1, "dropout is off; its rates agree, and what "
-                            f"enters it (places: {len(places)})")
+        result.notes.insert(1, "dropout is off; its rates agree, what enters "
+                            "it, and where its outputs go (places: "
+                            f"{len(places)})")
     return result
 
 
 # -- places of dropout --------------------------------------------------------
 
 class Place(NamedTuple):
-    """Where something is dropped: the rate, and the values that enter."""
+    """Where something is dropped: the rate, the axes along which a mask is
+    one, what else is particular, and the values that enter."""
 
     rate: float
+    axes: tuple[int, ...]
+    kind: str
     values: np.ndarray
 
     def like(self, other: "Place", tolerance: float) -> bool:
-        """In whichever order of axes: each value is dropped by itself."""
-        if round(self.rate - other.rate, 6) \
-                or self.values.size != other.values.size:
-            return False
-        x, y = (np.sort(p.values, None) for p in (self, other))
-        return bool(np.allclose(x, y, rtol=0, atol=tolerance * max(
-            1e-30, np.abs(x).max(initial=0))))
+        """In whichever order of axes: each value, or sum of those that go
+        together, is dropped by itself."""
+        return not round(self.rate - other.rate, 6) \
+            and self.kind == other.kind and all(
+                _close(np.sort(x, None), np.sort(y, None), tolerance)
+                for x, y in ((self.values, other.values),
+                             (self._sums(), other._sums())))
+
+    def _sums(self) -> np.ndarray:
+        return np.asarray(self.values.sum(self.axes))
+
+
+def _tolerance(dtype: str) -> float:
+    return 1e-4 if dtype == "float32" else 1e-8
+
+
+def _close(x: np.ndarray, y: np.ndarray, tolerance: float) -> bool:
+    largest = np.abs(x[np.isfinite(x)]).max(initial=1e-30)
+    return x.shape == y.shape and bool(np.allclose(
+        x, y, rtol=0, atol=tolerance * largest, equal_nan=True))
 
 
 def _droppers(net: Any) -> dict[str, tuple[Any, str]]:
@@ -158,65 +190,100 @@ def _droppers(net: Any) -> dict[str, tuple[Any, str]]:
             or type(m).__name__ == "GluonDropout"}
 
 
-def _without_dropout(symbol: str, quiet: str, watched: str, dtype: str
-                     ) -> list[float]:
+def _without_dropout(symbol: str, path: str, dtype: str,
+                     bends: Sequence[float] = (), watch: bool = False
+                     ) -> list[tuple[float, tuple[int, ...], str]]:
     """Write the graph without dropout, for MXNet draws masks inside it that
-    no one else knows, and the same with what enters the places of dropout as
-    its first outputs. Returns the rates, in that order. Arrays that the graph
-    makes are of `dtype`."""
+    no one else knows. Returns what a `Place` begins with, of each; with
+    `watch` the values that enter them are the first outputs. With `bends`
+    dropout is `_bent` instead. Arrays that the graph makes are of `dtype`."""
     with open(symbol, encoding="utf-8") as file:
         graph = json.load(file)
-    rates, heads = [], []
+    kinds: list[tuple[float, tuple[int, ...], str]] = []
+    heads = []
     for node, read in zip(graph["nodes"], load_graph(symbol).nodes):
         texts = {**node.pop("param", {}), **node.pop("attr", {}),
                  **node.pop("attrs", {})}
-        rate = read.attributes.get("p", 0.0)
-        drops = read.op in _DROPOUTS
+        a = read.attributes
+        rate, drops = a.get("p", 0.0), read.op in _DROPOUTS
         if drops or read.op in _RNNS:
             texts["p"] = "0"
-            if rate and (drops or read.attributes["num_layers"] > 1):
-                rates.append(rate)
+            if rate and (drops or a["num_layers"] > 1):
+                if drops and bends:
+                    node["op"] = "smooth_l1"
+                    texts = {"scalar": repr(bends[len(kinds)])}
+                kinds.append((rate, tuple(a.get("axes") or ()),
+                              a["mode"] if drops else "recurrent"))
                 heads.append(node["inputs"][0])
-        if not node["inputs"] and "float" in str(read.attributes.get(
-                "dtype", "")):
+        if not node["inputs"] and "float" in str(a.get("dtype", "")):
             texts["dtype"] = dtype
         node["attrs"] = texts
-    for path, more in ((quiet, []), (watched, heads)):
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({**graph, "heads": more + graph["heads"]}, file)
-    return rates
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({**graph, "heads": heads * watch + graph["heads"]}, file)
+    return kinds
 
 
-def _graphs_places(net: Any, rates: Sequence[float], X: Any, dtype: str
-                   ) -> list[Place]:
-    if not rates:
-        return []
+def _outputs(net: Any, X: Any, dtype: str) -> list[np.ndarray]:
+    """Of a training pass in MXNet."""
     with mgpu.using_backend("mxnet"):
         replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
         with mgpu.record():
             outputs = replicas(mgpu.split_and_load(X, replicas.devices))[0]
-        return [Place(rate, mgpu.to_numpy(x))
-                for rate, x in zip(rates, outputs)]
+        return [mgpu.to_numpy(x) for x in leaves(outputs)]
+
+
+def _bends(places: Sequence[Place], dtype: str) -> list[float]:
+    """A number for `_bent` at each place; the same for places that are
+    alike."""
+    alike = [next(j for j, x in enumerate(places)
+                  if place.like(x, _tolerance(dtype))) for place in places]
+    return [1 + j / len(places) for j in alike]
+
+
+def _bent(x: np.ndarray, bend: float) -> np.ndarray:
+    """MXNet's ``smooth_l1``, of each value by itself: unlike a factor, no
+    layer behind it takes it back."""
+    square = bend * bend
+    return np.where(np.abs(x) < 1 / square, 0.5 * square * x * x,
+                    np.abs(x) - 0.5 / square)
+
+
+def _paired(graphs: Sequence[Place], written: Sequence[Place], dtype: str
+            ) -> list[int]:
+    """Which place of the graph each one of `written` is; -1 for none."""
+    left = list(range(len(graphs)))
+    found = []
+    for place in written:
+        k = next((k for k in left
+                  if graphs[k].like(place, _tolerance(dtype))), -1)
+        found.append(k)
+        if k >= 0:
+            left.remove(k)
+    return found
 
 
 def _apart(graphs: list[Place], written: list[Place], dtype: str
            ) -> str | None:
     """What to say unless both drop out with the same rates at the same
     places."""
-    left, tolerance = list(written), 1e-4 if dtype == "float32" else 1e-8
-    for place in graphs:
-        found = next((i for i, x in enumerate(left)
-                      if place.like(x, tolerance)), None)
-        if found is None:
-            break
-        del left[found]
-    else:
-        if not left:
-            return None
+    if len(graphs) == len(written) and -1 not in _paired(graphs, written,
+                                                         dtype):
+        return None
     one, two = (", ".join(f"{p.rate:g}" for p in places) or "no rates"
                 for places in (graphs, written))
     return (f"the graph drops out with {one}, what was written with {two}"
-            + ", at other places" * (one == two))
+            + ", at other places or along other axes" * (one == two))
+
+
+def _used(graphs: list[np.ndarray], written: list[np.ndarray], dtype: str
+          ) -> str | None:
+    """What to say unless what comes out of dropout goes the same ways: both
+    networks have bent the values there."""
+    if len(graphs) == len(written) and all(
+            _close(x, y, _tolerance(dtype)) for x, y in zip(graphs, written)):
+        return None
+    return ("what comes out of a dropout is not used as in the graph: with "
+            "other values there the outputs differ")
 
 
 # -- what both train on -------------------------------------------------------
@@ -234,56 +301,103 @@ def _loss(outputs: Any, targets: Any) -> Any:
     return total
 
 
-def _batches(net: Any, inputs: Inputs, rows: Mapping[int, int], dtype: str
-             ) -> tuple[list[Any], list[Place]]:
-    """Random inputs, and targets of the shapes of the outputs; and the places
-    of dropout that the first of them pass in the torch network `net`."""
+class _Written:
+    """A torch network, its first training pass, and the places of dropout
+    that it passes."""
+
+    def __init__(self, net: Any, X: Any, dtype: str):
+        self._rates = {}
+        for path, (layer, rate) in _droppers(net).items():
+            self._rates[path] = layer, getattr(layer, rate)
+            setattr(layer, rate, 0.0)
+        self._replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
+        requests = self._replicas.grad_reqs().values()
+        if requests and {*requests} == {"null"}:
+            raise Refused("a check trains what was written; received a "
+                          "network whose parameters are all frozen. Freeze "
+                          "them where the network is used.")
+        self._shards = mgpu.split_and_load(X, self._replicas.devices)
+        self.places: list[Place] = []
+
+    def run(self, bends: Sequence[float] = ()) -> list[np.ndarray]:
+        """The outputs; with `bends` dropout is `_bent`, place by place."""
+        places: list[Place] = []
+
+        def mask(x: Any, rate: float, axes: tuple[int, ...], kind: str
+                 ) -> Any:
+            values = mgpu.to_numpy(x)
+            factor = np.ones_like(values)
+            if rate:
+                if bends and kind != "recurrent":
+                    factor = _bent(values, bends[len(places)]) / np.where(
+                        values == 0, 1, values)
+                places.append(Place(rate, axes, kind, values))
+            engine = mgpu.get_backend()
+            with engine.scope(recording=False):
+                return engine.put(factor, x)
+
+        def seen(path: str, given: Any, outputs: Any, index: int) -> Any:
+            if path not in self._rates:
+                return None
+            layer, rate = self._rates[path]
+            if hasattr(layer, "batch_first"):
+                mask(given[0], rate, (), "recurrent")
+                return None
+            return [outputs * mask(
+                given[0], rate, layer.axes,
+                "always" if layer.always else "training")]
+        network = self._replicas.network
+        with mgpu.using_backend("torch"), network.watch_layers(seen), \
+                network.use_masks(lambda x, rate, axes, index: mask(
+                    x, rate, axes, "training")), mgpu.record():
+            out = self._replicas(self._shards)[0]
+            self.several = isinstance(out, (tuple, list))
+            self.places = places
+            return [mgpu.to_numpy(y) for y in (out if self.several
+                                               else [out])]
+
+
+def _fixed(graph: Graph, dtype: str) -> str:
+    """What to say of another floating dtype than that of a check."""
+    return next((
+        f"The graph fixes {node.attributes['dtype']} at the node "
+        f"{node.name!r}, and a check is in {dtype}: record a run with mgpu "
+        "trace record, and pass that as --trace" for node in graph.nodes
+        if node.op in _TYPED and "float" in node.attributes["dtype"]
+        and node.attributes["dtype"] != dtype),
+        "Correct --input, or the source")
+
+
+def _batches(net: Any, inputs: Inputs, rows: Mapping[int, int], dtype: str,
+             advice: str) -> tuple[list[Any], _Written]:
+    """Random inputs, and targets of the shapes of the outputs; and the torch
+    network `net`, which the first of them have passed. `advice`: to where it
+    refuses them."""
     rng = np.random.default_rng(0)
     drawn = [draw(inputs, dtype, rng, rows) for _ in range(STEPS)]
     drawn[-1] = [x * x.dtype.type(LARGER) if k not in rows
                  and x.dtype.kind == "f" else x
                  for k, x in enumerate(drawn[-1])]
     X = [tuple(arrays) if len(arrays) > 1 else arrays[0] for arrays in drawn]
-    places: list[Place] = []
     with mgpu.using_backend("torch"):
-        droppers = _droppers(net)
-        rates = {path: getattr(layer, rate)
-                 for path, (layer, rate) in droppers.items()}
-        for layer, rate in droppers.values():
-            setattr(layer, rate, 0.0)
-        replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
-        off = Masks(0, off=True)
-        off.begin(1, [ROWS])
-
-        def mask(x: Any, rate: float, axes: tuple[int, ...], index: int
-                 ) -> Any:
-            if rate:
-                places.append(Place(rate, mgpu.to_numpy(x)))
-            return off(x, rate, axes, index)
-
-        def seen(path: str, given: Any, outputs: Any, index: int) -> None:
-            if path in rates:
-                places.append(Place(rates[path], mgpu.to_numpy(given[0])))
-        shards = mgpu.split_and_load(X[0], replicas.devices)
         try:
-            with replicas.network.use_masks(mask), \
-                    replicas.network.watch_layers(seen), mgpu.record():
-                out = replicas(shards)[0]
+            written = _Written(net, X[0], dtype)
+            shapes = [y.shape for y in written.run()]
+        except Refused:
+            raise
         except Exception as error:      # of an engine, or of a source
             line = str(error).strip().partition("\n")[0]
             raise Refused(
                 "--input gives the shapes of one example of each input; "
                 "received what the network refuses, with "
                 f"{', '.join(str(x.shape) for x in drawn[0])} "
-                f"({type(error).__name__}: {line[:200]}). Correct --input, or "
-                "the source.") from error
-        several = isinstance(out, (tuple, list))
-        shapes = [mgpu.to_numpy(y).shape for y in (out if several else [out])]
+                f"({type(error).__name__}: {line[:200]}). {advice}."
+            ) from error
     made = []
     for x in X:
         targets = tuple(rng.standard_normal(shape) for shape in shapes)
-        made.append((x, targets if several else targets[0]))
-    return made, places
+        made.append((x, targets if written.several else targets[0]))
+    return made, written
 
 
 def _matched(a: Sequence[str], b: set[str], gluon_names: Mapping[str, str]

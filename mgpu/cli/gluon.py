@@ -349,11 +349,21 @@ def _read_source(job: _Job, path: str, names: Any) -> Any:
     found = importlib.util.spec_from_file_location(beside.name, path)
     assert found is not None and found.loader is not None
     module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    if not callable(getattr(module, "load", None)):
-        raise Refused(f"a source has a function load(path); {path!r} has "
-                      "none. Keep the one that was written.")
-    net = module.load(weights[0])
+    try:
+        found.loader.exec_module(module)
+        if not callable(getattr(module, "load", None)):
+            raise Refused(f"a source has a function load(path); {path!r} has "
+                          "none. Keep the one that was written.")
+        net = module.load(weights[0])
+    except (Refused, ImportError):
+        raise
+    except Exception as error:      # of an edit
+        lines = " ".join(str(error).split())
+        raise Refused(
+            "a check loads the source with the weights beside it; received "
+            f"{path!r}, which fails ({type(error).__name__}: {lines[:200]}). "
+            "Correct it; layers keep the names that their weights have, so "
+            "nn.Identity() takes the place of one that goes.") from error
     net.gluon_names = names
     return net
 
@@ -420,8 +430,19 @@ def _judge_pt2(found: Any, job: _Job, path: str) -> None:
     X = job.examples(1)
     net = job.net().eval()
     tensors = [mgpu.put(x, mgpu.cpu(0)) for x in X]
+    program = _program(path).module()
     with mgpu.no_grad():
-        outputs = [run(*tensors) for run in (_program(path).module(), net)]
+        try:
+            predicted = program(*tensors)
+        except Exception as error:      # a guard, or an operator of it
+            line = str(error).strip().partition("\n")[0]
+            raise Refused(
+                "a file .pt2 predicts for any number of rows; received "
+                f"{path!r}, which refuses "
+                f"{', '.join(str(x.shape) for x in X)} "
+                f"({type(error).__name__}: {line[:200]}). Write it with mgpu "
+                "convert, or with a dynamic first axis.") from error
+        outputs = [predicted, net(*tensors)]
     pairs = [[mgpu.to_numpy(x).astype("float64") for x in leaves(output)]
              for output in outputs]
     far = max(float(np.abs(x - y).max() / max(np.abs(y).max(), 1e-30))

@@ -378,12 +378,16 @@ def _filled(line: Line, node: ast.AST, aliases: dict[str, str]) -> Line:
     pattern = _pattern(line)
     assert pattern is not None
     _matched(pattern, node, aliases, names)
+    # mgpu takes a context for a device; torch does not
+    own = {"device": names["ctx"], **names} if "ctx" in names else names
 
-    def code(found: re.Match[str]) -> str:
-        return re.sub(r"(?<![\w.\"'])[A-Za-z_]\w*(?!\w|=[^=])", lambda x: (
-            ast.unparse(names[x[0]]) if x[0] in names else x[0]), found[0])
-    return line._replace(mgpu=re.sub("`.+?`", code, line.mgpu),
-                         torch=re.sub("`.+?`", code, line.torch))
+    def filled(cell: str, names: dict[str, ast.AST]) -> str:
+        return re.sub("`.+?`", lambda code: re.sub(
+            r"(?<![\w.\"'])[A-Za-z_]\w*(?!\w|=[^=])", lambda x: (
+                ast.unparse(names[x[0]]) if x[0] in names else x[0]),
+            code[0]), cell)
+    return line._replace(mgpu=filled(line.mgpu, own),
+                         torch=filled(line.torch, names))
 
 
 # -- the names of a script ----------------------------------------------------

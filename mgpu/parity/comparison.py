@@ -192,7 +192,10 @@ def check_deterministic(run: Run, X: Any, y: Any) -> None:
             "dropout layers, or that keeps something from pass to pass (two "
             "passes from one state differ). Use dropout "
             "layers, or switch the other random parts off, such as the "
-            "dropout= of nn.LSTM and nn.MultiheadAttention. A step of your "
+            "dropout= of nn.LSTM and nn.MultiheadAttention. Gluon's "
+            "SymbolBlock, which reads an exported graph, draws inside: "
+            "take the block itself, or a copy of the graph whose "
+            "Dropout nodes have p 0. A step of your "
             "own names what it carries on in its parts.")
 
 

@@ -462,7 +462,12 @@ def dropping(tmp_path_factory):
         from mxnet.gluon import nn, rnn
         mx.random.seed(1)
         nets = {name: nn.HybridSequential()
-                for name in ("dense", "lstm", "one", "none", "single")}
+                for name in ("dense", "lstm", "one", "none", "single", "axes",
+                             "cast")}
+        nets["axes"].add(nn.Dropout(0.5, axes=(1,)), nn.LayerNorm(),
+                         nn.Dense(3))
+        nets["cast"].add(nn.Dense(3), nn.HybridLambda(
+            lambda F, x: F.cast(x, "float32")), nn.Dense(2))
         nets["none"].add(nn.Activation("relu"))
         nets["single"].add(nn.Dense(3))
         nets["lstm"].add(rnn.LSTM(3, 2, dropout=0.3, input_size=4,
@@ -472,20 +477,35 @@ def dropping(tmp_path_factory):
             nn.Dense(8, in_units=4), nn.Dropout(0.25), nn.BatchNorm(),
             nn.Activation("relu"), nn.Dropout(0.5),
             nn.Dense(8, activation="tanh"), nn.Dropout(0.5), nn.Dense(3))
-        shapes = {"lstm": (2, 5, 4), "one": (2, 5, 4)}
+        shapes = dict.fromkeys(("lstm", "one", "axes"), (2, 5, 4))
         for name, net in nets.items():
             net.initialize(mx.init.Xavier())
             net.hybridize()
             net(mx.nd.ones(shapes.get(name, (2, 4))))
             net.export(str(folder / name))
-    return {name: (folder / f"{name}-symbol.json", folder /
-                   f"{name}-0000.params") for name in nets}
+    found = {name: (folder / f"{name}-symbol.json", folder /
+                    f"{name}-0000.params") for name in nets}
+    half = folder / "half-symbol.json"
+    half.write_text(found["cast"][0].read_text().replace(
+        '"float32"', '"float16"'))
+    return {**found, "half": (half, found["cast"][1])}
 
 
 EDITS = {       # a network, and what an edit of its source puts where
     "nothing": ("dense", "nn", "nn"),
     "rates exchanged": ("dense", "nn.Dropout(0.25)(.*?)nn.Dropout()",
                         "nn.Dropout()\\1nn.Dropout(0.25)"),
+    "a result that is not used": (
+        "dense", "return self.layers(x)",
+        "for layer in self.layers:\n"
+        "            y = layer(x)\n"
+        "            x = x if isinstance(layer, nn.Dropout) else y\n"
+        "        return x"),
+    "whole rows": ("dense", "nn.Dropout()", "nn.Dropout1d()"),
+    "other axes": ("axes", "axes=(1,)", "axes=(2,)"),
+    "predictions too": ("axes", "axes=(1,)", "axes=(1,), always=True"),
+    "no change of axes": ("axes", "nn", "nn"),
+    "no change of a cast": ("cast", "nn", "nn"),
     "a rate less": ("dense", "nn.Dropout()", "nn.Identity()"),
     "a batch norm of torch's": ("dense", "GluonBatchNorm(", "nn.BatchNorm1d("),
     "a clipped relu": ("dense", "nn.ReLU()", "nn.ReLU6()"),
@@ -501,7 +521,7 @@ def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
     name, old, new = EDITS[edit]
     file = tmp_path / "x.py"
     arguments = ("convert", *dropping[name], "-o", file, "--input",
-                 "5x4" if name in ("lstm", "one") else "4")
+                 "5x4" if name in ("lstm", "one", "axes") else "4")
     assert command(*arguments).exit_code == 0
     pattern = "(.*?)".join(map(re.escape, old.split("(.*?)")))
     text, count = re.subn(pattern, new, file.read_text(), count=1,
@@ -513,11 +533,37 @@ def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
     assert result.exit_code == int(not same), result.output
     assert ("SAME (lock" in result.output) == same
     assert not same or "warning" not in result.output
+    said = " ".join(result.output.split())
+    assert ("drops out with" in said) == (
+        edit in ("rates exchanged", "whole rows", "other axes",
+                 "predictions too", "a rate less", "another rate of an LSTM"))
+    assert ("is not used as" in said) == (edit == "a result that is not used")
     assert "10 times as large" in result.output and file.read_text() == text
 
 
 @both
-@pytest.mark.parametrize("damage", ["values", "junk", "function"])
+@pytest.mark.parametrize("old, new, said", [
+    ("nn.Dropout(0.25),", "", "nn.Identity() takes the place"),
+    ("    return net", "    return net.requires_grad_(False)", "all frozen"),
+    ("class", "class class", "Correct it")])
+def test_an_edit_that_cannot_be_checked(old, new, said, dropping, tmp_path):
+    file = tmp_path / "x.py"
+    arguments = ("convert", *dropping["dense"], "-o", file, "--input", "4")
+    assert command(*arguments).exit_code == 0
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    text = refused(command(*arguments, "--check-only"))
+    assert "received" in text and said in text
+
+
+def test_a_path_with_a_null_character_is_refused():
+    with pytest.raises(ValueError, match="null character; received 'a"):
+        inspect_file("a\0b")
+
+
+@both
+@pytest.mark.parametrize("damage", ["values", "junk", "function", "rows"])
 def test_a_pt2_is_read_back(damage, exported, tmp_path):
     import torch
     file = tmp_path / "x.pt2"
@@ -525,6 +571,10 @@ def test_a_pt2_is_read_back(damage, exported, tmp_path):
     assert command(*arguments).exit_code == 0
     if damage == "junk":
         file.write_bytes(b"no network")
+    elif damage == "rows":
+        net, _ = values(exported)
+        torch.export.save(torch.export.export(
+            net.eval(), (torch.ones(3, 5),)), file)
     else:
         net, _ = values(exported)
         with torch.no_grad(), mgpu.using_backend("torch"):
@@ -538,6 +588,8 @@ def test_a_pt2_is_read_back(damage, exported, tmp_path):
     result = command(*arguments, "--check-only")
     if damage == "junk":
         assert "expected a file of torch.export" in refused(result)
+    elif damage == "rows":
+        assert "dynamic first axis" in refused(result)
     else:
         assert result.exit_code == 1, result.output
         assert ("initial value" if damage == "values"
@@ -601,6 +653,7 @@ def test_what_is_read_is_not_written_over(dropping, tmp_path):
     ("dense", ("--trace", "nosuch"), "nosuch"),
     ("dense", ("--input", "7", "--check"), "Correct --input"),
     ("dense", ("--input", "4", "--input", "4", "--check"), "inputs data"),
+    ("half", ("--input", "4", "--check"), "fixes float16 at the node"),
     ("none", ("--input", "4", "--check"), "without parameters")])
 def test_what_cannot_be_checked_is_not_written(name, arguments, said,
                                                dropping, tmp_path):
@@ -729,6 +782,10 @@ def test_every_row_has_its_own_topic_and_a_pattern():
 
 REPLACED = {
     "mx.random.seed(3)": ("mgpu.seed(3)", "torch.manual_seed(3)"),
+    "x.as_in_context(mx.cpu())": (
+        "mgpu.put(mgpu.to_numpy(x), mx.cpu())", "x.to(device)"),
+    "mx.nd.array(x, ctx=mx.cpu())": (
+        "mgpu.put(x, mx.cpu(), dtype=", "device=device"),
     "y = net(x).asnumpy()": ("mgpu.to_numpy(net(x))",
                              "net(x).detach().cpu().numpy()"),
     "gluon.Trainer(net.collect_params(), 'adam', {'learning_rate': 1e-3})": (

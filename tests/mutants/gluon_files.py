@@ -204,9 +204,21 @@ MUTANTS = [
         "round(self.rate - other.rate, 6)", "False"),
            (_WRONG + "[change_dropout]",
             _EDITED + "[another rate of an LSTM]")),
+    Mutant("check-unused", "a check does not look at what comes out of "
+           "dropout", edit("mgpu.cli.checking:with_mxnet",
+                           "places and wrong is None", "False"),
+           (_EDITED + "[a result that is not used]",)),
+    Mutant("check-axes", "a check does not look at axes of dropout", edit(
+        "mgpu.cli.checking:Place._sums", "self.axes", "()"),
+           (_EDITED + "[whole rows]", _EDITED + "[other axes]")),
+    Mutant("dropout-of-one-example", "torch's dropout of channels has a mask "
+           "for each value of a matrix", edit(
+               "mgpu.backends._torch.arithmetic:_leading",
+               "_ROWS.get(type(layer), 0)", "0"),
+           (_EDITED + "[whole rows]",)),
     Mutant("check-places", "a check does not look at places of dropout", edit(
-        "mgpu.cli.checking:_apart", "place.like(x, tolerance)",
-        "place.rate == x.rate or place.like(x, tolerance)"),
+        "mgpu.cli.checking:_paired", "if graphs[k].like(",
+        "if graphs[k].rate == place.rate or graphs[k].like("),
            (_EDITED + "[rates exchanged]",)),
     Mutant("check-arithmetic", "a source computes with mgpu's batch norm",
            edit("mgpu.cli.checking:with_mxnet", "native=True",

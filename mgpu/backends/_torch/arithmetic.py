@@ -18,6 +18,8 @@ INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
 FORWARDS = {layer.forward for layer in (*BATCH_NORMS, nn.SyncBatchNorm)}
 #: leading axes of a dropout layer's mask; 0: all of them
 DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
+#: an input of fewer axes is one example for torch, and has a mask of one axis
+_ROWS = {nn.Dropout1d: 3, nn.Dropout3d: 5}
 
 Forward = Callable[[Any], Any]
 
@@ -102,6 +104,10 @@ def batch_norm_forward(layer: nn.Module, path: str,
     return _in_training(layer, forward)
 
 
+def _leading(layer: nn.Module, x: Any) -> int:
+    return 1 if x.dim() < _ROWS.get(type(layer), 0) else DROPOUTS[type(layer)]
+
+
 def mask_shape(x: Any, leading: int) -> Any:
     """The shape of a dropout mask for `x`."""
     return x.shape if not leading else \
@@ -120,9 +126,8 @@ def dropout_forward(layer: nn.Module,
                     ticket: torch.Tensor) -> Forward:
     """A ``forward`` for `layer` that draws masks from `generator`; compiled
     code draws them from the generator of the replica of `ticket`."""
-    leading = DROPOUTS[type(layer)]
-
     def forward(x: Any) -> Any:
+        leading = _leading(layer, x)
         keep = 1 - layer.p
         if torch.compiler.is_dynamo_compiling():
             mask = torch.ops.mgpu.dropout_mask(x.detach(), leading, keep,
@@ -141,9 +146,8 @@ def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
     What a backward pass may need again (no `generator`) is kept in `again`,
     by a number that is then drawn again too.
     """
-    leading = DROPOUTS[type(layer)]
-
     def forward(x: Any) -> Any:
+        leading = _leading(layer, x)
         axes = tuple(range(leading, x.dim())) if leading else ()
         if generator() is not None:
             return x * draw(x, layer.p, axes, index)
