@@ -51,29 +51,14 @@ x = torch.tensor([2.5])
 
 #: the programs: columns of one name give the same numbers
 PROGRAMS = {
-    "arrays": {
-        "gluon": """
+    "arrays": dict.fromkeys(("gluon", "mgpu", "torch"), """
 for name, x in (("float", X), ("whole", Y)):
     x = <an array>
     out[name], out[name + " dtype"] = <to NumPy>, (<to NumPy>).dtype.name
 x = <to a device>
 x = x[:1] if x.ndim == 1 else x[0, :1]
 out["number"] = <to a number>
-""", "mgpu": """
-for name, x in (("float", X), ("whole", Y)):
-    x = <an array>
-    out[name], out[name + " dtype"] = <to NumPy>, (<to NumPy>).dtype.name
-x = <to a device>
-x = x[:1] if x.ndim == 1 else x[0, :1]
-out["number"] = <to a number>
-""", "torch": """
-for name, x in (("float", X), ("whole", Y)):
-    x = <an array>
-    out[name], out[name + " dtype"] = <to NumPy>, (<to NumPy>).dtype.name
-x = <to a device>
-x = x[:1] if x.ndim == 1 else x[0, :1]
-out["number"] = <to a number>
-"""},
+"""),
     "a step, with its norm clipped": {
         "gluon": """
 most, rate, batch_size = 1.0, 0.5, 6
