@@ -376,6 +376,21 @@ def test_plain_source_of_functions_needs_no_mgpu(tmp_path, text):
     assert "mgpu" not in (tmp_path / "net.py").read_text()
 
 
+def test_plain_source_of_fixed_statistics_is_refused(tmp_path):
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        net = mx.gluon.nn.BatchNorm(use_global_stats=True, in_channels=4)
+        net.initialize()
+        net.hybridize()
+        net(mx.nd.ones((2, 4, 3, 3)))
+        net.export(str(tmp_path / "net"))
+    files = tmp_path / "net-symbol.json", tmp_path / "net-0000.params"
+    with mgpu.using_backend("torch"), pytest.raises(
+            NotImplementedError, match="GluonBatchNormOf: write it without"):
+        mgpu.gluon_source(*files, tmp_path / "net.py", plain=True)
+    assert not (tmp_path / "net.py").exists()
+
+
 @pytest.mark.parametrize("exported", ["lenet"], indirect=True)
 def test_plain_source_needs_no_mgpu(exported, tmp_path):  # noqa: F811
     """Predictions are the same; the difference is named."""

@@ -537,6 +537,10 @@ class _Writer:
         """Write a helper of mgpu's into the source, and what it uses."""
         if own not in self._small:
             known = vars(importlib.import_module(module))
+            if any(base.__module__.startswith("mgpu.") for base in getattr(
+                    known[own], "__bases__", ())):
+                raise MissingOperator(f"source without mgpu for {own}: write "
+                                      "it without plain")
             text = inspect.getsource(known[own])
             for other in dict.fromkeys(re.findall(r"\b_\w+(?=\()", text)):
                 if other in known and other != own:
