@@ -724,8 +724,9 @@ def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
             f"{name} by {x:.1e}" for name, x in off.items()]
     if each:
         yield ("MXNet reads options as float32, here they are double; "
-               f"relative difference: {', '.join(each)}. So a step differs "
-               f"by up to about {sum(off.values()):.1e} of what it moves")
+               f"relative difference: {', '.join(each)}. So each part "
+               "of a step (gradient, momentum, decay) differs by up to about "
+               f"{sum(off.values()):.1e} of itself")
 
 
 def _rounding(x: float) -> float:

@@ -2762,25 +2762,29 @@ def test_slopes_that_mxnet_computes_wrongly_are_refused(name, kind, wrong):
 
 
 @pytest.mark.parametrize("name", MXNET[:1])
-@pytest.mark.parametrize("symbol", [False, True])
+@pytest.mark.parametrize("kind", ["layer", "symbol", "operator"])
 @pytest.mark.parametrize("options, dtype, wrong", [
     ({"ceil_mode": True}, "float32", True),
     ({"ceil_mode": True}, "float64", False), ({}, "float32", False),
     ({"ceil_mode": True, "count_include_pad": False}, "float32", False)])
-def test_windows_that_mxnet_computes_wrongly_are_refused(name, symbol, options,
+def test_windows_that_mxnet_computes_wrongly_are_refused(name, kind, options,
                                                          dtype, wrong):
     """Against differences of MXNet's own outputs, which are linear; where
     these agree one day, nothing need be refused."""
     with using_engine(name):
         import mxnet as mx
         net = mx.gluon.nn.HybridSequential()
-        net.add(mx.gluon.nn.AvgPool2D(2, 2, **options),
+        pool = mx.gluon.nn.AvgPool2D(2, 2, **options)
+        net.add(pool if kind != "operator" else mx.gluon.nn.HybridLambda(
+            lambda F, x: F.Pooling(x, **pool._kwargs)),
                 mx.gluon.nn.Dense(1, in_units=16 if options else 9))
         net.initialize(mx.init.One())
-        if symbol:
+        if kind == "symbol":
             net = mx.gluon.SymbolBlock(net(mx.sym.var("data")),
                                        mx.sym.var("data"),
                                        net.collect_params())
+        elif kind == "operator":
+            net.hybridize()
         net.cast(dtype)
         x = mx.nd.zeros((49, 1, 7, 7), dtype=dtype)
         x.reshape((49, 49))[:] = mx.nd.eye(49, dtype=dtype)

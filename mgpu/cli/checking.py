@@ -68,14 +68,21 @@ def embedded(graph: Graph, arrays: Collection[str]) -> dict[int, int]:
     return found
 
 
-def with_trace(trace: str, read: Callable[[], Any]) -> Any:
+def with_trace(trace: str, symbol: str, read: Callable[[], Any]) -> Any:
     """What `mgpu.parity` says of a recorded run and of what was written."""
     from mgpu import parity
+    drops = any(node.op in ("Dropout", "_npx_dropout")
+                for node in load_graph(symbol).nodes)
 
     def written() -> Any:
         with mgpu.using_backend("torch"):
             return read()
-    return parity.compare_trace(trace, written, native=True, weights="own")
+    result = parity.compare_trace(trace, written, native=True, weights="own")
+    if drops:
+        result.notes.insert(0, "dropout is compared where the run was "
+                            "recorded with its masks; where it was off, "
+                            "neither its places nor its rates are")
+    return result
 
 
 def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
@@ -170,7 +177,8 @@ class Place(NamedTuple):
 
 
 def _tolerance(dtype: str) -> float:
-    return 1e-4 if dtype == "float32" else 1e-8
+    # MXNet computes GELU, SELU and others in float32 for float64 too.
+    return 1e-4 if dtype == "float32" else 1e-5
 
 
 def _close(x: np.ndarray, y: np.ndarray, tolerance: float) -> bool:

@@ -259,8 +259,8 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
         if check or trace:
             def net() -> Any:
                 return read(job, output if check_only else made, names)
-            found = checking.with_trace(trace, net) if trace is not None \
-                else checking.with_mxnet(symbol, str(params), net, inputs)
+            found = checking.with_mxnet(symbol, str(params), net, inputs) \
+                if trace is None else checking.with_trace(trace, symbol, net)
             if ending == ".pt2":
                 _judge_pt2(found, job, output if check_only else made)
         for part, file in targets.items():

@@ -654,6 +654,32 @@ def test_names_that_are_no_names_of_python(tmp_path, names):
             f"arg:{name}": x.tolist() for name, x in arrays.items()}
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("squeeze", [False, True])
+def test_pieces_are_refused_where_mxnet_refuses(tmp_path, axis, squeeze):
+    """Also where the network uses the first of them alone."""
+    import torch
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        pieces = mx.sym.split(mx.sym.var("x"), num_outputs=2, axis=axis,
+                              squeeze_axis=squeeze)
+        net = from_symbol(tmp_path, pieces[0] + pieces[1], {})
+        own = mx.gluon.SymbolBlock(pieces[0] + pieces[1], mx.sym.var("x"))
+        for size in (2, 3, 4):
+            shape = [4, 4, 4]
+            shape[axis] = size
+            x = np.arange(np.prod(shape), dtype="float32").reshape(shape)
+            try:
+                expected = own(mx.nd.array(x)).asnumpy()
+            except (mx.MXNetError, ValueError):
+                with pytest.raises((RuntimeError, ValueError)):
+                    net(torch.from_numpy(x))
+                assert size == 3 or squeeze
+            else:
+                np.testing.assert_array_equal(net(torch.from_numpy(x)),
+                                              expected)
+
+
 @pytest.mark.parametrize("text, trained", [
     ("F.take(x, a, axis=1)", False), ("F.pick(x, a)", False),
     ("F.take(x, a, axis=1) + F.sum(a)", True)])

@@ -109,13 +109,13 @@ def _compiled_slopes(block: Any, path: str = "", inside: bool = False
 
 
 def _last_windows(net: Any) -> Iterator[str]:
-    """Yield the average poolings that count what is beyond the edge."""
+    """Yield the average poolings that count what is beyond the edge: layers,
+    and operators of graphs, which a call leaves."""
     for path, block in _blocks(net):
         graph = getattr(block, "_cached_graph", ())
-        nodes = json.loads(graph[1].tojson())["nodes"] if graph and isinstance(
-            block, mx.gluon.SymbolBlock) else ()
+        nodes = json.loads(graph[1].tojson())["nodes"] if graph else ()
         for name, options in [(path, getattr(block, "_kwargs", None)), *(
-                (node["name"], node["attrs"]) for node in nodes
+                (node["name"], node.get("attrs")) for node in nodes
                 if node["op"] == "Pooling")]:
             own = {key: str(x) for key, x in (options or {}).items()}
             if own.get("pooling_convention") == "full" \
@@ -492,7 +492,7 @@ class MXNetNetwork(base.Network):
         if np.dtype("float32") in kinds \
                 and any(d.kind == "cpu" for d in devices) \
                 and os.environ.get("MXNET_MKLDNN_ENABLED") != "0" \
-                and (wrong := list(_last_windows(self.net))):
+                and (wrong := [*dict.fromkeys(_last_windows(self.net))]):
             raise ValueError(
                 "MXNet computes a wrong float32 gradient of average pooling "
                 "on CPUs where the last window goes beyond the edge; received "

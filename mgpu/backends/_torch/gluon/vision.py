@@ -557,15 +557,20 @@ def _slice_like(node: Node, inputs: Sequence[Source]) -> Part:
 
 @operator("SliceChannel", "split")
 def _split(node: Node, inputs: Sequence[Source]) -> Part:
-    """``SliceChannel``: num_outputs, axis, squeeze_axis."""
+    """``SliceChannel``: num_outputs, axis, squeeze_axis. Each form refuses
+    sizes that MXNet does."""
     a = node.attributes
     n, axis = a["num_outputs"], a["axis"]
     if n == 1:
         return Call("torch.squeeze", (_X, axis)) if a["squeeze_axis"] \
             else Layer("torch.nn.Identity", {})
-    if a["squeeze_axis"]:
-        return Call("torch.unbind", (_X, axis), outputs=n)
-    return Call("torch.chunk", (_X, n, axis), outputs=n)
+    if axis in (1, 2) and not a["squeeze_axis"]:
+        return Call(f"torch.{' hd'[axis]}split", (_X, n), outputs=n)
+    sizes = (n,) if a["squeeze_axis"] else (n, -1)
+    # one axis more; counted from behind, the pieces stand before it
+    place = axis - len(sizes) + 1 if axis < 0 else axis
+    return Call("torch.unbind", (Call("torch.Tensor.unflatten", (
+        _X, axis, sizes)), place), outputs=n)
 
 
 @operator("take")

@@ -113,7 +113,8 @@ class Instance:
                  own: list[Leaf | None]) -> None:
         self.cls, self.arguments, self.leaves = cls, arguments, own
         self.is_norm = False
-        self.is_weighted = any(leaf.tensors for leaf in cls.leaves)
+        self.is_weighted = any(leaf.tensors for leaf in cls.leaves
+                               if leaf is not None)
         self.is_activation = not self.is_weighted and cls.base in _GATES
 
     @property
@@ -857,7 +858,7 @@ def _base(body: Any) -> str:
             return "SqueezeExcitation"
         return "HardSwish" if _is_hard_swish(body) else "Gate"
     if len(calls) == 2 and join == "torch.cat" and calls[0] in (
-            "torch.chunk", "torch.split"):
+            "torch.hsplit", "torch.split"):
         return "SplitBlock"
     if len(calls) == 1 and join == "torch.cat":
         own = [s for s in body.steps if s.chain and s.ins == body.ins]
