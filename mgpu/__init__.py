@@ -9,8 +9,8 @@ imports neither framework.
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from mgpu import (datasets, functional, initializers, losses, lr_scheduler,
-                  models, optimizers)
+from mgpu import (datasets, distributed, errors, functional, initializers,
+                  losses, lr_scheduler, models, optimizers)
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, mxnet_compat, set_backend,
                            using_backend)
@@ -51,16 +51,17 @@ __all__ = [
     "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
     "allreduce", "allreduce_many", "assign_roots", "attach_grad",
     "available_backends", "backward", "broadcast", "cpu", "datasets",
-    "evaluate_accuracy_gpu", "evaluate_accuracy_gpus", "from_gluon",
-    "functional", "get_backend", "get_params", "gluon_source", "gpu", "grad",
-    "initialize", "initializers", "list_devices", "load_checkpoint", "losses",
-    "lr_scheduler", "missing_operators", "models", "mxnet_compat", "no_grad",
-    "num_gpus", "optimizers", "parallel", "prefetch", "put", "record",
-    "reduce", "reducescatter", "register_op", "resume_from_gluon",
-    "save_checkpoint", "seed", "set_backend", "sgd", "shard_bounds",
-    "split_and_load", "split_batch", "strict_devices", "synchronize",
-    "to_gluon_params", "to_numpy", "to_pt2", "to_safetensors", "train",
-    "train_batch", "train_epochs", "try_all_gpus", "try_gpu", "using_backend",
+    "distributed", "errors", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus",
+    "from_gluon", "functional", "get_backend", "get_params", "gluon_source",
+    "gpu", "grad", "initialize", "initializers", "list_devices",
+    "load_checkpoint", "losses", "lr_scheduler", "missing_operators", "models",
+    "mxnet_compat", "no_grad", "num_gpus", "optimizers", "parallel",
+    "prefetch", "put", "record", "reduce", "reducescatter", "register_op",
+    "resume_from_gluon", "save_checkpoint", "seed", "set_backend", "sgd",
+    "shard_bounds", "split_and_load", "split_batch", "strict_devices",
+    "synchronize", "to_gluon_params", "to_numpy", "to_pt2", "to_safetensors",
+    "train", "train_batch", "train_epochs", "try_all_gpus", "try_gpu",
+    "using_backend",
 ]
 
 

@@ -31,9 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import environment
+from mgpu import distributed, environment
 from mgpu.arguments import integer, number, one_of
 from mgpu.files import FilePath, part_of
+from mgpu.split import shard_bounds
 
 _NAMES = ("digits", "fashion-mnist", "synthetic")
 _DTYPES = ("float32", "float64")
@@ -77,9 +78,12 @@ def note_step() -> None:
 class BatchIterator:
     """Batches of two arrays, in an order that a seed and an epoch fix.
 
-    Each ``iter()``, so each ``for`` loop, is a new epoch. The order of epoch
-    `e` is ``numpy.random.default_rng([seed, e]).permutation(n)``: the same
-    on both engines, independent of every other random number, and known
+    Each ``iter()``, so each ``for`` loop, is a new epoch. With several
+    processes (`mgpu.distributed`) each receives its rows of every batch,
+    those that its devices would have in one process; perhaps none. The order
+    of epoch `e` is
+    ``numpy.random.default_rng([seed, e]).permutation(n)``: the same on both
+    engines, independent of every other random number, and known
     without the epochs before it, so that a training can be resumed by
     setting `epoch`.
 
@@ -236,6 +240,12 @@ class BatchIterator:
         return Epoch(self, epoch, number)
 
     def _batches(self, epoch: int, first: int) -> Iterator[Arrays]:
+        # Now, not when the first batch is asked for: all ranks are here.
+        share = distributed.current().shares(shard_bounds)
+        return self._drawn(epoch, first, share)
+
+    def _drawn(self, epoch: int, first: int,
+               share: Callable[[int], tuple[int, int]]) -> Iterator[Arrays]:
         if self.shuffle:
             order = np.random.default_rng(
                 [self.seed, epoch]).permutation(self.num_examples)
@@ -243,9 +253,13 @@ class BatchIterator:
             order = np.arange(self.num_examples)
         for i in range(first, len(self)):
             rows = order[i * self.batch_size:(i + 1) * self.batch_size]
-            X = self._X[rows]       # an index array: a copy, not a view
-            yield (X if self._transform is None else self._transform(X),
-                   self.y[rows])
+            begin, end = share(len(rows))
+            own = rows[begin:end]
+            # A transform is called for a row or more.
+            X = self._X[own if len(own) else rows[:1]]      # a copy
+            if self._transform is not None:
+                X = self._transform(X)
+            yield X if len(own) else X[:0], self.y[own]
 
     def __repr__(self) -> str:
         return (f"BatchIterator({self.num_examples} examples, batch_size="

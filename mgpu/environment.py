@@ -68,6 +68,11 @@ def debug() -> bool:
     return flag("MGPU_DEBUG")
 
 
+def engine() -> str | None:
+    """``MGPU_ENGINE``, or None."""
+    return _text("MGPU_ENGINE")
+
+
 def keep_memory() -> bool:
     """``MGPU_KEEP_MEMORY``: ``0`` says no, unset and empty yes."""
     return not os.environ.get("MGPU_KEEP_MEMORY") \
@@ -109,6 +114,8 @@ VARIABLES = (
     Variable("MGPU_KEEP_MEMORY", "`0`: leave the C library's allocator as it "
              "is. Without it: a process that has loaded an engine keeps the "
              "memory that it frees, until a training ends.", keep_memory),
+    Variable("MGPU_ENGINE", "What adds up gradients over processes: `torch` "
+             "or `kvstore`. Without it: `torch`.", engine),
     Variable("MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
              "with commas between them. Without it: both.",
              lambda: _text("MGPU_TEST_BACKENDS")),

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mgpu import distributed
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
 from mgpu.nested import as_inputs, as_pair, is_empty, leaves, rows_of
@@ -116,7 +117,8 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     Correct predictions are counted as integers over all shards and divided
     once, so the result is that of one device, exactly, when the replicas
     hold equal state (with ``batch_norm="per_device"`` they do not: pass
-    ``device=``).
+    ``device=``). With several processes each gives its rows of the data, and
+    all receive the accuracy over all of them: call it on every rank.
 
     Parameters
     ----------
@@ -154,11 +156,12 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
     with using_backend(name) as backend:
         places = _devices_of(net, devices) if device is None \
             else as_devices([device])
-        predict = _predict(net, places)
+        world = distributed.current()
         correct = total = 0
-        with backend.scope(recording=False, training=False):
+        with world.guard(), backend.scope(recording=False, training=False):
+            predict = _predict(net, places)
             for X, y in map(as_pair, data_iter):
-                X_shards, y_shards = split_f(X, y, places)
+                X_shards, y_shards = shards_of(X, y, places, split_f)
                 outputs = predict(X_shards)
                 # Of all devices, also where one fails: MXNet raises what
                 # nobody has waited for in a later call.
@@ -167,11 +170,23 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                     for pair in zip(outputs, y_shards)]))
                 total += sum(rows_of(labels) or 0 for output, labels in zip(
                     outputs, y_shards) if output is not None)
+        # of all processes: each has its rows of the data
+        correct, total = map(sum, zip(*world.gather(
+            "evaluate_accuracy_gpus", [correct, total])))
     if not total:
         raise ValueError("an accuracy needs one example or more; received "
                          "none. Use a data iterator that can be gone through "
                          "again, such as a list.")
     return correct / total
+
+
+def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable
+              ) -> tuple[list[Any], list[Any]]:
+    """What `split_f` gives; None for each device where this process has no
+    rows of a batch that other processes have."""
+    if distributed.current().size > 1 and is_empty(as_inputs(X)):
+        return [None] * len(devices), [None] * len(devices)
+    return split_f(X, y, devices)
 
 
 def _predict(net: Any, places: list[Device]

@@ -21,8 +21,11 @@ from mgpu.backends import (base, get_backend, give_back, messages,
                            recording_elsewhere)
 from mgpu.backends.scope import check_task
 from mgpu.batch_norm import Meeting, SyncBatchNorm
+from mgpu import distributed
 from mgpu.collectives import allreduce_many
+from mgpu.collectives.strategies import strategy_of
 from mgpu.device import Device, as_devices
+from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.following import Following
 from mgpu.nested import as_inputs, is_empty, map_leaves
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
@@ -133,9 +136,11 @@ class Replicas(Hints, abc.Sequence):
 
     def __init__(self, network: base.Network, backend: base.Backend,
                  devices: list[Device], batch_norm: str,
-                 draw: Any, origin: str) -> None:
+                 draw: Any, origin: str, span: distributed.Span) -> None:
         self.network, self.backend = network, backend
         self.devices, self.batch_norm = devices, batch_norm
+        #: these devices among those of all processes
+        self.span = span
         self._draw = draw           # gives values; None once complete
         self._origin = origin       # of the values, in words
         self._completing = threading.Lock()
@@ -162,6 +167,9 @@ class Replicas(Hints, abc.Sequence):
         self._before: list[Any] | None = None
         #: those of a step that was not done, while it may still be
         self._undone: list[Any] = []
+        #: for the step that is not done yet: which devices of each rank have
+        #: moved their buffers; None: those of other ranks are not known
+        self.moved_by_rank: list[list[int]] | None = None
         #: what `train_batch` knows of the loss that it was called with
         self.shared_loss: Any = None
         #: the trainer whose sums the gradients are, or were last
@@ -237,8 +245,21 @@ class Replicas(Hints, abc.Sequence):
             for p, spec in zip(self._found or (), specs, strict=False):
                 p.spec = spec
             self._replicas, self._draw = replicas, None
+            self._agree()
             self.watch()
             self.following.settle(self.all_parameters())
+
+    def _agree(self) -> None:
+        """All processes hold the same parameters, with the values of rank
+        0. Raises `mgpu.errors.ModelMismatch`."""
+        if not self.span.wide:
+            return
+        self.span.world.agree("the network", {"parameters": [
+            [p.name, p.kind, list(p.shape or ()), p.dtype, p.grad_req]
+            for p in self.all_parameters()]},
+            "Make the same network on every rank.")
+        share_values([p.list_data() for p in self.all_parameters()],
+                     self.span)
 
     def watch(self) -> None:
         """Tell the engine which arrays are trained now."""
@@ -845,6 +866,24 @@ class Replicas(Hints, abc.Sequence):
             self._copy_from(moved[0], self.buffers(), idle)
             self.network.catch_up(moved[0], idle)
 
+    def _catch_up_over(self, ranks: list[list[int]]) -> None:
+        """Devices without rows take the buffers of the first that ran, of
+        all processes."""
+        own = self.span.world.rank
+        if sum(map(len, ranks)) == self.span.total or not any(ranks):
+            return
+        root = next(rank for rank, moved in enumerate(ranks) if moved)
+        share_values([p.list_data() for p in self.buffers()], self.span, root,
+                     ranks[root][0] if root == own else 0,
+                     [i for i in range(len(self)) if i not in ranks[own]])
+        self.following.passed(self.buffers())
+
+    @property
+    def moved(self) -> list[int]:
+        """The devices whose buffers a recorded pass has moved since the last
+        step."""
+        return list(self._moved)
+
     def _share(self) -> None:
         """Joint statistics are the same on all devices, also on those that
         had no rows: after a pass of either kind, which may have moved
@@ -864,6 +903,20 @@ class Replicas(Hints, abc.Sequence):
                     arrays[i][...] = self.backend.put(arrays[source],
                                                       arrays[i])
         self.following.passed(self.buffers())
+
+    def pass_over(self) -> None:
+        """No device of this process has rows of a batch that others have.
+        RuntimeError where the shapes of the network are not known yet: no
+        rows tell them."""
+        if not self.complete:
+            raise RuntimeError(
+                "the first batch completes the shapes of the network on every "
+                f"rank; received none of its rows on {self.span.world!r}. "
+                "Pass sample= to mgpu.initialize, or begin with a batch that "
+                "has a row for every device.")
+        self._make_equal()
+        self._void_gradients()
+        self.recorded, self.emptied = [False] * len(self), set()
 
     def independent(self) -> bool:
         """Whether each replica may go through its forward and its backward
@@ -1073,6 +1126,9 @@ class Replicas(Hints, abc.Sequence):
         failed, self._begun = self._begun, []
         first = [*self._moved, *failed][:1]
         self._catch_up()
+        ranks, self.moved_by_rank = self.moved_by_rank, None
+        if ranks is not None:
+            self._catch_up_over(ranks)
         self._share()
         self._whole = set(range(len(self)))
         if self.batch_norm != "per_device" and failed:
@@ -1083,8 +1139,10 @@ class Replicas(Hints, abc.Sequence):
                 if p.kind in kinds or p.name.endswith(_COUNTER)],
                 range(len(self)))
         if self.batch_norm == "average":
-            allreduce_many([p.list_data() for p in self.statistics()],
-                           op="mean")
+            allreduce_many(
+                [p.list_data() for p in self.statistics()], op="mean",
+                algorithm="auto" if ranks is None else over_processes(
+                    strategy_of("auto"), self.span))
 
 
 def _under_one_name(values: dict[str, np.ndarray],
@@ -1184,6 +1242,19 @@ def _collect(size: int) -> None:
         _left = len(_initialized)
     if not _initialized:
         give_back()
+
+
+def _span(backend: base.Backend, devices: Sequence[Device],
+          options: dict[str, Any]) -> distributed.Span:
+    """Where `devices` are among those of all processes, which have the same
+    packages and `options` (`mgpu.errors.ModelMismatch`)."""
+    world = distributed.current()
+    if world.size > 1:
+        world.agree("mgpu.initialize", {
+            "versions": {"numpy": np.__version__,
+                         backend.name: backend.version}, **options},
+            "Use the same packages, and the same arguments, on every rank.")
+    return world.span(len(devices))
 
 
 def initialize(net: Any, devices: Any, init: Any = None,
@@ -1343,8 +1414,11 @@ def initialize(net: Any, devices: Any, init: Any = None,
     before = {s.dtype for s in network.specs() if "float" in s.dtype}
     if dtype is not None:
         network.cast(dtype)
+    span = _span(backend, devices, {
+        "batch_norm": batch_norm, "dtype": dtype, "hybridize": bool(hybridize),
+        "autocast": autocast})
     replicas = Replicas(network, backend, devices, batch_norm, draw_known,
-                        origin)
+                        origin, span)
     try:
         if sample is not None:
             floats = dtype or min(before, default=None)
@@ -1368,4 +1442,5 @@ def initialize(net: Any, devices: Any, init: Any = None,
     for other in earlier:
         _initialized.pop(other, None)
     _initialized[net] = devices
+    backend.number_devices(span.first)
     return replicas

@@ -14,6 +14,7 @@ from mgpu.arguments import Hints, by_name, is_integer, is_number
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
+from mgpu.distributed.strategy import over_processes
 from mgpu.files import FilePath
 from mgpu.host_memory import Update
 from mgpu.loss_scale import LossScale, all_finite
@@ -159,7 +160,8 @@ class Trainer(Hints):
                 f"received {type(scheduler).__name__}. Use mgpu.lr_scheduler,"
                 " or a function: lambda n: 0.1 * 0.5 ** (n // 100).")
         self._loss_scale = LossScale(loss_scale)
-        self._strategy = strategy_of(allreduce, "allreduce")
+        self._strategy = over_processes(strategy_of(allreduce, "allreduce"),
+                                        replicas.span)
         self.replicas, self.optimizer = replicas, optimizer
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
         self.lr_scheduler = scheduler
@@ -185,6 +187,23 @@ class Trainer(Hints):
         #: those that it has passed over, whose gradients were zeros then
         self._blank: set[Parameter] = set()
         self._torn = False          # by an update that has failed midway
+        self._agree()
+
+    def _agree(self) -> None:
+        """All processes apply the same rule. Raises
+        `mgpu.errors.ModelMismatch`."""
+        if not self.replicas.span.wide:
+            return
+        self.replicas.span.world.agree("mgpu.Trainer", {
+            "optimizer": repr(self.optimizer),
+            "semantics": self.optimizer.semantics,
+            "schedule": None if self.lr_scheduler is None
+            else type(self.lr_scheduler).__name__,
+            "lr_mult": self.lr_mult, "wd_mult": self.wd_mult,
+            "loss_scale": [self.loss_scale, self._loss_scale.dynamic],
+            "allreduce": repr(self._strategy),
+            "grad_req": self.replicas.grad_reqs()},
+            "Give every rank the same arguments.")
 
     def __repr__(self) -> str:
         return f"Trainer({self.optimizer!r}, {self.replicas!r})"
@@ -261,6 +280,8 @@ class Trainer(Hints):
         batch_size : float
             What the summed gradients are divided by: the rows of the whole
             batch, over all devices; or its tokens, the sum of its weights.
+            With several processes: those of this process, perhaps 0. Their
+            sum over all is what divides.
         ignore_stale_grad : bool
             Skip a parameter that no device's backward pass has reached since
             the last step. By default that is an error.
@@ -285,20 +306,34 @@ class Trainer(Hints):
         ValueError
             A batch size that is no finite number above 0.
         """
-        batch_size = check_batch_size(batch_size)
+        batch_size = self._checked(batch_size)
         if self._overrides("allreduce_grads", "update"):
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size)
             return
 
         def both() -> None:
-            self._allreduce(ignore_stale_grad)
+            whole = self._allreduce(ignore_stale_grad, batch_size)
             try:
-                self._update(batch_size, edits=False)
+                self._update(whole, edits=False)
             except BaseException:
                 self._settle()      # an `update` may follow
                 raise
         self._whole(both)
+
+    def _checked(self, batch_size: Any) -> float:
+        """A process may have no rows of a batch."""
+        if self.replicas.span.wide and is_number(batch_size) \
+                and batch_size == 0:
+            return 0
+        return check_batch_size(batch_size)
+
+    def _whole_batch(self, work: str, batch_size: Any) -> float:
+        """The sum of `batch_size` over all processes."""
+        world = self.replicas.span.world
+        with world.guard():
+            return check_batch_size(sum(world.gather(
+                work, self._checked(batch_size))))
 
     def _overrides(self, *names: str) -> bool:
         """Whether one of these methods is the user's own."""
@@ -381,16 +416,27 @@ class Trainer(Hints):
                 self.replicas.backend.settle(x)
 
     @probes.staged("reduce", "all-reduce", probes.gradients)
-    def _allreduce(self, ignore_stale_grad: bool) -> None:
-        (parameters, requests), replicas = self._trained(), self.replicas
-        backend = replicas.backend
-        columns = [p.list_data() for p in parameters]
-        fresh = [[backend.is_fresh(x) for x in arrays] for arrays in columns]
-        used = self._reached(parameters, fresh, ignore_stale_grad)
-        self._check_unedited(parameters, columns, fresh)
-        used = [j for j in used if all(
-            backend.has_gradient(x)
-            for x, is_fresh in zip(columns[j], fresh[j]) if is_fresh)]
+    def _allreduce(self, ignore_stale_grad: bool, batch_size: float = 0
+                   ) -> float:
+        """Returns the sum of `batch_size` over all processes."""
+        replicas, backend = self.replicas, self.replicas.backend
+        with replicas.span.world.guard():
+            parameters, requests = self._trained()
+            columns = [p.list_data() for p in parameters]
+            fresh = [[backend.is_fresh(x) for x in arrays]
+                     for arrays in columns]
+            self._check_passes(parameters, fresh, ignore_stale_grad)
+            edited = self._check_unedited(parameters, columns, fresh)
+            taken = {j for j, flags in enumerate(fresh) if not all(
+                backend.has_gradient(x)
+                for x, is_fresh in zip(columns[j], flags) if is_fresh)}
+            reached, edited, taken, batch_size = self._meet(
+                {j for j, flags in enumerate(fresh) if any(flags)},
+                edited, taken, batch_size, columns)
+        if edited:
+            raise self._edited_in_part(parameters[min(edited)])
+        self._check_reached(parameters, reached, ignore_stale_grad)
+        used = sorted(reached - taken)
         replicas.note_edits(False)      # what follows is mgpu's own
         gradients = [[backend.grad(x) for x in columns[j]] for j in used]
         try:
@@ -420,26 +466,55 @@ class Trainer(Hints):
         replicas.note_edits(True)
         replicas.carry_over([parameters[j] for j in used
                              if requests[j] == "add"])
+        return batch_size
 
-    def _reached(self, parameters: Sequence[Parameter],
-                 fresh: Sequence[Sequence[bool]], ignore_stale_grad: bool
-                 ) -> list[int]:
-        """The numbers of the parameters that a row of the batch reached, on
-        any device. StaleGradientError for others, and for a device that ran
-        and had no backward pass, unless they are to be ignored."""
-        replicas, used = self.replicas, []
+    def _meet(self, reached: set[int], edited: set[int], taken: set[int],
+              batch_size: float, columns: Sequence[Sequence[Any]]
+              ) -> tuple[set[int], set[int], set[int], float]:
+        """What all processes know of a batch together: the parameters that
+        any of its rows reached; those whose gradients were changed by hand
+        on some processes and not on all that have them; those whose gradients
+        were taken away; the sum of `batch_size`."""
+        span = self.replicas.span
+        if not span.wide:
+            return reached, set(), taken, batch_size
+        # What fails in a pass is an error here, before the others go on.
+        self.replicas.backend.host_views(
+            [self.replicas.backend.grad(columns[j][0])
+             for j in sorted(reached - taken)], to_read=True)
+        told = span.world.gather(f"step {self.num_update + 1}", [
+            *map(_bits, (reached, edited, taken)), batch_size,
+            self.replicas.moved])
+        every = [[_numbers(bits) for bits in one[:3]] for one in told]
+        self.replicas.moved_by_rank = [one[4] for one in told]
+        return (set().union(*(found for found, *_ in every)),
+                {j for found, changed, _ in every for j in changed
+                 if any(j in other and j not in by_hand
+                        for other, by_hand, _ in every)},
+                set().union(*(gone for *_, gone in every)),
+                sum(one[3] for one in told))
+
+    def _check_passes(self, parameters: Sequence[Parameter],
+                      fresh: Sequence[Sequence[bool]],
+                      ignore_stale_grad: bool) -> None:
+        """Refuse a device that ran and had no backward pass, unless that is
+        to be ignored (StaleGradientError)."""
+        replicas = self.replicas
         backward = [any(flags) for flags in zip(*fresh)]
         replicas.check_native(backward)
         for i, had in enumerate(backward):
             if replicas.recorded[i] and not had and any(backward) \
                     and not ignore_stale_grad:
                 raise self._stale(parameters[0], f" on {replicas.devices[i]}")
-        for j, (p, flags) in enumerate(zip(parameters, fresh)):
-            if any(flags):
-                used.append(j)
-            elif not ignore_stale_grad:
-                raise self._stale(p, again=any(backward))
-        return used
+
+    def _check_reached(self, parameters: Sequence[Parameter],
+                       reached: Collection[int], ignore_stale_grad: bool
+                       ) -> None:
+        """Refuse a parameter that no row of the batch reached, on any
+        device, unless it is to be ignored (StaleGradientError)."""
+        for j, p in enumerate(parameters):
+            if j not in reached and not ignore_stale_grad:
+                raise self._stale(p, again=bool(reached))
 
     def _stale(self, p: Parameter, where: str = "", again: bool = False
                ) -> StaleGradientError:
@@ -460,23 +535,31 @@ class Trainer(Hints):
 
     def _check_unedited(self, parameters: Sequence[Parameter],
                         columns: Sequence[Sequence[Any]],
-                        fresh: Sequence[Sequence[bool]]) -> None:
+                        fresh: Sequence[Sequence[bool]]) -> set[int]:
         """Refuse gradients that only some devices' were changed: each is a
-        part of the sum."""
-        if len(self.replicas) == 1:
-            return
-        for p, arrays, flags in zip(parameters, columns, fresh):
+        part of the sum. Returns the numbers of those that were changed."""
+        changed: set[int] = set()
+        if self.replicas.span.total == 1:
+            return changed
+        for j, (p, arrays, flags) in enumerate(zip(parameters, columns,
+                                                   fresh)):
             edited = [self.replicas.backend.edited(x)
                       for x, is_fresh in zip(arrays, flags) if is_fresh]
             if any(edited) and not all(edited):
-                raise RuntimeError(
-                    "before allreduce_grads a device's gradient is its part "
-                    f"of the sum; received the gradient of {p.name!r} "
-                    "changed on some devices and not on all, as clipping "
-                    "or zero_grad of replicas.net does (Replicas.zero_grad "
-                    "is of all devices). Call trainer.allreduce_grads(), then "
-                    "trainer.clip_global_norm (or change the gradients of "
-                    "replicas.net, which reaches all), then trainer.update.")
+                raise self._edited_in_part(p)
+            if any(edited):
+                changed.add(j)
+        return changed
+
+    def _edited_in_part(self, p: Parameter) -> RuntimeError:
+        return RuntimeError(
+            "before allreduce_grads a device's gradient is its part of the "
+            f"sum; received the gradient of {p.name!r} changed on some "
+            "devices and not on all, as clipping or zero_grad of "
+            "replicas.net does (Replicas.zero_grad is of all devices). Call "
+            "trainer.allreduce_grads(), then trainer.clip_global_norm (or "
+            "change the gradients of replicas.net, which reaches all), then "
+            "trainer.update.")
 
     def summed(self, caller: str = "summed") -> list[Parameter]:
         """The parameters whose gradients `allreduce_grads` has summed since
@@ -517,7 +600,7 @@ class Trainer(Hints):
             since then; only another replica's gradient than replica 0's was
             changed since then; or an earlier update has failed midway.
         """
-        batch_size = check_batch_size(batch_size)
+        batch_size = self._whole_batch("update", batch_size)
         self._whole(partial(self._update, batch_size))
 
     @probes.staged("update", "update", probes.weights)
@@ -676,8 +759,8 @@ class Trainer(Hints):
                     wd=one.wd, t=one.t, ops=backend.ops)
         backend.parallel([partial(apply, i) for i in range(len(self._states))])
 
-    def clip_global_norm(self, max_norm: float, batch_size: float = 1
-                         ) -> float:
+    def clip_global_norm(self, max_norm: float,
+                         batch_size: float | None = None) -> float:
         """Scale all gradients so that their joint norm is `max_norm` at most.
 
         Call it between `allreduce_grads` and `update` (RuntimeError
@@ -688,10 +771,11 @@ class Trainer(Hints):
         Parameters
         ----------
         max_norm : float
-        batch_size : float
+        batch_size : float, optional
             The norm is that of the gradients divided by it and by the
-            `loss_scale` (what `update` will apply). With 1, and without a
-            scale, of the summed gradients as they are.
+            `loss_scale` (what `update` will apply). Without both, of the
+            summed gradients as they are. With several processes: as in
+            `step`.
 
         Returns
         -------
@@ -702,7 +786,8 @@ class Trainer(Hints):
             skip the step.
         """
         _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
-        batch_size = check_batch_size(batch_size)
+        divisor = 1 if batch_size is None else self._whole_batch(
+            "clip_global_norm", batch_size)
         backend = self.replicas.backend
         parameters = self.summed("clip_global_norm")
         gradients = [p.list_grad() for p in parameters]
@@ -715,7 +800,7 @@ class Trainer(Hints):
                 squares.append(backend.ops.sum(g * g))
             norm = float(np.sqrt(sum(
                 float(backend.to_numpy(s).sum()) for s in squares)))
-            norm /= batch_size * self.loss_scale
+            norm /= divisor * self.loss_scale
             if not np.isfinite(norm):
                 if self._loss_scale.dynamic:
                     return norm
@@ -810,6 +895,15 @@ def _check_number(what: str, value: Any, limits: str = "",
                         f"{type(value).__name__}.")
     if not (abs(value) < float("inf") and fits(value)):
         raise ValueError(f"{rule}; received {value!r}.")
+
+
+def _bits(numbers: Collection[int]) -> str:
+    return f"{sum(1 << j for j in numbers):x}"
+
+
+def _numbers(bits: str) -> set[int]:
+    mask = int(bits, 16)
+    return {j for j in range(mask.bit_length()) if mask >> j & 1}
 
 
 def _own_name(name: Any, names: Collection[str], free: Collection[str]

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import notebook, prefetching, probes
+from mgpu import distributed, notebook, prefetching, probes
 from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
 from mgpu.device import Device, as_devices
-from mgpu.evaluation import check_scores, evaluate_accuracy_gpus
+from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
+                             shards_of)
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import LabelError, check_per_example
 from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
@@ -239,12 +240,16 @@ def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     _check_all(replicas, trainer, loss)
     devices, stage = replicas.devices, probes.stage
     with using_backend(replicas.backend.name) as backend, \
+            replicas.span.world.guard(), \
             backend.scope(), replicas.owned(), probes.step(devices, X):
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
-            X_shards, y_shards = split_f(X, y, devices)
+            X_shards, y_shards = shards_of(X, y, devices, split_f)
         _check_labels(X_shards, y_shards, devices)
         passes = _at_once if replicas.independent() else _stage_by_stage
+        if replicas.span.wide and all(is_empty(as_inputs(shard))
+                                      for shard in X_shards):
+            passes = _no_pass
         with replicas.unobserved(trainer.observed), \
                 _shared(loss, replicas, X_shards) as loss:
             if check is not None:
@@ -305,6 +310,13 @@ def _shared(loss: Loss, replicas: Replicas, X_shards: Sequence[Any]
     if known is None or known.loss is not loss:
         known = replicas.shared_loss = SharedLoss(loss, replicas)
     return known if known.keeps else contextlib.nullcontext(loss)
+
+
+def _no_pass(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
+             loss: Loss, scale: float) -> list[Any]:
+    """Other processes have the rows of the batch; this one has none."""
+    replicas.pass_over()
+    return [None] * len(replicas)
 
 
 def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
@@ -438,6 +450,27 @@ class History:
 
 
 @contextlib.contextmanager
+def _told(world: distributed.World) -> Iterator[None]:
+    """What ends the block early ends the training of all processes."""
+    try:
+        yield
+    except BaseException as error:
+        world.tell(error)
+        raise
+
+
+def _over_processes(world: distributed.World, means: list[float],
+                    sizes: list[int]) -> tuple[list[float], list[int]]:
+    """The mean loss and the rows of each step, over all processes."""
+    if world.size == 1:
+        return means, sizes
+    told = world.gather("the end of an epoch", [means, sizes])
+    rows = [sum(n) for n in zip(*(n for _, n in told), strict=True)]
+    return [sum(mean[i] * n[i] for mean, n in told) / count
+            for i, count in enumerate(rows)], rows
+
+
+@contextlib.contextmanager
 def _carried(history: History) -> Iterator[None]:
     """What ends the block early has `history` with it."""
     try:
@@ -516,8 +549,10 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
     if animator is not None and not hasattr(animator, "add"):
         raise TypeError("animator must be an mgpu.plotting.Animator; "
                         f"received {animator!r}. Pass one, or None.")
-    backend = get_backend()
-    history = History([str(d) for d in devices])
+    backend, world = get_backend(), distributed.current()
+    history = History([name for names in world.gather(
+        "train", [str(d) for d in devices]) for name in names])
+    progress = progress and world.is_main
     total = num_epochs * length_hint(train_iter) if progress else 0
     waiting: deque[tuple[int, int, list[Any]]] = deque()
 
@@ -526,7 +561,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
             epoch, rows, losses = waiting.popleft()
             total = sum(float(backend.to_numpy(loss).astype(
                 np.float64).sum()) for loss in losses if loss is not None)
-            history.loss_per_step.append(total / rows)
+            history.loss_per_step.append(total / rows if rows else 0.0)
             if not np.isfinite(total):
                 stop("loss", f"{total / rows} in step "
                      f"{len(history.loss_per_step)} (epoch {epoch + 1})")
@@ -538,7 +573,7 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
             "or look for bad data.")
 
     # The scope is for Ctrl-C, which may come while one inside it ends.
-    with _carried(history), backend.scope(), \
+    with _told(world), _carried(history), backend.scope(), \
             ProgressBar(progress, description or "train", total or None,
                         "batch") as bar:
         for epoch in range(num_epochs):
@@ -562,6 +597,8 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
                     "that can be gone through again, such as a list.")
             settle(down_to=0)
             backend.synchronize(list(devices))
+            history.loss_per_step[first:], sizes = _over_processes(
+                world, history.loss_per_step[first:], sizes)
             seconds, images = time.perf_counter() - begin, sum(sizes)
             history.seconds.append(seconds)
             history.images_per_second.append(images / seconds)

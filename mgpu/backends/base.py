@@ -1043,6 +1043,13 @@ class Backend(ABC):
         """Restart the engine's random streams (dropout masks): one for each
         device, from (seed, device)."""
 
+    # optional: several processes
+
+    def number_devices(self, first: int) -> None:   # noqa: B027
+        """The devices of this process have the numbers from `first` among
+        those of all processes: random streams go by it. Where the number is
+        another one than before, they start again."""
+
     # optional: bits that depend on no history
 
     def fan_out(self, x: Array, count: int) -> list[Array]:

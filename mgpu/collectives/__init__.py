@@ -110,7 +110,7 @@ def allreduce_many(lists: Sequence[list[Array]], *, op: str = "sum",
     if len(lengths) > 1:
         raise ValueError(f"every list must hold one array per device; "
                          f"received lists of {lengths} arrays.")
-    if not columns or lengths == [1]:
+    if not columns or lengths == [1] and not strategy.reaches_further:
         return
     _in_place(lambda views: _run(strategy, views, op, assign_roots(
         [prod(data[0].shape) for data in views], lengths[0])), columns)

@@ -46,6 +46,9 @@ class AllReduce:
     #: whether it refuses arrays that share memory, because it sees it at
     #: less cost
     checks_memory = False
+    #: whether it adds what is not in the lists, so that it has work to do
+    #: for one device too
+    reaches_further = False
 
     def __init_subclass__(cls) -> None:
         if cls.allreduce is AllReduce.allreduce \

@@ -151,6 +151,7 @@ class MXNetBackend(base.Backend):
     def __init__(self) -> None:
         self.ops = MXNetOps()
         self._seed, self._drawers = 0, itertools.count(2)
+        self._first = 0
         # The engine runs contexts side by side, whatever thread queued the
         # work; `dispatch` says what threads are used for nevertheless.
         # A thread that ended would take its random streams along.
@@ -413,12 +414,20 @@ class MXNetBackend(base.Backend):
         # streams are those of the thread that queues an operation: another
         # thread begins its own when it first draws after this.
         self._seed, self._drawers = seed, itertools.count(2)
-        mx.random.seed(seed & 0x7FFFFFFF)
+        mx.random.seed(self._child(0) if self._first else seed & 0x7FFFFFFF)
+
+    def number_devices(self, first: int) -> None:
+        if first != self._first:
+            self._first = first
+            self.seed(self._seed)
 
     def _child(self, number: int) -> int:
         """The seed of other streams: 0, of those after a save; 1, of the
         devices' threads; from 2, of threads that draw data."""
-        child, = np.random.SeedSequence([self._seed, number]).generate_state(1)
+        # Processes have streams of their own: by their first device.
+        entropy = [self._seed, number, self._first]
+        child, = np.random.SeedSequence(
+            entropy[:3 if self._first else 2]).generate_state(1)
         return int(child) & 0x7FFFFFFF
 
     def _begin_streams(self, number: int) -> None:

@@ -54,7 +54,7 @@ class TorchBackend(Leaves, base.Backend):
         super().__init__()
         keep_freed_memory()
         self.ops = TorchOps()
-        self._seed = 0
+        self._seed = self._first = 0
         self._generators: dict[Any, torch.Generator] = {}
         #: networks with hooks that may keep something in backward passes
         self.keeping = weakref.WeakSet[TorchNetwork]()
@@ -279,12 +279,18 @@ class TorchBackend(Leaves, base.Backend):
         self._seed = seed
         self._generators.clear()
 
+    def number_devices(self, first: int) -> None:
+        if first != self._first:
+            self._first = first
+            self._generators.clear()
+
     def generator(self, device: Any, use: str = "layers") -> torch.Generator:
         """The random stream of `device`: two threads that shared torch's
         own would draw different numbers in each run."""
         if (device, use) not in self._generators:
             entropy = [self._seed, ("cpu", "gpu").index(device.kind),
-                       device.index, ("layers", "functional").index(use)]
+                       self._first + device.index,
+                       ("layers", "functional").index(use)]
             seed, = np.random.SeedSequence(entropy).generate_state(1)
             self._generators[device, use] = torch.Generator(
                 self.handle(device)).manual_seed(int(seed))

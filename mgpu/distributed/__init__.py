@@ -1,0 +1,170 @@
+"""Several processes, on one machine or on several, that train one network.
+
+The same script runs in every process. One line is new, before the first
+network: ``mgpu.distributed.init()``. Then `Trainer`, `train`, `train_batch`,
+`evaluate_accuracy_gpus` and the batch-norm policies work over all devices of
+all processes, and the data sets of `mgpu.datasets` give each process its rows
+of every batch. Start the processes by ``mgpu launch -n 2 script.py`` or by
+torchrun. A script that is started alone has one process, and `init` changes
+nothing.
+
+The processes exchange by ``torch.distributed`` (gloo on CPUs, NCCL on CUDA
+cards), for networks of both frameworks.
+"""
+import atexit
+import importlib
+import os
+import sys
+from typing import Any
+
+from mgpu import environment
+from mgpu.arguments import number, one_of
+from mgpu.distributed.world import Span, World, current, enter, in_words
+from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError, WorkerFailed,
+                         WorkerLost)
+
+__all__ = ["ModelMismatch", "Span", "UnevenWork", "World", "WorkerError",
+           "WorkerFailed", "WorkerLost", "barrier", "current", "init",
+           "is_main", "local_rank", "rank", "shutdown", "world_size"]
+
+#: the module of each engine: its function ``join`` returns a `world.Engine`
+ENGINES = {"torch": "mgpu.distributed._gloo",
+           "kvstore": "mgpu.distributed._kvstore"}
+
+
+def rank() -> int:
+    """The number of this process, from 0."""
+    return current().rank
+
+
+def world_size() -> int:
+    """The number of processes; 1 without `init`."""
+    return current().size
+
+
+def local_rank() -> int:
+    """The number of this process among those of its machine, from 0: which
+    card to use, for example."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def is_main() -> bool:
+    """Whether this is the process that writes files and prints: rank 0."""
+    return current().is_main
+
+
+def barrier() -> None:
+    """Wait until all processes are here. Raises as `init` says."""
+    current().gather("barrier")
+
+
+def init(*, timeout: float = 300.0, start_timeout: float = 60.0,
+         engine: str | None = None) -> World:
+    """Join the other processes of the job.
+
+    Reads what torchrun and ``mgpu launch`` put into the environment: RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Without RANK there is one process,
+    and nothing happens. A second call returns what the first one made.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds that a process may be silent. Then the others raise
+        `WorkerLost`.
+    start_timeout : float
+        Seconds within which all processes have to be there.
+    engine : {"torch", "kvstore"}, optional
+        What adds up gradients over processes: ``torch.distributed``, or
+        MXNet's KVStore, for float32 networks of MXNet. Default: as
+        ``mgpu launch --engine`` says, else "torch".
+
+    Returns
+    -------
+    World
+
+    Raises
+    ------
+    WorkerLost
+        Not all processes have started; names those that are missing.
+    ValueError
+        An environment that is not whole, or a wrong argument.
+    """
+    number("timeout", timeout, 0)
+    number("start_timeout", start_timeout, 0)
+    engine = engine or environment.engine() or "torch"
+    one_of("engine", engine, ENGINES)
+    if current().size > 1 or "RANK" not in os.environ:
+        return current()
+    own = _environment()
+    if own["size"] == 1:
+        return current()
+    entry = importlib.import_module(ENGINES[engine])
+    world = World(entry.join(timeout, start_timeout, **own),
+                  own["restarts"])
+    enter(world)
+    _leave_at_exit(world)
+    world.agree("mgpu.distributed.init", {
+        "mgpu": sys.modules["mgpu"].__version__, "timeout": timeout,
+        "engine": engine}, "Use one version, and the same arguments, on every "
+        "rank.")
+    return world
+
+
+def _environment() -> dict[str, Any]:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            "a process of a job finds RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"MASTER_PORT in its environment; {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing. Start it by "
+            "mgpu launch or by torchrun.")
+    try:
+        rank, size, port = (int(os.environ[name]) for name in (
+            "RANK", "WORLD_SIZE", "MASTER_PORT"))
+    except ValueError as error:
+        raise ValueError("RANK, WORLD_SIZE and MASTER_PORT are whole "
+                         f"numbers; received {error}.") from None
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK is from 0 to WORLD_SIZE - 1; received {rank} "
+                         f"of {size}. Start the processes by mgpu launch.")
+    return {"rank": rank, "size": size, "host": os.environ["MASTER_ADDR"],
+            "port": port,
+            "restarts": int(os.environ.get("TORCHELASTIC_RESTART_COUNT",
+                                           "0"))}
+
+
+_error: list[str] = []      # that ends this process
+
+
+def _leave_at_exit(world: World) -> None:
+    hook = sys.excepthook
+
+    def noting(kind: Any, error: Any, trace: Any) -> None:
+        _error.append(in_words(error))
+        hook(kind, error, trace)
+    sys.excepthook = noting
+    atexit.register(_end, world)
+
+
+def _end(world: World) -> None:
+    """Tell the others, before the interpreter ends. A process that ends while
+    others go on has done less than they: exit status 1."""
+    if current() is not world:
+        return
+    alike = shutdown()
+    if not alike and not _error:
+        print(f"mgpu: rank {world.rank} has ended while other ranks go on: "
+              "all ranks do the same number of steps.", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def shutdown() -> bool:
+    """Leave the job; called at the end of a process too. Returns whether all
+    processes leave now. The others raise `UnevenWork`, or `WorkerLost` where
+    an error ends this one."""
+    world = current()
+    enter(World())
+    return world.leave(_error[0] if _error else None)

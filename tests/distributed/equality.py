@@ -1,0 +1,146 @@
+"""A program that runs in one process, and in several with as many devices in
+all: ``equality.py BACKEND COUNTS FOLDER``, where COUNTS has the number of
+devices of each rank, such as 1,2,1.
+
+Each scenario is a function that is given this rank's devices and returns
+arrays by name, which must not depend on how many processes there are.
+"""
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import mgpu
+from networks import convnet
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def data(batch_size=8, rows=35):
+    """The last batch has 3 rows, so the last of four devices has none."""
+    return mgpu.datasets.synthetic(batch_size, num_train=rows, num_test=21,
+                                   shape=(1, 8, 8), dtype="float64")
+
+
+def made(devices, batch_norm="per_device", seed=1, dropout=False, **options):
+    net = convnet(mgpu.get_backend(), channels=1, classes=10)
+    if dropout:
+        from torch import nn
+        net.insert(-1, nn.Dropout(0.5))
+    replicas = mgpu.initialize(net, devices, init="xavier", seed=seed,
+                               dtype="float64", batch_norm=batch_norm)
+    return replicas, mgpu.Trainer(replicas, "sgd", {
+        "learning_rate": 0.1, "momentum": 0.9}, **options)
+
+
+LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+
+
+def values(replicas, statistics=False):
+    found = {f"value {p.name}": mgpu.to_numpy(p.data())
+             for p in replicas.params()}
+    if statistics:      # the same on all devices
+        found |= {f"value {p.name}": mgpu.to_numpy(p.data())
+                  for p in replicas.statistics()}
+    return found
+
+
+def trained(devices, batch_norm="per_device", epochs=2, **options):
+    replicas, trainer = made(devices, batch_norm, **options)
+    history = mgpu.train(replicas, *data(), LOSS, trainer, epochs,
+                         progress=False)
+    return {**values(replicas, batch_norm != "per_device"),
+            "losses": history.loss_per_step, "means": history.train_loss,
+            "accuracy": history.test_acc}
+
+
+@scenario
+def per_device(devices):
+    return trained(devices)
+
+
+@scenario
+def average(devices):
+    return trained(devices, "average")
+
+
+@scenario
+def dynamic_scale(devices):
+    """A row of the second batch is infinite: all ranks skip that step."""
+    replicas, trainer = made(devices, loss_scale="dynamic")
+    train_iter, _ = data()
+    for number, (X, y) in enumerate(train_iter):
+        if number == 1 and mgpu.distributed.is_main():
+            X[0] = np.inf
+        mgpu.train_batch(X, y, replicas, LOSS, trainer)
+    return {**values(replicas), "skipped": [trainer.skipped_steps],
+            "scale": [trainer.loss_scale]}
+
+
+@scenario
+def clipped_by_hand(devices):
+    replicas, trainer = made(devices)
+    train_iter, test_iter = data(batch_size=7)
+    norms = []
+    for X, y in train_iter:
+        if len(X):
+            X_shards, y_shards = mgpu.split_batch(X, y, devices)
+            with mgpu.record():
+                outputs = replicas(X_shards)
+                losses = [None if output is None else LOSS(output, label)
+                          for output, label in zip(outputs, y_shards)]
+            mgpu.backward(losses)
+        trainer.allreduce_grads()
+        norms.append(trainer.clip_global_norm(0.5, batch_size=len(X)))
+        trainer.update(len(X))
+    return {**values(replicas), "norms": norms, "accuracy": [
+        mgpu.evaluate_accuracy_gpus(replicas, test_iter)]}
+
+
+@scenario
+def other_seeds(devices):
+    """Rank 0's values are those of all."""
+    return trained(devices, seed=1 + mgpu.distributed.rank())
+
+
+@scenario
+def shapes_from_the_first_batch(devices):
+    net = convnet(mgpu.get_backend(), channels=1, classes=10, deferred=True)
+    replicas = mgpu.initialize(net, devices, init="xavier", seed=1,
+                               dtype="float64")
+    trainer = mgpu.Trainer(replicas, "nag", {"learning_rate": 0.1})
+    for X, y in data()[0]:
+        mgpu.train_batch(X, y, replicas, LOSS, trainer)
+    return values(replicas)
+
+
+@scenario
+def dropout(devices):
+    return trained(devices, dropout=True)
+
+
+#: MXNet has one stream of random numbers for all CPU devices of a process
+dropout.on = ["torch"]
+
+
+def main(backend, counts, folder):
+    mgpu.set_backend(backend)
+    mgpu.distributed.init(timeout=30)
+    rank = mgpu.distributed.rank()
+    counts = [int(n) for n in counts.split(",")]
+    devices = [mgpu.cpu(i) for i in range(counts[rank])]
+    for name, function in SCENARIOS.items():
+        found = {}
+        if not getattr(function, "on", None) or backend in function.on:
+            mgpu.seed(5)
+            found = function(devices)
+        np.savez(Path(folder) / f"{name}-{rank}.npz", **found)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

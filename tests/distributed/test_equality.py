@@ -1,0 +1,80 @@
+"""One process and several processes with as many devices in all train the
+same."""
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from conftest import BACKENDS
+from distributed import equality, jobs
+
+PROGRAM = jobs.ROOT / "tests" / "distributed" / "equality.py"
+#: devices of each rank; four in all, of which the last has no row of the
+#: last batch
+COUNTS = ("2,2", "1,2,1")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def alone(request, tmp_path_factory):
+    """The folder of the run in one process, and the backend."""
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run([sys.executable, PROGRAM, request.param, "4", folder],
+                   check=True, cwd=folder, timeout=200, env={
+                       k: v for k, v in jobs.environment(0, 1, 0).items()
+                       if k != "RANK"})
+    return request.param, folder
+
+
+@pytest.fixture(scope="module", params=COUNTS)
+def together(request, alone, tmp_path_factory):
+    """The folder of the run in several processes, and their number."""
+    folder, size = tmp_path_factory.mktemp("job"), request.param.count(",") + 1
+    job = jobs.start(folder, size, PROGRAM, alone[0], request.param, folder)
+    for status, text in job.wait(200):
+        assert status == 0, text
+    return folder, size
+
+
+def difference(one, other):
+    """The largest difference of two runs, relative to the largest number that
+    stands beside it: values of the network together, all else by itself."""
+    assert one.keys() == other.keys()
+    groups = {}
+    for name in one:
+        groups.setdefault(name.split()[0], []).append(name)
+    worst = 0.0
+    for names in groups.values():
+        assert all(one[n].shape == other[n].shape for n in names)
+        largest = max(np.abs(one[n]).max(initial=0) for n in names)
+        apart = max(np.abs(one[n] - other[n]).max(initial=0) for n in names)
+        worst = max(worst, apart / largest if apart else 0.0)
+    return worst
+
+
+@pytest.mark.parametrize("name", equality.SCENARIOS)
+def test_processes_change_nothing(alone, together, name):
+    (backend, expected), (folder, size) = alone, together
+    function = equality.SCENARIOS[name]
+    one = dict(np.load(expected / f"{name}-0.npz"))
+    assert bool(one) == (backend in getattr(function, "on", BACKENDS))
+    runs = [dict(np.load(folder / f"{name}-{rank}.npz"))
+            for rank in range(size)]
+    for other in runs:
+        # of the largest number: sums in another order round differently
+        assert difference(one, other) <= 1e-12
+        # All ranks hold the same bits.
+        for key, x in other.items():
+            assert x.tobytes() == runs[0][key].tobytes(), key
+
+
+@pytest.mark.parametrize("changed", ["value a", "loss"])
+def test_a_difference_is_seen(changed):
+    one = {"value a": np.ones(2), "value b": np.full(3, 1e6),
+           "loss": np.ones(1)}
+    other = {k: x.copy() for k, x in one.items()}
+    assert difference(one, other) == 0
+    other[changed][0] += 1e-3
+    assert difference(one, other) > 1e-12
+    with pytest.raises(AssertionError):
+        difference(one, {"value a": one["value a"]})
