@@ -192,9 +192,11 @@ class Trainer(Hints):
     def _agree(self) -> None:
         """All processes apply the same rule. Raises
         `mgpu.errors.ModelMismatch`."""
-        if not self.replicas.span.wide:
+        world = self.replicas.span.world
+        if world.size == 1:
             return
-        self.replicas.span.world.agree("mgpu.Trainer", {
+        world.check_dtypes({p.name: p.dtype for p in self.replicas.params()})
+        world.agree("mgpu.Trainer", {
             "optimizer": repr(self.optimizer),
             "semantics": self.optimizer.semantics,
             "schedule": None if self.lr_scheduler is None

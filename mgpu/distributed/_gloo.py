@@ -84,6 +84,7 @@ class Gloo:
     """A process group of ``torch.distributed``."""
 
     name = "torch"
+    dtypes = None       # each in its own
 
     def __init__(self, rank: int, size: int, store: Any, timeout: float,
                  start_timeout: float) -> None:
@@ -190,7 +191,7 @@ class Gloo:
         with self._explained():
             dist.broadcast(torch.from_numpy(flat), root)
 
-    def close(self) -> None:
+    def close(self, alike: bool) -> None:
         # abort: destroying a group waits for ranks that may not be there.
         with contextlib.suppress(Exception):
             dist.destroy_process_group()

@@ -29,6 +29,8 @@ class Engine(Protocol):
     rank: int
     size: int
     timeout: float
+    #: the dtypes that sums are computed in; None: each in its own
+    dtypes: tuple[str, ...] | None
 
     def allgather(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, in their order."""
@@ -44,8 +46,9 @@ class Engine(Protocol):
         """As `allreduce`, on an array of the engine that holds it. False
         where this one cannot, and nothing was done."""
 
-    def close(self) -> None:
-        """End the connections; waits for nobody."""
+    def close(self, alike: bool) -> None:
+        """End the connections. `alike`: all ranks do; else nobody is waited
+        for, and the process may end here."""
 
 
 class World:
@@ -178,15 +181,17 @@ class World:
     def leave(self, why: str | None) -> bool:
         """Tell the others that this process ends. Returns whether all do
         now; `why`: the error that ends it."""
-        if self.engine is None or self._dead is not None:
-            return self.engine is None
+        if self.engine is None:
+            return True
+        alike = False
         try:
-            told = self._meet({"work": _LEAVES, "value": why})
+            if self._dead is None:
+                alike = all(one["work"] == _LEAVES for one in self._meet(
+                    {"work": _LEAVES, "value": why}))
         except WorkerLost:
-            return False
-        finally:
-            self.engine.close()
-        return all(one["work"] == _LEAVES for one in told)
+            pass
+        self.engine.close(alike)
+        return alike
 
     def agree(self, work: str, facts: dict[str, Any], cure: str) -> None:
         """Raise `ModelMismatch` on every rank, naming the first difference,
@@ -220,6 +225,20 @@ class World:
         if self.engine is not None:
             with self._carried():
                 self.engine.broadcast(flat, root)
+
+    def check_dtypes(self, dtypes: dict[str, str]) -> None:
+        """Refuse parameters, whose dtypes are given by name, that the engine
+        does not add up in their own dtype (ValueError)."""
+        fit = None if self.engine is None else self.engine.dtypes
+        wrong = [f"{name} of {dtype}" for name, dtype in dtypes.items()
+                 if fit is not None and dtype not in fit]
+        if wrong:
+            raise ValueError(
+                f"the engine {self.engine.name!r} adds up in "       # type: ignore[union-attr]
+                f"{' and '.join(fit or ())}; received {wrong[0]}"
+                + (f" and {len(wrong) - 1} others" if wrong[1:] else "")
+                + ". Use engine='torch' (mgpu launch --engine torch), or "
+                "another dtype.")
 
     # -- places -------------------------------------------------------------
 

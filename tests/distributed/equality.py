@@ -1,6 +1,6 @@
 """A program that runs in one process, and in several with as many devices in
-all: ``equality.py BACKEND COUNTS FOLDER``, where COUNTS has the number of
-devices of each rank, such as 1,2,1.
+all: ``equality.py BACKEND COUNTS FOLDER [DTYPE]``, where COUNTS has the number
+of devices of each rank, such as 1,2,1.
 
 Each scenario is a function that is given this rank's devices and returns
 arrays by name, which must not depend on how many processes there are.
@@ -14,6 +14,7 @@ import mgpu
 from networks import convnet
 
 SCENARIOS = {}
+DTYPE = "float64"
 
 
 def scenario(function):
@@ -24,7 +25,7 @@ def scenario(function):
 def data(batch_size=8, rows=35):
     """The last batch has 3 rows, so the last of four devices has none."""
     return mgpu.datasets.synthetic(batch_size, num_train=rows, num_test=21,
-                                   shape=(1, 8, 8), dtype="float64")
+                                   shape=(1, 8, 8), dtype=DTYPE)
 
 
 def made(devices, batch_norm="per_device", seed=1, dropout=False, **options):
@@ -33,7 +34,7 @@ def made(devices, batch_norm="per_device", seed=1, dropout=False, **options):
         from torch import nn
         net.insert(-1, nn.Dropout(0.5))
     replicas = mgpu.initialize(net, devices, init="xavier", seed=seed,
-                               dtype="float64", batch_norm=batch_norm)
+                               dtype=DTYPE, batch_norm=batch_norm)
     return replicas, mgpu.Trainer(replicas, "sgd", {
         "learning_rate": 0.1, "momentum": 0.9}, **options)
 
@@ -112,7 +113,7 @@ def other_seeds(devices):
 def shapes_from_the_first_batch(devices):
     net = convnet(mgpu.get_backend(), channels=1, classes=10, deferred=True)
     replicas = mgpu.initialize(net, devices, init="xavier", seed=1,
-                               dtype="float64")
+                               dtype=DTYPE)
     trainer = mgpu.Trainer(replicas, "nag", {"learning_rate": 0.1})
     for X, y in data()[0]:
         mgpu.train_batch(X, y, replicas, LOSS, trainer)
@@ -128,7 +129,9 @@ def dropout(devices):
 dropout.on = ["torch"]
 
 
-def main(backend, counts, folder):
+def main(backend, counts, folder, dtype="float64"):
+    global DTYPE
+    DTYPE = dtype
     mgpu.set_backend(backend)
     mgpu.distributed.init(timeout=30)
     rank = mgpu.distributed.rank()

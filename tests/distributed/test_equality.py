@@ -15,14 +15,18 @@ PROGRAM = jobs.ROOT / "tests" / "distributed" / "equality.py"
 COUNTS = ("2,2", "1,2,1")
 
 
+def run_alone(backend, folder, dtype):
+    subprocess.run([sys.executable, PROGRAM, backend, "4", folder, dtype],
+                   check=True, cwd=folder, timeout=200, env={
+                       k: v for k, v in jobs.environment(0, 1, 0).items()
+                       if k != "RANK"})
+
+
 @pytest.fixture(scope="module", params=BACKENDS)
 def alone(request, tmp_path_factory):
     """The folder of the run in one process, and the backend."""
     folder = tmp_path_factory.mktemp("alone")
-    subprocess.run([sys.executable, PROGRAM, request.param, "4", folder],
-                   check=True, cwd=folder, timeout=200, env={
-                       k: v for k, v in jobs.environment(0, 1, 0).items()
-                       if k != "RANK"})
+    run_alone(request.param, folder, "float64")
     return request.param, folder
 
 
@@ -66,6 +70,33 @@ def test_processes_change_nothing(alone, together, name):
         # All ranks hold the same bits.
         for key, x in other.items():
             assert x.tobytes() == runs[0][key].tobytes(), key
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet's KVStore")
+def test_a_parameter_server_changes_nothing(tmp_path_factory):
+    """To the rounding of float32, which it adds in."""
+    expected, folder = (tmp_path_factory.mktemp(x) for x in ("alone", "job"))
+    run_alone("mxnet", expected, "float32")
+    job = jobs.start(folder, 2, PROGRAM, "mxnet", "2,2", folder, "float32",
+                     MGPU_ENGINE="kvstore")
+    for status, text in job.wait(200):
+        assert status == 0, text
+    for name in equality.SCENARIOS:
+        one = dict(np.load(expected / f"{name}-0.npz"))
+        for rank in range(2):
+            other = dict(np.load(folder / f"{name}-{rank}.npz"))
+            assert difference(one, other) <= 2e-6, name
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet's KVStore")
+def test_a_parameter_server_refuses_what_it_would_round(tmp_path):
+    job = jobs.start(tmp_path, 2, PROGRAM, "mxnet", "1,1", tmp_path,
+                     MGPU_ENGINE="kvstore")
+    for status, text in job.wait(60):
+        assert status == 1
+        assert "ValueError: the engine 'kvstore' adds up in float32; " \
+            "received 0.weight of float64 and 9 others. Use " \
+            "engine='torch'" in text
 
 
 @pytest.mark.parametrize("changed", ["value a", "loss"])
