@@ -26,6 +26,8 @@ from mgpu.errors import WorkerLost
 _ROLE = "import mgpu; mgpu.mxnet_compat()"
 #: seconds between two looks at the scheduler and the server
 _LOOK = 0.05
+#: seconds that a process waits for the store to end
+_LEAVING = 5
 
 
 def join(timeout: float, start_timeout: float, **place: Any) -> "KVStore":
@@ -47,7 +49,7 @@ class KVStore:
         self._control = control
         self.rank, self.size = control.rank, control.size
         self.timeout = control.timeout
-        self._roles: list[subprocess.Popen] = []
+        self._roles: dict[str, subprocess.Popen] = {}
         self._keys: dict[int, tuple[int, Any]] = {}     # by length
         own = _own_address(host)
         port = control.allgather(str(_free_port(own)).encode())[0].decode()
@@ -56,7 +58,8 @@ class KVStore:
             "DMLC_NODE_HOST": own, "DMLC_NUM_SERVER": "1",
             "DMLC_NUM_WORKER": str(self.size), "DMLC_ROLE": "worker"})
         if self.rank == 0:
-            self._roles = [_start(role) for role in ("scheduler", "server")]
+            self._roles = {role: _start(role)
+                           for role in ("scheduler", "server")}
         mx = mxnet_compat()
         self._mx = mx
         self._store = self._limited(
@@ -93,9 +96,11 @@ class KVStore:
             self._keys[length] = key, empty
         return self._keys[length]
 
-    def _limited(self, call: Callable[[], Any], seconds: float) -> Any:
+    def _limited(self, call: Callable[[], Any], seconds: float,
+                 leaving: bool = False) -> Any:
         """``call()``, in a thread that is left behind where it takes longer:
-        no signal reaches a call that waits for the store."""
+        no signal reaches a call that waits for the store. `leaving`: the
+        scheduler and the server may end."""
         found: list[Any] = []
         done = threading.Event()
 
@@ -107,12 +112,15 @@ class KVStore:
             done.set()
         threading.Thread(target=run, daemon=True).start()
         end = time.monotonic() + seconds
-        while not done.wait(_LOOK):
-            ended = [role.args[-1] for role in self._roles
+        while True:
+            answered = done.wait(_LOOK)
+            ended = [name for name, role in self._roles.items()
                      if role.poll() is not None]
-            if ended:
+            if ended and not leaving:
                 raise self._lost(f"the {' and the '.join(ended)} of the "
                                  "store has ended")
+            if answered:
+                break
             if time.monotonic() > end:
                 raise self._lost(f"the store did not answer within "
                                  f"{seconds:g} s")
@@ -132,16 +140,23 @@ class KVStore:
         """`alike`: all ranks close now, and wait for each other, as the store
         does. Else this process must not wait for it: it ends at once."""
         if alike:
-            self._store = None      # the store's own barrier
+            try:        # the store's own barrier, which may last for ever
+                self._limited(self._let_go, _LEAVING, leaving=True)
+            except WorkerLost as error:
+                print(f"mgpu: {error}", file=sys.stderr)
+                alike = False
         self._control.close(alike)
-        for role in self._roles:
+        for role in self._roles.values():
             try:
-                role.wait(5 if alike else 0)
+                role.wait(_LEAVING if alike else 0)
             except subprocess.TimeoutExpired:
                 role.kill()
                 role.wait()
         if not alike:
             _end_at_once()
+
+    def _let_go(self) -> None:
+        self._store = None
 
 
 def _end_at_once() -> None:
@@ -160,7 +175,7 @@ def _start(role: str) -> subprocess.Popen:
 
 
 def _own_address(host: str) -> str:
-    """This machine's address towards `host`."""
+    """The address of this machine towards `host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))        # sends nothing
         return str(probe.getsockname()[0])
