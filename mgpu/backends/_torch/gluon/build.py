@@ -4,6 +4,7 @@ import keyword
 import operator
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -244,8 +245,20 @@ class _Builder:
         key = repr((part.kind, part.arguments, part.tensors))
         if key not in self._layers or not part.tensors:
             self._layers[key] = self._module(node, part)
+        elif any(name in self._root.get_submodule(self._layers[key])._buffers
+                 for name in part.tensors):
+            self._several_calls(node)
         return self._fx.call_module(self._layers[key], tuple(
             self._argument(node, x) for x in part.inputs))
+
+    def _several_calls(self, node: Node) -> None:
+        warnings.warn(
+            f"a pass calls a layer with running statistics several times "
+            f"({node.op} {node.name!r}). In training MXNet's backward pass "
+            "takes in the last call first, PyTorch the first one, so the "
+            "running statistics differ from MXNet's (relative, about 0.1). "
+            "Predictions with the statistics of the file do not.",
+            stacklevel=2)
 
     def _module(self, node: Node, part: Layer) -> str:
         kind = find(part.kind)
