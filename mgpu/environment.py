@@ -90,6 +90,22 @@ def strict_devices() -> bool:
     return flag("MGPU_STRICT_DEVICES")
 
 
+def timeout() -> float | None:
+    """``MGPU_TIMEOUT``, or None. ValueError for another value than a number
+    above 0."""
+    text = os.environ.get("MGPU_TIMEOUT")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError("MGPU_TIMEOUT must be a number above 0; received "
+                         f"{text!r}. Unset it, or set it to such a number.")
+    return seconds
+
+
 def threads_per_device() -> int:
     """``MGPU_THREADS_PER_DEVICE``: cores that one logical CPU device computes
     on. ValueError for another value than a whole number, 1 or more."""
@@ -116,6 +132,8 @@ VARIABLES = (
              "memory that it frees, until a training ends.", keep_memory),
     Variable("MGPU_ENGINE", "What adds up gradients over processes: `torch` "
              "or `kvstore`. Without it: `torch`.", engine),
+    Variable("MGPU_TIMEOUT", "Seconds that a process may be silent, in a "
+             "script that does not say. Without it: 300.", timeout),
     Variable("MGPU_TEST_BACKENDS", "The engines that mgpu's own tests run on, "
              "with commas between them. Without it: both.",
              lambda: _text("MGPU_TEST_BACKENDS")),

@@ -5,6 +5,7 @@ called.
 `reproduce`     the book's three chapters on several devices
 `bench`         the speed of this machine
 `doctor`        is this machine fit
+`launch`        a script in several processes
 `parity`        `mgpu parity`, `mgpu trace` and `mgpu lint`
 `gluon`         `mgpu inspect` and `mgpu convert`
 `find`          what a user names: networks, losses and data
@@ -29,8 +30,9 @@ __all__ = ["cli", "differences", "parse_devices"]
 
 #: the module of each command
 _COMMANDS = {"bench": "bench", "convert": "gluon", "doctor": "doctor",
-             "inspect": "gluon", "lint": "parity", "parity": "parity",
-             "reproduce": "reproduce", "trace": "parity"}
+             "inspect": "gluon", "launch": "launch", "lint": "parity",
+             "parity": "parity", "reproduce": "reproduce",
+             "trace": "parity"}
 
 
 class _Lazy(Group):

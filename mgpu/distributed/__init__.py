@@ -58,7 +58,7 @@ def barrier() -> None:
     current().gather("barrier")
 
 
-def init(*, timeout: float = 300.0, start_timeout: float = 60.0,
+def init(*, timeout: float | None = None, start_timeout: float = 60.0,
          engine: str | None = None) -> World:
     """Join the other processes of the job.
 
@@ -68,9 +68,9 @@ def init(*, timeout: float = 300.0, start_timeout: float = 60.0,
 
     Parameters
     ----------
-    timeout : float
+    timeout : float, optional
         Seconds that a process may be silent. Then the others raise
-        `WorkerLost`.
+        `WorkerLost`. Default: as ``mgpu launch --timeout`` says, else 300.
     start_timeout : float
         Seconds within which all processes have to be there.
     engine : {"torch", "kvstore"}, optional
@@ -89,7 +89,8 @@ def init(*, timeout: float = 300.0, start_timeout: float = 60.0,
     ValueError
         An environment that is not whole, or a wrong argument.
     """
-    number("timeout", timeout, 0)
+    timeout = number("timeout", environment.timeout() or 300.0
+                     if timeout is None else timeout, 0)
     number("start_timeout", start_timeout, 0)
     engine = engine or environment.engine() or "torch"
     one_of("engine", engine, ENGINES)

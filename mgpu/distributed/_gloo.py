@@ -21,7 +21,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX,
 _ROLL_CALL = 1.0
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
     """A socket that listens on `host` alone (torch's store itself listens on
     all addresses of the machine)."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -43,7 +43,7 @@ def _open_store(host: str, port: int, rank: int, size: int, timeout: float,
     limit = timedelta(seconds=timeout)
     if agent or rank:
         return dist.TCPStore(host, port, size, False, limit)
-    server = _listening(host, port)
+    server = listening(host, port)
     # The store closes the descriptor that it is given.
     return dist.TCPStore(host, port, size, True, limit,
                          wait_for_workers=False,

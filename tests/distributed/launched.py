@@ -1,0 +1,28 @@
+"""What the jobs of test_launch.py run: meetings, in which rank 1 fails in the
+way that the first argument names, unless the job was started again."""
+import os
+import signal
+import sys
+import time
+
+import mgpu
+
+how, steps = sys.argv[1], int(sys.argv[2])
+world = mgpu.distributed.init()
+print(f"rank {world.rank} of {world.size}", sys.argv[3:],
+      *(os.environ.get(name) for name in (
+          "MGPU_BACKEND", "MGPU_ENGINE", "MGPU_TIMEOUT", "OMP_NUM_THREADS")))
+for step in range(steps):
+    world.gather("step", step)
+    if step == 2 and world.rank == 1 and not world.restarts:
+        if how == "raises":
+            with world.guard():
+                raise ValueError("rank 1 has a fault")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "ends early":
+            sys.exit(0)
+    if how == "waits":
+        print("here", flush=True)
+        time.sleep(0.1)
+print("the end")

@@ -1,0 +1,264 @@
+"""`mgpu launch`: the status, whose output is shown, which rank is named, what
+is left, and which sockets listen."""
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import mgpu
+from distributed import jobs
+from mgpu import cli
+from mgpu.distributed import launch
+
+PROGRAM = jobs.ROOT / "tests" / "distributed" / "launched.py"
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def command(*options, program=PROGRAM):
+    return [sys.executable, "-m", "mgpu", "launch", *map(str, options),
+            str(program)]
+
+
+def own_environment(folder, **more):
+    """The logs' default folder is inside `folder`."""
+    return {**os.environ, "PYTHONPATH": str(jobs.ROOT), "TMPDIR": str(folder),
+            **more}
+
+
+def run(folder, *arguments, options=("-n", 2), **more):
+    done = subprocess.run(
+        [*command(*options), *map(str, arguments)], capture_output=True,
+        text=True, timeout=120, cwd=folder,
+        env=own_environment(folder, **more))
+    said = [line.removeprefix("mgpu: ") for line in done.stderr.splitlines()
+            if line.startswith("mgpu: ")]
+    return done, said
+
+
+def logs(folder):
+    return sorted(path.name for path in folder.glob("mgpu-launch-*/*"))
+
+
+def test_a_job_that_ends_well(tmp_path):
+    own = ["a $b $$c ${local_rank}", "--n", "-n"]
+    done, said = run(tmp_path, "ends well", 3, *own, options=(
+        "-n", 2, "--backend", "gluon", "--engine", "torch", "--timeout", 40),
+        OMP_NUM_THREADS="3")
+    assert done.returncode == 0, done.stderr
+    # Only rank 0 is shown; it has the arguments as they were.
+    assert done.stdout == f"rank 0 of 2 {own} mxnet torch 40 3\nthe end\n"
+    assert len(said) == 1 and re.match("starts 2 processes", said[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_rank_that_raises_is_named_first(tmp_path):
+    done, said = run(tmp_path, "raises", 5)
+    assert done.returncode == 1
+    assert said[1].startswith(
+        "rank 1 ended with status 1: ValueError: rank 1 has a fault; the end")
+    assert said[2].startswith("rank 0 ended with status 1: mgpu.errors."
+                              "WorkerFailed: rank 1 failed before 'step'")
+    trace = done.stderr.split("the end of ")[1]
+    assert "launched.py" in trace and "\nValueError: rank 1 has" in trace
+    assert logs(tmp_path) == ["rank-0.err", "rank-0.out", "rank-1.err",
+                              "rank-1.out"]
+    assert str(next(tmp_path.glob("mgpu-launch-*"))) in said[-1]
+
+
+def test_the_rank_that_ends_early_is_named_first(tmp_path):
+    done, said = run(tmp_path, "ends early", 5)
+    assert done.returncode == 1
+    assert said[1].startswith("rank 1 ended with status 1; the end of")
+    assert said[2].startswith("rank 1 has ended while other ranks go on")
+    assert said[3].startswith("rank 0 ended with status 1: mgpu.errors."
+                              "UnevenWork")
+
+
+def test_restarts(tmp_path):
+    done, said = run(tmp_path, "killed", 5, options=(
+        "-n", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs"))
+    assert done.returncode == 0, done.stderr
+    assert said[1].startswith("rank 1 was ended by SIGKILL")
+    assert said[2].startswith("rank 0 ended with status 1: mgpu.errors."
+                              "WorkerLost")
+    assert said[3:] == ["all processes start again, restart 1 of 1"]
+    assert done.stdout.count("rank 0 of 2") == 2
+    assert done.stdout.endswith("the end\n")
+    names = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert names == {f"rank-{rank}{restart}.{end}" for rank in (0, 1)
+                     for restart in ("", ".restart-1")
+                     for end in ("out", "err")}
+
+
+# -- what is left, and what listens -------------------------------------------
+
+def family(pid):
+    """A process and those that it has started."""
+    found = [pid]
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        found += family(int(child))
+    return found
+
+
+def runs(pid):
+    """Whether a process is there, and not only waits to be forgotten."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[
+            0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def listening(pids):
+    """The addresses at which these processes wait for connections."""
+    own, found = set(), []
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            if entry.is_symlink():
+                own.add(os.readlink(entry))
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            entry = line.split()
+            if entry[3] == "0A" and f"socket:[{entry[9]}]" in own:
+                found.append(entry[1].split(":")[0])
+    return found
+
+
+@linux
+@pytest.mark.parametrize("how, status", [
+    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_ends_all_processes(tmp_path, how, status):
+    with open(tmp_path / "out", "w+") as out:
+        process = subprocess.Popen(
+            [*command("-n", 2), "waits", "10000"], stdout=out,
+            stderr=subprocess.STDOUT, env=own_environment(tmp_path))
+        everyone = [process.pid]
+        try:
+            end = time.monotonic() + 60
+            while (tmp_path / "out").read_text().count("here") < 2:
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.1)
+            everyone = family(process.pid)
+            assert len(everyone) == 3
+            found = listening(everyone)
+            assert found and set(found) == {"0100007F"}     # 127.0.0.1
+            process.send_signal(how)
+            assert process.wait(20) == status
+            end = time.monotonic() + 20
+            while any(map(runs, everyone)) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert not [pid for pid in everyone if runs(pid)]
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        out.seek(0)
+        assert how == signal.SIGKILL or f"ended by {how.name}" in out.read()
+
+
+# -- several machines, and torchrun itself ------------------------------------
+
+def test_two_machines_with_different_numbers_of_processes(tmp_path):
+    """Two of them on one machine: they meet on loopback."""
+    address, started = f"127.0.0.1:{jobs.free_port()}", []
+    for n in (1, 2):
+        (tmp_path / str(n)).mkdir()
+        started.append(subprocess.Popen(
+            [*command("-n", n, "--nnodes", 2, "--rdzv", address,
+                      "--max-restarts", 1), "killed", "5"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env=own_environment(tmp_path / str(n))))
+    try:
+        texts = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], texts
+    text, other = texts if "rank 0 of 3" in texts[0] else texts[::-1]
+    assert text.endswith("the end\n") and "the end\n" not in other
+    assert sum("all processes start again" in text for text in texts)
+
+
+def test_a_machine_that_does_not_come(tmp_path):
+    done, said = run(tmp_path, "ends well", 3, options=(
+        "--nnodes", 2, "--rdzv", f"127.0.0.1:{jobs.free_port()}",
+        "--start-timeout", 2))
+    assert done.returncode == 1
+    assert said[1].startswith("2 machines meet at 127.0.0.1:") \
+        and "within 2 s" in said[1]
+
+
+def test_torchrun_itself(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", "2", PROGRAM, "ends well", "3"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=own_environment(tmp_path, OMP_NUM_THREADS="1"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the end") == 2
+
+
+# -- without a job ------------------------------------------------------------
+
+@pytest.mark.parametrize("arguments, words", [
+    (["nothing.py"], "nothing.py"),
+    (["-n", "0", "x.py"], "--processes"),
+    (["--nnodes", "2", str(PROGRAM)], "--rdzv"),
+    (["--rdzv", "here", str(PROGRAM)], "HOST:PORT"),
+    (["--engine", "mpi", str(PROGRAM)], "--engine"),
+    ([], "SCRIPT")])
+def test_a_wrong_argument_is_one_line(arguments, words):
+    result = CliRunner().invoke(cli.cli, ["launch", *arguments])
+    assert result.exit_code == 2
+    line, = result.stderr.splitlines()
+    assert line.startswith("Error: ") and words in line
+
+
+def test_a_host_that_is_not_known(tmp_path):
+    with pytest.raises(ValueError, match="not known here"):
+        launch.launch(str(PROGRAM), ["ends well", "1"], processes=1,
+                      machines=2, rdzv="no.such.host.invalid:1",
+                      start_timeout=1, log_dir=str(tmp_path))
+    assert socket.getdefaulttimeout() is None
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "ended with status 3"),
+    ("no traceback\n", "ended with status 3; the end of"),
+    ("[rank1]: Traceback (most recent call last):\n[rank1]:   File\n"
+     "[rank1]: ValueError: first\n[rank1]: second\n",
+     "ended with status 3: ValueError: first; the end of"),
+    ("Traceback (most recent call last):\n  File\nmgpu.errors.WorkerLost: x",
+     "ended with status 3: mgpu.errors.WorkerLost: x")])
+def test_the_end_of_a_log(tmp_path, text, words):
+    log = tmp_path / "rank-1.err"
+    log.write_text(text)
+    said = launch.verdict({0: 0, 1: 3}, {0: "", 1: str(log)})
+    assert len(said) == 1 and said[0].startswith(f"rank 1 {words}")
+
+
+def test_causes_come_before_those_who_report_them(tmp_path):
+    trace = "Traceback (most recent call last):\n  File\n{}: x\n"
+    logs, kinds = {}, ["mgpu.errors.WorkerLost", "KeyError",
+                       "mgpu.errors.ModelMismatch", "KeyError"]
+    for rank, kind in enumerate(kinds):
+        logs[rank] = str(tmp_path / str(rank))
+        Path(logs[rank]).write_text(trace.format(kind))
+    said = launch.verdict({0: 1, 1: None, 2: 1, 3: -11}, logs)
+    assert [line.split(" e")[0].split(" still")[0].split(" was")[0]
+            for line in said] == ["rank 3", "rank 0", "rank 2", "rank 1"]
+    assert "SIGSEGV" in said[0] and "still ran" in said[3]
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan"])
+def test_a_wrong_time_out_is_refused(monkeypatch, text):
+    monkeypatch.setenv("MGPU_TIMEOUT", text)
+    with pytest.raises(ValueError, match="MGPU_TIMEOUT"):
+        mgpu.environment.timeout()
