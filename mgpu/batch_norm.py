@@ -1,7 +1,8 @@
-"""Batch normalisation over all devices of one process.
+"""Batch normalisation over all devices of all processes.
 
 The replicas run their forward passes in threads of their own and meet at
-each batch-norm layer. What they exchange there is differentiable, so the
+each batch-norm layer; there the sums over the devices of one process are
+added up over processes. What they exchange is differentiable, so the
 gradient of the joint statistics is exact.
 """
 import threading
@@ -10,8 +11,11 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from mgpu.backends import base, messages
 from mgpu.collectives.checks import ITEMSIZE, dtype_name
+from mgpu.distributed.sums import Sums
 from mgpu.environment import cpu_cores
 
 Array = Any
@@ -138,6 +142,38 @@ class Meeting:
         return results
 
 
+class Joint:
+    """The sums of one forward pass, and of its backward passes, over all
+    processes; the gradient of a sum is the sum of the gradients."""
+
+    def __init__(self, backend: base.Backend, sums: Sums) -> None:
+        self._backend, self._sums = backend, sums
+        self._pass, self._count, self._after = sums.passes, 0, None
+
+    def __call__(self, layer: str, count: int, part: Array
+                 ) -> tuple[int, Array]:
+        """The sums of `count` and `part` over all processes."""
+        self._count += 1
+        name = f"sum {self._count} of pass {self._pass}, of layer {layer!r}"
+        counts: list[int] = []
+        form: list[Any] = []
+
+        def forth(x: np.ndarray) -> np.ndarray:
+            found, result = self._sums.add(name, x, count)
+            counts.append(found)
+            form[:] = x.shape, x.dtype
+            return result
+
+        def back(x: np.ndarray | None) -> np.ndarray | None:
+            return self._sums.add_gradient(
+                f"gradient of {name}", np.zeros(*form) if x is None else x,
+                x is not None)
+
+        part, self._after = self._backend.through(part, forth, back,
+                                                  self._after)
+        return counts[0], part
+
+
 class SyncBatchNorm:
     """The batch-norm rule of ``batch_norm="sync"``.
 
@@ -148,24 +184,28 @@ class SyncBatchNorm:
     move them.
     """
 
-    def __init__(self, backend: base.Backend, meeting: Meeting):
+    def __init__(self, backend: base.Backend, meeting: Meeting,
+                 joint: Joint | None = None):
         self._backend, self._meeting = backend, meeting
+        self._joint = joint
 
-    def _joined(self, given: list[tuple[int, Array]]
+    def _joined(self, layer: str, given: list[tuple[int, Array]]
                 ) -> tuple[int, list[Array]]:
         """The number of values, and their sum, on the first device, for each
         of those that gave."""
         count, total = given[0]
         for n, x in given[1:]:      # x[0] + x[1] + ...
             count, total = count + n, total + self._backend.put(x, total)
+        if self._joint is not None:
+            count, total = self._joint(layer, count, total)
         return count, self._backend.fan_out(total, len(given))
 
     def _mean(self, index: int, layer: str, count: int, part: Array,
               like: Array) -> Array:
         """The sums `part` of all devices, added up and divided by all their
         `count`: the same bits everywhere."""
-        count, totals = self._meeting.exchange(index, layer, (count, part),
-                                               self._joined)
+        count, totals = self._meeting.exchange(
+            index, layer, (count, part), partial(self._joined, layer))
         return self._backend.put(totals[self._meeting.place(index)],
                                  like) / count
 

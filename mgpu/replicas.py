@@ -20,7 +20,7 @@ from mgpu.arguments import Hints, by_name, integer, one_of
 from mgpu.backends import (base, get_backend, give_back, messages,
                            recording_elsewhere)
 from mgpu.backends.scope import check_task
-from mgpu.batch_norm import Meeting, SyncBatchNorm
+from mgpu.batch_norm import Joint, Meeting, SyncBatchNorm
 from mgpu import distributed
 from mgpu.collectives import allreduce_many
 from mgpu.collectives.strategies import strategy_of
@@ -172,6 +172,8 @@ class Replicas(Hints, abc.Sequence):
         self.moved_by_rank: list[list[int]] | None = None
         #: what `train_batch` knows of the loss that it was called with
         self.shared_loss: Any = None
+        # whether other processes, without rows, take part in this pass
+        self._served = False
         #: the trainer whose sums the gradients are, or were last
         self.summed_by: Any = None
         #: why the replicas must not be used until values are loaded, or None
@@ -667,15 +669,15 @@ class Replicas(Hints, abc.Sequence):
         if any(self.recorded):
             return
         self.network.follow()
-        if len(backward) == 1:
-            return
-        if self.batch_norm == "sync" and sum(backward) > 1 \
+        if self.joint and (sum(backward) > 1 or self.span.wide) \
                 and self.statistics():
             raise RuntimeError(
                 "with batch_norm='sync' all replicas train together; "
                 f"received gradients of {sum(backward)} devices whose "
                 "passes were calls of the network itself. Call "
                 "replicas(shards) instead of net(x).")
+        if len(backward) == 1:
+            return
         parameters = self.params()
         columns = [self.following.standing(p) for p in parameters]
         for p, arrays, differing in zip(parameters, columns, host_memory.
@@ -881,8 +883,8 @@ class Replicas(Hints, abc.Sequence):
     @property
     def moved(self) -> list[int]:
         """The devices whose buffers a recorded pass has moved since the last
-        step."""
-        return list(self._moved)
+        step; whose joint statistics all passes have."""
+        return [i for i in self._moved if not self.joint or i in self._whole]
 
     def _share(self) -> None:
         """Joint statistics are the same on all devices, also on those that
@@ -917,33 +919,68 @@ class Replicas(Hints, abc.Sequence):
         self._make_equal()
         self._void_gradients()
         self.recorded, self.emptied = [False] * len(self), set()
+        if self.joint:
+            self._whole = set()     # the statistics of others are newer
+            if any(self._begin_pass(False)):
+                self.span.world.sums.serve()
 
     def independent(self) -> bool:
         """Whether each replica may go through its forward and its backward
         pass by itself. None waits for another's statistics; and where
         another device refuses its rows, the next pass overwrites the
         gradients that the others have written."""
-        return not (self.batch_norm == "sync" and len(self.devices) > 1) \
-            and "add" not in self.grad_reqs().values()
+        return not self.joint and "add" not in self.grad_reqs().values()
+
+    @property
+    def joint(self) -> bool:
+        """Whether training passes share batch statistics over devices."""
+        return self.batch_norm == "sync" and self.span.total > 1
 
     def _syncs(self) -> bool:
-        return self.batch_norm == "sync" and len(self.devices) > 1 \
-            and self.backend.is_training()
+        return self.joint and self.backend.is_training()
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Passes in the block meet those of other processes: these hear of an
+        error in it."""
+        try:
+            yield
+        except BaseException as error:
+            if self.joint:
+                self.span.world.tell(error)
+            raise
+
+    def _begin_pass(self, rows: bool) -> list[bool]:
+        """All processes begin a pass together; which of them have rows."""
+        return self.span.world.sums.begin(
+            rows, self.backend.name,
+            partial(self.backend.synchronize, self.devices))
+
+    def end_pass(self) -> None:
+        """The backward passes of a batch have ended on this process."""
+        if self._served:
+            self._served = False
+            self.span.world.sums.end()
 
     def __call__(self, *inputs: Sequence[Any], **named: Any) -> list[Any]:
         if named:
             raise messages.named_inputs(named)
         with self.owned(), self._mode():
-            rows, active = self._prepared(inputs)
-            with self._kept_checked(active), _explained(rows), probes.stage(
-                    "compute", "forward", self.devices, lambda: results,
-                    active):
-                if self._syncs():
-                    results = self._run_synchronised(rows, active)
-                else:
-                    results = self.network.forward(
-                        self._replicas, _of(active, rows))
-            self._note(active)
+            if not self._syncs():
+                return self._pass(inputs, lambda rows, active: self.network.
+                                  forward(self._replicas, _of(active, rows)))
+            with self.told():
+                return self._pass(inputs, self._run_synchronised)
+
+    def _pass(self, inputs: tuple[Sequence[Any], ...],
+              run: Callable[[list[tuple[Any, ...]], list[int]], list[Any]]
+              ) -> list[Any]:
+        rows, active = self._prepared(inputs)
+        with self._kept_checked(active), _explained(rows), probes.stage(
+                "compute", "forward", self.devices, lambda: results,
+                active):
+            results = run(rows, active)
+        self._note(active)
         return results
 
     def compute_gradients(self, shards: Sequence[Any],
@@ -1069,8 +1106,11 @@ class Replicas(Hints, abc.Sequence):
     def _run_synchronised(self, rows: list[tuple[Any, ...]],
                           active: list[int]) -> list[Any]:
         turns = self.network.turns()
-        meeting = Meeting(active, turns)
-        rule = SyncBatchNorm(self.backend, meeting)
+        meeting, joint = Meeting(active, turns), None
+        if self.span.wide:
+            self._served = not all(self._begin_pass(True))
+            joint = Joint(self.backend, self.span.world.sums)
+        rule = SyncBatchNorm(self.backend, meeting, joint)
         with self.network.use_batch_norm(rule), turns:
             return meeting.run(self.backend, [
                 partial(self._replicas[i], *rows[i]) if i in active
@@ -1174,8 +1214,8 @@ def _explained(rows: Sequence[tuple[Any, ...]]) -> Iterator[None]:
 
 
 def _options(network: base.Network, batch_norm: str, dtype: str | None,
-             hybridize: Any, channels_last: Any, autocast: Any
-             ) -> base.Options:
+             hybridize: Any, channels_last: Any, autocast: Any,
+             several: bool) -> base.Options:
     for name, value in (("hybridize", hybridize),
                         ("channels_last", channels_last)):
         if not isinstance(value, (bool, np.bool_)):
@@ -1198,7 +1238,7 @@ def _options(network: base.Network, batch_norm: str, dtype: str | None,
                 f"autocast={autocast!r} with {', '.join(others)}. Use "
                 "dtype='float32', or autocast=None.")
     return base.Options(bool(hybridize), bool(channels_last), autocast,
-                        batch_norm == "sync")
+                        several and batch_norm == "sync")
 
 
 def _sharing(network: base.Network) -> dict[Any, list[str]]:
@@ -1341,7 +1381,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
         one_of("dtype", dtype, _DTYPES)
     network.check(dtype, devices)
     options = _options(network, batch_norm, dtype, hybridize, channels_last,
-                       autocast)
+                       autocast, len(devices) * distributed.current().size > 1)
     start = 0 if seed is None else integer("seed", seed, 0)
     keep = isinstance(init, str) and init == "keep"
     rule = initializers.create(

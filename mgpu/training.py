@@ -137,6 +137,7 @@ def backward(losses: Any | Sequence[Any]) -> None:
                          "Give some device rows.")
     with probes.stage("compute", "backward", numbers=numbers):
         backend.backward(losses)
+    distributed.current().sums.settle()
 
 
 def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
@@ -254,8 +255,9 @@ def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 _shared(loss, replicas, X_shards) as loss:
             if check is not None:
                 loss = partial(_checked, check, loss)
-            losses = passes(replicas, X_shards, y_shards, loss,
-                            trainer.loss_scale)
+            with replicas.told():
+                losses = passes(replicas, X_shards, y_shards, loss,
+                                trainer.loss_scale)
             trainer.step(sum(len(x) for x in losses if x is not None),
                          ignore_stale_grad)
     return losses
@@ -355,6 +357,7 @@ def _stage_by_stage(replicas: Replicas, X_shards: list[Any],
                partial(probes.gradients, replicas), active):
         with replicas.new_batch():
             backward(scaled)
+            replicas.end_pass()
     return losses
 
 

@@ -163,3 +163,48 @@ def convnet(backend, channels=2, classes=3, batch_norm=True, deferred=False):
     return nn.Sequential(
         *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(),
         nn.LazyLinear(classes) if deferred else nn.Linear(5, classes))
+
+
+def branched(backend, count=3, unused=False):
+    """For pictures (n, 1, h, w) in 10 classes: `count` branches of
+    convolution and batch norm, of which the last has two of both; a dense
+    layer of their sum. `unused`: the output is a pair, of the scores and of
+    the first branch, on which the scores do not depend."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        Base, head = nn.HybridBlock, [nn.GlobalAvgPool2D(), nn.Flatten(),
+                                      nn.Dense(10, in_units=4)]
+
+        def stack(*layers):
+            found = nn.HybridSequential()
+            found.add(*layers)
+            return found
+
+        def conv(n_in, n_out):
+            return nn.Conv2D(n_out, 3, padding=1, in_channels=n_in)
+
+        def norm(n):
+            return nn.BatchNorm(in_channels=n)
+    else:
+        from torch import nn
+        Base, stack, norm = nn.Module, nn.Sequential, nn.BatchNorm2d
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)]
+
+        def conv(n_in, n_out):
+            return nn.Conv2d(n_in, n_out, 3, padding=1)
+
+    class Branched(Base):
+        def __init__(self):
+            super().__init__()
+            for i in range(count):
+                own = [conv(1, 4), norm(4)]
+                more = [conv(4, 4), norm(4)] if i == count - 1 else []
+                setattr(self, f"branch{i}", stack(*own, *more))
+            self.head = stack(*head)
+
+        def forward(self, x):
+            every = [getattr(self, f"branch{i}")(x) for i in range(count)]
+            if unused:
+                return self.head(every[1] + every[2]), every[0]
+            return self.head(sum(every[1:], every[0]))
+    return Branched()

@@ -83,7 +83,7 @@ class Options(NamedTuple):
     hybridize: bool = False
     channels_last: bool = False
     autocast: str | None = None         # "bfloat16", "float16"
-    sync: bool = False          # joint batch statistics on several devices
+    sync: bool = False          # joint batch statistics of several devices
 
 
 class BatchNormCall(NamedTuple):
@@ -1049,6 +1049,22 @@ class Backend(ABC):
         """The devices of this process have the numbers from `first` among
         those of all processes: random streams go by it. Where the number is
         another one than before, they start again."""
+
+    def through(self, x: Array, forth: Callable[[np.ndarray], np.ndarray],
+                back: Callable[[np.ndarray | None], np.ndarray | None],
+                after: Any = None) -> tuple[Array, Any]:
+        """``forth`` of `x`, whose gradient is ``back`` of that of the result;
+        and what the next call of the pass is to be given as `after`.
+
+        Both get a copy on the host and return one of its shape, and may wait
+        for other processes; `forth` is called at once. A backward pass calls
+        one `back` at a time, in whatever thread. The order depends on what
+        the loss is computed of, and neither on the number of devices nor on
+        time. Where the loss does not depend on a result, its `back` is not
+        called; or it gets None, and may return None. `back` raises nothing.
+        """
+        raise messages.not_supported(self.name,
+                                     "batch norm over several processes")
 
     # optional: bits that depend on no history
 

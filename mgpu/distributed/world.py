@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mgpu.distributed.sums import Sums
 from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError,
                          WorkerFailed, WorkerLost)
 
@@ -71,6 +72,8 @@ class World:
         self.rank, self.size = (engine.rank, engine.size) if engine else (0, 1)
         self.restarts = restarts
         self.devices: list[int] | None = None
+        #: in the middle of passes
+        self.sums = Sums(self)
         #: meetings so far
         self.serial = 0
         self._dead: WorkerLost | None = None
@@ -100,6 +103,11 @@ class World:
         """
         if self.size == 1:
             return [value]
+        self.sums.settle()
+        return self.meet(work, value)
+
+    def meet(self, work: str, value: Any) -> list[Any]:
+        """`gather`, while passes may be under way."""
         told = self._meet({"work": work, "value": value})
         for rank, one in enumerate(told):
             if one["work"] == _FAILED:
@@ -173,10 +181,22 @@ class World:
         if self.size == 1 or isinstance(error, WorkerError) \
                 or getattr(error, "told", False) or self._dead is not None:
             return
-        with contextlib.suppress(WorkerLost):
-            self._meet({"work": _FAILED, "value": in_words(error)})
+        if self._settled():
+            with contextlib.suppress(WorkerLost):
+                self._meet({"work": _FAILED, "value": in_words(error)})
         with contextlib.suppress(AttributeError, TypeError):
             error.told = True       # type: ignore[attr-defined]
+
+    def _settled(self) -> bool:
+        """Wait for passes that are under way. False where they have brought
+        the error of another rank, which knows that all fail now."""
+        try:
+            self.sums.settle()
+        except WorkerError:
+            return False
+        except Exception:       # it is this rank's own
+            pass
+        return True
 
     def leave(self, why: str | None) -> bool:
         """Tell the others that this process ends. Returns whether all do
@@ -184,6 +204,8 @@ class World:
         if self.engine is None:
             return True
         alike = False
+        if self._dead is None:
+            self._settled()
         try:
             if self._dead is None:
                 alike = all(one["work"] == _LEAVES for one in self._meet(

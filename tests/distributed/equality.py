@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import mgpu
-from networks import convnet
+from networks import branched, convnet
 
 SCENARIOS = {}
 DTYPE = "float64"
@@ -28,15 +28,16 @@ def data(batch_size=8, rows=35):
                                    shape=(1, 8, 8), dtype=DTYPE)
 
 
-def made(devices, batch_norm="per_device", seed=1, dropout=False, **options):
-    net = convnet(mgpu.get_backend(), channels=1, classes=10)
+def made(devices, batch_norm="per_device", seed=1, dropout=False, net=None,
+         wd=0.0, **options):
+    net = net or convnet(mgpu.get_backend(), channels=1, classes=10)
     if dropout:
         from torch import nn
         net.insert(-1, nn.Dropout(0.5))
     replicas = mgpu.initialize(net, devices, init="xavier", seed=seed,
                                dtype=DTYPE, batch_norm=batch_norm)
     return replicas, mgpu.Trainer(replicas, "sgd", {
-        "learning_rate": 0.1, "momentum": 0.9}, **options)
+        "learning_rate": 0.1, "momentum": 0.9, "wd": wd}, **options)
 
 
 LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
@@ -68,6 +69,43 @@ def per_device(devices):
 @scenario
 def average(devices):
     return trained(devices, "average")
+
+
+@scenario
+def sync(devices):
+    """The last device, or the last rank, has no row of the last batch."""
+    return trained(devices, "sync")
+
+
+@scenario
+def sync_in_branches(devices):
+    """Sums of a backward pass are ready in another order on each rank."""
+    return trained(devices, "sync", net=branched(mgpu.get_backend(), 9))
+
+
+@scenario
+def sync_with_a_branch_that_no_loss_uses(devices):
+    replicas, trainer = made(devices, "sync", net=branched(
+        mgpu.get_backend(), unused=True), wd=0.1)
+    for X, y in data()[0]:
+        mgpu.train_batch(X, y, replicas, lambda both, y: LOSS(both[0], y),
+                         trainer, ignore_stale_grad=True)
+    return values(replicas, True)
+
+
+@scenario
+def sync_in_a_loop_by_hand(devices):
+    """Two passes, whose losses have one backward pass."""
+    replicas, trainer = made(devices, "sync")
+    for X, y in data(rows=32)[0]:
+        X_shards, y_shards = mgpu.split_batch(X, y, devices)
+        with mgpu.record():
+            losses = [LOSS(output, label) for factor in (1, 2)
+                      for output, label in zip(
+                          replicas([factor * x for x in X_shards]), y_shards)]
+        mgpu.backward(losses)
+        trainer.step(len(X))
+    return values(replicas, True)
 
 
 @scenario

@@ -141,6 +141,38 @@ def _prediction(output: Any, node: Node, softmax: bool) -> Any:
     return mx.sym.reshape_like(mx.sym.softmax(mx.sym.Flatten(x)), x)
 
 
+class _Through(mx.autograd.Function):
+    """See `mgpu.backends.base.Backend.through`.
+
+    In backward passes MXNet calls such functions in threads, as soon as they
+    are ready. They have one order since all of them write to one array, which
+    is the gradient of the second input of each: what writes to an array does
+    so in the order in which a backward pass queues it.
+    """
+
+    def __init__(self, backend: base.Backend, result: Any, back: Any) -> None:
+        super().__init__()
+        self._backend, self._result, self._back = backend, result, back
+
+    def forward(self, x: Any, turn: Any) -> Any:
+        result, self._result = self._result, None
+        return result
+
+    def backward(self, gradient: Any) -> Any:
+        found = self._back(self._backend.to_numpy(gradient))
+        return self._backend.put(found, gradient), mx.nd.zeros(
+            1, gradient.ctx)
+
+
+def _is_recorded(x: Any) -> bool:
+    """Whether a gradient may reach `x`."""
+    try:
+        autograd.get_symbol(x)
+    except mx.MXNetError:
+        return False
+    return True
+
+
 class MXNetBackend(base.Backend):
     """MXNet as an engine of mgpu."""
 
@@ -152,6 +184,7 @@ class MXNetBackend(base.Backend):
         self.ops = MXNetOps()
         self._seed, self._drawers = 0, itertools.count(2)
         self._first = 0
+        self._turns: dict[Any, Any] = {}        # see `_Through`
         # The engine runs contexts side by side, whatever thread queued the
         # work; `dispatch` says what threads are used for nevertheless.
         # A thread that ended would take its random streams along.
@@ -330,6 +363,15 @@ class MXNetBackend(base.Backend):
                     "not part of a computation graph")):
                 raise
             raise messages.not_recorded() from None
+
+    def through(self, x, forth, back, after=None):
+        result = self.put(forth(self.to_numpy(x)), x)
+        if not autograd.is_recording() or not _is_recorded(x):
+            return result, None
+        turn = mx.nd.zeros(1, x.ctx)
+        autograd.mark_variables([turn], [self._turns.setdefault(
+            x.ctx, mx.nd.zeros(1, x.ctx))])
+        return _Through(self, result, back)(x, turn), None
 
     def move_statistics(self, call, mean, var, through) -> Any:
         # Gluon's layer moves them in its backward pass, which there is if a

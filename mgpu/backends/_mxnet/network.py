@@ -624,8 +624,7 @@ class MXNetNetwork(base.Network):
             with _computed_by([(layer, partial(_not_joined, layer))
                                for layer in self._may_predict]
                               if self._options.sync and not
-                              mx.autograd.is_training()
-                              and len(self._contexts) > 1 else ()):
+                              mx.autograd.is_training() else ()):
                 yield
             return
         if mx.autograd.is_training():

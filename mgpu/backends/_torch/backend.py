@@ -301,6 +301,11 @@ class TorchBackend(Leaves, base.Backend):
         # thread has recorded in its life.
         return list(x.expand(count, *x.shape).unbind())
 
+    def through(self, x, forth, back, after=None):
+        if after is None:
+            after = x.detach().new_zeros(())
+        return _Through.apply(x, after, self, forth, back)
+
     def export_streams(self) -> dict[str, np.ndarray]:
         found = {"seed": np.array(str(self._seed)),
                  "cpu 0 default": torch.get_rng_state().numpy()}
@@ -452,6 +457,31 @@ class TorchBackend(Leaves, base.Backend):
             found.append(("warning", "MGPU_LOGICAL_GPUS is set, and there is "
                           "no physical GPU that logical ones could share."))
         return found
+
+
+class _Through(torch.autograd.Function):
+    """See `mgpu.backends.base.Backend.through`. The order in which a backward
+    pass takes what is ready depends on what each thread has recorded in its
+    life; so each call depends on the one before, by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, after: Any, backend: TorchBackend,
+                forth: Any, back: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.back, ctx.backend = back, backend
+        ctx.like = x.new_empty(0)
+        return backend.put(forth(backend.to_numpy(x)), x,
+                           dtype=x.dtype), after.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
+        found = ctx.back(None if gradient is None
+                         else ctx.backend.to_numpy(gradient)) \
+            if ctx.needs_input_grad[0] else None
+        if found is not None:
+            found = ctx.backend.put(found, ctx.like, dtype=ctx.like.dtype)
+        return found, None, None, None, None
 
 
 def _bytes(x: torch.Tensor) -> np.ndarray:

@@ -222,6 +222,8 @@ class _Leaf:
     trained: str = "write"  # the last request but "null"
     fresh: bool = False     # written by a backward pass since `mark_used`
     number: int | None = None       # of the last pass that wrote it
+    #: whether a pass came by that has no gradient for it: see `_Through`
+    passed_by: bool = False
     #: the gradient, its version and its contents when it was last known
     seen: tuple[Callable[[], Any] | None, int, Any] | None = None
     hooks: tuple[Any, ...] = ()
@@ -254,6 +256,9 @@ class _Leaf:
 
     def arrived(self, gradient: Any) -> Any:
         """Called by torch for each piece, before it is added."""
+        self.passed_by = gradient is None
+        if self.passed_by:
+            return None
         # No name for the pass: an error in a hook keeps this frame, and its
         # pass would not end.
         self.place.running().arrives(self, self.tensor())
@@ -266,6 +271,8 @@ class _Leaf:
 
     def added(self, x: Any) -> None:
         """Called by torch for each piece, after it was added."""
+        if self.passed_by:
+            return
         self.place.running().added(self, x)
         for hook in self.borrowed(_AFTER) if self.borrowed else ():
             hook(x)
