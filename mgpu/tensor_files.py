@@ -24,6 +24,7 @@ _CODES = {name: code for code, name in DTYPES.items()}
 
 #: the array that is the digest of the header
 DIGEST = "sha256"
+_ABOUT = "__metadata__"
 #: bytes of the longest header: of 30,000 arrays, perhaps
 _LONGEST = 8 << 20
 #: bytes that a value of JSON takes in Python, at most, and those that a
@@ -42,14 +43,15 @@ def head_of(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     written one after the other. `header`: fit for JSON; its "format" names
     the kind of the file. ValueError for an array that safetensors has no
     dtype for."""
-    if DIGEST in arrays:
-        raise ValueError(f"the name {DIGEST!r} is that of the digest; "
-                         "received an array of that name. Rename it.")
+    for name in (DIGEST, _ABOUT):
+        if name in arrays:
+            raise ValueError(f"the name {name!r} is taken in every file; "
+                             "received an array of that name. Rename it.")
     every = {name: _plain(name, x) for name, x in arrays.items()}
     # The largest items first: all arrays are aligned then.
     order = sorted(every, key=lambda name: -every[name].itemsize)
     every = {name: every[name] for name in order}
-    entries: dict[str, Any] = {"__metadata__": {
+    entries: dict[str, Any] = {_ABOUT: {
         "format": str(header["format"]), "header": json.dumps(header),
         "digests": json.dumps({name: hashlib.sha256(_bytes(x)).hexdigest()
                                for name, x in every.items()})}}
@@ -101,7 +103,7 @@ def _read_head(stream: Any, size: int
                       f"{_LONGEST}")
     head = stream.read(length)
     entries = _json(head, size)
-    about = entries.pop("__metadata__", {})
+    about = entries.pop(_ABOUT, {})
     if type(about) is not dict or not all(
             type(x) is str for x in about.values()):
         raise Damaged("its metadata is no text")
