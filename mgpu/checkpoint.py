@@ -1,50 +1,58 @@
 """A training in one file, from which it goes on to the bit.
 
-The file is npz: no pickle, and a CRC-32 for each array, so that a flipped bit
-is an error. (safetensors has no checksum, and would be one more package.)
+The file is safetensors with digests (`tensor_files`): no pickle. With several
+processes rank 0 writes it, and reads it for all.
 """
+import hashlib
+import json
 import random
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mgpu import extra_states, files, trainer_states
-from mgpu.arguments import integer
+from mgpu.arguments import integer, is_number
 from mgpu.backends import messages
 from mgpu.datasets import BatchIterator
+from mgpu.distributed import World
 from mgpu.parameters import BUFFERS
 from mgpu.prefetching import Prefetched
 from mgpu.replicas import Replicas
-from mgpu.trainer import Trainer
-from mgpu.training import check_pair
+from mgpu.trainer import Trainer, check_pair
 
-FORMAT = "mgpu checkpoint 1"
+FORMAT = "mgpu checkpoint 2"
+#: those that can be read
+FORMATS = (FORMAT, "mgpu checkpoint 1")
 
 #: what the order of a `BatchIterator` depends on
 _ORDER = ("num_examples", "batch_size", "seed", "shuffle", "drop_last")
 
 Data = BatchIterator | Prefetched | None
+Arrays = dict[str, np.ndarray]
 
 
 def save_checkpoint(file: files.FilePath, replicas: Replicas,
                     trainer: Trainer, data: Data = None) -> None:
     """Write what a training goes on from, whole or not at all.
 
-    Call it between two steps. The run that goes on from the file has the bits
-    of the run that goes on from here. In the file are: weights, and what is
-    frozen; the buffers of every device; what layers give by
-    ``get_extra_state`` (torch: numbers, text, arrays, and lists, tuples and
-    dicts of them); the trainer's slots, counts, rate and dynamic loss scale;
-    the random streams of the engine, NumPy's global one and Python's; the
-    position in `data`. Options are not: the program that goes on makes
-    network, trainer, schedule (a function of the number of the update) and
-    data as this one did. Waits for pending work.
+    Call it between two steps, with several processes on every rank: rank 0
+    alone writes, and the others go on when the file is there. The run that
+    goes on from the file has the bits of the run that goes on from here. In
+    the file are: weights, and what is frozen; the buffers of every device;
+    what layers give by ``get_extra_state`` (torch: numbers, text, arrays, and
+    lists, tuples and dicts of them); the trainer's slots, counts, rate and
+    dynamic loss scale; of every process the random streams of the engine,
+    NumPy's global one and Python's; the position in `data`. Options are not:
+    the program that goes on makes network, trainer, schedule (a function of
+    the number of the update) and data as this one did. Waits for pending
+    work.
 
     Parameters
     ----------
     file : path
-        A file that is there is replaced.
+        A file that is there is replaced. It is safetensors, whatever its
+        name.
     replicas : Replicas
     trainer : Trainer
         Of these replicas.
@@ -65,42 +73,181 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
     TypeError, ValueError
         What is not replicas, their trainer, or such data. An extra state that
         is neither of these; a buffer that a pass has made.
+    OSError
+        The file cannot be written, or is a link (FileExistsError). One that
+        was there is whole.
+    WorkerFailed, ModelMismatch
+        Another process could not save, or write; or the processes do not
+        hold the same weights and states.
 
     Notes
     -----
     MXNet's random streams cannot be read. There, each save begins new ones,
-    from a seed that `mgpu.seed` and the number of saves since determine: the
-    run that went on from the file equals the one that saved, not one that
-    saved at other steps or never. On torch saving changes nothing.
+    from a seed that `mgpu.seed`, the number of saves since and the device
+    determine: the run that went on from the file equals the one that saved,
+    not one that saved at other steps or never. On torch saving changes
+    nothing.
     """
+    write(file, replicas, trainer, data)
+
+
+def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
+          data: Data, loop: Mapping[str, Any] | None = None) -> None:
+    """`save_checkpoint`. `loop`: where `train` is, fit for JSON."""
     check_pair(replicas, trainer)
-    position = None if data is None else _position(data)
-    backend = replicas.backend
-    with replicas.owned():
-        _check_between_steps(replicas, trainer)
-        replicas.give_up()
-        replicas.network.follow()
-        replicas.following.follow(replicas.all_parameters())
-        states, slots = trainer_states.pack(trainer.export_states())
-        extra, more = extra_states.pack(replicas.network.extra_states(),
-                                        backend)
-        arrays = {f"slot:{name}": x for name, x in slots.items()}
-        arrays |= {f"extra:{name}": x for name, x in more.items()}
-        for p in replicas.all_parameters():
-            copies = p.list_data() if p.kind in BUFFERS else p.list_data()[:1]
-            every = [backend.to_numpy(x) for x in copies]
-            alike = len({x.tobytes() for x in every}) == 1
-            arrays[f"value:{p.name}"] = every[0] if alike else np.stack(every)
-        arrays |= {f"stream:{name}": x
-                   for name, x in backend.export_streams().items()}
+    world, backend = replicas.span.world, replicas.backend
+    with world.telling():
+        files.path_of(file)
+        position = None if data is None else _position(data)
+        with replicas.owned():
+            _check_between_steps(replicas, trainer)
+            replicas.give_up()
+            replicas.network.follow()
+            replicas.following.follow(replicas.all_parameters())
+            states, slots = trainer_states.pack(trainer.export_states())
+            extra = extra_states.pack(replicas.network.extra_states(),
+                                      backend)
+            arrays = {f"slot:{name}": x for name, x in slots.items()}
+            buffers = {}
+            for p in replicas.all_parameters():
+                if p.kind in BUFFERS:
+                    buffers[p.name] = [backend.to_numpy(x)
+                                       for x in p.list_data()]
+                else:
+                    arrays[f"value:{p.name}"] = backend.to_numpy(p.data())
+        header = {
+            "format": FORMAT, "engine": backend.name, "states": states,
+            "grad_req": {p.name: p.grad_req for p in replicas.params()},
+            "position": position, "loop": loop}
+        if world.size > 1:
+            # Times, in `loop`, are each rank's own.
+            world.agree("save_checkpoint", {
+                **header, "loop": None, "digests": {
+                    name: _digest(x) for name, x in arrays.items()}},
+                "These are the same after every step. Change them alike on "
+                "all ranks, or on none.")
+        more, others = _of_all_ranks(world, backend, buffers, extra,
+                                     list(map(str, replicas.devices)))
+        if world.is_main:
+            files.write_arrays(file, {**header, **more}, arrays | others)
+        world.gather("save_checkpoint: written")
+
+
+def _digest(x: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+                          ).hexdigest()[:32]
+
+
+def _alike(every: Sequence[Any]) -> bool:
+    return every[0] is not None and all(x == every[0] for x in every)
+
+
+def _of_all_ranks(world: World, backend: Any,
+                  buffers: Mapping[str, list[np.ndarray]],
+                  extra: tuple[dict[str, Any], Arrays],
+                  devices: list[str]) -> tuple[dict[str, Any], Arrays]:
+    """What differs from device to device and from process to process: for
+    the header, and arrays. Whole on rank 0 alone."""
+    trees, more = extra
+    # by name: one digest where all devices of this process agree
+    marks: dict[str, Any] = {}
+    for name, every in buffers.items():
+        digests = [_digest(x) for x in every]
+        marks[f"value:{name}"] = digests[0] if _alike(digests) else None
+    for name, every in trees.items():
+        marks[f"extra:{name}"] = [json.dumps(every), [
+            _digest(x) for key, x in more.items()
+            if key.startswith(f"{name}|")]] if len(every) == 1 else None
+    told = world.gather("save_checkpoint: buffers", marks)
+    joint = {name for name in marks if _alike([one[name] for one in told])}
+
+    streams = backend.export_streams()
     numpy: Any = np.random.get_state()
-    files.write_arrays(file, {
-        "format": FORMAT, "engine": backend.name,
-        "devices": list(map(str, replicas.devices)), "states": states,
-        "extra": extra,
-        "grad_req": {p.name: p.grad_req for p in replicas.params()},
-        "position": position, "python": random.getstate(),
-        "numpy": [numpy[0], numpy[1].tolist(), *numpy[2:]]}, arrays)
+    version, internal, gauss = random.getstate()
+    own: Arrays = {f"stream|{name}": x for name, x in streams.items()
+                   if x.dtype.kind != "U"}
+    own |= {"host|numpy": numpy[1],
+            "host|python": np.array(internal, np.uint32)}
+    own |= {f"value|{name}": np.stack(every) for name, every
+            in buffers.items() if f"value:{name}" not in joint}
+    apart = [name for name in trees if f"extra:{name}" not in joint]
+    own |= {f"extra|{key}": x for key, x in more.items()
+            if key.rsplit("|", 2)[0] in apart}
+    told = world.gather("save_checkpoint: streams", {
+        "devices": devices, "numpy": [numpy[0], *numpy[2:]],
+        "python": [version, gauss], "text": {
+            name: str(x) for name, x in streams.items()
+            if x.dtype.kind == "U"},
+        "extra": {name: trees[name] for name in apart}})
+    ranks = _collected(world, own)
+
+    arrays: Arrays = {f"value:{name}": every[0] for name, every
+                      in buffers.items() if f"value:{name}" in joint}
+    arrays |= {f"extra:{key}": x for key, x in more.items()
+               if key.rsplit("|", 2)[0] not in apart}
+    for name in buffers:
+        if f"value:{name}" not in joint:
+            arrays[f"value:{name}"] = np.concatenate(
+                [one[f"value|{name}"] for one in ranks])
+    found = {name: every for name, every in trees.items()
+             if name not in apart}
+    for name in apart:      # a state for each device
+        found[name] = []
+        for one, facts in zip(ranks, told):
+            every = facts["extra"][name]
+            for i in range(len(facts["devices"])):
+                j, g = i % len(every), len(found[name])
+                found[name].append(every[j])
+                begin = f"extra|{name}|{j}|"
+                arrays |= {f"extra:{name}|{g}|{key.removeprefix(begin)}": x
+                           for key, x in one.items() if key.startswith(begin)}
+    for rank, one in enumerate(ranks):
+        arrays |= {f"{key.replace('|', f':{rank}|', 1)}": x
+                   for key, x in one.items()
+                   if key.startswith(("stream|", "host|"))}
+    return {"devices": [name for one in told for name in one["devices"]],
+            "ranks": [len(one["devices"]) for one in told], "extra": found,
+            "streams": [{key: one[key] for key in ("numpy", "python", "text")}
+                        for one in told]}, arrays
+
+
+def _collected(world: World, own: Arrays) -> list[Arrays]:
+    """The arrays of every rank, on rank 0; elsewhere, the own ones in the
+    place of all."""
+    told = world.gather("save_checkpoint: arrays", [
+        [name, x.dtype.str, list(x.shape)] for name, x in own.items()])
+    found = [own]
+    for rank, entries in enumerate(told[1:], 1):
+        sizes = [int(np.prod(shape, dtype=int)) * np.dtype(dtype).itemsize
+                 for _, dtype, shape in entries]
+        flat = np.empty(sum(sizes), np.uint8)
+        if rank == world.rank:
+            flat = np.concatenate([np.ascontiguousarray(x).reshape(-1)
+                                   .view(np.uint8) for x in own.values()])
+        world.broadcast(flat, rank)
+        one, end = {}, 0
+        for (name, dtype, shape), size in zip(entries, sizes):
+            begin, end = end, end + size
+            one[name] = flat[begin:end].view(dtype).reshape(shape)
+        found.append(one if world.is_main else own)
+    return found
+
+
+# -- going on -----------------------------------------------------------------
+
+class Saved(NamedTuple):
+    """What a file says, looked through."""
+
+    engine: str
+    devices: list[str]          # of all ranks
+    ranks: list[int]            # how many devices each has
+    states: trainer_states.TrainerStates
+    values: Arrays
+    extra: dict[str, list[Any]]
+    requests: dict[str, str]
+    position: dict[str, Any] | None
+    streams: list[tuple[dict[str, Any], Arrays]]    # of each rank
+    loop: dict[str, Any] | None
 
 
 def load_checkpoint(file: files.FilePath, replicas: Replicas,
@@ -108,9 +255,11 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
                     seed: int | None = None) -> None:
     """Go on from a file of `save_checkpoint`.
 
-    On the same engine and devices the run has the bits of the one that saved.
-    What an update that failed midway has torn is whole after it. After Ctrl-C
-    inside the call, load again.
+    On the same engine, processes and devices the run has the bits of the one
+    that saved. What an update that failed midway has torn is whole after it.
+    After Ctrl-C inside the call, load again. With several processes call it
+    on every rank: rank 0 reads the file, and the others receive what is in
+    it.
 
     Parameters
     ----------
@@ -119,77 +268,110 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
         Made as for the run that saved; `data` if and only if that gave it.
     seed : int, optional
         Begin new random streams of the engine, as `mgpu.seed` does, in the
-        place of those in the file: for another engine, or other devices.
+        place of those in the file: for another engine, other devices, or
+        another number of processes.
 
     Raises
     ------
+    CheckpointCorrupt
+        A ValueError: the file is damaged or no checkpoint. Nothing has
+        changed.
     ValueError
-        The file is damaged or no checkpoint; values, states or data do not
+        Values, states or data do not
         fit; other devices or another engine without `seed`; another number
         of devices, and buffers (``batch_norm="per_device"``) that differ from
-        device to device. Nothing has changed.
+        device to device. All differences are listed, and nothing has changed.
     OSError
         The file cannot be opened.
     RuntimeError
         The parameters have no values yet.
     TypeError
         What is not replicas, their trainer, or such data.
+    WorkerFailed
+        Rank 0 cannot read the file, or it does not fit another process.
+        Nothing has changed.
     """
     check_pair(replicas, trainer)
+    world = replicas.span.world
+    with world.telling():
+        load(file, read(file) if world.is_main else None, replicas, trainer,
+             data, seed)
+
+
+Contents = tuple[dict[str, Any], Arrays]
+
+
+def read(file: files.FilePath) -> Contents:
+    """The header and the arrays of a whole checkpoint. CheckpointCorrupt,
+    OSError."""
+    def unpack(header: dict[str, Any], arrays: Arrays) -> Contents:
+        if header["format"] != FORMAT:
+            header, arrays = _of_format_1(header, arrays)
+        _saved(header, arrays)
+        return header, arrays
+    return files.read_arrays(file, FORMATS, "a file of mgpu.save_checkpoint",
+                             unpack)
+
+
+def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
+         trainer: Trainer, data: Data = None, seed: int | None = None,
+         cure: str = "seed=") -> dict[str, Any] | None:
+    """`load_checkpoint` of what rank 0 has read from `file`, inside of
+    `World.telling`. Returns where `train` was. `cure`: how to ask for new
+    streams."""
     source = None if data is None else _source(data)
-    backend, devices = replicas.backend, list(map(str, replicas.devices))
+    span, backend = replicas.span, replicas.backend
     if seed is not None:
         seed = integer("seed", seed, 0)
+    replicas.of_engine()
+    header, arrays = _shared(span.world, contents)
+    saved = _saved(header, arrays)
+    told = span.world.gather("load_checkpoint: devices",
+                             list(map(str, replicas.devices)))
+    own_place = (backend.name, [name for names in told for name in names],
+                 list(map(len, told)))
+    place = saved.engine, saved.devices, saved.ranks
+    rank = span.world.rank
+    host, streams = saved.streams[rank if rank < len(saved.streams) else 0]
 
-    def unpack(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Any:
-        groups: dict[str, Any] = {"slot": {}, "value": {}, "stream": {},
-                                  "extra": {}}
-        for key, x in arrays.items():
-            group, _, name = key.partition(":")
-            groups[group][name] = x
-        place = header["engine"], list(map(str, header["devices"]))
-        at = header["position"]
-        if at is not None:
-            epoch, number = at["position"]
-            at = {name: at[name] for name in _ORDER} | {"position": (
-                integer("position", epoch, 0), integer("position", number, 0))}
-        for request in header["grad_req"].values():
-            messages.check_grad_req(request)
-        put_back = [_host_streams(header["numpy"], header["python"])]
-        if seed is None and place == (backend.name, devices):
-            put_back.append(backend.fit_streams(groups["stream"]))
-        return (place, trainer_states.unpack(header["states"],
-                                             groups["slot"]),
-                groups["value"], put_back, header["grad_req"], at,
-                # older files have none
-                extra_states.unpack(header.get("extra", {}), groups["extra"]))
+    wrong: list[str] = []
 
-    (place, states, values, put_back, requests, position,
-     extra) = files.read_arrays(
-        file, FORMAT, "a file of mgpu.save_checkpoint", unpack)
-    _check_values(replicas, values, len(place[1]))
-    put_values = replicas.fit_numpy(values)
-    if seed is None and place != (backend.name, devices):
-        raise ValueError(
-            "random streams belong to an engine and its devices; received a "
-            f"checkpoint of {place[0]} on [{', '.join(place[1])}] for "
-            f"{replicas!r}. Pass seed= to begin new streams, or use the same "
-            "devices.")
-    _check_position(position, source)
-    _check_extra(replicas, extra, len(place[1]))
+    def checked(check: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return check(*arguments)
+        except ValueError as error:
+            wrong.append(str(error))
+    count = len(saved.devices)
+    values = checked(_own_values, replicas, saved.values, count)
+    put_values = values and checked(replicas.fit_numpy, values)
+    put_states = checked(trainer.fit_states, saved.states, "the checkpoint")
+    if seed is None and place != own_place:
+        wrong.append(
+            "random streams belong to an engine and its devices; received "
+            f"a checkpoint of {_place(*place)} for {_place(*own_place)}. "
+            f"Pass {cure} to begin new streams, or use the same devices.")
+    checked(_check_position, saved.position, source)
+    checked(_check_extra, replicas, saved.extra, count)
+    if wrong:
+        raise ValueError(" Besides, ".join(wrong))
+    put_back = [_host_streams(host, streams)]
+    if seed is None:
+        put_back.append(_fitted(file, backend, host, streams))
+    span.world.gather("load_checkpoint: it fits")
 
     def apply() -> None:
-        trainer.import_states(states)       # the last that may refuse
+        put_states()
         replicas.network.set_extra_states({
-            name: [extra_states.build(every[i % len(every)], backend, device)
+            name: [extra_states.build(every[(span.first + i) % len(every)],
+                                      backend, device)
                    for i, device in enumerate(replicas.devices)]
-            for name, every in extra.items()})
+            for name, every in saved.extra.items()})
         put_values()
         for p in replicas.params():
-            if requests.get(p.name, p.grad_req) != p.grad_req:
-                p.grad_req = requests[p.name]
-        if source is not None:
-            source.position = position["position"]
+            if saved.requests.get(p.name, p.grad_req) != p.grad_req:
+                p.grad_req = saved.requests[p.name]
+        if source is not None and saved.position is not None:
+            source.position = saved.position["position"]
     replicas.network.follow()   # what the user has set meanwhile
     backend.uninterrupted(apply)
     # In this thread: MXNet's streams are those of the thread that queues.
@@ -197,6 +379,119 @@ def load_checkpoint(file: files.FilePath, replicas: Replicas,
         backend.seed(seed)
     for put in put_back:
         put()
+    return saved.loop
+
+
+def _place(engine: str, devices: Sequence[str], ranks: Sequence[int]) -> str:
+    return f"{engine} on [{', '.join(devices)}]" + (
+        f" of {len(ranks)} processes with {', '.join(map(str, ranks))} "
+        "devices" if len(ranks) > 1 else "")
+
+
+def _fitted(file: Any, backend: Any, host: Mapping[str, Any],
+            streams: Mapping[str, np.ndarray]) -> Callable[[], None]:
+    try:
+        return backend.fit_streams({
+            **{name: np.array(text) for name, text in host["text"].items()},
+            **{key.removeprefix("stream|"): x for key, x in streams.items()
+               if key.startswith("stream|")}})
+    except Exception as error:
+        raise files.corrupt(file, "a file of mgpu.save_checkpoint", error
+                            ) from error
+
+
+def _shared(world: World, contents: Contents | None) -> Contents:
+    """What rank 0 has read, on every rank."""
+    header, arrays = contents or ({}, {})
+    if world.size == 1:
+        return header, arrays
+    text = json.dumps([header, [[name, x.dtype.str, list(x.shape)]
+                                for name, x in arrays.items()]]).encode()
+    size = world.gather("load_checkpoint", len(text))[0]
+    flat = np.frombuffer(bytearray(text), np.uint8) if world.is_main \
+        else np.empty(size, np.uint8)
+    world.broadcast(flat)
+    header, entries = json.loads(flat.tobytes())
+    found = {}
+    for name, dtype, shape in entries:
+        x = np.array(arrays[name], order="C") if world.is_main \
+            else np.empty(shape, dtype)
+        if x.size:
+            world.broadcast(x.reshape(-1).view(np.uint8))
+        found[name] = x
+    return header, found
+
+
+def _saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+           ) -> Saved:
+    """An Exception for what `write` cannot have written."""
+    groups: dict[str, Any] = {"slot": {}, "value": {}, "stream": {},
+                              "host": {}, "extra": {}}
+    for key, x in arrays.items():
+        group, _, name = key.partition(":")
+        groups[group][name] = x
+    at = header["position"]
+    if at is not None:
+        epoch, number = at["position"]
+        at = {name: at[name] for name in _ORDER} | {"position": (
+            integer("position", epoch, 0), integer("position", number, 0))}
+    for request in header["grad_req"].values():
+        messages.check_grad_req(request)
+    streams: list[tuple[dict[str, Any], Arrays]] = []
+    for rank, host in enumerate(header["streams"]):
+        own = {f"{group}|{key.removeprefix(f'{rank}|')}": x
+               for group in ("stream", "host")
+               for key, x in groups[group].items()
+               if key.startswith(f"{rank}|")}
+        _host_streams(host, own)
+        streams.append((host, own))
+    devices = [*map(str, header["devices"])]
+    ranks = [integer("devices", n, 1) for n in header["ranks"]]
+    if sum(ranks) != len(devices) or len(ranks) != len(streams):
+        raise ValueError(f"{len(devices)} devices of ranks with {ranks}")
+    loop = header.get("loop")
+    if loop is not None:
+        _check_loop(loop)
+    return Saved(str(header["engine"]), devices, ranks,
+                 trainer_states.unpack(header["states"], groups["slot"]),
+                 groups["value"],
+                 extra_states.unpack(header["extra"], groups["extra"]),
+                 header["grad_req"], at, streams, loop)
+
+
+def _check_loop(loop: Mapping[str, Any]) -> None:
+    epochs = integer("epochs", loop["epochs"], 0)
+    if loop["test_epoch"] is not None:
+        integer("test_epoch", loop["test_epoch"], 0)
+    history = loop["history"]
+    for size in loop["sizes"]:
+        integer("rows", size, 0)
+    for name, each in history.items():
+        if name == "devices":
+            continue
+        if not all(is_number(x) for x in each) \
+                or len(each) != epochs and name != "loss_per_step" \
+                and (each or name != "test_acc"):
+            raise ValueError(f"a history with {name} of {len(each)}")
+    if len(history["loss_per_step"]) < len(loop["sizes"]):
+        raise ValueError("fewer losses than steps")
+
+
+def _of_format_1(header: dict[str, Any], arrays: Arrays) -> Contents:
+    """A file of mgpu 0.1 as one of today."""
+    numpy, (version, internal, gauss) = header["numpy"], header["python"]
+    found = {f"stream:0|{key[7:]}" if key.startswith("stream:") else key: x
+             for key, x in arrays.items()}
+    text = {key[7:]: str(found.pop(f"stream:0|{key[7:]}"))
+            for key, x in arrays.items()
+            if key.startswith("stream:") and x.dtype.kind == "U"}
+    found["host:0|numpy"] = np.array(numpy[1], np.uint32)
+    found["host:0|python"] = np.array(internal, np.uint32)
+    return {**header, "ranks": [len(header["devices"])],
+            # older files have none
+            "extra": header.get("extra", {}), "streams": [{
+                "numpy": [numpy[0], *numpy[2:]], "python": [version, gauss],
+                "text": text}]}, found
 
 
 def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
@@ -256,9 +551,11 @@ def _check_position(saved: Any, source: BatchIterator | None) -> None:
             "passed.")
 
 
-def _check_values(replicas: Replicas, values: Mapping[str, np.ndarray],
-                  count: int) -> None:
-    """Refuse what `Replicas.import_numpy` would round, or cannot tell."""
+def _own_values(replicas: Replicas, values: Mapping[str, np.ndarray],
+                count: int) -> Arrays:
+    """The values of this rank's devices, of `count` in the file. Refuses what
+    `Replicas.import_numpy` would round, or cannot tell."""
+    span, found = replicas.span, dict(values)
     wrong, apart = [], []
     for p in replicas.all_parameters():
         x = values.get(p.name)
@@ -266,8 +563,13 @@ def _check_values(replicas: Replicas, values: Mapping[str, np.ndarray],
             continue
         if x.dtype.name != p.dtype != "bfloat16":   # NumPy has no such dtype
             wrong.append(f"{p.name} of {x.dtype} instead of {p.dtype}")
-        if x.ndim > len(p.shape) and count != len(replicas):
+        if x.ndim <= len(p.shape):
+            continue
+        if count != span.total:
             apart.append(p.name)
+        elif p.kind in BUFFERS and x.shape == (count, *p.shape):
+            own = x[span.first:span.first + len(replicas)]
+            found[p.name] = own if len(own) > 1 else own[0]
     if wrong:
         raise ValueError("a checkpoint is not rounded; received "
                          f"{'; '.join(wrong)}. Initialize with that dtype.")
@@ -276,6 +578,7 @@ def _check_values(replicas: Replicas, values: Mapping[str, np.ndarray],
             f"the buffers of {count} devices ({apart[0]}, ...) differ, so "
             f"they are those of no other number; received {replicas!r}. Use "
             f"{count} devices, or train with batch_norm='average' or 'sync'.")
+    return found
 
 
 def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]],
@@ -287,7 +590,7 @@ def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]],
             f"gives; received {sorted(extra)} for {names}. Use the network "
             "that was saved (older versions of mgpu saved none).")
     apart = [name for name, every in extra.items()
-             if len(every) not in (1, len(replicas))]
+             if len(every) not in (1, replicas.span.total)]
     if apart:
         raise ValueError(
             f"extra states of {count} devices ({apart[0]}, ...) differ, so "
@@ -295,16 +598,20 @@ def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]],
             f"{count} devices.")
 
 
-def _host_streams(numpy: Any, python: Any) -> Callable[[], None]:
+def _host_streams(host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+                  ) -> Callable[[], None]:
     """A function that puts NumPy's and Python's global streams back."""
-    version, internal, gauss = python
-    python = version, tuple(internal), gauss
+    name, place, *rest = host["numpy"]
+    keys = arrays["host|numpy"]
+    version, gauss = host["python"]
+    python = version, tuple(arrays["host|python"].tolist()), gauss
     random.Random().setstate(python)
-    if not 0 <= numpy[2] <= len(numpy[1]):      # NumPy would read beyond it
-        raise ValueError(f"a position in NumPy's stream of {numpy[2]}")
-    np.random.RandomState().set_state(tuple(numpy))
+    if not 0 <= place <= len(keys):     # NumPy would read beyond it
+        raise ValueError(f"a position in NumPy's stream of {place}")
+    numpy = name, keys, place, *rest
+    np.random.RandomState().set_state(numpy)
 
     def put_back() -> None:
         random.setstate(python)
-        np.random.set_state(tuple(numpy))
+        np.random.set_state(numpy)
     return put_back

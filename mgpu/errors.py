@@ -4,8 +4,8 @@ Each message says the rule, what was received and where (rank, device, step,
 parameter), and what to do.
 """
 
-__all__ = ["ModelMismatch", "MgpuError", "UnevenWork", "WorkerFailed",
-           "WorkerLost"]
+__all__ = ["CheckpointCorrupt", "ModelMismatch", "MgpuError", "UnevenWork",
+           "WorkerFailed", "WorkerLost"]
 
 
 class MgpuError(Exception):
@@ -33,3 +33,8 @@ class UnevenWork(WorkerError):
 
 class ModelMismatch(WorkerError):
     """Processes hold other parameters, options or versions of packages."""
+
+
+class CheckpointCorrupt(MgpuError, ValueError):
+    """A file that was saved is damaged, or is another one than it should
+    be. Nothing of it was taken over."""

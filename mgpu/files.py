@@ -1,14 +1,20 @@
 """Files that are written whole or not at all, and files of arrays."""
 import contextlib
+import errno
+import fcntl
 import filecmp
 import io
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+
+from mgpu import tensor_files
+from mgpu.errors import CheckpointCorrupt
 
 #: what names a file
 FilePath = str | os.PathLike[str]
@@ -59,7 +65,7 @@ def check_not_other(part: str, file: FilePath,
 
 
 @contextlib.contextmanager
-def part_of(file: Any) -> Iterator[str]:
+def part_of(file: Any, end: str = ".part") -> Iterator[str]:
     """The path of a file to make, which becomes `file` when the block ends
     without an error, and else disappears, also after Ctrl-C.
 
@@ -69,7 +75,7 @@ def part_of(file: Any) -> Iterator[str]:
     names is replaced. What is not an ordinary file, such as a pipe or
     /dev/null, is written to directly. IsADirectoryError for a folder,
     FileNotFoundError where its folder is missing; other errors of the system
-    name `file` too.
+    name `file` too. `end`: of the part's name.
     """
     path = os.path.realpath(path_of(file))
     if os.path.isdir(path):
@@ -80,7 +86,7 @@ def part_of(file: Any) -> Iterator[str]:
         return
     check_folder(path, "a file")
     # A name, not a file: Ctrl-C finds nothing here that it could leave.
-    part = os.path.join(os.path.dirname(path), os.urandom(8).hex() + ".part")
+    part = os.path.join(os.path.dirname(path), os.urandom(8).hex() + end)
     handled = sys.exc_info()[1]
     try:
         yield part
@@ -126,44 +132,118 @@ def write_json(file: Any, data: Any) -> None:
 
 def write_arrays(file: FilePath, header: Mapping[str, Any],
                  arrays: Mapping[str, np.ndarray]) -> None:
-    """Write npz (no pickle, a CRC-32 for each array) whose array "header" is
-    `header` in JSON, whole or not at all. Returns when it is on the disk."""
-    import zipfile      # of no use to `import mgpu`, which it slows down
-    every = {**arrays, "header": np.array(json.dumps(header))}
-    with part_of(file) as part, open(part, "wb") as stream:
-        # np.savez writes the same, but complains of a full disk twice.
-        with zipfile.ZipFile(stream, "w") as archive:
-            for name, x in every.items():
-                with archive.open(f"{name}.npy", "w",
-                                  force_zip64=True) as entry:
-                    np.lib.format.write_array(entry, np.asanyarray(x),
-                                              allow_pickle=False)
-        stream.flush()
-        if os.path.isfile(part):
-            os.fsync(stream.fileno())
+    """Write a `tensor_files` with `header`, which is fit for JSON, whole or
+    not at all. Returns when it is on the disk. What processes that were
+    killed have left in its folder is swept away. FileExistsError where `file`
+    is a link: who can write to its folder could have made it, to any file of
+    yours."""
+    path = path_of(file)
+    if os.path.islink(path):
+        raise FileExistsError(
+            "a checkpoint replaces a file, not what a link names; received "
+            f"{path!r}, a link to {os.readlink(path)!r}. Pass the name of "
+            "that file, or remove the link.")
+    head, order = tensor_files.head_of(header, arrays)
+    with contextlib.ExitStack() as held:    # the lock is kept until the end
+        with part_of(path, _SAVED) as part:
+            stream = held.enter_context(_locked(part))
+            for data in tensor_files.parts(head, order):
+                while data:
+                    data = data[stream.write(data):]
+            if os.path.isfile(part):
+                os.fsync(stream.fileno())
+        folder = os.path.dirname(os.path.abspath(path))
+        if os.path.isfile(path):
+            _sync_folder(folder)
+            sweep(folder)
 
 
-def read_arrays(file: FilePath, form: str, expected: str,
+#: how the name of a part ends that `write_arrays` makes
+_SAVED = ".saving"
+
+
+def _locked(part: str) -> Any:
+    """`part`, open to write, and locked as long as it is open: `sweep` takes
+    away what nobody holds."""
+    while True:
+        stream = open(part, "wb", buffering=0)
+        try:
+            with contextlib.suppress(OSError):  # where nothing is locked,
+                if os.path.isfile(part):        # nothing is swept
+                    fcntl.flock(stream, fcntl.LOCK_EX)
+            if os.fstat(stream.fileno()).st_nlink:
+                return stream
+        except BaseException:
+            stream.close()
+            raise
+        stream.close()      # swept before it was locked
+
+
+def _sync_folder(folder: str) -> None:
+    """Wait until the names in `folder` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:    # not every file system can
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: str) -> None:
+    """Remove the parts that writers have left in `folder` which were killed.
+    Those of writers that live are locked."""
+    for entry in os.scandir(folder):
+        if _LEFT.fullmatch(entry.name) \
+                and entry.is_file(follow_symlinks=False):
+            with contextlib.suppress(OSError), open(
+                    entry.path, "rb", opener=_as_it_is) as part:
+                fcntl.flock(part, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+
+
+def _as_it_is(path: str, flags: int) -> int:
+    """An opener that follows no link and waits for no pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+_LEFT = re.compile("[0-9a-f]{16}" + re.escape(_SAVED))
+
+
+def read_arrays(file: FilePath, forms: Collection[str], expected: str,
                 unpack: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
                 ) -> Any:
-    """``unpack(header, arrays)`` of a file of `write_arrays`; read only.
+    """``unpack(header, arrays)`` of a file of `write_arrays`, or of the npz
+    files that older versions of mgpu have written.
 
     Nothing in it is executed, and it takes as much memory as it has bytes.
-    OSError for a file that cannot be opened; ValueError, saying what was
-    `expected`, for one that is damaged, whose header has another "format"
-    than `form`, or that `unpack` raises an Exception for.
+    OSError for a file that cannot be opened; CheckpointCorrupt, saying what
+    was `expected`, for one that is damaged, whose header has a "format" that
+    is not in `forms`, or that `unpack` raises an Exception for.
     """
     with open(path_of(file), "rb") as stream:
         try:
-            arrays = dict(npy_members(stream))
-            header = json.loads(str(arrays.pop("header")))
-            if header["format"] != form:
+            if stream.read(4) == b"PK\3\4":     # no header is as long
+                arrays = dict(npy_members(stream))
+                header = json.loads(str(arrays.pop("header")))
+            else:
+                stream.seek(0)
+                header, arrays = tensor_files.read(
+                    stream, os.fstat(stream.fileno()).st_size)
+            if header["format"] not in forms:
                 raise ValueError(f"its format is {header['format']!r}")
             return unpack(header, arrays)
         except Exception as error:  # zip, NumPy, JSON: each has its own
-            raise ValueError(
-                f"expected {expected}; {os.fspath(file)!r} is not one, or is "
-                f"damaged ({error}). Use a whole file.") from error
+            raise corrupt(file, expected, error) from error
+
+
+def corrupt(file: FilePath, expected: str, why: Exception
+            ) -> CheckpointCorrupt:
+    """The error of a `file` that is not what is `expected`."""
+    return CheckpointCorrupt(
+        f"expected {expected}; {os.fspath(file)!r} is not one, or is damaged "
+        f"({why}). Use a whole file.")
 
 
 def npy_members(stream: Any) -> Iterator[tuple[str, np.ndarray]]:

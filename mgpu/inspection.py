@@ -132,8 +132,6 @@ def _not_npz(stream: Any) -> str | None:
 
 
 def _zip(path: str) -> dict[str, Any]:
-    kinds = {checkpoint.FORMAT: "checkpoint of mgpu",
-             trainer_states.FORMAT: "trainer states of mgpu"}
     with open(path, "rb") as stream:
         other = _not_npz(stream)
         if other is not None:
@@ -150,11 +148,21 @@ def _zip(path: str) -> dict[str, Any]:
         return {"kind": "arrays of NumPy (npz), as MXNet 2 writes too",
                 **_of_arrays(found)}
     form = header.get("format") if isinstance(header, dict) else None
-    if form not in kinds:
+    if form not in _KINDS:
         raise ValueError(f"{_EXPECTED}; {path!r} has the format {form!r}. "
                          "Read it with the version of mgpu that wrote it.")
+    return _of_training(header, arrays)
+
+
+_KINDS = {**dict.fromkeys(checkpoint.FORMATS, "checkpoint of mgpu"),
+          **dict.fromkeys(trainer_states.FORMATS, "trainer states of mgpu")}
+
+
+def _of_training(header: dict[str, Any], arrays: dict[str, Any]
+                 ) -> dict[str, Any]:
+    """Of a file of `save_checkpoint` or of `Trainer.save_states`."""
     states = header.get("states", header)
-    return {"kind": kinds[form], **{
+    return {"kind": _KINDS[header["format"]], **{
         key: x for key, x in header.items() if key in ("engine", "devices")},
         "optimizer": states.get("optimizer"),
         "settings": {"learning_rate": states.get("learning_rate")},
@@ -184,6 +192,9 @@ def _safetensors(path: str) -> dict[str, Any]:
         raise ValueError(f"{_EXPECTED}; {path!r} begins as safetensors, and "
                          f"is damaged ({error}). Use a whole file.") from error
     form = about.get("format", "")
+    if form in _KINDS:
+        return files.read_arrays(path, _KINDS, f"a {_KINDS[form]}",
+                                 _of_training)
     return {"kind": form if form.startswith("mgpu ") else "safetensors",
             "arrays": entries, "values": _values(entries),
             "metadata": {key: text for key, text in about.items()

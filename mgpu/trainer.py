@@ -24,7 +24,7 @@ from mgpu.schedule_state import ScheduleState
 from mgpu.trainer_states import DeviceState, TrainerStates
 
 __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
-           "check_batch_size"]
+           "check_batch_size", "check_pair"]
 
 
 class StaleGradientError(RuntimeError):
@@ -866,16 +866,26 @@ class Trainer(Hints):
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
-        self._check_complete()
         self._load(states, "the states")
 
     def _load(self, saved: TrainerStates, source: str) -> None:
-        replicas, scale = self.replicas, self._loss_scale
-        self._states = trainer_states.fit(
+        self.fit_states(saved, source)()
+
+    def fit_states(self, saved: TrainerStates, source: str
+                   ) -> Callable[[], None]:
+        """A function that does what `import_states` of `saved` would do now,
+        and refuses nothing; raises as that does."""
+        replicas = self.replicas
+        self._check_complete()
+        return partial(self._take, saved, trainer_states.fit(
             saved, source, replicas.backend, self.optimizer,
             # Frozen ones too: they may have been trained before.
             {p.name: p.list_data() for p in replicas.params()},
-            len(replicas))
+            len(replicas)))
+
+    def _take(self, saved: TrainerStates, states: list[DeviceState]) -> None:
+        scale = self._loss_scale
+        self._states = states
         self._schedule.restore(self.lr_scheduler, saved.schedule)
         self._counts, self._summed = dict(saved.counts), None
         self._torn = False
@@ -885,6 +895,25 @@ class Trainer(Hints):
         if scale.dynamic and saved.loss_scale is not None:
             scale.value = saved.loss_scale
             scale.good_steps = saved.good_steps
+
+
+def check_pair(replicas: Any, trainer: Any) -> None:
+    """Refuse what is not replicas and their trainer."""
+    if not isinstance(replicas, Replicas):
+        raise TypeError(
+            "expected the Replicas that mgpu.initialize returns; received "
+            f"{type(replicas).__module__}.{type(replicas).__qualname__}. "
+            "Call replicas = mgpu.initialize(net, devices), and train these.")
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"expected an mgpu.Trainer; received "
+                        f"{type(trainer).__module__}."
+                        f"{type(trainer).__qualname__}. Make one with "
+                        "mgpu.Trainer(replicas, 'sgd', ...).")
+    if trainer.replicas is not replicas:
+        raise ValueError(
+            "a trainer steps the replicas that it was made with; received "
+            f"one of {trainer.replicas!r} for {replicas!r}. Make a new "
+            "Trainer after each initialize.")
 
 
 def _check_number(what: str, value: Any, limits: str = "",

@@ -12,7 +12,9 @@ from mgpu.backends.base import Array, Backend
 from mgpu.loss_scale import LossScale, check_loss_scale
 from mgpu.optimizers.base import NEVER_NEGATIVE, Optimizer
 
-FORMAT = "mgpu trainer states 1"
+FORMAT = "mgpu trainer states 2"
+#: those that can be read
+FORMATS = (FORMAT, "mgpu trainer states 1")
 
 #: of one device: by the name of a parameter, its slots
 DeviceState = dict[str, dict[str, Any]]
@@ -161,7 +163,7 @@ def read(file: files.FilePath) -> TrainerStates:
                 "expected a file of Trainer.save_states of mgpu; received "
                 f"{os.fspath(file)!r}, which looks like one of Gluon's. Pass "
                 "it to mgpu.resume_from_gluon, with the network's files.")
-    return files.read_arrays(file, FORMAT, "a file of Trainer.save_states",
+    return files.read_arrays(file, FORMATS, "a file of Trainer.save_states",
                              unpack)
 
 

@@ -2,7 +2,8 @@
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (Callable, Iterable, Iterator, Mapping,
+                             Sequence)
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,9 +18,11 @@ from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
+from mgpu.checkpoint_folder import Folder
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
                              shards_of)
+from mgpu.files import FilePath
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import LabelError, check_per_example
 from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
@@ -27,7 +30,8 @@ from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
-from mgpu.trainer import Trainer, check_batch_size
+from mgpu.stopping import Stop, Stopped
+from mgpu.trainer import Trainer, check_batch_size, check_pair
 
 Loss = Callable[[Any, Any], Any]
 
@@ -263,25 +267,6 @@ def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     return losses
 
 
-def check_pair(replicas: Any, trainer: Any) -> None:
-    """Refuse what is not replicas and their trainer."""
-    if not isinstance(replicas, Replicas):
-        raise TypeError(
-            "expected the Replicas that mgpu.initialize returns; received "
-            f"{type(replicas).__module__}.{type(replicas).__qualname__}. "
-            "Call replicas = mgpu.initialize(net, devices), and train these.")
-    if not isinstance(trainer, Trainer):
-        raise TypeError(f"expected an mgpu.Trainer; received "
-                        f"{type(trainer).__module__}."
-                        f"{type(trainer).__qualname__}. Make one with "
-                        "mgpu.Trainer(replicas, 'sgd', ...).")
-    if trainer.replicas is not replicas:
-        raise ValueError(
-            "a trainer steps the replicas that it was made with; received "
-            f"one of {trainer.replicas!r} for {replicas!r}. Make a new "
-            "Trainer after each initialize.")
-
-
 def _check_all(replicas: Any, trainer: Any, loss: Any) -> None:
     """`check_pair`, and refuse what is not a loss."""
     check_pair(replicas, trainer)
@@ -428,6 +413,19 @@ class History:
     images_per_second: list[float] = field(default_factory=list)
     loss_per_step: list[float] = field(default_factory=list)
 
+    def of_epochs(self, count: int) -> dict[str, list[Any]]:
+        """The lists by name, those of epochs with `count` entries: fit for
+        JSON."""
+        every = {name: list(x) for name, x in vars(self).items()}
+        return {name: x if name in ("devices", "loss_per_step")
+                else x[:count] for name, x in every.items()}
+
+    def take(self, lists: Mapping[str, list[Any]]) -> None:
+        """Go on from `of_epochs` of an earlier run."""
+        for name in vars(self):
+            if name != "devices":
+                getattr(self, name)[:] = lists[name]
+
     def __repr__(self) -> str:
         return f"History of {len(self.seconds)} epochs: {self.summary()}"
 
@@ -452,22 +450,12 @@ class History:
                 f"[{', '.join(self.devices)}]")
 
 
-@contextlib.contextmanager
-def _told(world: distributed.World) -> Iterator[None]:
-    """What ends the block early ends the training of all processes."""
-    try:
-        yield
-    except BaseException as error:
-        world.tell(error)
-        raise
-
-
 def _over_processes(world: distributed.World, means: list[float],
                     sizes: list[int]) -> tuple[list[float], list[int]]:
     """The mean loss and the rows of each step, over all processes."""
-    if world.size == 1:
+    if world.size == 1 or not means:
         return means, sizes
-    told = world.gather("the end of an epoch", [means, sizes])
+    told = world.gather("the losses of an epoch", [means, sizes])
     rows = [sum(n) for n in zip(*(n for _, n in told), strict=True)]
     return [sum(mean[i] * n[i] for mean, n in told) / count
             for i, count in enumerate(rows)], rows
@@ -543,6 +531,21 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         Whatever ends the loop early, Ctrl-C too, has as its attribute
         `history` what was measured until then.
     """
+    return _epochs(step, train_iter, num_epochs, devices, evaluate, weights,
+                   progress, animator, description, prefetch, max_inflight,
+                   Stop(distributed.current(), False))
+
+
+def _epochs(step: Callable[[Any, Any], list[Any]],
+            train_iter: Iterable[tuple[Any, Any]], num_epochs: int,
+            devices: Sequence[Device], evaluate: Callable[[], float] | None,
+            weights: Callable[[], dict[str, Any]] | None, progress: bool,
+            animator: Any, description: str, prefetch: int, max_inflight: int,
+            stop: Stop, folder: Folder | None = None,
+            resume: Callable[[], dict[str, Any] | None] | None = None
+            ) -> History:
+    """`train_epochs`, which `stop` may end, with checkpoints in `folder`.
+    `resume`: brings all to the place that it returns."""
     num_epochs = integer("num_epochs", num_epochs, 1)
     max_inflight = integer("max_inflight", max_inflight, 1)
     ahead = integer("prefetch", prefetch, 0)
@@ -558,6 +561,9 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
     progress = progress and world.is_main
     total = num_epochs * length_hint(train_iter) if progress else 0
     waiting: deque[tuple[int, int, list[Any]]] = deque()
+    done = 0                    # whole epochs
+    sizes: list[int] = []       # rows of the steps of the one that runs
+    joined = 0                  # of them, those of all processes
 
     def settle(down_to: int) -> None:
         while len(waiting) > down_to:
@@ -566,60 +572,110 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
                 np.float64).sum()) for loss in losses if loss is not None)
             history.loss_per_step.append(total / rows if rows else 0.0)
             if not np.isfinite(total):
-                stop("loss", f"{total / rows} in step "
-                     f"{len(history.loss_per_step)} (epoch {epoch + 1})")
+                refuse("loss", f"{total / rows} in step "
+                       f"{len(history.loss_per_step)} (epoch {epoch + 1})")
 
-    def stop(what: str, received: str) -> None:
+    def refuse(what: str, received: str) -> None:
         raise NonFiniteLoss(
             f"the {what} must be finite; received {received} on "
             f"{list(devices)}. Lower the learning rate, clip the gradients, "
             "or look for bad data.")
 
-    # The scope is for Ctrl-C, which may come while one inside it ends.
-    with _told(world), _carried(history), backend.scope(), \
-            ProgressBar(progress, description or "train", total or None,
-                        "batch") as bar:
-        for epoch in range(num_epochs):
+    def join() -> None:
+        """Losses and rows of all steps so far are those of all processes."""
+        nonlocal joined
+        settle(down_to=0)
+        new = len(sizes) - joined
+        at = len(history.loss_per_step) - new
+        history.loss_per_step[at:], sizes[joined:] = _over_processes(
+            world, history.loss_per_step[at:], sizes[joined:])
+        joined = len(sizes)
+
+    def save() -> None:
+        if folder is not None and (folder.midway or not sizes):
+            join()
+            folder.save(done, history.of_epochs(done), sizes)
+
+    def run() -> None:
+        nonlocal done, joined
+        while done < num_epochs:
+            used = len(sizes)       # by the run before this one
+            rest = batches if folder is None else folder.rest(batches, used)
             backend.synchronize(list(devices))
-            first, begin = len(history.loss_per_step), time.perf_counter()
-            sizes = []
-            for X, y in map(as_pair, batches):
+            first = len(history.loss_per_step) - used
+            begin = time.perf_counter()
+            for X, y in map(as_pair, stop.taken(rest)):
                 losses = step(X, y)
                 rows = sum(len(loss) for loss in losses if loss is not None)
-                waiting.append((epoch, rows, losses))
+                waiting.append((done, rows, losses))
                 del losses      # or they would outlive their settlement
                 sizes.append(rows)
                 settle(down_to=max_inflight - 1)
                 if max_inflight == 1:
                     backend.synchronize(list(devices))
                 bar.advance()
+                stop.check()
+                if folder is not None and folder.every \
+                        and (first + len(sizes)) % folder.every == 0:
+                    save()
             if not sizes:
                 raise ValueError(
                     "train_iter must give a batch or more in each epoch; "
-                    f"received none in epoch {epoch + 1}. Use an iterable "
+                    f"received none in epoch {done + 1}. Use an iterable "
                     "that can be gone through again, such as a list.")
             settle(down_to=0)
             backend.synchronize(list(devices))
-            history.loss_per_step[first:], sizes = _over_processes(
-                world, history.loss_per_step[first:], sizes)
-            seconds, images = time.perf_counter() - begin, sum(sizes)
+            join()
+            seconds = time.perf_counter() - begin
             history.seconds.append(seconds)
-            history.images_per_second.append(images / seconds)
+            history.images_per_second.append(sum(sizes[used:]) / seconds)
             history.train_loss.append(float(np.average(
                 history.loss_per_step[first:], weights=sizes)))
             for name, x in (weights() if weights else {}).items():
                 if not np.isfinite(backend.to_numpy(x)).all():
-                    stop(f"weights {name!r}", f"NaN or infinity after epoch "
-                         f"{epoch + 1}")
+                    refuse(f"weights {name!r}", f"NaN or infinity after epoch "
+                           f"{done + 1}")
             if evaluate is not None:
-                history.test_acc.append(float(evaluate()))
-            if animator is not None:
-                animator.add(epoch + 1, [
-                    history.train_loss[-1],
-                    history.test_acc[-1] if history.test_acc else None])
+                with stop.at_once():
+                    accuracy = float(evaluate())
+                history.test_acc.append(accuracy)
+            done, joined = done + 1, 0
+            sizes.clear()
+            drawn(done)
             bar.note(f"loss {history.train_loss[-1]:.3f}" + (
                 f", test acc {history.test_acc[-1]:.3f}"
                 if history.test_acc else ""))
+            save()
+            stop.check()
+
+    def drawn(epoch: int) -> None:
+        if animator is not None:
+            animator.add(epoch, [
+                history.train_loss[epoch - 1],
+                history.test_acc[epoch - 1] if history.test_acc else None])
+
+    # The scope is for Ctrl-C, which may come while one inside it ends.
+    with world.telling(), _carried(history), backend.scope(), stop:
+        found = resume() if resume else None
+        if found is not None:
+            done, sizes = found["epochs"], found["sizes"]
+            joined = len(sizes)
+            history.take(found["history"])
+            if done > num_epochs:
+                raise ValueError(
+                    f"train goes on to epoch num_epochs; received {num_epochs}"
+                    f" for a checkpoint after {done}. Train further, or use "
+                    "another checkpoint_dir.")
+            for epoch in range(done):
+                drawn(epoch + 1)
+        total = max(0, total - len(history.loss_per_step))
+        with ProgressBar(progress, description or "train", total or None,
+                         "batch") as bar:
+            try:
+                run()
+            except Stopped:
+                save()
+                raise stop.error() from None
     give_back()
     return history
 
@@ -630,8 +686,17 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
           split_f: Callable = split_batch, device: Any = None,
           progress: bool = True, animator: Any = None, prefetch: int = 0,
           max_inflight: int = 2,
-          evaluate: Callable[[], float] | None = None) -> History:
+          evaluate: Callable[[], float] | None = None,
+          checkpoint_dir: FilePath | None = None, resume: str | None = None,
+          keep: int = 3, checkpoint_every: int | None = None,
+          resume_seed: int | None = None) -> History:
     """Train and evaluate on all devices of `replicas`.
+
+    While it runs, SIGTERM lets the step end, and ends the training with the
+    exit status 143 (SystemExit); so does Ctrl-C, with KeyboardInterrupt,
+    where there is a `checkpoint_dir`. A checkpoint is written before. With
+    several processes all ranks stop after the same step. Signals that the
+    program handles itself stay with it.
 
     Parameters
     ----------
@@ -652,6 +717,24 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     evaluate : callable, optional
         In the place of `test_iter`: a measure of your own, called after each
         epoch; `History.test_acc` has what it returns.
+    checkpoint_dir : path, optional
+        Write a checkpoint into this folder, which is made if it is not
+        there, after each epoch: ``step-00000012.safetensors`` after 12
+        steps. See `save_checkpoint`.
+    resume : {None, "auto"}
+        "auto": go on from the newest checkpoint in the folder, history
+        included, or from the one before it where that one is damaged
+        (RuntimeWarning); begin where there is none. Times in the history
+        are those that each run has measured.
+    keep : int
+        How many checkpoints stay, the newest; 1 or more.
+    checkpoint_every : int, optional
+        Write one after every so many steps too. On MXNet a run with random
+        numbers in it (dropout) is bit-equal to those that save at the same
+        steps.
+    resume_seed : int, optional
+        Begin new random streams where the checkpoint is resumed, on other
+        devices or another engine: `seed` of `load_checkpoint`.
 
     Returns
     -------
@@ -661,6 +744,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     ------
     NonFiniteLoss, ValueError
         See `train_epochs`.
+    CheckpointCorrupt, OSError, ValueError
+        See `load_checkpoint` and `save_checkpoint`. FileExistsError: the
+        folder holds checkpoints, and `resume` is None.
     ValueError
         `test_iter` and an output that is no scores (n, classes), with the
         first batch; or `test_iter` and `evaluate`. Nothing has changed.
@@ -686,10 +772,25 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
                               check=check)
         check = None        # the first output tells
         return losses
+    folder = None
+    if checkpoint_dir is not None:
+        folder = Folder(checkpoint_dir, replicas, trainer, train_iter,
+                        test_iter, keep, checkpoint_every)
+    elif (resume, checkpoint_every, resume_seed) != (None, None, None):
+        raise ValueError(
+            "resume, checkpoint_every and resume_seed go with checkpoint_dir; "
+            "received none. Name a folder for the checkpoints.")
+    world = replicas.span.world
+    if world.size > 1:
+        world.agree("mgpu.train", {
+            "num_epochs": num_epochs, "checkpoints": folder is not None,
+            "checkpoint_every": checkpoint_every, "keep": keep,
+            "resume": resume, "resume_seed": resume_seed},
+            "Pass the same to train on every rank.")
     with using_backend(replicas.backend.name):
-        return train_epochs(
-            step, train_iter, num_epochs, replicas.devices, progress=progress,
-            animator=animator, prefetch=prefetch,
-            max_inflight=max_inflight, weights=lambda: {
-                p.name: p.data() for p in replicas.params()},
-            evaluate=evaluate)
+        return _epochs(
+            step, train_iter, num_epochs, replicas.devices, evaluate,
+            lambda: {p.name: p.data() for p in replicas.params()}, progress,
+            animator, "", prefetch, max_inflight,
+            Stop(world, folder is not None), folder,
+            folder and partial(folder.open, resume, resume_seed))

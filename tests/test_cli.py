@@ -422,7 +422,7 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
     files.write_arrays(pipe, {"format": "x"}, {"a": np.arange(3)})
     (tmp_path / "copy").write_bytes(os.read(reader, 9999))
     assert files.read_arrays(
-        tmp_path / "copy", "x", "a file",
+        tmp_path / "copy", ["x"], "a file",
         lambda header, arrays: arrays["a"].tolist()) == [0, 1, 2]
     (tmp_path / "copy").unlink()
     os.close(reader)
@@ -433,7 +433,7 @@ def test_links_and_special_files_stay_what_they_are(tmp_path):
 
 @pytest.mark.parametrize("write", [
     lambda file: files.write_json(file, [1]),
-    lambda file: files.write_arrays(file, {}, {"a": np.ones(99)})],
+    lambda file: files.write_arrays(file, {"format": ""}, {"a": np.ones(99)})],
     ids=["json", "arrays"])
 def test_a_file_that_cannot_be_written_is_named(tmp_path, patch, write):
     file = tmp_path / "none" / "file"
@@ -459,7 +459,7 @@ def test_a_full_disk_is_one_error(patch):
     later, told = [], None
     patch.setattr(sys, "unraisablehook", later.append)
     try:
-        files.write_arrays("/dev/full", {}, {"a": np.ones(99_999)})
+        files.write_arrays("/dev/full", {"format": ""}, {"a": np.ones(99_999)})
     except OSError as error:
         told = str(error)
     gc.collect()

@@ -7,7 +7,6 @@ the limit is `ROUNDING`: a few hundred additions in another order are off by
 by 1e-3.
 """
 import contextlib
-import json
 import os
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import mgpu
 from helpers import (BACKENDS, assert_bit_equal, convnet, mlp, on,
                      relative_difference, using_engine, worst)
+from mgpu import files, trainer_states
 from mgpu import functional as F
 from mgpu.loss_scale import LossScale
 
@@ -564,13 +564,11 @@ def test_a_dynamic_scale_is_saved(backend, tmp_path):
 
 def _rewrite(file, **changes):
     """`file` with other entries in its header; None: without them."""
-    with np.load(file) as found:
-        arrays = dict(found)
-    header = {**json.loads(str(arrays["header"])), **changes}
-    arrays["header"] = np.array(json.dumps(
-        {k: v for k, v in header.items() if v is not None}))
-    with open(file, "wb") as out:
-        np.savez(out, **arrays)
+    header, arrays = files.read_arrays(
+        file, trainer_states.FORMATS, "states", lambda *both: both)
+    header |= changes
+    files.write_arrays(file, {k: v for k, v in header.items()
+                              if v is not None}, arrays)
 
 
 def test_files_from_before_loss_scales_load(backend, tmp_path):

@@ -31,8 +31,8 @@ def sources():
 #: are not named themselves. A module imports from its own layer and from
 #: those below it (docs/design.md, section 2).
 LAYERS = {
-    "foundations": "arguments environment errors files notebook probes "
-        "progress",
+    "foundations": "arguments environment errors tensor_files files "
+        "notebook probes progress",
     "Gluon's files": "gluon_io",
     "contract of an engine": "backends.base backends.messages backends.ledger "
         "backends.scope backends._allocator backends._kept backends._workers",
@@ -44,7 +44,8 @@ LAYERS = {
         "conversion",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "schedule_state trainer_states trainer",
-    "training": "evaluation training extra_states checkpoint resuming",
+    "training": "extra_states checkpoint checkpoint_folder stopping "
+        "evaluation training resuming",
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
     "the public names": ".",

@@ -76,6 +76,10 @@ class World:
         self.sums = Sums(self)
         #: meetings so far
         self.serial = 0
+        #: why this process wishes to stop; and what all ranks have learnt,
+        #: in the same meeting
+        self.wish: int | None = None
+        self._agreed: int | None = None
         self._dead: WorkerLost | None = None
         self._lock = threading.Lock()
 
@@ -108,7 +112,11 @@ class World:
 
     def meet(self, work: str, value: Any) -> list[Any]:
         """`gather`, while passes may be under way."""
-        told = self._meet({"work": work, "value": value})
+        told = self._meet({"work": work, "value": value,
+                           **({} if self.wish is None
+                              else {"stop": self.wish})})
+        self._agreed = next((one["stop"] for one in told if "stop" in one),
+                            self._agreed)
         for rank, one in enumerate(told):
             if one["work"] == _FAILED:
                 raise WorkerFailed(
@@ -142,6 +150,17 @@ class World:
                 "as many batches.")
         return [one["value"] for one in told]
 
+    @property
+    def stopping(self) -> int | None:
+        """The wish of a rank to stop, which all ranks know of: the same
+        between two meetings."""
+        return self.wish if self.size == 1 else self._agreed
+
+    def go_on(self) -> None:
+        """Forget the wish, after all ranks have stopped or before they
+        begin."""
+        self.wish = self._agreed = None
+
     def _meet(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         if self._dead is not None:
             raise self._dead
@@ -173,6 +192,16 @@ class World:
         except BaseException as error:
             if self.serial == before:
                 self.tell(error)
+            raise
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What ends the block early, wherever in it, ends it for all: the
+        others raise `WorkerFailed` in their next meeting."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell(error)
             raise
 
     def tell(self, error: BaseException) -> None:

@@ -1,0 +1,98 @@
+"""Signals that end a training between two of its steps."""
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from mgpu.distributed import World
+
+T = TypeVar("T")
+
+#: seconds after which a second Ctrl-C is another one: launchers pass one on
+#: to processes that have received it themselves
+_AGAIN = 1.0
+
+
+class Stopped(BaseException):
+    """Raised between two steps, where a signal or another rank asks for the
+    end."""
+
+
+class Stop:
+    """A block in which SIGTERM, and with `interrupts` Ctrl-C, let the step
+    end before they end the training.
+
+    All ranks learn of it in the same meeting. Handlers are set in the main
+    thread alone, for signals that do what they do by default, and put back.
+    A second Ctrl-C does not wait.
+    """
+
+    def __init__(self, world: World, interrupts: bool) -> None:
+        self._world, self._free, self._when = world, False, 0.0
+        self._defaults: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}
+        if interrupts:
+            self._defaults[signal.SIGINT] = signal.default_int_handler
+        self._set: list[int] = []
+
+    def __enter__(self) -> "Stop":
+        self._world.go_on()
+        if threading.current_thread() is threading.main_thread():
+            for number, default in self._defaults.items():
+                if signal.getsignal(number) == default:
+                    self._set.append(number)
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        for number in self._set:
+            signal.signal(number, self._defaults[number])
+        wish, heard = self._world.wish, self._world.stopping
+        self._world.go_on()
+        if kind is None and wish is not None and heard is None:
+            signal.raise_signal(wish)       # it came after the last meeting
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if number == self._world.wish == signal.SIGINT \
+                and now - self._when > _AGAIN:
+            raise KeyboardInterrupt
+        if self._world.wish is None:
+            self._world.wish, self._when = number, now
+        if self._free:
+            self._free = False
+            raise Stopped
+
+    def check(self) -> None:
+        """Raise `Stopped` where all ranks know that one is asked for."""
+        if self._world.stopping is not None:
+            raise Stopped
+
+    def error(self) -> BaseException:
+        """What the training ends with: as the signal does by default, or the
+        exit status 143."""
+        return KeyboardInterrupt() if self._world.stopping == signal.SIGINT \
+            else SystemExit(128 + signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """In the block of a single process a signal raises `Stopped`. Several
+        processes agree first."""
+        self._free = self._world.size == 1
+        try:
+            yield
+        finally:
+            self._free = False
+
+    def taken(self, batches: Iterable[T]) -> Iterator[T]:
+        """`batches`; the wait for each is `at_once`."""
+        source = iter(batches)
+        while True:
+            with self.at_once():
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    return
+            yield batch
+            del batch

@@ -1,0 +1,242 @@
+"""A program that trains with checkpoints, is stopped, and goes on:
+``resuming.py BACKEND COUNTS FOLDER JOB``, where COUNTS has the number of
+devices of each rank and JOB is a function below."""
+import functools
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+import mgpu
+from test_checkpoint import LOSS, TRAINERS, disturb, network
+from test_checkpoint import everything as of_run
+from mgpu import datasets
+
+EPOCHS, EVERY = 3, 2
+#: steps of an epoch
+STEPS = 4
+
+rng = np.random.default_rng(0)
+ROWS = rng.normal(size=(26, 6)).astype("float32")
+LABELS = rng.integers(0, 3, 26).astype("int32")
+
+
+class Killed(BaseException):
+    """As a kill: nothing is tidied up by `train`."""
+
+
+def noisy(X):
+    return X + (np.random.normal(0, 0.1, X.shape)
+                + random.gauss(0, 0.1)).astype(X.dtype)
+
+
+def made(devices, seed=1, kind=1, **options):
+    """What a program makes at its begin; all streams are at theirs."""
+    disturb(mgpu.get_backend())
+    replicas = mgpu.initialize(
+        network(mgpu.get_backend()), devices,
+        init=mgpu.initializers.Xavier(), seed=seed, **options)
+    name, params, others = TRAINERS[kind]
+    trainer = mgpu.Trainer(replicas, name, params, **others)
+    data = [datasets.BatchIterator(ROWS, LABELS, 7, 3, transform=noisy),
+            datasets.BatchIterator(ROWS[:11], LABELS[:11], 5, 4)]
+    return replicas, trainer, data
+
+
+def train(run, folder, loss=LOSS, **options):
+    replicas, trainer, (train_iter, test_iter) = run
+    options = {"checkpoint_dir": folder, "resume": "auto",
+               "checkpoint_every": EVERY, "progress": False, **options}
+    return mgpu.train(replicas, train_iter, test_iter, loss, trainer, EPOCHS,
+                      **options)
+
+
+def stopping(trainer, step, action):
+    """A loss that calls `action` in a step, from 0."""
+    def loss(pred, label):
+        if trainer.num_update == step:
+            action()
+        return LOSS(pred, label)
+    return loss
+
+
+def kill():
+    raise Killed
+
+
+def everything(run, history):
+    """Arrays by name; numbers as one JSON text."""
+    arrays, numbers = of_run((run[0], run[1], run[2][0]))
+    times = "seconds", "images_per_second"
+    return {**{str(key): x for key, x in arrays.items()},
+            "numbers": np.array(json.dumps([
+                numbers, run[2][1].epoch,
+                {k: v for k, v in vars(history).items() if k not in times},
+                ]))}
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    for key, x in wanted.items():
+        assert x.tobytes() == found[key].tobytes(), (key, x, found[key])
+
+
+def fresh(folder, name):
+    return Path(folder) / name
+
+
+# -- jobs ---------------------------------------------------------------------
+
+def killed(devices, folder):
+    """At each step in turn, and resumed: the bits of the uninterrupted run;
+    twice in one run too."""
+    run = made(devices)
+    whole = everything(run, train(run, fresh(folder, "whole")))
+    for steps in ((1,), (3,), (4,), (7,), (11,), (5, 10)):
+        place = fresh(folder, f"killed-{steps}")
+        for step in steps:
+            run = made(devices, 1 if step == steps[0] else step)
+            try:
+                train(run, place, stopping(run[1], step, kill))
+            except Killed:
+                assert run[1].num_update == step
+            else:
+                raise AssertionError("not killed")
+        # Other weights; where nothing was saved, the program's own.
+        run = made(devices, 9 if step >= EVERY else 1)
+        assert_same(everything(run, train(run, place)), whole)
+        # what is over stays as it is
+        run = made(devices, seed=9)
+        assert_same(everything(run, train(run, place)), whole)
+    if mgpu.distributed.is_main():
+        names = sorted(os.listdir(place))
+        assert names == [f"step-{n:08d}.safetensors" for n in (8, 10, 12)], \
+            names
+    elsewhere(devices, folder)
+
+
+def elsewhere(devices, folder):
+    """A checkpoint that another number of devices or processes has written
+    is refused, and goes on with new streams."""
+    source, = os.environ.get("MGPU_TEST_SOURCE", ""),
+    if source:
+        run = made(devices, batch_norm="average")
+        try:
+            train(run, source)
+        except (ValueError, mgpu.distributed.WorkerFailed) as error:
+            assert "Pass resume_seed=" in str(error), error
+        else:
+            raise AssertionError("not refused")
+        history = train(run, source, resume_seed=5)
+        assert len(history.train_loss) == EPOCHS
+        assert len(history.loss_per_step) == EPOCHS * STEPS
+
+
+def half(devices, folder):
+    """Batch norm that is the same on all devices, stopped in an epoch."""
+    run = made(devices, batch_norm="average")
+    try:
+        train(run, fresh(folder, "half"), stopping(run[1], 6, kill))
+    except Killed:
+        pass
+
+
+def forever(devices, folder):
+    """Says when it trains, and goes on until it is stopped."""
+    run = made(devices)
+
+    def loss(pred, label):
+        if run[1].num_update == 2:
+            Path(folder, f"begun-{mgpu.distributed.rank()}").touch()
+        time.sleep(0.05)
+        return LOSS(pred, label)
+    replicas, trainer, (train_iter, _) = run
+    mgpu.train(replicas, train_iter, None, loss, trainer, 1000,
+               progress=False, checkpoint_dir=fresh(folder, "stopped"),
+               resume="auto", keep=2)
+
+
+def until(devices, folder):
+    """As `killed`, by SIGKILL, where the environment says."""
+    run = made(devices)
+    step = int(os.environ.get("MGPU_TEST_KILL", "-1"))
+    action = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+    history = train(run, fresh(folder, "run"),
+                    stopping(run[1], step, action))
+    np.savez(fresh(folder, f"end-{mgpu.distributed.rank()}.npz"),
+             **everything(run, history))
+
+
+def refused(devices, folder):
+    """One rank cannot: all raise, and nothing hangs."""
+    world = mgpu.distributed.current()
+    run = replicas, trainer, _ = made(devices)
+    file = Path(folder) / "saved"
+    mgpu.save_checkpoint(file, replicas, trainer)
+    whole = file.read_bytes()
+    before = everything(run, mgpu.History())
+
+    def raises(kind, text, call, *arguments):
+        try:
+            call(*arguments)
+        except kind as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"no {kind}")
+        mgpu.distributed.barrier()
+    missing = Path(folder) / "none" / "saved"
+    main = mgpu.distributed.is_main()
+    failed = mgpu.distributed.WorkerFailed
+    raises(FileNotFoundError if main else failed, "the folder of a file must",
+           mgpu.save_checkpoint, missing, replicas, trainer)
+    raises(FileNotFoundError if main else failed, "No such file",
+           mgpu.load_checkpoint, missing, replicas, trainer)
+    if main:
+        file.write_bytes(whole[:-50])
+    mgpu.distributed.barrier()
+    raises(mgpu.errors.CheckpointCorrupt if main else failed, "is damaged",
+           mgpu.load_checkpoint, file, replicas, trainer)
+    # a rank whose weights have gone elsewhere
+    if not main:
+        value = mgpu.to_numpy(replicas.params()[0].data()) + 1
+        replicas.import_numpy({**replicas.export_numpy(all_devices=True),
+                               replicas.params()[0].name: value})
+    raises(mgpu.errors.ModelMismatch,
+           f"value:{replicas.params()[0].name}", mgpu.save_checkpoint, file,
+           replicas, trainer)
+    if main:
+        assert file.read_bytes() == whole[:-50]
+        file.write_bytes(whole)
+    mgpu.distributed.barrier()
+    mgpu.load_checkpoint(file, replicas, trainer)
+    after = everything(run, mgpu.History())
+    assert_same(after, before)
+    # a rank that is in the middle of a step
+    if not main:
+        trainer._summed = []
+    raises(failed if main else RuntimeError, "holds no gradients",
+           mgpu.save_checkpoint, file, replicas, trainer)
+    assert world.size > 1
+
+
+JOBS = {f.__name__: f for f in (killed, half, forever, until, refused)}
+
+
+def main(backend, counts, folder, job):
+    warnings.simplefilter("error", RuntimeWarning)
+    mgpu.set_backend(backend)
+    mgpu.distributed.init(timeout=30)
+    counts = [int(n) for n in counts.split(",")]
+    JOBS[job]([mgpu.cpu(i) for i in range(
+        counts[mgpu.distributed.rank()])], folder)
+    print("ended", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

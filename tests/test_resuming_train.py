@@ -1,0 +1,361 @@
+"""`train` with a folder of checkpoints: killed and resumed it ends with the
+bits of the uninterrupted run; signals end it between two steps."""
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from distributed import resuming
+from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
+                                  assert_same, everything, kill, made,
+                                  stopping, train)
+from helpers import mlp, on
+from mgpu import datasets
+
+
+def signalled(number):
+    """An action of a step: a signal to this process."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def run_until(place, devices, step, action, kind, **options):
+    """Train until `action` in a step ends it with `kind`."""
+    run = made(devices)
+    with pytest.raises(kind) as seen:
+        train(run, place, stopping(run[1], step, action), **options)
+    return run, seen.value
+
+
+def names(folder):
+    return sorted(os.listdir(folder))
+
+
+def step(*numbers):
+    return [f"step-{n:08d}.safetensors" for n in numbers]
+
+
+def test_a_killed_run_ends_as_the_uninterrupted_one(engine, tmp_path):
+    """At any step; each device has statistics of its own; dropout, noise of
+    NumPy's and Python's streams, shuffled test data."""
+    resuming.killed(on(0, 1), tmp_path)
+
+
+@pytest.mark.parametrize("number, kind", [
+    (signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_ends_the_step_first(engine, tmp_path, number, kind):
+    """A checkpoint is there, from which the run goes on to the bit. (Step 7
+    is the last of an epoch: on MXNet runs are equal that save at the same
+    steps.)"""
+    run = made(on(0, 1))
+    whole = everything(run, train(run, tmp_path / "whole"))
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    for at in (4, 7) if engine.name == "torch" else (7,):
+        place = tmp_path / str(at)
+        run, error = run_until(place, on(0, 1), at, signalled(number), kind)
+        assert run[1].num_update == at + 1
+        assert getattr(error, "code", 143) == 143
+        assert len(error.history.loss_per_step) == at + 1
+        assert names(place)[-1:] == step(at + 1)
+        assert before == {n: signal.getsignal(n) for n in before}
+        run = made(on(0, 1), seed=9)
+        assert_same(everything(run, train(run, place)), whole)
+
+
+@pytest.mark.parametrize("where", ["data", "evaluation"])
+def test_a_signal_does_not_wait_for_data_or_an_evaluation(
+        backend, tmp_path, where):
+    """One process stops there at once; the epoch goes on from there."""
+    run = made(on(0, 1), kind=0)
+    options = {"checkpoint_every": None, "evaluate": None}
+    begun, ended = [], []
+
+    def act():
+        begun.append(True)
+        if len(begun) == (2 if where == "evaluation" else 7):
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.append(True)
+        return 0.5
+
+    class Data(datasets.BatchIterator):
+        def __iter__(self):
+            for batch in super().__iter__():
+                act()
+                yield batch
+
+    def go(run, folder):
+        replicas, trainer, _ = run
+        data = datasets.BatchIterator(ROWS, resuming.LABELS, 7, 3)
+        if where == "data":
+            drawn = data._transform
+            data._transform = lambda X: (act(), X)[1] \
+                if drawn is None else drawn(X)
+        return mgpu.train(
+            replicas, data, None, LOSS, trainer, EPOCHS, progress=False,
+            checkpoint_dir=folder, resume="auto",
+            evaluate=act if where == "evaluation" else lambda: 0.5)
+    with pytest.raises(SystemExit):
+        go(run, tmp_path)
+    assert begun and not ended
+    steps = 8 if where == "evaluation" else 6
+    assert run[1].num_update == steps and names(tmp_path)[-1:] == step(steps)
+    del options
+    run = made(on(0, 1), seed=9, kind=0)
+    found = everything(run, go(run, tmp_path))
+    begun[:] = [True] * 99
+    run = made(on(0, 1), kind=0)
+    whole = everything(run, go(run, tmp_path / "whole"))
+    if backend.name == "mxnet":     # other saves, other streams: no bits
+        assert found.keys() == whole.keys()
+        return
+    assert_same(found, whole)
+
+
+def test_signals_without_a_folder(backend):
+    """SIGTERM lets the step end; Ctrl-C ends it at once, as ever."""
+    run, error = run_until(None, on(0), 3, signalled(signal.SIGTERM),
+                           SystemExit, resume=None, checkpoint_every=None)
+    assert error.code == 143 and run[1].num_update == 4
+    run, error = run_until(None, on(0), 3, signalled(signal.SIGINT),
+                           KeyboardInterrupt, resume=None,
+                           checkpoint_every=None)
+    assert run[1].num_update == 3 and len(error.history.loss_per_step) == 2
+
+
+def test_a_second_ctrl_c_does_not_wait(backend, tmp_path, monkeypatch):
+    """But one that comes right after the first may be the same."""
+    def twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+    run, _ = run_until(tmp_path / "soon", on(0), 3, twice, KeyboardInterrupt)
+    assert names(tmp_path / "soon") == step(2, 4)
+    monkeypatch.setattr("mgpu.stopping._AGAIN", -1.0)
+    run, _ = run_until(tmp_path / "late", on(0), 3, twice, KeyboardInterrupt)
+    assert names(tmp_path / "late") == step(2)
+
+
+def test_signals_of_the_program_stay_with_it(backend, tmp_path):
+    """A handler of its own, and trainings in other threads."""
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append(True))
+    try:
+        run = made(on(0))
+        train(run, tmp_path / "a",
+              stopping(run[1], 3, signalled(signal.SIGTERM)))
+        assert seen and run[1].num_update == EPOCHS * STEPS
+        run = made(on(0))
+        thread = threading.Thread(target=train, args=(run, tmp_path / "b"))
+        thread.start()
+        thread.join()
+        assert run[1].num_update == EPOCHS * STEPS
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_after_the_last_check_is_not_lost(monkeypatch):
+    """It does what it does by default, after the handlers are back."""
+    from mgpu.distributed import World
+    from mgpu.stopping import Stop
+
+    class Job(World):       # of two processes, which meet no more
+        size = 2
+    with pytest.raises(KeyboardInterrupt), Stop(Job(), True):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# -- the folder ---------------------------------------------------------------
+
+def test_a_damaged_checkpoint_is_passed_over(engine, tmp_path):
+    run = made(on(0, 1))
+    whole = everything(run, train(run, tmp_path / "whole"))
+    place = tmp_path / "run"
+    run_until(place, on(0, 1), 7, kill, Killed)
+    assert names(place) == step(2, 4, 6)
+    newest = place / step(6)[0]
+    newest.write_bytes(newest.read_bytes()[:-9])
+    run = made(on(0, 1), seed=9)
+    with pytest.warns(RuntimeWarning, match="step-00000006.* is damaged.* "
+                      "goes on from the checkpoint before it"):
+        history = train(run, place)
+    assert_same(everything(run, history), whole)
+    for name in names(place):
+        (place / name).write_bytes(b"damaged")
+    run = made(on(0, 1), seed=9)
+    with pytest.warns(RuntimeWarning), pytest.raises(
+            mgpu.errors.CheckpointCorrupt):
+        train(run, place)
+
+
+def test_a_folder_belongs_to_one_run(backend, tmp_path):
+    place = tmp_path / "run"
+    run = made(on(0))
+    train(run, place, keep=2)
+    assert names(place) == step(10, 12)
+    with pytest.raises(FileExistsError, match="holds 2 checkpoints. Pass "
+                       "resume='auto'"):
+        train(run, place, resume=None)
+    # parts that were left, links with names of ours, a person's files
+    target = tmp_path / "target"
+    target.write_text("a person's")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / ("a" * 16 + ".saving")).touch()
+    (other / step(4)[0]).symlink_to(target)
+    (other / "step-1.safetensors").write_text("a person's")
+    run = made(on(0))
+    with contextlib.suppress(ValueError):
+        train(run, other, resume=None)
+    (other / step(4)[0]).unlink()
+    run = made(on(0))
+    loss = stopping(run[1], 2, lambda: os.path.lexists(other / step(4)[0])
+                    or os.symlink(target, other / step(4)[0]))
+    train(run, other, loss, keep=9)
+    assert target.read_text() == "a person's"
+    assert not (other / step(4)[0]).is_symlink()
+    assert names(other) == ["step-1.safetensors", *step(2, 4, 6, 8, 10, 12)] \
+        or names(other) == [*step(2, 4, 6, 8, 10, 12), "step-1.safetensors"]
+
+
+@pytest.mark.parametrize("data", ["list", "prefetched", "ahead", "any"])
+def test_other_data(backend, tmp_path, data):
+    """A list of batches goes on in an epoch, batches that are drawn ahead
+    too; of any other iterable whole epochs are saved."""
+    batches = [(ROWS[i:i + 7], resuming.LABELS[i:i + 7])
+               for i in range(0, 26, 7)]
+
+    class Any:
+        def __iter__(self):
+            return iter(batches)
+
+    def go(run, folder, loss=LOSS, every=2, **options):
+        source = datasets.BatchIterator(ROWS, resuming.LABELS, 7, 3)
+        train_iter = {"list": batches, "ahead": source, "any": Any(),
+                      "prefetched": mgpu.prefetch(source, 2)}[data]
+        return mgpu.train(
+            run[0], train_iter, None, loss, run[1], EPOCHS, progress=False,
+            checkpoint_dir=folder, checkpoint_every=every, resume="auto",
+            prefetch=2 if data == "ahead" else 0, **options)
+    every = None if data == "any" else 2
+    if data == "any":
+        with pytest.raises(ValueError, match="checkpoint_every takes data "
+                           "whose place.*received Any"):
+            go(made(on(0)), tmp_path / "x")
+    run = made(on(0, 1))
+    whole = everything(run, go(run, tmp_path / "whole", every=every))
+    for at, action, kind in ((7, kill, Killed), (
+            6, signalled(signal.SIGTERM), SystemExit)):
+        run = made(on(0, 1))
+        place = tmp_path / str(at)
+        with pytest.raises(kind):
+            go(run, place, stopping(run[1], at, action), every)
+        assert names(place)[-1:] == step(
+            4 if data == "any" else 6 if at == 7 else 7)
+        if at == 6 and backend.name == "mxnet" and data != "any":
+            continue    # as said there
+        run = made(on(0, 1), seed=9)
+        assert_same(everything(run, go(run, place, every=every)), whole)
+
+
+def test_what_does_not_fit_is_refused(backend, tmp_path):
+    replicas, trainer, (data, _) = run = made(on(0))
+
+    def refused(match, kind=ValueError, net=None, **options):
+        with pytest.raises(kind, match=match):
+            mgpu.train(net or replicas, data, None, LOSS,
+                       mgpu.Trainer(net, "sgd") if net else trainer, 1,
+                       progress=False, **options)
+        assert trainer.num_update == 0
+    refused("go with checkpoint_dir", resume="auto")
+    refused("go with checkpoint_dir", checkpoint_every=1)
+    refused("unknown resume; received 'always'", resume="always",
+            checkpoint_dir=tmp_path)
+    refused("keep", keep=0, checkpoint_dir=tmp_path)
+    refused("checkpoint_every", checkpoint_every=0, checkpoint_dir=tmp_path)
+    refused("a path names a file", TypeError, checkpoint_dir=3)
+    mgpu.save_checkpoint(tmp_path / step(3)[0], replicas, trainer, data)
+    refused("one of mgpu.save_checkpoint", checkpoint_dir=tmp_path,
+            resume="auto")
+    train(run, tmp_path / "run")
+    with pytest.raises(ValueError, match="received 1 for a checkpoint after "
+                       "3. Train further"):
+        mgpu.train(replicas, data, run[2][1], LOSS, trainer, 1,
+                   progress=False, checkpoint_dir=tmp_path / "run",
+                   resume="auto")
+
+
+def test_shapes_that_the_first_batch_tells(backend, tmp_path):
+    net = resuming_deferred(backend)
+    replicas = mgpu.initialize(net, on(0))
+    trainer = mgpu.Trainer(replicas, "sgd")
+    if replicas.complete:
+        pytest.fail("the network is complete")
+    with pytest.raises(ValueError, match="Pass sample= to"):
+        mgpu.train(replicas, [(ROWS[:4], resuming.LABELS[:4])], None, LOSS,
+                   trainer, 1, progress=False, checkpoint_dir=tmp_path)
+
+
+def resuming_deferred(backend):
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        return nn.Dense(3)
+    from torch import nn
+    return nn.LazyLinear(3)
+
+
+def test_the_curve_is_whole(backend, tmp_path):
+    """An animator gets the epochs of earlier runs too."""
+    class Curve(list):
+        def add(self, x, y):
+            self.append((x, y))
+    run_until(tmp_path, on(0), 9, kill, Killed)
+    curve, run = Curve(), made(on(0), seed=9)
+    history = train(run, tmp_path, animator=curve)
+    assert curve == [(i + 1, [history.train_loss[i], history.test_acc[i]])
+                     for i in range(EPOCHS)]
+
+
+# -- elsewhere ----------------------------------------------------------------
+
+@pytest.mark.parametrize("source", BACKENDS)
+def test_a_run_goes_on_elsewhere(source, tmp_path):
+    """On another number of devices, and on the other backend: with new
+    streams, by name."""
+    def made_plain(backend, devices):
+        replicas = mgpu.initialize(mlp(backend), devices, dtype="float64",
+                                   init=mgpu.initializers.Xavier(), seed=1)
+        return (replicas, mgpu.Trainer(replicas, "adam"), [
+            datasets.BatchIterator(ROWS.astype("float64"), resuming.LABELS,
+                                   7, 3), None])
+    with mgpu.using_backend(source) as backend:
+        run = made_plain(backend, on(0, 1))
+        wanted = train(run, tmp_path / "whole")
+        values = run[0].export_numpy()
+        run = made_plain(backend, on(0, 1))
+        with pytest.raises(Killed):
+            train(run, tmp_path / "run", stopping(run[1], 7, kill))
+    files = {name: (tmp_path / "run" / name).read_bytes()
+             for name in names(tmp_path / "run")}
+    for target in BACKENDS:
+        for devices in (on(0), on(0, 1, 2)):
+            place = tmp_path / f"{target}-{len(devices)}"
+            place.mkdir()
+            for name, data in files.items():
+                (place / name).write_bytes(data)
+            with mgpu.using_backend(target) as backend:
+                run = made_plain(backend, devices)
+                with pytest.raises(ValueError, match="Pass resume_seed="):
+                    train(run, place)
+                history = train(run, place, resume_seed=1)
+                found = run[0].export_numpy()
+            np.testing.assert_allclose(history.loss_per_step,
+                                       wanted.loss_per_step, rtol=1e-12)
+            for name, x in values.items():
+                np.testing.assert_allclose(found[name], x, rtol=1e-9,
+                                           atol=1e-12)
