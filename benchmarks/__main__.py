@@ -301,6 +301,29 @@ def memory_rows(wanted, rounds):
             yield name, measure
 
 
+def process_rows(wanted, rounds):
+    """Two processes, one device and one thread each, side by side with what
+    people use; in one job, because processes differ by chance."""
+    for model, batch in (("LeNet", LENET), ("ResNet-18", RESNET)):
+        for what, name, bar, stretch in (
+                ("steps", f"2 processes, {model}, torch: a step against DDP",
+                 0.97, 1.0),
+                ("gradients", f"2 processes, {model}, mxnet: gradients over "
+                 "gloo against KVStore dist_sync", 3.0, 5.0)):
+            spec = json.dumps({"what": what, "rounds": rounds, **batch})
+
+            def measure(name=name, bar=bar, stretch=stretch, spec=spec):
+                found = json.loads(subprocess.run(
+                    [sys.executable, "-m", "benchmarks.processes", spec],
+                    cwd=ROOT, text=True, check=True, stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL).stdout)
+                return ratio_row(name, list(zip(*found.values())), bar,
+                                 stretch, [f"python -m benchmarks.processes "
+                                           f"'{spec}'"])
+            if wanted(name):
+                yield name, measure
+
+
 _IMPORT = ("import time, sys; b = time.perf_counter(); import {}; "
            "print(time.perf_counter() - b, 'torch' in sys.modules "
            "or 'mxnet' in sys.modules)")
@@ -329,7 +352,7 @@ def import_rows(wanted, rounds):
         yield name, measure
 
 
-SECTIONS = (race_rows, first_rows, collective_rows, tiny_rows,
+SECTIONS = (race_rows, first_rows, collective_rows, process_rows, tiny_rows,
             memory_rows, import_rows)
 
 

@@ -11,6 +11,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as benchmarks   # noqa: E402
 from benchmarks import memory                   # noqa: E402
+from benchmarks import processes                # noqa: E402
+from benchmarks import scaling_model            # noqa: E402
 from conftest import BACKENDS                   # noqa: E402
 
 
@@ -63,3 +65,26 @@ def test_memory_grows_by_parameters_and_gradients(backend):
     for k in (2, 4):
         assert found[k]["bytes"] <= 1.1 * found[k]["bound"], found
         assert found[k]["bytes"] >= 2 * k * parameters
+
+
+@pytest.mark.parametrize("what, backend, other", [
+    (what, name, other) for what, name, other in (
+        ("steps", "torch", "ddp"), ("gradients", "mxnet", "kvstore"))
+    if name in BACKENDS])
+def test_two_processes_do_the_same_work_as_others(what, backend, other):
+    """It raises where their results differ."""
+    found = processes.job({"what": what, "model": "tiny", "batch": 8,
+                           "rounds": 2, "round": 0.1, "limit": 100})
+    assert list(found) == ["mgpu", other]
+    assert all(len(x) == 2 and min(x) > 0 for x in found.values())
+
+
+def test_the_model_of_a_step():
+    # two hosts send each other half of the bytes, twice
+    assert scaling_model.ring(2, 1000, 0.25, 100) == 2 * (500 / 100 + 0.25)
+    assert scaling_model.ring(4, 1000, 0, 100) == 6 * 2.5
+    assert scaling_model.step(1, 0.5, 1000, 1, 100) == 0.5
+    assert scaling_model.step(2, 0.5, 0, 0.25, 1024) == 0.5 + 1.25 + 0.5
+    lines = scaling_model.table(0.5, 0, [("fast", 0, 1e99)]).splitlines()
+    assert lines[2] == "| 1 | 0.50 s, 100% |"
+    assert lines[-1] == "| 1024 | 0.50 s, 100% |"

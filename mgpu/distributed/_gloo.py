@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -176,9 +177,30 @@ class Gloo:
         sizes = [int.from_bytes(x[:8], "little") for x in every]
         return [(n, x[8:8 + n]) for n, x in zip(sizes, every)]
 
-    def allreduce(self, flat: np.ndarray, op: str) -> None:
+    def allreduce(self, arrays: Sequence[np.ndarray], op: str) -> None:
+        tensors = [torch.from_numpy(x) for x in arrays]
         with self._explained():
-            dist.all_reduce(torch.from_numpy(flat), _OPS[op])
+            if len(tensors) == 1:
+                dist.all_reduce(tensors[0], _OPS[op])
+                return
+            # While one waits for the other ranks, another is added up. All
+            # have ended, as `tensors` may lie in the caller's memory, before
+            # the first error is raised.
+            under_way, errors = [], []
+            for x in tensors:
+                try:
+                    under_way.append(dist.all_reduce(
+                        x, _OPS[op], async_op=True))
+                except RuntimeError as error:
+                    errors.append(error)
+                    break
+            for work in under_way:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    errors.append(error)
+            if errors:
+                raise errors[0]
 
     def allreduce_native(self, x: Any, op: str) -> bool:
         if not isinstance(x, torch.Tensor) or not x.is_contiguous():

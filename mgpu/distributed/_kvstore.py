@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,9 +74,13 @@ class KVStore:
     def allreduce_native(self, x: Any, op: str) -> bool:
         return False
 
-    def allreduce(self, flat: np.ndarray, op: str) -> None:
+    def allreduce(self, arrays: Sequence[np.ndarray], op: str) -> None:
+        for flat in arrays:
+            self._allreduce(flat, op)
+
+    def _allreduce(self, flat: np.ndarray, op: str) -> None:
         if op != "sum" or flat.dtype != np.float32:
-            self._control.allreduce(flat, op)
+            self._control.allreduce([flat], op)
             return
 
         def exchange() -> None:

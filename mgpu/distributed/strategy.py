@@ -11,15 +11,18 @@ from mgpu.backends.base import Array
 from mgpu.collectives.strategies import AllReduce, allreduce_by
 from mgpu.distributed.world import Span
 
-#: bytes that processes exchange at once. Small arrays share a message, and a
-#: large message lets the next one be packed meanwhile.
+#: bytes from which an array is exchanged by itself, where it lies; smaller
+#: ones share a message, because each message costs a tenth of a millisecond
+LARGE = 1 << 20
+#: bytes of small arrays in a message, at most
 BUCKET = 32 << 20
 
 
 class OverProcesses(AllReduce):
     """`local` sums over this process's devices; the sums are added up over
-    the processes, in flat buckets of one dtype, in the order of the arrays;
-    every device gets the result."""
+    the processes, and every device gets the result. Large arrays are added up
+    where they lie, small ones in flat buckets of one dtype, all in the order
+    of the arrays."""
 
     divides = checks_memory = reaches_further = True
 
@@ -52,32 +55,36 @@ class OverProcesses(AllReduce):
                 self._natively(lists[j], inner, count)
 
     def _exchange(self, columns: Sequence[Any], op: str, count: int) -> None:
-        by_dtype: dict[np.dtype, list[list[np.ndarray]]] = {}
+        large = [column for column in columns if column[0].nbytes >= LARGE]
+        small: dict[np.dtype, list[list[np.ndarray]]] = {}
         for column in columns:
-            by_dtype.setdefault(column[0].dtype, []).append(column)
-        for dtype, every in by_dtype.items():
-            for bucket in _buckets(every):
-                self._exchange_bucket(dtype, bucket, op, count)
+            if column[0].nbytes < LARGE:
+                small.setdefault(column[0].dtype, []).append(column)
+        buckets = [bucket for every in small.values()
+                   for bucket in _buckets(every)]
+        for bucket in buckets or [[]]:
+            flat = self._packed(bucket)
+            self._span.world.reduce_all(
+                [column[0] for column in large] + flat, op)
+            for column in large:
+                _hand_out(column[0], column, count)
+            if flat:
+                _unpack(flat[0], bucket, count)
+            large = []
 
-    def _exchange_bucket(self, dtype: np.dtype,
-                         bucket: Sequence[list[np.ndarray]], op: str,
-                         count: int) -> None:
+    def _packed(self, bucket: Sequence[list[np.ndarray]]
+                ) -> list[np.ndarray]:
+        """The first arrays of the columns of `bucket` in one; none for
+        none."""
+        if not bucket:
+            return []
+        dtype = bucket[0][0].dtype
         size = sum(len(column[0]) for column in bucket)
         room = self._room.get(dtype)
         if room is None or len(room) < size:
             room = self._room[dtype] = np.empty(size, dtype)
-        flat, end = room[:size], 0
-        for first, *_ in bucket:
-            begin, end = end, end + len(first)
-            flat[begin:end] = first
-        self._span.world.reduce(flat, op)
-        if count > 1:
-            flat /= count
-        end = 0
-        for column in bucket:
-            begin, end = end, end + len(column[0])
-            for x in column:
-                x[...] = flat[begin:end]
+        return [np.concatenate([column[0] for column in bucket],
+                               out=room[:size])]
 
     def _natively(self, data: list[Array], op: str, count: int) -> None:
         """An array that the host has no view of, as on a GPU: in the
@@ -91,6 +98,25 @@ class OverProcesses(AllReduce):
             data[0] /= count
         for x in data[1:]:
             x[...] = backend.put(data[0], x)
+
+
+def _hand_out(result: np.ndarray, column: Sequence[np.ndarray], count: int
+              ) -> None:
+    """Copy `result`, divided by `count`, to all of `column`, of which it may
+    be one."""
+    if count > 1:
+        result /= count
+    for x in column:
+        if x is not result:
+            x[...] = result
+
+
+def _unpack(flat: np.ndarray, bucket: Sequence[list[np.ndarray]],
+            count: int) -> None:
+    end = 0
+    for column in bucket:
+        begin, end = end, end + len(column[0])
+        _hand_out(flat[begin:end], column, count)
 
 
 def _buckets(columns: Sequence[list[np.ndarray]]

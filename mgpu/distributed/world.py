@@ -36,9 +36,11 @@ class Engine(Protocol):
     def allgather(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, in their order."""
 
-    def allreduce(self, flat: np.ndarray, op: str) -> None:
-        """Reduce a one-dimensional array over all ranks, in place; the same
-        bits on each. `op`: "sum", "max" or "min"."""
+    def allreduce(self, arrays: Sequence[np.ndarray], op: str) -> None:
+        """Reduce each of the one-dimensional arrays over all ranks, in
+        place; the same bits on each. `op`: "sum", "max" or "min". All are
+        done when it returns or raises, and until then they may all be under
+        way."""
 
     def broadcast(self, flat: np.ndarray, root: int) -> None:
         """Copy the array of rank `root` into that of all others."""
@@ -260,9 +262,15 @@ class World:
 
     def reduce(self, flat: np.ndarray, op: str = "sum") -> None:
         """Reduce a one-dimensional array over all ranks, in place."""
+        self.reduce_all([flat], op)
+
+    def reduce_all(self, arrays: Sequence[np.ndarray], op: str = "sum"
+                   ) -> None:
+        """`reduce` each of `arrays`, which are as many and as long on all
+        ranks."""
         if self.engine is not None:
             with self._carried():
-                self.engine.allreduce(flat, op)
+                self.engine.allreduce(arrays, op)
 
     def reduce_native(self, x: Any, op: str = "sum") -> bool:
         """As `reduce`, on an array of a framework; False: not done."""
