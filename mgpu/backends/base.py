@@ -1098,6 +1098,16 @@ class Backend(ABC):
         ones before determine."""
         raise messages.not_supported(self.name, "random streams in a file")
 
+    def draws(self, thunk: Callable[[], Any], devices: Sequence[Device]
+              ) -> tuple[Any, bool]:
+        """What `thunk` returns, and whether it has taken numbers from the
+        streams that `export_streams` has, on these devices. An engine that
+        cannot read its streams starts new ones here."""
+        before = self.export_streams()
+        made, after = thunk(), self.export_streams()
+        return made, any(not np.array_equal(x, after[key])
+                         for key, x in before.items())
+
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
         """A function that puts `export_streams` back and raises nothing. An

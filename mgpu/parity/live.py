@@ -1,6 +1,8 @@
 """The run of a network."""
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -199,6 +201,14 @@ class LiveRun(Run):
             with record() if training else contextlib.nullcontext():
                 yield
 
+    def draws_in(self, thunk: Callable[[], Any]) -> tuple[Any, bool]:
+        """What `thunk` returns, and whether it took random numbers from a
+        stream of the engine, of NumPy or of Python."""
+        before = _streams()
+        with using_backend(self.name):
+            made, drew = self.backend.draws(thunk, self.devices)
+        return made, drew or _streams() != before
+
     def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
         with using_backend(self.name):
             Xs, _ = self._split(X, y)
@@ -387,6 +397,11 @@ def _kind(p: Any) -> str:
     constant = p.grad_req == "null" and p.kind in ("weight", "unknown") \
         and not p.name.endswith("weight")
     return "other" if constant else p.kind
+
+
+def _streams() -> bytes:
+    """Where the streams are that every program has."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def rows_of_shards(shards: Sequence[Any]) -> list[int]:

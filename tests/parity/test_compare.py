@@ -1,4 +1,6 @@
 """`mgpu.parity.compare`: what it finds, what it refuses, what it leaves."""
+import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -472,6 +474,67 @@ def test_options_that_no_data_reaches_are_named(one, two, words, strict,
         assert f"warning: not reached by this data: {text}" in str(result)
 
 
+def torch_draws(where):
+    import torch
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient + 0 * torch.rand(())
+
+    class Draws(torch.nn.Module):
+        passes = 0
+
+        def forward(self, x):
+            self.passes += self.training
+            if where == "torch, seeded":
+                torch.manual_seed(0)
+            if where in ("torch", "torch, seeded") \
+                    or where == "torch, later" and self.passes > 3:
+                torch.rand(())
+            elif where == "numpy":
+                np.random.rand()
+            elif where == "python":
+                random.random()
+            return Backward.apply(x) if where == "torch, backward" else x
+    return torch_net(Draws())
+
+
+def mxnet_draws(where):
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+
+    def layer(F, x):
+        if where == "mxnet, shuffle":
+            return x + 0 * F.shuffle(x)
+        if where == "mxnet, none":
+            return x
+        return x + 0 * F.random.uniform(shape=(1, 5), dtype="float64")
+    net = nn.HybridSequential()
+    net.add(nn.Dense(5), nn.HybridLambda(layer), nn.Dense(3))
+    return net
+
+
+@pytest.mark.parametrize("where", [
+    "torch", "torch, backward", "torch, later", "torch, seeded", "numpy",
+    "python", "mxnet, uniform", "mxnet, shuffle", "mxnet, none"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_random_numbers_are_seen_where_they_change_nothing(where, count):
+    """In one pass of a hundred they may. What sets the seed itself does not
+    differ from pass to pass."""
+    make = partial(mxnet_draws if "mxnet" in where else torch_draws, where)
+    if where in ("torch, seeded", "mxnet, none"):
+        assert parity.compare(make, make, batches=batches(),
+                              devices=count).same
+        return
+    with pytest.raises(ValueError, match="takes numbers from a random stream"):
+        parity.compare(make, make, batches=batches(), devices=count)
+
+
 def test_a_pass_may_move_a_buffer():
     """That is no random number."""
     def make():
@@ -670,6 +733,35 @@ def test_a_line_that_is_changed_is_none():
     right = function(x)
     with AsMXNet(Float32Functions(frozenset(["hard_sigmoid"]))):
         assert function(x).equal(right)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-2])
+def test_float32_explains_no_more_than_it_rounds(size, monkeypatch):
+    """What is gone when a step is taken once more may have been something
+    else."""
+    from mgpu.parity import comparison
+    check, once = comparison.check_deterministic, []
+
+    def checked(run, *batch):
+        check(run, *batch)
+        once[:] = [run.name] * (run.name == "torch")
+    monkeypatch.setattr(comparison, "check_deterministic", checked)
+
+    def ported():
+        from torch import nn
+
+        class Once(nn.Module):
+            def forward(self, x):
+                return x * (1 + size) if self.training and once \
+                    and once.pop() else x
+        net = layered_t(lambda t: nn.LeakyReLU(0.01))()
+        net.append(Once())
+        return net
+    result = parity.compare(layered_g(lambda nn: nn.LeakyReLU(0.01)), ported,
+                            batches=batches(count=1))
+    assert not once
+    assert result.verdict == (SAME_BUT if size < 1e-5 else "different")
+    assert bool(result.float32) == (size < 1e-5)
 
 
 def test_the_search_goes_on_past_float32():

@@ -317,6 +317,11 @@ class TorchBackend(Leaves, base.Backend):
                 generator.get_state().numpy()
         return found
 
+    def draws(self, thunk, devices):
+        for device in devices:      # which a first pass would make
+            self.generator(device)
+        return super().draws(thunk, devices)
+
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
         streams = dict(streams)
