@@ -1089,6 +1089,11 @@ class Backend(ABC):
                     value).reshape(running.shape)
         return through
 
+    def full_precision(self) -> ContextManager:
+        """Inside the block, float32 is that on every device: no fewer bits
+        are multiplied."""
+        return nullcontext()
+
     # optional: random streams in a checkpoint
 
     def export_streams(self) -> dict[str, np.ndarray]:

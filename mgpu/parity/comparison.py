@@ -29,6 +29,7 @@ from mgpu.parity.matching import Entry
 from mgpu.parity.measure import CHAOS, STAGES, TOLERANCE, Gap
 from mgpu.parity.own import OwnRun
 from mgpu.parity.plan import own as owner
+from mgpu.parity.precision import by_dtype
 from mgpu.parity.result import FLOAT32, FORMULAS, Evidence, Result
 from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              at_one_device, gradients_left, join_devices,
@@ -449,6 +450,10 @@ class Comparison:
         if evidence:
             self._explain(result, *evidence)
         self._judge(result, seen)
+        if result.agrees and self.dtype == "float64":
+            wrong = by_dtype({"a": self.a, "b": self.b}, X, y, result.notes)
+            if wrong:
+                result.verdict, result.reason = "different", wrong
         return result
 
     def _constants(self, before: State, *after: StepResult) -> list[Gap]:

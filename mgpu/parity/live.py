@@ -50,6 +50,8 @@ class LiveRun(Run):
     trainer : Trainer
     names : set of str
         Of `entries`.
+    own_dtypes : set of str
+        In which the user's network was.
     """
 
     def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
@@ -66,6 +68,7 @@ class LiveRun(Run):
             dtypes = {s.dtype for s in network.specs() if "float" in s.dtype}
             values = network.values()
             self._before = values and spilled(values), dtypes
+            self.own_dtypes = dtypes
             devices = side.devices if not isinstance(side.devices, int) \
                 else list_devices(side.devices)
             init = side.init
@@ -378,6 +381,35 @@ class LiveRun(Run):
             return [{p.name: self.backend.to_numpy(p.list_grad()[i])
                      * (1.0 if n else 0.0) for p in self.replicas.params()
                      if p.grad_req != "null"} for i, n in enumerate(rows)]
+
+    def begin_alone(self, dtype: str, values: Arrays) -> None:
+        """Go on in `dtype` on the first device, from these values; no steps
+        are taken any more."""
+        with using_backend(self.name):
+            if dtype != self.dtype or len(self.devices) > 1:
+                self.devices, self.dtype = self.devices[:1], dtype
+                self.replicas = initialize(
+                    self.net, self.devices, init="keep", dtype=dtype,
+                    batch_norm=self.batch_norm, force_reinit=True)
+                self.network = self.replicas.network
+                self.network.own_arithmetic = bool(self.side.native)
+            self._write(values)
+
+    def whole_pass(self, X: Any, y: Any
+                   ) -> dict[tuple[str, str], np.ndarray]:
+        """Predictions, outputs and gradients, by stage and name."""
+        predictions = self.predict(X, y)
+        with using_backend(self.name), self.backend.full_precision():
+            self.replicas.zero_grad()
+            outputs, _, _ = self._backward(X, y, 0)
+            self._forget()
+            found = {("prediction", str(i)): x
+                     for i, x in enumerate(predictions)}
+            found |= {("output", str(i)): x
+                      for i, x in enumerate(self.returned(outputs))}
+            return found | {
+                ("gradient", p.name): self.backend.to_numpy(p.list_grad()[0])
+                for p in self.replicas.params() if p.grad_req != "null"}
 
     def shares_memory(self) -> bool:
         with using_backend(self.name):

@@ -41,6 +41,11 @@ MUTANTS = [
                 "if True:"),
            ("parity/test_compare.py::test_float32_explains_no_more_than_it_"
             "rounds[0.01]",)),
+    Mutant("dtype-is-not-looked-at", "a branch on the dtype is not seen",
+           edit("mgpu.parity.precision:_far", "if size > TIMES * own",
+                "if size > 1e9 + own"),
+           ("parity/test_compare.py::test_what_depends_on_the_dtype_is_a_"
+            "difference[1dev-autocast-b]",)),
     Mutant("strict-is-not", "--strict tolerates what no step reached",
            edit("mgpu.parity.comparison:Comparison._judge",
                 "if self.strict and", "if False and"),

@@ -548,6 +548,68 @@ def test_a_pass_may_move_a_buffer():
                              devices=(1, 2, 3)).verdict == "exact"
 
 
+# -- what depends on the dtype ------------------------------------------------
+
+def of_dtype(kind):
+    """A network that does something else in float32, or in no dtype."""
+    import torch
+
+    class Net(torch.nn.Sequential):
+        def forward(self, x):
+            if kind == "autocast":
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    return super().forward(x)
+            y = super().forward(x)
+            if x.dtype != torch.float32:
+                return y
+            return y.detach() + 0.1 * (y - y.detach()) \
+                if kind == "gradient" else y * 1.001 if kind == "output" \
+                and self.training or kind == "prediction" \
+                and not self.training else y
+    torch.manual_seed(0)
+    return Net(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(),
+               torch.nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("kind", ["autocast", "output", "prediction",
+                                  "gradient", "none"])
+def test_what_depends_on_the_dtype_is_a_difference(kind, side, devices):
+    """Which float64 does not show. The user's network stays as it was."""
+    import torch
+    net = of_dtype(kind)
+    before = {n: x.clone() for n, x in net.state_dict().items()}
+    pair = {"a": of_dtype("none"), "b": of_dtype("none"), side: net}
+    result = parity.compare(**pair, batches=batches(), devices=devices)
+    assert result.first is None
+    assert result.verdict == ("same" if kind == "none" else "different")
+    if kind != "none":
+        assert f"in float32, {side} computes something else" in result.reason
+        assert result.reason in " ".join(str(result).split())
+    for name, x in net.state_dict().items():
+        assert x.dtype == torch.float32 and x.equal(before[name])
+
+
+def test_both_sides_may_depend_on_the_dtype_alike():
+    assert parity.compare(of_dtype("output"), of_dtype("output"),
+                          batches=batches()).same
+    assert parity.compare(of_dtype("none").double(), of_dtype("output")
+                          .double(), batches=batches()).same
+
+
+def test_a_side_that_float32_does_not_suit_is_named():
+    import torch
+
+    class Double(torch.nn.Module):
+        def forward(self, x):
+            return x @ torch.eye(5, dtype=torch.float64)
+    result = parity.compare(lambda: torch_net(Double()),
+                            lambda: torch_net(torch.nn.Identity()),
+                            batches=batches())
+    assert result.same
+    assert [x for x in result.notes if "a does not run in float32" in x]
+
+
 # -- MXNet's float32 in float64 networks --------------------------------------
 
 def layered_g(make, units=6, last=None):
