@@ -134,7 +134,8 @@ def compare(a: Any, b: Any, *, batches: Batches,
     Notes
     -----
     The networks are trained during the call and get their values and dtype
-    back. On MXNet they stay initialised on the devices.
+    back. On MXNet they stay initialised on the devices, and its random
+    streams go on from a number that they gave: their state cannot be read.
     """
     one_of("mode", mode, MODES)
     one_of("weights", weights, ("a", "b", "own"))
