@@ -22,8 +22,7 @@ from mgpu.gluon_io.order import Order, leaves
 from mgpu.gluon_io.states import Record, name_in
 from mgpu.gluon_io.states import TrainerStates as GluonStates
 from mgpu.optimizers import Optimizer
-from mgpu.optimizers.base import nadam_momentum
-from mgpu.optimizers.gluon_rules import COMPILED, Adam, Nadam, RMSProp
+from mgpu.optimizers.gluon_rules import COMPILED, Adam, RMSProp
 from mgpu.parameters import Parameter
 from mgpu.replicas import Replicas, initialize
 from mgpu.trainer import Trainer, check_batch_size
@@ -92,16 +91,9 @@ class _AmongFixed(Trainer):
     fixed: Sequence[str] = ()
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
-        rule = self.optimizer
-        assert isinstance(rule, Nadam)
-        fixed = {name: self._counts[name] + 1 for name in self.fixed
-                 if counts}
-        super()._begin_step({**counts, **fixed})
-        for name, t in fixed.items():
-            for state in self._states:
-                state[name]["schedule"] *= nadam_momentum(
-                    rule.beta1, rule.schedule_decay, t)
-        self._counts.update(fixed)
+        t = max(counts.values(), default=0)     # those are updated each time
+        super()._begin_step({
+            **counts, **dict.fromkeys(self.fixed if t else (), -t)})
 
 
 def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,

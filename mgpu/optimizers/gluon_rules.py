@@ -200,7 +200,10 @@ class Nadam(Optimizer):
         for state, t in zip(states, counts):
             if t is not None:
                 state["schedule"] = product
-                product *= nadam_momentum(self.beta1, self.schedule_decay, t)
+                product *= nadam_momentum(self.beta1, self.schedule_decay,
+                                          abs(t))
+                if t < 0:       # no update follows that would move it
+                    state["schedule"] = product
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         grad = self.decayed(weight, grad, wd, ops)

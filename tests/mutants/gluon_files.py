@@ -43,8 +43,8 @@ MUTANTS = [
             "[scaled in symbols-torch]",)),
     Mutant("resumed-fixed-once", "nadam moves at a gamma that is 1 in the "
            "first step alone", edit(
-               "mgpu.resuming:_AmongFixed._begin_step",
-               "self._counts.update(fixed)", "self.fixed = ()"),
+               "mgpu.optimizers.gluon_rules:Nadam.begin_step", "if t < 0:",
+               "if False:"),
            (_RESUMED + "test_nadam_moves_at_a_gamma_that_is_1"
             "[scaled in symbols-torch]",)),
     Mutant("resumed-constant", "a constant that was trained is frozen", edit(
