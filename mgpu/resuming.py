@@ -16,7 +16,8 @@ from mgpu.backends.base import STATISTICS
 from mgpu.conversion import from_gluon
 from mgpu.files import FilePath
 from mgpu.gluon_io import load_graph, load_trainer_states
-from mgpu.gluon_io.graph import SOFTMAX, Graph, dense_arrays
+from mgpu.gluon_io.graph import (SOFTMAX, Graph, dense_arrays,
+                                 fixed_gammas)
 from mgpu.gluon_io.order import Order, leaves
 from mgpu.gluon_io.states import Record, name_in
 from mgpu.gluon_io.states import TrainerStates as GluonStates
@@ -83,6 +84,18 @@ class _Saved(NamedTuple):
     notes: list[str]
 
 
+class _AmongFixed(Trainer):
+    """One whose Nadam counts the updates of parameters that MXNet updates
+    to no effect, and mgpu not at all: the schedule moves at them too."""
+
+    fixed: Sequence[str] = ()
+
+    def _begin_step(self, counts: Mapping[str, int]) -> None:
+        t = max(counts.values(), default=0)     # those are updated each time
+        super()._begin_step({
+            **counts, **dict.fromkeys(self.fixed if t else (), -t)})
+
+
 def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
                       devices: Any, *,
                       order: str | Sequence[str] | None = None,
@@ -136,8 +149,9 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         first called; what is given here counts instead. Without `grad_req`,
         a parameter that the file has no update of is frozen. One with fewer
         updates than others needs an entry: it may be frozen by now, or not
-        any more. With "add" gradients begin at zero: what they were in
-        MXNet is not in the files.
+        any more. A gamma that batch norm takes as 1 stays frozen; "write"
+        says that MXNet updates it, which moves Nadam's schedule. With "add"
+        gradients begin at zero: what they were in MXNet is not in the files.
     batch_size : float, optional
         What the last ``step`` was given, to learn the ``rescale_grad`` of
         the trainer: the file has their quotient. Needed where that is not
@@ -191,16 +205,18 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     ours = {p.name: p for p in replicas.params()}
     for name, copy in saved.copies.items():
         ours[own[name]].set_data(copy)
-    _freeze(saved, ours, own, grad_req)
+    fixed = _freeze(saved, ours, own, grad_req, fixed_gammas(graph))
     if lr_scheduler is None and saved.schedule is not None:
         _check_rates(saved, ours, own)
-    trainer = Trainer(
+    trainer = (_AmongFixed if fixed else Trainer)(
         replicas, saved.optimizer, lr_scheduler=saved.schedule,
         lr_mult=_multipliers(saved, graph, own, ours, "lr_mult", lr_mult),
         wd_mult=_multipliers(saved, graph, own, ours, "wd_mult", wd_mult))
     trainer.update_order = tuple(own[name] for name in saved.order
                                  if name in own)
-    trainer.import_states(_states(saved, ours, own))
+    if isinstance(trainer, _AmongFixed):
+        trainer.fixed = fixed
+    trainer.import_states(_states(saved, ours, own, fixed))
     saved.notes.extend(_remarks(trainer, saved.scale))
     return Resumed(replicas, trainer, tuple(saved.notes))
 
@@ -611,7 +627,10 @@ def _multipliers(saved: _Saved, graph: Graph, own: Mapping[str, str],
 
 
 def _freeze(saved: _Saved, known: Mapping[str, Parameter],
-            own: Mapping[str, str], given: Mapping[str, str] | None) -> None:
+            own: Mapping[str, str], given: Mapping[str, str] | None,
+            gammas: set[str]) -> list[str]:
+    """Train what MXNet trains. Returns those of `gammas`, which batch norm
+    takes as 1, that it updates to no effect, where Nadam moves at them."""
     requests = _by_own_name("grad_req", given, own)
     strange = sorted(requests.keys() - known.keys())
     if strange:
@@ -631,9 +650,26 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
             "frozen half way, or trained from there on, which the files do "
             "not say. Pass grad_req= with an entry for each: 'null' or "
             "'write'.")
+    nadam, fixed = saved.optimizer.family == "nadam", []
     for key, p in known.items():
-        if key in requests:
+        if names[key] in gammas:
+            request = requests.get(key, "write" if names[key] in saved.slots
+                                   or saved.module and not saved.slots
+                                   else "null")
+            if nadam and key not in requests and not saved.slots \
+                    and not saved.module:
+                raise ValueError(
+                    "Nadam's schedule moves at each parameter that MXNet "
+                    f"updates; received no state of {names[key]!r}, which "
+                    "batch norm takes as 1: a Gluon layer does not update "
+                    "it, and a SymbolBlock does. Pass grad_req= with an "
+                    "entry for each such gamma: 'null' or 'write'.")
+            if nadam and request != "null":
+                fixed.append(key)
+        elif key in requests:
             p.grad_req = requests[key]
+        elif names[key] in saved.slots and p.grad_req == "null":
+            p.grad_req = "write"    # a constant that MXNet has trained
         elif saved.slots and names[key] not in saved.slots \
                 and p.grad_req != "null":
             p.grad_req = "null"
@@ -646,6 +682,7 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
     if frozen:
         saved.notes.append("the file has no update of them, so they are "
                            f"frozen: {', '.join(frozen)}")
+    return fixed
 
 
 def _check_rates(saved: _Saved, known: Mapping[str, Parameter],
@@ -667,11 +704,12 @@ def _check_rates(saved: _Saved, known: Mapping[str, Parameter],
 
 
 def _states(saved: _Saved, known: Mapping[str, Parameter],
-            own: Mapping[str, str]) -> TrainerStates:
+            own: Mapping[str, str], fixed: Sequence[str]) -> TrainerStates:
     """In mgpu's format."""
     counts, slots = {}, {}
     for name, key in own.items():
-        if key not in known or not (name in saved.counts or saved.begin):
+        if key not in known or not (name in saved.counts or saved.begin
+                                    or key in fixed):
             continue
         counts[key] = saved.counts.get(name, saved.begin)
         zeros = np.zeros(known[key].shape or ())

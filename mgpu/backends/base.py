@@ -1089,6 +1089,11 @@ class Backend(ABC):
                     value).reshape(running.shape)
         return through
 
+    def full_precision(self) -> ContextManager:
+        """Inside the block, float32 is that on every device: no fewer bits
+        are multiplied."""
+        return nullcontext()
+
     # optional: random streams in a checkpoint
 
     def export_streams(self) -> dict[str, np.ndarray]:
@@ -1097,6 +1102,16 @@ class Backend(ABC):
         cannot read its streams starts new ones here, from a seed that the
         ones before determine."""
         raise messages.not_supported(self.name, "random streams in a file")
+
+    def draws(self, thunk: Callable[[], Any], devices: Sequence[Device]
+              ) -> tuple[Any, bool]:
+        """What `thunk` returns, and whether it has taken numbers from the
+        streams that `export_streams` has, on these devices. An engine that
+        cannot read its streams starts new ones here."""
+        before = self.export_streams()
+        made, after = thunk(), self.export_streams()
+        return made, any(not np.array_equal(x, after[key])
+                         for key, x in before.items())
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:

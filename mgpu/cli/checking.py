@@ -121,8 +121,9 @@ def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
                                       dtype, _fixed(graph, dtype))
         X = batches[0][0]
         places = torch_net.places
-        graphs = [Place(*kind, x) for kind, x in zip(
-            kinds, _outputs(live(watched), X, dtype) if kinds else ())]
+        found = _outputs(live(watched), X, dtype)
+        torch_net.check(found[len(kinds):])
+        graphs = [Place(*kind, x) for kind, x in zip(kinds, found)]
         wrong = _apart(graphs, places, dtype)
         if places and wrong is None:
             bends = _bends(graphs, dtype)
@@ -327,6 +328,16 @@ class _Written:
         self._shards = mgpu.split_and_load(X, self._replicas.devices)
         self.places: list[Place] = []
 
+    def check(self, expected: Sequence[np.ndarray]) -> None:
+        """Refuse other outputs than those of the graph (Refused)."""
+        one, two = ([x.shape for x in outputs]
+                    for outputs in (expected, self.outputs))
+        if one != two or self.several != (len(one) > 1):
+            raise Refused(
+                "what was written returns the outputs of the graph; received "
+                f"{_counted(two, self.several)} against {_counted(one)}. "
+                "Correct what its forward returns.")
+
     def run(self, bends: Sequence[float] = ()) -> list[np.ndarray]:
         """The outputs; with `bends` dropout is `_bent`, place by place."""
         places: list[Place] = []
@@ -361,8 +372,22 @@ class _Written:
             out = self._replicas(self._shards)[0]
             self.several = isinstance(out, (tuple, list))
             self.places = places
-            return [mgpu.to_numpy(y) for y in (out if self.several
-                                               else [out])]
+        arrays = out if self.several else [out]
+        if not all(mgpu.get_backend().is_native(y) for y in arrays):
+            kinds = ", ".join(type(y).__name__ for y in arrays)
+            raise Refused(
+                "what was written returns an array, or a tuple of arrays; "
+                f"received {type(out).__name__}" + f" of {kinds}"
+                * self.several + ". Correct what its forward returns.")
+        self.outputs = [mgpu.to_numpy(y) for y in arrays]
+        return self.outputs
+
+
+def _counted(shapes: Sequence[tuple[int, ...]], several: bool = False) -> str:
+    count = len(shapes)
+    return (f"{count} output{'s' * (count != 1)}"
+            + " in a tuple" * (several and count == 1)
+            + f" ({', '.join(map(str, shapes))})")
 
 
 def _fixed(graph: Graph, dtype: str) -> str:

@@ -210,7 +210,8 @@ class Optimizer(Hints):
             The device's states, one per parameter, in the parameters' order.
         counts : sequence of int or None
             For each state the `t` of the coming `update`, or None if that
-            parameter is not updated in this step.
+            parameter is not updated in this step; -t if it is updated in
+            Gluon alone, to no effect of its own.
         """
 
     def update(self, weight: Array, grad: Array, state: State, *, lr: float,

@@ -172,6 +172,12 @@ class Nadam(Optimizer):
     (6 % of the way after 30 steps), and up to 0.4 of a rate between two
     orders.
 
+    A frozen parameter is not updated, so P does not move at it. Gluon's
+    SymbolBlock and a Module do update a gamma that batch norm takes as 1
+    (``fix_gamma``), to no effect but that on P; `mgpu.from_gluon` freezes
+    it, as a Gluon layer with ``scale=False`` does. `mgpu.resume_from_gluon`
+    moves P there too where the files have updates of it.
+
     P is kept per parameter and device in the float ``"schedule"``.
     """
 
@@ -194,7 +200,10 @@ class Nadam(Optimizer):
         for state, t in zip(states, counts):
             if t is not None:
                 state["schedule"] = product
-                product *= nadam_momentum(self.beta1, self.schedule_decay, t)
+                product *= nadam_momentum(self.beta1, self.schedule_decay,
+                                          abs(t))
+                if t < 0:       # no update follows that would move it
+                    state["schedule"] = product
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         grad = self.decayed(weight, grad, wd, ops)

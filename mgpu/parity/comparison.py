@@ -26,9 +26,10 @@ from mgpu.parity.live import LiveRun
 from mgpu.parity.location import Location, apart, locate, outputs_of
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry
-from mgpu.parity.measure import STAGES, TOLERANCE, Gap
+from mgpu.parity.measure import CHAOS, STAGES, TOLERANCE, Gap
 from mgpu.parity.own import OwnRun
 from mgpu.parity.plan import own as owner
+from mgpu.parity.precision import by_dtype
 from mgpu.parity.result import FLOAT32, FORMULAS, Evidence, Result
 from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
                              at_one_device, gradients_left, join_devices,
@@ -41,9 +42,6 @@ __all__ = ["CHAOS", "Comparison", "Evidence", "Location", "MODES", "NUDGES",
            "endless", "joined", "locate"]
 
 MODES = ("lockstep", "free", "accuracy")
-#: a difference of up to this many times what a change of the last bits does
-#: to one side is rounding
-CHAOS = 16.0
 #: the changes of the last bits that are tried, in units in the last place
 NUDGES = (4, 8, 16, 32)
 #: what rounding moves, a change so many times as large moves further, by a
@@ -136,7 +134,8 @@ def compare(a: Any, b: Any, *, batches: Batches,
     Notes
     -----
     The networks are trained during the call and get their values and dtype
-    back. On MXNet they stay initialised on the devices.
+    back. On MXNet they stay initialised on the devices, and its random
+    streams go on from a number that they gave: their state cannot be read.
     """
     one_of("mode", mode, MODES)
     one_of("weights", weights, ("a", "b", "own"))
@@ -166,37 +165,57 @@ def compare(a: Any, b: Any, *, batches: Batches,
         return work.lockstep() if mode == "lockstep" else work.free()
 
 
-def check_deterministic(run: Run, X: Any, y: Any) -> None:
+def check_deterministic(run: LiveRun, X: Any, y: Any) -> None:
     """Refuse a network that draws random numbers of its own (ValueError)."""
     before = run.state()
 
-    def passes(X: Any, y: Any) -> list[list[np.ndarray]]:
-        batch, found = run.prepared(X, y), []
-        for _ in range(2):
+    def passes(X: Any, y: Any) -> tuple[Any, ...]:
+        batch = run.prepared(X, y)
+
+        def once() -> list[np.ndarray]:
             try:
-                found.append(run.forward(*batch))
+                return run.forward(*batch)
             finally:
                 run.load(before)        # a pass may have moved a buffer
-        return found
+        # In the second one: what sets a seed itself draws the same numbers.
+        return once(), *run.draws_in(once)
     few = [first_rows(z, 2 * len(run.devices)) for z in (X, y)] \
         if not isinstance(run, OwnRun) else (X, y)  # may count the rows
     try:
-        first, second = passes(*few)
+        first, second, drew = passes(*few)
     except Exception:       # a network may be written for so many rows
-        first, second = passes(X, y)
-    if any(not np.array_equal(x, z, equal_nan=True)
-           for x, z in zip(first, second)):
-        raise ValueError(
-            "both sides must draw the same random numbers; received a "
-            f"network on {run.name} that draws its own outside its "
-            "dropout layers, or that keeps something from pass to pass (two "
-            "passes from one state differ). Use dropout "
-            "layers, or switch the other random parts off, such as the "
-            "dropout= of nn.LSTM and nn.MultiheadAttention. Gluon's "
-            "SymbolBlock, which reads an exported graph, draws inside: "
-            "take the block itself, or a copy of the graph whose "
-            "Dropout nodes have p 0. A step of your "
-            "own names what it carries on in its parts.")
+        first, second, drew = passes(X, y)
+    _refuse_draws(run, drew, any(not np.array_equal(x, z, equal_nan=True)
+                                 for x, z in zip(first, second)))
+
+
+def _refuse_draws(run: LiveRun, drew: bool, differs: bool = False) -> None:
+    if not drew and not differs:
+        return
+    raise ValueError(
+        "both sides must draw the same random numbers; received a "
+        f"network on {run.name} that draws its own outside its "
+        "dropout layers" + (
+            " (a pass takes numbers from a random stream)" if drew else
+            ", or that keeps something from pass to pass (two "
+            "passes from one state differ)") + ". Use dropout "
+        "layers, or switch the other random parts off, such as the "
+        "dropout= of nn.LSTM and nn.MultiheadAttention. Gluon's "
+        "SymbolBlock, which reads an exported graph, draws inside: "
+        "take the block itself, or a copy of the graph whose "
+        "Dropout nodes have p 0. A step of your "
+        "own names what it carries on in its parts.")
+
+
+def _stepped(run: Run, X: Any, y: Any, number: int) -> StepResult:
+    """A step, which may draw where a first pass has not: in its backward
+    pass, in its loss, or from a step on."""
+    step = partial(run.step, X, y, number)
+    if isinstance(run, OwnRun) or not isinstance(run, LiveRun):
+        return step()
+    taken, drew = run.draws_in(step)
+    _refuse_draws(run, drew)
+    return taken
 
 
 class Comparison:
@@ -379,8 +398,9 @@ class Comparison:
         self._float32, formulas = (float32 := Float32(self)), Formulas(self)
         for number, X, y, before in self._walk():
             self.load_b(before)
-            one = spilled_step(self.a.step(X, y, number))
-            two = self.in_terms_of_a(spilled_step(self.b.step(X, y, number)))
+            one = spilled_step(_stepped(self.a, X, y, number))
+            two = self.in_terms_of_a(spilled_step(
+                _stepped(self.b, X, y, number)))
             seen.add(before, one, two)
             if not earlier:
                 gaps += self._constants(before, one, two)
@@ -431,6 +451,10 @@ class Comparison:
         if evidence:
             self._explain(result, *evidence)
         self._judge(result, seen)
+        if result.agrees and self.dtype == "float64":
+            wrong = by_dtype({"a": self.a, "b": self.b}, X, y, result.notes)
+            if wrong:
+                result.verdict, result.reason = "different", wrong
         return result
 
     def _constants(self, before: State, *after: StepResult) -> list[Gap]:
@@ -661,7 +685,7 @@ class Comparison:
                  if g.status == "different"}
         own: dict[tuple[str, str], float] = {}
         for size in NUDGES:
-            near = partial(self._near, before, X, y, one, two, number, size)
+            near = partial(self.near, before, X, y, one, two, number, size)
             for key, far in self._by_rounding(near, found).items():
                 if key not in fixed:
                     own[key] = max(own.get(key, 0.0), far)
@@ -709,7 +733,7 @@ class Comparison:
             if stage == "memory" else "", 1.0)
             for (stage, name), far in moved.items()}
 
-    def _near(self, before: State, X: Any, y: Any, one: StepResult,
+    def near(self, before: State, X: Any, y: Any, one: StepResult,
               two: StepResult, number: int, size: int, times: float
               ) -> list[Gap]:
         """How far `a` gets from `one` if all is moved by `size` units in the

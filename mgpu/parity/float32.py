@@ -6,7 +6,7 @@ difference goes on past it.
 from typing import Any, NamedTuple
 
 from mgpu.parity.location import pairs
-from mgpu.parity.measure import Gap
+from mgpu.parity.measure import CHAOS, TOLERANCE, Gap
 from mgpu.parity.run import State, StepResult
 
 #: what is of float32, by the names of `mgpu.backends.base.Float32Functions`
@@ -29,6 +29,8 @@ WORDS = {
 #: other kinds of layers that call them
 _KINDS = {"hard_sigmoid": "hardsigmoid", "erf": "gelu"}
 
+#: the spacing of numbers of float32 at 1
+EPSILON = 2.0 ** -23
 #: relative differences below are rounding of float64
 _ROUNDING = 1e-12
 
@@ -87,7 +89,8 @@ class Float32:
         if not untried:
             return one, two, gaps
         chosen = self._run.float32
-        best = self._try(number, X, y, before, one, two, gaps)
+        first = best = self._try(number, X, y, before, one, two, gaps)
+        names, count = chosen.names, len(self.found)
         while True:
             for name in untried:
                 chosen.names |= {name}
@@ -97,9 +100,31 @@ class Float32:
                     break
                 chosen.names -= {name}
             else:
-                return best.one, best.two, best.gaps
+                break
             best = tried
             untried.remove(name)
+        if self._too_far(number, X, y, before, first, best):
+            chosen.names = names
+            del self.found[count:]
+            best = first
+        return best.one, best.two, best.gaps
+
+    def _too_far(self, number: int, X: Any, y: Any, before: State,
+                 first: _Try, best: _Try) -> bool:
+        """Whether more is gone in `best` than float32 explains: what
+        rounding to it moves by itself, or what it takes where the network
+        enlarges that."""
+        left = {(g.stage, g.name): g.relative for g in best.gaps}
+        gone = [g for g in first.gaps if g.relative > max(
+            TOLERANCE["float32"], 10 * left.get((g.stage, g.name), 0.0))]
+        if not gone:
+            return False
+        work = self._comparison
+        moved = {(g.stage, g.name): g.relative for g in work.near(
+            before, X, y, best.one, best.two, number, 1, EPSILON
+            / work.epsilon)}
+        return any(g.relative > CHAOS * moved.get((g.stage, g.name), 0.0)
+                   for g in gone)
 
     def _met(self, number: int, X: Any, y: Any, before: State) -> list[str]:
         """Functions that the step calls, and that are not chosen yet."""

@@ -1,6 +1,8 @@
 """The run of a network."""
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import pickle
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,8 @@ class LiveRun(Run):
     trainer : Trainer
     names : set of str
         Of `entries`.
+    own_dtypes : set of str
+        In which the user's network was.
     """
 
     def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
@@ -64,6 +68,7 @@ class LiveRun(Run):
             dtypes = {s.dtype for s in network.specs() if "float" in s.dtype}
             values = network.values()
             self._before = values and spilled(values), dtypes
+            self.own_dtypes = dtypes
             devices = side.devices if not isinstance(side.devices, int) \
                 else list_devices(side.devices)
             init = side.init
@@ -198,6 +203,14 @@ class LiveRun(Run):
         with using_backend(self.name), self.network.use_masks(self.masks):
             with record() if training else contextlib.nullcontext():
                 yield
+
+    def draws_in(self, thunk: Callable[[], Any]) -> tuple[Any, bool]:
+        """What `thunk` returns, and whether it took random numbers from a
+        stream of the engine, of NumPy or of Python."""
+        before = _streams()
+        with using_backend(self.name):
+            made, drew = self.backend.draws(thunk, self.devices)
+        return made, drew or _streams() != before
 
     def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
         with using_backend(self.name):
@@ -369,6 +382,35 @@ class LiveRun(Run):
                      * (1.0 if n else 0.0) for p in self.replicas.params()
                      if p.grad_req != "null"} for i, n in enumerate(rows)]
 
+    def begin_alone(self, dtype: str, values: Arrays) -> None:
+        """Go on in `dtype` on the first device, from these values; no steps
+        are taken any more."""
+        with using_backend(self.name):
+            if dtype != self.dtype or len(self.devices) > 1:
+                self.devices, self.dtype = self.devices[:1], dtype
+                self.replicas = initialize(
+                    self.net, self.devices, init="keep", dtype=dtype,
+                    batch_norm=self.batch_norm, force_reinit=True)
+                self.network = self.replicas.network
+                self.network.own_arithmetic = bool(self.side.native)
+            self._write(values)
+
+    def whole_pass(self, X: Any, y: Any
+                   ) -> dict[tuple[str, str], np.ndarray]:
+        """Predictions, outputs and gradients, by stage and name."""
+        predictions = self.predict(X, y)
+        with using_backend(self.name), self.backend.full_precision():
+            self.replicas.zero_grad()
+            outputs, _, _ = self._backward(X, y, 0)
+            self._forget()
+            found = {("prediction", str(i)): x
+                     for i, x in enumerate(predictions)}
+            found |= {("output", str(i)): x
+                      for i, x in enumerate(self.returned(outputs))}
+            return found | {
+                ("gradient", p.name): self.backend.to_numpy(p.list_grad()[0])
+                for p in self.replicas.params() if p.grad_req != "null"}
+
     def shares_memory(self) -> bool:
         with using_backend(self.name):
             places = [place for p in self.replicas.params() for place in
@@ -387,6 +429,11 @@ def _kind(p: Any) -> str:
     constant = p.grad_req == "null" and p.kind in ("weight", "unknown") \
         and not p.name.endswith("weight")
     return "other" if constant else p.kind
+
+
+def _streams() -> bytes:
+    """Where the streams are that every program has."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def rows_of_shards(shards: Sequence[Any]) -> list[int]:

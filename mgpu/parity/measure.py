@@ -7,6 +7,9 @@ import numpy as np
 #: largest relative difference in a lock-step that counts as rounding, by
 #: dtype; docs/internals/parity.md, "Tolerances", has the measurements
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+#: a difference of up to this many times what a change of the last bits does
+#: to one side is rounding
+CHAOS = 16.0
 #: a tensor whose largest value is below this share of the largest value in
 #: its layer is compared on the scale of the layer
 FLOOR = 1e-3

@@ -542,6 +542,41 @@ def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
 
 
 @both
+@pytest.mark.parametrize("returned, received", [
+    ("y, y", "received 2 outputs ((4, 3), (4, 3)) against 1 output ((4, 3))"),
+    ("(y,)", "received 1 output in a tuple"),
+    ("y[:, :2]", "received 1 output ((4, 2)) against 1 output ((4, 3))"),
+    ("{'y': y}", "received dict"), ("None", "received NoneType"),
+    ("y, None", "received tuple of Tensor, NoneType")])
+def test_a_source_of_other_outputs(returned, received, dropping, tmp_path):
+    file = tmp_path / "x.py"
+    arguments = ("convert", *dropping["dense"], "-o", file, "--input", "4")
+    assert command(*arguments).exit_code == 0
+    text = file.read_text()
+    assert "return self.layers(x)" in text
+    file.write_text(text.replace("return self.layers(x)", "y = self.layers(x)"
+                                 f"\n        return {returned}"))
+    result = command(*arguments, "--check-only")
+    assert result.exit_code == 2, result.output
+    assert received in " ".join(result.output.split())
+
+
+@both
+def test_a_source_that_draws_seldom(dropping, tmp_path):
+    """In no pass of the check, but in one of a million."""
+    file = tmp_path / "x.py"
+    arguments = ("convert", *dropping["dense"], "-o", file, "--input", "4")
+    assert command(*arguments).exit_code == 0
+    file.write_text(file.read_text().replace(
+        "return self.layers(x)",
+        "return self.layers(x) * (torch.rand(()) > 1e-6)"))
+    result = command(*arguments, "--check-only")
+    assert result.exit_code == 2, result.output
+    assert "takes numbers from a random stream" in " ".join(
+        result.output.split())
+
+
+@both
 @pytest.mark.parametrize("old, new, said", [
     ("nn.Dropout(0.25),", "", "nn.Identity() takes the place"),
     ("    return net", "    return net.requires_grad_(False)", "all frozen"),

@@ -83,6 +83,49 @@ def distinct():
     return net
 
 
+def in_symbols(net):
+    """As a block that reads an exported graph, which trains every array."""
+    import mxnet as mx
+    x = mx.sym.var("data")
+    block = mx.gluon.SymbolBlock(net(x), x)
+    for name, p in block.collect_params("^(?!.*weight)").items():
+        p.init = mx.init.One()
+        if "running" not in name:
+            p.grad_req = "write"
+    return block
+
+
+def scaled(symbols):
+    """The gamma of the second of two batch norms is taken as 1: Gluon's
+    layer freezes it, and a block of symbols has updates of it."""
+    from mxnet.gluon import nn
+    net = nn.HybridSequential(prefix="scaled_")
+    with net.name_scope():
+        for scale in (True, False):     # its gamma is the last by name
+            net.add(nn.Dense(5, use_bias=False), nn.BatchNorm(
+                scale=scale, epsilon=2 ** -10, prefix=f"z{1 - scale}_"),
+                nn.Activation("tanh"))
+        net.add(nn.Dense(3))
+    return in_symbols(net) if symbols else net
+
+
+def constant():
+    """A block of symbols trains what is a constant in Gluon's."""
+    import mxnet as mx
+
+    class Net(mx.gluon.HybridBlock):
+        def __init__(self):
+            super().__init__(prefix="net_")
+            with self.name_scope():
+                self.dense = mx.gluon.nn.Dense(3)
+                self.factor = self.params.get_constant(
+                    "factor", np.ones((1, 6)))
+
+        def hybrid_forward(self, F, x, factor):
+            return self.dense(F.broadcast_mul(x, factor))
+    return in_symbols(Net())
+
+
 def resnet18():
     from mxnet.gluon.model_zoo import vision
     return vision.resnet18_v1(classes=3, thumbnail=True)
@@ -100,6 +143,9 @@ def lstm():
 NETWORKS = {"small": (small, (8, 2, 6, 6)), "mlp": (mlp, (8, 6)),
             "alike": (alike, (8, 6)),
             "few": (functools.partial(alike, 5), (8, 6)),
+            "scaled": (functools.partial(scaled, False), (8, 6)),
+            "scaled in symbols": (functools.partial(scaled, True), (8, 6)),
+            "constant in symbols": (constant, (8, 6)),
             "distinct": (distinct, (8, 6)), "lstm": (lstm, (8, 6, 3)),
             "resnet18": (resnet18, (2, 3, 16, 16))}
 
@@ -384,6 +430,57 @@ def test_it_goes_on_alone(training, tmp_path):
             one_step(one, resumed)
         assert difference(resumed.replicas, expected) < 1e-9
         assert resumed.trainer.num_update == 7
+
+
+@live
+@pytest.mark.parametrize("engine", ["torch", "mxnet"])
+@pytest.mark.parametrize("network", ["scaled", "scaled in symbols"])
+def test_nadam_moves_at_a_gamma_that_is_1(training, network, engine):
+    """Where MXNet updates it, in each later step too."""
+    one = training(network, "nadam", wd=0.0)
+    with mgpu.using_backend("mxnet"):
+        one.step()
+        files = one.save()
+        one.step(2)
+        expected = one.values()
+    with mgpu.using_backend(engine):
+        resumed = go_on(files)
+        for _ in range(2):
+            one_step(one, resumed)
+        assert difference(resumed.replicas, expected) < 1e-10
+        assert len([p for p in resumed.replicas.params()
+                    if p.grad_req == "null"]) == 1
+
+
+@live
+def test_nadam_at_a_gamma_that_is_1_and_has_no_state(training):
+    """The files do not say whether MXNet will update it."""
+    with mgpu.using_backend("mxnet"):
+        one = training("scaled in symbols", "nadam", wd=0.0)
+        for updater in one.trainer._updaters:
+            updater.states.clear()
+        files = one.save()
+    with mgpu.using_backend("torch"), pytest.raises(
+            ValueError, match="no state of .*'null' or 'write'"):
+        go_on(files)
+    for request, same in (("null", False), ("write", True)):
+        with mgpu.using_backend("torch"):
+            resumed = go_on(files, grad_req={"scaled_z1_gamma": request})
+            for _ in range(2):
+                one_step(one, resumed)
+        if request == "null":
+            with mgpu.using_backend("mxnet"):
+                one.step(2)
+        off = difference(resumed.replicas, one.values())
+        assert (off < 1e-10) == same
+
+
+@live
+def test_a_constant_that_a_block_of_symbols_trains(training):
+    one = training("constant in symbols")
+    with mgpu.using_backend("mxnet"):
+        one.step(3)
+    assert lock_step(one, 2, [mgpu.cpu(0)]) < 1e-10
 
 
 @live

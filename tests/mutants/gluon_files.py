@@ -36,6 +36,21 @@ MUTANTS = [
            edit("mgpu.gluon_io.order:Order._named", "self.updates = ",
                 "updates = "),
            (_RESUMED + "test_states_that_are_all_the_same_need_no_order",)),
+    Mutant("resumed-fixed", "nadam does not move at a gamma that is 1", edit(
+        "mgpu.resuming:_freeze", "if nadam and request != ",
+        "if False and request != "),
+           (_RESUMED + "test_nadam_moves_at_a_gamma_that_is_1"
+            "[scaled in symbols-torch]",)),
+    Mutant("resumed-fixed-once", "nadam moves at a gamma that is 1 in the "
+           "first step alone", edit(
+               "mgpu.optimizers.gluon_rules:Nadam.begin_step", "if t < 0:",
+               "if False:"),
+           (_RESUMED + "test_nadam_moves_at_a_gamma_that_is_1"
+            "[scaled in symbols-torch]",)),
+    Mutant("resumed-constant", "a constant that was trained is frozen", edit(
+        "mgpu.resuming:_freeze",
+        'in saved.slots and p.grad_req == "null"', "in ()"),
+           (_RESUMED + "test_a_constant_that_a_block_of_symbols_trains",)),
     Mutant("resumed-devices", "a Module's states are of one device", edit(
         "mgpu.gluon_io.order:Order.of_module",
         "fitting = list(self._on_devices())",

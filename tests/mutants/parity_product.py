@@ -21,6 +21,31 @@ MUTANTS = [
                          "if False"),
            ("parity/test_compare.py::test_options_that_no_data_reaches_are_"
             "named[*",)),
+    Mutant("draws-of-a-pass", "what draws to no effect is not refused",
+           edit("mgpu.parity.comparison:_refuse_draws", "not drew and",
+                "True and"),
+           ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
+            "change_nothing[1-torch]",)),
+    Mutant("draws-of-mxnet", "MXNet's streams are not looked at",
+           edit("mgpu.backends._mxnet.backend:MXNetBackend.draws",
+                "not np.array_equal(x, z)", "False"),
+           ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
+            "change_nothing[1-mxnet, uniform]",)),
+    Mutant("draws-of-a-step", "a backward pass may draw",
+           edit("mgpu.parity.comparison:_stepped", "_refuse_draws(run, drew)",
+                "pass"),
+           ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
+            "change_nothing[1-torch, backward]",)),
+    Mutant("float32-explains-all", "whatever is gone is put down to float32",
+           edit("mgpu.parity.float32:Float32._too_far", "if not gone:",
+                "if True:"),
+           ("parity/test_compare.py::test_float32_explains_no_more_than_it_"
+            "rounds[0.01]",)),
+    Mutant("dtype-is-not-looked-at", "a branch on the dtype is not seen",
+           edit("mgpu.parity.precision:_far", "if size > TIMES * own",
+                "if size > 1e9 + own"),
+           ("parity/test_compare.py::test_what_depends_on_the_dtype_is_a_"
+            "difference[1dev-autocast-b]",)),
     Mutant("strict-is-not", "--strict tolerates what no step reached",
            edit("mgpu.parity.comparison:Comparison._judge",
                 "if self.strict and", "if False and"),

@@ -1,4 +1,6 @@
 """`mgpu.parity.compare`: what it finds, what it refuses, what it leaves."""
+import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -472,6 +474,67 @@ def test_options_that_no_data_reaches_are_named(one, two, words, strict,
         assert f"warning: not reached by this data: {text}" in str(result)
 
 
+def torch_draws(where):
+    import torch
+
+    class Backward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient + 0 * torch.rand(())
+
+    class Draws(torch.nn.Module):
+        passes = 0
+
+        def forward(self, x):
+            self.passes += self.training
+            if where == "torch, seeded":
+                torch.manual_seed(0)
+            if where in ("torch", "torch, seeded") \
+                    or where == "torch, later" and self.passes > 3:
+                torch.rand(())
+            elif where == "numpy":
+                np.random.rand()
+            elif where == "python":
+                random.random()
+            return Backward.apply(x) if where == "torch, backward" else x
+    return torch_net(Draws())
+
+
+def mxnet_draws(where):
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import nn
+
+    def layer(F, x):
+        if where == "mxnet, shuffle":
+            return x + 0 * F.shuffle(x)
+        if where == "mxnet, none":
+            return x
+        return x + 0 * F.random.uniform(shape=(1, 5), dtype="float64")
+    net = nn.HybridSequential()
+    net.add(nn.Dense(5), nn.HybridLambda(layer), nn.Dense(3))
+    return net
+
+
+@pytest.mark.parametrize("where", [
+    "torch", "torch, backward", "torch, later", "torch, seeded", "numpy",
+    "python", "mxnet, uniform", "mxnet, shuffle", "mxnet, none"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_random_numbers_are_seen_where_they_change_nothing(where, count):
+    """In one pass of a hundred they may. What sets the seed itself does not
+    differ from pass to pass."""
+    make = partial(mxnet_draws if "mxnet" in where else torch_draws, where)
+    if where in ("torch, seeded", "mxnet, none"):
+        assert parity.compare(make, make, batches=batches(),
+                              devices=count).same
+        return
+    with pytest.raises(ValueError, match="takes numbers from a random stream"):
+        parity.compare(make, make, batches=batches(), devices=count)
+
+
 def test_a_pass_may_move_a_buffer():
     """That is no random number."""
     def make():
@@ -483,6 +546,68 @@ def test_a_pass_may_move_a_buffer():
     assert parity.compare(make, make, batches=batches()).same
     assert parity.invariance(make, batches=batches(),
                              devices=(1, 2, 3)).verdict == "exact"
+
+
+# -- what depends on the dtype ------------------------------------------------
+
+def of_dtype(kind):
+    """A network that does something else in float32, or in no dtype."""
+    import torch
+
+    class Net(torch.nn.Sequential):
+        def forward(self, x):
+            if kind == "autocast":
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    return super().forward(x)
+            y = super().forward(x)
+            if x.dtype != torch.float32:
+                return y
+            return y.detach() + 0.1 * (y - y.detach()) \
+                if kind == "gradient" else y * 1.001 if kind == "output" \
+                and self.training or kind == "prediction" \
+                and not self.training else y
+    torch.manual_seed(0)
+    return Net(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(),
+               torch.nn.Linear(5, 3))
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+@pytest.mark.parametrize("kind", ["autocast", "output", "prediction",
+                                  "gradient", "none"])
+def test_what_depends_on_the_dtype_is_a_difference(kind, side, devices):
+    """Which float64 does not show. The user's network stays as it was."""
+    import torch
+    net = of_dtype(kind)
+    before = {n: x.clone() for n, x in net.state_dict().items()}
+    pair = {"a": of_dtype("none"), "b": of_dtype("none"), side: net}
+    result = parity.compare(**pair, batches=batches(), devices=devices)
+    assert result.first is None
+    assert result.verdict == ("same" if kind == "none" else "different")
+    if kind != "none":
+        assert f"in float32, {side} computes something else" in result.reason
+        assert result.reason in " ".join(str(result).split())
+    for name, x in net.state_dict().items():
+        assert x.dtype == torch.float32 and x.equal(before[name])
+
+
+def test_both_sides_may_depend_on_the_dtype_alike():
+    assert parity.compare(of_dtype("output"), of_dtype("output"),
+                          batches=batches()).same
+    assert parity.compare(of_dtype("none").double(), of_dtype("output")
+                          .double(), batches=batches()).same
+
+
+def test_a_side_that_float32_does_not_suit_is_named():
+    import torch
+
+    class Double(torch.nn.Module):
+        def forward(self, x):
+            return x @ torch.eye(5, dtype=torch.float64)
+    result = parity.compare(lambda: torch_net(Double()),
+                            lambda: torch_net(torch.nn.Identity()),
+                            batches=batches())
+    assert result.same
+    assert [x for x in result.notes if "a does not run in float32" in x]
 
 
 # -- MXNet's float32 in float64 networks --------------------------------------
@@ -670,6 +795,35 @@ def test_a_line_that_is_changed_is_none():
     right = function(x)
     with AsMXNet(Float32Functions(frozenset(["hard_sigmoid"]))):
         assert function(x).equal(right)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-2])
+def test_float32_explains_no_more_than_it_rounds(size, monkeypatch):
+    """What is gone when a step is taken once more may have been something
+    else."""
+    from mgpu.parity import comparison
+    check, once = comparison.check_deterministic, []
+
+    def checked(run, *batch):
+        check(run, *batch)
+        once[:] = [run.name] * (run.name == "torch")
+    monkeypatch.setattr(comparison, "check_deterministic", checked)
+
+    def ported():
+        from torch import nn
+
+        class Once(nn.Module):
+            def forward(self, x):
+                return x * (1 + size) if self.training and once \
+                    and once.pop() else x
+        net = layered_t(lambda t: nn.LeakyReLU(0.01))()
+        net.append(Once())
+        return net
+    result = parity.compare(layered_g(lambda nn: nn.LeakyReLU(0.01)), ported,
+                            batches=batches(count=1))
+    assert not once
+    assert result.verdict == (SAME_BUT if size < 1e-5 else "different")
+    assert bool(result.float32) == (size < 1e-5)
 
 
 def test_the_search_goes_on_past_float32():

@@ -490,6 +490,25 @@ class MXNetBackend(base.Backend):
         self.seed(self._child(0))
         return {"seed": np.array(str(self._seed))}
 
+    def draws(self, thunk, devices):
+        # What follows a seed tells whether anything came before it. MXNet
+        # has a stream for `shuffle` and some others besides.
+        def following(before: Callable[[], Any]) -> tuple[Any, list[Any]]:
+            self.seed(seed)
+            made, found = before(), []
+            for device in devices:
+                context = self.handle(device)
+                found += [mx.nd.random.uniform(shape=1, ctx=context),
+                          mx.nd.shuffle(mx.nd.arange(32, ctx=context))]
+            return made, [x.asnumpy() for x in found]
+        with self.scope(recording=False):
+            seed = int(mx.nd.random.randint(0, 2 ** 31 - 1).asscalar())
+            _, expected = following(lambda: None)
+        made, found = following(thunk)
+        self.seed(self._child(0))
+        return made, any(not np.array_equal(x, z)
+                         for x, z in zip(expected, found))
+
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
         return functools.partial(self.seed, integer(

@@ -317,6 +317,24 @@ class TorchBackend(Leaves, base.Backend):
                 generator.get_state().numpy()
         return found
 
+    @contextlib.contextmanager
+    def full_precision(self) -> Iterator[None]:
+        cudnn, before = torch.backends.cudnn, (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32)
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            cudnn.allow_tf32 = before[1]
+
+    def draws(self, thunk, devices):
+        for device in devices:      # which a first pass would make
+            self.generator(device)
+        return super().draws(thunk, devices)
+
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:
         streams = dict(streams)
