@@ -89,7 +89,7 @@ MUTANTS = [
     Mutant("sync-of-the-network-itself", "each device normalises by its own "
            "rows in Gluon's own loop",
            edit("mgpu.replicas:Replicas.check_native",
-                'self.batch_norm == "sync"', "False"),
+                "self.joint", "False"),
            ("test_batch_norm.py::test_the_network_itself_cannot_train_in_sync"
             "[2dev-7-mxnet-nd]",)),
     Mutant("statistics-without-a-layer", "a batch norm that is no layer "
