@@ -1342,6 +1342,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
     batch_norm : {"per_device", "average", "sync"}
         One set of running statistics per device; their plain mean after
         each step; or joint statistics of the whole batch, weighted by rows.
+        Over the devices of all processes.
     hybridize : bool
         Compile the network: Gluon's ``hybridize(static_alloc=True)``,
         ``torch.compile`` with static shapes. A new shape of inputs (a short

@@ -6,6 +6,7 @@ say.
 """
 import threading
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -70,9 +71,12 @@ class Sums:
         said = self._agree([name, str(part.dtype), list(part.shape), more])
         if not any(said[3]):
             return said[3], None
-        flat = part.reshape(-1).copy()
+        # In float64, which an engine leaves to gloo if it adds in another
+        # dtype: MXNet calls this in the middle of an operation, where its
+        # KVStore would wait for ever.
+        flat = part.reshape(-1).astype(np.float64)
         self._world.reduce(flat)
-        return said[3], flat.reshape(part.shape)
+        return said[3], flat.astype(part.dtype).reshape(part.shape)
 
     def _agree(self, own: list[Any] | None) -> list[Any]:
         """Name, dtype and shape of the sum that all ranks with rows are at,
@@ -96,11 +100,11 @@ class Sums:
         """Take part in all sums of a pass of which this rank has no rows."""
         with self._lock:
             while True:
-                name, dtype, shape, said = self._agree(None)
+                name, _, shape, said = self._agree(None)
                 if name == _END:
                     return
                 if any(said):
-                    self._world.reduce(np.zeros(shape, dtype).reshape(-1))
+                    self._world.reduce(np.zeros(prod(shape)))
 
     def end(self) -> None:
         """The backward passes of this rank have ended: let those without

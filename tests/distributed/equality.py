@@ -109,6 +109,22 @@ def sync_in_a_loop_by_hand(devices):
 
 
 @scenario
+def sync_after_a_pass_without_a_step(devices):
+    """The last rank has moved its statistics, and has no row of the batch
+    that is trained then."""
+    replicas, trainer = made(devices, "sync")
+    first, *_, (X, y) = data()[0]
+    X_shards, y_shards = mgpu.split_batch(*first, devices)
+    with mgpu.record():
+        losses = list(map(LOSS, replicas(X_shards), y_shards))
+    mgpu.backward(losses)
+    mgpu.train_batch(X, y, replicas, LOSS, trainer)
+    return {**values(replicas, True), **{
+        f"value {i} {p.name}": mgpu.to_numpy(p.list_data()[-i])
+        for p in replicas.statistics() for i in (0, 1)}}
+
+
+@scenario
 def dynamic_scale(devices):
     """A row of the second batch is infinite: all ranks skip that step."""
     replicas, trainer = made(devices, loss_scale="dynamic")

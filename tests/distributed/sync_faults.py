@@ -1,6 +1,6 @@
 """``batch_norm="sync"`` on two ranks, of which rank 1 does what it must not:
-``sync_faults.py BACKEND [END]``. After each case both ranks train a step, and at the
-end they hold the same bits. Prints a line of JSON: the errors by case. With
+``sync_faults.py BACKEND [END]``. After each case both ranks train a step, and
+then they hold the same bits. Prints a line of JSON: the errors by case. With
 END, rank 1 ends in the middle of the first pass.
 """
 import hashlib
