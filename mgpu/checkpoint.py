@@ -134,8 +134,8 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
 
 
 def _digest(x: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-                          ).hexdigest()[:32]
+    flat = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+    return hashlib.sha256(flat.data).hexdigest()[:32]
 
 
 def _alike(every: Sequence[Any]) -> bool:
@@ -342,8 +342,8 @@ def load(file: files.FilePath, contents: Contents | None, replicas: Replicas,
         except ValueError as error:
             wrong.append(str(error))
     count = len(saved.devices)
-    values = checked(_own_values, replicas, saved.values, count)
-    put_values = values and checked(replicas.fit_numpy, values)
+    values = _own_values(replicas, saved.values, count, wrong)
+    put_values = checked(replicas.fit_numpy, values)
     put_states = checked(trainer.fit_states, saved.states, "the checkpoint")
     if seed is None and place != own_place:
         wrong.append(
@@ -445,6 +445,12 @@ def _saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
                if key.startswith(f"{rank}|")}
         _host_streams(host, own)
         streams.append((host, own))
+    strange = [key for group in ("stream", "host") for key in groups[group]
+               if key.partition("|")[0] not in map(str, range(len(streams)))]
+    strange += [key for key in groups["extra"]
+                if key.rsplit("|", 2)[0] not in header["extra"]]
+    if strange:
+        raise ValueError(f"an array {strange[0][:200]!r} of nothing")
     devices = [*map(str, header["devices"])]
     ranks = [integer("devices", n, 1) for n in header["ranks"]]
     if sum(ranks) != len(devices) or len(ranks) != len(streams):
@@ -552,29 +558,30 @@ def _check_position(saved: Any, source: BatchIterator | None) -> None:
 
 
 def _own_values(replicas: Replicas, values: Mapping[str, np.ndarray],
-                count: int) -> Arrays:
-    """The values of this rank's devices, of `count` in the file. Refuses what
-    `Replicas.import_numpy` would round, or cannot tell."""
+                count: int, wrong: list[str]) -> Arrays:
+    """The values of this rank's devices, of `count` in the file. What
+    `Replicas.import_numpy` would round, or cannot tell, goes to `wrong`."""
     span, found = replicas.span, dict(values)
-    wrong, apart = [], []
+    rounded, apart = [], []
     for p in replicas.all_parameters():
         x = values.get(p.name)
         if x is None or p.shape is None:
             continue
         if x.dtype.name != p.dtype != "bfloat16":   # NumPy has no such dtype
-            wrong.append(f"{p.name} of {x.dtype} instead of {p.dtype}")
-        if x.ndim <= len(p.shape):
+            rounded.append(f"{p.name} of {x.dtype} instead of {p.dtype}")
+        if p.kind not in BUFFERS or x.shape != (count, *p.shape):
             continue
         if count != span.total:
             apart.append(p.name)
-        elif p.kind in BUFFERS and x.shape == (count, *p.shape):
+            found[p.name] = x[0]
+        else:
             own = x[span.first:span.first + len(replicas)]
             found[p.name] = own if len(own) > 1 else own[0]
-    if wrong:
-        raise ValueError("a checkpoint is not rounded; received "
-                         f"{'; '.join(wrong)}. Initialize with that dtype.")
+    if rounded:
+        wrong.append("a checkpoint is not rounded; received "
+                     f"{'; '.join(rounded)}. Initialize with that dtype.")
     if apart:
-        raise ValueError(
+        wrong.append(
             f"the buffers of {count} devices ({apart[0]}, ...) differ, so "
             f"they are those of no other number; received {replicas!r}. Use "
             f"{count} devices, or train with batch_norm='average' or 'sync'.")

@@ -80,7 +80,7 @@ def _plain(name: str, x: Any) -> np.ndarray:
 
 
 def _bytes(x: np.ndarray) -> memoryview:
-    return memoryview(x.reshape(-1).view(np.uint8))
+    return x.reshape(-1).view(np.uint8).data
 
 
 def parts(head: bytes, arrays: list[np.ndarray]) -> Iterator[memoryview]:
@@ -194,7 +194,7 @@ def read(stream: Any, size: int) -> tuple[dict[str, Any],
         data = np.empty(end - begin, np.uint8)
         if stream.readinto(data) != len(data):
             raise Damaged(f"it ends inside of array {name!r}")
-        if hashlib.sha256(data).hexdigest() != digests[name]:
+        if hashlib.sha256(data.data).hexdigest() != digests[name]:
             raise Damaged(f"array {name!r} does not fit its digest")
         arrays[name] = data.view(DTYPES[entry["dtype"]]).reshape(
             entry["shape"])

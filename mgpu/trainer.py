@@ -822,8 +822,8 @@ class Trainer(Hints):
     # -- states -------------------------------------------------------------
 
     def save_states(self, fname: FilePath) -> None:
-        """Write the optimiser's state to `fname` (npz with a JSON header, no
-        pickle), whole or not at all. The same file loads on either engine
+        """Write the optimiser's state to `fname` (safetensors with digests,
+        no pickle), whole or not at all. The same file loads on either engine
         and any number of devices. Weights are not in it: see
         `Replicas.export_numpy`, and `mgpu.save_checkpoint` for all in one
         file. Waits for pending updates."""

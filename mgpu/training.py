@@ -793,4 +793,4 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
             lambda: {p.name: p.data() for p in replicas.params()}, progress,
             animator, "", prefetch, max_inflight,
             Stop(world, folder is not None), folder,
-            folder and partial(folder.open, resume, resume_seed))
+            folder and partial(folder.open, resume, resume_seed) or None)

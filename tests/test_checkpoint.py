@@ -1,7 +1,9 @@
 """`mgpu.save_checkpoint`: the run that goes on from the file is the run that
 goes on from there, to the bit; or the file is refused and nothing changes."""
+import os
 import random
-import zipfile
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +12,7 @@ import mgpu
 import networks
 from conftest import BACKENDS
 from helpers import assert_bit_equal, mlp, on, relative_difference
-from mgpu import (checkpoint, datasets, files, lr_scheduler, tensor_files,
-                  trainer_states)
+from mgpu import checkpoint, datasets, files, lr_scheduler, trainer_states
 
 LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
 
@@ -631,3 +632,88 @@ def test_damaged_files_are_refused_and_nothing_changes(backend, tmp_path):
         assert_same(everything(run), before)
     with pytest.raises(OSError):
         mgpu.load_checkpoint(tmp_path / "missing", *run)
+
+
+# -- swaps --------------------------------------------------------------------
+
+OLD = Path(__file__).parent / "files" / "checkpoint"
+
+
+@pytest.mark.parametrize("source", BACKENDS)
+@pytest.mark.parametrize("target", BACKENDS)
+def test_files_of_version_1_load(source, target):
+    """npz, of two devices: on them and their backend with their streams."""
+    with mgpu.using_backend(target) as backend:
+        run = plain(backend, on(0, 1), init=mgpu.initializers.Xavier())
+        file = OLD / f"1-{source}.npz"
+        with np.load(file) as found:
+            values = {name.removeprefix("value:"): found[name]
+                      for name in found if name.startswith("value:")}
+        if source != target:
+            with pytest.raises(ValueError, match="Pass seed="):
+                mgpu.load_checkpoint(file, *run)
+        mgpu.load_checkpoint(file, *run,
+                             seed=None if source == target else 1)
+        for name, x in run[0].export_numpy().items():
+            assert_bit_equal(x, values[name])
+        assert run[1].num_update == 3 and run[2].position == (0, 3)
+        assert random.random() == 0.13436424411240122
+        assert np.random.random() == 0.417022004702574
+        go_on(run, 6)
+
+
+SWAPS = {
+    "optimizer": "the state of Adam instead of SGD",
+    "network": r"0.weight: shape \(5, 6\) instead of \(4, 6\)",
+    "layers": "missing 4.weight; missing 4.bias",
+    "dtype": "0.weight of float64 instead of float32",
+    "batches": "batch_size=6 for a position with 7",
+    "seed": "seed=1 for a position with 0",
+    "devices": r"cpu\(0\), cpu\(1\)] for .*cpu\(0\)]. Pass seed="}
+
+
+@pytest.mark.parametrize("source", BACKENDS)
+@pytest.mark.parametrize("wrong", [*([name] for name in SWAPS), [*SWAPS]],
+                         ids=lambda wrong: "-".join(wrong))
+def test_all_that_does_not_fit_is_listed(source, backend, wrong, tmp_path):
+    """On the other backend too; and nothing has changed."""
+    with mgpu.using_backend(source) as other:
+        run = plain(other, on(0, 1))
+        go_on(run, 2, 2, tmp_path / "saved")
+    net = mlp(backend, (6, 4 if "network" in wrong else 5, 3,
+                        *([3] if "layers" in wrong else [])))
+    replicas = mgpu.initialize(
+        net, on(0) if "devices" in wrong else on(0, 1), sample=ROWS[:2],
+        dtype="float32" if "dtype" in wrong else "float64")
+    trainer = mgpu.Trainer(replicas, "sgd" if "optimizer" in wrong
+                           else "adam")
+    data = datasets.BatchIterator(ROWS, LABELS, 6 if "batches" in wrong else 7,
+                                  int("seed" in wrong))
+    before = everything((replicas, trainer, data))
+    with pytest.raises(ValueError) as seen:
+        mgpu.load_checkpoint(tmp_path / "saved", replicas, trainer, data,
+                             seed=None if "devices" in wrong else 1)
+    assert not isinstance(seen.value, mgpu.errors.CheckpointCorrupt)
+    for name in wrong:
+        assert re.search(SWAPS[name], str(seen.value)), str(seen.value)
+    assert_same(everything((replicas, trainer, data)), before)
+
+
+def test_hostile_names_in_a_checkpoint(backend, tmp_path):
+    """Are refused as unknown, and write nothing."""
+    folder = tmp_path / "inner"
+    folder.mkdir()
+    file = folder / "saved"
+    run = plain(backend, on(0))
+    mgpu.save_checkpoint(file, *run)
+    before = everything(run)
+    for name in ("../x", "/tmp/mgpu-x", "a\0b", "x" * 5000, "..", "~"):
+        for group in "value", "slot", "stream", "extra":
+            change(file, lambda header, arrays, key=f"{group}:{name}":
+                   arrays.update({key: np.ones(1)}))
+            with pytest.raises(ValueError):
+                mgpu.load_checkpoint(file, *run)
+            mgpu.save_checkpoint(file, *run)
+    assert_same(everything(run), before)
+    assert [path.name for path in tmp_path.rglob("*")] == ["inner", "saved"]
+    assert not os.path.exists("/tmp/mgpu-x")

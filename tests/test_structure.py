@@ -355,3 +355,70 @@ def test_traces_of_the_previous_version(backend, writer):
         lambda: network(backend.name), optimizer="sgd",
         optimizer_params={**MOMENTUM, "momentum": 0.25}))
     assert wrong.verdict == "different" and wrong.first.stage == "weight"
+
+
+# -- no pickle ----------------------------------------------------------------
+
+#: what may name pickle: a reader that calls nothing, and a comparison of two
+#: streams in memory, which reads nothing
+PICKLES = {"mgpu.gluon_io.states": {"_Unpickler", "UnpicklingError", "BUILD"},
+           "mgpu.loss_state": {"dumps"}}
+RUNS_CODE = {"eval", "exec", "compile", "__import__"}
+READS_PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle",
+                 "joblib", "shelve", "marshal", "jsonpickle"}
+
+
+def code_from_files(name, source):
+    """Where a module could execute what a file says."""
+    tree, found = ast.parse(source), []
+    allowed = PICKLES.get(name, set())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names
+                      if alias.name.split(".")[0] in READS_PICKLES
+                      and not allowed]
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] in READS_PICKLES:
+                found.append(node.module)
+        elif isinstance(node, ast.Attribute) \
+                and isinstance(node.value, ast.Name) \
+                and node.value.id in READS_PICKLES \
+                and node.attr not in allowed \
+                and not (allowed and node.attr.isupper()):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in RUNS_CODE or called.endswith((
+                    "torch.load", "jit.load", "load_pickle")) or any(
+                    a.arg == "allow_pickle"
+                    and ast.unparse(a.value) != "False"
+                    or a.arg == "weights_only"
+                    and ast.unparse(a.value) != "True"
+                    for a in node.keywords):
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and node.value in READS_PICKLES \
+                and name != "mgpu.gluon_io.states":
+            found.append(repr(node.value))
+    return found
+
+
+def test_no_file_is_executed():
+    assert {name: found for name, source in sources().items()
+            if (found := code_from_files(name, source))} == {}
+
+
+@pytest.mark.parametrize("source", [
+    "import pickle", "import pickle as p", "from pickle import loads",
+    "import marshal", "eval('1')", "exec(x)", "np.load(f, allow_pickle=True)",
+    "np.load(f, allow_pickle=x)", "torch.load(f)", "torch.jit.load(f)",
+    "torch.load(f, weights_only=False)", "importlib.import_module('pickle')"])
+def test_the_search_finds_what_could_be_executed(source):
+    assert code_from_files("mgpu.x", source)
+    assert not code_from_files("mgpu.x", "np.load(f, allow_pickle=False)\n"
+                               "net.eval()\nre.compile('x')")
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_what_may_name_pickle_reads_nothing_with_it(name):
+    for call in ("pickle.load(f)", "pickle.loads(x)", "pickle.Unpickler(f)"):
+        assert code_from_files(name, call)

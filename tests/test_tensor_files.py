@@ -246,9 +246,10 @@ def test_npz_takes_as_much_memory_as_it_has_bytes(tmp_path):
 # -- names and places ---------------------------------------------------------
 
 NAMES = ["../x", "../../x", "/tmp/x", "a/../../x", "", ".", "..", "a\0b",
-         "\0", "~/x", "$HOME/x", "x" * 10_000, "\ud800", "c:\\x", "\n", "..\\x",
-         "\N{DIGIT ONE}" * 99, "|", "a|b|c", ":", "value:../x", "__proto__",
-         "header", "digests", "format", "-rf", "*", "%s", "{0}", "$(touch x)"]
+         "\0", "~/x", "$HOME/x", "x" * 10_000, "\ud800", "c:\\x", "\n",
+         "..\\x", "\N{DIGIT ONE}" * 99, "|", "a|b|c", ":", "value:../x",
+         "__proto__", "header", "digests", "format", "-rf", "*", "%s", "{0}",
+         "$(touch x)"]
 
 
 def test_names_are_data(tmp_path):
@@ -346,8 +347,8 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(
         elif fault == "read only":      # root may write to any folder
             monkeypatch.setattr(files, "_locked", fails)
         else:
-            monkeypatch.setattr(os, {"rename": "replace", "sync": "fsync"}[fault],
-                          fails)
+            monkeypatch.setattr(os, {"rename": "replace",
+                                     "sync": "fsync"}[fault], fails)
         with pytest.raises(OSError, match=str(file)):
             write(file, {"a": np.ones(99_999)})
     assert os.listdir(tmp_path) == ["x"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import mgpu
-from test_checkpoint import LOSS, TRAINERS, disturb, network
+from test_checkpoint import LOSS, TRAINERS, disturb, layers, network
 from test_checkpoint import everything as of_run
 from mgpu import datasets
 
@@ -36,11 +36,12 @@ def noisy(X):
                 + random.gauss(0, 0.1)).astype(X.dtype)
 
 
-def made(devices, seed=1, kind=1, **options):
+def made(devices, seed=1, kind=1, plain=False, **options):
     """What a program makes at its begin; all streams are at theirs."""
     disturb(mgpu.get_backend())
+    make = layers if plain else network     # that both backends have
     replicas = mgpu.initialize(
-        network(mgpu.get_backend()), devices,
+        make(mgpu.get_backend()), devices,
         init=mgpu.initializers.Xavier(), seed=seed, **options)
     name, params, others = TRAINERS[kind]
     trainer = mgpu.Trainer(replicas, name, params, **others)
@@ -118,29 +119,13 @@ def killed(devices, folder):
         names = sorted(os.listdir(place))
         assert names == [f"step-{n:08d}.safetensors" for n in (8, 10, 12)], \
             names
-    elsewhere(devices, folder)
-
-
-def elsewhere(devices, folder):
-    """A checkpoint that another number of devices or processes has written
-    is refused, and goes on with new streams."""
-    source, = os.environ.get("MGPU_TEST_SOURCE", ""),
-    if source:
-        run = made(devices, batch_norm="average")
-        try:
-            train(run, source)
-        except (ValueError, mgpu.distributed.WorkerFailed) as error:
-            assert "Pass resume_seed=" in str(error), error
-        else:
-            raise AssertionError("not refused")
-        history = train(run, source, resume_seed=5)
-        assert len(history.train_loss) == EPOCHS
-        assert len(history.loss_per_step) == EPOCHS * STEPS
+    np.savez(fresh(folder, f"whole-{mgpu.distributed.rank()}.npz"), **whole)
+    half(devices, folder)
 
 
 def half(devices, folder):
     """Batch norm that is the same on all devices, stopped in an epoch."""
-    run = made(devices, batch_norm="average")
+    run = made(devices, batch_norm="average", plain=True)
     try:
         train(run, fresh(folder, "half"), stopping(run[1], 6, kill))
     except Killed:
@@ -163,14 +148,18 @@ def forever(devices, folder):
 
 
 def until(devices, folder):
-    """As `killed`, by SIGKILL, where the environment says."""
+    """Dies by SIGKILL in the step that the environment says; else goes on,
+    and compares with the uninterrupted run."""
+    at = int(os.environ.get("MGPU_TEST_KILL", "-1"))
+    run = made(devices, 1 if at >= 0 else 9)
+    die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+    found = everything(run, train(run, fresh(folder, "run"),
+                                  stopping(run[1], at, die)))
     run = made(devices)
-    step = int(os.environ.get("MGPU_TEST_KILL", "-1"))
-    action = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
-    history = train(run, fresh(folder, "run"),
-                    stopping(run[1], step, action))
-    np.savez(fresh(folder, f"end-{mgpu.distributed.rank()}.npz"),
-             **everything(run, history))
+    assert_same(found, everything(run, train(run, fresh(folder, "whole"))))
+    if mgpu.distributed.is_main():
+        left = os.listdir(fresh(folder, "run"))
+        assert all(name.startswith("step-") for name in left), left
 
 
 def refused(devices, folder):
@@ -225,7 +214,7 @@ def refused(devices, folder):
     assert world.size > 1
 
 
-JOBS = {f.__name__: f for f in (killed, half, forever, until, refused)}
+JOBS = {f.__name__: f for f in (killed, forever, until, refused)}
 
 
 def main(backend, counts, folder, job):

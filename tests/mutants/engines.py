@@ -362,7 +362,7 @@ MUTANTS = [
             "devices[torch-2dev-prediction]",)),
     Mutant("torch-load-hides-edits", "what is set before a checkpoint is "
            "loaded stays on the first device", edit(
-               "mgpu.checkpoint:load_checkpoint",
+               "mgpu.checkpoint:load",
                "replicas.network.follow()", "pass"),
            ("test_checkpoint.py::test_what_is_set_before_a_file_is_loaded_is_"
             "on_all_devices[torch-2dev]",)),

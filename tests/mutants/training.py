@@ -99,7 +99,7 @@ MUTANTS = [
                 "[*zip(*per_device)][:-1] + [*zip(*per_device)][:1]"),
            ("test_training.py::test_parallel[torch-2dev]",)),
     Mutant("loss-of-unequal-batches", "an epoch's loss is the mean of its "
-           "batches' means", edit(_TRAINING + "train_epochs",
+           "batches' means", edit(_TRAINING + "_epochs",
                                   ", weights=sizes", ""),
            ("test_training.py::test_train[torch-2dev]",)),
     Mutant("history-lost", "only some errors have the history",
@@ -107,7 +107,7 @@ MUTANTS = [
            ("test_training.py::test_what_ends_a_training_early_has_its_"
             "history[torch-1dev]",)),
     Mutant("nan-overlooked", "a loss that is not finite trains on",
-           edit(_TRAINING + "train_epochs", "not np.isfinite(total)", "False"),
+           edit(_TRAINING + "_epochs", "not np.isfinite(total)", "False"),
            ("test_training.py::test_a_loss_that_is_not_finite_names_its_step"
             "[torch-*",)),
 ]
