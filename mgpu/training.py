@@ -558,7 +558,6 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
     backend, world = get_backend(), distributed.current()
     history = History([name for names in world.gather(
         "train", [str(d) for d in devices]) for name in names])
-    progress = progress and world.is_main
     total = num_epochs * length_hint(train_iter) if progress else 0
     waiting: deque[tuple[int, int, list[Any]]] = deque()
     done = 0                    # whole epochs
