@@ -15,12 +15,14 @@
 
 # %%
 backend = None          # mxnet or torch; None: the engine that is installed
-devices = [1, 2]        # numbers of devices, a run for each
+devices = [1, 2]        # devices of a process, a run for each; 1:2 by rank
 epochs = 0              # passes over the data; 0: 10 on GPUs, 2 on CPUs
 batch_size = 256        # rows per device
 lr = 0.1                # learning rate per device
 data = "digits"         # digits, fashion-mnist, synthetic, or an IDX folder
 limit = None            # examples; 0: all; None: all on GPUs, 512 on CPUs
+dtype = "float32"       # float32 or float64
+weights = None          # file for the final weights, .npz
 out = "out"             # folder for the curves
 
 # %%
@@ -37,6 +39,7 @@ if "ipykernel" not in sys.modules:  # a script: its options replace settings
 
 if backend:
     mgpu.set_backend(backend)
+mgpu.distributed.init()     # several processes train one network
 engine = mgpu.get_backend().name
 has_gpu = mgpu.num_gpus() > 0
 epochs = epochs or (10 if has_gpu else 2)
@@ -74,7 +77,8 @@ net = mgpu.models.resnet18(num_classes=10)
 # %%
 pair = ([mgpu.gpu(0), mgpu.gpu(1)] if mgpu.num_gpus() > 1
         else [mgpu.cpu(1), mgpu.cpu(2)])
-replicas = mgpu.initialize(net, pair, init=mgpu.initializers.Normal(0.01))
+replicas = mgpu.initialize(net, pair, init=mgpu.initializers.Normal(0.01),
+                           dtype=dtype)
 print(f"ResNet-18: {len(replicas.params())} trainable arrays, "
       f"{sum(np.prod(p.shape) for p in replicas.params()):,} values, "
       f"{len(replicas.statistics())} running statistics, backend {engine}")
@@ -84,7 +88,7 @@ print(f"ResNet-18: {len(replicas.params())} trainable arrays, "
 # all of them work at the same time.
 
 # %%
-X = np.random.default_rng(0).random((4, 1, 28, 28), dtype=np.float32)
+X = np.random.default_rng(0).random((4, 1, 28, 28), dtype=dtype)
 X_shards = mgpu.split_and_load(X, pair)
 for device, output in zip(pair, replicas(X_shards)):
     print(f"output on {device}: {tuple(output.shape)}, largest score "
@@ -139,7 +143,8 @@ print("losses:", *(mgpu.to_numpy(part) for part in losses))
 # normalisation, which each device takes from its own rows.
 
 # %%
-_, test_iter = mgpu.datasets.load(data, 64, limit=min(limit or 64, 64))
+_, test_iter = mgpu.datasets.load(data, 64, limit=min(limit or 64, 64),
+                                  dtype=dtype)
 print("accuracy after one step:",
       mgpu.evaluate_accuracy_gpus(replicas, test_iter, mgpu.split_batch))
 
@@ -151,17 +156,28 @@ print("accuracy after one step:",
 # resets the running statistics. Without it the second run would go on from
 # the first. All devices are waited for once per epoch, before the clock is
 # read.
+#
+# The batch grows with the number of devices, so that each keeps its 256 rows.
+# The rate grows with the batch. `replicas.span.total` counts the devices of
+# all processes: started by `mgpu launch -n 2`, this script trains on twice as
+# many, and `gather` brings what each process measured to all. Each process
+# receives its rows of every batch, perhaps none.
 
 # %%
-def train(num_devices, batch_size, lr):
-    train_iter, test_iter = mgpu.datasets.load(data, batch_size, limit)
-    devices = mgpu.list_devices(num_devices)
+def train(num_devices):
+    by_rank = str(num_devices).split(":")       # one number stands for all
+    devices = mgpu.list_devices(
+        int(by_rank[mgpu.distributed.rank() % len(by_rank)]))
     replicas = mgpu.initialize(
-        net, devices, init=mgpu.initializers.Normal(0.01), force_reinit=True)
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": lr})
+        net, devices, init=mgpu.initializers.Normal(0.01), force_reinit=True,
+        dtype=dtype)
+    total = replicas.span.total
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": lr * total})
+    train_iter, test_iter = mgpu.datasets.load(
+        data, batch_size * total, limit, dtype=dtype)
     animator = mgpu.Animator(
         "epoch", legend=["train loss", "test acc"],
-        file=out / f"resnet18-{engine}-{num_devices}.png")
+        file=out / f"resnet18-{engine}-{total}.png")
     timer = mgpu.Timer(devices)     # waits for them, then reads the clock
     with animator:
         for epoch in range(epochs):
@@ -169,32 +185,38 @@ def train(num_devices, batch_size, lr):
             losses = [mgpu.train_batch(X, y, replicas, loss, trainer)
                       for X, y in train_iter]
             timer.stop()
-            values = np.concatenate([mgpu.to_numpy(part) for batch in losses
-                                     for part in batch if part is not None])
+            values = [mgpu.to_numpy(part) for batch in losses
+                      for part in batch if part is not None]
+            summed, rows = np.sum(mgpu.distributed.gather(
+                [sum(float(x.sum()) for x in values), sum(map(len, values))]),
+                axis=0)
             animator.add(epoch + 1, [
-                values.mean(), mgpu.evaluate_accuracy_gpus(replicas,
+                summed / rows, mgpu.evaluate_accuracy_gpus(replicas,
                                                            test_iter)])
-    print(f"{devices}, batch {batch_size}, rate {lr:g}: train loss "
-          f"{animator.Y[0][-1]:.3f} over {len(train_iter)} steps an epoch, "
-          f"curve in {animator.file}")
+    where = f"{devices}" + (f", {total} devices in all" * (
+        mgpu.distributed.world_size() > 1))
+    print(f"{where}, batch {batch_size * total}, rate {lr * total:g}: train "
+          f"loss {animator.Y[0][-1]:.3f} over {len(train_iter)} steps an "
+          f"epoch, curve in {animator.file}")
     print(f"test acc: {animator.Y[1][-1]:.2f}, {timer.avg():.1f} sec/epoch "
-          f"on {devices}")
+          f"on {where}")
+    if weights and mgpu.distributed.is_main():
+        np.savez(weights, **{p.name: mgpu.to_numpy(p.data())
+                             for p in replicas.params()})
     return timer.avg()
 
 
 # %% [markdown]
 # First on one device with batches of 256 and the rate 0.1; then on two with
-# batches of 512 and 0.2. The batch grows with the number of devices, so that
-# each keeps its 256 rows. The rate grows with the batch.
+# batches of 512 and 0.2.
 
 # %%
-seconds = {count: train(count, batch_size * count, lr * count)
-           for count in devices}
+seconds = {count: train(count) for count in devices}
 
 # %%
 if 1 in seconds:
     for count in devices:
-        print(f"{count} device{'s' * (count > 1)}: "
+        print(f"{count} device{'s' * (count != 1)}: "
               f"{seconds[1] / seconds[count]:.2f} times as fast as one")
 
 # %% [markdown]

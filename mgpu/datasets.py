@@ -10,6 +10,8 @@ split over devices, so that both engines see the same bits in the same order.
 `synthetic`         random data that can be learnt, of any shape
 `load`              one of these by its name, or a folder of IDX files
 `BatchIterator`     batches of your own arrays
+`IndexedIterator`   batches of any object with a length and an index, such as
+                    a data set of torch or Gluon
 ==================  =====================================================
 
 The first four return ``(train_iter, test_iter)``, two `BatchIterator`.
@@ -150,8 +152,7 @@ class BatchIterator:
                  shuffle: bool = True, drop_last: bool = False, *,
                  transform: Callable[[np.ndarray], np.ndarray] | None = None,
                  info: dict[str, Any] | None = None) -> None:
-        self.batch_size = integer("batch_size", batch_size, 1)
-        self.seed = integer("seed", seed, 0)
+        self._ordered(batch_size, seed)
         self._X, self.y = np.asarray(X), np.asarray(y)
         for name, array in (("X", self._X), ("y", self.y)):
             if array.ndim == 0 or array.dtype == object:
@@ -163,21 +164,28 @@ class BatchIterator:
             raise ValueError(
                 "X and y must have the same length; received "
                 f"{len(self._X)} examples and {len(self.y)} labels.")
-        self.num_examples = len(self.y)
-        if self.num_examples == 0:
-            raise ValueError("a data set needs at least one example; "
-                             "received X and y of length 0.")
-        if drop_last and self.num_examples < self.batch_size:
-            raise ValueError(
-                "drop_last leaves no batch: received "
-                f"{self.num_examples} examples and batch_size="
-                f"{self.batch_size}. Use a smaller batch_size.")
-        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
+        self._counted(len(self.y), shuffle, drop_last)
         self._transform = transform
         # Whether no code of the user's makes the batches.
         self.fixed = transform is None
         self.info = None if info is None else dict(info)
         self.epoch = 0
+
+    def _ordered(self, batch_size: int, seed: int) -> None:
+        self.batch_size = integer("batch_size", batch_size, 1)
+        self.seed = integer("seed", seed, 0)
+
+    def _counted(self, examples: int, shuffle: bool, drop_last: bool) -> None:
+        self.num_examples = examples
+        if not examples:
+            raise ValueError("a data set needs at least one example; "
+                             "received one of length 0.")
+        if drop_last and examples < self.batch_size:
+            raise ValueError(
+                f"drop_last leaves no batch: received {examples} examples "
+                f"and batch_size={self.batch_size}. Use a smaller "
+                "batch_size.")
+        self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
 
     @property
     def X(self) -> np.ndarray:
@@ -255,16 +263,119 @@ class BatchIterator:
             rows = order[i * self.batch_size:(i + 1) * self.batch_size]
             begin, end = share(len(rows))
             own = rows[begin:end]
-            # A transform is called for a row or more.
-            X = self._X[own if len(own) else rows[:1]]      # a copy
-            if self._transform is not None:
-                X = self._transform(X)
-            yield X if len(own) else X[:0], self.y[own]
+            yield self._made(own, rows)
+
+    def _made(self, own: np.ndarray, rows: np.ndarray) -> Any:
+        """The batch of the examples `own`, of the batch `rows` of all
+        processes."""
+        # A transform is called for a row or more.
+        X = self._X[own if len(own) else rows[:1]]      # a copy
+        if self._transform is not None:
+            X = self._transform(X)
+        return X if len(own) else X[:0], self.y[own]
 
     def __repr__(self) -> str:
-        return (f"BatchIterator({self.num_examples} examples, batch_size="
-                f"{self.batch_size}, seed={self.seed}, shuffle="
+        return (f"{type(self).__name__}({self.num_examples} examples, "
+                f"batch_size={self.batch_size}, seed={self.seed}, shuffle="
                 f"{self.shuffle}, epoch={self.epoch})")
+
+
+class IndexedIterator(BatchIterator):
+    """Batches of any data set that has a length and an index, in the order
+    of `BatchIterator`: such as torch's map-style data sets, Gluon's, or a
+    list of pairs.
+
+    With several processes each asks for its own rows only. Positions, and so
+    checkpoints, are those of `BatchIterator`, but there is no ``X`` and no
+    ``y``.
+
+    Parameters
+    ----------
+    dataset : object with ``len()`` and ``[]``
+        ``dataset[i]`` is the pair (x, y) of example `i`. Each is an array of
+        NumPy or of a framework, a number, or a tuple, list or dict of them;
+        of one shape in all examples.
+    batch_size, seed, shuffle, drop_last
+        As for `BatchIterator`.
+
+    Yields
+    ------
+    X, y
+        NumPy arrays with a row for each example, in tuples or dicts where
+        those of an example are.
+
+    Raises
+    ------
+    TypeError
+        A `dataset` without a length or an index, or an example that is no
+        pair.
+    ValueError
+        No examples, examples of different shapes, or a wrong argument.
+
+    Examples
+    --------
+    >>> data = [(np.full(2, i), i % 2) for i in range(5)]
+    >>> for X, y in IndexedIterator(data, 2, shuffle=False):
+    ...     print(X.tolist(), y.tolist())
+    [[0, 0], [1, 1]] [0, 1]
+    [[2, 2], [3, 3]] [0, 1]
+    [[4, 4]] [0]
+    """
+
+    def __init__(self, dataset: Any, batch_size: int, seed: int = 0,
+                 shuffle: bool = True, drop_last: bool = False) -> None:
+        self._ordered(batch_size, seed)
+        missing = [name for name in ("__len__", "__getitem__")
+                   if not hasattr(dataset, name)]
+        if missing:
+            raise TypeError(
+                "a data set has a length and an index; received "
+                f"{type(dataset).__name__} without {' and '.join(missing)}. "
+                "Put its examples into a list of pairs (x, y).")
+        self._dataset = dataset
+        self._counted(len(dataset), shuffle, drop_last)
+        self.fixed, self.info = False, None
+        self.epoch = 0
+
+    def _made(self, own: np.ndarray, rows: np.ndarray) -> Any:
+        wanted = own if len(own) else rows[:1]
+        pairs = []
+        for i in map(int, wanted):
+            pair = self._dataset[i]
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise TypeError(
+                    "an example is a pair (x, y); received "
+                    + (f"{len(pair)} things"
+                       if isinstance(pair, (tuple, list))
+                       else f"a {type(pair).__name__}")
+                    + f" for example {i}. Several inputs go into one tuple: "
+                    "((x1, x2), y).")
+            pairs.append(pair)
+        return tuple(_stacked(column, wanted, len(own))
+                     for column in zip(*pairs))
+
+
+def _stacked(examples: Sequence[Any], numbers: np.ndarray, rows: int) -> Any:
+    """One array of the arrays of several examples, or a tuple or dict of
+    them. `rows`: how many of these rows are wanted."""
+    first = examples[0]
+    if isinstance(first, dict):
+        return {key: _stacked([x[key] for x in examples], numbers, rows)
+                for key in first}
+    if isinstance(first, (tuple, list)):
+        return tuple(_stacked(column, numbers, rows)
+                     for column in zip(*examples, strict=True))
+    # MXNet's arrays are no NumPy arrays for np.asarray.
+    arrays = [x.asnumpy() if hasattr(x, "asnumpy") else np.asarray(x)
+              for x in examples]
+    for i, x in zip(numbers, arrays):
+        if x.shape != arrays[0].shape or x.dtype == object:
+            raise ValueError(
+                "the examples of a data set are arrays of one shape; "
+                f"received {arrays[0].shape} for example {numbers[0]} and "
+                f"{x.shape} of dtype {x.dtype} for example {i}. Pad them, or "
+                "make batches yourself.")
+    return np.stack(arrays)[:rows]
 
 
 class Epoch(Iterator[Arrays]):

@@ -2,12 +2,15 @@
 import sys
 from typing import Any
 
+from mgpu import distributed
+
 
 class ProgressBar:
     """A bar on standard error; in a notebook, under the cell.
 
     Use it in a ``with`` block. Without the package tqdm, or without a
-    standard error, nothing is drawn, because a bar is a comfort.
+    standard error, nothing is drawn, because a bar is a comfort. With several
+    processes (`mgpu.distributed`) rank 0 alone draws.
 
     Parameters
     ----------
@@ -24,7 +27,8 @@ class ProgressBar:
     def __init__(self, shown: bool, description: str,
                  total: int | None = None, unit: str = "step") -> None:
         self._bar: Any = None
-        if shown and sys.stderr is not None and not sys.stderr.closed:
+        if shown and distributed.is_main() and sys.stderr is not None \
+                and not sys.stderr.closed:
             try:
                 from tqdm.auto import tqdm
             except ImportError:

@@ -1,5 +1,6 @@
 """Recording, backward, and the training loop, once for both engines."""
 import contextlib
+import hashlib
 import time
 from collections import deque
 from collections.abc import (Callable, Iterable, Iterator, Mapping,
@@ -19,6 +20,7 @@ from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
 from mgpu.checkpoint_folder import Folder
+from mgpu.datasets import BatchIterator
 from mgpu.device import Device, as_devices
 from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
                              shards_of)
@@ -26,7 +28,7 @@ from mgpu.files import FilePath
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import LabelError, check_per_example
 from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
-                         rows_of)
+                         map_leaves, rows_of)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
@@ -450,6 +452,48 @@ class History:
                 f"[{', '.join(self.devices)}]")
 
 
+def _refuse_copies(world: distributed.World, data: Any, X: Any, y: Any,
+                   epoch: int) -> None:
+    """Refuse an epoch that begins with the same rows in two processes."""
+    if world.size == 1:
+        return
+    while isinstance(data, prefetching.Prefetched):
+        data = data.data
+    told = world.gather("the first batch of an epoch", None if isinstance(
+        data, BatchIterator) else _digest(X, y))
+    seen: dict[str, int] = {}
+    for rank, digest in enumerate(told):
+        if digest is None:
+            continue
+        if digest in seen:
+            raise ValueError(
+                "each process trains on its own rows; received the same "
+                f"first batch on ranks {seen[digest]} and {rank} in epoch "
+                f"{epoch + 1}, so that its rows would count twice. Take "
+                "mgpu.datasets.IndexedIterator(dataset, batch_size), which "
+                "gives each process its rows, or a DataLoader with torch's "
+                "DistributedSampler.")
+        seen[digest] = rank
+
+
+def _digest(X: Any, y: Any) -> str | None:
+    """Of all values in a batch; None where it has no rows, or is nothing
+    that has any."""
+    backend, found = get_backend(), hashlib.blake2b(digest_size=16)
+
+    def add(x: Any) -> None:
+        host = backend.to_numpy(x) if backend.is_native(x) else np.asarray(x)
+        found.update(f"{host.dtype} {host.shape}".encode())
+        found.update(np.ascontiguousarray(host).tobytes())
+    if is_empty(as_inputs(X)):
+        return None
+    try:
+        map_leaves(add, (X, y))
+    except (TypeError, ValueError, RuntimeError):   # the step says more
+        return None
+    return found.hexdigest()
+
+
 def _over_processes(world: distributed.World, means: list[float],
                     sizes: list[int]) -> tuple[list[float], list[int]]:
     """The mean loss and the rows of each step, over all processes."""
@@ -526,7 +570,8 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         after an epoch.
     ValueError
         No batch in an epoch, a number of epochs or of steps below 1, or of
-        batches below 0.
+        batches below 0. With several processes: an epoch that begins with
+        the same rows in two of them.
     BaseException
         Whatever ends the loop early, Ctrl-C too, has as its attribute
         `history` what was measured until then.
@@ -558,7 +603,6 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
     backend, world = get_backend(), distributed.current()
     history = History([name for names in world.gather(
         "train", [str(d) for d in devices]) for name in names])
-    progress = progress and world.is_main
     total = num_epochs * length_hint(train_iter) if progress else 0
     waiting: deque[tuple[int, int, list[Any]]] = deque()
     done = 0                    # whole epochs
@@ -605,6 +649,8 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
             first = len(history.loss_per_step) - used
             begin = time.perf_counter()
             for X, y in map(as_pair, stop.taken(rest)):
+                if len(sizes) == used:
+                    _refuse_copies(world, batches, X, y, done)
                 losses = step(X, y)
                 rows = sum(len(loss) for loss in losses if loss is not None)
                 waiting.append((done, rows, losses))

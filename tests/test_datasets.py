@@ -748,3 +748,63 @@ def test_a_path_goes_to_the_folder_not_to_the_name(tmp_path, env):
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="empty"):
         datasets.load("empty", 5)
+
+
+# -- any object with a length and an index ------------------------------------
+
+def framework_data(backend, X, y):
+    """A data set of the framework, whose examples are ((x, 2x), y)."""
+    if backend.name == "torch":
+        import torch
+        from torch.utils.data import Dataset
+
+        class Own(Dataset):
+            def __len__(self):
+                return len(X)
+
+            def __getitem__(self, i):
+                x = torch.from_numpy(X[i])
+                return (x, 2 * x), torch.tensor(y[i])
+        return Own()
+    from mxnet import gluon
+    from mxnet import np as mxnp
+    return gluon.data.ArrayDataset(mxnp.array(X), mxnp.array(y)).transform(
+        lambda x, label: ((x, 2 * x), label))
+
+
+def test_any_data_set_is_drawn_in_the_same_order(backend):
+    X = np.arange(21, dtype="float32").reshape(7, 3)
+    y = np.arange(7, dtype="int64")
+    own = datasets.IndexedIterator(framework_data(backend, X, y), 3, seed=4)
+    arrays = datasets.BatchIterator(X, y, 3, seed=4)
+    assert len(own) == len(arrays) == 3
+    for _ in range(2):
+        for ((a, b), labels), (x, expected) in zip(own, arrays, strict=True):
+            assert type(a) is type(labels) is np.ndarray
+            np.testing.assert_array_equal(a, x)
+            np.testing.assert_array_equal(b, 2 * x)
+            np.testing.assert_array_equal(labels, expected)
+    next(iter(own)), next(iter(arrays))
+    assert own.position == arrays.position == (2, 1)
+    own.position = (0, 2)
+    assert len(list(own)) == 1
+    assert repr(own).startswith("IndexedIterator(7 examples, batch_size=3")
+
+
+def test_examples_may_be_numbers_and_dicts():
+    data = [({"a": np.full(2, i), "b": [i, 0]}, i) for i in range(4)]
+    X, y = next(iter(datasets.IndexedIterator(data, 2, shuffle=False)))
+    assert X["a"].tolist() == [[0, 0], [1, 1]] and y.tolist() == [0, 1]
+    assert [x.tolist() for x in X["b"]] == [[0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("data, error, words", [
+    (iter([]), TypeError, "without __len__ and __getitem__"),
+    ([], ValueError, "at least one example"),
+    ([1, 2], TypeError, "received a int for example 0"),
+    ([(1, 2, 3)], TypeError, "received 3 things for example 0"),
+    ([(np.ones(2), 0), (np.ones(3), 1)], ValueError, r"\(3,\) of dtype"),
+    ([(np.array([None]), 0)], ValueError, "dtype object")])
+def test_other_objects_are_refused(data, error, words):
+    with pytest.raises(error, match=words):
+        list(datasets.IndexedIterator(data, 2, shuffle=False))

@@ -32,7 +32,7 @@ def sources():
 #: those below it (docs/design.md, section 2).
 LAYERS = {
     "foundations": "arguments environment errors tensor_files files "
-        "notebook probes progress",
+        "notebook probes",
     "Gluon's files": "gluon_io",
     "contract of an engine": "backends.base backends.messages backends.ledger "
         "backends.scope backends._allocator backends._kept backends._workers",
@@ -40,8 +40,8 @@ LAYERS = {
     "engines": "backends._mxnet backends._torch backends.gluon_layers",
     "devices, data and formulas": "nested device split datasets prefetching "
         "initializers optimizers lr_scheduler losses loss_state loss_scale "
-        "host_memory collectives distributed functional models strict "
-        "conversion",
+        "host_memory collectives distributed progress functional models "
+        "strict conversion",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "schedule_state trainer_states trainer",
     "training": "extra_states checkpoint checkpoint_folder stopping "

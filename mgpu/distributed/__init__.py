@@ -24,8 +24,8 @@ from mgpu.errors import (ModelMismatch, UnevenWork, WorkerError, WorkerFailed,
                          WorkerLost)
 
 __all__ = ["ModelMismatch", "Span", "UnevenWork", "World", "WorkerError",
-           "WorkerFailed", "WorkerLost", "barrier", "current", "init",
-           "is_main", "local_rank", "rank", "shutdown", "world_size"]
+           "WorkerFailed", "WorkerLost", "barrier", "current", "gather",
+           "init", "is_main", "local_rank", "rank", "shutdown", "world_size"]
 
 #: the module of each engine: its function ``join`` returns a `world.Engine`
 ENGINES = {"torch": "mgpu.distributed._gloo",
@@ -56,6 +56,13 @@ def is_main() -> bool:
 def barrier() -> None:
     """Wait until all processes are here. Raises as `init` says."""
     current().gather("barrier")
+
+
+def gather(value: Any) -> list[Any]:
+    """The `value` of every process, in the order of ranks, for all of them.
+    What JSON can write: numbers, text, lists, dicts. Raises as `init`
+    says."""
+    return current().gather("gather", value)
 
 
 def init(*, timeout: float | None = None, start_timeout: float = 60.0,

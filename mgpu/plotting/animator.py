@@ -3,6 +3,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mgpu import distributed
 from mgpu.files import FilePath
 from mgpu.plotting import style
 from mgpu.timing import number
@@ -37,7 +38,8 @@ class Animator:
     at most once a second (open it in a viewer that reloads), and always by
     `save` and at the end of a ``with`` block that added a point. The end of
     the block writes after an error too, because the curve up to there helps
-    to find its cause.
+    to find its cause. With several processes (`mgpu.distributed`) rank 0
+    alone draws and writes; the others keep the points.
 
     Parameters
     ----------
@@ -168,7 +170,7 @@ class Animator:
                 line.set_marker("o" if len(x) <= 20 else "")
         self.axes.relim()
         self.axes.autoscale_view()
-        if style.in_notebook():
+        if style.in_notebook() and distributed.is_main():
             self._shown = style.show(self.figure, self._shown)
         if self.file is not None and time.monotonic() - self._written >= 1:
             self.save()
@@ -194,7 +196,8 @@ class Animator:
             raise ValueError("save needs a file; received none here and none "
                              "when the Animator was made. Use "
                              "save('curve.png').")
-        style.write_figure(self.figure, path)
+        if distributed.is_main():
+            style.write_figure(self.figure, path)
         if path == self.file:
             self._written = time.monotonic()
 

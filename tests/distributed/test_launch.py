@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -203,6 +204,33 @@ def test_torchrun_itself(tmp_path):
         env=own_environment(tmp_path, OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the end") == 2
+
+
+# -- the example --------------------------------------------------------------
+
+def test_the_example_ends_with_the_weights_of_one_process(backend, tmp_path):
+    """The second batch has one row: two of three processes have none."""
+    example = jobs.ROOT / "examples" / "multiple_gpus_concise.py"
+    own = ("--backend", backend.name, "--dtype", "float64", "--epochs", "1",
+           "--limit", "9", "--batch-size", "2", "--lr", "0.01")
+    kept = {}
+    for devices, begin in (("4", [sys.executable, str(example)]),
+                           ("1:2:1", command("-n", 3, program=example))):
+        done = subprocess.run(
+            [*begin, *own, "--devices", devices, "--weights", "kept.npz"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env=own_environment(tmp_path, OMP_NUM_THREADS="1"))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("over 2 steps an epoch") == 1
+        kept[devices] = dict(np.load(tmp_path / "kept.npz"))
+        curve, = (tmp_path / "out").glob("*-4.png")
+        curve.unlink()
+    one, three = kept.values()
+    assert one.keys() == three.keys() and len(one) == 76
+    largest = max(np.abs(x).max() for x in one.values())
+    for name, x in one.items():
+        assert x.dtype == np.float64
+        assert np.abs(x - three[name]).max() <= 1e-12 * largest, name
 
 
 # -- without a job ------------------------------------------------------------

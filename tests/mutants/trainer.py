@@ -31,13 +31,13 @@ MUTANTS = [
             "[1dev-mxnet-nd]",)),
     Mutant("stale-gradient-passed-over", "a layer that nothing reached is "
            "skipped without a word", edit(
-               "mgpu.trainer:Trainer._reached",
-               "elif not ignore_stale_grad:", "elif False:"),
+               "mgpu.trainer:Trainer._check_reached",
+               "if j not in reached and not ignore_stale_grad:", "if False:"),
            ("test_trainer.py::test_a_stale_gradient_is_an_error_that_names_it"
             "[torch-*",)),
     Mutant("weights-part-in-a-native-loop", "gradients of other weights than "
            "the device's own are summed", edit(
-               "mgpu.trainer:Trainer._reached",
+               "mgpu.trainer:Trainer._check_passes",
                "replicas.check_native(backward)", "pass"),
            ("test_trainer.py::test_gradients_of_the_network_itself["
             "torch-2dev-True]",)),
