@@ -1,6 +1,5 @@
 """The run of a network."""
 import contextlib
-import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -431,9 +430,10 @@ def _kind(p: Any) -> str:
     return "other" if constant else p.kind
 
 
-def _streams() -> bytes:
+def _streams() -> tuple[Any, ...]:
     """Where the streams are that every program has."""
-    return pickle.dumps((random.getstate(), np.random.get_state()))
+    kind, state, *rest = np.random.get_state()
+    return random.getstate(), kind, bytes(state), *rest
 
 
 def rows_of_shards(shards: Sequence[Any]) -> list[int]:
