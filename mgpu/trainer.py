@@ -552,8 +552,9 @@ class Trainer(Hints):
         raise DeviceError(
             f"a device does what was queued on it; on {device}{place}, in "
             f"step {step}, it failed: {type(error).__name__}: "
-            f"{last.removeprefix(type(error).__name__ + ': ')[:300]}. No parameter has changed, "
-            "and this batch's gradients are void. Correct the operation; "
+            f"{last.removeprefix(type(error).__name__ + ': ')[:300]}. No "
+            "parameter has changed, and this batch's gradients are void. "
+            "Correct the operation; "
             f"{backend.finds_failed} shows the line that queued it.", device,
             step) from error
 
