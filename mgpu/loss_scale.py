@@ -46,8 +46,10 @@ class LossScale:
         self.good_steps = self.skipped_steps = 0
 
     def backoff(self) -> None:
-        """A gradient was not finite: skip the update, halve the scale."""
-        self.value = max(self.value * 0.5, 2.0 ** -126)
+        """A gradient was not finite: the update is skipped, and a dynamic
+        scale halved."""
+        if self.dynamic:
+            self.value = max(self.value * 0.5, 2.0 ** -126)
         self.skipped_steps += 1
         self.good_steps = 0
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import base, get_backend, messages
+from mgpu.errors import LabelError
 from mgpu.loss_state import is_pure
 
 Array = Any
@@ -174,26 +175,6 @@ class SoftmaxCrossEntropyLoss(Loss):
 
 
 SoftmaxCELoss = SoftmaxCrossEntropyLoss
-
-
-class LabelError(ValueError):
-    """A label that is not the number of a class.
-
-    Attributes
-    ----------
-    row : int
-        Of the labels that a loss was given; from `mgpu.train_batch`, of the
-        whole batch, its shards in the order of the devices.
-    """
-
-    def __init__(self, label: Any, row: int, classes: int):
-        super().__init__(label, row, classes)
-        self.label, self.row, self.classes = label, row, classes
-
-    def __str__(self) -> str:
-        return (f"labels must be class numbers 0 to {self.classes - 1}; "
-                f"received {self.label} in row {self.row}. Check the data, or "
-                "give the network as many outputs as there are classes.")
 
 
 def check_classes(labels: np.ndarray, classes: int) -> None:

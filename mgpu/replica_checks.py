@@ -5,12 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.backends.base import Backend, Device
+from mgpu.errors import ReplicaMismatchError
 from mgpu.parameters import Parameter
-
-
-class ReplicaMismatchError(RuntimeError):
-    """Replicas that should hold the same values, each in memory of its own,
-    do not."""
 
 
 class Extent(NamedTuple):

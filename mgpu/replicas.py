@@ -947,7 +947,7 @@ class Replicas(Hints, abc.Sequence):
             yield
         except BaseException as error:
             if self.joint:
-                self.span.world.tell(error)
+                self.span.world.tell_once(error)
             raise
 
     def _begin_pass(self, rows: bool) -> list[bool]:

@@ -10,25 +10,13 @@ from dataclasses import fields
 from typing import Any
 
 from mgpu.backends import using_backend
+from mgpu.errors import ParityError
 from mgpu.parity.comparison import MODES, Result, compare
 from mgpu.parity.matching import MatchError, Plan
 from mgpu.parity.result import joined
 from mgpu.parity.side import Side, network_of
 
 __all__ = ["ParityError", "assert_parity"]
-
-
-class ParityError(AssertionError):
-    """Two networks do not train the same.
-
-    Attributes
-    ----------
-    parity_result : Result
-    """
-
-    def __init__(self, result: Result):
-        super().__init__(str(result))
-        self.parity_result = result
 
 
 def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,

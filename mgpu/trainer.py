@@ -1,8 +1,10 @@
 """One optimiser step on all devices."""
+import contextlib
 import math
 import operator
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import (Callable, Collection, Iterator, Mapping,
+                             Sequence)
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -10,11 +12,13 @@ import numpy as np
 
 from mgpu import (datasets, environment, host_memory, optimizers, probes,
                   trainer_states)
-from mgpu.arguments import Hints, by_name, is_integer, is_number
+from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
 from mgpu.distributed.strategy import over_processes
+from mgpu.errors import (DeviceError, NonFiniteGradient,
+                         StaleGradientError)
 from mgpu.files import FilePath
 from mgpu.host_memory import Update
 from mgpu.loss_scale import LossScale, all_finite
@@ -25,11 +29,6 @@ from mgpu.trainer_states import DeviceState, TrainerStates
 
 __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
            "check_batch_size", "check_pair"]
-
-
-class StaleGradientError(RuntimeError):
-    """No backward pass has written a parameter's gradient since the last
-    step."""
 
 
 class Trainer(Hints):
@@ -68,6 +67,13 @@ class Trainer(Hints):
         at first; an update whose summed gradients are not all finite is
         skipped on all devices and halves the scale; 2000 updates in a row
         double it. Each update then waits for the gradients.
+    nonfinite : {"raise", "skip", "ignore"}, optional
+        What `update` does where a summed gradient has a NaN or an infinite
+        element; the same on all devices and in all processes. "raise":
+        `mgpu.errors.NonFiniteGradient`; "skip": nothing, and counts it in
+        `skipped_steps`; "ignore": applies it, and does not look. Looking
+        waits for the gradients. Default: "skip" with a dynamic scale, which
+        takes no other, else "ignore".
     allreduce : str or mgpu.collectives.AllReduce
         How gradients are summed over the devices: the ``algorithm=`` of
         `mgpu.allreduce`. "auto" is the fastest for the devices at hand.
@@ -79,8 +85,8 @@ class Trainer(Hints):
     lr_mult, wd_mult : dict of str -> float
         The factors that this trainer was given.
     skipped_steps : int
-        Updates that a dynamic scale has skipped so far; they are not in
-        `num_update`.
+        Updates that were skipped so far, as a gradient was not finite; they
+        are not in `num_update`.
 
     Raises
     ------
@@ -108,7 +114,8 @@ class Trainer(Hints):
                  lr_mult: Mapping[str, float] | None = None,
                  wd_mult: Mapping[str, float] | None = None,
                  loss_scale: float | str | None = None,
-                 allreduce: str | AllReduce = "auto", **gluon: Any):
+                 allreduce: str | AllReduce = "auto",
+                 nonfinite: str | None = None, **gluon: Any):
         if gluon:
             raise TypeError(
                 "a Trainer sums gradients as allreduce= says and updates "
@@ -160,6 +167,15 @@ class Trainer(Hints):
                 f"received {type(scheduler).__name__}. Use mgpu.lr_scheduler,"
                 " or a function: lambda n: 0.1 * 0.5 ** (n // 100).")
         self._loss_scale = LossScale(loss_scale)
+        dynamic = self._loss_scale.dynamic
+        if nonfinite is not None:
+            one_of("nonfinite", nonfinite, ("raise", "skip", "ignore"))
+            if dynamic and nonfinite != "skip":
+                raise ValueError(
+                    "a dynamic loss_scale skips updates whose gradients are "
+                    f"not finite; received nonfinite={nonfinite!r}. Leave it "
+                    "out, or give a fixed loss_scale.")
+        self._nonfinite = nonfinite or ("skip" if dynamic else "ignore")
         self._strategy = over_processes(strategy_of(allreduce, "allreduce"),
                                         replicas.span)
         self.replicas, self.optimizer = replicas, optimizer
@@ -187,6 +203,7 @@ class Trainer(Hints):
         #: those that it has passed over, whose gradients were zeros then
         self._blank: set[Parameter] = set()
         self._torn = False          # by an update that has failed midway
+        self._number = replicas.span.world.number()
         self._agree()
 
     def _agree(self) -> None:
@@ -203,6 +220,7 @@ class Trainer(Hints):
             else type(self.lr_scheduler).__name__,
             "lr_mult": self.lr_mult, "wd_mult": self.wd_mult,
             "loss_scale": [self.loss_scale, self._loss_scale.dynamic],
+            "nonfinite": self._nonfinite, "number": self._number,
             "allreduce": repr(self._strategy),
             "grad_req": self.replicas.grad_reqs()},
             "Give every rank the same arguments.")
@@ -296,6 +314,11 @@ class Trainer(Hints):
             changed. Devices that did not run, or whose rows did not reach
             the parameter, contribute zero: the result depends on the batch,
             not on how it was cut.
+        mgpu.errors.DeviceError
+            What was queued on a device has failed there. Nothing has
+            changed, and the gradients are void.
+        mgpu.errors.NonFiniteGradient
+            With ``nonfinite="raise"``. No parameter has changed.
         ReplicaMismatchError
             The network itself was called (``net(x)``), on devices that hold
             different weights. Nothing has changed.
@@ -308,7 +331,8 @@ class Trainer(Hints):
         ValueError
             A batch size that is no finite number above 0.
         """
-        batch_size = self._checked(batch_size)
+        with self.replicas.span.world.guard():
+            batch_size = self._checked(batch_size)
         if self._overrides("allreduce_grads", "update"):
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size)
@@ -335,7 +359,14 @@ class Trainer(Hints):
         world = self.replicas.span.world
         with world.guard():
             return check_batch_size(sum(world.gather(
-                work, self._checked(batch_size))))
+                f"{work} of {self._next_step()}",
+                self._checked(batch_size))))
+
+    def _next_step(self) -> str:
+        """The step to come, in words that are the same on all ranks, and
+        those of no other trainer."""
+        return f"step {self.num_update + 1}" + (
+            f" of trainer {self._number}" if self._number > 1 else "")
 
     def _overrides(self, *names: str) -> bool:
         """Whether one of these methods is the user's own."""
@@ -351,14 +382,15 @@ class Trainer(Hints):
     def _whole(self, section: Callable[[], None]) -> None:
         """Call `section` whole, or after Ctrl-C perhaps not at all, while no
         other thread uses the replicas."""
-        self._check_whole()
         backend = self.replicas.backend
 
         def scoped() -> None:
             with using_backend(backend.name), backend.scope(recording=False):
                 section()
-        with self.replicas.owned():
-            backend.uninterrupted(scoped)
+        with self.replicas.span.world.guard():
+            self._check_whole()
+            with self.replicas.owned():
+                backend.uninterrupted(scoped)
 
     def _check_whole(self) -> None:
         if self._torn:
@@ -422,23 +454,34 @@ class Trainer(Hints):
                    ) -> float:
         """Returns the sum of `batch_size` over all processes."""
         replicas, backend = self.replicas, self.replicas.backend
-        with replicas.span.world.guard():
-            parameters, requests = self._trained()
-            columns = [p.list_data() for p in parameters]
+        parameters, requests = self._trained()
+        columns = [p.list_data() for p in parameters]
+        with self._voiding(columns), replicas.span.world.guard():
             fresh = [[backend.is_fresh(x) for x in arrays]
                      for arrays in columns]
             self._check_passes(parameters, fresh, ignore_stale_grad)
             edited = self._check_unedited(parameters, columns, fresh)
+            self._check_done(columns, fresh)
             taken = {j for j, flags in enumerate(fresh) if not all(
                 backend.has_gradient(x)
                 for x, is_fresh in zip(columns[j], flags) if is_fresh)}
             reached, edited, taken, batch_size = self._meet(
                 {j for j, flags in enumerate(fresh) if any(flags)},
-                edited, taken, batch_size, columns)
+                edited, taken, batch_size)
         if edited:
             raise self._edited_in_part(parameters[min(edited)])
         self._check_reached(parameters, reached, ignore_stale_grad)
         used = sorted(reached - taken)
+        # Where this fails, the other processes are in the middle of it.
+        with replicas.span.world.together():
+            self._sum(parameters, requests, columns, fresh, used)
+        return batch_size
+
+    def _sum(self, parameters: Sequence[Parameter], requests: Sequence[str],
+             columns: Sequence[list[Any]],
+             fresh: Sequence[Sequence[bool]], used: Sequence[int]) -> None:
+        """Sum the gradients of the parameters with the numbers `used`."""
+        replicas, backend = self.replicas, self.replicas.backend
         replicas.note_edits(False)      # what follows is mgpu's own
         gradients = [[backend.grad(x) for x in columns[j]] for j in used]
         try:
@@ -450,9 +493,6 @@ class Trainer(Hints):
                     if not is_fresh and i not in emptied:
                         g[...] = 0
             allreduce_many(gradients, algorithm=self._strategy)
-            # One device's have waited for nothing yet. What fails in a pass
-            # is an error here, before anything is updated.
-            backend.host_views([one[0] for one in gradients], to_read=True)
             self._summed = [parameters[j] for j in used]
             self._blank = set()
             replicas.summed_by = self
@@ -461,18 +501,65 @@ class Trainer(Hints):
             raise
         finally:
             # Also those that were skipped: theirs belong to this step.
-            for arrays in columns:
-                for x in arrays:
-                    backend.mark_used(x)
-            replicas.recorded = [False] * len(replicas)
+            self._void(columns)
         replicas.note_edits(True)
         replicas.carry_over([parameters[j] for j in used
                              if requests[j] == "add"])
-        return batch_size
+
+    @contextlib.contextmanager
+    def _voiding(self, columns: Sequence[Sequence[Any]]) -> Iterator[None]:
+        """Where a process fails before gradients are summed, the batch is
+        void in all: another call must not sum what some of them have."""
+        try:
+            yield
+        except BaseException:
+            if self.replicas.span.wide:
+                self._void(columns)
+            raise
+
+    def _void(self, columns: Sequence[Sequence[Any]]) -> None:
+        for arrays in columns:
+            for x in arrays:
+                self.replicas.backend.mark_used(x)
+        self.replicas.recorded = [False] * len(self.replicas)
+
+    def _check_done(self, columns: Sequence[Sequence[Any]],
+                    fresh: Sequence[Sequence[bool]]) -> None:
+        """Wait for the passes of each device (not of cards). What fails in
+        one is an error here, before anything is summed, and only once: its
+        gradients must not be read again. Raises `DeviceError`."""
+        replicas, backend = self.replicas, self.replicas.backend
+        errors: list[tuple[int, Exception]] = []
+
+        def wait(i: int, arrays: list[Any]) -> None:
+            try:
+                backend.host_views(arrays, to_read=True)
+            except Exception as error:
+                errors.append((i, error))
+                for x in arrays if len(arrays) > 1 else ():
+                    wait(i, [x])    # each is to forget what has failed
+        for i in range(len(replicas)):
+            wait(i, [backend.grad(arrays[i])
+                     for arrays, flags in zip(columns, fresh)
+                     if flags[i] and backend.has_gradient(arrays[i])])
+        if not errors:
+            return
+        self._void(columns)
+        i, error = errors[0]
+        last = (str(error).strip().splitlines() or [""])[-1]
+        device, step = replicas.devices[i], self.num_update + 1
+        place = f" of {replicas.span.world!r}" if replicas.span.wide else ""
+        raise DeviceError(
+            f"a device does what was queued on it; on {device}{place}, in "
+            f"step {step}, it failed: {type(error).__name__}: "
+            f"{last.removeprefix(type(error).__name__ + ': ')[:300]}. No "
+            "parameter has changed, and this batch's gradients are void. "
+            "Correct the operation; "
+            f"{backend.finds_failed} shows the line that queued it.", device,
+            step) from error
 
     def _meet(self, reached: set[int], edited: set[int], taken: set[int],
-              batch_size: float, columns: Sequence[Sequence[Any]]
-              ) -> tuple[set[int], set[int], set[int], float]:
+              batch_size: float) -> tuple[set[int], set[int], set[int], float]:
         """What all processes know of a batch together: the parameters that
         any of its rows reached; those whose gradients were changed by hand
         on some processes and not on all that have them; those whose gradients
@@ -480,11 +567,7 @@ class Trainer(Hints):
         span = self.replicas.span
         if not span.wide:
             return reached, set(), taken, batch_size
-        # What fails in a pass is an error here, before the others go on.
-        self.replicas.backend.host_views(
-            [self.replicas.backend.grad(columns[j][0])
-             for j in sorted(reached - taken)], to_read=True)
-        told = span.world.gather(f"step {self.num_update + 1}", [
+        told = span.world.gather(self._next_step(), [
             *map(_bits, (reached, edited, taken)), batch_size,
             self.replicas.moved])
         every = [[_numbers(bits) for bits in one[:3]] for one in told]
@@ -620,10 +703,12 @@ class Trainer(Hints):
         if written:     # since the backward pass
             replicas.following.follow(written)
         replicas.note_edits(False)
-        if scale.dynamic and not all_finite(
+        if self._nonfinite != "ignore" and not all_finite(
                 # The sums are the same on all devices: one will do.
                 backend, [p.list_grad()[0] for p in parameters]):
             self._summed = None
+            if self._nonfinite == "raise":
+                raise self._not_finite(parameters)
             scale.backoff()
         else:
             # Nothing is counted before every state and rate is there.
@@ -645,6 +730,18 @@ class Trainer(Hints):
         replicas.after_step()
         if debug:
             replicas.check_equal()
+
+    def _not_finite(self, parameters: Sequence[Parameter]
+                    ) -> NonFiniteGradient:
+        name = next(p.name for p in parameters if not all_finite(
+            self.replicas.backend, [p.list_grad()[0]]))
+        world, wide = self.replicas.span.world, self.replicas.span.wide
+        return NonFiniteGradient(
+            "summed gradients are finite (nonfinite='raise'); received NaN or "
+            f"infinity in that of {name!r}, in step {self.num_update + 1}"
+            + (f", as every rank does: {world!r}" if wide else "") + ". No "
+            "parameter has changed. Lower the learning rate, look for bad "
+            "data, or pass nonfinite='skip'.")
 
     def _next_update(self, parameters: Sequence[Parameter]) -> int:
         """Gluon: the largest number of updates that any parameter has had,
@@ -784,8 +881,8 @@ class Trainer(Hints):
         float
             The norm before clipping; reading it waits for the gradients.
             If it is not finite nothing is scaled and a FloatingPointError
-            is raised; with a dynamic scale it is returned, and `update` will
-            skip the step.
+            is raised; with a dynamic scale, or nonfinite="skip", it is
+            returned, and `update` will skip the step.
         """
         _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
         divisor = 1 if batch_size is None else self._whole_batch(
@@ -804,7 +901,7 @@ class Trainer(Hints):
                 float(backend.to_numpy(s).sum()) for s in squares)))
             norm /= divisor * self.loss_scale
             if not np.isfinite(norm):
-                if self._loss_scale.dynamic:
+                if self._nonfinite == "skip":
                     return norm
                 raise FloatingPointError(
                     f"the gradients have norm {norm}; they were not clipped. "

@@ -22,11 +22,12 @@ from mgpu.backends import (Backend, get_backend, give_back, messages,
 from mgpu.checkpoint_folder import Folder
 from mgpu.datasets import BatchIterator
 from mgpu.device import Device, as_devices
+from mgpu.errors import LabelError, NonFiniteLoss
 from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
 from mgpu.loss_state import SharedLoss
-from mgpu.losses import LabelError, check_per_example
+from mgpu.losses import check_per_example
 from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
                          map_leaves, rows_of)
 from mgpu.progress import ProgressBar
@@ -376,19 +377,6 @@ def _loss_of(loss: Loss, output: Any, y: Any, first: int) -> Any:
 
 
 # -- the loop -----------------------------------------------------------------
-
-class NonFiniteLoss(FloatingPointError):
-    """A loss, or after an epoch a weight, is NaN or infinite.
-
-    Attributes
-    ----------
-    history : History
-        Of the finished epochs; where it was a loss, `loss_per_step` ends with
-        it.
-    """
-
-    history: "History"
-
 
 @dataclass
 class History:

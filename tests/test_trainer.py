@@ -1637,8 +1637,11 @@ def test_a_pass_that_fails_late_updates_nothing(engine, devices):
             (1, 1), ctx=losses[-1].ctx, dtype="float64") - 1)[0]
         losses[-1] = losses[-1].as_nd_ndarray() * bad
     mgpu.backward(losses)
-    with pytest.raises(mx.MXNetError):
+    with pytest.raises(mgpu.errors.DeviceError,
+                       match=rf"cpu\({len(devices) - 1}\), in step 2.*Check "
+                       "failed") as caught:
         trainer.step(8)
+    assert isinstance(caught.value.__cause__, mx.MXNetError)
     with pytest.raises(RuntimeError, match="none since the last update"):
         trainer.update(8)
     after = replicas.export_numpy()

@@ -16,10 +16,7 @@ from typing import Any, NamedTuple
 from mgpu import environment
 from mgpu.backends._allocator import give_back as give_back
 from mgpu.backends.base import Backend
-
-
-class BackendNotAvailable(ImportError):
-    """A backend was asked for and its framework cannot be loaded."""
+from mgpu.errors import BackendNotAvailable
 
 
 class Entry(NamedTuple):

@@ -887,6 +887,8 @@ class Backend(ABC):
     #: whose layers its networks are made of, and whose defaults those layers
     #: have: "gluon" or "torch"
     semantics: ClassVar[str]
+    #: what to set so that late errors come where their work is queued
+    finds_failed: ClassVar[str] = "a run on one device"
     #: version of the framework, for `mgpu doctor` and reports
     version: ClassVar[str]
     ops: Ops

@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 from mgpu.backends.base import Device
+from mgpu.errors import CrossDeviceError
 
 #: the place of an array that is on no device
 HOST = "host"
 Place = Device | str        # a device, or `HOST`
-
-
-class CrossDeviceError(RuntimeError):
-    """An operation received arrays of several devices."""
 
 
 class Ledger:

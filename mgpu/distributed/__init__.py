@@ -15,7 +15,8 @@ import atexit
 import importlib
 import os
 import sys
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 from mgpu import environment
 from mgpu.arguments import number, one_of
@@ -142,37 +143,67 @@ def _environment() -> dict[str, Any]:
                                            "0"))}
 
 
-_error: list[str] = []      # that ends this process
+class _Ending:
+    """How this process comes to its end."""
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self.status = 0     # of the process, as far as that is known
+
+    def note(self, error: BaseException) -> None:
+        self.error = in_words(error)
+        self.status = 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+_ending = _Ending()
 
 
 def _leave_at_exit(world: World) -> None:
-    hook = sys.excepthook
+    hook, thread_hook, leave = sys.excepthook, threading.excepthook, sys.exit
 
     def noting(kind: Any, error: Any, trace: Any) -> None:
-        _error.append(in_words(error))
+        _ending.note(error)
         hook(kind, error, trace)
-    sys.excepthook = noting
+        # A thread may wait for others in the place of this one.
+        current().give_up(error)
+
+    def noting_thread(arguments: Any) -> None:
+        if arguments.exc_value is not None:
+            _ending.error = "in the thread " + repr(getattr(
+                arguments.thread, "name", None)) \
+                + f", {in_words(arguments.exc_value)}"
+        thread_hook(arguments)
+
+    def noting_exit(status: Any = None) -> NoReturn:
+        _ending.status = status if isinstance(status, int) \
+            else int(status is not None)
+        if _ending.status:
+            _ending.error = f"sys.exit({status!r})"
+        leave(status)
+    sys.excepthook, threading.excepthook = noting, noting_thread
+    sys.exit = noting_exit
     atexit.register(_end, world)
 
 
 def _end(world: World) -> None:
     """Tell the others, before the interpreter ends. A process that ends while
     others go on has done less than they: exit status 1."""
-    if current() is not world:
-        return
-    alike = shutdown()
-    if not alike and not _error:
+    alike = shutdown() if current() is world else True
+    if not alike:
         print(f"mgpu: rank {world.rank} has ended while other ranks go on: "
               "all ranks do the same number of steps.", file=sys.stderr)
+        _ending.status = _ending.status or 1
+    if not alike or world.engine is not None and world.engine.pending:
+        # Else the interpreter would wait for the end of the exchange.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(_ending.status)
 
 
 def shutdown() -> bool:
-    """Leave the job; called at the end of a process too. Returns whether all
-    processes leave now. The others raise `UnevenWork`, or `WorkerLost` where
-    an error ends this one."""
+    """Leave the job; called at the end of a process too. Returns whether no
+    other process goes on. Those that do raise `UnevenWork`, or `WorkerLost`
+    where an error ends this one."""
     world = current()
     enter(World())
-    return world.leave(_error[0] if _error else None)
+    return world.leave(_ending.error)

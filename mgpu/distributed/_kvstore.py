@@ -26,6 +26,8 @@ from mgpu.errors import WorkerLost
 _ROLE = "import mgpu; mgpu.mxnet_compat()"
 #: seconds between two looks at the scheduler and the server
 _LOOK = 0.05
+#: seconds of waiting after which notes of other ranks are looked for
+_NOTES = 0.5
 #: seconds that a process waits for the store to end
 _LEAVING = 5
 
@@ -49,6 +51,7 @@ class KVStore:
         self._control = control
         self.rank, self.size = control.rank, control.size
         self.timeout = control.timeout
+        self._held = True       # which the end of the process waits for
         self._roles: dict[str, subprocess.Popen] = {}
         self._keys: dict[int, tuple[int, Any]] = {}     # by length
         own = _own_address(host)
@@ -64,6 +67,24 @@ class KVStore:
         self._mx = mx
         self._store = self._limited(
             lambda: mx.kvstore.create("dist_sync"), start_timeout)
+
+    @property
+    def stops(self) -> Callable[[dict[int, Any]], bool]:
+        return self._control.stops
+
+    @stops.setter
+    def stops(self, value: Callable[[dict[int, Any]], bool]) -> None:
+        self._control.stops = value
+
+    @property
+    def pending(self) -> bool:
+        return self._held or self._control.pending
+
+    def post(self, note: Any) -> None:
+        self._control.post(note)
+
+    def notes(self) -> dict[int, Any]:
+        return self._control.notes()
 
     def allgather(self, payload: bytes) -> list[bytes]:
         return self._control.allgather(payload)
@@ -115,7 +136,8 @@ class KVStore:
                 found.append((None, error))
             done.set()
         threading.Thread(target=run, daemon=True).start()
-        end = time.monotonic() + seconds
+        looked = time.monotonic()
+        end = looked + seconds
         while True:
             answered = done.wait(_LOOK)
             ended = [name for name, role in self._roles.items()
@@ -125,6 +147,12 @@ class KVStore:
                                  "store has ended")
             if answered:
                 break
+            if self._control.closed:
+                raise WorkerLost("this process has left the job")
+            if time.monotonic() > looked + _NOTES and not leaving:
+                looked = time.monotonic()
+                if self.stops(self.notes()):
+                    raise WorkerLost("other ranks have left the job")
             if time.monotonic() > end:
                 raise self._lost(f"the store did not answer within "
                                  f"{seconds:g} s")
@@ -133,40 +161,30 @@ class KVStore:
             raise error
         return result
 
-    def _lost(self, what: str) -> WorkerLost:
-        return WorkerLost(
-            f"rank {self.rank} adds up gradients in a KVStore with "
-            f"{self.size - 1} others; {what}. Look at the logs of the other "
-            "ranks, and start the job again (mgpu launch --max-restarts "
-            "does), from a checkpoint.")
+    @staticmethod
+    def _lost(what: str) -> WorkerLost:
+        return WorkerLost(f"which adds up in a KVStore, {what}")
 
-    def close(self, alike: bool) -> None:
+    def close(self, alike: bool, stays: bool = False) -> None:
         """`alike`: all ranks close now, and wait for each other, as the store
-        does. Else this process must not wait for it: it ends at once."""
+        does. Else this process must not wait for it."""
         if alike:
             try:        # the store's own barrier, which may last for ever
                 self._limited(self._let_go, _LEAVING, leaving=True)
+                self._held = False
             except WorkerLost as error:
                 print(f"mgpu: {error}", file=sys.stderr)
                 alike = False
-        self._control.close(alike)
+        self._control.close(alike, stays)
         for role in self._roles.values():
             try:
                 role.wait(_LEAVING if alike else 0)
             except subprocess.TimeoutExpired:
                 role.kill()
                 role.wait()
-        if not alike:
-            _end_at_once()
 
     def _let_go(self) -> None:
         self._store = None
-
-
-def _end_at_once() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _start(role: str) -> subprocess.Popen:

@@ -22,7 +22,7 @@ class OverProcesses(AllReduce):
     """`local` sums over this process's devices; the sums are added up over
     the processes, and every device gets the result. Large arrays are added up
     where they lie, small ones in flat buckets of one dtype, all in the order
-    of the arrays."""
+    of the arrays. A meeting has come before it."""
 
     divides = checks_memory = reaches_further = True
 
@@ -38,6 +38,11 @@ class OverProcesses(AllReduce):
 
     def allreduce(self, lists: Sequence[list[Array]], op: str,
                   roots: Sequence[int]) -> None:
+        with self._span.world.together():
+            self._allreduce(lists, op, roots)
+
+    def _allreduce(self, lists: Sequence[list[Array]], op: str,
+                   roots: Sequence[int]) -> None:
         inner = "sum" if op == "mean" else op
         if len(lists[0]) > 1:
             allreduce_by(self._local, lists, inner, roots)
@@ -141,9 +146,15 @@ def over_processes(local: AllReduce, span: Span) -> AllReduce:
 
 def share_values(columns: Sequence[list[Array]], span: Span, root: int = 0,
                  source: int = 0, into: Sequence[int] | None = None) -> None:
-    """Copy rank `root`'s arrays on its device `source` to the devices `into`
-    of this rank, all by default. Each list holds one array for each device of
-    this rank."""
+    """After a meeting: copy rank `root`'s arrays on its device `source` to
+    the devices `into` of this rank, all by default. Each list holds one array
+    for each device of this rank."""
+    with span.world.together():
+        _share(columns, span, root, source, into)
+
+
+def _share(columns: Sequence[list[Array]], span: Span, root: int,
+           source: int, into: Sequence[int] | None) -> None:
     backend = get_backend()
     for arrays in columns:
         host = np.ascontiguousarray(backend.to_numpy(arrays[source]))

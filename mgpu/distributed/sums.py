@@ -75,7 +75,8 @@ class Sums:
         # dtype: MXNet calls this in the middle of an operation, where its
         # KVStore would wait for ever.
         flat = part.reshape(-1).astype(np.float64)
-        self._world.reduce(flat)
+        with self._world.together():
+            self._world.reduce(flat)
         return said[3], flat.astype(part.dtype).reshape(part.shape)
 
     def _agree(self, own: list[Any] | None) -> list[Any]:
@@ -104,7 +105,8 @@ class Sums:
                 if name == _END:
                     return
                 if any(said):
-                    self._world.reduce(np.zeros(prod(shape)))
+                    with self._world.together():
+                        self._world.reduce(np.zeros(prod(shape)))
 
     def end(self) -> None:
         """The backward passes of this rank have ended: let those without

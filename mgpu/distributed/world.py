@@ -7,6 +7,7 @@ two of these meetings they add up arrays, in the order that the first fixes.
 """
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -22,9 +23,20 @@ _FAILED, _LEAVES = "failed", "leaves"
 
 
 class Engine(Protocol):
-    """What carries bytes and sums between processes. A method raises
+    """What carries bytes and sums between processes. An exchange raises
     `WorkerLost` where another process ends, or is silent for longer than the
-    time-out."""
+    time-out, or where `stops` says that it will not come; its message says
+    only who, and what was seen. Whoever waits can be interrupted.
+
+    Attributes
+    ----------
+    stops : callable
+        ``stops(notes)``, asked while an exchange waits: whether to give it
+        up.
+    pending : bool
+        Whether an exchange was left before its end, for which the end of the
+        process would wait.
+    """
 
     name: str
     rank: int
@@ -32,6 +44,8 @@ class Engine(Protocol):
     timeout: float
     #: the dtypes that sums are computed in; None: each in its own
     dtypes: tuple[str, ...] | None
+    stops: Callable[[dict[int, Any]], bool]
+    pending: bool
 
     def allgather(self, payload: bytes) -> list[bytes]:
         """The payloads of all ranks, in their order."""
@@ -49,9 +63,17 @@ class Engine(Protocol):
         """As `allreduce`, on an array of the engine that holds it. False
         where this one cannot, and nothing was done."""
 
-    def close(self, alike: bool) -> None:
+    def post(self, note: Any) -> None:
+        """Leave a note, fit for JSON, that the others find whatever they do.
+        Waits for nobody."""
+
+    def notes(self) -> dict[int, Any]:
+        """The notes of other ranks, as far as they can be read now."""
+
+    def close(self, alike: bool, stays: bool = False) -> None:
         """End the connections. `alike`: all ranks do; else nobody is waited
-        for, and the process may end here."""
+        for but, if it `stays`, some seconds for the others to read the notes
+        that only it can give."""
 
 
 class World:
@@ -76,14 +98,23 @@ class World:
         self.devices: list[int] | None = None
         #: in the middle of passes
         self.sums = Sums(self)
-        #: meetings so far
-        self.serial = 0
+        #: meetings, and exchanges of any kind, so far
+        self.serial = self.exchanges = 0
+        #: networks and trainers so far
+        self._made = 0
+        #: the work that the last meeting was for
+        self._work = "the beginning"
         #: why this process wishes to stop; and what all ranks have learnt,
         #: in the same meeting
         self.wish: int | None = None
         self._agreed: int | None = None
         self._dead: WorkerLost | None = None
         self._lock = threading.Lock()
+        #: the error that the others were last told of, and when
+        self._told = (0, 0)
+        self._process, self._together, self._leaves = os.getpid(), 0, False
+        if engine is not None:
+            engine.stops = self._stops
 
     def __repr__(self) -> str:
         return f"rank {self.rank} of {self.size}"
@@ -123,25 +154,13 @@ class World:
             if one["work"] == _FAILED:
                 raise WorkerFailed(
                     f"rank {rank} failed before {work!r}: {one['value']}. "
-                    f"Nothing has changed on rank {self.rank}. Correct what "
+                    f"No parameter of rank {self.rank} has changed. Correct "
+                    "what "
                     "that rank reports; its log has the traceback.")
         left = {rank: one["value"] for rank, one in enumerate(told)
                 if one["work"] == _LEAVES}
         if left:
-            rank, why = min(left.items())
-            if why:
-                self._dead = WorkerLost(
-                    f"rank {rank} has ended: {why}. Rank {self.rank} stops "
-                    f"at {work!r}. Correct what that rank reports, and start "
-                    "the job again.")
-                raise self._dead
-            self._dead = WorkerLost(f"rank {rank} has ended")
-            raise UnevenWork(
-                "all ranks do the same number of steps; received the end of "
-                f"rank {rank} while rank {self.rank} is at {work!r}, meeting "
-                f"{self.serial}. Give every rank as many batches: shard one "
-                "order of batches (mgpu.datasets), where a rank may also get "
-                "an empty part.")
+            raise self._left(*min(left.items()))
         works = {rank: one["work"] for rank, one in enumerate(told)}
         if len(set(works.values())) > 1:
             raise UnevenWork(
@@ -162,27 +181,119 @@ class World:
         """Forget the wish, after all ranks have stopped or before they
         begin."""
         self.wish = self._agreed = None
+    def _left(self, rank: int, why: str | None) -> WorkerError:
+        """The error of work that rank `rank` takes no part in, as it has
+        ended. There is no other work."""
+        if why:
+            self._dead = WorkerLost(
+                f"rank {rank} has ended: {why}. Rank {self.rank} stops "
+                f"at {self._work!r}. Correct what that rank reports, and "
+                "start the job again.")
+            return self._dead
+        self._dead = WorkerLost(f"rank {rank} has ended; rank {self.rank} "
+                                "has been told so before. Leave, and start "
+                                "the job again.")
+        return UnevenWork(
+            "all ranks do the same number of steps; received the end of "
+            f"rank {rank} while rank {self.rank} is at {self._work!r}, "
+            f"meeting {self.serial}. Give every rank as many batches: shard "
+            "one order of batches (mgpu.datasets), where a rank may also get "
+            "an empty part.")
 
     def _meet(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        if self._dead is not None:
-            raise self._dead
         assert self.engine is not None
-        with self._carried():
+        with self._carried(message["work"]):
             self.serial += 1
             return [json.loads(x) for x in self.engine.allgather(
                 json.dumps(message).encode())]
 
     @contextlib.contextmanager
-    def _carried(self) -> Iterator[None]:
+    def _carried(self, work: str | None = None) -> Iterator[None]:
         """One exchange at a time; one that fails is the last."""
+        if self._process != os.getpid():
+            raise RuntimeError(
+                f"rank {self.rank} is the process that has called "
+                "mgpu.distributed.init; received a call in a process that it "
+                "has forked. Let such a process read data only.")
         if self._dead is not None:
             raise self._dead
-        with self._lock:
-            try:
-                yield
-            except WorkerLost as error:
-                self._dead = error
-                raise
+        assert self.engine is not None
+        # Held by a thread whose exchange a second Ctrl-C has left, perhaps.
+        if not self._lock.acquire(timeout=self.engine.timeout):
+            self._dead = WorkerLost(
+                f"one thread of rank {self.rank} exchanges at a time; another "
+                f"one has done so for {self.engine.timeout:g} s, at "
+                f"{self._work!r}. Start the job again.")
+            raise self._dead
+        try:
+            if work not in (None, _FAILED, _LEAVES):
+                self._work = str(work)
+            yield
+            self.exchanges += 1
+        except WorkerLost as error:
+            raise self._why(error) from error
+        except BaseException as error:      # Ctrl-C, amid an exchange
+            self.give_up(error)
+            raise
+        finally:
+            self._lock.release()
+
+    def _why(self, error: WorkerLost) -> WorkerError:
+        """What the others have written of an exchange that did not end."""
+        assert self.engine is not None
+        left = self._missing(self.engine.notes())
+        if left:
+            rank, note = min(left.items(), key=lambda x: (
+                x[1]["why"] is None, x[1]["exchanges"], x[0]))
+            return self._left(rank, note["why"])
+        self._dead = WorkerLost(
+            f"all {self.size} ranks take part in {self._work!r}, meeting "
+            f"{self.serial}; on rank {self.rank}, {error}. Look at its log, "
+            "and start the job again (mgpu launch --max-restarts does), from "
+            "a checkpoint.")
+        return self._dead
+
+    def _missing(self, notes: dict[int, Any]) -> dict[int, Any]:
+        """The notes of the ranks that do not take part in this exchange.
+        Others have, and have left since: it will end."""
+        return {rank: note for rank, note in notes.items()
+                if note["exchanges"] <= self.exchanges}
+
+    def _stops(self, notes: dict[int, Any]) -> bool:
+        """Whether an exchange will not end: another rank has left before it,
+        or, where this one leaves too, all others have."""
+        return len(self._missing(notes)) >= (
+            self.size - 1 if self._leaves else 1)
+
+    def _post(self, why: str | None) -> None:
+        assert self.engine is not None
+        self.engine.post({"why": why, "exchanges": self.exchanges})
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave the work that was begun with the others. They raise
+        `WorkerLost`, with `error`, wherever they are."""
+        if self.engine is None or self._dead is not None:
+            return
+        why = in_words(error)
+        self._dead = WorkerLost(
+            f"rank {self.rank} has left the others at {self._work!r}: "
+            f"{why}. Start the job again.")
+        self._post(f"{why} (its last work was {self._work!r})")
+        self.engine.close(False)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All ranks have met, and make the same exchanges of arrays in the
+        block, in the same order. What fails in it on this rank ends the
+        job: the others are amid an exchange."""
+        self._together += 1
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        finally:
+            self._together -= 1
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -203,20 +314,29 @@ class World:
         try:
             yield
         except BaseException as error:
-            self.tell(error)
+            self.tell_once(error)
             raise
 
     def tell(self, error: BaseException) -> None:
         """Let the others raise `WorkerFailed` in their next meeting, unless
         they know of `error`. Where all ranks tell, all go on alike."""
         if self.size == 1 or isinstance(error, WorkerError) \
-                or getattr(error, "told", False) or self._dead is not None:
+                or self._dead is not None or self._process != os.getpid():
             return
-        if self._settled():
-            with contextlib.suppress(WorkerLost):
-                self._meet({"work": _FAILED, "value": in_words(error)})
-        with contextlib.suppress(AttributeError, TypeError):
-            error.told = True       # type: ignore[attr-defined]
+        if not self._settled():
+            return
+        if self._together or self._lock.locked():
+            # A second Ctrl-C has left a thread amid an exchange.
+            self.give_up(error)
+            return
+        with contextlib.suppress(WorkerError):
+            self._meet({"work": _FAILED, "value": in_words(error)})
+        self._told = id(error), self.serial
+
+    def tell_once(self, error: BaseException) -> None:
+        """`tell`, unless that was done and no meeting has been since."""
+        if self._told != (id(error), self.serial):
+            self.tell(error)
 
     def _settled(self) -> bool:
         """Wait for passes that are under way. False where they have brought
@@ -230,19 +350,26 @@ class World:
         return True
 
     def leave(self, why: str | None) -> bool:
-        """Tell the others that this process ends. Returns whether all do
-        now; `why`: the error that ends it."""
-        if self.engine is None:
+        """Tell the others that this process ends. Returns whether none of
+        them goes on; `why`: the error that ends it."""
+        if self.engine is None or self._process != os.getpid():
             return True
-        alike = False
-        if self._dead is None:
+        if self._dead is not None:
+            self.engine.close(False, stays=True)
+            return True
+        self._leaves = True
+        if not why:
             self._settled()
+        self._post(why)
+        if why:     # who waits for this rank is woken, and reads that
+            self.engine.close(False, stays=True)
+            return True
         try:
-            if self._dead is None:
-                alike = all(one["work"] == _LEAVES for one in self._meet(
-                    {"work": _LEAVES, "value": why}))
-        except WorkerLost:
-            pass
+            told = self._meet({"work": _LEAVES, "value": None})
+        except WorkerError:     # ended before, or busy with what is its own
+            self.engine.close(False)
+            return True
+        alike = all(one["work"] == _LEAVES for one in told)
         self.engine.close(alike)
         return alike
 
@@ -260,30 +387,52 @@ class World:
 
     # -- arrays -------------------------------------------------------------
 
-    def reduce(self, flat: np.ndarray, op: str = "sum") -> None:
-        """Reduce a one-dimensional array over all ranks, in place."""
-        self.reduce_all([flat], op)
+    # Outside of `together` each exchange is announced, so that arrays are
+    # never added to others that they do not belong to.
 
-    def reduce_all(self, arrays: Sequence[np.ndarray], op: str = "sum"
-                   ) -> None:
+    def reduce(self, flat: np.ndarray, op: str = "sum",
+               work: str = "a reduction") -> None:
+        """Reduce a one-dimensional array over all ranks, in place. `work`:
+        what it is for, the same on all ranks."""
+        self.reduce_all([flat], op, work)
+
+    def reduce_all(self, arrays: Sequence[np.ndarray], op: str = "sum",
+                   work: str = "a reduction") -> None:
         """`reduce` each of `arrays`, which are as many and as long on all
         ranks."""
         if self.engine is not None:
+            self._announce(work, [op, *([x.dtype.str, len(x)]
+                                        for x in arrays)])
             with self._carried():
                 self.engine.allreduce(arrays, op)
 
-    def reduce_native(self, x: Any, op: str = "sum") -> bool:
+    def reduce_native(self, x: Any, op: str = "sum",
+                      work: str = "a reduction") -> bool:
         """As `reduce`, on an array of a framework; False: not done."""
         if self.engine is None:
             return True
+        self._announce(work, [op, str(x.dtype), list(x.shape)])
         with self._carried():
             return self.engine.allreduce_native(x, op)
 
-    def broadcast(self, flat: np.ndarray, root: int = 0) -> None:
+    def broadcast(self, flat: np.ndarray, root: int = 0,
+                  work: str = "a broadcast") -> None:
         """Copy rank `root`'s array into that of the others."""
         if self.engine is not None:
+            self._announce(work, [root, flat.dtype.str, len(flat)])
             with self._carried():
                 self.engine.broadcast(flat, root)
+
+    def _announce(self, work: str, what: list[Any]) -> None:
+        if self._together:
+            return
+        every = self.meet(work, what)   # perhaps in a pass
+        if any(other != every[0] for other in every):
+            raise UnevenWork(
+                "all ranks exchange arrays of one dtype and size; received "
+                + ", ".join(f"{x} on rank {r}" for r, x in enumerate(every))
+                + f" at {work!r}, meeting {self.serial}. Call it alike on "
+                "every rank.")
 
     def check_dtypes(self, dtypes: dict[str, str]) -> None:
         """Refuse parameters, whose dtypes are given by name, that the engine
@@ -300,6 +449,12 @@ class World:
                 "another dtype.")
 
     # -- places -------------------------------------------------------------
+
+    def number(self) -> int:
+        """A number for a network or a trainer: made in the same order on all
+        ranks, it has the same one."""
+        self._made += 1
+        return self._made
 
     def span(self, k: int) -> "Span":
         """Where `k` devices of this rank are among those of all ranks. A

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from mgpu.errors import UnreadableSymbol
 from mgpu.files import FilePath, path_of
 from mgpu.gluon_io.params import load_params
 
@@ -21,10 +22,6 @@ from mgpu.gluon_io.params import load_params
 LOSSES = ("MakeLoss", "make_loss")
 #: a softmax that takes a label, and has the gradient of the loss
 SOFTMAX = ("SoftmaxOutput", "Softmax")
-
-
-class UnreadableSymbol(ValueError):
-    """A file that is not what MXNet exports, or is damaged."""
 
 
 class Node(NamedTuple):

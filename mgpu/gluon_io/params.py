@@ -28,6 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from mgpu.errors import UnreadableParams
 from mgpu.files import FilePath, npy_members, part_of, path_of
 
 _LIST = 0x112
@@ -48,10 +49,6 @@ _DIMENSIONS = 32
 _ELEMENTS = 2 ** 31 - 1
 #: bytes from which on an array is mapped from its file, not read
 _MAPPED = 1 << 20
-
-
-class UnreadableParams(ValueError):
-    """A file that is not what MXNet writes, or is damaged."""
 
 
 class RowSparse(NamedTuple):

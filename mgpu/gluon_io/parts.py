@@ -7,6 +7,7 @@ it down as source.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mgpu.errors import MissingOperator
 from mgpu.gluon_io.graph import LOSSES, Graph, Node, constants
 from mgpu.gluon_io.whole import FLOATING, KEPT, STILL, Cut, cuts
 
@@ -168,10 +169,6 @@ Part = Layer | Call
 Rule = Callable[[Node, Sequence[Source]], Part]
 
 _rules: dict[str, Rule] = {}
-
-
-class MissingOperator(NotImplementedError):
-    """What a rule raises for attributes that it does not know."""
 
 
 class _NotKnown(MissingOperator):

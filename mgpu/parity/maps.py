@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mgpu.arguments import is_integer
+from mgpu.errors import MatchError
 from mgpu.parity.forms import (Blocks, Each, Join, Shape, Step, Turn, View,
                                undone)
 from mgpu.parity.plan import Entry, Pair
@@ -14,21 +15,6 @@ from mgpu.parity.plan import Entry, Pair
 #: what an explicit map may say of a parameter of `a`: its name in `b`, or a
 #: dict of what `Wish` has
 Target = str | Mapping[str, Any]
-
-
-class MatchError(ValueError):
-    """The parameters of two networks cannot be matched, or in several ways.
-
-    Attributes
-    ----------
-    candidates : dict of str -> list of str
-        For each parameter of `a` without a partner, those of `b` that it
-        could be; under ``""`` those of `b` that are left.
-    """
-
-    def __init__(self, message: str, candidates: dict[str, list[str]]):
-        super().__init__(message)
-        self.candidates = candidates
 
 
 class Wish(NamedTuple):

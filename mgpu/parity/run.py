@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from mgpu.backends import base
+from mgpu.errors import CannotRun as CannotRun
 from mgpu.optimizers import Optimizer, counterpart
 from mgpu.parity.batches import Batch
 from mgpu.parity.forms import take
@@ -21,10 +22,6 @@ from mgpu.trainer_states import TrainerStates
 
 #: NumPy arrays by the name of a parameter
 Arrays = dict[str, np.ndarray]
-
-
-class CannotRun(RuntimeError):
-    """A recorded run was asked for what only a network can compute."""
 
 
 class State(NamedTuple):

@@ -178,6 +178,7 @@ class MXNetBackend(base.Backend):
 
     name = "mxnet"
     semantics = "gluon"
+    finds_failed = "MXNET_ENGINE_TYPE=NaiveEngine"
     version = mx.__version__
 
     def __init__(self) -> None:

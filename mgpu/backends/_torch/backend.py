@@ -48,6 +48,7 @@ class TorchBackend(Leaves, base.Backend):
 
     name = semantics = "torch"
     plain_request = "add"
+    finds_failed = "CUDA_LAUNCH_BLOCKING=1"
     version = torch.__version__
 
     def __init__(self) -> None:

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Everything that can go wrong in a job of several processes, N times each:
+# bash scripts/faults.sh [N, default 1] [--backend torch] [--row 9].
+# Prints runs, detected, hung and worst seconds for each row, and writes
+# docs/reliability.md where no row or backend was picked. Row 9 uses two
+# network namespaces as root, else loopback. See setup_env.sh for PYTHON.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
+
+write=--write
+for word in "$@"; do
+    case $word in --*) write= ;; esac
+done
+say "faults on $engines"
+export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/tests
+exec "$python" -m faults "$@" $write

@@ -1,0 +1,219 @@
+"""What goes wrong in a job is seen, named, and changes no number.
+
+These are a part of `cases.CASES`; ``scripts/faults.sh`` runs all of them.
+``-m "not faults"`` leaves them out.
+"""
+import dataclasses
+import json
+import sys
+
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from faults import cases, driver
+from faults.program import late_failure
+
+pytestmark = pytest.mark.faults
+
+SHORT = [pytest.param(backend, case, id=f"{backend}-{case.row} {case.name}")
+         for backend in BACKENDS for case in cases.CASES
+         if backend in case.short]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    """The digests of a training without a fault, by backend and case."""
+    known = {}
+
+    def reference(backend, case):
+        if case.work != "train":
+            return None
+        key = backend, case.size, case.options.get("devices", 1)
+        if key not in known:
+            known[key] = cases.reference(
+                *key, "torch", tmp_path_factory.mktemp("reference"))
+        return known[key]
+    return reference
+
+
+@pytest.mark.parametrize(("backend", "case"), SHORT)
+def test_a_fault(backend, case, references, tmp_path):
+    reference = references(backend, case)
+    outcome = driver.run(case, backend, "torch", tmp_path)
+    assert driver.problems(case, outcome, reference) == [], outcome.texts
+
+
+# -- one process --------------------------------------------------------------
+
+@pytest.fixture
+def training(backend):
+    """Replicas on two devices and a batch of theirs."""
+    from networks import convnet
+    rows = mgpu.datasets.synthetic(8, num_train=8, num_test=8,
+                                   shape=(1, 8, 8), dtype="float64")[0]
+    X, y = next(iter(rows))
+    replicas = mgpu.initialize(
+        convnet(backend, channels=1, classes=10), mgpu.list_devices(2),
+        init="xavier", seed=1, dtype="float64")
+    return replicas, X, y
+
+
+def values(replicas):
+    return [mgpu.to_numpy(x).copy() for p in replicas.all_parameters()
+            for x in p.list_data()]
+
+
+def same(a, b):
+    return all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+
+
+LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+
+
+def spoilt(pred, label):
+    return LOSS(pred, label) * float("nan")
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip", "ignore", None])
+def test_a_gradient_that_is_not_finite(training, nonfinite):
+    replicas, X, y = training
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1},
+                           nonfinite=nonfinite)
+    params = replicas.params()
+    before = [mgpu.to_numpy(p.data()).copy() for p in params]
+    if nonfinite == "raise":
+        with pytest.raises(mgpu.errors.NonFiniteGradient,
+                           match="0.weight.*step 1"):
+            mgpu.train_batch(X, y, replicas, spoilt, trainer)
+        # These gradients are not applied later.
+        with pytest.raises(RuntimeError, match="allreduce_grads"):
+            trainer.update(8)
+    else:
+        mgpu.train_batch(X, y, replicas, spoilt, trainer)
+    ignored = nonfinite in ("ignore", None)
+    assert same(before, [mgpu.to_numpy(p.data()) for p in params]) \
+        is not ignored
+    assert trainer.num_update == int(ignored)
+    assert trainer.skipped_steps == int(nonfinite == "skip")
+    assert trainer.loss_scale == 1
+    if not ignored:
+        mgpu.train_batch(X, y, replicas, LOSS, trainer)
+        assert trainer.num_update == 1
+
+
+def test_nonfinite_is_one_of_three(training):
+    with pytest.raises(ValueError, match="nonfinite"):
+        mgpu.Trainer(training[0], "sgd", nonfinite="never")
+    with pytest.raises(ValueError, match="dynamic"):
+        mgpu.Trainer(training[0], "sgd", nonfinite="raise",
+                     loss_scale="dynamic")
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="MXNet was left out")
+@pytest.mark.parametrize("backend", ["mxnet"], indirect=True)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_work_that_fails_on_a_device(training, failing):
+    """MXNet tells of it once, when the result is read; torch at once."""
+    replicas, X, y = training
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    mgpu.train_batch(X, y, replicas, LOSS, trainer)
+    before = values(replicas)
+
+    def late(pred, label):
+        return LOSS(pred, label) * late_failure(pred, failing)
+    with pytest.raises(mgpu.errors.DeviceError,
+                       match=rf"cpu\({failing}\).*step 2") as caught:
+        mgpu.train_batch(X, y, replicas, late, trainer)
+    assert (caught.value.device, caught.value.step) == (mgpu.cpu(failing), 2)
+    parameters = len(replicas.params()) * 2
+    assert same(before[:parameters], values(replicas)[:parameters])
+    assert trainer.num_update == 1
+    with pytest.raises(mgpu.errors.StaleGradientError):
+        trainer.step(8)
+    mgpu.train_batch(X, y, replicas, LOSS, trainer)     # goes on
+    assert trainer.num_update == 2
+
+
+# -- the driver sees what is wrong --------------------------------------------
+
+FALSE = '''
+import json, os, subprocess, sys, time
+plan, rank = json.loads(sys.argv[1]), int(os.environ["RANK"])
+what = plan["deed"]
+def write(name, value):
+    path = f"{plan['folder']}/{name}-{rank}"
+    with open(path, "w") as file:
+        json.dump(value, file)
+    os.replace(path, path + ".json")
+write("begun", "a")
+write("fault", time.time())
+write("steps", ["b", "x" if what == "steps" and rank == 0 else "c"])
+if what == "hang" and rank == 0:
+    time.sleep(600)
+if what == "orphan" and rank == 0:
+    subprocess.Popen(["sleep", "600"])
+write("end", {"error": "WorkerLost", "family": True, "told": {},
+              "digest": "d" if what == "after" else
+              "x" if what == "steps" and rank == 0 else "c",
+              "at": time.time(), "skipped": 0, "message": {
+    "culprit": "all ranks meet in step 3; rank 0 has ended. Start again.",
+    "rank": "all meet in step 3; one has ended. Start again.",
+    "place": "rank 1 has ended. Start again.",
+    "remedy": "all ranks meet in step 3; rank 1 has ended.",
+}.get(what, "all ranks meet in step 3; rank 1 has ended. Start again.")})
+sys.exit(0 if what == "status" else 1)
+'''
+
+
+@pytest.mark.parametrize(("deed", "complaint"), [
+    ("nothing", None), ("hang", "hung: rank 0"),
+    ("steps", "wrong number: rank 0, its steps"),
+    ("after", "wrong number: rank 0, after the error"),
+    ("orphan", "left behind: process"), ("culprit", "wrong culprit: rank 0"),
+    ("rank", "poor message: no rank"), ("place", "poor message: not where"),
+    ("remedy", "poor message: no remedy"), ("class", "wrong class: Worker"),
+    ("status", "wrong status: the whole job")])
+def test_the_driver_sees(deed, complaint, tmp_path):
+    program = tmp_path / "false.py"
+    program.write_text(FALSE)
+    case = driver.Case(1, deed, ((1, 2, "before", ""),), {
+        0: "UnevenWork" if deed == "class" else "WorkerLost", 1: "-"}, 1,
+        limit=1 if deed == "hang" else 20, options={"deed": deed})
+    outcome = driver.run(case, "torch", "torch", tmp_path / "job", program,
+                         patience=1)
+    found = driver.problems(case, outcome, ["a", "b", "c", "d"])
+    assert (not found) if complaint is None else any(
+        text.startswith(complaint) for text in found), found
+    assert driver.survivors(set(outcome.left)) == []
+
+
+def test_every_error_has_a_class_of_the_family():
+    names = mgpu.errors.__all__
+    assert all(issubclass(getattr(mgpu.errors, name), mgpu.errors.MgpuError)
+               for name in names)
+    # where they were before, with the bases that they had
+    for place, name, base in (
+            ("mgpu.trainer", "StaleGradientError", RuntimeError),
+            ("mgpu.replica_checks", "ReplicaMismatchError", RuntimeError),
+            ("mgpu.training", "NonFiniteLoss", FloatingPointError),
+            ("mgpu.losses", "LabelError", ValueError),
+            ("mgpu.strict", "CrossDeviceError", RuntimeError),
+            ("mgpu.backends", "BackendNotAvailable", ImportError),
+            ("mgpu.gluon_io", "UnreadableParams", ValueError),
+            ("mgpu.gluon_io", "UnreadableSymbol", ValueError),
+            ("mgpu.gluon_io", "MissingOperator", NotImplementedError),
+            ("mgpu.parity", "MatchError", ValueError),
+            ("mgpu.parity.run", "CannotRun", RuntimeError),
+            ("mgpu.testing", "ParityError", AssertionError)):
+        __import__(place)
+        error = getattr(sys.modules[place], name)
+        assert error is getattr(mgpu.errors, name) and name in names
+        assert issubclass(error, base)
+
+
+def test_all_rows_have_a_case():
+    known = {case.row for case in cases.CASES}
+    # 9: two hosts, tests/faults/hosts.py; 30: every message of all others
+    assert known | {9, 30} == set(cases.ROWS)
+    assert json.dumps([dataclasses.asdict(c)["faults"] for c in cases.CASES])
