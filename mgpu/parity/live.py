@@ -432,8 +432,9 @@ def _kind(p: Any) -> str:
 
 def _streams() -> tuple[Any, ...]:
     """Where the streams are that every program has."""
-    kind, state, *rest = np.random.get_state()
-    return random.getstate(), kind, bytes(state), *rest
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    return (random.getstate(), numpy["state"]["key"].tobytes(),
+            numpy["state"]["pos"], numpy["has_gauss"], numpy["gauss"])
 
 
 def rows_of_shards(shards: Sequence[Any]) -> list[int]:
