@@ -13,4 +13,9 @@ for word in "$@"; do
 done
 say "faults on $engines"
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/tests
-exec "$python" -m faults "$@" $write
+status=0
+if [ -n "$write" ]; then
+    "$python" -m faults.restarts "${1:-1}" || status=$?
+fi
+"$python" -m faults "$@" $write || status=$?
+exit $status
