@@ -105,7 +105,9 @@ class BatchIterator:
         True: leave a short last batch out.
     transform : callable, optional
         ``transform(X_batch)`` is what a batch holds instead of ``X_batch``,
-        computed when the batch is made. It must return as many rows.
+        computed when the batch is made. It must return as many rows. With
+        several processes it is given this process's rows: let the result for
+        a row depend on that row alone.
     info : dict, optional
         A description for reports; see `info` below.
 
@@ -274,6 +276,18 @@ class BatchIterator:
             X = self._transform(X)
         return X if len(own) else X[:0], self.y[own]
 
+    def place(self, epoch: int, number: int) -> list[Any]:
+        """A batch among all that there can be: what processes compare."""
+        return [[self.num_examples, self.batch_size], self.seed, self.shuffle,
+                epoch, number, self._checksum]
+
+    @functools.cached_property
+    def _checksum(self) -> int | None:
+        """Of the labels; None: they are not known."""
+        y = getattr(self, "y", None)
+        return None if y is None else zlib.crc32(
+            np.ascontiguousarray(y).tobytes())
+
     def __repr__(self) -> str:
         return (f"{type(self).__name__}({self.num_examples} examples, "
                 f"batch_size={self.batch_size}, seed={self.seed}, shuffle="
@@ -406,6 +420,9 @@ class Epoch(Iterator[Arrays]):
     def taken(self) -> None:
         """The next batch, in their order, was handed to this thread."""
         data = self._data
+        world = distributed.current()
+        if world.size > 1:
+            world.note_batch(data.place(self._epoch, self._number))
         self._number += 1
         if data._epoch == self._epoch + 1:      # no later iter()
             if data._noted != _steps:

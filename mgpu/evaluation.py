@@ -171,8 +171,13 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                 total += sum(rows_of(labels) or 0 for output, labels in zip(
                     outputs, y_shards) if output is not None)
         # of all processes: each has its rows of the data
-        correct, total = map(sum, zip(*world.gather(
-            "evaluate_accuracy_gpus", [correct, total])))
+        told = world.gather("evaluate_accuracy_gpus", [
+            correct, total, world.batch_taken(),
+            net.digest() if isinstance(net, Replicas) else None])
+        world.check_batches([batch for *_, batch, _ in told])
+        if isinstance(net, Replicas):
+            net.check_digests([digest for *_, digest in told])
+        correct, total = (sum(one[i] for one in told) for i in range(2))
     if not total:
         raise ValueError("an accuracy needs one example or more; received "
                          "none. Use a data iterator that can be gone through "
@@ -184,7 +189,8 @@ def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable
               ) -> tuple[list[Any], list[Any]]:
     """What `split_f` gives; None for each device where this process has no
     rows of a batch that other processes have."""
-    if distributed.current().size > 1 and is_empty(as_inputs(X)):
+    if distributed.current().size > 1 and is_empty(as_inputs(X)) \
+            and (y is None or is_empty(y)):
         return [None] * len(devices), [None] * len(devices)
     return split_f(X, y, devices)
 

@@ -151,6 +151,11 @@ def rows_inside(x: Any, depth: int = 3) -> list[int]:
         for n in rows_inside(leaf, depth - 1)]
 
 
+class NoRows(list[None]):
+    """What devices return for a batch of which this process has no rows, and
+    other processes have: None for each."""
+
+
 def is_empty(data: Any) -> bool:
     """Whether `data` holds no rows: the first array in it has no elements,
     or the first of several inputs is None or an empty list."""

@@ -5,6 +5,7 @@ import math
 import threading
 import warnings
 import weakref
+import zlib
 from collections import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +28,7 @@ from mgpu.collectives.strategies import strategy_of
 from mgpu.device import Device, as_devices
 from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.following import Following
-from mgpu.nested import as_inputs, is_empty, map_leaves
+from mgpu.nested import NoRows, as_inputs, is_empty, map_leaves
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
                                  mismatch)
@@ -485,6 +486,13 @@ class Replicas(Hints, abc.Sequence):
             that ``force_reinit`` has made void.
         """
         self.check_valid()
+        if self.span.wide and self.batch_norm == "per_device" \
+                and self.statistics():
+            warnings.warn(
+                "with batch_norm='per_device' each process exports the "
+                "running statistics of its own devices; this is "
+                f"{self.span.world!r}. mgpu.save_checkpoint keeps those of "
+                "all.", stacklevel=2)
         if device is not None and all_devices:
             raise ValueError("one device's statistics or those of all are "
                              f"exported; received device={device!r} and "
@@ -606,6 +614,27 @@ class Replicas(Hints, abc.Sequence):
 
     # -- checking -----------------------------------------------------------
 
+    def digest(self) -> dict[str, int] | None:
+        """A checksum of each parameter, with several processes; None: there
+        is one, or no values yet. Reads all of them."""
+        if not (self.span.wide and self.complete):
+            return None
+        return {p.name: zlib.crc32(np.ascontiguousarray(
+            self.backend.to_numpy(p.data())).tobytes())
+            for p in self.params()}
+
+    def check_digests(self, digests: Sequence[dict[str, int] | None]) -> None:
+        """Refuse processes whose parameters differ (`digest` of each), as
+        after a write on one of them (ReplicaMismatchError)."""
+        for rank, digest in enumerate(digests):
+            for name, own in (digest or {}).items():
+                if (digests[0] or {}).get(name) != own:
+                    raise ReplicaMismatchError(
+                        "all processes hold the same parameters; received "
+                        f"other values of {name!r} on rank {rank} than on "
+                        f"rank 0 (this is {self.span.world!r}). Write to a "
+                        "network on every rank alike, or load a checkpoint.")
+
     def check_equal(self) -> None:
         """Check that all replicas hold the same bits, each in memory of its
         own. `Trainer` does it after each update under ``MGPU_DEBUG=1``.
@@ -614,7 +643,8 @@ class Replicas(Hints, abc.Sequence):
         statistics where `batch_norm` promises that they agree ("average"
         and "sync", at the end of a step: not while a batch waits for it).
         Memory: parameters, buffers and
-        gradients. Reads everything, and waits for pending work.
+        gradients. Reads everything, and waits for pending work. With several
+        processes call it on all: it compares the parameters of all.
 
         Raises
         ------
@@ -629,6 +659,9 @@ class Replicas(Hints, abc.Sequence):
         for p in self.all_parameters():
             if p.kind not in BUFFERS or p.kind in promised:
                 self._check_values(p, p.list_data())
+        if self.span.wide:
+            self.check_digests(self.span.world.gather("check_equal",
+                                                      self.digest()))
 
     def _check_values(self, p: Parameter, arrays: list[Any]) -> None:
         first, *others = map(self.backend.to_numpy, arrays)
@@ -836,7 +869,8 @@ class Replicas(Hints, abc.Sequence):
             return
         with self.backend.scope(recording=False):
             for p in (p for p in carried if p.grad_req == "add"):
-                for x, g in list(zip(p.list_data(), p.list_grad()))[1:]:
+                for x, g in list(zip(p.list_data(), p.list_grad()))[
+                        self.span.world.is_main:]:
                     g[...] = 0
                     self.backend.settle(x)
 
@@ -966,11 +1000,22 @@ class Replicas(Hints, abc.Sequence):
         if named:
             raise messages.named_inputs(named)
         with self.owned(), self._mode():
+            if self._without_rows(inputs):
+                if self.backend.is_recording():
+                    self.pass_over()
+                return NoRows([None] * len(self))
             if not self._syncs():
                 return self._pass(inputs, lambda rows, active: self.network.
                                   forward(self._replicas, _of(active, rows)))
             with self.told():
                 return self._pass(inputs, self._run_synchronised)
+
+    def _without_rows(self, inputs: Sequence[Any]) -> bool:
+        """Whether other processes have the rows of this batch."""
+        return self.span.wide and not self._syncs() and bool(inputs) and all(
+            isinstance(column, (list, tuple)) and len(column) == len(self)
+            and all(is_empty(as_inputs(shard)) for shard in column)
+            for column in inputs)
 
     def _pass(self, inputs: tuple[Sequence[Any], ...],
               run: Callable[[list[tuple[Any, ...]], list[int]], list[Any]]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgpu import probes
+from mgpu import distributed, probes
 from mgpu.arguments import is_integer
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
@@ -238,7 +238,8 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     -------
     (list, list)
         One shard of each per device; with fewer rows than devices the last
-        shards are empty.
+        shards are empty. With several processes, of which this one has no
+        rows of the batch: None for each device.
 
     Raises
     ------
@@ -261,6 +262,10 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
             "X and y must have equally many rows; received "
             f"{' or '.join(map(str, n)) or 'none'} and "
             f"{' or '.join(map(str, m)) or 'none'}. {cure}")
+    if n == [0] and distributed.current().size > 1:
+        # Other processes have the rows of this batch.
+        k = len(as_devices(devices))
+        return [None] * k, [None] * k
     if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")

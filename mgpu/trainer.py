@@ -1,8 +1,10 @@
 """One optimiser step on all devices."""
 import contextlib
+import json
 import math
 import operator
 import os
+import zlib
 from collections.abc import (Callable, Collection, Iterator, Mapping,
                              Sequence)
 from functools import partial
@@ -354,13 +356,41 @@ class Trainer(Hints):
             return 0
         return check_batch_size(batch_size)
 
-    def _whole_batch(self, work: str, batch_size: Any) -> float:
-        """The sum of `batch_size` over all processes."""
-        world = self.replicas.span.world
-        with world.guard():
-            return check_batch_size(sum(world.gather(
+    def _whole_batch(self, work: str, batch_size: Any, **more: Any) -> float:
+        """The sum of `batch_size` over all processes; `more` has to be the
+        same on all."""
+        with self.replicas.span.world.guard():
+            return check_batch_size(sum(self._gather(
                 f"{work} of {self._next_step()}",
-                self._checked(batch_size))))
+                self._checked(batch_size), **more)))
+
+    def _gather(self, work: str, value: Any, **more: Any) -> list[Any]:
+        """A meeting of all processes, in which what an update depends on is
+        compared. A rank's number in a list of parameters means another one on
+        other ranks otherwise. Raises `mgpu.errors.ModelMismatch`."""
+        replicas = self.replicas
+        world = replicas.span.world
+        if world.size == 1:
+            return [value]
+        facts = {
+            **more, "learning rate": self.rate(self.num_update + 1),
+            "options of the optimiser": {
+                name: repr(x) for name, x in vars(self.optimizer).items()},
+            "lr_mult, wd_mult and grad_req": {
+                p.name: [*map(float, self.multipliers(p)), p.grad_req]
+                for p in replicas.params()}}
+        text = json.dumps(facts, sort_keys=True)
+        # Short where all agree: a digest, and all facts only of those that
+        # do not.
+        told = world.gather(work, [value, zlib.crc32(text.encode()),
+                                   world.batch_taken()])
+        if len({digest for _, digest, _ in told}) > 1:
+            world.agree(f"the trainer in {work}", facts,
+                        "Set rates, options and grad_req alike on every "
+                        "rank: what they depend on, such as a loss, is "
+                        "another number on each.")
+        world.check_batches([batch for *_, batch in told])
+        return [own for own, *_ in told]
 
     def _next_step(self) -> str:
         """The step to come, in words that are the same on all ranks, and
@@ -490,7 +520,8 @@ class Trainer(Hints):
                 for i, (g, is_fresh) in enumerate(zip(arrays, fresh[j])):
                     # No row of the batch reached it there. What the user has
                     # added to zeros counts.
-                    if not is_fresh and i not in emptied:
+                    if not is_fresh and i not in emptied and not (
+                            requests[j] == "add" and self._keeps(i)):
                         g[...] = 0
             allreduce_many(gradients, algorithm=self._strategy)
             self._summed = [parameters[j] for j in used]
@@ -505,6 +536,12 @@ class Trainer(Hints):
         replicas.note_edits(True)
         replicas.carry_over([parameters[j] for j in used
                              if requests[j] == "add"])
+
+    def _keeps(self, device: int) -> bool:
+        """Whether the device keeps what earlier steps have added up, for all
+        processes: see `Replicas.carry_over`."""
+        return self.replicas.span.wide and device == 0 \
+            and self.replicas.span.world.is_main
 
     @contextlib.contextmanager
     def _voiding(self, columns: Sequence[Sequence[Any]]) -> Iterator[None]:
@@ -567,7 +604,7 @@ class Trainer(Hints):
         span = self.replicas.span
         if not span.wide:
             return reached, set(), taken, batch_size
-        told = span.world.gather(self._next_step(), [
+        told = self._gather(self._next_step(), [
             *map(_bits, (reached, edited, taken)), batch_size,
             self.replicas.moved])
         every = [[_numbers(bits) for bits in one[:3]] for one in told]
@@ -685,8 +722,30 @@ class Trainer(Hints):
             since then; only another replica's gradient than replica 0's was
             changed since then; or an earlier update has failed midway.
         """
-        batch_size = self._whole_batch("update", batch_size)
+        batch_size = self._whole_batch("update", batch_size,
+                                       **self._sums_held())
         self._whole(partial(self._update, batch_size))
+
+    def _sums_held(self) -> dict[str, Any]:
+        """A checksum of each sum, which the user may have changed: they are
+        the same on all processes. All are read, since not every write is
+        counted where there is one device."""
+        replicas = self.replicas
+        if not replicas.span.wide:
+            return {}
+        with replicas.span.world.guard():
+            summed = self.summed("update")
+            for p in summed:
+                if p.grad_req == "add" and p not in replicas.carried:
+                    raise RuntimeError(
+                        "with several processes no pass runs between "
+                        "allreduce_grads and update; received one, to whose "
+                        f"gradient of {p.name!r} the sum would be added. "
+                        "Call update first, or allreduce_grads again.")
+            return {"summed gradient": {
+                p.name: zlib.crc32(np.ascontiguousarray(
+                    replicas.backend.to_numpy(p.list_grad()[0])).tobytes())
+                for p in summed}}
 
     @probes.staged("update", "update", probes.weights)
     def _update(self, batch_size: float, edits: bool = True) -> None:
@@ -885,8 +944,12 @@ class Trainer(Hints):
             returned, and `update` will skip the step.
         """
         _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
-        divisor = 1 if batch_size is None else self._whole_batch(
-            "clip_global_norm", batch_size)
+        divisor = 1 if batch_size is None and not self.replicas.span.wide \
+            else self._whole_batch(
+                "clip_global_norm", 1 if batch_size is None else batch_size,
+                max_norm=max_norm, **self._sums_held())
+        if batch_size is None:
+            divisor = 1
         backend = self.replicas.backend
         parameters = self.summed("clip_global_norm")
         gradients = [p.list_grad() for p in parameters]

@@ -28,7 +28,7 @@ from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
 from mgpu.files import FilePath
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import check_per_example
-from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty,
+from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
                          map_leaves, rows_of)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
@@ -129,6 +129,8 @@ def backward(losses: Any | Sequence[Any]) -> None:
         No loss at all.
     """
     backend = get_backend()
+    if isinstance(losses, NoRows):
+        return
     if not isinstance(losses, (list, tuple)):
         losses = [losses]
     numbers = [i for i, loss in enumerate(losses) if loss is not None]
@@ -163,6 +165,8 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
                          "per device; received lengths "
                          f"{[len(c) for c in per_device]}. Give each list an "
                          "entry for every device.")
+    if isinstance(per_device[0], NoRows):
+        return NoRows(per_device[0])
     calls = [partial(fn, *row) for row in zip(*per_device)]
     idle = [x is None for x in per_device[0]]
     return get_backend().parallel(
@@ -447,10 +451,20 @@ def _refuse_copies(world: distributed.World, data: Any, X: Any, y: Any,
         return
     while isinstance(data, prefetching.Prefetched):
         data = data.data
-    told = world.gather("the first batch of an epoch", None if isinstance(
-        data, BatchIterator) else _digest(X, y))
+    ordered = isinstance(data, BatchIterator)
+    told = world.gather("the first batch of an epoch", [
+        None if ordered else _digest(X, y),
+        data.place(*data.position) if ordered else None])
+    places = [place for _, place in told]
+    if any(place != places[0] for place in places):
+        raise ValueError(
+            "all processes train on one order of batches; received other "
+            f"data, seeds or orders by rank in epoch {epoch + 1}: "
+            + "; ".join(f"{place} on rank {rank}"
+                        for rank, place in enumerate(places))
+            + ". Make the same data on every rank.")
     seen: dict[str, int] = {}
-    for rank, digest in enumerate(told):
+    for rank, (digest, _) in enumerate(told):
         if digest is None:
             continue
         if digest in seen:
@@ -821,10 +835,15 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
             "checkpoint_every": checkpoint_every, "keep": keep,
             "resume": resume, "resume_seed": resume_seed},
             "Pass the same to train on every rank.")
+
+    def weights() -> dict[str, Any]:
+        replicas.check_digests(world.gather("the weights of an epoch",
+                                            replicas.digest()))
+        return {p.name: p.data() for p in replicas.params()}
     with using_backend(replicas.backend.name):
         return _epochs(
             step, train_iter, num_epochs, replicas.devices, evaluate,
-            lambda: {p.name: p.data() for p in replicas.params()}, progress,
+            weights, progress,
             animator, "", prefetch, max_inflight,
             Stop(world, folder is not None), folder,
             folder and partial(folder.open, resume, resume_seed) or None)

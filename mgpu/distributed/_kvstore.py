@@ -163,7 +163,7 @@ class KVStore:
 
     @staticmethod
     def _lost(what: str) -> WorkerLost:
-        return WorkerLost(f"which adds up in a KVStore, {what}")
+        return WorkerLost(f"{what} (gradients are added up in a KVStore)")
 
     def close(self, alike: bool, stays: bool = False) -> None:
         """`alike`: all ranks close now, and wait for each other, as the store

@@ -102,6 +102,7 @@ class World:
         self.serial = self.exchanges = 0
         #: networks and trainers so far
         self._made = 0
+        self._batch: list[Any] | None = None
         #: the work that the last meeting was for
         self._work = "the beginning"
         #: why this process wishes to stop; and what all ranks have learnt,
@@ -196,9 +197,10 @@ class World:
         return UnevenWork(
             "all ranks do the same number of steps; received the end of "
             f"rank {rank} while rank {self.rank} is at {self._work!r}, "
-            f"meeting {self.serial}. Give every rank as many batches: shard "
-            "one order of batches (mgpu.datasets), where a rank may also get "
-            "an empty part.")
+            f"meeting {self.serial}. Call the functions of mgpu on every "
+            "rank, not inside `if rank == 0`; and give every rank as many "
+            "batches: of mgpu.datasets, where a rank may also get an empty "
+            "part.")
 
     def _meet(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         assert self.engine is not None
@@ -456,6 +458,29 @@ class World:
         self._made += 1
         return self._made
 
+    def note_batch(self, batch: list[Any]) -> None:
+        """Remember the batch that the loop has taken: its place in an order
+        of all ranks."""
+        self._batch = batch
+
+    def batch_taken(self) -> list[Any] | None:
+        """The batch of the step that is due, if it has a place."""
+        batch, self._batch = self._batch, None
+        return batch
+
+    def check_batches(self, batches: Sequence[list[Any] | None]) -> None:
+        """Refuse parts of different batches (`UnevenWork`)."""
+        known = [(rank, batch) for rank, batch in enumerate(batches) if batch]
+        for rank, batch in known[1:]:
+            first, other = known[0]
+            if batch != other and batch[0] == other[0]:
+                raise UnevenWork(
+                    "all ranks take their rows of the same batch; received "
+                    f"{_place(other)} on rank {first} and {_place(batch)} on "
+                    f"rank {rank}. Give the data the same seed and order on "
+                    "every rank, and begin an epoch on all of them: one that "
+                    "only some ranks begin, for a look at the data, counts.")
+
     def span(self, k: int) -> "Span":
         """Where `k` devices of this rank are among those of all ranks. A
         meeting."""
@@ -474,7 +499,9 @@ class World:
             raise RuntimeError(
                 "the rows of a batch go to the devices of all ranks; "
                 "received a loop over batches before mgpu.initialize, so "
-                "these are not known. Call mgpu.initialize first.")
+                "these are not known. Call mgpu.initialize first; for a "
+                "look at the data, and for its sample=, take train_iter.X, "
+                "such as X[:1].")
         first, total = sum(self.devices[:self.rank]), sum(self.devices)
         last = first + self.devices[self.rank] - 1
 
@@ -504,6 +531,12 @@ class Span:
     def wide(self) -> bool:
         """Whether there are other processes."""
         return self.world.size > 1
+
+
+def _place(batch: Sequence[Any]) -> str:
+    (examples, size), seed, shuffle, epoch, number, _ = batch
+    return (f"batch {number} of epoch {epoch} of {examples} examples by "
+            f"{size} (seed={seed}, shuffle={shuffle})")
 
 
 def in_words(error: BaseException) -> str:

@@ -158,6 +158,32 @@ def clipped_by_hand(devices):
 
 
 @scenario
+def added_up(devices):
+    """Gradients of all steps, which nobody sets to zero."""
+    replicas, trainer = made(devices)
+    for p in replicas.params():
+        p.grad_req = "add"
+    for X, y in data(batch_size=7)[0]:
+        mgpu.train_batch(X, y, replicas, LOSS, trainer)
+    return {**values(replicas), **{
+        f"gradient {p.name}": mgpu.to_numpy(p.list_grad()[0])
+        for p in replicas.params()}}
+
+
+@scenario
+def as_the_guide_writes_it(devices):
+    """A loop by hand does not ask whether this process has rows."""
+    replicas, trainer = made(devices)
+    for X, y in data()[0]:
+        X_shards, y_shards = mgpu.split_batch(X, y, devices)
+        with mgpu.record():
+            losses = mgpu.parallel(LOSS, replicas(X_shards), y_shards)
+        mgpu.backward(losses)
+        trainer.step(len(X))
+    return values(replicas)
+
+
+@scenario
 def other_seeds(devices):
     """Rank 0's values are those of all."""
     return trained(devices, seed=1 + mgpu.distributed.rank())

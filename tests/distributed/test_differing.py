@@ -1,0 +1,53 @@
+"""Processes that differ in what a step depends on are refused by name."""
+import json
+
+import pytest
+
+from conftest import BACKENDS
+from distributed import jobs
+
+#: the error of both ranks: its class and a part of its text; or of each
+EXPECTED = {
+    "rate": "ModelMismatch: .* learning rate 0.1 on rank 0 and 0.2 on rank 1",
+    "schedule": "ModelMismatch: .* learning rate 0.1 on rank 0 and 0.2 on",
+    "schedule_that_fails": (
+        "WorkerFailed: rank 1 failed .*OSError: no such rate",
+        "OSError: no such rate"),
+    "multiplier": "ModelMismatch: .*wd_mult and grad_req 0.weight",
+    "option": "ModelMismatch: .*options of the optimiser wd",
+    "frozen": "ModelMismatch: .*'write' on rank 0 and 'null' on rank 1",
+    "norm": "ModelMismatch: .*max_norm 0.002 on rank 0 and 0.001 on rank 1",
+    "gradient": "ModelMismatch: .*summed gradient 0.weight",
+    "weight": "ReplicaMismatchError: .*'0.weight' on rank 1 than on rank 0",
+    "order": "UnevenWork: .*seed=0, .* on rank 0 and .*seed=1, .* on rank 1",
+    "labels_without_rows": (
+        "WorkerFailed: rank 1 failed .*ValueError: X and y must have",
+        "ValueError: X and y must have equally many rows"),
+}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def told(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    program = jobs.ROOT / "tests" / "distributed" / "differing.py"
+    for status, text in jobs.start(folder, 2, program, request.param,
+                                   folder).wait(120):
+        assert status == 0, text
+    return [json.loads((folder / f"{rank}.json").read_text())
+            for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_differs_is_refused_by_name(told, name):
+    expected = EXPECTED[name]
+    for rank, text in enumerate([expected] * 2 if isinstance(expected, str)
+                                else expected):
+        with pytest.raises(AssertionError, match="(?s)" + text):
+            raise AssertionError(told[rank][name])
+        # Rank 1 has itself written to its weight.
+        assert told[rank][f"{name}: unchanged"] == (
+            (name, rank) != ("weight", 1))
+
+
+def test_all_cases_are_expected(told):
+    assert {name for name in told[0] if ":" not in name} == set(EXPECTED)
