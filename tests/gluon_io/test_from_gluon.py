@@ -510,6 +510,35 @@ def test_what_drops_out_is_equal(kind, dropout):
     assert kind == "axes" or 0.3 in rates and first._dropout == 0.3
 
 
+def test_equal_blocks_with_a_fixed_gamma_match():
+    """Their order is told by what arrives at them, where the value of a gamma
+    that is fixed counts on no side."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn
+
+        class Block(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.deep, self.norm, self.short = (
+                    nn.Conv2D(4, 3, padding=1), nn.BatchNorm(scale=False),
+                    nn.Conv2D(4, 1))
+
+            def hybrid_forward(self, F, x):
+                y = self.short(x)
+                return F.relu(y + self.norm(self.deep(x)))
+        net = nn.HybridSequential()
+        net.add(Block(), Block(), nn.GlobalAvgPool2D(), nn.Dense(3))
+        net.initialize(mx.init.Xavier())
+        net.hybridize()
+        net(mx.nd.ones((2, 3, 6, 6)))
+    with mgpu.using_backend("torch"):
+        other = mgpu.from_gluon(net)
+    rng = np.random.default_rng(0)
+    mgpu.testing.assert_parity(net, other, batches=[
+        (rng.normal(size=(6, 3, 6, 6)), rng.integers(2, size=6))])
+
+
 @pytest.mark.parametrize("build", [
     lambda F, x: F.zeros((0, 4)), lambda F, x: F.FullyConnected(
         F.zeros((0, 4)), F.var("w"), num_hidden=4, no_bias=True),

@@ -26,6 +26,12 @@ MUTANTS = [
                 "True and"),
            ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
             "change_nothing[1-torch]",)),
+    Mutant("values-of-a-fixed-gamma", "a gamma that counts on no side gets "
+           "values of its own for matching",
+           edit("mgpu.parity.matching:_is_fixed", 'entry.kind == "gamma"',
+                "False"),
+           ("gluon_io/test_from_gluon.py::test_equal_blocks_with_a_fixed_"
+            "gamma_match",)),
     Mutant("seeds-of-a-pass", "a pass begins where the last one has set the "
            "stream", edit(
                "mgpu.backends._torch.backend:TorchBackend.draws",
