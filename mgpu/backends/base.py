@@ -22,8 +22,10 @@ Neutral code may use these directly on native arrays of either engine:
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import (Callable, Iterable, Iterator, Mapping, Sequence,
+                             Set)
+from contextlib import (AbstractContextManager, ExitStack, contextmanager,
+                        nullcontext)
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -820,11 +822,32 @@ class Network(ABC):
 
     def use_masks(self, draw: DrawMask) -> ContextManager:
         """Inside the block, training passes take the masks of dropout
-        layers from `draw`. Dropout *functions*, and the dropout inside
-        recurrent and attention layers, are not reached. A compiled network
+        layers from `draw`. Dropout *functions*, `inner_dropout`, and the
+        dropout inside attention layers are not reached. A compiled network
         runs layer by layer for that time."""
         raise messages.not_supported(self.backend.name,
                                      "dropout with given masks")
+
+    def check_visible(self) -> None:
+        """ValueError where layers are hidden in code that the user has
+        compiled."""
+        return None
+
+    def inner_dropout(self) -> Sequence[tuple[str, Any, str]]:
+        """Innermost layers that drop out where no mask reaches, on every
+        device, as (path, layer, attribute with the rate): recurrent ones
+        between their layers, and what drops out in predictions too."""
+        return ()
+
+    @contextmanager
+    def without_inner_dropout(self) -> Iterator[None]:
+        """Inside the block, and inside `use_masks`, these layers drop
+        nothing out."""
+        with ExitStack() as stack:
+            for _, layer, name in self.inner_dropout():
+                stack.callback(setattr, layer, name, getattr(layer, name))
+                setattr(layer, name, 0.0)
+            yield
 
     def use_batch_norm(self, normalise: Normalise | None) -> ContextManager:
         """Inside the block, training passes of the replicas compute every
@@ -1108,8 +1131,8 @@ class Backend(ABC):
     def draws(self, thunk: Callable[[], Any], devices: Sequence[Device]
               ) -> tuple[Any, bool]:
         """What `thunk` returns, and whether it has taken numbers from the
-        streams that `export_streams` has, on these devices. An engine that
-        cannot read its streams starts new ones here."""
+        streams that `export_streams` has, on these devices, or has set one.
+        An engine that cannot read its streams starts new ones here."""
         before = self.export_streams()
         made, after = thunk(), self.export_streams()
         return made, any(not np.array_equal(x, after[key])

@@ -301,6 +301,15 @@ def unknown_part(part: Any) -> TypeError:
         f"{type(part).__name__}. Return those that the step changes.")
 
 
+def compiled(paths: Sequence[str]) -> ValueError:
+    """Layers that nothing can look at."""
+    return ValueError(
+        "a comparison looks at the layers of a network; received one that "
+        f"torch.compile has compiled, at {list(paths)} ('': the whole). "
+        "Compare it without torch.compile and .compile(), also in the load() "
+        "of a source, and compile it where it is used.")
+
+
 def dropout_inside(paths: Sequence[str]) -> ValueError:
     """Masks that no comparison can draw."""
     return ValueError(

@@ -105,10 +105,7 @@ def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
 
     def written() -> Any:
         with mgpu.using_backend("torch"):
-            net = read()
-        for layer, rate in _droppers(net).values():
-            setattr(layer, rate, 0.0)
-        return net
+            return read()
     with find.engines(), tempfile.TemporaryDirectory() as folder:
         quiet, watched, bent = (
             os.path.join(folder, f"{name}-symbol.json")
@@ -186,17 +183,6 @@ def _close(x: np.ndarray, y: np.ndarray, tolerance: float) -> bool:
     largest = np.abs(x[np.isfinite(x)]).max(initial=1e-30)
     return x.shape == y.shape and bool(np.allclose(
         x, y, rtol=0, atol=tolerance * largest, equal_nan=True))
-
-
-def _droppers(net: Any) -> dict[str, tuple[Any, str]]:
-    """Layers of a torch network that drop out in their own ways, and where
-    their rates are: recurrent ones between layers, and Gluon's dropout with
-    axes or in predictions."""
-    return {path: (m, "dropout" if hasattr(m, "batch_first") else "p")
-            for path, m in net.named_modules()
-            if getattr(m, "num_layers", 1) != 1 and getattr(m, "dropout", 0)
-            and hasattr(m, "batch_first")
-            or type(m).__name__ == "GluonDropout"}
 
 
 def _without_dropout(symbol: str, path: str, dtype: str,
@@ -315,11 +301,13 @@ class _Written:
     that it passes."""
 
     def __init__(self, net: Any, X: Any, dtype: str):
-        self._rates = {}
-        for path, (layer, rate) in _droppers(net).items():
-            self._rates[path] = layer, getattr(layer, rate)
-            setattr(layer, rate, 0.0)
+        try:
+            mgpu.get_backend().network(net).check_visible()
+        except ValueError as error:
+            raise Refused(str(error)) from error
         self._replicas = mgpu.initialize(net, [mgpu.cpu(0)], dtype=dtype)
+        self._inner = {path: (layer, getattr(layer, rate)) for path, layer,
+                       rate in self._replicas.network.inner_dropout()}
         requests = self._replicas.grad_reqs().values()
         if requests and {*requests} == {"null"}:
             raise Refused("a check trains what was written; received a "
@@ -356,17 +344,16 @@ class _Written:
                 return engine.put(factor, x)
 
         def seen(path: str, given: Any, outputs: Any, index: int) -> Any:
-            if path not in self._rates:
+            if path not in self._inner:
                 return None
-            layer, rate = self._rates[path]
-            if hasattr(layer, "batch_first"):
+            layer, rate = self._inner[path]
+            if not hasattr(layer, "axes"):
                 mask(given[0], rate, (), "recurrent")
                 return None
-            return [outputs * mask(
-                given[0], rate, layer.axes,
-                "always" if layer.always else "training")]
+            return [outputs * mask(given[0], rate, layer.axes, "always")]
         network = self._replicas.network
         with mgpu.using_backend("torch"), network.watch_layers(seen), \
+                network.without_inner_dropout(), \
                 network.use_masks(lambda x, rate, axes, index: mask(
                     x, rate, axes, "training")), mgpu.record():
             out = self._replicas(self._shards)[0]

@@ -177,7 +177,6 @@ def check_deterministic(run: LiveRun, X: Any, y: Any) -> None:
                 return run.forward(*batch)
             finally:
                 run.load(before)        # a pass may have moved a buffer
-        # In the second one: what sets a seed itself draws the same numbers.
         return once(), *run.draws_in(once)
     few = [first_rows(z, 2 * len(run.devices)) for z in (X, y)] \
         if not isinstance(run, OwnRun) else (X, y)  # may count the rows
@@ -196,11 +195,13 @@ def _refuse_draws(run: LiveRun, drew: bool, differs: bool = False) -> None:
         "both sides must draw the same random numbers; received a "
         f"network on {run.name} that draws its own outside its "
         "dropout layers" + (
-            " (a pass takes numbers from a random stream)" if drew else
+            " (a pass takes numbers from a random stream, or sets "
+            "one)" if drew else
             ", or that keeps something from pass to pass (two "
             "passes from one state differ)") + ". Use dropout "
         "layers, or switch the other random parts off, such as the "
-        "dropout= of nn.LSTM and nn.MultiheadAttention. Gluon's "
+        "dropout= of nn.LSTM (dropout='off' of the comparison does) and of "
+        "nn.MultiheadAttention. Gluon's "
         "SymbolBlock, which reads an exported graph, draws inside: "
         "take the block itself, or a copy of the graph whose "
         "Dropout nodes have p 0. A step of your "

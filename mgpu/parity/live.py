@@ -64,6 +64,8 @@ class LiveRun(Run):
         with using_backend(self.name) as backend:
             self.backend = backend
             network = backend.network(self.net)
+            if type(self) is LiveRun:
+                network.check_visible()
             dtypes = {s.dtype for s in network.specs() if "float" in s.dtype}
             values = network.values()
             self._before = values and spilled(values), dtypes
@@ -199,17 +201,30 @@ class LiveRun(Run):
                  ) -> Iterator[None]:
         """With the masks of step `step`, and recorded if `training`."""
         self.masks.begin(step, rows)
-        with using_backend(self.name), self.network.use_masks(self.masks):
+        with using_backend(self.name), self._dropping(), \
+                self.network.use_masks(self.masks):
             with record() if training else contextlib.nullcontext():
                 yield
 
+    def _dropping(self) -> base.ContextManager:
+        return self.network.without_inner_dropout() if self.masks.off \
+            else contextlib.nullcontext()
+
     def draws_in(self, thunk: Callable[[], Any]) -> tuple[Any, bool]:
         """What `thunk` returns, and whether it took random numbers from a
-        stream of the engine, of NumPy or of Python."""
+        stream of the engine, of NumPy or of Python, or set one. The streams
+        of the process are then where they were."""
+        numpy, python = np.random.get_state(legacy=False), random.getstate()
+        # To where no pass before it has set them.
+        np.random.random(), random.random()
         before = _streams()
-        with using_backend(self.name):
-            made, drew = self.backend.draws(thunk, self.devices)
-        return made, drew or _streams() != before
+        try:
+            with using_backend(self.name):
+                made, drew = self.backend.draws(thunk, self.devices)
+            return made, drew or _streams() != before
+        finally:
+            np.random.set_state(numpy)
+            random.setstate(python)
 
     def forward(self, X: Any, y: Any, step: int = 0) -> list[np.ndarray]:
         with using_backend(self.name):
@@ -221,7 +236,7 @@ class LiveRun(Run):
 
     def predict(self, X: Any, y: Any) -> list[np.ndarray]:
         """The outputs in prediction mode."""
-        with using_backend(self.name):
+        with using_backend(self.name), self._dropping():
             return self.returned(self.replicas(self.shards(X, y)[0]),
                                  "prediction")
 

@@ -20,6 +20,8 @@ class Masks:
     ----------
     drawn : bool
         Whether a layer, or ``F.dropout``, has asked for one.
+    taken : list of tuple
+        Rate, axes and shape of each that the last pass has asked for.
     """
 
     drawn = False
@@ -33,6 +35,7 @@ class Masks:
         has ``rows[i]`` rows."""
         self._step, self._rows = step, list(rows)
         self._calls = [0] * len(rows)
+        self.taken: list[tuple[Any, ...]] = []
         self._places: np.ndarray | None = None
 
     def take(self, places: Sequence[int]) -> None:
@@ -50,6 +53,7 @@ class Masks:
             number = self._calls[index]
             self._calls[index] += 1
             self.drawn = True
+            self.taken.append((rate, tuple(axes), tuple(x.shape)))
         shape = tuple(1 if i in axes else n for i, n in enumerate(x.shape))
         mask = np.ones((1,) * len(shape)) if self.off \
             else self._draw(shape, rate, number, index)

@@ -248,16 +248,23 @@ def close(x: np.ndarray, y: np.ndarray, tolerance: float = 1e-6) -> bool:
 def drawn(entries: Sequence[Entry], named: bool = False
           ) -> dict[str, np.ndarray]:
     """Values that depend only on kind and shape; `named`: and on the name,
-    and none for a network's own constants."""
+    and none for a network's own constants. A gamma that is not trained may
+    be fixed, so that its value is not used: it is 1, or `named` has none."""
     def draw(entry: Entry) -> np.ndarray:
         key = repr((entry.kind, entry.shape, *[entry.name] * named)).encode()
         rng = np.random.default_rng(zlib.crc32(key))
+        if _is_fixed(entry):
+            return np.ones(entry.shape)
         if entry.kind in ("gamma", "running_var"):
             return rng.uniform(0.5, 1.5, entry.shape)   # not near 0
         size = np.prod(entry.shape[1:]) if len(entry.shape) > 1 else 1e2
         return rng.normal(0, max(size, 1) ** -0.5, entry.shape)
     return {e.name: draw(e) for e in entries
-            if not (named and e.kind == "other")}
+            if not (named and (e.kind == "other" or _is_fixed(e)))}
+
+
+def _is_fixed(entry: Entry) -> bool:
+    return entry.kind == "gamma" and not entry.trained
 
 
 def _by_position(a: Sequence[Entry], b: Sequence[Entry], probe: Probe,

@@ -41,6 +41,8 @@ class _InFloat32:
     apart : dict
         Relative differences, of the lengths of arrays: some elements may lie
         next to a kink.
+    masks : tuple
+        What dropout takes in float64, and in float32.
     """
 
     def __init__(self, run: LiveRun, X: Any, y: Any) -> None:
@@ -52,8 +54,10 @@ class _InFloat32:
         except Exception:       # a network may be written for so many rows
             self._batch = X, y
             self._exact = self._pass("float64")
+        masks = run.masks.taken
         try:
             self.apart = _apart(self._pass("float32"), self._exact)
+            self.masks = masks, run.masks.taken
         except BaseException:
             run.begin_alone("float64", self._values)
             raise
@@ -117,6 +121,12 @@ def by_dtype(runs: Mapping[str, Run], X: Any, y: Any, notes: list[str]
                          f"({type(error).__name__}: {line}): what depends on "
                          "the dtype there was not compared")
     for side, one in found.items():
+        if one.masks[0] != one.masks[1] and all(
+                x.masks != one.masks for x in found.values()
+                if x is not one):
+            return (f"in float32, {side} drops out at other places, or with "
+                    "other rates, than in float64, where the sides agree. "
+                    "Look for what depends on the dtype")
         far = dict(_far(one, [x for x in found.values() if x is not one]))
         if far:
             (stage, name), size = max(far.items(), key=lambda x: x[1])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mgpu
+import mgpu.testing
 from conftest import BACKENDS
 from helpers import relative_difference
 
@@ -473,6 +474,69 @@ def test_dropout(tmp_path, training, mode, axes):
         import torch
         net.train(training)
         assert seen(net(torch.ones(40, 60, 5)).numpy()) == expected
+
+
+@pytest.mark.parametrize("dropout", ["masks", "off"])
+@pytest.mark.parametrize("kind", ["axes", "LSTM", "GRU"])
+def test_what_drops_out_is_equal(kind, dropout):
+    """Dropout along axes takes the same masks as Gluon's. Between the layers
+    of a recurrent one no mask can be put, so there it has to be off; it is
+    on again after that."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn, rnn
+        first = nn.Dropout(0.5, axes=(1,)) if kind == "axes" else \
+            getattr(rnn, kind)(3, 2, layout="NTC", dropout=0.3)
+        net = nn.HybridSequential()
+        net.add(nn.Dense(5, flatten=False), first, nn.Dense(2))
+        net.initialize(mx.init.Xavier())
+        net.hybridize()
+        net(mx.nd.ones((2, 3, 4)))
+    with mgpu.using_backend("torch"):
+        other = mgpu.from_gluon(net)
+    rng = np.random.default_rng(0)
+    data = [(rng.normal(size=(6, 3, 4)), rng.integers(2, size=6))]
+
+    def check():
+        mgpu.testing.assert_parity(
+            net, other, batches=data, dropout=dropout,
+            dtype="float64" if kind == "axes" else "float32")
+    if kind == "axes" or dropout == "off":
+        check()
+    else:
+        with pytest.raises(ValueError, match="dropout='off'"):
+            check()
+    rates = [getattr(m, "dropout", 0) for m in other.modules()]
+    assert kind == "axes" or 0.3 in rates and first._dropout == 0.3
+
+
+def test_equal_blocks_with_a_fixed_gamma_match():
+    """Their order is told by what arrives at them, where the value of a gamma
+    that is fixed counts on no side."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        from mxnet.gluon import nn
+
+        class Block(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                self.deep, self.norm, self.short = (
+                    nn.Conv2D(4, 3, padding=1), nn.BatchNorm(scale=False),
+                    nn.Conv2D(4, 1))
+
+            def hybrid_forward(self, F, x):
+                y = self.short(x)
+                return F.relu(y + self.norm(self.deep(x)))
+        net = nn.HybridSequential()
+        net.add(Block(), Block(), nn.GlobalAvgPool2D(), nn.Dense(3))
+        net.initialize(mx.init.Xavier())
+        net.hybridize()
+        net(mx.nd.ones((2, 3, 6, 6)))
+    with mgpu.using_backend("torch"):
+        other = mgpu.from_gluon(net)
+    rng = np.random.default_rng(0)
+    mgpu.testing.assert_parity(net, other, batches=[
+        (rng.normal(size=(6, 3, 6, 6)), rng.integers(2, size=6))])
 
 
 @pytest.mark.parametrize("build", [

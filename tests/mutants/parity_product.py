@@ -26,6 +26,29 @@ MUTANTS = [
                 "True and"),
            ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
             "change_nothing[1-torch]",)),
+    Mutant("values-of-a-fixed-gamma", "a gamma that counts on no side gets "
+           "values of its own for matching",
+           edit("mgpu.parity.matching:_is_fixed", 'entry.kind == "gamma"',
+                "False"),
+           ("gluon_io/test_from_gluon.py::test_equal_blocks_with_a_fixed_"
+            "gamma_match",)),
+    Mutant("seeds-of-a-pass", "a pass begins where the last one has set the "
+           "stream", edit(
+               "mgpu.backends._torch.backend:TorchBackend.draws",
+               "torch.rand((), generator=generator, "
+               "device=generator.device)", "pass"),
+           ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
+            "change_nothing[1-torch, set]",)),
+    Mutant("seeds-for-a-while", "where a layer drops out is not looked at",
+           edit("mgpu.backends._torch.backend:TorchBackend.draws",
+                "for state in met)", "for state in met[:0])"),
+           ("gluon_io/test_cli.py::test_a_source_that_uses_a_random_stream"
+            "[with*",)),
+    Mutant("dropout-of-float32", "dropout in float32 is not looked at",
+           edit("mgpu.parity.precision:by_dtype",
+                "one.masks[0] != one.masks[1]", "False"),
+           ("parity/test_compare.py::test_what_depends_on_the_dtype_is_a_"
+            "difference[1dev-dropout-a]",)),
     Mutant("draws-of-mxnet", "MXNet's streams are not looked at",
            edit("mgpu.backends._mxnet.backend:MXNetBackend.draws",
                 "not np.array_equal(x, z)", "False"),

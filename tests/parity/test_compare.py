@@ -491,10 +491,13 @@ def torch_draws(where):
 
         def forward(self, x):
             self.passes += self.training
-            if where == "torch, seeded":
+            if where == "torch, set":
                 torch.manual_seed(0)
-            if where in ("torch", "torch, seeded") \
-                    or where == "torch, later" and self.passes > 3:
+            elif where == "numpy, set":
+                np.random.seed(0)
+            elif where == "python, set":
+                random.seed(0)
+            if where == "torch" or where == "torch, later" and self.passes > 3:
                 torch.rand(())
             elif where == "numpy":
                 np.random.rand()
@@ -506,6 +509,7 @@ def torch_draws(where):
 
 def mxnet_draws(where):
     with mgpu.using_backend("mxnet"):
+        import mxnet as mx
         from mxnet.gluon import nn
 
     def layer(F, x):
@@ -513,6 +517,8 @@ def mxnet_draws(where):
             return x + 0 * F.shuffle(x)
         if where == "mxnet, none":
             return x
+        if where == "mxnet, set":
+            return mx.random.seed(0) or x
         return x + 0 * F.random.uniform(shape=(1, 5), dtype="float64")
     net = nn.HybridSequential()
     net.add(nn.Dense(5), nn.HybridLambda(layer), nn.Dense(3))
@@ -520,16 +526,21 @@ def mxnet_draws(where):
 
 
 @pytest.mark.parametrize("where", [
-    "torch", "torch, backward", "torch, later", "torch, seeded", "numpy",
-    "python", "mxnet, uniform", "mxnet, shuffle", "mxnet, none"])
+    "torch", "torch, backward", "torch, later", "torch, set", "numpy",
+    "numpy, set", "python", "python, set", "mxnet, uniform",
+    "mxnet, shuffle", "mxnet, set", "none", "mxnet, none"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_random_numbers_are_seen_where_they_change_nothing(where, count):
-    """In one pass of a hundred they may. What sets the seed itself does not
-    differ from pass to pass."""
+    """In one pass of a hundred they may. A pass that sets a seed draws the
+    same numbers as the one before, and the same masks. The streams of the
+    process stay where they were."""
     make = partial(mxnet_draws if "mxnet" in where else torch_draws, where)
-    if where in ("torch, seeded", "mxnet, none"):
+    if where.endswith("none"):
+        streams = random.getstate(), np.random.get_state()[1].tolist()
         assert parity.compare(make, make, batches=batches(),
                               devices=count).same
+        assert (random.getstate(),
+                np.random.get_state()[1].tolist()) == streams
         return
     with pytest.raises(ValueError, match="takes numbers from a random stream"):
         parity.compare(make, make, batches=batches(), devices=count)
@@ -559,6 +570,8 @@ def of_dtype(kind):
             if kind == "autocast":
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     return super().forward(x)
+            if kind == "dropout" and x.dtype != torch.float32:
+                return torch.nn.Sequential.forward([*self][:-1], x)
             y = super().forward(x)
             if x.dtype != torch.float32:
                 return y
@@ -568,23 +581,27 @@ def of_dtype(kind):
                 and not self.training else y
     torch.manual_seed(0)
     return Net(torch.nn.Flatten(), torch.nn.Linear(64, 5), torch.nn.ReLU(),
-               torch.nn.Linear(5, 3))
+               torch.nn.Linear(5, 3), *[torch.nn.Dropout(0.25)]
+               * (kind == "dropout"))
 
 
 @pytest.mark.parametrize("side", ["a", "b"])
 @pytest.mark.parametrize("kind", ["autocast", "output", "prediction",
-                                  "gradient", "none"])
+                                  "gradient", "dropout", "none"])
 def test_what_depends_on_the_dtype_is_a_difference(kind, side, devices):
     """Which float64 does not show. The user's network stays as it was."""
     import torch
     net = of_dtype(kind)
     before = {n: x.clone() for n, x in net.state_dict().items()}
     pair = {"a": of_dtype("none"), "b": of_dtype("none"), side: net}
-    result = parity.compare(**pair, batches=batches(), devices=devices)
+    result = parity.compare(**pair, batches=batches(), devices=devices,
+                            dropout="off")
     assert result.first is None
     assert result.verdict == ("same" if kind == "none" else "different")
     if kind != "none":
-        assert f"in float32, {side} computes something else" in result.reason
+        assert f"in float32, {side} " + (
+            "drops out at other places" if kind == "dropout" else
+            "computes something else") in result.reason
         assert result.reason in " ".join(str(result).split())
     for name, x in net.state_dict().items():
         assert x.dtype == torch.float32 and x.equal(before[name])

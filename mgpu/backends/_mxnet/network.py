@@ -694,6 +694,11 @@ class MXNetNetwork(base.Network):
                 if type(layer) is mx.gluon.nn.Dropout]):
             yield
 
+    def inner_dropout(self):
+        return [(path, layer, "_dropout") for path, layer in self._leaves()
+                if isinstance(layer, mx.gluon.rnn.rnn_layer._RNNLayer)
+                and layer._num_layers > 1 and layer._dropout]
+
     @contextlib.contextmanager
     def natively(self, draw, begins, seen) -> Iterator[None]:
         def before(_: Any, inputs: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from mgpu.backends import base
+from mgpu.backends._torch.graph import recomputing
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
@@ -22,6 +23,25 @@ DROPOUTS = {nn.Dropout: 0, nn.Dropout1d: 2, nn.Dropout2d: 2, nn.Dropout3d: 2}
 _ROWS = {nn.Dropout1d: 3, nn.Dropout3d: 5}
 
 Forward = Callable[[Any], Any]
+
+
+#: how many numbers `take_number` has taken from each default stream
+TAKEN: dict[torch.device, int] = {}
+#: lists that get where the default stream is when a layer takes a mask
+MET: list[list[Any]] = []
+
+
+def is_gluons_dropout(layer: nn.Module) -> bool:
+    """Whether `layer` has one mask along axes, as Gluon's; also where it is
+    a copy of mgpu's in a source."""
+    return isinstance(layer, nn.Dropout) \
+        and type(layer).__name__ == "GluonDropout"
+
+
+def takes_masks(layer: nn.Module) -> bool:
+    """Whether the masks of `layer` in training can be given."""
+    return type(layer) in DROPOUTS \
+        or is_gluons_dropout(layer) and not layer.always
 
 
 def computes_itself(layer: nn.Module) -> bool:
@@ -104,6 +124,14 @@ def batch_norm_forward(layer: nn.Module, path: str,
     return _in_training(layer, forward)
 
 
+def take_number(device: torch.device) -> int:
+    """A number from torch's default stream, which a checkpoint sets again,
+    so that what is computed again finds its own."""
+    if not recomputing():
+        TAKEN[device] = TAKEN.get(device, 0) + 1
+    return int(torch.randint(1 << 62, (), device=device))
+
+
 def _leading(layer: nn.Module, x: Any) -> int:
     return 1 if x.dim() < _ROWS.get(type(layer), 0) else DROPOUTS[type(layer)]
 
@@ -146,13 +174,27 @@ def masked_forward(layer: nn.Module, draw: base.DrawMask, index: int,
     What a backward pass may need again (no `generator`) is kept in `again`,
     by a number that is then drawn again too.
     """
+    gluons = is_gluons_dropout(layer)
+
+    def without(x: Any) -> Any:
+        if not gluons:
+            return x
+        rate, layer.p = layer.p, 0.0    # a source may compute otherwise
+        try:
+            return type(layer).forward(layer, x)
+        finally:
+            layer.p = rate
+
     def forward(x: Any) -> Any:
-        leading = _leading(layer, x)
-        axes = tuple(range(leading, x.dim())) if leading else ()
+        leading = 0 if gluons else _leading(layer, x)
+        axes = tuple(layer.axes) if gluons \
+            else tuple(range(leading, x.dim())) if leading else ()
+        for met in MET:
+            met.append(torch.get_rng_state().numpy())
         if generator() is not None:
-            return x * draw(x, layer.p, axes, index)
-        number = int(torch.randint(1 << 62, (), device=x.device))
+            return without(x) * draw(x, layer.p, axes, index)
+        number = take_number(x.device)
         if number not in again:
             again[number] = draw(x, layer.p, axes, index)
-        return x * again[number]
+        return without(x) * again[number]
     return _in_training(layer, forward)

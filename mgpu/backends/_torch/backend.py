@@ -15,6 +15,7 @@ from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, strict
+from mgpu.backends._torch.arithmetic import MET, TAKEN
 from mgpu.backends._torch.draws import watch
 from mgpu.backends._torch.graph import in_common, total
 from mgpu.backends._torch.leaves import Leaves, has_hooks, together
@@ -333,8 +334,44 @@ class TorchBackend(Leaves, base.Backend):
 
     def draws(self, thunk, devices):
         for device in devices:      # which a first pass would make
-            self.generator(device)
-        return super().draws(thunk, devices)
+            self.generator(device), self.generator(device, "functional")
+        put_back = self.fit_streams(self.export_streams())
+        # To where no pass before it has set them.
+        for generator in (torch.default_generator, *(
+                torch.cuda.default_generators if torch.cuda.is_initialized()
+                else ()), *self._generators.values()):
+            torch.rand((), generator=generator, device=generator.device)
+        before = self.export_streams()
+        TAKEN.clear()
+        MET.append([])
+        try:
+            made, after = thunk(), self.export_streams()
+        finally:
+            met = MET.pop()
+            put_back()
+        return made, any(
+            not self._is_reached(name, x, after.get(name))
+            for name, x in before.items()) or any(
+            not any(self._is_reached(name, x, state)
+                    for name, x in before.items() if name != "seed")
+            for state in met)       # set for a while
+
+    def _is_reached(self, name: str, before: np.ndarray, after: Any) -> bool:
+        """Whether no more than `take_number` has moved a stream."""
+        if np.array_equal(before, after):
+            return True
+        if name == "seed":
+            return False
+        kind, index, _ = name.split()
+        generator = torch.Generator(self.handle(
+            base.Device(("cpu", "gpu")[kind == "gpu"], int(index))))
+        generator.set_state(torch.from_numpy(before.copy()))
+        for _ in range(TAKEN.get(generator.device, 0)):
+            torch.randint(1 << 62, (), generator=generator,
+                          device=generator.device)
+            if np.array_equal(generator.get_state().numpy(), after):
+                return True
+        return False
 
     def fit_streams(self, streams: Mapping[str, np.ndarray]
                     ) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from mgpu.backends._torch.arithmetic import BATCH_NORMS
+from mgpu.backends._torch.arithmetic import BATCH_NORMS, takes_masks
 from mgpu.backends.base import (Layer, LayerCallback, clipping,
                                 may_look_inside, named, own_kind)
 
@@ -180,6 +180,8 @@ def describe(module: nn.Module) -> tuple[str, dict[str, Any]]:
     if type(module) in _DROPOUTS:
         return "dropout", {"rate": module.p, "axes": tuple(
             range(2, 2 + _DROPOUTS[type(module)]))}
+    if takes_masks(module):
+        return "dropout", {"rate": module.p, "axes": tuple(module.axes)}
     if isinstance(module, nn.Embedding):
         return "embedding", {"rows": module.num_embeddings,
                              "units": module.embedding_dim}

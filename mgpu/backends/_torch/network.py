@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mgpu.backends import base, messages
 from mgpu.backends._kept import Kept, reached
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
-                                             masked_forward)
+                                             is_gluons_dropout,
+                                             masked_forward, takes_masks)
 from mgpu.backends._torch.attributes import (Attributes, check_views, copied,
                                              follow_attributes,
                                              follow_weak, hooks_of,
@@ -540,6 +541,22 @@ class TorchNetwork(base.Network):
 
     def use_masks(self, draw):
         return self._using("draw_mask", draw)
+
+    def check_visible(self):
+        hidden = [path for path, m in self.net.named_modules()
+                  if m._compiled_call_impl is not None
+                  or hasattr(m, "_orig_mod")
+                  or hasattr(m.forward, "_torchdynamo_orig_callable")]
+        if hidden:
+            raise messages.compiled(hidden)
+
+    def inner_dropout(self):
+        nets = [x.module for x in self.replicas] or [self.net]
+        return [(path, m, "p" if is_gluons_dropout(m) else "dropout")
+                for net in nets for path, m in _innermost(net)
+                if is_gluons_dropout(m) and not takes_masks(m)
+                or isinstance(m, nn.RNNBase) and m.num_layers > 1
+                and m.dropout]
 
     @contextlib.contextmanager
     def natively(self, draw, begins, seen) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from mgpu.backends import base, messages
+from mgpu.backends._torch.arithmetic import take_number
 
 #: by class, the family of mgpu; a subclass may compute something else
 _FAMILIES = {getattr(torch.optim, name): name.lower() for name in (
@@ -322,7 +323,7 @@ class MaskedFunctions(TorchFunctionMode):
         x, rate = given["input"], given.get("p", 0.5)
         if not given.get("training", True):
             return x
-        number = int(torch.randint(1 << 62, ()))
+        number = take_number(torch.device("cpu"))
         if number not in self._again:
             self._again[number] = self._draw(x, rate, (), 0)
         return x * self._again[number]

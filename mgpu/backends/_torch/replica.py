@@ -23,7 +23,8 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              batch_norm_forward,
                                              computes_itself,
                                              dropout_forward,
-                                             gluon_batch_norm, masked_forward)
+                                             gluon_batch_norm, masked_forward,
+                                             takes_masks)
 from mgpu.backends._torch.attributes import caches_weights
 from mgpu.backends._torch.compiled import (compile_module, compiling,
                                            define_mask, threads, ticket_for)
@@ -392,7 +393,7 @@ class TorchReplica(base.Replica):
         found = list(self._dropouts) if masks is None else [
             (m, masked_forward(m, masks, self.index, self.generator,
                                self._masks))
-            for m, _ in self._dropouts]
+            for m in self.layers if takes_masks(m)]
         for path, m in self._batch_norms:
             if normalise is not None or not (network.own_arithmetic
                                         or m.running_mean is None):
