@@ -1,8 +1,11 @@
 """The checkpoints of one run of `train`, in a folder of their own."""
+import contextlib
+import fcntl
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import (Callable, Iterable, Iterator, Mapping,
+                             Sequence)
 from itertools import islice
 from typing import Any
 
@@ -30,10 +33,11 @@ class Folder:
 
     def __init__(self, folder: files.FilePath, replicas: Replicas,
                  trainer: Trainer, train_iter: Any, test_iter: Any,
-                 keep: int, every: int | None) -> None:
+                 keep: int, every: int | None, prefetch: int) -> None:
         self._path = files.path_of(folder)
         self._replicas, self._trainer = replicas, trainer
         self._train, self._test = train_iter, test_iter
+        _check_drawn_once(train_iter, prefetch)
         self._source = source_of(train_iter)
         self._tested = source_of(test_iter)
         self._keep = integer("keep", keep, 1)
@@ -55,21 +59,35 @@ class Folder:
                 "first batch completes them. Pass sample= to "
                 "mgpu.initialize.")
         self._at: tuple[int, int] | None = None     # of the last file
+        self._passed: list[str] = []    # what is there and not whole
+        self._held = contextlib.ExitStack()
         self._test_epoch = self._begun()
 
     def _begun(self) -> int | None:
         return None if self._tested is None else self._tested.epoch
 
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._held.close()
+
+    def kept_streams(self) -> Callable[[], None]:
+        """See `checkpoint.kept_streams`."""
+        return checkpoint.kept_streams(self._replicas.backend)
+
     # -- going on -----------------------------------------------------------
 
-    def open(self, resume: str | None, seed: int | None
+    def open(self, resume: str | None, seed: int | None, num_epochs: int
              ) -> dict[str, Any] | None:
         """Where the run goes on, whose state is in place then; None: at its
-        beginning. Inside of `World.telling`."""
+        beginning. Inside of `World.telling`. The folder is this run's alone
+        until its block ends."""
         one_of("resume", resume, (None, "auto"))
         world, path, contents = self._replicas.span.world, None, None
         if world.is_main:
-            os.makedirs(self._path, exist_ok=True)
+            _make(self._path)
+            self._held.enter_context(_alone(self._path))
             files.sweep(self._path)
             found = self._files()
             if found and resume is None:
@@ -78,17 +96,15 @@ class Folder:
                     f"{self._path!r}, which holds {len(found)} checkpoints. "
                     "Pass resume='auto' to go on from the newest, or another "
                     "checkpoint_dir.")
-            path, contents = _newest(found)
+            path, contents = _newest(found, self._passed)
+            if contents is not None:
+                _check_loop(path, contents[0].get("loop"), num_epochs)
         path = world.gather("train: resume", path)[0]
         if path is None:
             return None
         loop = checkpoint.load(path, contents, self._replicas, self._trainer,
                                self._data, seed, "resume_seed=")
-        if loop is None:
-            raise CheckpointCorrupt(
-                "train goes on from a checkpoint that train has written; "
-                f"{path!r} is one of mgpu.save_checkpoint. Load it with "
-                "mgpu.load_checkpoint.")
+        assert loop is not None
         if self._tested is not None and loop["test_epoch"] is not None:
             self._tested.epoch = self._test_epoch = loop["test_epoch"]
         self._at = loop["epochs"], len(loop["history"]["loss_per_step"])
@@ -126,26 +142,117 @@ class Folder:
             self._test_epoch = self._begun()
         world = self._replicas.span.world
         path = os.path.join(self._path, f"step-{steps:08d}.safetensors")
-        if world.is_main and os.path.islink(path):
-            os.unlink(path)     # the names in this folder are mgpu's
+        if world.is_main:
+            _clear(path)
         checkpoint.write(path, self._replicas, self._trainer, self._data, {
             "epochs": epochs, "sizes": list(sizes), "history": history,
             "test_epoch": self._test_epoch})
         self._at = epochs, steps
         if world.is_main:
-            for old in self._files()[self._keep:]:
+            self._passed = [old for old in self._passed if old != path]
+            whole = [old for old in self._files()
+                     if os.path.isfile(old) and old not in self._passed]
+            for old in whole[self._keep:]:
                 os.unlink(old)
 
 
-def _newest(found: Sequence[str]
+def _make(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise NotADirectoryError(
+            "checkpoint_dir names a folder, which is made if it is not "
+            f"there; received {path!r}, and something else is in its place, "
+            "or in that of a folder above it. Pass the name of a folder."
+            ) from error
+
+
+#: of the folders that this process holds
+_descriptors: set[int] = set()
+
+
+def _let_go() -> None:
+    """A forked child may outlive the run, and holds no folder."""
+    while _descriptors:
+        os.close(_descriptors.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """A block for one run in a folder at a time. Where the process ends, the
+    system ends it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    _descriptors.add(descriptor)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                "a run has a folder of its own; received "
+                f"{path!r}, in which another training runs now. Wait for its "
+                "end, or pass another checkpoint_dir.") from error
+        except OSError:     # not every file system can
+            pass
+        yield
+    finally:
+        if descriptor in _descriptors:      # not in a forked child
+            _descriptors.remove(descriptor)
+            os.close(descriptor)
+
+
+def _clear(path: str) -> None:
+    """Make room for a checkpoint where no regular file is: the names in this
+    folder are mgpu's. A folder moves aside."""
+    if os.path.islink(path):
+        os.unlink(path)
+    elif os.path.isdir(path):
+        os.rename(path, f"{path}.{os.urandom(4).hex()}")
+    elif os.path.exists(path) and not os.path.isfile(path):
+        os.unlink(path)
+
+
+def _check_loop(path: str | None, loop: Mapping[str, Any] | None,
+                num_epochs: int) -> None:
+    if loop is None:
+        raise CheckpointCorrupt(
+            "train goes on from a checkpoint that train has written; "
+            f"{path!r} is one of mgpu.save_checkpoint. Load it with "
+            "mgpu.load_checkpoint, and use another checkpoint_dir.")
+    if loop["epochs"] > num_epochs:
+        raise ValueError(
+            f"train goes on to epoch num_epochs; received {num_epochs} for a "
+            f"checkpoint after {loop['epochs']}. Train further, or use "
+            "another checkpoint_dir.")
+
+
+def _check_drawn_once(data: Any, prefetch: int) -> None:
+    if isinstance(data, Prefetched) and (
+            prefetch or isinstance(data.data, Prefetched)):
+        raise ValueError(
+            "with checkpoint_dir one thread draws ahead, or the place in the "
+            "data is lost; received mgpu.prefetch of "
+            f"{type(data.data).__name__}, and prefetch={prefetch!r}. Pass "
+            "the data itself with prefetch=, or mgpu.prefetch of it "
+            "without.")
+
+
+def _newest(found: Sequence[str], passed: list[str]
             ) -> tuple[str | None, checkpoint.Contents | None]:
-    """The newest checkpoint that is whole; says which are not."""
+    """The newest checkpoint that is whole; says which are not, and adds them
+    to `passed`."""
     for i, path in enumerate(found):
         try:
+            if not os.path.isfile(path):
+                raise files.corrupt(path, "a checkpoint of train",
+                                    ValueError("it is no regular file"))
             return path, checkpoint.read(path)
         except CheckpointCorrupt as error:
             if i == len(found) - 1:
                 raise
+            passed.append(path)
             warnings.warn(f"{error} The run goes on from the checkpoint "
                           "before it.", RuntimeWarning, stacklevel=5)
     return None, None

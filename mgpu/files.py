@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -211,6 +212,12 @@ def _as_it_is(path: str, flags: int) -> int:
 _LEFT = re.compile("[0-9a-f]{16}" + re.escape(_SAVED))
 
 
+def opened(file: FilePath) -> Any:
+    """`file`, open to read bytes. A pipe is not waited for."""
+    return open(path_of(file), "rb", opener=lambda path, flags: os.open(
+        path, flags | os.O_NONBLOCK))
+
+
 def read_arrays(file: FilePath, forms: Collection[str], expected: str,
                 unpack: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
                 ) -> Any:
@@ -222,8 +229,10 @@ def read_arrays(file: FilePath, forms: Collection[str], expected: str,
     was `expected`, for one that is damaged, whose header has a "format" that
     is not in `forms`, or that `unpack` raises an Exception for.
     """
-    with open(path_of(file), "rb") as stream:
+    with opened(file) as stream:
         try:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise ValueError("it is no regular file")
             if stream.read(4) == b"PK\3\4":     # no header is as long
                 arrays = dict(npy_members(stream))
                 header = json.loads(str(arrays.pop("header")))

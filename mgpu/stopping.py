@@ -3,7 +3,7 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 from mgpu.distributed import World
@@ -26,15 +26,21 @@ class Stop:
 
     All ranks learn of it in the same meeting. Handlers are set in the main
     thread alone, for signals that do what they do by default, and put back.
-    A second Ctrl-C does not wait.
+    A second Ctrl-C does not wait. `keep`: returns a function that puts the
+    random streams back as they are at the call.
     """
 
-    def __init__(self, world: World, interrupts: bool) -> None:
+    def __init__(self, world: World, interrupts: bool,
+                 keep: Callable[[], Callable[[], None]] | None = None
+                 ) -> None:
         self._world, self._free, self._when = world, False, 0.0
         self._defaults: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL}
         if interrupts:
             self._defaults[signal.SIGINT] = signal.default_int_handler
         self._set: list[int] = []
+        self._keep = keep
+        #: of a block that was cut short
+        self._put_back: Callable[[], None] | None = None
 
     def __enter__(self) -> "Stop":
         self._world.go_on()
@@ -79,11 +85,21 @@ class Stop:
     def at_once(self) -> Iterator[None]:
         """In the block of a single process a signal raises `Stopped`. Several
         processes agree first."""
-        self._free = self._world.size == 1
+        alone = self._world.size == 1
+        if alone and self._keep is not None:
+            self._put_back = self._keep()
+        self._free = alone
         try:
             yield
         finally:
             self._free = False
+        self._put_back = None
+
+    def undo(self) -> None:
+        """Put the random streams back to where they were before the block
+        that `Stopped` has cut short, as it comes again."""
+        if self._put_back is not None:
+            self._put_back()
 
     def taken(self, batches: Iterable[T]) -> Iterator[T]:
         """`batches`; the wait for each is `at_once`."""

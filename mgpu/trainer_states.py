@@ -157,7 +157,7 @@ def write(states: TrainerStates, file: files.FilePath) -> None:
 def read(file: files.FilePath) -> TrainerStates:
     """What `write` wrote. ValueError for any other contents, OSError for a
     file that cannot be opened."""
-    with open(files.path_of(file), "rb") as stream:
+    with files.opened(file) as stream:
         if stream.read(1) == b"\x80":      # a pickle
             raise ValueError(
                 "expected a file of Trainer.save_states of mgpu; received "

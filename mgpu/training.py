@@ -709,11 +709,6 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
             done, sizes = found["epochs"], found["sizes"]
             joined = len(sizes)
             history.take(found["history"])
-            if done > num_epochs:
-                raise ValueError(
-                    f"train goes on to epoch num_epochs; received {num_epochs}"
-                    f" for a checkpoint after {done}. Train further, or use "
-                    "another checkpoint_dir.")
             for epoch in range(done):
                 drawn(epoch + 1)
         total = max(0, total - len(history.loss_per_step))
@@ -722,6 +717,7 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
             try:
                 run()
             except Stopped:
+                stop.undo()
                 save()
                 raise stop.error() from None
     give_back()
@@ -794,7 +790,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         See `train_epochs`.
     CheckpointCorrupt, OSError, ValueError
         See `load_checkpoint` and `save_checkpoint`. FileExistsError: the
-        folder holds checkpoints, and `resume` is None.
+        folder holds checkpoints, and `resume` is None. BlockingIOError:
+        another training runs in it. ValueError: batches that two threads
+        would draw ahead, one from the other (`prefetch`, `mgpu.prefetch`).
     ValueError
         `test_iter` and an output that is no scores (n, classes), with the
         first batch; or `test_iter` and `evaluate`. Nothing has changed.
@@ -823,7 +821,7 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     folder = None
     if checkpoint_dir is not None:
         folder = Folder(checkpoint_dir, replicas, trainer, train_iter,
-                        test_iter, keep, checkpoint_every)
+                        test_iter, keep, checkpoint_every, prefetch)
     elif (resume, checkpoint_every, resume_seed) != (None, None, None):
         raise ValueError(
             "resume, checkpoint_every and resume_seed go with checkpoint_dir; "
@@ -840,10 +838,13 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         replicas.check_digests(world.gather("the weights of an epoch",
                                             replicas.digest()))
         return {p.name: p.data() for p in replicas.params()}
-    with using_backend(replicas.backend.name):
+    with folder or contextlib.nullcontext(), \
+            using_backend(replicas.backend.name):
         return _epochs(
             step, train_iter, num_epochs, replicas.devices, evaluate,
             weights, progress,
             animator, "", prefetch, max_inflight,
-            Stop(world, folder is not None), folder,
-            folder and partial(folder.open, resume, resume_seed) or None)
+            Stop(world, folder is not None,
+                 folder.kept_streams if folder else None), folder,
+            folder and partial(folder.open, resume, resume_seed, num_epochs)
+            or None)

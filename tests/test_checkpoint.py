@@ -3,6 +3,7 @@ goes on from there, to the bit; or the file is refused and nothing changes."""
 import os
 import random
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -632,6 +633,26 @@ def test_damaged_files_are_refused_and_nothing_changes(backend, tmp_path):
         assert_same(everything(run), before)
     with pytest.raises(OSError):
         mgpu.load_checkpoint(tmp_path / "missing", *run)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(backend, tmp_path):
+    run = plain(backend, on(0))
+    os.mkfifo(tmp_path / "pipe")
+
+    def late(*_):
+        raise TimeoutError
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        with pytest.raises(mgpu.errors.CheckpointCorrupt,
+                           match="it is no regular file"):
+            mgpu.load_checkpoint(tmp_path / "pipe", *run)
+        with pytest.raises(mgpu.errors.CheckpointCorrupt,
+                           match="it is no regular file"):
+            run[1].load_states(tmp_path / "pipe")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 # -- swaps --------------------------------------------------------------------

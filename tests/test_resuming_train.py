@@ -2,9 +2,13 @@
 bits of the uninterrupted run; signals end it between two steps."""
 import functools
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -16,7 +20,7 @@ from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   assert_same, everything, kill, made,
                                   stopping, train)
 from helpers import mlp, on
-from mgpu import datasets
+from mgpu import checkpoint_folder, datasets
 from mgpu.distributed import World
 from mgpu.stopping import Stop
 
@@ -118,6 +122,41 @@ def test_a_signal_does_not_wait_for_data_or_an_evaluation(
     assert_same(found, whole)
 
 
+@pytest.mark.parametrize("where, at", [
+    ("data", 6), ("data", 9), ("evaluation", 1), ("evaluation", 2)])
+def test_what_a_signal_cuts_short_draws_the_same_again(
+        backend, tmp_path, where, at):
+    """Numbers of NumPy's, of Python's and of torch's own stream. The other
+    evaluations and batches have theirs too."""
+    def go(folder, at=None, seed=1):
+        resuming.disturb(backend)
+        calls = []
+
+        def draw():
+            calls.append(np.random.random() + random.random())
+            if backend.name == "torch":
+                import torch
+                calls[-1] += torch.rand(1).item()
+            if len(calls) == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return calls[-1]
+        replicas = mgpu.initialize(mlp(backend), on(0), seed=seed,
+                                   init=mgpu.initializers.Xavier())
+        trainer = mgpu.Trainer(replicas, "adam")
+        data = datasets.BatchIterator(
+            ROWS, resuming.LABELS, 7, 3, transform=None
+            if where == "evaluation" else lambda X: X + np.float32(draw()))
+        history = mgpu.train(
+            replicas, data, None, LOSS, trainer, EPOCHS, progress=False,
+            checkpoint_dir=folder, resume="auto",
+            evaluate=draw if where == "evaluation" else lambda: 0.5)
+        return everything((replicas, trainer, (data, data)), history)
+    whole = go(tmp_path / "whole")
+    with pytest.raises(SystemExit):
+        go(tmp_path / "run", at)
+    assert_same(go(tmp_path / "run", seed=9), whole)
+
+
 def test_signals_without_a_folder(backend):
     """SIGTERM lets the step end; Ctrl-C ends it at once, as ever."""
     run, error = run_until(None, on(0), 3, signalled(signal.SIGTERM),
@@ -193,6 +232,122 @@ def test_a_damaged_checkpoint_is_passed_over(engine, tmp_path):
     with pytest.warns(RuntimeWarning), pytest.raises(
             mgpu.errors.CheckpointCorrupt):
         train(run, place)
+
+
+def test_only_whole_checkpoints_count(backend, tmp_path):
+    """One that was passed over does not push out the one just written."""
+    run = made(on(0))
+    whole = everything(run, train(run, tmp_path / "whole",
+                                  checkpoint_every=1))
+    place, options = tmp_path / "run", {"keep": 1, "checkpoint_every": 1}
+    run_until(place, on(0), 6, kill, Killed, keep=2, checkpoint_every=1)
+    assert names(place) == step(5, 6)
+    (place / step(6)[0]).write_bytes(b"")
+    (place / step(8)[0]).write_bytes(b"damaged")
+    for at, left in ((6, (6, 8)), (7, (7, 8)), (8, (8,)), (9, (9,))):
+        run = made(on(0), seed=9)
+        with warnings.catch_warnings(), pytest.raises(Killed):
+            warnings.simplefilter("ignore", RuntimeWarning)
+            train(run, place, stopping(run[1], at, kill), **options)
+        assert names(place) == step(*left)
+    run = made(on(0), seed=9)
+    assert_same(everything(run, train(run, place, **options)), whole)
+    assert names(place) == step(12)
+
+
+@pytest.mark.parametrize("what", ["folder", "link", "loop", "pipe"])
+def test_what_is_no_file_is_passed_over(backend, tmp_path, what):
+    """And makes room when its step comes."""
+    run_until(tmp_path, on(0), 5, kill, Killed)
+    path = tmp_path / step(6)[0]
+    if what == "folder":
+        path.mkdir()
+        (path / "note").write_text("a person's")
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("nothing" if what == "link" else path.name)
+    run = made(on(0), seed=9)
+    with pytest.warns(RuntimeWarning, match="step-00000006.* no regular file"
+                      ".*goes on from the checkpoint before it"):
+        train(run, tmp_path, keep=9)
+    kept = [name for name in names(tmp_path) if path.name + "." in name]
+    assert len(kept) == (what == "folder")
+    for name in kept:
+        assert (tmp_path / name / "note").read_text() == "a person's"
+    assert [name for name in names(tmp_path) if name not in kept] == step(
+        2, 4, 6, 8, 10, 12)
+
+
+def test_two_runs_in_one_folder(backend, tmp_path):
+    """The second is refused as long as the first one runs, and writes
+    nothing."""
+    run, other = made(on(0)), made(on(0), seed=9)
+    before = everything(other, mgpu.History())
+    seen = []
+
+    def second():
+        streams = random.getstate(), np.random.get_state()
+        with pytest.raises(BlockingIOError, match="folder of its own.*another "
+                           "training runs now"):
+            train(other, tmp_path)
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        seen.append(names(tmp_path))
+        raise Killed
+    with pytest.raises(Killed):
+        train(run, tmp_path, stopping(run[1], 3, second))
+    assert seen == [step(2)] and other[1].num_update == 0
+    for name, x in other[0].export_numpy().items():
+        assert x.tobytes() == before[str((name, 0))].tobytes()
+    train(other, tmp_path)
+
+
+def test_a_folder_is_free_when_its_process_is_killed(tmp_path):
+    """Also where a child that it has forked lives on."""
+    program = (
+        "import os, signal, sys\n"
+        "from mgpu.checkpoint_folder import _alone\n"
+        "with _alone(sys.argv[1]):\n"
+        "    if os.fork():\n"
+        "        print('held', flush=True)\n"
+        "        sys.stdin.readline()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    sys.stdin.read()\n")
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(BlockingIOError), \
+                checkpoint_folder._alone(tmp_path):
+            pass
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.wait(60) == -signal.SIGKILL
+        with checkpoint_folder._alone(tmp_path):
+            pass
+        process.stdin.close()       # the end of the child
+
+
+def test_a_refused_checkpoint_changes_nothing(backend, tmp_path):
+    """One of `save_checkpoint`, and one of a longer run."""
+    run = made(on(0))
+    train(run, tmp_path / "run")
+    (tmp_path / "saved").mkdir()
+    mgpu.save_checkpoint(tmp_path / "saved" / step(12)[0], *run[:2],
+                         run[2][0])
+    run = replicas, trainer, data = made(on(0), seed=9)
+    before = everything(run, mgpu.History())
+    for place, error, match in (
+            ("saved", mgpu.errors.CheckpointCorrupt,
+             "one of mgpu.save_checkpoint"),
+            ("run", ValueError, "received 1 for a checkpoint after 3. Train "
+             "further")):
+        with pytest.raises(error, match=match):
+            mgpu.train(replicas, data[0], data[1], LOSS, trainer, 1,
+                       progress=False, checkpoint_dir=tmp_path / place,
+                       resume="auto")
+        assert_same(everything(run, mgpu.History()), before)
 
 
 def test_a_folder_belongs_to_one_run(backend, tmp_path):
@@ -274,6 +429,19 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
     refused("keep", keep=0, checkpoint_dir=tmp_path)
     refused("checkpoint_every", checkpoint_every=0, checkpoint_dir=tmp_path)
     refused("a path names a file", TypeError, checkpoint_dir=3)
+    file = tmp_path / "file"
+    file.write_text("a person's")
+    for path in (file, file / "run"):
+        refused("checkpoint_dir names a folder.*something else is in its "
+                "place", NotADirectoryError, checkpoint_dir=path)
+    for ahead, drawn in ((2, mgpu.prefetch(data)),
+                         (0, mgpu.prefetch(mgpu.prefetch(data)))):
+        with pytest.raises(ValueError, match="one thread draws ahead.*"
+                           f"received mgpu.prefetch of .*prefetch={ahead}"):
+            mgpu.train(replicas, drawn, None, LOSS, trainer, 1,
+                       progress=False, prefetch=ahead,
+                       checkpoint_dir=tmp_path / "ahead")
+    assert not (tmp_path / "ahead").exists() and trainer.num_update == 0
     mgpu.save_checkpoint(tmp_path / step(3)[0], replicas, trainer, data)
     refused("one of mgpu.save_checkpoint", checkpoint_dir=tmp_path,
             resume="auto")

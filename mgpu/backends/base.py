@@ -1144,6 +1144,11 @@ class Backend(ABC):
         Exception, with nothing changed, for other arrays."""
         raise messages.not_supported(self.name, "random streams in a file")
 
+    def kept_streams(self) -> Callable[[], None]:
+        """A function that puts the random streams back as they are now, or
+        leaves them where the engine cannot read them."""
+        return lambda: None
+
     def drawing(self, stop: Sequence[Any]) -> Callable[[], ContextManager]:
         """For a thread that draws data: a function that makes a block for
         each batch. In it, code of the user's draws from the framework's own

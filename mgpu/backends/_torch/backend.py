@@ -396,6 +396,10 @@ class TorchBackend(Leaves, base.Backend):
                                              device.index)
         return put_back
 
+    def kept_streams(self) -> Callable[[], None]:
+        streams = self.export_streams()
+        return lambda: self.fit_streams(streams)()
+
     def drawing(self, stop: Sequence[Any]
                 ) -> Callable[[], base.ContextManager]:
         return partial(undisturbed, stop)
