@@ -158,7 +158,10 @@ def read(file: files.FilePath) -> TrainerStates:
     """What `write` wrote. ValueError for any other contents, OSError for a
     file that cannot be opened."""
     with files.opened(file) as stream:
-        if stream.read(1) == b"\x80":      # a pickle
+        # A pickle. A file of ours may begin with the same byte, of a length;
+        # its ninth byte begins a header.
+        head = stream.read(9)
+        if head[:1] == b"\x80" and head[8:] != b"{":
             raise ValueError(
                 "expected a file of Trainer.save_states of mgpu; received "
                 f"{os.fspath(file)!r}, which looks like one of Gluon's. Pass "

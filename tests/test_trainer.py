@@ -2364,3 +2364,20 @@ def test_states_of_a_parameter_that_was_frozen_later(engine, tmp_path):
     trainer.load_states(tmp_path / "states")
     mgpu.train_batch(X, np.zeros(4, "int32"), replicas, loss, trainer)
     assert trainer.num_update == 3
+
+
+def test_a_states_file_may_begin_like_a_pickle(backend, tmp_path):
+    """Its first byte is of a length; a pickle begins with 0x80 too."""
+    replicas = initialize(mlp(backend), on(0))
+    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+    first = set()
+    for n in range(300):    # headers of other lengths
+        trainer._counts = {"x" * n: 1}
+        trainer.save_states(tmp_path / "states")
+        first.add((tmp_path / "states").read_bytes()[0])
+        if 0x80 in first:
+            break
+    assert 0x80 in first
+    with pytest.raises(ValueError) as caught:
+        trainer.load_states(tmp_path / "states")
+    assert "x" * n in str(caught.value)     # read, and no parameter has it

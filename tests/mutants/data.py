@@ -7,17 +7,16 @@ _ORDER = ("test_datasets.py::test_the_order_depends_only_on_the_seed_and_the_"
 
 MUTANTS = [
     Mutant("order-ignores-the-epoch", "every epoch has the same order",
-           edit(_ITER + "_batches", "[self.seed, epoch]", "[self.seed, 0]"),
+           edit(_ITER + "_drawn", "[self.seed, epoch]", "[self.seed, 0]"),
            _ORDER),
     Mutant("order-ignores-the-seed", "every seed gives the same order",
-           edit(_ITER + "_batches", "[self.seed, epoch]", "[0, epoch]"),
+           edit(_ITER + "_drawn", "[self.seed, epoch]", "[0, epoch]"),
            _ORDER),
     Mutant("short-batch-dropped", "the rows left over are never seen",
            edit(_ITER + "__len__", "rest > 0 and", "False and"),
            ("test_datasets.py::test_length_and_last_batch",)),
     Mutant("labels-not-shuffled", "labels belong to other examples",
-           edit(_ITER + "_batches", "self.y[rows]", "self.y[i * "
-                "self.batch_size:(i + 1) * self.batch_size]"),
+           edit(_ITER + "_made", "self.y[own]", "self.y[:len(own)]"),
            ("test_datasets.py::test_an_epoch_holds_every_example_once_with_"
             "its_label",)),
     Mutant("position-ahead", "batches that a thread draws ahead count as "

@@ -475,7 +475,7 @@ MUTANTS = [
             "test_replicas.py::test_dropout_is_reproducible_and_differs_"
             "between_devices[torch-2dev]")),
     Mutant("torch-dropout-alike", "all devices draw the same mask",
-           edit(_TORCH + "generator", "device.index, (", "0, ("),
+           edit(_TORCH + "generator", "self._first + device.index", "0"),
            ("test_replicas.py::test_dropout_is_reproducible_and_differs_"
             "between_devices[torch-2dev]",)),
     Mutant("torch-seed-ignored", "masks go on after a seed",

@@ -2,6 +2,7 @@
 from mutants.planting import Mutant, edit, together
 
 _REDUCE = "mgpu.trainer:Trainer._allreduce"
+_SUM = "mgpu.trainer:Trainer._sum"
 _UPDATE = "mgpu.trainer:Trainer._update"
 _WORK, _FACTORS = "mgpu.trainer:Trainer._work", "mgpu.trainer:" \
     "Trainer.multipliers"
@@ -42,10 +43,12 @@ MUTANTS = [
            ("test_trainer.py::test_gradients_of_the_network_itself["
             "torch-2dev-True]",)),
     Mutant("gradient-stays-fresh", "a second step without a backward pass "
-           "goes through", edit(_REDUCE, "backend.mark_used(x)", "pass"),
+           "goes through", edit(
+               "mgpu.trainer:Trainer._void",
+               "self.replicas.backend.mark_used(x)", "pass"),
            ("test_trainer.py::test_gradients_are_summed_once[torch-2dev]",)),
     Mutant("idle-device-counts", "the old gradient of a device without rows "
-           "is added", edit(_REDUCE, "g[...] = 0", "pass"),
+           "is added", edit(_SUM, "g[...] = 0", "pass"),
            ("test_trainer.py::test_a_layer_that_only_some_devices_rows_reach*",
             )),
     Mutant("old-batch-applied", "an abandoned batch counts with the next one",
@@ -70,7 +73,7 @@ MUTANTS = [
             "[mxnet-nd-2dev]",)),
     Mutant("idle-edits-dropped", "what is written to the gradient of a device "
            "without rows is lost",
-           edit("mgpu.trainer:Trainer._allreduce", "i not in emptied", "True"),
+           edit(_SUM, "i not in emptied", "True"),
            ("test_trainer.py::test_what_is_added_on_a_device_without_rows_"
             "counts[mxnet-nd-2dev]",)),
     Mutant("gradients-emptied", "a forward pass voids gradients that wait for "
@@ -93,10 +96,9 @@ MUTANTS = [
                     "gradient.wait_to_read()", "pass")),
            ("test_contract.py::test_a_function_of_the_users_is_part_of_the_"
             "pass[mxnet-*",)),
-    Mutant("late-errors-midway", "an update of one device meets the errors "
-           "of the pass", edit(
-               _REDUCE, "backend.host_views([one[0] for one in gradients], "
-               "to_read=True)", "pass"),
+    Mutant("late-errors-passed-over", "what fails late in a pass is passed "
+           "over", edit("mgpu.trainer:Trainer._check_done",
+                        "errors.append((i, error))", "pass"),
            ("test_trainer.py::test_a_pass_that_fails_late_updates_nothing["
             "1dev-mxnet-nd]",)),
     Mutant("overrides-passed-by", "a step calls no method of a subclass",
@@ -213,10 +215,10 @@ MUTANTS = [
            ("test_replicas.py::test_a_later_network_on_trained_layers"
             "[torch-2dev]",)),
     Mutant("gradients-averaged", "the mean over devices instead of the sum",
-           edit(_REDUCE, "algorithm=self._strategy",
+           edit(_SUM, "algorithm=self._strategy",
                 'op="mean"'), _ONE),
     Mutant("no-allreduce", "each device follows its own gradient",
-           edit(_REDUCE, "allreduce_many(gradients, algorithm=self._strategy)",
+           edit(_SUM, "allreduce_many(gradients, algorithm=self._strategy)",
                 "pass"), _ONE),
     Mutant("divisor-truncated", "fractions of a divisor are lost",
            edit("mgpu.trainer:check_batch_size", "return float(x)",
