@@ -21,7 +21,7 @@ from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   stopping, train)
 from helpers import mlp, on
 from mgpu import checkpoint_folder, datasets
-from mgpu.distributed import World
+from mgpu.distributed import World, current
 from mgpu.stopping import Stop
 
 
@@ -173,9 +173,13 @@ def test_a_second_ctrl_c_does_not_wait(backend, tmp_path, monkeypatch):
     monkeypatch.setattr("mgpu.stopping._AGAIN", 60.0)
 
     def twice():
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.1)     # or both are one
+        os.kill(os.getpid(), signal.SIGINT)
+        end = time.monotonic() + 10
+        while current().wish is None and time.monotonic() < end:
+            time.sleep(0.001)       # or both are one
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)         # the main thread takes it
     run, _ = run_until(tmp_path / "soon", on(0), 3, twice, KeyboardInterrupt)
     assert names(tmp_path / "soon") == step(2, 4)
     monkeypatch.setattr("mgpu.stopping._AGAIN", 0.01)
