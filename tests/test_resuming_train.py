@@ -178,6 +178,7 @@ def test_a_second_ctrl_c_does_not_wait(backend, tmp_path, monkeypatch):
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     def twice():
+        time.sleep(0.1)     # a thread that begins to wait is not woken
         press()
         end = time.monotonic() + 10
         while current().wish is None and time.monotonic() < end:
