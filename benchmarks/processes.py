@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import answer, started      # noqa: E402
 from benchmarks.contenders import (RATE, batch_of,          # noqa: E402
                                    gluon_net, torch_net)
 
@@ -194,8 +195,7 @@ def job(spec):
     """What rank 0 of two found."""
     common = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1",
               "MASTER_PORT": str(free_port())}
-    children = []
-    try:
+    with started() as children:
         if spec["what"] == "gradients":
             common.update({
                 "DMLC_PS_ROOT_URI": "127.0.0.1", "DMLC_NODE_HOST": "127.0.0.1",
@@ -208,17 +208,7 @@ def job(spec):
                        LOCAL_RANK=str(rank), **common)
                  for rank in range(SIZE)]
         children += ranks
-        out = ranks[0].communicate(timeout=spec.get("limit", 600))[0]
-        if ranks[0].returncode:
-            raise RuntimeError("rank 0 ended with an error")
-        for child in children:
-            child.wait(30)
-        return json.loads(out)
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+        return answer(ranks[0], children, spec.get("limit", 600))
 
 
 def main():

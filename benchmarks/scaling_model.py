@@ -23,6 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import answer, started      # noqa: E402
+
 #: bytes that each process gives in a meeting (mgpu.distributed._gloo)
 MEETING = 1024
 #: bytes of the gradients of ResNet-18, as `mgpu.models.resnet18` has them
@@ -206,8 +208,7 @@ def job(spec, names):
     alone, in this namespace."""
     command = [sys.executable, "-m", "benchmarks.scaling_model", "--rank",
                json.dumps(spec)]
-    children = []
-    try:
+    with started() as children:
         for rank, name in enumerate(names or [None]):
             enter = ["ip", "netns", "exec", name] if name else []
             place = {"RANK": str(rank), "WORLD_SIZE": str(len(names)),
@@ -216,17 +217,7 @@ def job(spec, names):
             children.append(subprocess.Popen(
                 enter + command, cwd=ROOT, text=True, stdout=subprocess.PIPE,
                 env={**os.environ, "OMP_NUM_THREADS": "1", **place}))
-        out = children[0].communicate(timeout=600)[0]
-        if children[0].returncode:
-            raise RuntimeError("rank 0 ended with an error")
-        for child in children:
-            child.wait(30)
-        return json.loads(out)
-    finally:
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
+        return answer(children[0], children)
 
 
 def check(links, counts, rounds):

@@ -156,8 +156,7 @@ class World:
                 raise WorkerFailed(
                     f"rank {rank} failed before {work!r}: {one['value']}. "
                     f"No parameter of rank {self.rank} has changed. Correct "
-                    "what "
-                    "that rank reports; its log has the traceback.")
+                    "what that rank reports; its log has the traceback.")
         left = {rank: one["value"] for rank, one in enumerate(told)
                 if one["work"] == _LEAVES}
         if left:
@@ -182,6 +181,7 @@ class World:
         """Forget the wish, after all ranks have stopped or before they
         begin."""
         self.wish = self._agreed = None
+
     def _left(self, rank: int, why: str | None) -> WorkerError:
         """The error of work that rank `rank` takes no part in, as it has
         ended. There is no other work."""

@@ -44,6 +44,13 @@ class Job:
         return [(process.returncode, text) for process, text in zip(
             self.processes, texts, strict=True)]
 
+    def said(self, seconds=120):
+        """The output of each rank, all of which end well."""
+        ends = self.wait(seconds)
+        for status, text in ends:
+            assert status == 0, text
+        return [text for _, text in ends]
+
 
 def environment(rank, size, port, **more):
     """The environment of one rank, as torchrun makes it."""

@@ -17,11 +17,7 @@ def told(request, tmp_path_factory):
     """What each of two ranks says."""
     job = jobs.start(tmp_path_factory.mktemp("job"), 2, PROGRAM,
                      request.param)
-    found = []
-    for status, text in job.wait():
-        assert status == 0, text
-        found.append(json.loads(text.splitlines()[-1]))
-    return found
+    return [json.loads(text.splitlines()[-1]) for text in job.said()]
 
 
 def test_the_same_rows_in_two_processes_are_refused(told):

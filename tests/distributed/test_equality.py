@@ -34,9 +34,8 @@ def alone(request, tmp_path_factory):
 def together(request, alone, tmp_path_factory):
     """The folder of the run in several processes, and their number."""
     folder, size = tmp_path_factory.mktemp("job"), request.param.count(",") + 1
-    job = jobs.start(folder, size, PROGRAM, alone[0], request.param, folder)
-    for status, text in job.wait(200):
-        assert status == 0, text
+    jobs.start(folder, size, PROGRAM, alone[0], request.param,
+               folder).said(200)
     return folder, size
 
 
@@ -77,10 +76,8 @@ def test_a_parameter_server_changes_nothing(tmp_path_factory):
     """To the rounding of float32, which it adds in."""
     expected, folder = (tmp_path_factory.mktemp(x) for x in ("alone", "job"))
     run_alone("mxnet", expected, "float32")
-    job = jobs.start(folder, 2, PROGRAM, "mxnet", "2,2", folder, "float32",
-                     MGPU_ENGINE="kvstore")
-    for status, text in job.wait(200):
-        assert status == 0, text
+    jobs.start(folder, 2, PROGRAM, "mxnet", "2,2", folder, "float32",
+               MGPU_ENGINE="kvstore").said(200)
     for name in equality.SCENARIOS:
         one = dict(np.load(expected / f"{name}-0.npz"))
         for rank in range(2):

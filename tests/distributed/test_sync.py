@@ -18,12 +18,9 @@ def found(request, tmp_path_factory):
     """What each rank says of `sync_faults`."""
     job = jobs.start(tmp_path_factory.mktemp("job"), 2, PROGRAM,
                      request.param)
-    told = []
-    for status, text in job.wait(100):
-        assert status == 0, text
-        told += [json.loads(line.removeprefix("FOUND "))
-                 for line in text.splitlines() if line.startswith("FOUND ")]
-    return told
+    return [json.loads(line.removeprefix("FOUND "))
+            for text in job.said(100)
+            for line in text.splitlines() if line.startswith("FOUND ")]
 
 
 @pytest.mark.parametrize("case, own", [
