@@ -302,26 +302,57 @@ def memory_rows(wanted, rounds):
 
 
 def process_rows(wanted, rounds):
-    """Two processes, one device and one thread each, side by side with what
-    people use; in one job, because processes differ by chance."""
+    """Two processes, one device and one thread each, against what people
+    use."""
     for model, batch in (("LeNet", LENET), ("ResNet-18", RESNET)):
-        for what, name, bar, stretch in (
-                ("steps", f"2 processes, {model}, torch: a step against DDP",
-                 0.97, 1.0),
-                ("gradients", f"2 processes, {model}, mxnet: gradients over "
-                 "gloo against KVStore dist_sync", 3.0, 5.0)):
-            spec = json.dumps({"what": what, "rounds": rounds, **batch})
+        name = f"2 processes, {model}, torch: a step against DDP"
+        if wanted(name):
+            yield name, partial(_against_ddp, name, batch, rounds)
+        name = f"2 processes, {model}, mxnet: gradients over gloo"
+        if wanted(name):
+            yield name, partial(_of_gradients, name, batch, rounds)
 
-            def measure(name=name, bar=bar, stretch=stretch, spec=spec):
-                found = json.loads(subprocess.run(
-                    [sys.executable, "-m", "benchmarks.processes", spec],
-                    cwd=ROOT, text=True, check=True, stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL).stdout)
-                return ratio_row(name, list(zip(*found.values())), bar,
-                                 stretch, [f"python -m benchmarks.processes "
-                                           f"'{spec}'"])
-            if wanted(name):
-                yield name, measure
+
+def _of_processes(spec):
+    return json.loads(subprocess.run(
+        [sys.executable, "-m", "benchmarks.processes", json.dumps(spec)],
+        cwd=ROOT, text=True, check=True, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL).stdout), \
+        f"python -m benchmarks.processes '{json.dumps(spec)}'"
+
+
+def _against_ddp(name, batch, rounds):
+    """A job of each in every round, in turn: one of DDP has not the settings
+    that mgpu makes, and processes differ by chance. For comparison, both in
+    the same processes too."""
+    laps = []
+    specs = {who: {"what": "steps", "who": who, "rounds": 1, **batch}
+             for who in ("mgpu", "ddp")}
+    for number in range(rounds):
+        found, commands = {}, []
+        for who in list(specs)[::1 if number % 2 else -1]:
+            of_one, line = _of_processes(specs[who])
+            found[who] = of_one[who][0]
+            commands.append(line)
+        laps.append([found["mgpu"], found["ddp"]])
+    rows = [ratio_row(name, laps, 0.97, 1.0, sorted(commands))]
+    found, line = _of_processes({"what": "steps", "rounds": rounds, **batch})
+    rows.append(ratio_row(
+        f"{name}, in the same processes",
+        list(zip(found["mgpu"], found["ddp"])), None, None, [line]))
+    return rows
+
+
+def _of_gradients(name, batch, rounds):
+    """In one job: all take turns in it."""
+    found, line = _of_processes({"what": "gradients", "rounds": rounds,
+                                 **batch})
+    return [ratio_row(f"{name} against {what}",
+                      list(zip(found["mgpu"], found[other])), bar, stretch,
+                      [line])
+            for other, what, bar, stretch in (
+                ("kvstore", "KVStore dist_sync", 3.0, 5.0),
+                ("gloo", "gloo itself, the bound", None, None))]
 
 
 _IMPORT = ("import time, sys; b = time.perf_counter(); import {}; "

@@ -3,14 +3,17 @@
     python -m benchmarks.processes '{"what": "steps", "model": "lenet",
                                      "batch": 256, "rounds": 9}'
 
-"steps": `mgpu.Trainer` and DistributedDataParallel take turns in the same two
-processes, on the same batch, from the same weights. "gradients": the
-gradients of a network of MXNet are added up over two workers, by mgpu over
-gloo and by MXNet's KVStore "dist_sync", whose scheduler and server this
-program starts too. Writes the seconds of one step, or of one reduction, of
-each contender in each round. In a round the contenders take many short turns,
-and the median of their steps counts: both wait where anything else stops one
-of the two processes. The first round is not counted.
+"steps": `mgpu.Trainer` and DistributedDataParallel, on the same batch. With
+"who" one of them alone, "mgpu" or "ddp", as its user has it: mgpu sets how
+memory is kept, of which DDP gains where both are in one process. Without it
+both take turns in the same two processes, from the same weights.
+"gradients": the gradients of a network of MXNet are added up over two
+workers, by mgpu over gloo, by MXNet's KVStore "dist_sync", whose scheduler
+and server this program starts too, and by gloo itself, on arrays of the same
+sizes, which is the bound. Writes the seconds of one step, or of one
+reduction, of each contender in each round. In a round the contenders take
+many short turns, and the median of their steps counts: both wait where
+anything else stops one of the two processes. The first round is not counted.
 """
 import json
 import os
@@ -66,8 +69,10 @@ def ddp_steps(spec, rank):
     """A step of DistributedDataParallel with its default options."""
     import torch
     from torch import distributed, nn
+    torch.manual_seed(0)
     own = torch_net(spec["model"])
-    own.load_state_dict(spec["weights"])
+    if "weights" in spec:
+        own.load_state_dict(spec["weights"])
     net = nn.parallel.DistributedDataParallel(
         own, process_group=distributed.new_group(backend="gloo"),
         **spec.get("ddp", {}))
@@ -85,13 +90,36 @@ def ddp_steps(spec, rank):
     return step, own
 
 
+class Alone:
+    """The ranks of a job that does without mgpu."""
+
+    def __init__(self):
+        from torch import distributed
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        distributed.init_process_group("gloo")
+        self.rank = distributed.get_rank()
+        self.is_main = self.rank == 0
+
+    def gather(self, work, value=None):
+        from torch import distributed
+        every = [None] * SIZE
+        distributed.all_gather_object(every, value)
+        return every
+
+
 def steps(spec):
-    import mgpu
     import torch
     torch.set_num_threads(1)
+    who = spec.get("who")
+    if who == "ddp":
+        world = Alone()
+        return {"ddp": ddp_steps(spec, world.rank)[0]}, world
+    import mgpu
     mgpu.set_backend("torch")
     world = mgpu.distributed.init()
     ours, net = mgpu_steps(spec, world.rank)
+    if who:
+        return {"mgpu": ours}, world
     theirs, other = ddp_steps(
         {**spec, "weights": net.state_dict()}, world.rank)
     runs = {"mgpu": ours, "ddp": theirs}
@@ -141,9 +169,25 @@ def gradients(spec):
         run()
         if any(not np.all(x.asnumpy() == 3) for x, in columns):
             raise RuntimeError("a sum is wrong")
+    runs["gloo"] = bare_gloo([x.size for x, in columns])
     for (x,) in columns:
         x[:] = 0                # sums of sums stay finite
     return runs, world
+
+
+def bare_gloo(sizes):
+    """A reduction of arrays of these sizes that nobody has to pack, wait for
+    or explain: all at once, those below 1 MB in one."""
+    import torch
+    from torch import distributed
+    large = [n for n in sizes if 4 * n >= 1 << 20]
+    arrays = [torch.zeros(n) for n in (*large, sum(sizes) - sum(large))]
+
+    def run():
+        for work in [distributed.all_reduce(x, async_op=True)
+                     for x in arrays if len(x)]:
+            work.wait()
+    return run
 
 
 def rank_of(spec):
