@@ -7,7 +7,7 @@
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
-write=--write
+write=yes
 for word in "$@"; do
     case $word in --*) write= ;; esac
 done
@@ -15,7 +15,11 @@ say "faults on $engines"
 export OMP_NUM_THREADS=1 PYTHONPATH=$PWD:$PWD/tests
 status=0
 if [ -n "$write" ]; then
-    "$python" -m faults.restarts "${1:-1}" || status=$?
+    restarts=$(mktemp)
+    trap 'rm -f "$restarts"' EXIT
+    "$python" -m faults.restarts "${1:-1}" | tee "$restarts" || status=$?
+    "$python" -m faults "$@" --restarts "$restarts" --write || status=$?
+else
+    "$python" -m faults "$@" || status=$?
 fi
-"$python" -m faults "$@" $write || status=$?
 exit $status

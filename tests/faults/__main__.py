@@ -1,12 +1,14 @@
 """All cases: ``python -m faults [N] [--backend B] [--engine E] [--row R]
-[--write]``, from the folder tests; see scripts/faults.sh.
+[--restarts FILE] [--write]``, from the folder tests; see scripts/faults.sh.
 
 Runs each case N times (default 1), a kill at another step each time, and
 prints for each row: runs, detected, hung, worst seconds. `--write` makes
-docs/reliability.md of it. Exit status 1 where something was not as promised.
+docs/reliability.md of it, with what `faults.restarts` has printed into FILE.
+Exit status 1 where something was not as promised.
 """
 import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -19,6 +21,11 @@ from pathlib import Path
 
 from faults import cases, driver, hosts
 
+RESTARTS = {
+    6: "the server or the scheduler of a KVStore is killed or stands still; "
+       "the job ends with WorkerLost, and no process stays",
+    8: "a process is killed in a step drawn at random, and the job is started "
+       "again; it goes on from a checkpoint, and ends with the same bits"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 
 
@@ -67,6 +74,7 @@ def main():
     parser.add_argument("--backend", action="append")
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--row", action="append", type=int)
+    parser.add_argument("--restarts", type=Path)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     backends = given.backend or ["torch", "mxnet"]
@@ -140,8 +148,18 @@ def page(rows, backends, given):
         f"{name} {importlib.metadata.version(name)}"
         for name in ("torch", "mxnet", "numpy"))
     wrong = [x for row in rows.values() for x in row.wrong]
+    restarted = [json.loads(line) for line in
+                 given.restarts.read_text().splitlines()] \
+        if given.restarts else []
+    wrong += [f"row {x['row']}, {x['job']}: {text}"
+              for x in restarted for text in x["wrong"]]
     return Path(__file__).with_name("page.md").read_text().format(
-        table=table, runs=given.runs, backends=" and ".join(backends),
+        table=table, restarts="\n".join(
+            f"| {x['row']} | {RESTARTS[x['row']]} | {x['job']} | {x['runs']} "
+            f"| {x['right']} | {x['median seconds']:.1f} | "
+            f"{x['worst seconds']:.1f} |" for x in restarted)
+        or "| 6, 8 | not run | | | | | |", runs=given.runs,
+        backends=" and ".join(backends),
         engine=given.engine, cores=len(os.sched_getaffinity(0)),
         python=platform.python_version(), versions=versions,
         hosts=" and ".join(sorted(rows[9].notes)) or "not run",

@@ -2,8 +2,9 @@
 are started again, and jobs whose parameter server ends.
 
 ``python -m faults.restarts [N]``, from the folder tests, runs each N times
-(default 20) and prints a line for each combination of a backend and an
-engine. As a program it is what a rank runs.
+(default 20) and prints a line of JSON for each combination of a backend and
+an engine, which ``python -m faults --restarts FILE`` puts into its page. As a
+program it is what a rank runs.
 """
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +125,8 @@ def killed(backend, engine, runs, folder, draw):
         equal += bits(place) == expected
         seconds.append(seconds_between(place))
         shutil.rmtree(place)
-    return {"runs": runs, "resumed": len(seconds), "equal": equal,
+    return {"row": 8, "job": f"{backend}, {engine}", "runs": runs,
+            "resumed": len(seconds), "right": equal,
             "median seconds": float(np.median(seconds or [np.nan])),
             "worst seconds": max(seconds, default=float("nan")),
             "wrong": wrong}
@@ -149,7 +152,7 @@ def left(folder, patience=2.0):
 
 def without_roles(runs, folder, draw):
     """Each run loses a role of the parameter server, and is not restarted."""
-    found, worst, wrong = 0, 0.0, []
+    found, seconds, wrong = 0, [], []
     for number in range(runs):
         place = folder / f"role-{number}"
         who = ROLES[number % 2]
@@ -160,26 +163,25 @@ def without_roles(runs, folder, draw):
         stay = left(place)
         good = status != 0 and "WorkerLost" in text and not stay
         found += good
-        worst = max(worst, took)
+        seconds.append(took)
         if not good:
             wrong.append(f"{who} {how}: status {status}, left {stay}: "
                          + text[-2000:])
-    return {"runs": runs, "detected": found, "worst seconds": worst,
-            "wrong": wrong}
+    return {"row": 6, "job": "mxnet, kvstore", "runs": runs, "right": found,
+            "median seconds": float(np.median(seconds)),
+            "worst seconds": max(seconds), "wrong": wrong}
 
 
 def main(runs=20):
     draw, status = random.Random(0), 0
     folder = Path(tempfile.mkdtemp(prefix="restarts-"))
     try:
-        for backend, engine in COMBINATIONS:
-            found = killed(backend, engine, runs,
-                           folder / f"{backend}-{engine}", draw)
-            status |= found["equal"] != runs
-            print(f"8 {backend}, {engine}:", json.dumps(found), flush=True)
-        found = without_roles(runs, folder / "roles", draw)
-        status |= found["detected"] != runs
-        print("6 mxnet, kvstore:", json.dumps(found), flush=True)
+        jobs = [partial(killed, *x, runs, folder / "-".join(x))
+                for x in COMBINATIONS]
+        for job in (*jobs, partial(without_roles, runs, folder / "roles")):
+            found = job(draw)
+            status |= found["right"] != runs
+            print(json.dumps(found), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return status

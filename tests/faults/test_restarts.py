@@ -16,13 +16,13 @@ def test_a_job_that_loses_a_process_ends_with_the_same_bits(
         backend, engine, tmp_path):
     found = restarts.killed(backend, engine, 1, tmp_path, random.Random(1))
     assert found["wrong"] == []
-    assert found["resumed"] == found["equal"] == 1
+    assert found["resumed"] == found["right"] == 1
 
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet's KVStore")
 def test_a_job_without_its_parameter_server_ends(tmp_path):
     found = restarts.without_roles(1, tmp_path, random.Random(1))
-    assert found["wrong"] == [] and found["detected"] == 1
+    assert found["wrong"] == [] and found["right"] == 1
 
 
 def test_other_bits_and_processes_that_stay_are_seen(tmp_path, monkeypatch):
