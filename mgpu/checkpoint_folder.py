@@ -34,7 +34,8 @@ class Folder:
     def __init__(self, folder: files.FilePath, replicas: Replicas,
                  trainer: Trainer, train_iter: Any, test_iter: Any,
                  keep: int, every: int | None, prefetch: int) -> None:
-        self._path = files.path_of(folder)
+        # What the program's current folder becomes does not matter.
+        self._path = os.path.abspath(_named(folder))
         self._replicas, self._trainer = replicas, trainer
         self._train, self._test = train_iter, test_iter
         _check_drawn_once(train_iter, prefetch)
@@ -61,6 +62,7 @@ class Folder:
         self._at: tuple[int, int] | None = None     # of the last file
         self._passed: list[str] = []    # what is there and not whole
         self._held = contextlib.ExitStack()
+        self._descriptor = -1
         self._test_epoch = self._begun()
 
     def _begun(self) -> int | None:
@@ -87,7 +89,7 @@ class Folder:
         world, path, contents = self._replicas.span.world, None, None
         if world.is_main:
             _make(self._path)
-            self._held.enter_context(_alone(self._path))
+            self._descriptor = self._held.enter_context(_alone(self._path))
             files.sweep(self._path)
             found = self._files()
             if found and resume is None:
@@ -98,7 +100,8 @@ class Folder:
                     "checkpoint_dir.")
             path, contents = _newest(found, self._passed)
             if contents is not None:
-                _check_loop(path, contents[0].get("loop"), num_epochs)
+                _check_loop(path, contents[0].get("loop"), num_epochs,
+                            self._length)
         path = world.gather("train: resume", path)[0]
         if path is None:
             return None
@@ -107,7 +110,7 @@ class Folder:
         assert loop is not None
         if self._tested is not None and loop["test_epoch"] is not None:
             self._tested.epoch = self._test_epoch = loop["test_epoch"]
-        self._at = loop["epochs"], len(loop["history"]["loss_per_step"])
+        self._at = loop["epochs"], _steps(loop)
         return loop
 
     def _files(self) -> list[str]:
@@ -116,6 +119,27 @@ class Folder:
                  if (match := _NAME.fullmatch(name))]
         return [os.path.join(self._path, name)
                 for _, name in sorted(found, reverse=True)]
+
+    def _check_there(self) -> None:
+        """The folder of this run is where it was: its name may be another
+        run's now, whose checkpoints are not to be replaced or deleted."""
+        try:
+            there = os.path.samestat(os.fstat(self._descriptor),
+                                     os.stat(self._path))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            raise FileNotFoundError(
+                "the folder of a run stays where it is; received "
+                f"{self._path!r}, which was moved or removed since train "
+                "has begun. No checkpoint was written. Move it back, and "
+                "train with resume='auto'.")
+
+    @property
+    def _length(self) -> int | None:
+        """The batches of an epoch, of a list."""
+        return len(self._train) if self._source is None \
+            and isinstance(self._train, Sequence) else None
 
     @property
     def _data(self) -> Any:
@@ -141,12 +165,13 @@ class Folder:
         if not sizes:
             self._test_epoch = self._begun()
         world = self._replicas.span.world
-        path = os.path.join(self._path, f"step-{steps:08d}.safetensors")
+        path = _path(self._path, steps)
         if world.is_main:
+            self._check_there()
             _clear(path)
         checkpoint.write(path, self._replicas, self._trainer, self._data, {
             "epochs": epochs, "sizes": list(sizes), "history": history,
-            "test_epoch": self._test_epoch})
+            "test_epoch": self._test_epoch, "batches": self._length})
         self._at = epochs, steps
         if world.is_main:
             self._passed = [old for old in self._passed if old != path]
@@ -154,6 +179,18 @@ class Folder:
                      if os.path.isfile(old) and old not in self._passed]
             for old in whole[self._keep:]:
                 os.unlink(old)
+
+
+def _path(folder: str, steps: int) -> str:
+    return os.path.join(folder, f"step-{steps:08d}.safetensors")
+
+
+def _named(folder: files.FilePath) -> str:
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise (ValueError if folder == "" else TypeError)(
+            "checkpoint_dir names a folder; received "
+            f"{folder!r}. Pass a text, for example 'run', or a pathlib.Path.")
+    return files.path_of(folder)
 
 
 def _make(path: str) -> None:
@@ -181,9 +218,9 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
-def _alone(path: str) -> Iterator[None]:
-    """A block for one run in a folder at a time. Where the process ends, the
-    system ends it."""
+def _alone(path: str) -> Iterator[int]:
+    """A block for one run in a folder at a time, with the folder's
+    descriptor. Where the process ends, the system ends it."""
     descriptor = os.open(path, os.O_RDONLY)
     _descriptors.add(descriptor)
     try:
@@ -196,7 +233,7 @@ def _alone(path: str) -> Iterator[None]:
                 "end, or pass another checkpoint_dir.") from error
         except OSError:     # not every file system can
             pass
-        yield
+        yield descriptor
     finally:
         if descriptor in _descriptors:      # not in a forked child
             _descriptors.remove(descriptor)
@@ -214,8 +251,12 @@ def _clear(path: str) -> None:
         os.unlink(path)
 
 
+def _steps(loop: Mapping[str, Any]) -> int:
+    return len(loop["history"]["loss_per_step"])
+
+
 def _check_loop(path: str | None, loop: Mapping[str, Any] | None,
-                num_epochs: int) -> None:
+                num_epochs: int, batches: int | None) -> None:
     if loop is None:
         raise CheckpointCorrupt(
             "train goes on from a checkpoint that train has written; "
@@ -226,6 +267,17 @@ def _check_loop(path: str | None, loop: Mapping[str, Any] | None,
             f"train goes on to epoch num_epochs; received {num_epochs} for a "
             f"checkpoint after {loop['epochs']}. Train further, or use "
             "another checkpoint_dir.")
+    if loop.get("batches", batches) != batches:
+        raise ValueError(
+            "train goes on with the data that it has begun with; received "
+            f"{_batches(batches)} for a checkpoint of {path!r}, whose run "
+            f"had {_batches(loop['batches'])}. Pass the same data, or use "
+            "another checkpoint_dir.")
+
+
+def _batches(count: int | None) -> str:
+    return "no list of batches" if count is None \
+        else f"a list of {count} batches"
 
 
 def _check_drawn_once(data: Any, prefetch: int) -> None:
@@ -248,7 +300,16 @@ def _newest(found: Sequence[str], passed: list[str]
             if not os.path.isfile(path):
                 raise files.corrupt(path, "a checkpoint of train",
                                     ValueError("it is no regular file"))
-            return path, checkpoint.read(path)
+            contents = checkpoint.read(path)
+            loop = contents[0].get("loop")
+            if loop is not None and path != _path(
+                    os.path.dirname(path), _steps(loop)):
+                raise CheckpointCorrupt(
+                    "a checkpoint of train has the number of its steps in "
+                    f"its name; received {path!r}, which is of "
+                    f"{_steps(loop)} steps. Give it its name back, or "
+                    "remove it.")
+            return path, contents
         except CheckpointCorrupt as error:
             if i == len(found) - 1:
                 raise

@@ -383,6 +383,59 @@ def test_a_folder_belongs_to_one_run(backend, tmp_path):
     assert names(other) == [*step(2, 4, 6, 8, 10, 12), "step-1.safetensors"]
 
 
+@pytest.mark.parametrize("what", ["moved", "removed", "current folder"])
+def test_a_folder_that_does_not_stay_is_not_mistaken(
+        backend, tmp_path, monkeypatch, what):
+    """Its name may be another run's by then."""
+    place = tmp_path / "run"
+    other = tmp_path / ("elsewhere/run" if what == "current folder"
+                        else "run")
+    monkeypatch.chdir(tmp_path)
+
+    def change():
+        if what == "current folder":
+            os.makedirs(other)
+            os.chdir(tmp_path / "elsewhere")
+        elif what == "moved":
+            place.rename(tmp_path / "old")
+            other.mkdir()
+        else:
+            for file in place.iterdir():
+                file.unlink()
+            place.rmdir()
+            return
+        for name in step(1, 99):
+            (other / name).write_text("another run's")
+    run = made(on(0))
+    loss = stopping(run[1], 3, change)
+    if what == "current folder":
+        train(run, "run", loss, keep=1)
+        assert names(place) == step(12)
+    else:
+        with pytest.raises(FileNotFoundError, match="stays where it is; "
+                           f"received '{place}', which was moved or removed"):
+            train(run, "run", loss, keep=1)
+        assert names(tmp_path) == (
+            ["old", "run"] if what == "moved" else [])
+    if what != "removed":
+        assert {name: (other / name).read_text() for name in names(other)
+                } == dict.fromkeys(step(1, 99), "another run's")
+
+
+def test_a_checkpoint_under_another_name_does_not_count(backend, tmp_path):
+    run = made(on(0))
+    whole = everything(run, train(run, tmp_path / "whole"))
+    place = tmp_path / "run"
+    run_until(place, on(0), 5, kill, Killed)
+    (place / step(4)[0]).rename(place / step(99)[0])
+    run = made(on(0), seed=9)
+    with pytest.warns(RuntimeWarning, match="number of its steps in its name"
+                      ".*step-00000099.*is of 4 steps"):
+        history = train(run, place, keep=1)
+    assert_same(everything(run, history), whole)
+    assert names(place) == step(12, 99)
+
+
 @pytest.mark.parametrize("data", ["list", "prefetched", "ahead", "any"])
 def test_other_data(backend, tmp_path, data):
     """A list of batches goes on in an epoch, batches that are drawn ahead
@@ -394,14 +447,14 @@ def test_other_data(backend, tmp_path, data):
         def __iter__(self):
             return iter(batches)
 
-    def go(run, folder, loss=LOSS, every=2, **options):
+    def go(run, folder, loss=LOSS, every=2, batches=batches):
         source = datasets.BatchIterator(ROWS, resuming.LABELS, 7, 3)
         train_iter = {"list": batches, "ahead": source, "any": Any(),
                       "prefetched": mgpu.prefetch(source, 2)}[data]
         return mgpu.train(
             run[0], train_iter, None, loss, run[1], EPOCHS, progress=False,
             checkpoint_dir=folder, checkpoint_every=every, resume="auto",
-            prefetch=2 if data == "ahead" else 0, **options)
+            prefetch=2 if data == "ahead" else 0)
     every = None if data == "any" else 2
     if data == "any":
         with pytest.raises(ValueError, match="checkpoint_every takes data "
@@ -420,6 +473,10 @@ def test_other_data(backend, tmp_path, data):
         if at == 6 and backend.name == "mxnet" and data != "any":
             continue    # as said there
         run = made(on(0, 1), seed=9)
+        if data == "list":
+            with pytest.raises(ValueError, match="a list of 3 batches for a "
+                               "checkpoint.*a list of 4 batches"):
+                go(run, place, batches=batches[:-1])
         assert_same(everything(run, go(run, place, every=every)), whole)
 
 
@@ -438,7 +495,7 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
             checkpoint_dir=tmp_path)
     refused("keep", keep=0, checkpoint_dir=tmp_path)
     refused("checkpoint_every", checkpoint_every=0, checkpoint_dir=tmp_path)
-    refused("a path names a file", TypeError, checkpoint_dir=3)
+    refused("checkpoint_dir names a folder", TypeError, checkpoint_dir=3)
     file = tmp_path / "file"
     file.write_text("a person's")
     for path in (file, file / "run"):

@@ -145,6 +145,10 @@ class Job:
         """Processes with these ranks are about to start: name their files,
         and show those of rank 0."""
         self.end()
+        if not self.starts:     # an earlier job may have had this folder
+            for rank in ranks:
+                for old in self.folder.glob(f"rank-{rank}.restart-*.*"):
+                    old.unlink()
         more = f".restart-{self.starts}" if self.starts else ""
         self.starts += 1
         self.files = {rank: (

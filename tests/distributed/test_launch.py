@@ -83,6 +83,8 @@ def test_the_rank_that_ends_early_is_named_first(tmp_path):
 
 
 def test_restarts(tmp_path):
+    (tmp_path / "logs").mkdir()         # of an earlier job
+    (tmp_path / "logs/rank-1.restart-7.out").touch()
     done, said = run(tmp_path, "killed", 5, options=(
         "-n", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs"))
     assert done.returncode == 0, done.stderr

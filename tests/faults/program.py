@@ -29,6 +29,8 @@ class Rank:
     def __init__(self, plan):
         self.plan, self.rank = plan, int(os.environ.get("RANK", "0"))
         self.folder = Path(plan["folder"])
+        # A KVStore adds up in no other.
+        self.dtype = "float32" if plan["engine"] == "kvstore" else "float64"
         mgpu.set_backend(plan["backend"])
         self.backend = mgpu.get_backend()
         self.steps, self.replicas, self.trainers = [], None, []
@@ -65,7 +67,7 @@ class Rank:
                       batch_norm=plan.get("batch_norm", True))
         mgpu.seed(5)
         self.replicas = mgpu.initialize(net, devices, init="xavier",
-                                        seed=seed, dtype="float64")
+                                        seed=seed, dtype=self.dtype)
         for _ in range(plan["trainers"]):
             self.trainers.append(mgpu.Trainer(
                 self.replicas, "sgd",
@@ -102,7 +104,7 @@ class Rank:
         plan = self.plan
         train_iter, _ = mgpu.datasets.synthetic(
             BATCH, num_train=ROWS, num_test=8, shape=(1, 8, 8),
-            dtype="float64")
+            dtype=self.dtype)
         step, count = 0, plan["steps"]
         done = self.resume() if plan["keep"] else 0
         for what in self.faults(0, "steps"):
