@@ -35,6 +35,7 @@ import numpy as np
 
 from mgpu import distributed, environment
 from mgpu.arguments import integer, number, one_of
+from mgpu.backends import get_backend
 from mgpu.files import FilePath, part_of
 from mgpu.split import shard_bounds
 
@@ -283,10 +284,9 @@ class BatchIterator:
 
     @functools.cached_property
     def _checksum(self) -> int | None:
-        """Of the labels; None: they are not known."""
-        y = getattr(self, "y", None)
-        return None if y is None else zlib.crc32(
-            np.ascontiguousarray(y).tobytes())
+        """Of the labels and of some examples; None: not known."""
+        some = np.linspace(0, len(self.y) - 1, 64).astype(int)
+        return _checksum_of((self.y, self._X[np.unique(some)]))
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}({self.num_examples} examples, "
@@ -351,6 +351,26 @@ class IndexedIterator(BatchIterator):
         self.fixed, self.info = False, None
         self.epoch = 0
 
+    @functools.cached_property
+    def _checksum(self) -> int | None:
+        """Of three examples, and of the numbers of those that a subset has.
+        None: not known, as where an example is another one each time."""
+        from mgpu.checkpoint import kept_streams    # which imports this
+        data, chosen = self._dataset, []
+        while hasattr(data, "indices") and hasattr(data, "dataset"):
+            chosen.append(np.asarray(data.indices))     # torch's Subset
+            data = data.dataset
+        put_back = kept_streams(get_backend())
+        try:
+            some = [0, self.num_examples // 2, self.num_examples - 1]
+            examples = [_checksum_of([self._dataset[i] for i in some])
+                        for _ in range(2)]
+        finally:
+            put_back()
+        return zlib.crc32(repr((
+            _checksum_of(chosen), examples[0] if examples[0] == examples[1]
+            else None)).encode())
+
     def _made(self, own: np.ndarray, rows: np.ndarray) -> Any:
         wanted = own if len(own) else rows[:1]
         pairs = []
@@ -367,6 +387,21 @@ class IndexedIterator(BatchIterator):
             pairs.append(pair)
         return tuple(_stacked(column, wanted, len(own))
                      for column in zip(*pairs))
+
+
+def _checksum_of(value: Any) -> int | None:
+    """Of arrays, numbers and texts in tuples, lists and dicts; None where
+    there is something else."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (tuple, list)):
+        parts = list(map(_checksum_of, value))
+        return None if None in parts else zlib.crc32(repr(parts).encode())
+    # MXNet's arrays are no NumPy arrays for np.asarray.
+    x = value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value)
+    return None if x.dtype == object else zlib.crc32(
+        np.ascontiguousarray(x).tobytes(), zlib.crc32(repr(
+            (x.shape, x.dtype.str)).encode()))
 
 
 def _stacked(examples: Sequence[Any], numbers: np.ndarray, rows: int) -> Any:

@@ -2,6 +2,7 @@
 import contextlib
 import gc
 import math
+import re
 import threading
 import warnings
 import weakref
@@ -162,6 +163,7 @@ class Replicas(Hints, abc.Sequence):
         self._begun: list[int] = []
         #: whose sums all devices hold: see `carry_over`
         self.carried: list[Parameter] = []
+        self._kept: dict[str, int | None] = {}
         #: devices without rows whose gradients are zeros, and the user's
         self.emptied: set[int] = set()
         #: in `unobserved`: the running statistics before its passes
@@ -259,7 +261,10 @@ class Replicas(Hints, abc.Sequence):
             return
         self.span.world.agree("the network", {"parameters": [
             [p.name, p.kind, list(p.shape or ()), p.dtype, p.grad_req]
-            for p in self.all_parameters()]},
+            for p in self.all_parameters()], "layers": [
+                # a function of the user's is printed with its address
+                re.sub(r" at 0x[0-9a-f]+", "", line).strip()
+                for line in repr(self.net).splitlines()]},
             "Make the same network on every rank.")
         share_values([p.list_data() for p in self.all_parameters()],
                      self.span)
@@ -860,13 +865,34 @@ class Replicas(Hints, abc.Sequence):
         """The gradients of `parameters` hold the same sum on all devices, to
         which the next backward pass adds: replica 0 alone is to keep it, or
         it would be summed K times."""
-        self.carried = parameters
+        self.carried, self._kept = parameters, {}
+
+    def kept_sums(self) -> dict[str, Any]:
+        """With several processes: a checksum of each sum that the passes of
+        this step have added to, as it was before them. One process keeps it
+        for all, so all have left or changed it alike."""
+        if self.carried:        # no pass has run here
+            self._keep_sums()
+        return {"gradient before this step": self._kept} \
+            if self._kept else {}
+
+    def _keep_sums(self) -> None:
+        if self.span.wide:
+            self._kept = {p.name: self._checksum(p) for p in self.carried
+                          if p.grad_req == "add"}
+
+    def _checksum(self, p: Parameter) -> int | None:
+        x = p.data()
+        return zlib.crc32(np.ascontiguousarray(self.backend.to_numpy(
+            self.backend.grad(x))).tobytes()) \
+            if self.backend.has_gradient(x) else None
 
     def _carry(self) -> None:
         """Before a pass: see `carry_over`."""
-        carried, self.carried = self.carried, []
-        if not carried:
+        if not self.carried:
             return
+        self._keep_sums()
+        carried, self.carried = self.carried, []
         with self.backend.scope(recording=False):
             for p in (p for p in carried if p.grad_req == "add"):
                 for x, g in list(zip(p.list_data(), p.list_grad()))[

@@ -204,6 +204,8 @@ class Trainer(Hints):
         self._summed: list[Parameter] | None = None
         #: those that it has passed over, whose gradients were zeros then
         self._blank: set[Parameter] = set()
+        #: whether this process has a part in them
+        self._had_part = False
         self._torn = False          # by an update that has failed midway
         self._number = replicas.span.world.number()
         self._agree()
@@ -334,7 +336,7 @@ class Trainer(Hints):
             A batch size that is no finite number above 0.
         """
         with self.replicas.span.world.guard():
-            batch_size = self._checked(batch_size)
+            batch_size = self._checked(batch_size, self._has_part)
         if self._overrides("allreduce_grads", "update"):
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size)
@@ -349,12 +351,29 @@ class Trainer(Hints):
                 raise
         self._whole(both)
 
-    def _checked(self, batch_size: Any) -> float:
-        """A process may have no rows of a batch."""
-        if self.replicas.span.wide and is_number(batch_size) \
-                and batch_size == 0:
-            return 0
-        return check_batch_size(batch_size)
+    def _checked(self, batch_size: Any, part: Callable[[], bool]) -> float:
+        """`part`: whether this process has a part in the gradients. It may
+        have no rows of a batch, or rows that count as nothing."""
+        if not (self.replicas.span.wide and is_number(batch_size)
+                and batch_size == 0):
+            return check_batch_size(batch_size)
+        if part():
+            raise ValueError(
+                "a process gives the size of its own part of the batch, 0 "
+                "where it has none; received 0 on "
+                f"{self.replicas.span.world!r}, whose backward pass has "
+                "written gradients. Pass the number of its rows.")
+        return 0
+
+    def _has_part(self) -> bool:
+        """Whether the gradients of this process's last passes are not all
+        zeros."""
+        backend = self.replicas.backend
+        return any(
+            p.grad_req == "write" and backend.is_fresh(x)
+            and backend.has_gradient(x)
+            and np.any(backend.to_numpy(backend.grad(x)))
+            for p in self.replicas.params() for x in p.list_data())
 
     def _whole_batch(self, work: str, batch_size: Any, **more: Any) -> float:
         """The sum of `batch_size` over all processes; `more` has to be the
@@ -362,7 +381,7 @@ class Trainer(Hints):
         with self.replicas.span.world.guard():
             return check_batch_size(sum(self._gather(
                 f"{work} of {self._next_step()}",
-                self._checked(batch_size), **more)))
+                self._checked(batch_size, lambda: self._had_part), **more)))
 
     def _gather(self, work: str, value: Any, **more: Any) -> list[Any]:
         """A meeting of all processes, in which what an update depends on is
@@ -454,6 +473,7 @@ class Trainer(Hints):
         `step` does.
         """
         def section() -> None:
+            self._had_part = self.replicas.span.wide and self._has_part()
             self._allreduce(ignore_stale_grad)
             summed, backend = set(self._summed or ()), self.replicas.backend
             for p, request in zip(*self._trained()):
@@ -606,7 +626,7 @@ class Trainer(Hints):
             return reached, set(), taken, batch_size
         told = self._gather(self._next_step(), [
             *map(_bits, (reached, edited, taken)), batch_size,
-            self.replicas.moved])
+            self.replicas.moved], **self.replicas.kept_sums())
         every = [[_numbers(bits) for bits in one[:3]] for one in told]
         self.replicas.moved_by_rank = [one[4] for one in told]
         return (set().union(*(found for found, *_ in every)),

@@ -686,6 +686,10 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
             if evaluate is not None:
                 with stop.at_once():
                     accuracy = float(evaluate())
+                world.agree("train: the result of evaluate", {
+                    "accuracy": repr(accuracy)},
+                    "Let evaluate return a number that all ranks have found "
+                    "together, as evaluate_accuracy_gpus does.")
                 history.test_acc.append(accuracy)
             done, joined = done + 1, 0
             sizes.clear()

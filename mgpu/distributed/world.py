@@ -154,7 +154,8 @@ class World:
         for rank, one in enumerate(told):
             if one["work"] == _FAILED:
                 raise WorkerFailed(
-                    f"rank {rank} failed before {work!r}: {one['value']}. "
+                    f"rank {rank} failed before {work!r}: "
+                    f"{one['value'].rstrip('.')}. "
                     f"No parameter of rank {self.rank} has changed. Correct "
                     "what that rank reports; its log has the traceback.")
         left = {rank: one["value"] for rank, one in enumerate(told)
@@ -477,9 +478,14 @@ class World:
                 raise UnevenWork(
                     "all ranks take their rows of the same batch; received "
                     f"{_place(other)} on rank {first} and {_place(batch)} on "
-                    f"rank {rank}. Give the data the same seed and order on "
-                    "every rank, and begin an epoch on all of them: one that "
-                    "only some ranks begin, for a look at the data, counts.")
+                    f"rank {rank}. " + (
+                        "Give every rank the same examples: a split that is "
+                        "drawn at random takes a seed."
+                        if batch[:-1] == other[:-1] else
+                        "Give the data the same seed and order on every "
+                        "rank, and begin an epoch on all of them: one that "
+                        "only some ranks begin, for a look at the data, "
+                        "counts."))
 
     def span(self, k: int) -> "Span":
         """Where `k` devices of this rank are among those of all ranks. A
@@ -534,9 +540,9 @@ class Span:
 
 
 def _place(batch: Sequence[Any]) -> str:
-    (examples, size), seed, shuffle, epoch, number, _ = batch
+    (examples, size), seed, shuffle, epoch, number, checksum = batch
     return (f"batch {number} of epoch {epoch} of {examples} examples by "
-            f"{size} (seed={seed}, shuffle={shuffle})")
+            f"{size} (seed={seed}, shuffle={shuffle}, checksum {checksum})")
 
 
 def in_words(error: BaseException) -> str:

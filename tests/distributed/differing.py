@@ -100,6 +100,90 @@ def labels_without_rows(replicas, trainer, batch, differs):
     step(replicas, trainer, (None if differs else X, y))
 
 
+@case
+def rows(replicas, trainer, batch, differs):
+    X = np.ones((16, 1, 8, 8))
+    X[5:] += differs
+    batches = mgpu.datasets.BatchIterator(X, np.arange(16) % 10, 8)
+    step(replicas, trainer, next(iter(batches)))
+
+
+class Subset:
+    """As ``torch.utils.data.random_split`` makes them."""
+
+    def __init__(self, dataset, indices):
+        self.dataset, self.indices = dataset, indices
+
+    def __len__(self):
+        return len(self.indices)
+
+    def __getitem__(self, i):
+        return self.dataset[self.indices[i]]
+
+
+def of_subset(indices, change=lambda x: x):
+    """The first batch of a part of a data set whose examples are alike."""
+    pair = np.ones((1, 8, 8)), 1
+    return next(iter(mgpu.datasets.IndexedIterator(
+        Subset([change(pair)] * 32, indices), 8)))
+
+
+@case
+def subset(replicas, trainer, batch, differs):
+    step(replicas, trainer, of_subset(range(16, 32) if differs
+                                      else range(16)))
+
+
+@case
+def examples(replicas, trainer, batch, differs):
+    step(replicas, trainer, of_subset(
+        range(16), lambda pair: (pair[0] + differs, pair[1])))
+
+
+@case
+def zeroed(replicas, trainer, batch, differs):
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
+    for p in replicas.params():
+        p.grad_req = "add"
+    step(replicas, trainer, batch)
+    if differs:
+        replicas.zero_grad()
+    step(replicas, trainer, batch)
+
+
+@case
+def no_size(replicas, trainer, batch, differs):
+    passes(replicas, batch)
+    trainer.step(0 if differs else 8)
+
+
+@case
+def no_size_of_sums(replicas, trainer, batch, differs):
+    passes(replicas, batch)
+    trainer.allreduce_grads()
+    trainer.update(0 if differs else 8)
+
+
+def norm_layer(epsilon):
+    if mgpu.get_backend().name == "torch":
+        from torch import nn
+        return nn.BatchNorm2d(1, eps=epsilon)
+    from mxnet.gluon import nn
+    return nn.BatchNorm(in_channels=1, epsilon=epsilon)
+
+
+@case
+def layer(replicas, trainer, batch, differs):
+    made([mgpu.cpu(0)], net=norm_layer(1e-3 if differs else 1e-5))
+
+
+@case
+def evaluated(replicas, trainer, batch, differs):
+    mgpu.train(replicas, data()[0], None, LOSS, mgpu.Trainer(
+        replicas, "sgd", {"learning_rate": 0.0}), 1, progress=False,
+        evaluate=lambda: float(differs))
+
+
 def passes(replicas, batch):
     X_shards, y_shards = mgpu.split_batch(*batch, replicas.devices)
     with mgpu.record():

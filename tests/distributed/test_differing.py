@@ -20,6 +20,19 @@ EXPECTED = {
     "gradient": "ModelMismatch: .*summed gradient 0.weight",
     "weight": "ReplicaMismatchError: .*'0.weight' on rank 1 than on rank 0",
     "order": "UnevenWork: .*seed=0, .* on rank 0 and .*seed=1, .* on rank 1",
+    **dict.fromkeys(
+        ("rows", "subset", "examples"), "UnevenWork: .*batch 0 of epoch 0 .*"
+        "checksum.*Give every rank the same examples"),
+    "zeroed": "ModelMismatch: .*gradient before this step 0.weight",
+    "no_size": (
+        "WorkerFailed: rank 1 failed .*received 0 on rank 1 of 2.*of its "
+        "rows. No parameter", "ValueError: a process gives the size of its"),
+    "no_size_of_sums": (
+        "WorkerFailed: rank 1 failed .*received 0 on rank 1 of 2",
+        "ValueError: a process gives the size of its own part"),
+    "layer": "ModelMismatch: .*layers.*1e-05.* on rank 0 and .*0.001",
+    "evaluated": "ModelMismatch: .*evaluate .* accuracy '0.0' on rank 0 and "
+                 "'1.0' on rank 1",
     "labels_without_rows": (
         "WorkerFailed: rank 1 failed .*ValueError: X and y must have",
         "ValueError: X and y must have equally many rows"),
