@@ -605,19 +605,6 @@ def _check_extra(replicas: Replicas, extra: Mapping[str, list[Any]],
             f"{count} devices.")
 
 
-def kept_streams(backend: Any) -> Callable[[], None]:
-    """A function that puts the streams of this process, which a checkpoint
-    holds, back as they are now. MXNet's stay: they cannot be read."""
-    engine = backend.kept_streams()
-    numpy, python = np.random.get_state(), random.getstate()
-
-    def put_back() -> None:
-        engine()
-        random.setstate(python)
-        np.random.set_state(numpy)
-    return put_back
-
-
 def _host_streams(host: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
                   ) -> Callable[[], None]:
     """A function that puts NumPy's and Python's global streams back."""

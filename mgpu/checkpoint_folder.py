@@ -75,8 +75,8 @@ class Folder:
         self._held.close()
 
     def kept_streams(self) -> Callable[[], None]:
-        """See `checkpoint.kept_streams`."""
-        return checkpoint.kept_streams(self._replicas.backend)
+        """See `Backend.kept_streams`."""
+        return self._replicas.backend.kept_streams()
 
     # -- going on -----------------------------------------------------------
 

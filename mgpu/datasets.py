@@ -355,12 +355,11 @@ class IndexedIterator(BatchIterator):
     def _checksum(self) -> int | None:
         """Of three examples, and of the numbers of those that a subset has.
         None: not known, as where an example is another one each time."""
-        from mgpu.checkpoint import kept_streams    # which imports this
         data, chosen = self._dataset, []
         while hasattr(data, "indices") and hasattr(data, "dataset"):
             chosen.append(np.asarray(data.indices))     # torch's Subset
             data = data.dataset
-        put_back = kept_streams(get_backend())
+        put_back = get_backend().kept_streams()
         try:
             some = [0, self.num_examples // 2, self.num_examples - 1]
             examples = [_checksum_of([self._dataset[i] for i in some])

@@ -319,24 +319,27 @@ def test_a_folder_is_free_when_its_process_is_killed(tmp_path):
         "import os, signal, sys\n"
         "from mgpu.checkpoint_folder import _alone\n"
         "with _alone(sys.argv[1]):\n"
-        "    if os.fork():\n"
-        "        print('held', flush=True)\n"
+        "    child = os.fork()\n"
+        "    if child:\n"
+        "        print(child, flush=True)\n"
         "        sys.stdin.readline()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    sys.stdin.read()\n")
+        "    signal.pause()\n")
     with subprocess.Popen([sys.executable, "-c", program, tmp_path],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as process:
-        assert process.stdout.readline() == "held\n"
+        child = int(process.stdout.readline())
         with pytest.raises(BlockingIOError), \
                 checkpoint_folder._alone(tmp_path):
             pass
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.wait(60) == -signal.SIGKILL
-        with checkpoint_folder._alone(tmp_path):
-            pass
-        process.stdin.close()       # the end of the child
+        try:
+            with checkpoint_folder._alone(tmp_path):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_a_refused_checkpoint_changes_nothing(backend, tmp_path):

@@ -31,6 +31,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import math
+import random
 import numpy as np
 
 from mgpu.backends import messages
@@ -1145,8 +1146,19 @@ class Backend(ABC):
         raise messages.not_supported(self.name, "random streams in a file")
 
     def kept_streams(self) -> Callable[[], None]:
-        """A function that puts the random streams back as they are now, or
-        leaves them where the engine cannot read them."""
+        """A function that puts the random streams of this process, NumPy's
+        and Python's global ones too, back as they are now. Those of an engine
+        that cannot read them stay."""
+        engine = self._kept_streams()
+        numpy, python = np.random.get_state(), random.getstate()
+
+        def put_back() -> None:
+            engine()
+            random.setstate(python)
+            np.random.set_state(numpy)
+        return put_back
+
+    def _kept_streams(self) -> Callable[[], None]:
         return lambda: None
 
     def drawing(self, stop: Sequence[Any]) -> Callable[[], ContextManager]:

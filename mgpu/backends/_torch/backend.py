@@ -396,7 +396,7 @@ class TorchBackend(Leaves, base.Backend):
                                              device.index)
         return put_back
 
-    def kept_streams(self) -> Callable[[], None]:
+    def _kept_streams(self) -> Callable[[], None]:
         streams = self.export_streams()
         return lambda: self.fit_streams(streams)()
 
