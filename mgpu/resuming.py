@@ -149,9 +149,12 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
         first called; what is given here counts instead. Without `grad_req`,
         a parameter that the file has no update of is frozen. One with fewer
         updates than others needs an entry: it may be frozen by now, or not
-        any more. A gamma that batch norm takes as 1 stays frozen; "write"
-        says that MXNet updates it, which moves Nadam's schedule. With "add"
-        gradients begin at zero: what they were in MXNet is not in the files.
+        any more. States from before the first update say nothing: then a
+        constant needs an entry, and of a Gluon trainer a scale of 1 and a
+        shift of 0 of a layer; a note says that all others are trained. A
+        gamma that batch norm takes as 1 stays frozen; "write" says that
+        MXNet updates it, which moves Nadam's schedule. With "add" gradients
+        begin at zero: what they were in MXNet is not in the files.
     batch_size : float, optional
         What the last ``step`` was given, to learn the ``rescale_grad`` of
         the trainer: the file has their quotient. Needed where that is not
@@ -205,7 +208,7 @@ def resume_from_gluon(symbol: FilePath, params: FilePath, states: FilePath,
     ours = {p.name: p for p in replicas.params()}
     for name, copy in saved.copies.items():
         ours[own[name]].set_data(copy)
-    fixed = _freeze(saved, ours, own, grad_req, fixed_gammas(graph))
+    fixed = _freeze(saved, ours, own, grad_req, fixed_gammas(graph), arrays)
     if lr_scheduler is None and saved.schedule is not None:
         _check_rates(saved, ours, own)
     trainer = (_AmongFixed if fixed else Trainer)(
@@ -628,10 +631,12 @@ def _multipliers(saved: _Saved, graph: Graph, own: Mapping[str, str],
 
 def _freeze(saved: _Saved, known: Mapping[str, Parameter],
             own: Mapping[str, str], given: Mapping[str, str] | None,
-            gammas: set[str]) -> list[str]:
+            gammas: set[str], arrays: Mapping[str, np.ndarray]) -> list[str]:
     """Train what MXNet trains. Returns those of `gammas`, which batch norm
     takes as 1, that it updates to no effect, where Nadam moves at them."""
-    requests = _by_own_name("grad_req", given, own)
+    requests = {key: x for key, x in _by_own_name(
+        "grad_req", given, own).items() if key in known
+        or x != "null" or key not in own.values()}      # a running statistic
     strange = sorted(requests.keys() - known.keys())
     if strange:
         raise ValueError(f"grad_req names parameters; received {strange}. "
@@ -651,26 +656,20 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
             "not say. Pass grad_req= with an entry for each: 'null' or "
             "'write'.")
     nadam, fixed = saved.optimizer.family == "nadam", []
+    _check_said(saved, {names[key]: p for key, p in known.items()
+                        if key not in requests}, gammas, arrays)
     for key, p in known.items():
         if names[key] in gammas:
             request = requests.get(key, "write" if names[key] in saved.slots
                                    or saved.module and not saved.slots
                                    else "null")
-            if nadam and key not in requests and not saved.slots \
-                    and not saved.module:
-                raise ValueError(
-                    "Nadam's schedule moves at each parameter that MXNet "
-                    f"updates; received no state of {names[key]!r}, which "
-                    "batch norm takes as 1: a Gluon layer does not update "
-                    "it, and a SymbolBlock does. Pass grad_req= with an "
-                    "entry for each such gamma: 'null' or 'write'.")
             if nadam and request != "null":
                 fixed.append(key)
         elif key in requests:
             p.grad_req = requests[key]
         elif names[key] in saved.slots and p.grad_req == "null":
             p.grad_req = "write"    # a constant that MXNet has trained
-        elif saved.slots and names[key] not in saved.slots \
+        elif names[key] not in (saved.slots or saved.order) \
                 and p.grad_req != "null":
             p.grad_req = "null"
             frozen.append(key)
@@ -680,9 +679,54 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
             "their gradients (grad_req 'add') begin at zero; what MXNet's "
             f"held is not in the files: {', '.join(added)}")
     if frozen:
-        saved.notes.append("the file has no update of them, so they are "
-                           f"frozen: {', '.join(frozen)}")
+        saved.notes.append(
+            ("the file has no update of them" if saved.slots else
+             "order= has not named them")
+            + f", so they are frozen: {', '.join(frozen)}")
     return fixed
+
+
+#: what a layer's scale and shift begin with, and stay at without one
+_BEGIN = {"gamma": 1.0, "beta": 0.0}
+
+
+def _check_said(saved: _Saved, known: Mapping[str, Parameter],
+                gammas: set[str], arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse states without any update where it depends on the class of a
+    block what MXNet trains; a note says that the user may have frozen more.
+    `known`: what the caller has said nothing of."""
+    if saved.slots:
+        return
+    unsaid, nadam = [], saved.optimizer.family == "nadam"
+    for name, p in known.items():
+        if name not in saved.order:
+            continue
+        if name in gammas:
+            doubt = nadam and not saved.module
+        else:
+            doubt = p.grad_req == "null" or not saved.module \
+                and p.kind in _BEGIN \
+                and bool((arrays[name] == _BEGIN[p.kind]).all())
+        if doubt:
+            unsaid.append(name)
+    if unsaid:
+        raise ValueError(
+            "the states of parameters show which of them MXNet updates; "
+            f"received no state of {', '.join(map(repr, unsaid[:5]))}"
+            f"{', ...' * (len(unsaid) > 5)}, nor of any other: they were "
+            "saved before the first update. A Gluon layer does not update a "
+            "constant, nor a scale of 1 or a shift of 0 where it has "
+            "scale=False or center=False; a SymbolBlock updates all, and a "
+            "Module all but fixed_param_names. (Nadam's schedule moves at a "
+            "gamma, too, that batch norm takes as 1.) Pass grad_req= with an "
+            "entry for each: 'null' or 'write', as {p.name: p.grad_req for p "
+            "in net.collect_params().values()} has them in MXNet.")
+    if any(p.grad_req != "null" and name in saved.order
+           for name, p in known.items()):
+        saved.notes.append(
+            "the states were saved before the first update, so they do not "
+            "say what is frozen, and what grad_req= does not name is "
+            "trained: pass it where MXNet had frozen some of the network")
 
 
 def _check_rates(saved: _Saved, known: Mapping[str, Parameter],

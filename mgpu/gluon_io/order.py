@@ -82,6 +82,13 @@ class Order:
                     "key-value store.")
         if meant is not None:
             fitting = [x for x in fitting if x.keys() == meant]
+        if meant is not None and not states:
+            if not meant <= {*names}:
+                raise ValueError(
+                    "order= has the names of what a Module trained; received "
+                    f"{sorted(meant - {*names})[:5]}, which the graph has "
+                    f"not. It has {names}.")
+            self.updates = [name for name in names if name in meant]
         if states and len(fitting) != 1:
             raise ValueError(
                 "each state of a Module belongs to a parameter; received "

@@ -22,7 +22,7 @@ from mgpu.parity.diagnosis import diagnose
 from mgpu.parity.float32 import Float32
 from mgpu.parity.formulas import Formulas
 from mgpu.parity.further import described, further
-from mgpu.parity.live import LiveRun
+from mgpu.parity.live import LiveRun, refuse_draws
 from mgpu.parity.location import Location, apart, locate, outputs_of
 from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry
@@ -162,7 +162,11 @@ def compare(a: Any, b: Any, *, batches: Batches,
             dropout=dropout, tolerance=tolerance, strict=strict,
             weights=weights, given=map, rules=rules, progress=progress
             )) as work:
-        return work.lockstep() if mode == "lockstep" else work.free()
+        try:
+            return work.lockstep() if mode == "lockstep" else work.free()
+        except Exception as error:
+            work.check_outputs(error)
+            raise
 
 
 def check_deterministic(run: LiveRun, X: Any, y: Any) -> None:
@@ -184,28 +188,8 @@ def check_deterministic(run: LiveRun, X: Any, y: Any) -> None:
         first, second, drew = passes(*few)
     except Exception:       # a network may be written for so many rows
         first, second, drew = passes(X, y)
-    _refuse_draws(run, drew, any(not np.array_equal(x, z, equal_nan=True)
-                                 for x, z in zip(first, second)))
-
-
-def _refuse_draws(run: LiveRun, drew: bool, differs: bool = False) -> None:
-    if not drew and not differs:
-        return
-    raise ValueError(
-        "both sides must draw the same random numbers; received a "
-        f"network on {run.name} that draws its own outside its "
-        "dropout layers" + (
-            " (a pass takes numbers from a random stream, or sets "
-            "one)" if drew else
-            ", or that keeps something from pass to pass (two "
-            "passes from one state differ)") + ". Use dropout "
-        "layers, or switch the other random parts off, such as the "
-        "dropout= of nn.LSTM (dropout='off' of the comparison does) and of "
-        "nn.MultiheadAttention. Gluon's "
-        "SymbolBlock, which reads an exported graph, draws inside: "
-        "take the block itself, or a copy of the graph whose "
-        "Dropout nodes have p 0. A step of your "
-        "own names what it carries on in its parts.")
+    refuse_draws(run, drew, any(not np.array_equal(x, z, equal_nan=True)
+                                for x, z in zip(first, second)))
 
 
 def _stepped(run: Run, X: Any, y: Any, number: int) -> StepResult:
@@ -215,7 +199,7 @@ def _stepped(run: Run, X: Any, y: Any, number: int) -> StepResult:
     if isinstance(run, OwnRun) or not isinstance(run, LiveRun):
         return step()
     taken, drew = run.draws_in(step)
-    _refuse_draws(run, drew)
+    refuse_draws(run, drew)
     return taken
 
 
@@ -295,6 +279,22 @@ class Comparison:
         for run in (self.a, self.b):
             run.restore()
         give_back()
+
+    def check_outputs(self, error: Exception) -> None:
+        """Say which side returns what, where a loss refuses other outputs
+        than those of the other side (ValueError)."""
+        counts = [len(run.keys.get("output") or run.keys.get("prediction")
+                      or ()) for run in (self.a, self.b)]
+        if counts[0] != counts[1] and all(counts) and any(
+                isinstance(run, LiveRun) and run.refused
+                for run in (self.a, self.b)):
+            one, two = (f"{n} array{'s' * (n != 1)}" for n in counts)
+            raise ValueError(
+                "both networks return what the loss takes; received one (a) "
+                f"that returns {one} and one (b) that returns {two}, and a "
+                f"loss that raised {type(error).__name__}: {error} Let both "
+                "return the same, or pass a loss that takes what either "
+                "returns.") from error
 
     # -- before the first step ----------------------------------------------
 

@@ -15,7 +15,7 @@ from mgpu.parity.masks import Masks
 from mgpu.parity.matching import Entry, RunWith
 from mgpu.parity.measure import summary
 from mgpu.parity.run import (Arrays, Calls, LayerCall, Put, Run, State,
-                             StepResult, UpdateRule)
+                             StepResult, UpdateRule, at_one_device)
 from mgpu.parity.side import network_of
 from mgpu.parity.spill import spilled
 from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
@@ -51,7 +51,11 @@ class LiveRun(Run):
         Of `entries`.
     own_dtypes : set of str
         In which the user's network was.
+    refused : bool
+        Whether the loss has raised an exception.
     """
+
+    refused = False
 
     def __init__(self, side: Any, sample: Any, dtype: str, masks: Masks):
         if side.step is not None and type(self) is LiveRun:
@@ -361,7 +365,11 @@ class LiveRun(Run):
     def _loss(self, output: Any, y: Any) -> Any:
         if output is None:
             return None
-        values = self.side.loss(output, y)
+        try:
+            values = self.side.loss(output, y)
+        except Exception:
+            self.refused = True
+            raise
         shape = tuple(getattr(values, "shape", (0,)))
         if shape not in ((), (1,), (rows_of(y),)):
             raise ValueError(
@@ -411,7 +419,9 @@ class LiveRun(Run):
 
     def whole_pass(self, X: Any, y: Any
                    ) -> dict[tuple[str, str], np.ndarray]:
-        """Predictions, outputs and gradients, by stage and name."""
+        """Predictions, outputs, gradients, and running statistics after
+        them, by stage and name."""
+        statistics = {e.name for e in self.entries if e.is_statistic}
         predictions = self.predict(X, y)
         with using_backend(self.name), self.backend.full_precision():
             self.replicas.zero_grad()
@@ -421,6 +431,10 @@ class LiveRun(Run):
                      for i, x in enumerate(predictions)}
             found |= {("output", str(i)): x
                       for i, x in enumerate(self.returned(outputs))}
+            found |= {
+                ("statistic", name): x for name, x in at_one_device(
+                    self.state(), self.entries).items()
+                if name in statistics}
             return found | {
                 ("gradient", p.name): self.backend.to_numpy(p.list_grad()[0])
                 for p in self.replicas.params() if p.grad_req != "null"}
@@ -435,6 +449,29 @@ class LiveRun(Run):
         except ReplicaMismatchError:
             return True
         return False
+
+
+def refuse_draws(run: LiveRun, drew: bool, differs: bool = False) -> None:
+    """Refuse a network that `drew`, or whose passes from one state differ
+    (ValueError)."""
+    if not drew and not differs:
+        return
+    raise ValueError(
+        "both sides must draw the same random numbers; received a "
+        f"network on {run.name} that draws its own outside its "
+        "dropout layers" + (
+            " (a pass takes numbers from a random stream, or sets "
+            "one)" if drew else
+            ", or that keeps something from pass to pass (two "
+            "passes from one state differ)") + ". Use dropout "
+        "layers (nn.Dropout in the place of F.dropout), or switch the other "
+        "random parts off, such as the dropout of nn.LSTM, an argument of "
+        "its own (dropout='off' of the comparison does), and of "
+        "nn.MultiheadAttention. Gluon's "
+        "SymbolBlock, which reads an exported graph, draws inside: "
+        "take the block itself, or a copy of the graph whose "
+        "Dropout nodes have p 0. A step of your "
+        "own names what it carries on in its parts.")
 
 
 def _kind(p: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from mgpu.nested import map_leaves
 from mgpu.parity.batches import first_rows
-from mgpu.parity.live import LiveRun
+from mgpu.parity.live import LiveRun, refuse_draws
 from mgpu.parity.own import OwnRun
 from mgpu.parity.run import Run, at_one_device
 
@@ -20,7 +20,8 @@ ROWS = 8
 #: rounding to float32 is less, where the network does not enlarge it;
 #: rounding to bfloat16 is some 3e-3, to float16 some 4e-4, an operation.
 #: A value next to a kink may move gradients by some 1e-2
-FAR = {"prediction": 1e-4, "output": 1e-4, "gradient": 1e-1}
+FAR = {"prediction": 1e-4, "output": 1e-4, "gradient": 1e-1,
+       "statistic": 1e-4}
 #: so many times what rounding does to the other network, or to the values
 #: that this one starts from, is no rounding
 TIMES = 64.0
@@ -43,7 +44,11 @@ class _InFloat32:
         next to a kink.
     masks : tuple
         What dropout takes in float64, and in float32.
+    drew : bool
+        Whether float32 has drawn numbers of the network's own.
     """
+
+    drew = False
 
     def __init__(self, run: LiveRun, X: Any, y: Any) -> None:
         self.run = run
@@ -66,7 +71,10 @@ class _InFloat32:
         X, y = self._batch
         self.run.begin_alone(dtype, {
             name: nudge(x) for name, x in self._values.items()})
-        return self.run.whole_pass(map_leaves(nudge, X), y)
+        found, drew = self.run.draws_in(
+            lambda: self.run.whole_pass(map_leaves(nudge, X), y))
+        self.drew |= drew and dtype == "float32"    # steps are in float64
+        return found
 
     def by_rounding(self) -> Apart:
         """How far float64 is moved by other last bits of float32 in what the
@@ -106,9 +114,11 @@ def _length(x: np.ndarray) -> float:
 def by_dtype(runs: Mapping[str, Run], X: Any, y: Any, notes: list[str]
              ) -> str | None:
     """What to say of networks that compute something else in float32 than in
-    float64; `notes` gets what could not be run. The runs take no steps any
+    float64, or of a second one that does not run there where the first does;
+    `notes` gets what else could not be run. The runs take no steps any
     more."""
     found: dict[str, _InFloat32] = {}
+    failed: dict[str, str] = {}
     for side, run in runs.items():
         if not isinstance(run, LiveRun) or isinstance(run, OwnRun) \
                 or "float32" not in run.own_dtypes:
@@ -117,9 +127,17 @@ def by_dtype(runs: Mapping[str, Run], X: Any, y: Any, notes: list[str]
             found[side] = _InFloat32(run, X, y)
         except Exception as error:      # of the network, in this dtype
             line = str(error).strip().partition("\n")[0][:100]
-            notes.append(f"{side} does not run in float32 "
-                         f"({type(error).__name__}: {line}): what depends on "
-                         "the dtype there was not compared")
+            failed[side] = (f"{side} does not run in float32 "
+                            f"({type(error).__name__}: {line})")
+    for one in found.values():
+        refuse_draws(one.run, one.drew)
+    if [*failed] == ["b"] and ("a" in found
+                               or not isinstance(runs["a"], LiveRun)):
+        return (failed["b"] + ", the dtype that it has outside of the "
+                "comparison. Look for what depends on the dtype, such as "
+                "arrays of float64 that a pass makes")
+    notes += [f"{text}: what depends on the dtype there was not compared"
+              for text in failed.values()]
     for side, one in found.items():
         if one.masks[0] != one.masks[1] and all(
                 x.masks != one.masks for x in found.values()

@@ -244,6 +244,10 @@ class Training:
         return [self.folder / name for name in (
             "net-symbol.json", "net-0000.params", "net.states")]
 
+    def requests(self):
+        return {p.name: p.grad_req
+                for p in self.net.collect_params().values()}
+
     def values(self):
         return {name: p.list_data()[0].asnumpy()
                 for name, p in self.net.collect_params().items()}
@@ -465,7 +469,8 @@ def test_nadam_at_a_gamma_that_is_1_and_has_no_state(training):
         go_on(files)
     for request, same in (("null", False), ("write", True)):
         with mgpu.using_backend("torch"):
-            resumed = go_on(files, grad_req={"scaled_z1_gamma": request})
+            resumed = go_on(files, grad_req={"scaled_z0_gamma": "write",
+                                             "scaled_z1_gamma": request})
             for _ in range(2):
                 one_step(one, resumed)
         if request == "null":
@@ -481,6 +486,48 @@ def test_a_constant_that_a_block_of_symbols_trains(training):
     with mgpu.using_backend("mxnet"):
         one.step(3)
     assert lock_step(one, 2, [mgpu.cpu(0)]) < 1e-10
+
+
+@live
+@pytest.mark.parametrize("network", ["small", "scaled", "scaled in symbols",
+                                     "constant in symbols"])
+def test_what_is_trained_before_the_first_step_is_asked_for(training,
+                                                            network):
+    """A gamma of 1 may be of a layer without a scale; a block of symbols
+    trains a constant, and a layer does not."""
+    with mgpu.using_backend("mxnet"):
+        one = training(network, wd=0.0)
+        one.freeze(one.list[0], "null")
+        one.trainer._updaters[0].states.clear()
+        files, requests = one.save(), one.requests()
+    with mgpu.using_backend("torch"), pytest.raises(
+            ValueError, match="no state of .*(gamma|factor).*grad_req= with"):
+        go_on(files)
+    with mgpu.using_backend("torch"):
+        resumed = go_on(files, grad_req=requests)
+        assert not [x for x in resumed.notes if "the first update" in x]
+        for _ in range(2):
+            one_step(one, resumed)
+    with mgpu.using_backend("mxnet"):
+        one.step(2)
+    assert difference(resumed.replicas, one.values()) < 1e-10
+
+
+@live
+def test_what_is_frozen_before_the_first_step_is_noted(training):
+    """Weights may be frozen by the user alone; a list says which are."""
+    with mgpu.using_backend("mxnet"):
+        one = training("distinct")
+        one.trainer._updaters[0].states.clear()
+        files = one.save()
+    for order, note, frozen in (
+            ("sorted", "do not say what is frozen", 0),
+            (one.list[2:], "order= has not named them, so they are", 2)):
+        with mgpu.using_backend("torch"):
+            resumed = go_on(files, order=order)
+        assert [x for x in resumed.notes if note in x]
+        assert frozen == len([p for p in resumed.replicas.params()
+                              if p.grad_req == "null"])
 
 
 @live
@@ -550,9 +597,9 @@ def test_a_schedule_before_the_first_update(training, name, step, asked):
         one.trainer._updaters[0].states.clear()
         if asked:
             assert one.trainer.learning_rate < 0.125
-        files = one.save()
+        files, requests = one.save(), one.requests()
     with mgpu.using_backend("torch"):
-        trainer = go_on(files).trainer
+        trainer = go_on(files, grad_req=requests).trainer
         assert [trainer.rate(n) for n in range(11, 15)] == [
             schedule(n) for n in range(11, 15)]
 

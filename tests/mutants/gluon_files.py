@@ -51,6 +51,10 @@ MUTANTS = [
         "mgpu.resuming:_freeze",
         'in saved.slots and p.grad_req == "null"', "in ()"),
            (_RESUMED + "test_a_constant_that_a_block_of_symbols_trains",)),
+    Mutant("resumed-unsaid", "what is frozen before a first step is guessed",
+           edit("mgpu.resuming:_check_said", "if unsaid:", "if False:"),
+           (_RESUMED + "test_what_is_trained_before_the_first_step_is_asked_"
+            "for[scaled]",)),
     Mutant("resumed-devices", "a Module's states are of one device", edit(
         "mgpu.gluon_io.order:Order.of_module",
         "fitting = list(self._on_devices())",

@@ -22,7 +22,7 @@ MUTANTS = [
            ("parity/test_compare.py::test_options_that_no_data_reaches_are_"
             "named[*",)),
     Mutant("draws-of-a-pass", "what draws to no effect is not refused",
-           edit("mgpu.parity.comparison:_refuse_draws", "not drew and",
+           edit("mgpu.parity.live:refuse_draws", "not drew and",
                 "True and"),
            ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
             "change_nothing[1-torch]",)),
@@ -44,6 +44,26 @@ MUTANTS = [
                 "for state in met)", "for state in met[:0])"),
            ("gluon_io/test_cli.py::test_a_source_that_uses_a_random_stream"
             "[with*",)),
+    Mutant("draws-put-back", "a stream that is put back was not used",
+           edit("mgpu.backends._torch.backend:TorchBackend.draws",
+                "seen.found or any(", "any("),
+           ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
+            "change_nothing[1-torch, put back]",)),
+    Mutant("draws-of-float32", "a pass in float32 may draw",
+           edit("mgpu.parity.precision:_InFloat32._pass",
+                "self.drew |= drew and", "self.drew |= False and"),
+           ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
+            "change_nothing[1-torch, float32]",)),
+    Mutant("float32-statistics", "running statistics of float32 are not "
+           "looked at", edit("mgpu.parity.live:LiveRun.whole_pass",
+                             "if name in statistics", "if False"),
+           ("parity/test_compare.py::test_running_statistics_of_float32_are_"
+            "compared[True]",)),
+    Mutant("float32-does-not-run", "a second side need not run in float32",
+           edit("mgpu.parity.precision:by_dtype", '[*failed] == ["b"]',
+                "False"),
+           ("parity/test_compare.py::test_a_side_that_float32_does_not_suit_"
+            "is_named[b]",)),
     Mutant("dropout-of-float32", "dropout in float32 is not looked at",
            edit("mgpu.parity.precision:by_dtype",
                 "one.masks[0] != one.masks[1]", "False"),
@@ -55,7 +75,7 @@ MUTANTS = [
            ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
             "change_nothing[1-mxnet, uniform]",)),
     Mutant("draws-of-a-step", "a backward pass may draw",
-           edit("mgpu.parity.comparison:_stepped", "_refuse_draws(run, drew)",
+           edit("mgpu.parity.comparison:_stepped", "refuse_draws(run, drew)",
                 "pass"),
            ("parity/test_compare.py::test_random_numbers_are_seen_where_they_"
             "change_nothing[1-torch, backward]",)),

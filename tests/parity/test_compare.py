@@ -484,7 +484,9 @@ def torch_draws(where):
 
         @staticmethod
         def backward(ctx, gradient):
-            return gradient + 0 * torch.rand(())
+            if gradient.dtype == torch.float64:     # in the steps alone
+                torch.rand(())
+            return gradient
 
     class Draws(torch.nn.Module):
         passes = 0
@@ -497,8 +499,13 @@ def torch_draws(where):
                 np.random.seed(0)
             elif where == "python, set":
                 random.seed(0)
-            if where == "torch" or where == "torch, later" and self.passes > 3:
+            if where == "torch" or where == "torch, later" \
+                    and self.passes > 3 or where == "torch, float32" \
+                    and x.dtype == torch.float32:
                 torch.rand(())
+            elif where == "torch, put back":
+                with torch.random.fork_rng():
+                    torch.rand(())
             elif where == "numpy":
                 np.random.rand()
             elif where == "python":
@@ -526,9 +533,10 @@ def mxnet_draws(where):
 
 
 @pytest.mark.parametrize("where", [
-    "torch", "torch, backward", "torch, later", "torch, set", "numpy",
-    "numpy, set", "python", "python, set", "mxnet, uniform",
-    "mxnet, shuffle", "mxnet, set", "none", "mxnet, none"])
+    "torch", "torch, backward", "torch, later", "torch, set",
+    "torch, put back", "torch, float32", "numpy", "numpy, set", "python",
+    "python, set", "mxnet, uniform", "mxnet, shuffle", "mxnet, set", "none",
+    "mxnet, none"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_random_numbers_are_seen_where_they_change_nothing(where, count):
     """In one pass of a hundred they may. A pass that sets a seed draws the
@@ -614,17 +622,60 @@ def test_both_sides_may_depend_on_the_dtype_alike():
                           .double(), batches=batches()).same
 
 
-def test_a_side_that_float32_does_not_suit_is_named():
+@pytest.mark.parametrize("moved", [True, False])
+def test_running_statistics_of_float32_are_compared(moved):
+    import torch
+
+    class Net(torch.nn.Sequential):
+        def forward(self, x):
+            y = super().forward(x)
+            if moved and self.training and x.dtype == torch.float32:
+                self[2].running_mean.data.add_(0.01)
+            return y
+
+    def make(kind):
+        torch.manual_seed(0)
+        return kind(torch.nn.Flatten(), torch.nn.Linear(64, 3),
+                    torch.nn.BatchNorm1d(3))
+    result = parity.compare(make(torch.nn.Sequential), make(Net),
+                            batches=batches())
+    assert result.same == (not moved)
+    assert not moved or "statistic 2.running_mean" in result.reason
+
+
+@pytest.mark.parametrize("sides", ["a", "b", "ab"])
+def test_a_side_that_float32_does_not_suit_is_named(sides):
+    """Where the first one alone runs there, the second one is another
+    network."""
     import torch
 
     class Double(torch.nn.Module):
         def forward(self, x):
             return x @ torch.eye(5, dtype=torch.float64)
-    result = parity.compare(lambda: torch_net(Double()),
-                            lambda: torch_net(torch.nn.Identity()),
-                            batches=batches())
-    assert result.same
-    assert [x for x in result.notes if "a does not run in float32" in x]
+    result = parity.compare(*(
+        partial(torch_net, Double() if side in sides else torch.nn.Identity())
+        for side in "ab"), batches=batches())
+    assert result.same == (sides != "b")
+    assert result.same or "b does not run in float32" in result.reason
+    assert len([x for x in result.notes if "not run in float32" in x]) \
+        == len(sides) * result.same
+
+
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_loss_that_refuses_the_outputs_of_a_side(side):
+    import torch
+
+    class Twice(torch.nn.Module):
+        def forward(self, x):
+            return x, x
+    pair = dict.fromkeys("ab", lambda: torch_net(torch.nn.Identity()))
+    pair[side] = lambda: torch.nn.Sequential(*torch_net(torch.nn.Identity()),
+                                             Twice())
+    with pytest.raises(ValueError, match=r"\(a\) that returns {} and .*"
+                       r"\(b\) that returns {}, .* TypeError".format(*(
+                           "2 arrays" if side == x else "1 array"
+                           for x in "ab"))):
+        parity.compare(**pair, batches=batches())
 
 
 # -- MXNet's float32 in float64 networks --------------------------------------

@@ -3,6 +3,7 @@
 While a replica trains, functions of this file replace the ``forward`` of the
 user's layers (`TorchReplica`).
 """
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,12 @@ Forward = Callable[[Any], Any]
 
 #: how many numbers `take_number` has taken from each default stream
 TAKEN: dict[torch.device, int] = {}
+class _Taking(threading.local):
+    now = False
+
+
+#: whether this thread is inside of `take_number`
+TAKING = _Taking()
 #: lists that get where the default stream is when a layer takes a mask
 MET: list[list[Any]] = []
 
@@ -129,7 +136,11 @@ def take_number(device: torch.device) -> int:
     so that what is computed again finds its own."""
     if not recomputing():
         TAKEN[device] = TAKEN.get(device, 0) + 1
-    return int(torch.randint(1 << 62, (), device=device))
+    TAKING.now = True
+    try:
+        return int(torch.randint(1 << 62, (), device=device))
+    finally:
+        TAKING.now = False
 
 
 def _leading(layer: nn.Module, x: Any) -> int:

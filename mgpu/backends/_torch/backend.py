@@ -16,7 +16,7 @@ from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, strict
 from mgpu.backends._torch.arithmetic import MET, TAKEN
-from mgpu.backends._torch.draws import watch
+from mgpu.backends._torch.draws import Draws, default_generators, watch
 from mgpu.backends._torch.graph import in_common, total
 from mgpu.backends._torch.leaves import Leaves, has_hooks, together
 from mgpu.backends._torch.network import TorchNetwork, without_values
@@ -337,19 +337,19 @@ class TorchBackend(Leaves, base.Backend):
             self.generator(device), self.generator(device, "functional")
         put_back = self.fit_streams(self.export_streams())
         # To where no pass before it has set them.
-        for generator in (torch.default_generator, *(
-                torch.cuda.default_generators if torch.cuda.is_initialized()
-                else ()), *self._generators.values()):
+        for generator in (*default_generators(), *self._generators.values()):
             torch.rand((), generator=generator, device=generator.device)
         before = self.export_streams()
         TAKEN.clear()
         MET.append([])
         try:
-            made, after = thunk(), self.export_streams()
+            with Draws() as seen:       # of a stream that is put back
+                made = thunk()
+            after = self.export_streams()
         finally:
             met = MET.pop()
             put_back()
-        return made, any(
+        return made, seen.found or any(
             not self._is_reached(name, x, after.get(name))
             for name, x in before.items()) or any(
             not any(self._is_reached(name, x, state)

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu.backends._kept import cells, forward_hooks, global_names
+from mgpu.backends._torch.arithmetic import TAKING
 from mgpu.backends._torch.leaves import users_hooks
 
 #: functions and methods that draw, by name
@@ -221,3 +223,39 @@ class Watch:
 
 #: the stream is one for the process
 watch = Watch()
+
+
+class Draws(TorchDispatchMode):
+    """Notices operations that draw from torch's default streams, also where
+    the stream is put back behind them.
+
+    Attributes
+    ----------
+    found : bool
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False    # see strict.Mode
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        may = not self.found and not TAKING.now and \
+            torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        before = _states() if may else []
+        result = func(*args, **(kwargs or {}))
+        if may:     # rrelu does not draw where it predicts
+            self.found |= not all(map(torch.equal, before, _states()))
+        return result
+
+
+def default_generators() -> list[torch.Generator]:
+    return [torch.default_generator, *(
+        torch.cuda.default_generators if torch.cuda.is_initialized() else ())]
+
+
+def _states() -> list[torch.Tensor]:
+    return [x.get_state() for x in default_generators()]

@@ -11,6 +11,7 @@ from torch.utils._device import DeviceContext
 
 from mgpu.backends import base
 from mgpu.backends._torch import strict
+from mgpu.backends._torch.draws import Draws
 
 
 def saving() -> Any:
@@ -27,7 +28,13 @@ def _functions() -> list[Any]:
 
 def _operations() -> list[Any]:
     return [mode for mode in dispatch._get_current_dispatch_mode_stack()
-            if not isinstance(mode, strict.Mode)] \
+            if not isinstance(mode, (strict.Mode, Draws))] \
+        if torch._C._len_torch_dispatch_stack() else []
+
+
+def _draws() -> list[Any]:
+    return [mode for mode in dispatch._get_current_dispatch_mode_stack()
+            if isinstance(mode, Draws)] \
         if torch._C._len_torch_dispatch_stack() else []
 
 
@@ -47,13 +54,13 @@ def watching() -> str | None:
 
 def carried(others: bool) -> Callable[[], base.ContextManager]:
     """What `watching` tells, and the default device, for another thread;
-    without `others`: that device alone."""
+    without `others`: that device alone. What looks for draws goes along."""
     # Pushed, not entered: what a mode does when its block begins and ends is
     # done, and counts for one thread.
     functions = _functions()
     if not others:
         functions = [x for x in functions if isinstance(x, DeviceContext)]
-    operations = _operations() if others else []
+    operations = (_operations() if others else []) + _draws()
     hooks = saving() if others else None
     if not (functions or operations or hooks):
         return contextlib.nullcontext
