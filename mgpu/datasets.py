@@ -353,22 +353,27 @@ class IndexedIterator(BatchIterator):
 
     @functools.cached_property
     def _checksum(self) -> int | None:
-        """Of three examples, and of the numbers of those that a subset has.
-        None: not known, as where an example is another one each time."""
+        """Of the numbers that a subset has, and of some labels, which seldom
+        are augmented as inputs are. Labels that are others when they are
+        read again do not count."""
         data, chosen = self._dataset, []
         while hasattr(data, "indices") and hasattr(data, "dataset"):
-            chosen.append(np.asarray(data.indices))     # torch's Subset
+            chosen.append(data.indices)         # torch's Subset
             data = data.dataset
         put_back = get_backend().kept_streams()
         try:
-            some = [0, self.num_examples // 2, self.num_examples - 1]
-            examples = [_checksum_of([self._dataset[i] for i in some])
-                        for _ in range(2)]
+            labels = {self._some_labels() for _ in range(3)}
         finally:
             put_back()
-        return zlib.crc32(repr((
-            _checksum_of(chosen), examples[0] if examples[0] == examples[1]
-            else None)).encode())
+        return zlib.crc32(repr((_checksum_of(chosen), labels.pop() if len(
+            labels) == 1 else None)).encode())
+
+    def _some_labels(self) -> int | None:
+        pairs = [self._dataset[int(i)] for i in np.unique(np.linspace(
+            0, self.num_examples - 1, 16).astype(int))]
+        return _checksum_of([pair[1] for pair in pairs]) if all(
+            isinstance(pair, (tuple, list)) and len(pair) == 2
+            for pair in pairs) else None
 
     def _made(self, own: np.ndarray, rows: np.ndarray) -> Any:
         wanted = own if len(own) else rows[:1]
@@ -466,7 +471,9 @@ class Epoch(Iterator[Arrays]):
                 if self._number < len(data) else (self._epoch + 1, 0)
 
     def ended(self) -> None:
-        """The loop has asked for a batch after the last one."""
+        """The loop has asked for a batch after the last one, whose step is
+        done, if there is one."""
+        distributed.current().note_batch(None)
         if self._data._epoch == self._epoch + 1:
             self._data._stepped = self._data._position
 

@@ -867,21 +867,21 @@ class Replicas(Hints, abc.Sequence):
         it would be summed K times."""
         self.carried, self._kept = parameters, {}
 
-    def kept_sums(self) -> dict[str, Any]:
-        """With several processes: a checksum of each sum that the passes of
-        this step have added to, as it was before them. One process keeps it
-        for all, so all have left or changed it alike."""
+    def kept_sums(self) -> dict[str, int | None]:
+        """With several processes: by name a checksum of each sum that the
+        passes of this step have added to, as it was before them. One process
+        keeps it for all, so all have left or changed it alike."""
         if self.carried:        # no pass has run here
             self._keep_sums()
-        return {"gradient before this step": self._kept} \
-            if self._kept else {}
+        return self._kept
 
     def _keep_sums(self) -> None:
         if self.span.wide:
-            self._kept = {p.name: self._checksum(p) for p in self.carried
+            self._kept = {p.name: self.checksum(p) for p in self.carried
                           if p.grad_req == "add"}
 
-    def _checksum(self, p: Parameter) -> int | None:
+    def checksum(self, p: Parameter) -> int | None:
+        """Of the gradient on the first device; None without one."""
         x = p.data()
         return zlib.crc32(np.ascontiguousarray(self.backend.to_numpy(
             self.backend.grad(x))).tobytes()) \

@@ -366,14 +366,19 @@ class Trainer(Hints):
         return 0
 
     def _has_part(self) -> bool:
-        """Whether the gradients of this process's last passes are not all
-        zeros."""
-        backend = self.replicas.backend
+        """Whether this process's last passes have written gradients other
+        than zeros, or added such to what was there."""
+        backend, replicas = self.replicas.backend, self.replicas
+        kept = replicas.kept_sums()
+
+        def has(p: Parameter, i: int, x: Any) -> bool:
+            if p.name in kept and self._keeps(i):
+                return replicas.checksum(p) != kept[p.name]
+            return bool(np.any(backend.to_numpy(backend.grad(x))))
         return any(
-            p.grad_req == "write" and backend.is_fresh(x)
-            and backend.has_gradient(x)
-            and np.any(backend.to_numpy(backend.grad(x)))
-            for p in self.replicas.params() for x in p.list_data())
+            backend.is_fresh(x) and backend.has_gradient(x) and has(p, i, x)
+            for p in replicas.params() if p.grad_req != "null"
+            for i, x in enumerate(p.list_data()))
 
     def _whole_batch(self, work: str, batch_size: Any, **more: Any) -> float:
         """The sum of `batch_size` over all processes; `more` has to be the
@@ -500,9 +505,10 @@ class Trainer(Hints):
                 self.replicas.backend.settle(x)
 
     @probes.staged("reduce", "all-reduce", probes.gradients)
-    def _allreduce(self, ignore_stale_grad: bool, batch_size: float = 0
-                   ) -> float:
-        """Returns the sum of `batch_size` over all processes."""
+    def _allreduce(self, ignore_stale_grad: bool,
+                   batch_size: float | None = None) -> float:
+        """Returns the sum of `batch_size` over all processes, which is then
+        above 0."""
         replicas, backend = self.replicas, self.replicas.backend
         parameters, requests = self._trained()
         columns = [p.list_data() for p in parameters]
@@ -515,9 +521,11 @@ class Trainer(Hints):
             taken = {j for j, flags in enumerate(fresh) if not all(
                 backend.has_gradient(x)
                 for x, is_fresh in zip(columns[j], flags) if is_fresh)}
-            reached, edited, taken, batch_size = self._meet(
+            reached, edited, taken, whole = self._meet(
                 {j for j, flags in enumerate(fresh) if any(flags)},
-                edited, taken, batch_size)
+                edited, taken, batch_size or 0)
+        if batch_size is not None:
+            check_batch_size(whole)
         if edited:
             raise self._edited_in_part(parameters[min(edited)])
         self._check_reached(parameters, reached, ignore_stale_grad)
@@ -525,7 +533,7 @@ class Trainer(Hints):
         # Where this fails, the other processes are in the middle of it.
         with replicas.span.world.together():
             self._sum(parameters, requests, columns, fresh, used)
-        return batch_size
+        return whole
 
     def _sum(self, parameters: Sequence[Parameter], requests: Sequence[str],
              columns: Sequence[list[Any]],
@@ -626,7 +634,9 @@ class Trainer(Hints):
             return reached, set(), taken, batch_size
         told = self._gather(self._next_step(), [
             *map(_bits, (reached, edited, taken)), batch_size,
-            self.replicas.moved], **self.replicas.kept_sums())
+            self.replicas.moved], **{
+                f"gradient before this step (zero_grad is for all) of {name}":
+                x for name, x in self.replicas.kept_sums().items()})
         every = [[_numbers(bits) for bits in one[:3]] for one in told]
         self.replicas.moved_by_rank = [one[4] for one in told]
         return (set().union(*(found for found, *_ in every)),

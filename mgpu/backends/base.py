@@ -439,6 +439,9 @@ class Watch:
     def __init__(self) -> None:
         self.passes = BackwardPasses()
 
+    def note(self, on: bool) -> None:
+        """Nothing is announced yet, and nothing to be noted."""
+
 
 class Replica(ABC):
     """A network on one device.

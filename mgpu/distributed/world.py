@@ -459,9 +459,9 @@ class World:
         self._made += 1
         return self._made
 
-    def note_batch(self, batch: list[Any]) -> None:
+    def note_batch(self, batch: list[Any] | None) -> None:
         """Remember the batch that the loop has taken: its place in an order
-        of all ranks."""
+        of all ranks. None: there is none any more."""
         self._batch = batch
 
     def batch_taken(self) -> list[Any] | None:

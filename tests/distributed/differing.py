@@ -135,9 +135,9 @@ def subset(replicas, trainer, batch, differs):
 
 
 @case
-def examples(replicas, trainer, batch, differs):
+def some_labels(replicas, trainer, batch, differs):
     step(replicas, trainer, of_subset(
-        range(16), lambda pair: (pair[0] + differs, pair[1])))
+        range(16), lambda pair: (pair[0], pair[1] + differs)))
 
 
 @case
@@ -155,6 +155,26 @@ def zeroed(replicas, trainer, batch, differs):
 def no_size(replicas, trainer, batch, differs):
     passes(replicas, batch)
     trainer.step(0 if differs else 8)
+
+
+@case
+def no_size_added(replicas, trainer, batch, differs):
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
+    for p in replicas.params():
+        p.grad_req = "add"
+    step(replicas, trainer, batch)
+    no_size(replicas, trainer, batch, differs)
+
+
+@case
+def no_sizes(replicas, trainer, batch, differs):
+    """No row of a batch counts."""
+    X_shards, y_shards = mgpu.split_batch(*batch, replicas.devices)
+    with mgpu.record():
+        losses = [LOSS(pred, y) * 0
+                  for pred, y in zip(replicas(X_shards), y_shards)]
+    mgpu.backward(losses)
+    trainer.step(0)
 
 
 @case

@@ -21,9 +21,15 @@ EXPECTED = {
     "weight": "ReplicaMismatchError: .*'0.weight' on rank 1 than on rank 0",
     "order": "UnevenWork: .*seed=0, .* on rank 0 and .*seed=1, .* on rank 1",
     **dict.fromkeys(
-        ("rows", "subset", "examples"), "UnevenWork: .*batch 0 of epoch 0 .*"
-        "checksum.*Give every rank the same examples"),
-    "zeroed": "ModelMismatch: .*gradient before this step 0.weight",
+        ("rows", "subset", "some_labels"),
+        "UnevenWork: .*batch 0 of epoch 0 .*checksum.*Give every rank the "
+        "same examples"),
+    "zeroed": "ModelMismatch: .*gradient before this step .zero_grad .*"
+              "0.weight",
+    "no_size_added": (
+        "WorkerFailed: rank 1 failed .*received 0 on rank 1 of 2",
+        "ValueError: a process gives the size of its own part"),
+    "no_sizes": "ValueError: .*received 0",
     "no_size": (
         "WorkerFailed: rank 1 failed .*received 0 on rank 1 of 2.*of its "
         "rows. No parameter", "ValueError: a process gives the size of its"),
