@@ -13,6 +13,7 @@ import gc
 import operator
 import os
 import random
+import signal
 import sys
 import zlib
 
@@ -118,6 +119,10 @@ def pytest_collection_finish():
 def pytest_configure(config):
     if config.getoption("--strict-devices"):
         os.environ["MGPU_STRICT_DEVICES"] = "1"     # for child processes
+    # A shell starts what runs in the background without Ctrl-C, and processes
+    # hand that down to those that tests press Ctrl-C in.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
