@@ -83,6 +83,7 @@ NO_NUMBERS = {
                      "Replicas.buffers", "Replicas.grad_reqs", "Replicas.net",
                      "Replicas.independent", "Replicas.joint",
                      "Replicas.moved", "Replicas.digest",
+                     "Replicas.checksum", "Replicas.kept_sums",
                      "Replicas.statistics", "Parameter.dtype",
                      "Parameter.grad_req", "Parameter.list_devices",
                      "Parameter.shape", "Parameter.refit"), _READS),
