@@ -336,7 +336,7 @@ class Trainer(Hints):
             A batch size that is no finite number above 0.
         """
         with self.replicas.span.world.guard():
-            batch_size = self._checked(batch_size, self._has_part)
+            batch_size = self._checked(batch_size)
         if self._overrides("allreduce_grads", "update"):
             self.allreduce_grads(ignore_stale_grad)
             self.update(batch_size)
@@ -351,19 +351,22 @@ class Trainer(Hints):
                 raise
         self._whole(both)
 
-    def _checked(self, batch_size: Any, part: Callable[[], bool]) -> float:
-        """`part`: whether this process has a part in the gradients. It may
-        have no rows of a batch, or rows that count as nothing."""
-        if not (self.replicas.span.wide and is_number(batch_size)
-                and batch_size == 0):
-            return check_batch_size(batch_size)
-        if part():
+    def _checked(self, batch_size: Any) -> float:
+        """A process may have no rows of a batch, or rows that count as
+        nothing."""
+        if self.replicas.span.wide and is_number(batch_size) \
+                and batch_size == 0:
+            return 0
+        return check_batch_size(batch_size)
+
+    def _check_part(self, batch_size: float | None) -> None:
+        """Refuse no rows where this process has a part in the gradients."""
+        if batch_size == 0 and self._had_part:
             raise ValueError(
                 "a process gives the size of its own part of the batch, 0 "
                 "where it has none; received 0 on "
                 f"{self.replicas.span.world!r}, whose backward pass has "
                 "written gradients. Pass the number of its rows.")
-        return 0
 
     def _has_part(self) -> bool:
         """Whether this process's last passes have written gradients other
@@ -384,9 +387,10 @@ class Trainer(Hints):
         """The sum of `batch_size` over all processes; `more` has to be the
         same on all."""
         with self.replicas.span.world.guard():
+            batch_size = self._checked(batch_size)
+            self._check_part(batch_size)
             return check_batch_size(sum(self._gather(
-                f"{work} of {self._next_step()}",
-                self._checked(batch_size, lambda: self._had_part), **more)))
+                f"{work} of {self._next_step()}", batch_size, **more)))
 
     def _gather(self, work: str, value: Any, **more: Any) -> list[Any]:
         """A meeting of all processes, in which what an update depends on is
@@ -478,7 +482,6 @@ class Trainer(Hints):
         `step` does.
         """
         def section() -> None:
-            self._had_part = self.replicas.span.wide and self._has_part()
             self._allreduce(ignore_stale_grad)
             summed, backend = set(self._summed or ()), self.replicas.backend
             for p, request in zip(*self._trained()):
@@ -518,6 +521,10 @@ class Trainer(Hints):
             self._check_passes(parameters, fresh, ignore_stale_grad)
             edited = self._check_unedited(parameters, columns, fresh)
             self._check_done(columns, fresh)
+            # Not before: what has failed on a device must not be read.
+            self._had_part = replicas.span.wide and not batch_size \
+                and self._has_part()
+            self._check_part(batch_size)
             taken = {j for j, flags in enumerate(fresh) if not all(
                 backend.has_gradient(x)
                 for x, is_fresh in zip(columns[j], flags) if is_fresh)}

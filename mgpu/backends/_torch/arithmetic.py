@@ -28,6 +28,8 @@ Forward = Callable[[Any], Any]
 
 #: how many numbers `take_number` has taken from each default stream
 TAKEN: dict[torch.device, int] = {}
+
+
 class _Taking(threading.local):
     now = False
 
