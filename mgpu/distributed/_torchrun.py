@@ -24,13 +24,12 @@ from torch.distributed.elastic.multiprocessing import (LogsDest, LogsSpecs,
                                                        SignalException)
 from torch.distributed.elastic.rendezvous import (RendezvousHandler,
                                                   RendezvousInfo,
-                                                  RendezvousParameters,
                                                   RendezvousStoreInfo)
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     C10dRendezvousBackend)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    create_handler)
+    DynamicRendezvousHandler, RendezvousTimeout)
 
 from mgpu.distributed._gloo import listening
 from mgpu.distributed.launch import Job
@@ -40,6 +39,8 @@ from mgpu.distributed.world import in_words
 _NOTICE = 3.0
 #: seconds from SIGTERM to SIGKILL: after a failure, and after a signal
 _END, _END_BY_SIGNAL = 3, 8
+#: seconds that the machine with the store waits for the others to leave it
+_LEAVE = 3.0
 #: seconds between the signs of life of a machine; after three it is lost
 _ALIVE = 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -143,6 +144,31 @@ class _Alone(RendezvousHandler):
         return True
 
 
+class _Meeting(DynamicRendezvousHandler):
+    """Several machines, which meet at a store that one of them has. That one
+    leaves last: the others would find their store gone."""
+
+    #: keys of the store: how many machines have come, and have left
+    _CAME, _LEFT = "mgpu/came", "mgpu/left"
+
+    _has_store = False
+
+    def come(self, has_store: bool) -> None:
+        self._has_store = has_store
+        self._store.add(self._CAME, 1)
+
+    def shutdown(self) -> bool:
+        done = super().shutdown()
+        with contextlib.suppress(dist.DistError):
+            left = self._store.add(self._LEFT, 1)
+            end = time.monotonic() + _LEAVE
+            while self._has_store and left < self._store.add(self._CAME, 0) \
+                    and time.monotonic() < end:
+                time.sleep(0.02)
+                left = self._store.add(self._LEFT, 0)
+        return done
+
+
 def _meeting(job: Job) -> RendezvousHandler:
     """Several machines: they meet at an address of one of them, which listens
     there and nowhere else."""
@@ -167,10 +193,13 @@ def _meeting(job: Job) -> RendezvousHandler:
     if interface and "GLOO_SOCKET_IFNAME" not in os.environ:
         # else gloo takes that of the machine's name, perhaps loopback
         job.variables["GLOO_SOCKET_IFNAME"] = interface
-    return create_handler(store, C10dRendezvousBackend(store, "mgpu"),
-                          RendezvousParameters(
-        "c10d", f"{host}:{port}", "mgpu", job.machines, job.machines, own,
-        join_timeout=int(job.start_timeout), keep_alive_interval=_ALIVE))
+    meeting = _Meeting.from_backend(
+        "mgpu", store, C10dRendezvousBackend(store, "mgpu"), job.machines,
+        job.machines, own, RendezvousTimeout(
+            timedelta(seconds=job.start_timeout)),
+        keep_alive_interval=_ALIVE)
+    meeting.come(server is not None)
+    return meeting
 
 
 def _own_address(host: str, port: int) -> str:

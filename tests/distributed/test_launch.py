@@ -1,11 +1,13 @@
 """`mgpu launch`: the status, whose output is shown, which rank is named, what
 is left, and which sockets listen."""
+import importlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -187,6 +189,25 @@ def test_two_machines_with_different_numbers_of_processes(tmp_path):
     text, other = texts if "rank 0 of 3" in texts[0] else texts[::-1]
     assert text.endswith("the end\n") and "the end\n" not in other
     assert sum("all processes start again" in text for text in texts)
+
+
+@pytest.mark.parametrize("others_leave", [True, False])
+def test_the_machine_with_the_store_leaves_last(monkeypatch, others_leave):
+    """Else the others find their store gone, and print where in C++."""
+    agent = importlib.import_module("mgpu.distributed._torchrun")
+    if not others_leave:
+        monkeypatch.setattr(agent, "_LEAVE", 0.4)
+    job = launch.Job("script.py", [], 1, 0, 2,
+                     ("127.0.0.1", jobs.free_port()), 30.0, {})
+    first, other = agent._meeting(job), agent._meeting(job)
+    leaving = threading.Thread(target=first.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(0.3)
+    assert leaving.is_alive()
+    if others_leave:
+        assert other.shutdown()
+    leaving.join(60)
+    assert not leaving.is_alive()
 
 
 def test_a_machine_that_does_not_come(tmp_path):
