@@ -396,11 +396,13 @@ def _schedule(record: Any, rate: Any, done: int, asked: bool) -> Any:
     own = _SCHEDULES[name](base_lr=state.get("base_lr_orig", began),
                            **options)
     own.warmup_final_lr = began
-    if not isinstance(own, (schedules.PolyScheduler,
+    if not asked and state["base_lr"] == own.base_lr:
+        expected = own.base_lr
+    elif not isinstance(own, (schedules.PolyScheduler,
                             schedules.CosineScheduler)):
         own.base_lr = began if rate is None else rate
-        expected = own.base_lr if done < own.warmup_steps or not asked \
-            and state["base_lr"] == own.base_lr else own.after_warmup(done)
+        expected = own.base_lr if done < own.warmup_steps \
+            else own.after_warmup(done)
     elif done > own.max_update:     # the last value stays
         expected = own.after_warmup(done)
     else:
@@ -474,14 +476,23 @@ def _read(file: GluonStates, graph: Graph, arrays: Mapping[str, np.ndarray],
                 f"{sorted({*counts.values()})}, begin_num_update {begin} and "
                 f"num_update {number}. Use a whole file.")
         if schedule is None and state["lr_scheduler"] is not None:
-            schedule = _schedule(state["lr_scheduler"], state["lr"],
-                                 number, bool(counts))
+            # MXNet's Ftrl keeps a rate for itself, and its AdaDelta asks for
+            # none.
+            schedule = _schedule(state["lr_scheduler"], None
+                                 if family == "ftrl" else state["lr"], number,
+                                 bool(counts) and family != "adadelta")
         rule = _optimizer(record, schedule)
         product = state.get("m_schedule", product)
         orders = Order(file, counts, graph, shapes, family == "nadam")
         keys = orders.of_trainer(order)
         scale = state["rescale_grad"]
-        notes.append(_divisor(scale, batch_size))
+        if counts:
+            notes.append(_divisor(scale, batch_size))
+        elif scale != 1:
+            notes.append(
+                f"its trainer multiplies gradients by {scale:.10g} (its "
+                "rescale_grad), which mgpu's does not: multiply each loss by "
+                f"{scale:.10g} (not where that undid a loss scale)")
     slots, copies = {}, {}
     for name, key in keys.items():
         found, copy = _parted(rule, file.states[key], arrays[name], name)
@@ -642,6 +653,9 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
         raise ValueError(f"grad_req names parameters; received {strange}. "
                          f"There are {sorted(known)}.")
     names = {key: name for name, key in own.items()}
+    # What the trainer was not given it does not move, whatever its grad_req.
+    outside = {key for key in known if names[key] not in saved.order}
+    requests = {key: x for key, x in requests.items() if key not in outside}
     frozen = []
     latest = max(saved.counts.values(), default=0)
     behind = {name: t for name, t in saved.counts.items()
@@ -663,7 +677,7 @@ def _freeze(saved: _Saved, known: Mapping[str, Parameter],
             request = requests.get(key, "write" if names[key] in saved.slots
                                    or saved.module and not saved.slots
                                    else "null")
-            if nadam and request != "null":
+            if nadam and request != "null" and key not in outside:
                 fixed.append(key)
         elif key in requests:
             p.grad_req = requests[key]
@@ -773,6 +787,16 @@ def _remarks(trainer: Trainer, scale: float | None) -> Iterator[str]:
         yield (f"the {len(moving)} running statistics are those of the file "
                "on every device; export writes the mean over the devices "
                "that it trained on")
+    requests = replicas.grad_reqs()
+    still = sorted({name.rpartition(".")[0] for name in moving} - {
+        name.rpartition(".")[0] for name, request in requests.items()
+        if request != "null"})
+    if still and len(still) < len(requests):
+        yield ("running statistics move in each training pass in PyTorch, in "
+               "MXNet where a gradient passes through the layer; scale and "
+               f"shift are frozen in {', '.join(still[:5])}"
+               f"{', ...' * (len(still) > 5)}: where all layers before one "
+               "are frozen too, set its track_running_stats = False")
     if rule.family not in COMPILED or all(
             p.dtype != "float64" for p in replicas.params()):
         return

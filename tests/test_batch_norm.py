@@ -1044,6 +1044,33 @@ def test_layers_without_running_statistics_are_synchronised_too(name):
 
 
 @pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("policy", ["per_device", "average", "sync"])
+@pytest.mark.parametrize("k", [1, 2])
+def test_torchs_flag_of_tracking_decides_in_each_pass(name, policy, k):
+    """Set after the layer was made: training leaves its statistics."""
+    def kept(replicas):
+        return np.array(list(statistics(replicas).values()))
+    with using_engine(name) as engine:
+        X, net = images(6), batch_norm(engine)
+        replicas = initialize(net, on(k), policy)
+        pass_through(replicas, X)
+        before, (scale, shift) = kept(replicas), [
+            mgpu.to_numpy(p.data())[:, None, None] for p in replicas.params()]
+        net[0].track_running_stats = False
+        found = np.concatenate(pass_through(replicas, X))
+        np.testing.assert_array_equal(kept(replicas), before)
+        if k == 1 or policy == "sync":
+            mean, var = X.mean((0, 2, 3)), X.var((0, 2, 3))
+            expected = (X - mean[:, None, None]) / np.sqrt(
+                var + net[0].eps)[:, None, None]
+            assert relative_difference(
+                found, expected * scale + shift) < 1e-6
+        net[0].track_running_stats = True
+        pass_through(replicas, X)
+        assert (kept(replicas) != before).all()
+
+
+@pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("policy", ["per_device", "sync"])
 def test_torchs_cumulative_average(name, policy):
     """``momentum=None``: the plain mean over all batches so far; after

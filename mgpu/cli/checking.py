@@ -17,6 +17,8 @@ from mgpu.nested import leaves
 
 #: rows, and steps, of what is compared
 ROWS, STEPS = 4, 3
+#: how often each batch passes what was written, to see that its dropout stays
+PASSES = 3
 #: the inputs of the last step are so many times as large, that more of what
 #: a function does beyond its middle is seen
 LARGER = 10.0
@@ -118,10 +120,11 @@ def with_mxnet(symbol: str, params: str, read: Callable[[], Any],
                                       dtype, _fixed(graph, dtype))
         X = batches[0][0]
         places = torch_net.places
+        unsteady = torch_net.unsteady([X for X, _ in batches])
         found = _outputs(live(watched), X, dtype)
         torch_net.check(found[len(kinds):])
         graphs = [Place(*kind, x) for kind, x in zip(kinds, found)]
-        wrong = _apart(graphs, places, dtype)
+        wrong = _apart(graphs, places, dtype) or unsteady
         if places and wrong is None:
             bends = _bends(graphs, dtype)
             _without_dropout(symbol, bent, dtype, bends)
@@ -325,6 +328,29 @@ class _Written:
                 "what was written returns the outputs of the graph; received "
                 f"{_counted(two, self.several)} against {_counted(one)}. "
                 "Correct what its forward returns.")
+
+    def unsteady(self, inputs: Sequence[Any]) -> str | None:
+        """What to say where other passes, of `inputs`, drop out otherwise
+        than the first."""
+        first, shards = self._kinds(), self._shards
+        try:
+            for X in [*inputs] * PASSES:
+                self._shards = mgpu.split_and_load(X, self._replicas.devices)
+                self.run()
+                if self._kinds() != first:
+                    return ("what was written drops out with "
+                            f"{first} in one pass, and with {self._kinds()} "
+                            "in another")
+        finally:
+            self._shards = shards
+            self.run()
+        return None
+
+    def _kinds(self) -> str:
+        """The rate of each place, and what else is particular of it."""
+        return ", ".join(sorted(
+            " ".join(map(str, (f"{p.rate:g}", p.kind, *p.axes)))
+            for p in self.places)) or "no rates"
 
     def run(self, bends: Sequence[float] = ()) -> list[np.ndarray]:
         """The outputs; with `bends` dropout is `_bent`, place by place."""

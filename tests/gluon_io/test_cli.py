@@ -501,6 +501,11 @@ EDITS = {       # a network, and what an edit of its source puts where
         "            y = layer(x)\n"
         "            x = x if isinstance(layer, nn.Dropout) else y\n"
         "        return x"),
+    "other rates in later passes": (
+        "dense", "return self.layers(x)",
+        "self.passes = getattr(self, 'passes', 0) + self.training\n"
+        "        self.layers[2].p = 0.25 if self.passes < 4 else 0.5\n"
+        "        return self.layers(x)"),
     "whole rows": ("dense", "nn.Dropout()", "nn.Dropout1d()"),
     "other axes": ("axes", "axes=(1,)", "axes=(2,)"),
     "predictions too": ("axes", "axes=(1,)", "axes=(1,), always=True"),
@@ -540,7 +545,8 @@ def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
     said = " ".join(result.output.split())
     assert ("drops out with" in said) == (
         edit in ("rates exchanged", "whole rows", "other axes",
-                 "predictions too", "a rate less", "another rate of an LSTM"))
+                 "predictions too", "a rate less", "another rate of an LSTM",
+                 "other rates in later passes"))
     assert ("is not used as" in said) == (edit == "a result that is not used")
     assert "10 times as large" in result.output and file.read_text() == text
 

@@ -604,6 +604,30 @@ def test_a_schedule_before_the_first_update(training, name, step, asked):
             schedule(n) for n in range(11, 15)]
 
 
+@live
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("optimizer", ["ftrl", "adadelta"])
+@pytest.mark.parametrize("name, step", [("FactorScheduler", 1),
+                                        ("MultiFactorScheduler", [1, 3])])
+def test_a_schedule_that_an_optimizer_does_not_set(training, name, step,
+                                                   optimizer, steps):
+    """Ftrl has a rate besides, and AdaDelta asks for none."""
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        schedule = getattr(mx.lr_scheduler, name)(step, 0.5, base_lr=0.5)
+    one = training("small", optimizer, lr_scheduler=schedule)
+    with mgpu.using_backend("mxnet"):
+        if steps:
+            one.step(steps)
+        else:
+            one.trainer._updaters[0].states.clear()
+        files, requests = one.save(), one.requests()
+    with mgpu.using_backend("torch"):
+        trainer = go_on(files, grad_req=requests).trainer
+        assert [trainer.rate(n) for n in range(steps + 1, 6)] == [
+            schedule(n) for n in range(steps + 1, 6)]
+
+
 # -- what the files do not say ------------------------------------------------
 
 @live
@@ -709,6 +733,9 @@ def test_a_trainer_of_a_part(training, first, last, optimizer):
             mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
                                    order=[*names[:-1], names[0]])
     assert lock_step(one, 2, [mgpu.cpu(0)], order=names) < 1e-10
+    # Those that the trainer was not given are "write" too.
+    assert lock_step(one, 1, [mgpu.cpu(0)], order=names,
+                     grad_req=one.requests()) < 1e-10
 
 
 @live
@@ -789,6 +816,27 @@ def test_a_factor_of_gradients(training, scale, rows):
             assert [x for x in notes if f"divided the sum of the gradients by "
                     f"{rows}. If that is not" in x]
         resumed = go_on(files, batch_size=8)
+        assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
+                     in x]) == (scale != 1)
+        ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
+        mgpu.train_batch(one.x, one.y, resumed.replicas,
+                         lambda *x: scale * ordinary(*x), resumed.trainer)
+        assert difference(resumed.replicas, one.values()) < 1e-10
+
+
+@live
+@pytest.mark.parametrize("rows", [None, 8])
+@pytest.mark.parametrize("scale", [1.0, 0.125])
+def test_a_factor_of_gradients_before_the_first_step(training, scale, rows):
+    """No step has divided it."""
+    one = training("small", rescale_grad=scale)
+    with mgpu.using_backend("mxnet"):
+        one.trainer._updaters[0].states.clear()
+        files, requests = one.save(), one.requests()
+        one.step()
+    with mgpu.using_backend("torch"):
+        resumed = go_on(files, grad_req=requests, batch_size=rows)
+        assert not [x for x in resumed.notes if "last step" in x]
         assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
                      in x]) == (scale != 1)
         ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()

@@ -75,6 +75,10 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     ``src/operator/nn/batch_norm.cc``.
     """
     x, count = call.x, call.x.numel() // call.x.shape[1]
+    if call.running_mean is None:
+        return torch.batch_norm(x if count > 1 else x - x, call.gamma,
+                                call.beta, None, None, True, 0.0,
+                                call.epsilon, torch.backends.cudnn.enabled)
     running_mean: Any = call.running_mean
     running_var: Any = call.running_var
     # With a momentum of 1 statistics stay exactly as they are.
@@ -103,6 +107,12 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     return y
 
 
+def moves_statistics(layer: nn.Module) -> bool:
+    """Whether a training pass moves running statistics of a batch-norm
+    layer. As in torch its flag decides, which may be set at any time."""
+    return layer.running_mean is not None and bool(layer.track_running_stats)
+
+
 def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
                     ) -> base.BatchNormCall:
     """A training call of `layer` in Gluon's terms; if `keep`, it is counted
@@ -111,8 +121,9 @@ def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
     momentum = float(np.float32(1 - layer.momentum)) \
         if layer.momentum is not None \
         else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
-    mean, var = layer.running_mean, layer.running_var
-    if mean is not None:
+    mean = var = None
+    if moves_statistics(layer):
+        mean, var = layer.running_mean, layer.running_var
         if keep:
             layer.num_batches_tracked.add_(1)
         else:   # of the same form, as a graph may keep them

@@ -6,7 +6,8 @@ from torch import nn
 
 from mgpu.backends._torch.arithmetic import (BATCH_NORMS, FORWARDS,
                                              batch_norm_call,
-                                             gluon_batch_norm)
+                                             gluon_batch_norm,
+                                             moves_statistics)
 from mgpu.backends._torch.graph import recomputing
 
 
@@ -15,7 +16,7 @@ class _GluonArithmetic(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Any) -> Any:
         """The layer's output; updates running statistics as Gluon does."""
-        if not self.training or self.running_mean is None:
+        if not self.training or not moves_statistics(self):
             return super().forward(x)
         self._check_input_dim(x)
         keep = torch.compiler.is_dynamo_compiling() or not recomputing()
