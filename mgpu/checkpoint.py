@@ -17,7 +17,7 @@ from mgpu.backends import messages
 from mgpu.datasets import BatchIterator
 from mgpu.distributed import World
 from mgpu.parameters import BUFFERS
-from mgpu.prefetching import Prefetched
+from mgpu.prefetching import Prefetched, order_of
 from mgpu.replicas import Replicas
 from mgpu.trainer import Trainer, check_pair
 
@@ -434,7 +434,8 @@ def _saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     if at is not None:
         epoch, number = at["position"]
         at = {name: at[name] for name in _ORDER} | {"position": (
-            integer("position", epoch, 0), integer("position", number, 0))}
+            integer("position", epoch, 0), integer("position", number, 0)),
+            "contents": list(at.get("contents", ()))}
     for request in header["grad_req"].values():
         messages.check_grad_req(request)
     streams: list[tuple[dict[str, Any], Arrays]] = []
@@ -521,19 +522,19 @@ def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
 
 
 def _source(data: Any) -> BatchIterator:
-    source = data.data if isinstance(data, Prefetched) else data
-    if not isinstance(source, BatchIterator):
+    source = order_of(data)
+    if source is None:
         raise TypeError(
             "a position is that of a BatchIterator (mgpu.datasets), or of "
-            f"mgpu.prefetch of one; received {type(source).__name__}. Leave "
+            f"mgpu.prefetch of one; received {type(data).__name__}. Leave "
             "data out, and bring your data to its place yourself.")
     return source
 
 
 def _position(data: Any) -> dict[str, Any]:
     source = _source(data)
-    return {"position": source.stepped,
-            **{name: getattr(source, name) for name in _ORDER}}
+    return {"position": source.stepped, "contents": source.contents, **{
+        name: getattr(source, name) for name in _ORDER}}
 
 
 def _check_position(saved: Any, source: BatchIterator | None) -> None:
@@ -547,6 +548,9 @@ def _check_position(saved: Any, source: BatchIterator | None) -> None:
         wrong += [f"{name}={getattr(source, name)!r} for a position with "
                   f"{saved[name]!r}" for name in _ORDER
                   if saved[name] != getattr(source, name)]
+        if any(None not in (x, y) and x != y for x, y in zip(
+                saved["contents"], source.contents)):
+            wrong.append("other examples than those of the position")
         _, number = saved["position"]
         if number >= len(source):
             wrong.append(f"batch {number} of {len(source)}")

@@ -11,9 +11,8 @@ from typing import Any
 
 from mgpu import checkpoint, files
 from mgpu.arguments import integer, one_of
-from mgpu.datasets import BatchIterator
 from mgpu.errors import CheckpointCorrupt
-from mgpu.prefetching import Prefetched
+from mgpu.prefetching import Prefetched, order_of
 from mgpu.replicas import Replicas
 from mgpu.trainer import Trainer
 
@@ -39,8 +38,8 @@ class Folder:
         self._replicas, self._trainer = replicas, trainer
         self._train, self._test = train_iter, test_iter
         _check_drawn_once(train_iter, prefetch)
-        self._source = source_of(train_iter)
-        self._tested = source_of(test_iter)
+        self._source = order_of(train_iter)
+        self._tested = order_of(test_iter)
         self._keep = integer("keep", keep, 1)
         self.every = None if every is None \
             else integer("checkpoint_every", every, 1)
@@ -319,7 +318,3 @@ def _newest(found: Sequence[str], passed: list[str]
     return None, None
 
 
-def source_of(data: Any) -> BatchIterator | None:
-    """The `BatchIterator` behind `data`, if there is one."""
-    source = data.data if isinstance(data, Prefetched) else data
-    return source if isinstance(source, BatchIterator) else None

@@ -280,13 +280,19 @@ class BatchIterator:
     def place(self, epoch: int, number: int) -> list[Any]:
         """A batch among all that there can be: what processes compare."""
         return [[self.num_examples, self.batch_size], self.seed, self.shuffle,
-                epoch, number, self._checksum]
+                self.drop_last, epoch, number, self._contents]
 
     @functools.cached_property
-    def _checksum(self) -> int | None:
-        """Of the labels and of some examples; None: not known."""
+    def contents(self) -> list[int | None]:
+        """Checksums of what is known without a call of the user's code; None:
+        not known."""
         some = np.linspace(0, len(self.y) - 1, 64).astype(int)
-        return _checksum_of((self.y, self._X[np.unique(some)]))
+        return [_checksum_of((self.y, self._X[np.unique(some)]))]
+
+    @property
+    def _contents(self) -> list[int | None]:
+        """`contents`, and what has to be asked for."""
+        return self.contents
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}({self.num_examples} examples, "
@@ -352,21 +358,23 @@ class IndexedIterator(BatchIterator):
         self.epoch = 0
 
     @functools.cached_property
-    def _checksum(self) -> int | None:
-        """Of the numbers that a subset has, and of some labels, which seldom
-        are augmented as inputs are. Labels that are others when they are
-        read again do not count."""
+    def contents(self) -> list[int | None]:
         data, chosen = self._dataset, []
         while hasattr(data, "indices") and hasattr(data, "dataset"):
             chosen.append(data.indices)         # torch's Subset
             data = data.dataset
+        return [_checksum_of(chosen)]
+
+    @functools.cached_property
+    def _contents(self) -> list[int | None]:
+        """And of some labels, which seldom are augmented as inputs are.
+        Labels that are others when they are read again do not count."""
         put_back = get_backend().kept_streams()
         try:
             labels = {self._some_labels() for _ in range(3)}
         finally:
             put_back()
-        return zlib.crc32(repr((_checksum_of(chosen), labels.pop() if len(
-            labels) == 1 else None)).encode())
+        return [*self.contents, labels.pop() if len(labels) == 1 else None]
 
     def _some_labels(self) -> int | None:
         pairs = [self._dataset[int(i)] for i in np.unique(np.linspace(

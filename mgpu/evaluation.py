@@ -10,6 +10,7 @@ from mgpu import distributed
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
 from mgpu.nested import as_inputs, as_pair, is_empty, leaves, rows_of
+from mgpu.prefetching import order_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 
@@ -160,6 +161,8 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         correct = total = 0
         with world.guard(), backend.scope(recording=False, training=False):
             predict = _predict(net, places)
+            order = order_of(data_iter) if world.size > 1 else None
+            place = order and order.place(*order.position)
             for X, y in map(as_pair, data_iter):
                 X_shards, y_shards = shards_of(X, y, places, split_f)
                 outputs = predict(X_shards)
@@ -172,9 +175,11 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                     outputs, y_shards) if output is not None)
         # of all processes: each has its rows of the data
         told = world.gather("evaluate_accuracy_gpus", [
-            correct, total, world.batch_taken(),
+            correct, total, place,
             net.digest() if isinstance(net, Replicas) else None])
-        world.check_batches([batch for *_, batch, _ in told])
+        world.batch_taken()     # one that a loop was left with
+        world.check_orders([place for *_, place, _ in told],
+                           "evaluate on one order of batches")
         if isinstance(net, Replicas):
             net.check_digests([digest for *_, digest in told])
         correct, total = (sum(one[i] for one in told) for i in range(2))

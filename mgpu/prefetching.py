@@ -120,6 +120,13 @@ def prefetch(data: Iterable[Any], depth: int = 1, *, devices: Any = None
                       else as_devices(devices))
 
 
+def order_of(data: Any) -> BatchIterator | None:
+    """The `BatchIterator` behind `data`, if there is one."""
+    while isinstance(data, Prefetched):
+        data = data.data
+    return data if isinstance(data, BatchIterator) else None
+
+
 class Prefetched:
     """What `prefetch` returns.
 

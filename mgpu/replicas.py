@@ -261,13 +261,16 @@ class Replicas(Hints, abc.Sequence):
             return
         self.span.world.agree("the network", {"parameters": [
             [p.name, p.kind, list(p.shape or ()), p.dtype, p.grad_req]
-            for p in self.all_parameters()], "layers": [
-                # a function of the user's is printed with its address
-                re.sub(r" at 0x[0-9a-f]+", "", line).strip()
-                for line in repr(self.net).splitlines()]},
+            for p in self.all_parameters()], "layers": self._layers()},
             "Make the same network on every rank.")
         share_values([p.list_data() for p in self.all_parameters()],
                      self.span)
+
+    def _layers(self) -> list[str]:
+        """What the framework prints of them: their settings."""
+        # a function of the user's is printed with its address
+        return [re.sub(r" at 0x[0-9a-f]+", "", line).strip()
+                for line in repr(self.net).splitlines()]
 
     def watch(self) -> None:
         """Tell the engine which arrays are trained now."""
@@ -624,9 +627,11 @@ class Replicas(Hints, abc.Sequence):
         is one, or no values yet. Reads all of them."""
         if not (self.span.wide and self.complete):
             return None
-        return {p.name: zlib.crc32(np.ascontiguousarray(
-            self.backend.to_numpy(p.data())).tobytes())
-            for p in self.params()}
+        return {"the settings of its layers": zlib.crc32(
+            repr(self._layers()).encode()), **{
+                p.name: zlib.crc32(np.ascontiguousarray(
+                    self.backend.to_numpy(p.data())).tobytes())
+                for p in self.params()}}
 
     def check_digests(self, digests: Sequence[dict[str, int] | None]) -> None:
         """Refuse processes whose parameters differ (`digest` of each), as
@@ -635,10 +640,10 @@ class Replicas(Hints, abc.Sequence):
             for name, own in (digest or {}).items():
                 if (digests[0] or {}).get(name) != own:
                     raise ReplicaMismatchError(
-                        "all processes hold the same parameters; received "
-                        f"other values of {name!r} on rank {rank} than on "
-                        f"rank 0 (this is {self.span.world!r}). Write to a "
-                        "network on every rank alike, or load a checkpoint.")
+                        "all processes hold the same network; received other "
+                        f"values of {name!r} on rank {rank} than on rank 0 "
+                        f"(this is {self.span.world!r}). Write to a network "
+                        "on every rank alike, or load a checkpoint.")
 
     def check_equal(self) -> None:
         """Check that all replicas hold the same bits, each in memory of its

@@ -204,8 +204,8 @@ class Trainer(Hints):
         self._summed: list[Parameter] | None = None
         #: those that it has passed over, whose gradients were zeros then
         self._blank: set[Parameter] = set()
-        #: whether this process has a part in them
-        self._had_part = False
+        #: whether this process has a part in them, and has had a pass
+        self._had_part = self._had_pass = False
         self._torn = False          # by an update that has failed midway
         self._number = replicas.span.world.number()
         self._agree()
@@ -360,7 +360,15 @@ class Trainer(Hints):
         return check_batch_size(batch_size)
 
     def _check_part(self, batch_size: float | None) -> None:
-        """Refuse no rows where this process has a part in the gradients."""
+        """Refuse no rows where this process has a part in the gradients, and
+        rows without a pass."""
+        if batch_size and self.replicas.span.wide and not self._had_pass:
+            raise ValueError(
+                "a process gives the size of its own part of the batch, 0 "
+                f"where it has none; received {batch_size:g} on "
+                f"{self.replicas.span.world!r}, which has had no backward "
+                "pass since the last step. Pass 0, or run one inside "
+                "record().")
         if batch_size == 0 and self._had_part:
             raise ValueError(
                 "a process gives the size of its own part of the batch, 0 "
@@ -521,6 +529,7 @@ class Trainer(Hints):
             self._check_passes(parameters, fresh, ignore_stale_grad)
             edited = self._check_unedited(parameters, columns, fresh)
             self._check_done(columns, fresh)
+            self._had_pass = any(map(any, fresh))
             # Not before: what has failed on a device must not be read.
             self._had_part = replicas.span.wide and not batch_size \
                 and self._has_part()
@@ -981,12 +990,14 @@ class Trainer(Hints):
             returned, and `update` will skip the step.
         """
         _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
-        divisor = 1 if batch_size is None and not self.replicas.span.wide \
-            else self._whole_batch(
-                "clip_global_norm", 1 if batch_size is None else batch_size,
-                max_norm=max_norm, **self._sums_held())
-        if batch_size is None:
-            divisor = 1
+        more = {"max_norm": max_norm, **self._sums_held()}
+        divisor: float = 1
+        if batch_size is not None:
+            divisor = self._whole_batch("clip_global_norm", batch_size, **more)
+        else:
+            with self.replicas.span.world.guard():
+                self._gather(f"clip_global_norm of {self._next_step()}", 1,
+                             **more)
         backend = self.replicas.backend
         parameters = self.summed("clip_global_norm")
         gradients = [p.list_grad() for p in parameters]

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import distributed, notebook, prefetching, probes
+from mgpu import distributed, losses, notebook, prefetching, probes
 from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
 from mgpu.checkpoint_folder import Folder
-from mgpu.datasets import BatchIterator
 from mgpu.device import Device, as_devices
 from mgpu.errors import LabelError, NonFiniteLoss
 from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
@@ -274,6 +273,13 @@ def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     return losses
 
 
+def _named(loss: Loss) -> list[Any]:
+    """A loss as processes compare it: its name, and options of mgpu's."""
+    return [getattr(loss, "__qualname__", type(loss).__qualname__), {
+        name: repr(x) for name, x in vars(loss).items()}
+        if isinstance(loss, losses.Loss) else {}]
+
+
 def _check_all(replicas: Any, trainer: Any, loss: Any) -> None:
     """`check_pair`, and refuse what is not a loss."""
     check_pair(replicas, trainer)
@@ -449,20 +455,12 @@ def _refuse_copies(world: distributed.World, data: Any, X: Any, y: Any,
     """Refuse an epoch that begins with the same rows in two processes."""
     if world.size == 1:
         return
-    while isinstance(data, prefetching.Prefetched):
-        data = data.data
-    ordered = isinstance(data, BatchIterator)
+    order = prefetching.order_of(data)
     told = world.gather("the first batch of an epoch", [
-        None if ordered else _digest(X, y),
-        data.place(*data.position) if ordered else None])
-    places = [place for _, place in told]
-    if any(place != places[0] for place in places):
-        raise ValueError(
-            "all processes train on one order of batches; received other "
-            f"data, seeds or orders by rank in epoch {epoch + 1}: "
-            + "; ".join(f"{place} on rank {rank}"
-                        for rank, place in enumerate(places))
-            + ". Make the same data on every rank.")
+        _digest(X, y) if order is None else None,
+        None if order is None else order.place(*order.position)])
+    world.check_orders([place for _, place in told],
+                       f"train on one order of batches, in epoch {epoch + 1}")
     seen: dict[str, int] = {}
     for rank, (digest, _) in enumerate(told):
         if digest is None:
@@ -833,7 +831,8 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     world = replicas.span.world
     if world.size > 1:
         world.agree("mgpu.train", {
-            "num_epochs": num_epochs, "checkpoints": folder is not None,
+            "num_epochs": num_epochs, "loss": _named(loss),
+            "checkpoints": folder is not None,
             "checkpoint_every": checkpoint_every, "keep": keep,
             "resume": resume, "resume_seed": resume_seed},
             "Pass the same to train on every rank.")

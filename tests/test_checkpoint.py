@@ -501,6 +501,10 @@ def test_other_data_is_refused(engine, tmp_path):
              "batch_size=6 for a position with 7"),
             (datasets.BatchIterator(ROWS, LABELS, 7, 1), ValueError,
              "seed=1 for"),
+            (datasets.BatchIterator(ROWS + 1, LABELS, 7), ValueError,
+             "other examples"),
+            (datasets.BatchIterator(ROWS, LABELS[::-1], 7), ValueError,
+             "other examples"),
             ([(ROWS, LABELS)], TypeError, "received list")):
         with pytest.raises(error, match=match):
             mgpu.load_checkpoint(tmp_path / "saved", replicas, trainer, other)

@@ -474,11 +474,11 @@ class World:
         known = [(rank, batch) for rank, batch in enumerate(batches) if batch]
         for rank, batch in known[1:]:
             first, other = known[0]
-            if batch != other and batch[0] == other[0]:
+            if not same_batch(batch, other) and batch[0] == other[0]:
                 raise UnevenWork(
                     "all ranks take their rows of the same batch; received "
-                    f"{_place(other)} on rank {first} and {_place(batch)} on "
-                    f"rank {rank}. " + (
+                    f"{batch_in_words(other)} on rank {first} and "
+                    f"{batch_in_words(batch)} on rank {rank}. " + (
                         "Give every rank the same examples: a split that is "
                         "drawn at random takes a seed."
                         if batch[:-1] == other[:-1] else
@@ -486,6 +486,21 @@ class World:
                         "rank, and begin an epoch on all of them: one that "
                         "only some ranks begin, for a look at the data, "
                         "counts."))
+
+    @staticmethod
+    def check_orders(places: Sequence[list[Any] | None], work: str) -> None:
+        """Refuse data of which ranks begin at other places (ValueError)."""
+        for rank, place in enumerate(places):
+            first = places[0]
+            if first is place is None or first and place \
+                    and same_batch(first, place):
+                continue
+            said = [batch_in_words(x) if x else "data of another kind"
+                    for x in (first, place)]
+            raise ValueError(
+                f"all processes {work}; received {said[0]} on rank 0 and "
+                f"{said[1]} on rank {rank}. Make the same data on every "
+                "rank: with one seed, order, file and split.")
 
     def span(self, k: int) -> "Span":
         """Where `k` devices of this rank are among those of all ranks. A
@@ -539,10 +554,19 @@ class Span:
         return self.world.size > 1
 
 
-def _place(batch: Sequence[Any]) -> str:
-    (examples, size), seed, shuffle, epoch, number, checksum = batch
+def same_batch(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether two places in data are the same. What one of them does not
+    know of the examples it does not deny."""
+    return a[:-1] == b[:-1] and all(
+        x == y or x is None or y is None for x, y in zip(a[-1], b[-1]))
+
+
+def batch_in_words(batch: Sequence[Any]) -> str:
+    """The place of a batch: `BatchIterator.place`."""
+    (examples, size), seed, shuffle, drop_last, epoch, number, known = batch
     return (f"batch {number} of epoch {epoch} of {examples} examples by "
-            f"{size} (seed={seed}, shuffle={shuffle}, checksum {checksum})")
+            f"{size} (seed={seed}, shuffle={shuffle}, drop_last={drop_last}, "
+            "checksum " + "-".join(map(str, known)) + ")")
 
 
 def in_words(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """A program in which rank 1 does something else than rank 0:
 ``differing.py BACKEND FOLDER``. Each case trains a step, differs, and notes
 the error of the next one, and whether parameters are as before."""
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -202,6 +203,68 @@ def evaluated(replicas, trainer, batch, differs):
     mgpu.train(replicas, data()[0], None, LOSS, mgpu.Trainer(
         replicas, "sgd", {"learning_rate": 0.0}), 1, progress=False,
         evaluate=lambda: float(differs))
+
+
+@case
+def evaluated_data(replicas, trainer, batch, differs):
+    mgpu.evaluate_accuracy_gpus(replicas, mgpu.datasets.BatchIterator(
+        np.ones((16, 1, 8, 8)), np.arange(16) % 10, 8, seed=int(differs)))
+
+
+@case
+def fewer_tests(replicas, trainer, batch, differs):
+    mgpu.evaluate_accuracy_gpus(replicas, mgpu.datasets.BatchIterator(
+        np.ones((16 - differs, 1, 8, 8)), np.arange(16 - differs) % 10, 8))
+
+
+@case
+def last_batch(replicas, trainer, batch, differs):
+    mgpu.train(replicas, mgpu.datasets.BatchIterator(
+        np.ones((15, 1, 8, 8)), np.arange(15) % 10, 8, drop_last=differs),
+        None, LOSS, trainer, 1, progress=False)
+
+
+@case
+def loss(replicas, trainer, batch, differs):
+    mgpu.train(replicas, data()[0], None, mgpu.losses.L2Loss()
+               if differs else LOSS, trainer, 1, progress=False)
+
+
+@case
+def setting(replicas, trainer, batch, differs):
+    net = norm_layer(1e-5)
+    replicas, _ = made([mgpu.cpu(0)], net=net)
+    if differs:
+        vars(net).get("_kwargs", vars(net))["eps"] = 0.5
+    mgpu.evaluate_accuracy_gpus(replicas, [])
+
+
+@case
+def no_pass(replicas, trainer, batch, differs):
+    if not differs:
+        passes(replicas, batch)
+    trainer.step(8)
+
+
+@case
+def changing_labels(replicas, trainer, batch, differs):
+    """As random targets are, where one rank happens to read the same."""
+    reads = itertools.count()
+    step(replicas, trainer, of_subset(range(16), lambda pair: Changing(
+        pair, reads if differs else itertools.repeat(0))))
+
+
+class Changing(tuple):
+    """A pair whose label is another one at each look."""
+
+    def __new__(cls, pair, reads):
+        made = super().__new__(cls, pair)
+        made.reads = reads
+        return made
+
+    def __getitem__(self, i):
+        return super().__getitem__(i) + (
+            next(self.reads) % 7 if i == 1 else 0)
 
 
 def passes(replicas, batch):

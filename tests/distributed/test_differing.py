@@ -39,6 +39,19 @@ EXPECTED = {
     "layer": "ModelMismatch: .*layers.*1e-05.* on rank 0 and .*0.001",
     "evaluated": "ModelMismatch: .*evaluate .* accuracy '0.0' on rank 0 and "
                  "'1.0' on rank 1",
+    "evaluated_data": "ValueError: all processes evaluate on one order .*"
+                      "seed=0.* on rank 0 and .*seed=1.* on rank 1",
+    "fewer_tests": "ValueError: all processes evaluate .* 16 examples .* on "
+                   "rank 0 and .* 15 examples",
+    "last_batch": "ValueError: all processes train on one order .*drop_last="
+                  "False.* on rank 0 and .*drop_last=True",
+    "loss": "ModelMismatch: .*loss.*SoftmaxCrossEntropyLoss.* on rank 0 and "
+            ".*L2Loss",
+    "setting": "ReplicaMismatchError: .*'the settings of its layers' on rank 1"
+               " than on rank 0",
+    "no_pass": (
+        "WorkerFailed: rank 1 failed .*received 8 on rank 1 of 2",
+        "ValueError: a process gives the size of its own part.*no backward"),
     "labels_without_rows": (
         "WorkerFailed: rank 1 failed .*ValueError: X and y must have",
         "ValueError: X and y must have equally many rows"),
@@ -67,4 +80,10 @@ def test_what_differs_is_refused_by_name(told, name):
 
 
 def test_all_cases_are_expected(told):
-    assert {name for name in told[0] if ":" not in name} == set(EXPECTED)
+    assert {name for name in told[0] if ":" not in name} == {
+        *EXPECTED, "changing_labels"}
+
+
+def test_labels_that_change_at_each_look_are_no_difference(told):
+    assert [one["changing_labels"] for one in told] == [None, None]
+    assert not told[0]["changing_labels: unchanged"]
