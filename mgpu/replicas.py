@@ -261,16 +261,12 @@ class Replicas(Hints, abc.Sequence):
             return
         self.span.world.agree("the network", {"parameters": [
             [p.name, p.kind, list(p.shape or ()), p.dtype, p.grad_req]
-            for p in self.all_parameters()], "layers": self._layers()},
+            for p in self.all_parameters()], "layers": [
+                line.strip() for line in
+                _without_addresses(repr(self.net)).splitlines()]},
             "Make the same network on every rank.")
         share_values([p.list_data() for p in self.all_parameters()],
                      self.span)
-
-    def _layers(self) -> list[str]:
-        """What the framework prints of them: their settings."""
-        # a function of the user's is printed with its address
-        return [re.sub(r" at 0x[0-9a-f]+", "", line).strip()
-                for line in repr(self.net).splitlines()]
 
     def watch(self) -> None:
         """Tell the engine which arrays are trained now."""
@@ -627,8 +623,9 @@ class Replicas(Hints, abc.Sequence):
         is one, or no values yet. Reads all of them."""
         if not (self.span.wide and self.complete):
             return None
-        return {"the settings of its layers": zlib.crc32(
-            repr(self._layers()).encode()), **{
+        return {**{f"layer {path or 'of the whole network'}": zlib.crc32(
+            _without_addresses(text).encode())
+            for path, text in self.network.settings().items()}, **{
                 p.name: zlib.crc32(np.ascontiguousarray(
                     self.backend.to_numpy(p.data())).tobytes())
                 for p in self.params()}}
@@ -641,9 +638,9 @@ class Replicas(Hints, abc.Sequence):
                 if (digests[0] or {}).get(name) != own:
                     raise ReplicaMismatchError(
                         "all processes hold the same network; received other "
-                        f"values of {name!r} on rank {rank} than on rank 0 "
-                        f"(this is {self.span.world!r}). Write to a network "
-                        "on every rank alike, or load a checkpoint.")
+                        f"values or options of {name!r} on rank {rank} than "
+                        f"on rank 0 (this is {self.span.world!r}). Change a "
+                        "network on every rank alike, or load a checkpoint.")
 
     def check_equal(self) -> None:
         """Check that all replicas hold the same bits, each in memory of its
@@ -1259,6 +1256,11 @@ class Replicas(Hints, abc.Sequence):
                 [p.list_data() for p in self.statistics()], op="mean",
                 algorithm="auto" if ranks is None else over_processes(
                     strategy_of("auto"), self.span))
+
+
+def _without_addresses(text: str) -> str:
+    """A function of the user's is printed with its address."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _under_one_name(values: dict[str, np.ndarray],

@@ -396,11 +396,12 @@ def _schedule(record: Any, rate: Any, done: int, asked: bool) -> Any:
     own = _SCHEDULES[name](base_lr=state.get("base_lr_orig", began),
                            **options)
     own.warmup_final_lr = began
-    if not asked and state["base_lr"] == own.base_lr:
-        expected = own.base_lr
+    start = began if rate is None else rate
+    if not asked and state["base_lr"] == start:
+        own.base_lr = expected = start
     elif not isinstance(own, (schedules.PolyScheduler,
                             schedules.CosineScheduler)):
-        own.base_lr = began if rate is None else rate
+        own.base_lr = start
         expected = own.base_lr if done < own.warmup_steps \
             else own.after_warmup(done)
     elif done > own.max_update:     # the last value stays

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import distributed, losses, notebook, prefetching, probes
+from mgpu import distributed, notebook, prefetching, probes
 from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
@@ -26,6 +26,7 @@ from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
 from mgpu.loss_state import SharedLoss
+from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
                          map_leaves, rows_of)
@@ -277,7 +278,7 @@ def _named(loss: Loss) -> list[Any]:
     """A loss as processes compare it: its name, and options of mgpu's."""
     return [getattr(loss, "__qualname__", type(loss).__qualname__), {
         name: repr(x) for name, x in vars(loss).items()}
-        if isinstance(loss, losses.Loss) else {}]
+        if isinstance(loss, OwnLoss) else {}]
 
 
 def _check_all(replicas: Any, trainer: Any, loss: Any) -> None:

@@ -1041,6 +1041,10 @@ def test_layers_without_running_statistics_are_synchronised_too(name):
                 batch_norm(engine, track_running_stats=False), on(k), "sync")
             found.append(np.concatenate(pass_through(replicas, X)))
         assert relative_difference(found[1], found[0]) < 1e-12
+        net = batch_norm(engine)
+        net[0].running_mean = net[0].running_var = None
+        pass_through(initialize(net, on(3), "sync"), X)
+        assert int(net[0].num_batches_tracked) == 1
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -814,6 +814,11 @@ class Network(ABC):
         layer that has several names comes once."""
         raise messages.not_supported(self.backend.name, "list of layers")
 
+    def settings(self) -> dict[str, str]:
+        """By path, what the framework's own layers print of their options,
+        and their mode where they have one: the same in all processes."""
+        return {}
+
     def aliases(self) -> dict[str, list[str]]:
         """All names of each `Spec` that several layers share."""
         return {}

@@ -8,6 +8,7 @@ two of these meetings they add up arrays, in the order that the first fixes.
 import contextlib
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -570,8 +571,9 @@ def batch_in_words(batch: Sequence[Any]) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    """An error in one line, without places in the source of an engine."""
+    text = re.sub(r"\[?/\S+\.(cc|cpp|h):\d+\]? ?", "", str(error))
+    return f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def _difference(a: Any, b: Any, where: str = "") -> tuple[str, Any, Any]:

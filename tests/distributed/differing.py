@@ -240,6 +240,17 @@ def setting(replicas, trainer, batch, differs):
 
 
 @case
+def mode(replicas, trainer, batch, differs):
+    """Gluon's layers have none: there an option of another layer."""
+    if hasattr(replicas.net, "eval"):
+        if differs:
+            replicas.net.eval()
+        mgpu.evaluate_accuracy_gpus(replicas, data()[1])
+    else:
+        setting(replicas, trainer, batch, differs)
+
+
+@case
 def no_pass(replicas, trainer, batch, differs):
     if not differs:
         passes(replicas, batch)

@@ -47,8 +47,8 @@ EXPECTED = {
                   "False.* on rank 0 and .*drop_last=True",
     "loss": "ModelMismatch: .*loss.*SoftmaxCrossEntropyLoss.* on rank 0 and "
             ".*L2Loss",
-    "setting": "ReplicaMismatchError: .*'the settings of its layers' on rank 1"
-               " than on rank 0",
+    **dict.fromkeys(("setting", "mode"), "ReplicaMismatchError: .*options of "
+                    "'layer .*' on rank 1 than on rank 0"),
     "no_pass": (
         "WorkerFailed: rank 1 failed .*received 8 on rank 1 of 2",
         "ValueError: a process gives the size of its own part.*no backward"),

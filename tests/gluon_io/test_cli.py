@@ -506,6 +506,19 @@ EDITS = {       # a network, and what an edit of its source puts where
         "self.passes = getattr(self, 'passes', 0) + self.training\n"
         "        self.layers[2].p = 0.25 if self.passes < 4 else 0.5\n"
         "        return self.layers(x)"),
+    "rates exchanged in later passes": (
+        "dense", "return self.layers(x)",
+        "self.passes = getattr(self, 'passes', 0) + self.training\n"
+        "        self.layers[2].p, self.layers[5].p = ((0.25, 0.5)\n"
+        "            if self.passes < 4 else (0.5, 0.25))\n"
+        "        return self.layers(x)"),
+    "another rate after a backward pass": (
+        "dense", "return self.layers(x)",
+        "y = self.layers(x)\n"
+        "        if y.requires_grad:\n"
+        "            y.register_hook(\n"
+        "                lambda g: vars(self.layers[2]).update(p=0.5))\n"
+        "        return y"),
     "whole rows": ("dense", "nn.Dropout()", "nn.Dropout1d()"),
     "other axes": ("axes", "axes=(1,)", "axes=(2,)"),
     "predictions too": ("axes", "axes=(1,)", "axes=(1,), always=True"),
@@ -546,7 +559,9 @@ def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
     assert ("drops out with" in said) == (
         edit in ("rates exchanged", "whole rows", "other axes",
                  "predictions too", "a rate less", "another rate of an LSTM",
-                 "other rates in later passes"))
+                 "other rates in later passes",
+                 "rates exchanged in later passes",
+                 "another rate after a backward pass"))
     assert ("is not used as" in said) == (edit == "a result that is not used")
     assert "10 times as large" in result.output and file.read_text() == text
 

@@ -605,17 +605,19 @@ def test_a_schedule_before_the_first_update(training, name, step, asked):
 
 
 @live
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("optimizer", ["ftrl", "adadelta"])
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("optimizer, rate", [
+    ("ftrl", None), ("adadelta", None), ("adadelta", 0.25)])
 @pytest.mark.parametrize("name, step", [("FactorScheduler", 1),
                                         ("MultiFactorScheduler", [1, 3])])
 def test_a_schedule_that_an_optimizer_does_not_set(training, name, step,
-                                                   optimizer, steps):
+                                                   optimizer, rate, steps):
     """Ftrl has a rate besides, and AdaDelta asks for none."""
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
         schedule = getattr(mx.lr_scheduler, name)(step, 0.5, base_lr=0.5)
-    one = training("small", optimizer, lr_scheduler=schedule)
+    one = training("small", optimizer, lr_scheduler=schedule,
+                   **({} if rate is None else {"learning_rate": rate}))
     with mgpu.using_backend("mxnet"):
         if steps:
             one.step(steps)

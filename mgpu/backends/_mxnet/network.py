@@ -609,6 +609,10 @@ class MXNetNetwork(base.Network):
                 found.setdefault(id(block), (path, block))
         return list(found.values())
 
+    def settings(self) -> dict[str, str]:
+        return {path: repr(block) for path, block in self._leaves()
+                if type(block).__module__.startswith("mxnet.gluon.")}
+
     def aliases(self) -> dict[str, list[str]]:
         found: dict[int, list[str]] = {}
         for name, p in self.net._collect_params_with_prefix().items():

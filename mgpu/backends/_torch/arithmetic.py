@@ -122,11 +122,12 @@ def batch_norm_call(layer: nn.Module, x: Any, path: str, keep: bool
         if layer.momentum is not None \
         else 1 - 1 / (int(layer.num_batches_tracked or 0) + 1)
     mean = var = None
+    if keep and layer.track_running_stats \
+            and layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
     if moves_statistics(layer):
         mean, var = layer.running_mean, layer.running_var
-        if keep:
-            layer.num_batches_tracked.add_(1)
-        else:   # of the same form, as a graph may keep them
+        if not keep:   # of the same form, as a graph may keep them
             mean, var = mean.clone(), var.clone()
     return base.BatchNormCall(x, layer.weight, layer.bias, mean, var,
                               layer.eps, momentum, 1, path)

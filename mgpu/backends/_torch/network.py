@@ -514,6 +514,12 @@ class TorchNetwork(base.Network):
                     for x in getattr(module, which)()))
                 for path, module in _innermost(self.net)]
 
+    def settings(self) -> dict[str, str]:
+        # Others may print what they hold: observers of quantisation do.
+        return {path: f"training={m.training} " + (
+            m.extra_repr() if type(m).__module__.startswith("torch.nn.")
+            else "") for path, m in self.net.named_modules()}
+
     def aliases(self) -> dict[str, list[str]]:
         found: dict[int, list[str]] = {}
         for path, module in self.net.named_modules(remove_duplicate=False):
