@@ -75,10 +75,13 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     ``src/operator/nn/batch_norm.cc``.
     """
     x, count = call.x, call.x.numel() // call.x.shape[1]
+    # The only value of a channel less its mean is 0, so the result is beta.
+    # By x * scale + shift it would be rounding, of any sign.
+    given = x if count > 1 else x - x
     if call.running_mean is None:
-        return torch.batch_norm(x if count > 1 else x - x, call.gamma,
-                                call.beta, None, None, True, 0.0,
-                                call.epsilon, torch.backends.cudnn.enabled)
+        return torch.batch_norm(given, call.gamma, call.beta, None, None, True,
+                                0.0, call.epsilon,
+                                torch.backends.cudnn.enabled)
     running_mean: Any = call.running_mean
     running_var: Any = call.running_var
     # With a momentum of 1 statistics stay exactly as they are.
@@ -89,9 +92,7 @@ def gluon_batch_norm(call: base.BatchNormCall, index: int = 0) -> Any:
     factor = count / (count - 1) if count > 1 else 1.0
     by_torch = keep and count > 1   # torch would divide by 0
     scaled = running_var * factor if by_torch else None
-    # The only value of a channel less its mean is 0, so the result is beta.
-    # By x * scale + shift it would be rounding, of any sign.
-    y = torch.batch_norm(x if count > 1 else x - x, call.gamma, call.beta,
+    y = torch.batch_norm(given, call.gamma, call.beta,
                          running_mean if by_torch else None, scaled, True,
                          1 - call.momentum, call.epsilon,
                          torch.backends.cudnn.enabled)
