@@ -16,6 +16,7 @@ from mgpu.arguments import integer, is_number
 from mgpu.backends import messages
 from mgpu.datasets import BatchIterator
 from mgpu.distributed import World
+from mgpu.distributed.world import same_examples
 from mgpu.parameters import BUFFERS
 from mgpu.prefetching import Prefetched, order_of
 from mgpu.replicas import Replicas
@@ -548,8 +549,7 @@ def _check_position(saved: Any, source: BatchIterator | None) -> None:
         wrong += [f"{name}={getattr(source, name)!r} for a position with "
                   f"{saved[name]!r}" for name in _ORDER
                   if saved[name] != getattr(source, name)]
-        if any(None not in (x, y) and x != y for x, y in zip(
-                saved["contents"], source.contents)):
+        if not same_examples(saved["contents"], source.contents):
             wrong.append("other examples than those of the position")
         _, number = saved["position"]
         if number >= len(source):

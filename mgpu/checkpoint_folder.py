@@ -316,5 +316,3 @@ def _newest(found: Sequence[str], passed: list[str]
             warnings.warn(f"{error} The run goes on from the checkpoint "
                           "before it.", RuntimeWarning, stacklevel=5)
     return None, None
-
-

@@ -10,7 +10,7 @@ from mgpu import distributed
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
 from mgpu.nested import as_inputs, as_pair, is_empty, leaves, rows_of
-from mgpu.prefetching import order_of
+from mgpu.prefetching import place_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
 
@@ -161,8 +161,7 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         correct = total = 0
         with world.guard(), backend.scope(recording=False, training=False):
             predict = _predict(net, places)
-            order = order_of(data_iter) if world.size > 1 else None
-            place = order and order.place(*order.position)
+            place = place_of(data_iter) if world.size > 1 else None
             for X, y in map(as_pair, data_iter):
                 X_shards, y_shards = shards_of(X, y, places, split_f)
                 outputs = predict(X_shards)

@@ -127,6 +127,13 @@ def order_of(data: Any) -> BatchIterator | None:
     return data if isinstance(data, BatchIterator) else None
 
 
+def place_of(data: Any) -> list[Any] | None:
+    """Where a loop over `data` goes on, as processes compare it
+    (`BatchIterator.place`); None without a known order."""
+    order = order_of(data)
+    return None if order is None else order.place(*order.position)
+
+
 class Prefetched:
     """What `prefetch` returns.
 

@@ -456,10 +456,9 @@ def _refuse_copies(world: distributed.World, data: Any, X: Any, y: Any,
     """Refuse an epoch that begins with the same rows in two processes."""
     if world.size == 1:
         return
-    order = prefetching.order_of(data)
+    own = prefetching.place_of(data)
     told = world.gather("the first batch of an epoch", [
-        _digest(X, y) if order is None else None,
-        None if order is None else order.place(*order.position)])
+        _digest(X, y) if own is None else None, own])
     world.check_orders([place for _, place in told],
                        f"train on one order of batches, in epoch {epoch + 1}")
     seen: dict[str, int] = {}

@@ -318,6 +318,7 @@ class _Written:
                           "them where the network is used.")
         self._shards = mgpu.split_and_load(X, self._replicas.devices)
         self.places: list[Place] = []
+        self.outputs: list[np.ndarray] = []
 
     def check(self, expected: Sequence[np.ndarray]) -> None:
         """Refuse other outputs than those of the graph (Refused)."""
@@ -332,7 +333,8 @@ class _Written:
     def unsteady(self, inputs: Sequence[Any]) -> str | None:
         """What to say where other passes, of `inputs`, drop out otherwise
         than the first."""
-        first, shards = self._kinds(), self._shards
+        first = self._kinds()
+        kept = self._shards, self.places, self.outputs
         try:
             for X in [*inputs] * PASSES:
                 self._shards = mgpu.split_and_load(X, self._replicas.devices)
@@ -342,8 +344,7 @@ class _Written:
                             f"{first} in one pass, and with {self._kinds()} "
                             "in another")
         finally:
-            self._shards = shards
-            self.run()
+            self._shards, self.places, self.outputs = kept
         return None
 
     def _kinds(self) -> str:

@@ -556,10 +556,14 @@ class Span:
 
 
 def same_batch(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Whether two places in data are the same. What one of them does not
-    know of the examples it does not deny."""
-    return a[:-1] == b[:-1] and all(
-        x == y or x is None or y is None for x, y in zip(a[-1], b[-1]))
+    """Whether two places in data are the same."""
+    return a[:-1] == b[:-1] and same_examples(a[-1], b[-1])
+
+
+def same_examples(a: Sequence[int | None], b: Sequence[int | None]) -> bool:
+    """Whether checksums (`BatchIterator.contents`) may be of the same
+    examples: what one of them does not know it does not deny."""
+    return all(x == y or x is None or y is None for x, y in zip(a, b))
 
 
 def batch_in_words(batch: Sequence[Any]) -> str:

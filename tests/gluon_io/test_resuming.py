@@ -817,13 +817,18 @@ def test_a_factor_of_gradients(training, scale, rows):
             notes = go_on(files).notes
             assert [x for x in notes if f"divided the sum of the gradients by "
                     f"{rows}. If that is not" in x]
-        resumed = go_on(files, batch_size=8)
-        assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
-                     in x]) == (scale != 1)
-        ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
-        mgpu.train_batch(one.x, one.y, resumed.replicas,
-                         lambda *x: scale * ordinary(*x), resumed.trainer)
-        assert difference(resumed.replicas, one.values()) < 1e-10
+        check_factor(one, go_on(files, batch_size=8), scale)
+
+
+def check_factor(one, resumed, scale):
+    """The notes say what to multiply the loss by, and then a step is that of
+    `one`."""
+    assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
+                 in x]) == (scale != 1)
+    ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
+    mgpu.train_batch(one.x, one.y, resumed.replicas,
+                     lambda *x: scale * ordinary(*x), resumed.trainer)
+    assert difference(resumed.replicas, one.values()) < 1e-10
 
 
 @live
@@ -839,12 +844,7 @@ def test_a_factor_of_gradients_before_the_first_step(training, scale, rows):
     with mgpu.using_backend("torch"):
         resumed = go_on(files, grad_req=requests, batch_size=rows)
         assert not [x for x in resumed.notes if "last step" in x]
-        assert bool([x for x in resumed.notes if f"each loss by {scale:g}"
-                     in x]) == (scale != 1)
-        ordinary = mgpu.losses.SoftmaxCrossEntropyLoss()
-        mgpu.train_batch(one.x, one.y, resumed.replicas,
-                         lambda *x: scale * ordinary(*x), resumed.trainer)
-        assert difference(resumed.replicas, one.values()) < 1e-10
+        check_factor(one, resumed, scale)
 
 
 @live
