@@ -2,8 +2,7 @@
 import itertools
 import re
 import threading
-
-
+import time
 import weakref
 
 import numpy as np
@@ -1285,6 +1284,9 @@ def test_a_leaf_in_an_attribute_has_the_same_bits_in_every_run():
             with mgpu.record():
                 outputs = replicas(mgpu.split_and_load(X, replicas.devices))
                 losses = [o.exp().sum() for o in outputs]
+            # Backward passes in threads would reach the leaf in this order.
+            for output, n in zip(outputs, warm):
+                output.register_hook(lambda g, n=n: time.sleep(n / 300))
             mgpu.backward(losses)
             return leaf().grad.numpy().tobytes()
     assert len({bits(warm) for warm in (
