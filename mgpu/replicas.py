@@ -26,6 +26,8 @@ from mgpu.batch_norm import Joint, Meeting, SyncBatchNorm
 from mgpu import distributed
 from mgpu.collectives import allreduce_many
 from mgpu.collectives.strategies import strategy_of
+from mgpu.compat.gluon import GluonNames
+from mgpu.compat.pytorch import TorchNames
 from mgpu.device import Device, as_devices
 from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.following import Following
@@ -99,7 +101,7 @@ class ReplicaView(Hints):
                 for p in self._replicas.all_parameters()]
 
 
-class Replicas(Hints, abc.Sequence):
+class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
     """A network on a list of devices. Made by `initialize`.
 
     ``replicas[i](x)`` runs the network on device i; ``replicas(shards)``

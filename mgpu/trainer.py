@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from mgpu import (datasets, environment, host_memory, optimizers, probes,
-                  trainer_states)
+from mgpu import (backends, datasets, environment, host_memory, optimizers,
+                  probes, trainer_states)
 from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
+from mgpu.compat.gluon import GluonTrainerNames
+from mgpu.compat.pytorch import TorchTrainerNames
 from mgpu.distributed.strategy import over_processes
 from mgpu.errors import (DeviceError, NonFiniteGradient,
                          StaleGradientError)
@@ -33,7 +35,7 @@ __all__ = ["StaleGradientError", "Trainer", "TrainerStates",
            "check_batch_size", "check_pair"]
 
 
-class Trainer(Hints):
+class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     """Sums gradients over devices and updates every replica alike.
 
     Gluon's `Trainer` with one meaning for any number of devices: gradients
@@ -134,13 +136,17 @@ class Trainer(Hints):
         if replicas.complete:
             replicas.network.follow()       # refuses other layers
         options = dict(by_name("optimizer_params", optimizer_params))
+        given = None
+        if not isinstance(optimizer, (str, optimizers.Optimizer)):
+            known = backends.given(optimizer)
+            given = known and known.optimizer(optimizer, replicas.network)
         scheduler = options.pop("lr_scheduler", None)
         if scheduler is not None and lr_scheduler is not None:
             raise ValueError("expected one lr_scheduler; received one as an "
                              "argument and one in optimizer_params. Give one "
                              "of them.")
         scheduler = scheduler or lr_scheduler
-        if isinstance(optimizer, optimizers.Optimizer):
+        if isinstance(optimizer, optimizers.Optimizer) or given:
             if options:
                 raise ValueError(
                     "optimizer_params go with an optimiser's name; received "
@@ -150,6 +156,13 @@ class Trainer(Hints):
             rate_given = "learning_rate" in options or "lr" in options
             optimizer = optimizers.create(optimizer, semantics=semantics,
                                           **options)
+        #: an optimiser object of the framework's own, its rules by group, and
+        #: the rule of each parameter whose group is not the first
+        self._given = given
+        self._rules: list[optimizers.Optimizer] = []
+        self._rule_of: dict[str, optimizers.Optimizer] = {}
+        if given:
+            optimizer = self._read_given()
         names = {p.name for p in replicas.params()}
         lr_mult, wd_mult = (
             {_own_name(name, names, names - set(factors or ())): factor
@@ -251,6 +264,25 @@ class Trainer(Hints):
     def pending(self) -> bool:
         """Whether summed gradients wait for `update`."""
         return self._summed is not None
+
+    # -- an optimiser object of the framework's own --------------------------
+
+    def _read_given(self) -> optimizers.Optimizer:
+        """Give the rules the options that the user's object has now; returns
+        that of its first group, which is the trainer's `optimizer`. Raises
+        as `optimizers.create`, and nothing has changed then."""
+        assert self._given is not None
+        groups = self._given.read()
+        new = [optimizers.create(group.family, self._given.semantics,
+                                 **group.options) for group in groups]
+        if not self._rules:
+            self._rules = new
+        for rule, now in zip(self._rules, new, strict=True):
+            if vars(rule) != vars(now):
+                vars(rule).update(vars(now))
+        self._rule_of = {name: rule for rule, group in zip(
+            self._rules[1:], groups[1:]) for name in group.names or ()}
+        return self._rules[0]
 
     # -- rates --------------------------------------------------------------
 
@@ -817,6 +849,8 @@ class Trainer(Hints):
             scale.backoff()
         else:
             # Nothing is counted before every state and rate is there.
+            if self._given is not None:
+                self._read_given()
             number = self._next_update(parameters)
             with self._schedule.moving():
                 work = self._work(parameters, self.rate(number))
@@ -895,15 +929,18 @@ class Trainer(Hints):
             self._check_options()
         for p in parameters:
             name, weights = p.name, p.list_data()
+            rule, its = self._rule_of.get(name, optimizer), rate
+            if rule is not optimizer and self.lr_scheduler is None:
+                its = rule.learning_rate
             for state, weight in zip(self._states, weights, strict=True):
                 if name not in state:
-                    state[name] = optimizer.create_state(weight, backend.ops)
+                    state[name] = rule.create_state(weight, backend.ops)
             lr_mult, wd_mult = self.multipliers(p)
             _check_number(f"lr_mult of {name!r}", lr_mult)
             _check_number(f"wd_mult of {name!r}", wd_mult)
             work.append(Update(
                 name, weights, [backend.grad(x) for x in weights],
-                rate * lr_mult, optimizer.wd * wd_mult,
+                its * lr_mult, rule.wd * wd_mult,
                 self._counts.get(name, 0) + 1))
         return work
 
@@ -944,7 +981,15 @@ class Trainer(Hints):
     def _apply(self, work: list[Update], scale: float) -> None:
         """The optimiser's rule on every device, for gradients times `scale`
         and divided by the loss scale."""
-        backend, optimizer = self.replicas.backend, self.optimizer
+        for optimizer in [self.optimizer, *self._rules[1:]]:
+            self._apply_rule(optimizer, [
+                one for one in work if self._rule_of.get(
+                    one.name, self.optimizer) is optimizer]
+                if self._rule_of else work, scale)
+
+    def _apply_rule(self, optimizer: optimizers.Optimizer,
+                    work: list[Update], scale: float) -> None:
+        backend = self.replicas.backend
         loss_scale = self.loss_scale
         if optimizer.elementwise and host_memory.update(
                 backend, optimizer, work, self._states, scale, loss_scale):

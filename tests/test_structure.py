@@ -41,7 +41,7 @@ LAYERS = {
     "devices, data and formulas": "nested device split datasets prefetching "
         "initializers optimizers lr_scheduler losses loss_state loss_scale "
         "host_memory collectives distributed progress functional models "
-        "strict conversion",
+        "strict conversion compat",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "schedule_state trainer_states trainer",
     "training": "extra_states checkpoint checkpoint_folder stopping "
@@ -49,7 +49,7 @@ LAYERS = {
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
     "the public names": ".",
-    "tools": "chapters doctor bench inspection",
+    "tools": "chapters doctor bench inspection compat.mxnet",
     "parity": "parity testing",
     "command line": "cli parity.commands __main__",
 }
@@ -57,6 +57,10 @@ LAYERS = {
 #: imports for annotations only, which run upwards or round in a circle
 ONLY_ANNOTATE = {
     ("mgpu.parameters", "mgpu.replicas"),
+    ("mgpu.compat.gluon", "mgpu.replicas"),
+    ("mgpu.compat.gluon", "mgpu.trainer"),
+    ("mgpu.compat.pytorch", "mgpu.replicas"),
+    ("mgpu.compat.pytorch", "mgpu.trainer"),
     ("mgpu.backends._torch.compiled", "mgpu.backends._torch.replica"),
     ("mgpu.backends._torch.replica", "mgpu.backends._torch.network"),
     # loaded for those who ask for them (`mgpu.__getattr__`)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mgpu import environment
 from mgpu.backends._allocator import give_back as give_back
-from mgpu.backends.base import Backend
+from mgpu.backends.base import Backend, Given
 from mgpu.errors import BackendNotAvailable
 
 
@@ -180,6 +180,22 @@ def backend_of(net: Any) -> str:
         "expected a gluon.Block or a torch.nn.Module; received "
         f"{type(net).__module__}.{type(net).__name__}. Pass the network "
         "itself, or a function without arguments that makes it.")
+
+
+def given(x: Any) -> Given | None:
+    """Who knows what `x`, an object or a function, is in mgpu's terms: the
+    engine of the framework that made its class, or that it stands in; None
+    where that is neither. Loads that engine's `given` only."""
+    places = [cls.__module__ for cls in type(x).__mro__]
+    places.append(getattr(x, "__module__", None) or "")
+    roots = {place.partition(".")[0] for place in places}
+    for entry in ENTRIES.values():
+        if entry.framework in roots:
+            module = importlib.import_module(
+                entry.module.rpartition(".")[0] + ".given")
+            known: Given = module.GIVEN
+            return known
+    return None
 
 
 def mxnet_compat() -> ModuleType:

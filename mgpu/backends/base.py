@@ -595,6 +595,54 @@ class OwnParts(ABC):
         """For the block of one step, which fills what it gives."""
 
 
+class GivenGroup(NamedTuple):
+    """Some parameters, and how an optimiser object of a framework's own moves
+    them, as it is now."""
+
+    #: `Spec.name` of each; None: all that the trainer has
+    names: frozenset[str] | None
+    #: a name of `mgpu.optimizers`, such as "sgd"
+    family: str
+    #: under mgpu's names, learning_rate and wd too
+    options: dict[str, Any]
+
+
+class GivenOptimizer(ABC):
+    """An optimiser object of a framework's own that a trainer was given.
+
+    The trainer reads it before each update, since programs and schedules
+    change its options. It never moves a parameter itself."""
+
+    #: whose formulas
+    semantics: str
+    #: ``rate = schedule(number of the update)``, where the object has one
+    schedule: Callable[[int], float] | None = None
+
+    @abstractmethod
+    def read(self) -> list[GivenGroup]:
+        """Its groups, always as many, in one order. An Error that names what
+        has no counterpart here."""
+
+
+class Given:
+    """What objects of a framework's own are in mgpu's terms. Each method
+    returns None for an object of another kind, and refuses by name one of its
+    kind that has no counterpart. See `mgpu.backends.given`."""
+
+    def optimizer(self, x: Any, network: "Network"
+                  ) -> GivenOptimizer | None:
+        """An optimiser, for a trainer of `network`."""
+        return None
+
+    def schedule(self, x: Any) -> Callable[[int], float] | None:
+        """A schedule of learning rates."""
+        return None
+
+    def initializer(self, x: Any) -> Any:
+        """What draws parameters: the `init` of `mgpu.initialize`."""
+        return None
+
+
 class Network(ABC):
     """The user's own network, made ready to live on several devices."""
 

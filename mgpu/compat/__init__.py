@@ -1,0 +1,1 @@
+"""Names that users of Gluon and PyTorch know, with mgpu's meaning."""

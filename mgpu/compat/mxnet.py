@@ -1,0 +1,1 @@
+"""MXNet's names for scripts: ``import mgpu.compat.mxnet as mx``."""
