@@ -11,7 +11,7 @@ from mgpu.compat.mxnet import autograd, gluon
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--lr", type=float, default=0.2)
+parser.add_argument("--lr", type=float, default=0.02)
 parser.add_argument("--wd", type=float, default=1e-4)
 parser.add_argument("--warmup-epochs", type=int, default=1)
 parser.add_argument("--smoothing", type=float, default=0.1)
@@ -66,9 +66,8 @@ def train(net):
         opt.epochs * steps, base_lr=opt.lr, final_lr=0,
         warmup_steps=opt.warmup_epochs * steps, warmup_begin_lr=0)
     trainer = gluon.Trainer(
-        net.collect_params(), "nag", {"momentum": 0.9, "wd": opt.wd,
-                                      "lr_scheduler": schedule},
-        kvstore=opt.kvstore)
+        net.collect_params(), "adamax",
+        {"wd": opt.wd, "lr_scheduler": schedule}, kvstore=opt.kvstore)
     loss = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
     total = mx.metric.Loss("cross-entropy")
     for epoch in range(opt.epochs):
