@@ -1,4 +1,8 @@
-"""The steps of examples/migration, in order, in one folder."""
+"""The steps of examples/migration, in order, in one folder; and its scripts,
+which keep their numbers."""
+import contextlib
+import difflib
+import io
 import re
 import subprocess
 import sys
@@ -6,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+import mgpu
 from conftest import BACKENDS
+from helpers import relative_difference
+from mgpu import gluon_io
 
 STEPS = Path(__file__).parent.parent / "examples" / "migration"
 ORDER = ("legacy", "wrapped", "convert", "prove", "switched", "resumed",
@@ -22,6 +29,8 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("they need two engines", allow_module_level=True)
+
+import torch                                        # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +73,90 @@ def test_the_last_step_predicts_as_the_one_before(printed):
     accuracy = [re.search(r"accuracy (\S+)", printed[name])[1]
                 for name in ("resumed", "retired")]
     assert accuracy[0] == accuracy[1]
+
+
+# -- three scripts, each in both forms ----------------------------------------
+
+SCRIPTS = STEPS / "scripts"
+#: numbers that float32, in which MXNet has the scalars of SGD, holds exactly
+EXACT = {"mnist": ["--batch-size", "64", "--lr", "0.125", "--momentum",
+                   "0.875"], "pictures": [], "sentences": []}
+#: lines of the script in mgpu that its own form does not have, at most
+CHANGED = {"mnist": 6, "pictures": 6, "sentences": 8}
+
+
+def changed(old, new):
+    """The lines of `new` that `old` does not have, where it has them."""
+    diff = difflib.ndiff(*(
+        (SCRIPTS / name).read_text(encoding="utf-8").splitlines()
+        for name in (old, new)))
+    return [line for line in diff if line.startswith("+ ") and line[2:]]
+
+
+def run(script, folder, *options, network="gluon_networks"):
+    """What a script prints, and the arrays that it writes."""
+    source = (SCRIPTS / script).read_text(encoding="utf-8").replace(
+        "from gluon_networks ", f"from {network} ")
+    assert ("gluon_networks" in source) == (network == "gluon_networks") \
+        or script.startswith("sentences")
+    out = folder / f"{script}.{network}.out"
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() \
+            as patch:
+        patch.setattr(sys, "argv", [script, "--dtype", "float64", "--out",
+                                    str(out), *options])
+        patch.syspath_prepend(SCRIPTS)
+        exec(compile(source, script, "exec"), {"__name__": "__main__"})
+    return printed.getvalue(), out
+
+
+def numbers(text):
+    return [float(x) for x in re.findall(r"\d+\.\d+", text)]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Files with the weights that each Gluon script begins with."""
+    folder, found = tmp_path_factory.mktemp("start"), {}
+    for script in ("mnist", "pictures"):
+        _, out = run(f"{script}_gluon.py", folder, "--epochs", "1",
+                     *EXACT[script])
+        found[script] = str(out)
+    return found
+
+
+@pytest.mark.parametrize("network", ["gluon_networks", "torch_networks"])
+@pytest.mark.parametrize("script", ["mnist", "pictures"])
+def test_a_gluon_script_in_mgpu_has_its_numbers(script, network, start,
+                                                tmp_path):
+    assert 0 < len(changed(f"{script}_gluon.py", f"{script}.py")) \
+        <= CHANGED[script]
+    options = ["--start", start[script], *EXACT[script]]
+    alone = ["--devices", "1"]
+    expected, weights = run(
+        f"{script}_gluon.py", tmp_path, *options,
+        *(alone if script == "pictures" else []))
+    engine = "torch" if network == "torch_networks" else "mxnet"
+    with mgpu.using_backend(engine):
+        printed, ours = run(f"{script}.py", tmp_path, *options, *alone,
+                            network=network)
+    assert len(numbers(expected)) > 5
+    assert numbers(printed) == pytest.approx(numbers(expected), abs=1e-10)
+    theirs, ours = (gluon_io.load_params(file) for file in (weights, ours))
+    assert list(ours) == list(theirs)
+    for name, values in theirs.items():
+        assert relative_difference(ours[name], values) < 1e-10
+
+
+def test_a_torch_script_in_mgpu_has_its_numbers(tmp_path):
+    """On two devices, where the script in mgpu runs."""
+    assert 0 < len(changed("sentences_torch.py", "sentences.py")) \
+        <= CHANGED["sentences"]
+    expected, weights = run("sentences_torch.py", tmp_path)
+    with mgpu.using_backend("torch"):
+        printed, ours = run("sentences.py", tmp_path)
+    assert len(numbers(expected)) == 6
+    assert numbers(printed) == pytest.approx(numbers(expected), abs=1e-10)
+    theirs, ours = (torch.load(file) for file in (weights, ours))
+    for name, values in theirs.items():
+        assert relative_difference(ours[name].numpy(), values.numpy()) < 1e-10

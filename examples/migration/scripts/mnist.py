@@ -2,7 +2,7 @@
 import argparse
 
 import numpy as np
-from networks import digits, mlp
+from gluon_networks import digits, mlp
 
 import mgpu.compat.mxnet as mx
 from mgpu.compat.mxnet import autograd, gluon
@@ -66,12 +66,12 @@ def train(epochs, ctx):
             metric.update([label], [output])
             if i % opt.log_interval == 0 and i > 0:
                 name, acc = metric.get()
-                print("[Epoch %d Batch %d] Training: %s=%f, loss %.12f" % (
-                    epoch, i, name, acc, L.asnumpy().mean()))
+                print(f"[Epoch {epoch} Batch {i}] Training: {name}={acc:f}, "
+                      f"loss {L.asnumpy().mean():.12f}")
         name, acc = metric.get()
-        print("[Epoch %d] Training: %s=%f" % (epoch, name, acc))
+        print(f"[Epoch {epoch}] Training: {name}={acc:f}")
         name, acc = test(ctx)
-        print("[Epoch %d] Validation: %s=%f" % (epoch, name, acc))
+        print(f"[Epoch {epoch}] Validation: {name}={acc:f}")
     net.save_parameters(opt.out)
 
 

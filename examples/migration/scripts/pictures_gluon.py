@@ -3,7 +3,7 @@ labels and a metric, on a list of contexts."""
 import argparse
 
 import numpy as np
-from networks import convnet, digits
+from gluon_networks import convnet, digits
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -80,9 +80,9 @@ def train(net):
             autograd.backward(losses)
             trainer.step(len(batch[0]))
             total.update(None, losses)
-        print("epoch %d: %s %.12f, rate %.6f, %s" % (
-            epoch, *total.get(), trainer.learning_rate,
-            test(net, val_data)))
+        name, mean = total.get()
+        print(f"epoch {epoch}: {name} {mean:.12f}, rate "
+              f"{trainer.learning_rate:.6f}, {test(net, val_data)}")
     net.save_parameters(opt.out)
 
 
