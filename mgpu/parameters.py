@@ -85,6 +85,11 @@ class Parameter:
         self._lr_mult: float | None = None      # None: as the network says
         self._wd_mult: float | None = None
 
+    @property
+    def replicas(self) -> "Replicas":
+        """Those that it is a parameter of."""
+        return self._replicas
+
     def __repr__(self) -> str:
         return (f"Parameter {self.name} (shape={self.shape}, "
                 f"dtype={self.dtype})")

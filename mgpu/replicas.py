@@ -19,7 +19,7 @@ import numpy as np
 
 from mgpu import host_memory, initializers, notebook, probes
 from mgpu.arguments import Hints, by_name, integer, one_of
-from mgpu.backends import (base, get_backend, give_back, messages,
+from mgpu.backends import (base, get_backend, give_back, given, messages,
                            recording_elsewhere)
 from mgpu.backends.scope import check_task
 from mgpu.batch_norm import Joint, Meeting, SyncBatchNorm
@@ -51,6 +51,9 @@ _thread: ContextVar[Any] = ContextVar("mgpu_thread", default=None)
 # "Initialised" means: has been through `initialize`. A torch module has
 # values from the start, so the engine cannot tell.
 _initialized: "weakref.WeakKeyDictionary[Any, list[Device]]" = \
+    weakref.WeakKeyDictionary()
+#: what `initialize` returned for them, as long as somebody has it
+_returned: "weakref.WeakKeyDictionary[Any, weakref.ref[Replicas]]" = \
     weakref.WeakKeyDictionary()
 #: how many of them were there when `_collect` last looked
 _left = 0
@@ -179,6 +182,9 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self.shared_loss: Any = None
         # whether other processes, without rows, take part in this pass
         self._served = False
+        #: a trainer of some parameters has stepped: the gradients of others
+        #: are another trainer's, until the next pass
+        self.shared_batch = False
         #: the trainer whose sums the gradients are, or were last
         self.summed_by: Any = None
         #: why the replicas must not be used until values are loaded, or None
@@ -892,7 +898,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             if self.backend.has_gradient(x) else None
 
     def _carry(self) -> None:
-        """Before a pass: see `carry_over`."""
+        """Before a pass: see `carry_over` and `shared_batch`."""
+        if self.shared_batch:
+            self.shared_batch = False
+            for p in self.params():
+                for x in p.list_data() if p.grad_req == "write" else ():
+                    self.backend.mark_used(x)
         if not self.carried:
             return
         self._keep_sums()
@@ -1260,6 +1271,90 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                     strategy_of("auto"), self.span))
 
 
+def replicas_of(parameters: Any) -> tuple[Replicas, frozenset[str] | None]:
+    """The replicas of the network that has `parameters`, and the names of
+    these; None: all that it has.
+
+    Parameters
+    ----------
+    parameters : Replicas, or a list, an iterator or a dict of parameters
+        `Parameter` objects or the framework's own, such as
+        ``net.collect_params()`` or ``net.parameters()``.
+
+    Raises
+    ------
+    TypeError
+        Something else.
+    ValueError
+        No parameter; parameters of no network that mgpu has initialized, or
+        of several; one of them twice.
+    """
+    if isinstance(parameters, Replicas):
+        return parameters, None
+    groups = isinstance(parameters, (list, tuple)) and bool(parameters) \
+        and all(isinstance(x, abc.Mapping) and "params" in x
+                for x in parameters)
+    if groups:
+        raise TypeError(
+            "a Trainer has one rule for all its parameters; received groups "
+            "of parameters with options of their own. Use lr_mult and "
+            "wd_mult, or one Trainer for each group.")
+    every = None
+    if all(hasattr(parameters, name) for name in ("keys", "items", "values")):
+        every = list(parameters.values())
+    elif isinstance(parameters, (list, tuple, abc.Iterator)):
+        every = [x[1] if isinstance(x, tuple) and len(x) == 2
+                 and isinstance(x[0], str) else x for x in parameters]
+    if every is None or not all(
+            isinstance(x, Parameter) or given(x) is not None for x in every):
+        raise TypeError(
+            "a Trainer takes the Replicas that mgpu.initialize returns; "
+            f"received {type(parameters).__name__}. Use Trainer(replicas, "
+            "...) or Trainer(net.collect_params(), ...) of a network that "
+            "mgpu.initialize has put on devices, and for lists of arrays "
+            "mgpu.sgd.")
+    if not every:
+        raise ValueError("a Trainer trains one parameter or more; received "
+                         "none. Pass replicas, or check the pattern that "
+                         "selects the parameters.")
+    for reference in list(_returned.values()):
+        replicas = reference()
+        if replicas is None:
+            continue
+        native = iter(replicas.network.names_of(
+            [x for x in every if not isinstance(x, Parameter)]))
+        names = [(x.name if x.replicas is replicas else None)
+                 if isinstance(x, Parameter) else next(native) for x in every]
+        if any(name is not None for name in names):
+            return replicas, _only(replicas, every, names)
+    raise ValueError(
+        "a Trainer trains a network that mgpu.initialize has put on devices; "
+        f"received {len(every)} parameters of none. Call replicas = "
+        "mgpu.initialize(net, devices) first, keep what it returns, and pass "
+        "that.")
+
+
+def _only(replicas: Replicas, every: Sequence[Any],
+          names: Sequence[str | None]) -> frozenset[str] | None:
+    """`names` without those of buffers; None for all of the network's."""
+    if None in names:
+        raise ValueError(
+            "a Trainer trains one network; received "
+            f"{names.count(None)} of {len(names)} parameters that are not "
+            f"{type(replicas.net).__name__}'s. Make a Trainer for each "
+            "network, or initialize the network that holds them all.")
+    if len(set(names)) < len(names):
+        twice = sorted({str(name) for name in names if names.count(name) > 1})
+        raise ValueError(f"a Trainer takes each parameter once; received "
+                         f"{twice} more than once. Name it once.")
+    own = {p.name for p in replicas.params()}
+    found = own.intersection(map(str, names))
+    if not found:
+        raise ValueError("a Trainer trains one parameter or more; received "
+                         f"buffers only: {sorted(map(str, names))}.")
+    return None if found == own else frozenset(found)
+
+
 def _without_addresses(text: str) -> str:
     """A function of the user's is printed with its address."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
@@ -1510,7 +1605,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
         return initializers.draw_parameter(
             "weight" if spec.kind == "unknown" else spec.kind, shape,
             dtype or spec.dtype, rule, seed=start,
-            index=numbers[spec.name], own=spec.init)
+            index=numbers[spec.name], name=spec.name, own=spec.init)
 
     def to_draw() -> Iterator[tuple[int, base.Spec]]:
         return ((number, spec) for number, spec in enumerate(network.specs())
@@ -1562,6 +1657,8 @@ def initialize(net: Any, devices: Any, init: Any = None,
         raise
     for other in earlier:
         _initialized.pop(other, None)
+        _returned.pop(other, None)
     _initialized[net] = devices
+    _returned[net] = weakref.ref(replicas)
     backend.number_devices(span.first)
     return replicas

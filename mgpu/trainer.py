@@ -18,7 +18,8 @@ from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
-from mgpu.compat.gluon import GluonTrainerNames
+from mgpu.compat.gluon import (GluonTrainerNames, check_store,
+                               replaces_base_lr, without_no_rule)
 from mgpu.compat.pytorch import TorchTrainerNames
 from mgpu.distributed.strategy import over_processes
 from mgpu.errors import (DeviceError, NonFiniteGradient,
@@ -27,7 +28,7 @@ from mgpu.files import FilePath
 from mgpu.host_memory import Update
 from mgpu.loss_scale import LossScale, all_finite
 from mgpu.parameters import Parameter
-from mgpu.replicas import Replicas
+from mgpu.replicas import Replicas, replicas_of
 from mgpu.schedule_state import ScheduleState
 from mgpu.trainer_states import DeviceState, TrainerStates
 
@@ -44,20 +45,31 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
 
     Parameters
     ----------
-    replicas : Replicas
-    optimizer : str or mgpu.optimizers.Optimizer
+    replicas : Replicas, or parameters of its network
+        What Gluon and torch take: ``net.collect_params()``,
+        ``net.parameters()``, a list or dict of some of them, or of
+        `Parameter`. Others are not moved: another trainer may step them,
+        before the next pass, from the same gradients.
+    optimizer : str, mgpu.optimizers.Optimizer or the framework's own object
         sgd, nag, adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta,
-        ftrl, signum.
+        ftrl, signum. An object of MXNet's (`mx.optimizer.SGD(...)`) is read
+        before each update, on both engines, and never changed.
     optimizer_params : dict, optional
         Options of the optimiser under Gluon's names (``learning_rate``,
         ``wd``, ``momentum``, ``clip_gradient``, ...), under torch's with
-        ``semantics="torch"``. ``lr_scheduler`` may stand here too.
+        ``semantics="torch"``. ``lr_scheduler`` may stand here too, and of
+        Gluon's ``rescale_grad``, which multiplies the gradients, and
+        ``multi_precision``, which changes nothing but in float16, where it
+        is refused.
     semantics : {"gluon", "torch"}
         Whose formulas, on both engines. Not read where `optimizer` is an
         object.
     lr_scheduler : callable, optional
         ``rate = lr_scheduler(number of the update)``, from 1: those of
-        `mgpu.lr_scheduler`, or any function.
+        `mgpu.lr_scheduler`, or any function. As in Gluon a rate that was
+        given replaces the ``base_lr`` of a schedule (but not with ftrl), and
+        so does the default rate of adam, adamw, adamax, nadam, rmsprop and
+        signum.
     lr_mult, wd_mult : dict, optional
         Factors by parameter name, for example ``{"0.bias": 2.0}``. The
         gamma and beta of a norm may be called weight and bias, as torch does.
@@ -81,6 +93,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     allreduce : str or mgpu.collectives.AllReduce
         How gradients are summed over the devices: the ``algorithm=`` of
         `mgpu.allreduce`. "auto" is the fastest for the devices at hand.
+    kvstore, update_on_kvstore
+        Gluon's; every choice in one process gives the same numbers, so they
+        change nothing. "nccl" and "dist_*" are refused, and so are
+        ``compression_params``.
 
     Attributes
     ----------
@@ -105,7 +121,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         "zero_grad": "Replicas.zero_grad(), which grad_req='add' alone needs",
         "lr": "learning_rate and set_learning_rate",
         **dict.fromkeys(("wd", "weight_decay"), "optimizer.wd, or wd_mult"),
-        "_scale": "the batch_size of step or update, or loss_scale",
+        "_scale": "rescale_grad in optimizer_params, the batch_size of step "
+                  "or update, or loss_scale",
         "param_groups": "set_learning_rate, lr_mult and wd_mult",
         "state_dict": "export_states or save_states",
         "load_state_dict": "import_states or load_states"}
@@ -119,19 +136,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                  wd_mult: Mapping[str, float] | None = None,
                  loss_scale: float | str | None = None,
                  allreduce: str | AllReduce = "auto",
-                 nonfinite: str | None = None, **gluon: Any):
-        if gluon:
-            raise TypeError(
-                "a Trainer sums gradients as allreduce= says and updates "
-                f"each device's own copy; received {sorted(gluon)}. Leave "
-                "Gluon's kvstore, update_on_kvstore and compression_params "
-                "out; allreduce='native' is the framework's own collective.")
-        if not isinstance(replicas, Replicas):
-            raise TypeError(
-                "a Trainer takes the Replicas that mgpu.initialize returns; "
-                f"received {type(replicas).__name__}. Use Trainer(replicas, "
-                "...) in the place of Trainer(net.collect_params(), ...), and "
-                "for lists of arrays mgpu.sgd.")
+                 nonfinite: str | None = None, *, kvstore: Any = "device",
+                 update_on_kvstore: bool | None = None,
+                 compression_params: Any = None):
+        check_store(kvstore, update_on_kvstore, compression_params, semantics)
+        replicas, self._own = replicas_of(replicas)
         replicas.check_valid()
         if replicas.complete:
             replicas.network.follow()       # refuses other layers
@@ -146,16 +155,33 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                              "argument and one in optimizer_params. Give one "
                              "of them.")
         scheduler = scheduler or lr_scheduler
+        #: Gluon's rescale_grad
+        self._rescale = 1.0
         if isinstance(optimizer, optimizers.Optimizer) or given:
+            if given and given.schedule is not None:
+                if scheduler is not None:
+                    raise ValueError(
+                        "expected one lr_scheduler; received one as an "
+                        "argument and one in the optimiser object. Give one "
+                        "of them.")
+                scheduler = given.schedule
+            if given:
+                self._rescale = given.scale
             if options:
                 raise ValueError(
                     "optimizer_params go with an optimiser's name; received "
                     f"{sorted(options)} with an Optimizer object.")
             rate_given = True
         else:
+            if semantics == "gluon":
+                self._rescale, options = without_no_rule(
+                    optimizer, options, {p.name: p.dtype
+                                         for p in replicas.params()})
             rate_given = "learning_rate" in options or "lr" in options
             optimizer = optimizers.create(optimizer, semantics=semantics,
                                           **options)
+            if semantics == "gluon":
+                rate_given = replaces_base_lr(optimizer.family, rate_given)
         #: an optimiser object of the framework's own, its rules by group, and
         #: the rule of each parameter whose group is not the first
         self._given = given
@@ -197,8 +223,12 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
         self.lr_scheduler = scheduler
         if scheduler is not None and hasattr(scheduler, "base_lr"):
-            # Gluon: a rate that was given replaces the schedule's own.
-            if rate_given:
+            # Gluon: a rate that was given replaces the schedule's own, and
+            # so does the default rate of some optimisers. (An object of
+            # Gluon's has done that itself.)
+            if given and scheduler is given.schedule:
+                pass
+            elif rate_given:
                 scheduler.base_lr = optimizer.learning_rate
             else:
                 optimizer.learning_rate = scheduler.base_lr
@@ -236,6 +266,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             "schedule": None if self.lr_scheduler is None
             else type(self.lr_scheduler).__name__,
             "lr_mult": self.lr_mult, "wd_mult": self.wd_mult,
+            "rescale_grad": self._rescale,
+            "parameters": sorted(self._own or ()),
             "loss_scale": [self.loss_scale, self._loss_scale.dynamic],
             "nonfinite": self._nonfinite, "number": self._number,
             "allreduce": repr(self._strategy),
@@ -301,6 +333,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                              "schedule instead.")
         _check_number("the learning rate", lr, ", 0 or more",
                       lambda x: x >= 0)
+        if self._given is not None:
+            self._given.set_learning_rate(float(lr))
         self.optimizer.learning_rate = float(lr)
 
     def rate(self, num_update: int) -> float:
@@ -309,6 +343,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         as it was. ValueError or TypeError for a schedule that gives no
         finite number, 0 or more."""
         if self.lr_scheduler is None:
+            if self._given is not None:
+                self._read_given()
             return self.optimizer.learning_rate
         rate = self._schedule.ask(self.lr_scheduler, max(1, num_update))
         _check_number("what a schedule returns", rate, ", 0 or more",
@@ -502,7 +538,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._check_complete()
         requests = self.replicas.grad_reqs()
         found = [p for p in self.replicas.params()
-                 if requests[p.name] != "null"]
+                 if requests[p.name] != "null"
+                 and (self._own is None or p.name in self._own)]
         return found, [requests[p.name] for p in found]
 
     def _check_complete(self) -> None:
@@ -634,7 +671,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         for arrays in columns:
             for x in arrays:
                 self.replicas.backend.mark_used(x)
-        self.replicas.recorded = [False] * len(self.replicas)
+        if self._own is not None and any(self._passed()):
+            # Another trainer may step those of this batch.
+            self.replicas.shared_batch = True
+        else:
+            self.replicas.recorded = [False] * len(self.replicas)
 
     def _check_done(self, columns: Sequence[Sequence[Any]],
                     fresh: Sequence[Sequence[bool]]) -> None:
@@ -700,12 +741,21 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """Refuse a device that ran and had no backward pass, unless that is
         to be ignored (StaleGradientError)."""
         replicas = self.replicas
-        backward = [any(flags) for flags in zip(*fresh)]
+        backward = [any(flags) for flags in zip(*fresh)] \
+            if self._own is None else self._passed()
         replicas.check_native(backward)
         for i, had in enumerate(backward):
             if replicas.recorded[i] and not had and any(backward) \
                     and not ignore_stale_grad:
                 raise self._stale(parameters[0], f" on {replicas.devices[i]}")
+
+    def _passed(self) -> list[bool]:
+        """Which devices had a backward pass, of any parameter, that no
+        trainer has applied all of."""
+        backend = self.replicas.backend
+        return [any(backend.is_fresh(x) for x in column) for column in zip(*(
+            p.list_data() for p in self.replicas.params()
+            if p.grad_req != "null"))]
 
     def _check_reached(self, parameters: Sequence[Parameter],
                        reached: Collection[int], ignore_stale_grad: bool
@@ -858,7 +908,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             try:
                 if optimizer.has_begin_step:
                     self._begin_step(counts)
-                self._apply(work, 1.0 / batch_size)
+                self._apply(work, self._rescale / batch_size)
             except BaseException as error:
                 self._torn, replicas.torn = True, repr(error)
                 raise
@@ -1022,7 +1072,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         max_norm : float
         batch_size : float, optional
             The norm is that of the gradients divided by it and by the
-            `loss_scale` (what `update` will apply). Without both, of the
+            `loss_scale` (what `update` will apply: also times Gluon's
+            ``rescale_grad``). Without both, of the
             summed gradients as they are. With several processes: as in
             `step`.
 
@@ -1056,6 +1107,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             norm = float(np.sqrt(sum(
                 float(backend.to_numpy(s).sum()) for s in squares)))
             norm /= divisor * self.loss_scale
+            if batch_size is not None:
+                norm *= self._rescale
             if not np.isfinite(norm):
                 if self._nonfinite == "skip":
                     return norm
@@ -1144,6 +1197,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._torn = False
         self.num_update = saved.num_update
         self.optimizer.learning_rate = saved.learning_rate
+        if self._given is not None and self.lr_scheduler is None:
+            self._given.load_learning_rate(saved.learning_rate)
         scale.skipped_steps = saved.skipped_steps
         if scale.dynamic and saved.loss_scale is not None:
             scale.value = saved.loss_scale

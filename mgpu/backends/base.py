@@ -617,11 +617,38 @@ class GivenOptimizer(ABC):
     semantics: str
     #: ``rate = schedule(number of the update)``, where the object has one
     schedule: Callable[[int], float] | None = None
+    #: what the gradients are multiplied by, besides the division by the batch
+    scale: float = 1.0
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Do what `Trainer.set_learning_rate` says to the object itself."""
+        raise ValueError(
+            "the learning rate is the optimiser object's own; received "
+            f"{rate!r}. Set it there: the trainer reads it before each "
+            "update.")
+
+    def load_learning_rate(self, rate: float) -> None:
+        """States were loaded, which were saved with this rate."""
+        return
 
     @abstractmethod
     def read(self) -> list[GivenGroup]:
         """Its groups, always as many, in one order. An Error that names what
         has no counterpart here."""
+
+
+class GivenInitializer(ABC):
+    """An initialiser of a framework's own, of a class that mgpu does not
+    know."""
+
+    #: what it is, in words
+    text: str
+
+    @abstractmethod
+    def draw(self, name: str, shape: tuple[int, ...],
+             rng: np.random.Generator) -> np.ndarray:
+        """The values of the parameter `name`, a function of these and of
+        what `rng` gives only."""
 
 
 class Given:
@@ -638,8 +665,8 @@ class Given:
         """A schedule of learning rates."""
         return None
 
-    def initializer(self, x: Any) -> Any:
-        """What draws parameters: the `init` of `mgpu.initialize`."""
+    def initializer(self, x: Any) -> GivenInitializer | None:
+        """What draws weights: the `init` of `mgpu.initialize`."""
         return None
 
 
@@ -669,6 +696,11 @@ class Network(ABC):
     @abstractmethod
     def grad_req(self, number: int) -> str:
         """`Spec.grad_req` of one entry as it is now; cheap."""
+
+    @abstractmethod
+    def names_of(self, parameters: Sequence[Any]) -> list[str | None]:
+        """`Spec.name` of each of the framework's own parameters; None for
+        one that is not of this network."""
 
     def multipliers(self, number: int) -> tuple[float, float]:
         """What the framework's own object multiplies the learning rate and

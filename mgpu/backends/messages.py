@@ -4,7 +4,7 @@ A check returns nothing and raises; the other functions make an exception for
 their caller to raise.
 """
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -358,6 +358,22 @@ def no_places(what: str, cure: str) -> ValueError:
     return ValueError(
         "an array that is written must have a place in memory for each of "
         f"its elements; received {what}. Use {cure}.")
+
+
+def check_precision(multi_precision: Any, dtypes: Mapping[str, str]) -> None:
+    """Refuse Gluon's float32 copies of narrower weights; `dtypes` by name of
+    the parameters."""
+    if multi_precision not in (True, False):
+        raise TypeError("multi_precision must be True or False; received "
+                        f"{multi_precision!r}.")
+    narrow = sorted(name for name, dtype in dtypes.items()
+                    if dtype not in ("float32", "float64"))
+    if multi_precision and narrow:
+        raise ValueError(
+            "weights are updated in their own precision; received "
+            f"multi_precision=True and narrower weights, {narrow[:4]}. Use a "
+            "float32 network (with autocast, on torch), or leave "
+            "multi_precision out.")
 
 
 def sparse_gradient(names: Sequence[str]) -> ValueError:

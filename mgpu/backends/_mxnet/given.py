@@ -1,9 +1,138 @@
 """What objects of MXNet's own are in mgpu's terms."""
-from mgpu.backends import base
+import copy
+import random
+from typing import Any
+
+import numpy as np
+
+from mgpu.backends import base, messages
+from mgpu.backends._mxnet.framework import mx
+from mgpu.backends._mxnet.own_step import FAMILIES
+
+#: by family, the options besides the rate, wd and clip_gradient: MXNet's
+#: attribute and mgpu's name, where that is another
+_OPTIONS: dict[str, dict[str, str]] = {
+    family: {name: name for name in names.split()} for family, names in {
+        "sgd": "momentum", "nag": "momentum", "signum": "momentum wd_lh",
+        "adam": "beta1 beta2 epsilon", "adamax": "beta1 beta2",
+        "nadam": "beta1 beta2 epsilon schedule_decay",
+        "rmsprop": "gamma1 gamma2 epsilon centered clip_weights",
+        "adadelta": "rho epsilon", "ftrl": "lamda1 beta"}.items()}
+_OPTIONS["adagrad"] = {"float_stable_eps": "eps"}
+
+
+class MXNetOptimizer(base.GivenOptimizer):
+    """An `mx.optimizer.Optimizer` of a class of MXNet's own."""
+
+    semantics = "gluon"
+
+    def __init__(self, x: Any, network: base.Network):
+        if type(x) not in FAMILIES:
+            raise ValueError(
+                "an optimiser object is of a class whose formula mgpu has; "
+                f"received {type(x).__module__}.{type(x).__name__}. Use one "
+                f"of {', '.join(cls.__name__ for cls in FAMILIES)}, or write "
+                "your rule as a class of mgpu.optimizers.Optimizer.")
+        if x.num_update != x.begin_num_update or any(
+                x._all_index_update_counts.values()):
+            raise ValueError(
+                "a Trainer begins with an optimiser that has updated "
+                f"nothing; received one after {x.num_update} updates. Make a "
+                "new one (mgpu.resume_from_gluon reads saved states).")
+        messages.check_precision(x.multi_precision, {
+            spec.name: spec.dtype for spec in network.specs()
+            if spec.kind not in base.BUFFERS})
+        self._x, self._family = x, FAMILIES[type(x)]
+        self.schedule, self.scale = x.lr_scheduler, float(x.rescale_grad)
+        if not 0 < self.scale < float("inf"):
+            raise ValueError("rescale_grad must be a finite number above 0; "
+                             f"received {x.rescale_grad!r}.")
+        self.read()
+
+    def read(self) -> list[base.GivenGroup]:
+        x = self._x
+        if x.lr_mult or x.wd_mult:
+            raise ValueError(
+                "a Trainer, Gluon's too, multiplies rates by what parameters "
+                "say; received an optimiser with "
+                f"{'lr_mult' if x.lr_mult else 'wd_mult'} "
+                f"{dict(x.lr_mult or x.wd_mult)!r} (set_lr_mult, set_wd_mult "
+                "or param_idx2name). Use mgpu.Trainer(..., lr_mult=, "
+                "wd_mult=), or those of the Parameters.")
+        if x.begin_num_update:
+            raise ValueError(
+                "a Trainer counts updates from 1; received begin_num_update="
+                f"{x.begin_num_update!r}. Load states with "
+                "Trainer.load_states, or let lr_scheduler add to its number.")
+        if x.lr_scheduler is not self.schedule:
+            raise ValueError(
+                "the schedule of an optimiser object stays; received another "
+                "lr_scheduler than when the Trainer was made. Make a new "
+                "Trainer, or set Trainer.lr_scheduler.")
+        rate = x.lr if x.lr is not None else x.lr_scheduler.base_lr
+        return [base.GivenGroup(None, self._family, {
+            "learning_rate": rate, "wd": x.wd,
+            "clip_gradient": x.clip_gradient, **{
+                own: getattr(x, name)
+                for name, own in _OPTIONS[self._family].items()}})]
+
+    def set_learning_rate(self, rate: float) -> None:
+        self._x.set_learning_rate(rate)
+
+    def load_learning_rate(self, rate: float) -> None:
+        self._x.set_learning_rate(rate)
+
+
+class MXNetDraws(base.GivenInitializer):
+    """An `mx.init.Initializer` of a class of the user's own."""
+
+    def __init__(self, x: Any):
+        self._x = x
+        self.text = f"{type(x).__name__}, a class of the user's"
+
+    def draw(self, name, shape, rng):
+        seed = int(rng.integers(2 ** 31))
+        # The stream of the user goes on from what is its own.
+        later = int(mx.nd.random.randint(0, 2 ** 31 - 1, shape=1, ctx=mx.cpu(
+            )).asscalar())
+        states = random.getstate(), np.random.get_state()
+        mx.random.seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        array = mx.nd.zeros(shape, mx.cpu(), dtype="float64")
+        try:
+            with mx.Context(mx.cpu()), mx.autograd.pause():
+                # As Gluon calls it for a weight. By a copy: it may count.
+                x = copy.deepcopy(self._x)
+                x(mx.init.InitDesc(name, {"__init__": x}), array)
+            return array.asnumpy()
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            mx.random.seed(later)
 
 
 class MXNetGiven(base.Given):
     """Optimisers, schedules and initialisers of MXNet."""
+
+    def optimizer(self, x: Any, network: base.Network
+                  ) -> base.GivenOptimizer | None:
+        return MXNetOptimizer(x, network) \
+            if isinstance(x, mx.optimizer.Optimizer) else None
+
+    def initializer(self, x: Any) -> base.GivenInitializer | None:
+        if isinstance(x, (mx.init.Mixed, mx.init.Load)):
+            raise ValueError(
+                "an initialiser draws every weight, and Gluon's initialize "
+                f"takes no mx.init.{type(x).__name__} either; received one. "
+                "Before mgpu.initialize(net, devices) say it to the network: "
+                + ("net.load_parameters(file)." if isinstance(
+                    x, mx.init.Load) else
+                   "net.collect_params(pattern).initialize(init) for each."))
+        if isinstance(x, mx.init.Initializer) \
+                and type(x).__module__ != mx.init.Initializer.__module__:
+            return MXNetDraws(x)
+        return None
 
 
 GIVEN = MXNetGiven()

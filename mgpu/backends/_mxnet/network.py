@@ -293,6 +293,10 @@ class MXNetNetwork(base.Network):
     def grad_req(self, number: int) -> str:
         return self.entries[number][1].grad_req
 
+    def names_of(self, parameters) -> list[str | None]:
+        names = {id(p): name for name, p, _ in self.entries}
+        return [names.get(id(p)) for p in parameters]
+
     def multipliers(self, number: int) -> tuple[float, float]:
         parameter = self.entries[number][1]
         return parameter.lr_mult, parameter.wd_mult

@@ -11,7 +11,7 @@ from mgpu.backends import base, messages
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import stored
 
-_FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
+FAMILIES = {getattr(mx.optimizer, name): name.lower() for name in (
     "SGD", "NAG", "Adam", "Adamax", "Nadam", "RMSProp", "AdaGrad", "AdaDelta",
     "Ftrl", "Signum")}
 #: Gluon's names of attributes, and those of `mgpu.optimizers`
@@ -363,7 +363,7 @@ def _kept_trainer(trainer: Any, memory: bool) -> Callable[[], None]:
 
 def _rule(optimizer: Any) -> tuple[str, dict[str, Any]] | None:
     """What an optimiser of Gluon computes: see `OwnParts`."""
-    family = _FAMILIES.get(type(optimizer))
+    family = FAMILIES.get(type(optimizer))
     return None if family is None else (family, {
         _OPTIONS.get(k, k): v for k, v in vars(optimizer).items()
         if isinstance(v, (int, float)) and k not in (

@@ -185,6 +185,11 @@ class TorchNetwork(base.Network):
                 for path, module, name, p in walk(self.net, "_parameters")
                 if id(p) in theirs]
 
+    def names_of(self, parameters) -> list[str | None]:
+        names = dict(zip(map(id, arrays_of(self.net)),
+                         (spec.name for spec in self.specs())))
+        return [names.get(id(p)) for p in parameters]
+
     def defer(self, devices, draws) -> bool:
         numbers = {id(x): i for i, x in enumerate(arrays_of(self.net))}
 
