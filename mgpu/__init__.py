@@ -17,6 +17,7 @@ from mgpu.backends import (BackendNotAvailable, available_backends,
 from mgpu.checkpoint import load_checkpoint, save_checkpoint
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
+from mgpu.compat.gluon import clip_global_norm
 from mgpu.conversion import (from_gluon, gluon_source, missing_operators,
                              register_op, to_gluon_params, to_pt2,
                              to_safetensors)
@@ -31,9 +32,11 @@ from mgpu.parameters import Parameter, get_params
 from mgpu.replica_checks import ReplicaMismatchError
 from mgpu.replicas import Replicas, initialize
 from mgpu.resuming import Resumed, resume_from_gluon
-from mgpu.split import shard_bounds, split_and_load, split_batch
+from mgpu.split import (shard_bounds, split_and_load, split_batch,
+                        split_data)
 from mgpu.strict import CrossDeviceError, strict_devices
-from mgpu.timing import Accumulator, Benchmark, Timer, synchronize
+from mgpu.timing import (Accumulator, Benchmark, Timer, synchronize,
+                         waitall)
 from mgpu.trainer import StaleGradientError, Trainer
 from mgpu.training import (History, NonFiniteLoss, attach_grad, backward, grad,
                            no_grad, parallel, put, record, seed, sgd, to_numpy,
@@ -50,7 +53,8 @@ __all__ = [
     "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
     "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
     "allreduce", "allreduce_many", "assign_roots", "attach_grad",
-    "available_backends", "backward", "broadcast", "cpu", "datasets",
+    "available_backends", "backward", "broadcast",
+    "clip_global_norm", "cpu", "datasets",
     "distributed", "errors", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus",
     "from_gluon", "functional", "get_backend", "get_params", "gluon_source",
     "gpu", "grad", "initialize", "initializers", "list_devices",
@@ -58,10 +62,11 @@ __all__ = [
     "mxnet_compat", "no_grad", "num_gpus", "optimizers", "parallel",
     "prefetch", "put", "record", "reduce", "reducescatter", "register_op",
     "resume_from_gluon", "save_checkpoint", "seed", "set_backend", "sgd",
-    "shard_bounds", "split_and_load", "split_batch", "strict_devices",
+    "shard_bounds", "split_and_load", "split_batch",
+    "split_data", "strict_devices",
     "synchronize", "to_gluon_params", "to_numpy", "to_pt2", "to_safetensors",
     "train", "train_batch", "train_epochs", "try_all_gpus", "try_gpu",
-    "using_backend",
+    "using_backend", "waitall",
 ]
 
 

@@ -54,6 +54,16 @@ def one_of(name: str, value: Any, known: Collection[Any]) -> Any:
     return value
 
 
+def one_given(**values: Any) -> Any:
+    """The one of `values`, two words for one argument, that is not None, or
+    TypeError."""
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) != 1:
+        raise TypeError(f"expected {' or '.join(values)}; received "
+                        f"{' and '.join(given) or 'none of them'}. Give one.")
+    return values[given[0]]
+
+
 def batches(name: str, value: Any) -> Any:
     """`value`, or TypeError if no loop can go through it."""
     if not (hasattr(value, "__iter__") or hasattr(value, "__getitem__")):

@@ -403,8 +403,8 @@ def create(init: Any, /, **options: Any) -> Initializer:
     """
     name = init
     if not isinstance(init, (Initializer, str, type)):
-        known = given(init)
-        own = known.initializer(init) if known is not None else None
+        engine = given(init)
+        own = engine.initializer(init) if engine is not None else None
         if own is not None:
             return _Foreign(own)
     if not isinstance(init, (Initializer, str, type)) \

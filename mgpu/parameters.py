@@ -3,6 +3,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mgpu.arguments import Hints
 from mgpu.backends import base, get_backend, messages
 from mgpu.backends.base import BUFFERS, STATISTICS
 from mgpu.device import Device, as_device, as_devices
@@ -55,7 +56,7 @@ def get_params(params: Any, device: Any, grad_req: str = "write") -> Any:
     return copies
 
 
-class Parameter:
+class Parameter(Hints):
     """One parameter or buffer of a `Replicas`, on all its devices.
 
     The methods are those of Gluon's `Parameter`.
@@ -78,6 +79,16 @@ class Parameter:
         What its learning rate and weight decay are multiplied by: those of
         Gluon's own Parameter, as they are now, until they are set here.
     """
+
+    _hints = {
+        **dict.fromkeys(("reset_ctx", "initialize"), "mgpu.initialize(net, "
+                        "devices, force_reinit=True) for the whole network"),
+        "cast": "mgpu.initialize(net, devices, dtype=...)",
+        "ctx": "Parameter.list_devices()", "context": "Parameter.list_devices"
+        "()", "var": "the network's own parameter, in replicas.net",
+        "init": "the init of mgpu.initialize",
+        **dict.fromkeys(("row_sparse_data", "list_row_sparse_data"),
+                        "Parameter.data(): all parameters are dense")}
 
     def __init__(self, replicas: "Replicas", number: int, spec: base.Spec):
         self._replicas, self.number, self.spec = replicas, number, spec
@@ -150,6 +161,9 @@ class Parameter:
     def list_devices(self) -> list[Device]:
         return list(self._replicas.devices)
 
+    #: Gluon's word
+    list_ctx = list_devices
+
     def list_data(self) -> list[Any]:
         """The native arrays themselves, one per device, not copies."""
         return [replica.array(self.number)
@@ -167,20 +181,21 @@ class Parameter:
         self._replicas.following.follow_request(self)
         return [backend.grad(x) for x in arrays]
 
-    def data(self, device: Any = None) -> Any:
-        """The array on `device` (default: the first one), not a copy.
+    def data(self, device: Any = None, *, ctx: Any = None) -> Any:
+        """The array on `device` (default: the first one), not a copy. `ctx`
+        is Gluon's word for `device`.
 
         Raises
         ------
         RuntimeError
             The parameter is not on that device, or has no values yet.
         """
-        place = self.place(device)
+        place = self.place(device if ctx is None else ctx)
         return self.list_data()[place]
 
-    def grad(self, device: Any = None) -> Any:
+    def grad(self, device: Any = None, *, ctx: Any = None) -> Any:
         """The gradient on `device`; raises as `data` and `list_grad` do."""
-        place = self.place(device)
+        place = self.place(device if ctx is None else ctx)
         return self.list_grad()[place]
 
     def place(self, device: Any) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import host_memory, initializers, notebook, probes
-from mgpu.arguments import Hints, by_name, integer, one_of
+from mgpu.arguments import Hints, by_name, integer, one_given, one_of
 from mgpu.backends import (base, get_backend, give_back, given, messages,
                            recording_elsewhere)
 from mgpu.backends.scope import check_task
@@ -26,7 +26,7 @@ from mgpu.batch_norm import Joint, Meeting, SyncBatchNorm
 from mgpu import distributed
 from mgpu.collectives import allreduce_many
 from mgpu.collectives.strategies import strategy_of
-from mgpu.compat.gluon import GluonNames
+from mgpu.compat.gluon import GLUON_HINTS, VIEW_HINTS, GluonNames
 from mgpu.compat.pytorch import TorchNames
 from mgpu.device import Device, as_devices
 from mgpu.distributed.strategy import over_processes, share_values
@@ -65,12 +65,7 @@ _HINTS = {
     "parameters": "Replicas.params(), or replicas.net.parameters()",
     "state_dict": "Replicas.export_numpy(), or replicas.net.state_dict()",
     "modules": "replicas.net, the user's network",
-    "collect_params": "Replicas.params(), or replicas.net.collect_params()",
-    **dict.fromkeys(("save_parameters", "load_parameters"),
-                    "Replicas.export_numpy() and import_numpy, or the same "
-                    "method of replicas.net"),
-    "hybridize": "mgpu.initialize(net, devices, hybridize=True)",
-    "cast": "mgpu.initialize(net, devices, dtype=...)",
+    **GLUON_HINTS,
     "to": "mgpu.initialize(net, devices, dtype=...)"}
 
 
@@ -82,7 +77,7 @@ class ReplicaView(Hints):
     device : Device
     """
 
-    _hints = _HINTS
+    _hints = {**VIEW_HINTS, **_HINTS}
 
     def __init__(self, replicas: "Replicas", index: int,
                  run: Callable[[int, tuple[Any, ...]], Any]):
@@ -1472,13 +1467,13 @@ def _span(backend: base.Backend, devices: Sequence[Device],
     return world.span(len(devices))
 
 
-def initialize(net: Any, devices: Any, init: Any = None,
+def initialize(net: Any, devices: Any = None, init: Any = None,
                seed: int | None = None, sample: Any = None,
                force_reinit: bool = False,
                dtype: str | None = None, *,
                batch_norm: str = "per_device", hybridize: bool = False,
-               channels_last: bool = False, autocast: str | None = None
-               ) -> Replicas:
+               channels_last: bool = False, autocast: str | None = None,
+               ctx: Any = None) -> Replicas:
     """Put a network on a list of devices, all with the same values.
 
     The network's own values stay. What has none is drawn: networks of
@@ -1491,7 +1486,8 @@ def initialize(net: Any, devices: Any, init: Any = None,
     ----------
     net : gluon.Block or torch.nn.Module
         Trained in place: see `Replicas.net`.
-    devices : sequence of distinct devices
+    devices, ctx : device, or sequence of distinct devices
+        One of them: the second is Gluon's word.
     init : Initializer, str, "keep" or None
         Draws all weights, once, in NumPy, from (`seed`, number of the
         parameter): bit-identical on all devices and, for the same layers in
@@ -1550,7 +1546,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
         then.
     """
     backend = get_backend()
-    devices = as_devices(devices)
+    devices = as_devices(one_given(devices=devices, ctx=ctx))
     network = backend.network(net)
     one_of("batch_norm", batch_norm, BATCH_NORM)
     if dtype is not None:

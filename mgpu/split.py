@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mgpu import distributed, probes
-from mgpu.arguments import is_integer
+from mgpu.arguments import integer, is_integer, one_given
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
 from mgpu.nested import (is_listed, leaves, lists_in, row_counts, rows_inside,
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
 __all__ = ["map_leaves", "rows_of", "shard_bounds", "split_and_load",
-           "split_batch"]
+           "split_batch", "split_data"]
 
 map_leaves = split_leaves       # its name until version 0.1
 
@@ -65,9 +65,70 @@ def _shares(weights: Sequence[float], k: int) -> "list[Fraction]":
     return [w / sum(exact) for w in exact]
 
 
-def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
+def split_data(data: Any, num_slice: int, batch_axis: int = 0,
+               even_split: bool = True) -> list[Any]:
+    """Cut an array into `num_slice` along `batch_axis`, where it is; Gluon's
+    function.
+
+    Parameters
+    ----------
+    data : native or NumPy array
+    num_slice : int
+    batch_axis : int
+    even_split : bool
+        Refuse a size that does not divide evenly. If False, see
+        `shard_bounds`.
+
+    Returns
+    -------
+    list of arrays
+        They may share memory with `data`, and may be empty. Gradients flow
+        back while recording.
+
+    Raises
+    ------
+    ValueError
+        An uneven size with ``even_split=True``; no such axis.
+    TypeError
+        An array of the other framework, or no array.
+    """
+    k, backend = integer("num_slice", num_slice, 1), get_backend()
+    if not isinstance(data, np.ndarray) and not backend.is_native(data):
+        messages.refuse_foreign(data, backend.name)
+        raise TypeError("data must be an array to split; received "
+                        f"{type(data).__name__}. Pass a native or NumPy "
+                        "array.")
+    _check_dense(data)
+    size = _size_along(batch_axis, tuple(data.shape))
+    if even_split:
+        _check_even(size, tuple(data.shape), k, batch_axis)
+    cut = backend.ops.slice_axis if backend.is_native(data) else _slice
+    return [cut(data, batch_axis, begin, end)
+            for begin, end in shard_bounds(size, k)]
+
+
+def _size_along(batch_axis: int, shape: tuple[int, ...]) -> int:
+    if not -len(shape) <= batch_axis < len(shape):
+        raise ValueError(
+            f"data with shape {shape} has no axis {batch_axis} to split "
+            "along; use a batch_axis that it has.")
+    return shape[batch_axis]
+
+
+def _check_even(size: int, shape: tuple[int, ...], k: int,
+                batch_axis: int) -> None:
+    if size % k != 0:
+        raise ValueError(
+            f"data with shape {shape} cannot be evenly split into {k} "
+            f"slices along axis {batch_axis}. Use a batch size that's "
+            f"multiple of {k} or set even_split=False to allow uneven "
+            "partitioning of data.")
+
+
+def split_and_load(data: Any, devices: Any = None, batch_axis: int = 0,
                    even_split: bool = True,
-                   weights: Sequence[float] | None = None) -> list[Any]:
+                   weights: Sequence[float] | None = None, *,
+                   ctx_list: Any = None) -> list[Any]:
     """Cut `data` along `batch_axis` and copy shard i to ``devices[i]``.
 
     Gluon 1.9.1's function, on both backends.
@@ -81,7 +142,8 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
         device as it is, a tuple of text or numbers too, unless it has as
         many entries, or rows in it, as the batch. NumPy data are sliced on the
         host, so that a device receives only its own slice.
-    devices : sequence of devices
+    devices, ctx_list : sequence of devices
+        One of them: the second is Gluon's word.
     batch_axis : int
     even_split : bool
         Refuse a batch that does not divide evenly. If False, see
@@ -107,7 +169,7 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
         An array of the other framework, or no array at all; another object
         that holds arrays of as many rows.
     """
-    devices = as_devices(devices)
+    devices = as_devices(one_given(devices=devices, ctx_list=ctx_list))
     k, backend = len(devices), get_backend()
     _check_dense(data)
     if not row_counts(data):
@@ -116,12 +178,8 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
                         "array, or a list of numbers.")
 
     def check_even(size: int, shape: tuple[int, ...]) -> None:
-        if even_split and weights is None and size % k != 0:
-            raise ValueError(
-                f"data with shape {shape} cannot be evenly split into {k} "
-                f"slices along axis {batch_axis}. Use a batch size that's "
-                f"multiple of {k} or set even_split=False to allow uneven "
-                "partitioning of data.")
+        if even_split and weights is None:
+            _check_even(size, shape, k, batch_axis)
 
     def entries(x: list[Any]) -> list[Any]:
         check_even(len(x), (len(x),))
@@ -133,11 +191,7 @@ def split_and_load(data: Any, devices: Any, batch_axis: int = 0,
             messages.refuse_foreign(x, backend.name)
             x = np.asarray(x)
         shape = tuple(x.shape)
-        if not -len(shape) <= batch_axis < len(shape):
-            raise ValueError(
-                f"data with shape {shape} has no axis {batch_axis} to split "
-                "along; use a batch_axis that it has.")
-        size = shape[batch_axis]
+        size = _size_along(batch_axis, shape)
         check_even(size, shape)
         cut = backend.ops.slice_axis if backend.is_native(x) else _slice
 

@@ -45,6 +45,11 @@ def synchronize(devices: Any = None) -> None:
     get_backend().synchronize(found)
 
 
+def waitall() -> None:
+    """Gluon's word for `synchronize` without an argument; raises as that."""
+    synchronize()
+
+
 def number(x: Any) -> float:
     """`x` as a Python float.
 

@@ -18,7 +18,7 @@ from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
 from mgpu.backends import using_backend
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
-from mgpu.compat.gluon import (GluonTrainerNames, check_store,
+from mgpu.compat.gluon import (GluonTrainerNames, check_store, global_norm,
                                replaces_base_lr, without_no_rule)
 from mgpu.compat.pytorch import TorchTrainerNames
 from mgpu.distributed.strategy import over_processes
@@ -94,9 +94,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         How gradients are summed over the devices: the ``algorithm=`` of
         `mgpu.allreduce`. "auto" is the fastest for the devices at hand.
     kvstore, update_on_kvstore
-        Gluon's; every choice in one process gives the same numbers, so they
-        change nothing. "nccl" and "dist_*" are refused, and so are
-        ``compression_params``.
+        Gluon's; they change nothing. (With None a Gluon trainer of several
+        devices sums no gradients, so that these part; here it does.)
+        "nccl", "dist_*" and ``compression_params`` are refused.
 
     Attributes
     ----------
@@ -1098,14 +1098,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         parameters = self.summed("clip_global_norm")
         gradients = [p.list_grad() for p in parameters]
         with backend.scope(recording=False):
-            squares = []
-            for p, (g, *_) in zip(parameters, gradients):
-                if p.dtype not in ("float32", "float64"):
-                    # A sum of squares in float16 ends at a norm of 256.
-                    g = backend.ops.astype(g, "float32")
-                squares.append(backend.ops.sum(g * g))
-            norm = float(np.sqrt(sum(
-                float(backend.to_numpy(s).sum()) for s in squares)))
+            norm = global_norm(backend, [g for g, *_ in gradients])
             norm /= divisor * self.loss_scale
             if batch_size is not None:
                 norm *= self._rescale

@@ -211,7 +211,7 @@ def test_a_trainer_finds_no_network(backend):
         mgpu.Trainer(every, "sgd")
 
 
-# -- its other arguments -------------------------------------------------------
+# -- its other arguments ------------------------------------------------------
 
 @BOTH
 @pytest.mark.parametrize("options", [
@@ -330,7 +330,7 @@ def test_steps_under_a_schedule_of_mxnets(backend, family):
         if family == "adam" else 1e-12)
 
 
-# -- objects of MXNet's ---------------------------------------------------------
+# -- objects of MXNet's -------------------------------------------------------
 
 OBJECTS = {
     "SGD": dict(learning_rate=0.125, momentum=0.5, wd=0.25,
@@ -429,3 +429,340 @@ def test_an_object_without_a_counterpart_is_refused(backend):
     with pytest.raises(ValueError, match="with wd_mult {0: 2.0}"):
         trainer.step(4)
     assert_close(values(replicas), before, 1e-300)
+
+
+# -- functions ----------------------------------------------------------------
+
+@BOTH
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("even", [True, False])
+def test_split_data_is_gluons(engine, axis, even):
+    from mxnet import gluon
+    data = np.arange(54.0).reshape(6, 9)
+    with using_engine("mxnet-nd") as theirs:
+        x = theirs.put(data, mgpu.cpu(0))
+        try:
+            wanted = [part.asnumpy() for part in gluon.utils.split_data(
+                x, 4 if not even else 3, axis, even)]
+        except ValueError as error:
+            wanted = str(error)
+    for x in (data, engine.put(data, mgpu.cpu(0))):
+        found = [np.asarray(part) if isinstance(part, np.ndarray)
+                 else mgpu.to_numpy(part) for part in mgpu.split_data(
+                     x, 3 if even else 4, axis, even)]
+        assert [a.tolist() for a in found] == [a.tolist() for a in wanted]
+    with pytest.raises(ValueError, match="cannot be evenly split into 4"):
+        mgpu.split_data(data, num_slice=4, batch_axis=axis)
+
+
+def test_words_of_gluon_for_devices(backend):
+    class Context:      # mx.cpu(1) is one
+        device_type, device_id = "cpu", 1
+    X = np.ones((4, 2))
+    for devices in (on(0, 1), [mgpu.cpu(0), Context()]):
+        shards = mgpu.split_and_load(X, ctx_list=devices, batch_axis=1)
+        assert [tuple(x.shape) for x in shards] == [(4, 1)] * 2
+        replicas = mgpu.initialize(mlp(backend), ctx=devices, init="xavier")
+        assert replicas.devices == on(0, 1)
+        p = replicas.params()[0]
+        assert p.list_ctx() == on(0, 1)
+        with backend.scope(recording=False):
+            p.data(ctx=devices[1])[...] = 7
+        assert [bool((mgpu.to_numpy(x) == 7).all())
+                for x in p.list_data()] == [False, True]
+    assert mgpu.initialize(mlp(backend), ctx=mgpu.cpu(2), init="xavier"
+                           ).devices == on(2)
+    for wrong in ({}, {"ctx": on(0), "devices": on(0)}):
+        with pytest.raises(TypeError, match="expected devices or ctx; "):
+            mgpu.initialize(mlp(backend), **wrong)
+    mgpu.waitall()
+
+
+@BOTH
+@pytest.mark.parametrize("bound", [0.5, 1e9])
+def test_clip_global_norm_is_gluons(backend, bound):
+    from mxnet import gluon
+    rng = np.random.default_rng(0)
+    data = [rng.normal(size=(2, 3)), rng.normal(size=5)]
+    with using_engine("mxnet-nd") as theirs:
+        x = [theirs.put(a.astype("float32"), mgpu.cpu(0)) for a in data]
+        norm = gluon.utils.clip_global_norm(x, bound)
+        wanted = [a.asnumpy() for a in x]
+    for check in (True, False):
+        ours = [backend.put(a, mgpu.cpu(i)) for i, a in enumerate(data)]
+        found = mgpu.clip_global_norm(ours, bound, check_isfinite=check)
+        if not check:
+            assert tuple(found.shape) == (1,)
+            found = mgpu.to_numpy(found)[0]
+        assert found == pytest.approx(norm, rel=1e-6)
+        exact = np.sqrt(sum((a ** 2).sum() for a in data))
+        assert found == pytest.approx(exact, rel=1e-15)
+        for x, a, b in zip(ours, wanted, data):
+            np.testing.assert_allclose(mgpu.to_numpy(x), a, rtol=1e-6)
+            np.testing.assert_allclose(mgpu.to_numpy(x), b * min(
+                1, bound / (exact + 1e-8)), rtol=1e-15)
+
+
+def test_a_norm_that_is_not_finite_is_refused(backend):
+    x = backend.put(np.array([1.0, np.inf]), mgpu.cpu(0))
+    with pytest.raises(FloatingPointError, match="norm inf"):
+        mgpu.clip_global_norm([x], 1.0)
+    assert mgpu.to_numpy(x)[0] == 1.0
+    for wrong, error in (([], ValueError), (x, TypeError), ([1.0], TypeError)):
+        with pytest.raises(error):
+            mgpu.clip_global_norm(wrong, 1.0)
+
+
+@pytest.mark.parametrize("k", FEW)
+def test_clipping_by_the_function_reaches_all_devices(backend, k):
+    """As `Trainer.clip_global_norm`."""
+    found = []
+    for function in (False, True):
+        replicas = initialize(backend, k)
+        trainer = mgpu.Trainer(replicas, "sgd", OPTIONS)
+        backward(replicas, *batch(8, 0))
+        trainer.allreduce_grads()
+        if function:
+            mgpu.clip_global_norm([p.grad() for p in replicas.params()], 0.5)
+        else:
+            trainer.clip_global_norm(0.5)
+        trainer.update(8)
+        replicas.check_equal()
+        found.append(values(replicas))
+    assert_close(*found, 1e-300)
+
+
+# -- names on Replicas --------------------------------------------------------
+
+def test_collect_params_selects_by_paths(backend):
+    replicas = mgpu.initialize(bn_net(backend), on(0, 1), "xavier")
+    every = replicas.collect_params()
+    assert list(every) == [p.name for p in replicas.all_parameters()]
+    assert every["0.weight"] is replicas.params()[0]
+    assert every.list_ctx() == on(0, 1)
+    chosen = replicas.collect_params("0|.*gamma")
+    assert list(chosen.keys()) == ["0.weight", "0.bias", "1.gamma"]
+    assert [name for name, _ in chosen.items()] == list(chosen)
+    for wrong in ("dense0_weight", "weight"):
+        with pytest.raises(ValueError, match="matches none of .*'0.weight'"):
+            replicas.collect_params(wrong)
+    with pytest.raises(ValueError, match="select must be a regular"):
+        replicas.collect_params("(")
+
+
+@BOTH
+@pytest.mark.parametrize("k", FEW)
+def test_setattr_of_collected_parameters(backend, k):
+    def setup(collect):
+        collect(".*bias").setattr("lr_mult", 2.0)
+        collect(".*weight").setattr("wd_mult", 0.5)
+        collect("2.bias|dense.*1_bias").setattr("grad_req", "null")
+    replicas = initialize(backend, k)
+    trainer = mgpu.Trainer(replicas.collect_params(), "sgd", OPTIONS)
+    setup(replicas.collect_params)
+    train(replicas, trainer)
+
+    def make(net):
+        net.collect_params(".*bias").setattr("lr_mult", 2.0)
+        net.collect_params(".*weight").setattr("wd_mult", 0.5)
+        net[2].bias.grad_req = "null"
+        return [real(net.collect_params(), "sgd", OPTIONS)]
+    assert_close(values(replicas), gluons(make))
+    with pytest.raises(AttributeError, match="received 'dtype'"):
+        replicas.collect_params().setattr("dtype", "float16")
+    with pytest.raises(ValueError, match="lr_mult must be a finite"):
+        replicas.collect_params().setattr("lr_mult", None)
+
+
+def test_zero_grad_of_some_parameters(backend):
+    replicas = initialize(backend, 2)
+    backward(replicas, *batch(8, 0))
+    replicas.collect_params(".*bias").zero_grad()
+    for p in replicas.params():
+        zero = [not mgpu.to_numpy(g).any() for g in p.list_grad()]
+        assert zero == [p.kind == "bias"] * 2, p.name
+
+
+@BOTH
+@pytest.mark.parametrize("k", FEW)
+def test_files_of_parameters_are_gluons(backend, k, tmp_path):
+    """Written on either engine, read by the real Gluon, and back."""
+    file = str(tmp_path / "net.params")
+    replicas = mgpu.initialize(bn_net(backend), on(*range(k)), "xavier",
+                               seed=3)
+    replicas.save_parameters(file)
+    wanted = {p.name: mgpu.to_numpy(p.data())
+              for p in replicas.all_parameters()
+              if not p.name.endswith("tracked")}
+    with using_engine("mxnet-nd") as theirs:
+        net = bn_net(theirs)
+        net.load_parameters(file)
+        found = net._collect_params_with_prefix()
+        assert {name: p.data().asnumpy().tolist()
+                for name, p in found.items()} == {
+                    name: x.tolist() for name, x in wanted.items()}
+        for p in found.values():
+            p.set_data(p.data() + 1)
+        net.save_parameters(file)
+    replicas.load_parameters(file, ctx=on(*range(k)))
+    for p in replicas.all_parameters():
+        for x in p.list_data() if p.name in wanted else ():
+            np.testing.assert_array_equal(mgpu.to_numpy(x),
+                                          wanted[p.name] + 1)
+
+
+def test_what_a_file_of_parameters_lacks_or_has_besides(backend, tmp_path):
+    from mgpu import gluon_io
+    file = tmp_path / "part.params"
+    replicas = mgpu.initialize(bn_net(backend), on(0, 1), "xavier", seed=3)
+    before = replicas.export_numpy()
+    gluon_io.save_params(file, {"arg:0.bias": np.full(4, 2, "float32"),
+                                "5.weight": np.ones(2, "float32")})
+    for options, text in (
+            ({}, "unknown 5.weight"), ({"allow_missing": True}, "unknown 5"),
+            ({"ignore_extra": True}, "missing 0.weight"),
+            ({"ctx": on(0)}, "replicas stay on their devices"),
+            ({"cast_dtype": True, "dtype_source": "saved"}, "'saved'")):
+        with pytest.raises(ValueError, match=text):
+            replicas.load_parameters(file, **options)
+    assert_close(replicas.export_numpy(), before, 1e-300)
+    replicas.load_parameters(file, allow_missing=True, ignore_extra=True)
+    after = replicas.export_numpy()
+    assert after.pop("0.bias").tolist() == [2.0] * 4
+    del before["0.bias"]
+    assert_close(after, before, 1e-300)
+    gluon_io.save_params(file, {"0.bias": np.full(4, 1 / 3)})
+    with pytest.raises(ValueError, match="float64 instead of float32"):
+        replicas.load_parameters(file, allow_missing=True)
+    replicas.load_parameters(file, allow_missing=True, cast_dtype=True)
+    assert replicas.export_numpy()["0.bias"][0] == np.float32(1 / 3)
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet")
+@pytest.mark.parametrize("late", [False, True])
+def test_hybridize_later_gives_the_same_bits(late):
+    with mgpu.using_backend("mxnet") as backend:
+        found = []
+        for how in (None, "initialize", "later"):
+            replicas = initialize(backend, 2, hybridize=how == "initialize")
+            if how == "later" and not late:
+                replicas.hybridize(static_alloc=True)
+            trainer = mgpu.Trainer(replicas, "sgd", OPTIONS)
+            train(replicas, trainer)
+            if how == "later" and late:
+                replicas.hybridize()
+            assert replicas.net._active == (how is not None)
+            train(replicas, trainer)
+            found.append(values(replicas))
+        replicas.hybridize(False)
+        assert not replicas.net._active
+        assert_close(found[1], found[0], 1e-300)
+        assert_close(found[2], found[0], 1e-300)
+
+
+def test_hybridize_is_the_option_of_initialize(backend):
+    replicas = initialize(backend, 2, batch_norm="sync")
+    with pytest.raises(ValueError, match="received hybridize.. with"):
+        replicas.hybridize()
+    with pytest.raises(TypeError, match="received .'fuse'."):
+        replicas.hybridize(fuse=True)
+    replicas.hybridize(False)
+
+
+def test_names_of_a_block_say_what_mgpu_calls(backend):
+    replicas = initialize(backend)
+    p = replicas.params()[0]
+    for thing, name, use in (
+            (replicas, "reset_ctx", "mgpu.initialize(net, devices, force"),
+            (replicas, "initialize", "mgpu.initialize(net, devices, force"),
+            (replicas, "cast", "mgpu.initialize(net, devices, dtype=...)"),
+            (replicas, "forward", "replicas(shards)"),
+            (replicas, "apply", "replicas.net.apply(fn)"),
+            (replicas, "summary", "repr(replicas)"),
+            (replicas, "export", "replicas.net.export"),
+            (replicas, "save_params", "Replicas.save_parameters"),
+            (replicas[0], "collect_params", "Replicas.collect_params"),
+            (replicas.collect_params(), "initialize", "mgpu.initialize("),
+            (replicas.collect_params(), "save", "Replicas.save_parameters"),
+            (p, "reset_ctx", "mgpu.initialize(net, devices, force"),
+            (p, "cast", "mgpu.initialize(net, devices, dtype="),
+            (p, "initialize", "mgpu.initialize("), (p, "var", "the network"),
+            (p, "ctx", "Parameter.list_devices()")):
+        with pytest.raises(AttributeError) as caught:
+            getattr(thing, name)
+        assert f"no attribute {name!r}. Use {use}" in str(caught.value)
+
+
+# -- initialisers -------------------------------------------------------------
+
+@BOTH
+def test_an_initialiser_of_the_users_draws_alike_on_both_engines():
+    mx = mgpu.mxnet_compat()
+    names = []
+
+    class Mine(mx.init.Initializer):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def _init_weight(self, name, arr):
+            self.calls += 1
+            names.append(str(name))
+            arr[:] = mx.nd.random.normal(shape=arr.shape) + float(
+                np.random.rand()) + self.calls
+
+        def _init_bias(self, name, arr):
+            raise AssertionError("Gluon asks for weights only")
+    init, found = Mine(), []
+    for engine in BACKENDS * 2:
+        with mgpu.using_backend(engine) as backend:
+            state = np.random.get_state()[1].tolist()
+            replicas = mgpu.initialize(mlp(backend), on(0, 1), init, seed=5)
+            replicas.check_equal()
+            assert "drawn by Mine" in repr(replicas)
+            assert np.random.get_state()[1].tolist() == state
+            found.append(values(replicas))
+    for other in found[1:]:
+        assert_close(other, found[0], 1e-300)
+    assert set(names) == {"0.weight", "2.weight"} and init.calls == 0
+    assert not found[0]["0.bias"].any() and found[0]["0.weight"].std() > 0.5
+    with mgpu.using_backend(BACKENDS[0]) as backend:
+        other = values(mgpu.initialize(mlp(backend), on(0), Mine(), seed=6))
+    assert (other["0.weight"] != found[0]["0.weight"]).any()
+
+
+@BOTH
+def test_values_of_an_initialiser_of_the_users_are_gluons(backend):
+    """What depends on the name and the shape only, in float64."""
+    mx = mgpu.mxnet_compat()
+
+    class Mine(mx.init.Initializer):
+        def _init_weight(self, name, arr):
+            arr[:] = mx.nd.arange(arr.size).reshape(arr.shape) / 8 + 0.1
+    with using_engine("mxnet-nd") as theirs:
+        net = mlp(theirs)
+        net.cast("float64")
+        net.initialize(Mine())
+        wanted = {name: p.data().asnumpy() for name, p
+                  in net._collect_params_with_prefix().items()}
+    replicas = mgpu.initialize(mlp(backend), on(0, 1), Mine(),
+                               dtype="float64")
+    assert_close(values(replicas), wanted, 1e-7)
+
+
+@BOTH
+def test_initialisers_that_gluon_refuses_too(backend):
+    mx = mgpu.mxnet_compat()
+    for wrong, text in (
+            (mx.init.Mixed([".*"], [mx.init.One()]), "mx.init.Mixed either.*"
+             r"net.collect_params\(pattern\).initialize"),
+            (mx.init.Load({}), "mx.init.Load either.*net.load_parameters"),
+            (mx.init.FusedRNN(None, 2, 1, "lstm"), "unknown initialiser; "
+             "received 'fusedrnn'")):
+        with pytest.raises(ValueError, match=text):
+            mgpu.initialize(mlp(backend), on(0), wrong)
+    replicas = mgpu.initialize(mlp(backend), on(0), mx.init.Xavier(
+        "gaussian", "in", 2))
+    ours = mgpu.initialize(mlp(backend), on(0), mgpu.initializers.Xavier(
+        "gaussian", "in", 2))
+    assert_close(values(replicas), values(ours), 1e-300)

@@ -123,8 +123,8 @@ def test_the_signature():
     assert [(p.name, p.default) for p in inspect.signature(
         split_and_load).parameters.values()] == [
             ("data", inspect.Parameter.empty),
-            ("devices", inspect.Parameter.empty), ("batch_axis", 0),
-            ("even_split", True), ("weights", None)]
+            ("devices", None), ("batch_axis", 0),
+            ("even_split", True), ("weights", None), ("ctx_list", None)]
 
 
 # -- what else it promises ----------------------------------------------------

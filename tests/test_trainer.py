@@ -385,7 +385,8 @@ def test_what_gluon_asks_a_schedule_for(engine_name, frozen, devices):
     ("lr", "learning_rate and set_learning_rate"),
     ("wd", "optimizer.wd, or wd_mult"),
     ("weight_decay", "optimizer.wd, or wd_mult"),
-    ("_scale", "the batch_size of step or update, or loss_scale"),
+    ("_scale", "rescale_grad in optimizer_params, the batch_size of step or "
+     "update, or loss_scale"),
     ("param_groups", "set_learning_rate, lr_mult and wd_mult")])
 def test_a_frameworks_attribute_is_not_set_for_nothing(engine, name, use):
     """Gluon's and torch's names: they would do nothing."""
@@ -2124,20 +2125,10 @@ def test_a_trainer_takes_replicas(engine):
             mgpu.Trainer(wrong, "sgd")
         assert str(caught.value) == (
             "a Trainer takes the Replicas that mgpu.initialize returns; "
-            f"received {type(wrong).__name__}. Use Trainer(replicas, ...) in "
-            "the place of Trainer(net.collect_params(), ...), and for lists "
-            "of arrays mgpu.sgd.")
-
-
-@pytest.mark.parametrize("option", [
-    {"kvstore": "device"}, {"update_on_kvstore": False}, {"rate": 0.1}],
-    ids=lambda option: next(iter(option)))
-def test_options_of_gluons_trainer_are_named(engine, option):
-    replicas = initialize(mlp(engine), on(0))
-    with pytest.raises(TypeError, match=r"as allreduce= says and .*; received "
-                       rf"{list(option)}. Leave Gluon's kvstore, ".replace(
-                           "[", r"\[").replace("]", r"\]")):
-        mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125}, **option)
+            f"received {type(wrong).__name__}. Use Trainer(replicas, ...) or "
+            "Trainer(net.collect_params(), ...) of a network that "
+            "mgpu.initialize has put on devices, and for lists of arrays "
+            "mgpu.sgd.")
 
 
 def test_a_network_with_unknown_shapes(engine, devices, tmp_path):

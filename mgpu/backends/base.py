@@ -707,6 +707,10 @@ class Network(ABC):
         the weight decay of one entry by, as it is now."""
         return 1.0, 1.0
 
+    @abstractmethod
+    def hybridize(self, active: bool, devices: Sequence[Device]) -> None:
+        """Compile the passes to come, or no longer; raises as `prepare`."""
+
     def gluon_names(self) -> dict[str, str]:
         """For a network of `Backend.from_gluon`: by `Spec.name`, the name in
         Gluon's graph. TypeError for another network."""

@@ -1,9 +1,18 @@
 """Names of Gluon on `Replicas` and `Trainer`, and its functions."""
-from collections.abc import Mapping
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mgpu.arguments import is_number
-from mgpu.backends import messages
+import numpy as np
+
+from mgpu import gluon_io
+from mgpu.arguments import Hints, is_number
+from mgpu.backends import get_backend, messages
+from mgpu.backends.base import BUFFERS, Backend
+from mgpu.device import Device, as_devices
+from mgpu.files import FilePath
 
 if TYPE_CHECKING:
     from mgpu.replicas import Replicas  # noqa: F401
@@ -17,8 +26,346 @@ _STORES = ("device", "local", "local_update_cpu", "local_allreduce_cpu",
 _OWN_RATE = ("adam", "adamw", "adamax", "nadam", "rmsprop", "signum")
 
 
+_ANEW = "mgpu.initialize(net, devices, force_reinit=True), with init='keep' " \
+    "to keep the values"
+#: names of a Gluon Block that `Replicas` and its views do not have
+GLUON_HINTS = {
+    "cast": "mgpu.initialize(net, devices, dtype=...)",
+    **dict.fromkeys(("reset_ctx", "initialize"), _ANEW),
+    "forward": "replicas(shards), or replicas[i](x)",
+    "hybrid_forward": "replicas(shards), or replicas[i](x)",
+    "apply": "replicas.net.apply(fn), before mgpu.initialize",
+    "summary": "repr(replicas), or replicas.net.summary on MXNet",
+    "export": "replicas.net.export on MXNet, after replicas.hybridize() and a "
+              "pass; mgpu.to_pt2 on torch",
+    **dict.fromkeys(("save_params", "load_params"), "Replicas.save_parameters "
+                    "and load_parameters"),
+    **dict.fromkeys(("prefix", "name_scope", "register_child",
+                     "register_forward_hook", "register_forward_pre_hook"),
+                    "replicas.net, the user's network")}
+#: names of all replicas together
+VIEW_HINTS = {name: f"Replicas.{name}, of all replicas" for name in (
+    "collect_params", "save_parameters", "load_parameters", "hybridize",
+    "params", "zero_grad")}
+
+
+class Parameters(Hints, Mapping):
+    """Parameters and buffers of a `Replicas` by name, as Gluon's
+    ParameterDict: what `Replicas.collect_params` returns.
+
+    A mapping of str to `Parameter`, in the order of the network.
+    """
+
+    _hints = {
+        **dict.fromkeys(("initialize", "reset_ctx"), _ANEW),
+        "save": "Replicas.save_parameters", "load": "Replicas.load_parameters",
+        **dict.fromkeys(("get", "get_constant", "update"), "replicas.net, "
+                        "where parameters are made"),
+        "prefix": "the names, which are paths in the network"}
+
+    def __init__(self, parameters: Sequence[Any]):
+        self._by_name = {p.name: p for p in parameters}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def __repr__(self) -> str:
+        lines = "".join(f"  {p!r}\n" for p in self._by_name.values())
+        return f"Parameters (\n{lines})"
+
+    def list_ctx(self) -> list[Device]:
+        """The devices that hold them."""
+        for p in self._by_name.values():
+            found: list[Device] = p.list_devices()
+            return found
+        return []
+
+    def zero_grad(self) -> None:
+        """Set their gradients to zero on all devices, those of frozen ones
+        and buffers aside, which have none."""
+        for p in self._by_name.values():
+            p.zero_grad()
+
+    def setattr(self, name: str, value: Any) -> None:
+        """Set ``grad_req``, ``lr_mult`` or ``wd_mult`` of each parameter;
+        buffers have none of them. AttributeError for another name."""
+        if name not in ("grad_req", "lr_mult", "wd_mult"):
+            raise AttributeError(
+                "grad_req, lr_mult and wd_mult of parameters are set; "
+                f"received {name!r}. Other attributes are those of the "
+                "network: see replicas.net.")
+        if name == "grad_req":
+            messages.check_grad_req(value)
+        elif not is_number(value) or not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number; received "
+                             f"{value!r}.")
+        for p in self._by_name.values():
+            if p.kind not in BUFFERS:
+                setattr(p, name, value)
+
+
 class GluonNames:
     """Methods of a Gluon Block that `mgpu.Replicas` has too."""
+
+    def collect_params(self, select: str | None = None) -> Parameters:
+        """Parameters and buffers by name, as Gluon's ``collect_params``.
+
+        Parameters
+        ----------
+        select : str, optional
+            A regular expression that a name matches from its beginning:
+            ``".*weight|.*bias"``. Names are mgpu's, paths such as
+            ``"0.weight"``, the same on both engines, and not Gluon's
+            ``dense0_weight``.
+
+        Raises
+        ------
+        ValueError
+            It matches none of the names, which are listed, or is no regular
+            expression.
+        """
+        every = _of(self).all_parameters()
+        if select is None:
+            return Parameters(every)
+        try:
+            pattern = re.compile(select)
+        except (re.error, TypeError):
+            raise ValueError("select must be a regular expression; received "
+                             f"{select!r}.") from None
+        found = [p for p in every if pattern.match(p.name)]
+        if not found:
+            raise ValueError(
+                "select matches names of parameters from their beginning; "
+                f"received {select!r}, which matches none of "
+                f"{[p.name for p in every]}. These are paths, as in "
+                "'0.weight', not Gluon's 'dense0_weight'.")
+        return Parameters(found)
+
+    def save_parameters(self, filename: FilePath, deduplicate: bool = False
+                        ) -> None:
+        """Write all values in Gluon's format, whole or not at all.
+
+        `load_parameters` reads the file on either engine, and so does
+        ``net.load_parameters`` of a Gluon network with the same layers: its
+        names are mgpu's, which are Gluon's paths. Counters that only torch
+        has are left out. Values are those of `export_numpy`, which warns
+        where running statistics differ between devices.
+
+        Parameters
+        ----------
+        filename : str or os.PathLike
+        deduplicate : bool
+            Write what several layers share once, not under each name.
+        """
+        replicas = _of(self)
+        values = {name: x for name, x in replicas.export_numpy().items()
+                  if not name.endswith(COUNTER)}
+        if not deduplicate:
+            for first, *others in replicas.network.aliases().values():
+                values |= {name: values[first] for name in others
+                           if first in values}
+        gluon_io.save_params(filename, values)
+
+    def load_parameters(self, filename: FilePath, ctx: Any = None,
+                        allow_missing: bool = False,
+                        ignore_extra: bool = False, cast_dtype: bool = False,
+                        dtype_source: str = "current") -> None:
+        """Read a file of `save_parameters`, or of Gluon's, onto all devices.
+
+        Parameters
+        ----------
+        filename : str or os.PathLike
+        ctx : devices, optional
+            Those of the replicas, which stay there.
+        allow_missing : bool
+            What is not in the file keeps its value.
+        ignore_extra : bool
+            Pass over what the network does not have.
+        cast_dtype : bool
+            Round to the dtype of each parameter; otherwise another dtype in
+            the file is refused.
+        dtype_source : "current"
+            Parameters keep their dtype: "saved" is refused.
+
+        Raises
+        ------
+        ValueError
+            What does not fit, all of it listed; nothing has changed.
+        mgpu.gluon_io.UnreadableParams, OSError
+            Not such a file, or none.
+        RuntimeError
+            Shapes that are unknown until the first pass.
+        """
+        replicas = _of(self)
+        if ctx is not None and set(as_devices(ctx)) != set(replicas.devices):
+            raise ValueError(
+                "replicas stay on their devices; received ctx="
+                f"{as_devices(ctx)} for {replicas.devices}. Leave ctx out, or "
+                "mgpu.initialize the network on those.")
+        if dtype_source != "current":
+            raise ValueError(
+                "parameters keep their dtype (dtype_source='current'); "
+                f"received {dtype_source!r}. Call mgpu.initialize(net, "
+                "devices, dtype=...).")
+        loaded = gluon_io.load_params(filename)
+        if not isinstance(loaded, dict):
+            raise ValueError("a file of parameters has names; received "
+                             f"{str(filename)!r} without. Write it with "
+                             "save_parameters.")
+        values = {re.sub("^(arg|aux):", "", name): x
+                  if isinstance(x, np.ndarray) else x.to_dense()
+                  for name, x in loaded.items()}
+        own = {p.name: p for p in replicas.all_parameters()}
+        shared = replicas.network.aliases()
+        names = {name: first for first, every in shared.items()
+                 for name in every} | {name: name for name in own}
+        if ignore_extra:
+            values = {name: x for name, x in values.items() if name in names}
+        if not cast_dtype:
+            other = [f"{name}: {x.dtype} instead of {own[names[name]].dtype}"
+                     for name, x in values.items() if name in names
+                     and x.dtype.name != own[names[name]].dtype]
+            if other:
+                raise ValueError(
+                    "a file has the dtypes of the parameters; received "
+                    + "; ".join(other) + ". Pass cast_dtype=True to round.")
+        if allow_missing:
+            there = {names[name] for name in values if name in names}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                now = replicas.export_numpy(all_devices=True)
+            values |= {name: x for name, x in now.items()
+                       if name not in there}
+        replicas.import_numpy(values)
+
+    def hybridize(self, active: bool = True, **options: Any) -> None:
+        """Compile the passes to come, as ``initialize(hybridize=True)``, or
+        no longer.
+
+        Parameters
+        ----------
+        active : bool
+        **options
+            Gluon's ``static_alloc``, ``static_shape``, ``inline_limit`` and
+            sizes of bulks, which change no number: not read.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            As `initialize` with ``hybridize=True``.
+        TypeError
+            Another option.
+        """
+        replicas = _of(self)
+        unknown = sorted(set(options) - _COMPILING)
+        if unknown or active not in (True, False):
+            raise TypeError(
+                "hybridize takes active, True or False, and Gluon's "
+                f"{sorted(_COMPILING)}; received "
+                f"{unknown or repr(active)}. Leave it out.")
+        replicas.check_valid()
+        if active and replicas.batch_norm == "sync":
+            raise ValueError(
+                "synchronised batch normalisation needs the layers of the "
+                "network one by one; received hybridize() with "
+                "batch_norm='sync'. Use one of them.")
+        replicas.network.hybridize(bool(active), replicas.devices)
+
+
+_COMPILING = {"static_alloc", "static_shape", "inline_limit",
+              "forward_bulk_size", "backward_bulk_size"}
+#: of torch's batch norm; Gluon has none
+COUNTER = "num_batches_tracked"
+
+
+def _of(names: Any) -> "Replicas":
+    """`GluonNames` is a part of `Replicas` only."""
+    replicas: Replicas = names
+    return replicas
+
+
+def global_norm(backend: Backend, arrays: Sequence[Any]) -> float:
+    """The norm of all elements; waits for them. Inside a scope that does not
+    record."""
+    squares = []
+    for g in arrays:
+        if not re.search("float(32|64)", str(g.dtype)):
+            # A sum of squares in float16 ends at a norm of 256.
+            g = backend.ops.astype(g, "float32")
+        squares.append(backend.ops.sum(g * g))
+    return math.sqrt(sum(float(backend.to_numpy(s).sum()) for s in squares))
+
+
+def clip_global_norm(arrays: Sequence[Any], max_norm: float,
+                     check_isfinite: bool = True) -> Any:
+    """Scale arrays in place so that their joint norm is `max_norm` at most.
+
+    Gluon's function: ``scale = max_norm / (norm + 1e-8)`` where that is
+    below 1. Each array counts: where copies of a gradient lie on several
+    devices, give those of one, between `Trainer.allreduce_grads` and
+    `update`, or call `Trainer.clip_global_norm`.
+
+    Parameters
+    ----------
+    arrays : sequence of native arrays
+        On any devices; changed in place.
+    max_norm : float
+    check_isfinite : bool
+        Refuse a norm that is not finite. If False, arrays are then what the
+        formula makes of it.
+
+    Returns
+    -------
+    float
+        The norm before; reading it waits. With ``check_isfinite=False`` a
+        native array of shape (1,) on the first one's device, as Gluon's.
+
+    Raises
+    ------
+    FloatingPointError
+        The norm is NaN or infinite. (Gluon warns, and writes what it calls
+        undefined.) Nothing has changed.
+    TypeError
+        No list of native arrays.
+    ValueError
+        No array, or a `max_norm` that is no finite number above 0.
+    """
+    backend = get_backend()
+    if not isinstance(arrays, (list, tuple)):
+        raise TypeError("arrays must be a list of native arrays; received "
+                        f"{type(arrays).__name__}.")
+    for x in arrays:
+        if not backend.is_native(x):
+            messages.refuse_foreign(x, backend.name)
+            raise TypeError("arrays must be native; received "
+                            f"{type(x).__name__}.")
+    if not arrays:
+        raise ValueError("a norm is that of one array or more; received "
+                         "none.")
+    if not is_number(max_norm) or not 0 < max_norm < math.inf:
+        raise ValueError("max_norm must be a finite number above 0; received "
+                         f"{max_norm!r}.")
+    with backend.scope(recording=False):
+        norm = global_norm(backend, arrays)
+        if check_isfinite and not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the arrays have norm {norm}; they were not clipped. Lower "
+                "the learning rate, or find the step that made them.")
+        scale = max_norm / (norm + 1e-8)
+        if not scale >= 1:
+            for x in arrays:
+                x *= scale
+        if check_isfinite:
+            return norm
+        wide = "float64" in str(arrays[0].dtype)
+        return backend.put(np.array([norm]), arrays[0],
+                           dtype="float64" if wide else "float32")
 
 
 class GluonTrainerNames:

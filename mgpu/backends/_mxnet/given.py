@@ -69,7 +69,7 @@ class MXNetOptimizer(base.GivenOptimizer):
                 "the schedule of an optimiser object stays; received another "
                 "lr_scheduler than when the Trainer was made. Make a new "
                 "Trainer, or set Trainer.lr_scheduler.")
-        rate = x.lr if x.lr is not None else x.lr_scheduler.base_lr
+        rate = x.lr if x.lr is not None else self._x.lr_scheduler.base_lr
         return [base.GivenGroup(None, self._family, {
             "learning_rate": rate, "wd": x.wd,
             "clip_gradient": x.clip_gradient, **{

@@ -524,6 +524,11 @@ class MXNetNetwork(base.Network):
             self._check_slopes(devices, True)
         self._options = options     # channels_last: MXNet has no such switch
 
+    def hybridize(self, active, devices) -> None:
+        self.prepare(self._options._replace(hybridize=active), devices)
+        if self._contexts:
+            self.net.hybridize(active, static_alloc=active)
+
     def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
         self._contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self._contexts)

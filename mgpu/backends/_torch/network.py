@@ -281,6 +281,9 @@ class TorchNetwork(base.Network):
             check_compiler(devices)
         self.options = options
 
+    def hybridize(self, active, devices) -> None:
+        self.prepare(self.options._replace(hybridize=active), devices)
+
     @property
     def by_layer(self) -> bool:
         """Whether the layers must run one by one, because they are watched
