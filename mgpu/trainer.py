@@ -1043,8 +1043,48 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             with self.replicas.span.world.guard():
                 self._gather(f"clip_global_norm of {self._next_step()}", 1,
                              **more)
+        return self._clip(self.summed("clip_global_norm"), max_norm, divisor,
+                          1e-8)
+
+    def clip_grad_norm_(self, max_norm: float,
+                        batch_size: float | None = None) -> float:
+        """`clip_global_norm` by torch's formula, ``scale = max_norm / (norm +
+        1e-6)`` where that is below 1, for gradients of the mean loss.
+
+        With `update` of the same `batch_size` the numbers are those of
+        ``torch.nn.utils.clip_grad_norm_`` between ``backward`` of a mean loss
+        and ``step``. The norm is that of the parameters of this trainer.
+
+        Parameters
+        ----------
+        max_norm : float
+        batch_size : float
+            What `update` divides by. TypeError without it: in torch the
+            gradients are divided already when they are clipped.
+
+        Returns
+        -------
+        float
+            The norm before clipping. Raises as `clip_global_norm` does: where
+            it is not finite nothing is scaled (torch makes all of it NaN).
+        """
+        if batch_size is None:
+            raise TypeError(
+                "torch clips gradients of the mean loss, and those here are "
+                "of the sum until update divides them; received no "
+                "batch_size. Pass the rows of the whole batch: "
+                "trainer.clip_grad_norm_(1.0, len(X)).")
+        _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
+        divisor = self._whole_batch("clip_grad_norm_", batch_size,
+                                    max_norm=max_norm, **self._sums_held())
+        return self._clip(self.summed("clip_grad_norm_"), max_norm, divisor,
+                          1e-6)
+
+    def _clip(self, parameters: Sequence[Parameter], max_norm: float,
+              divisor: float, eps: float) -> float:
+        """`clip_global_norm` of summed gradients, to be divided by
+        `divisor`."""
         backend = self.replicas.backend
-        parameters = self.summed("clip_global_norm")
         gradients = [p.list_grad() for p in parameters]
         with backend.scope(recording=False):
             squares = []
@@ -1063,7 +1103,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                     f"the gradients have norm {norm}; they were not clipped. "
                     "Lower the learning rate, or find the step that made "
                     "them.")
-            scale = max_norm / (norm + 1e-8)
+            scale = max_norm / (norm + eps)
             if scale < 1.0:
                 self._share_edits(parameters)
                 for p, copies in zip(parameters, gradients):
