@@ -179,6 +179,9 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self.shared_loss: Any = None
         # whether other processes, without rows, take part in this pass
         self._served = False
+        #: a trainer of some parameters has stepped: the gradients of others
+        #: are another trainer's, until the next pass
+        self.shared_batch = False
         #: the trainer whose sums the gradients are, or were last
         self.summed_by: Any = None
         #: why the replicas must not be used until values are loaded, or None
@@ -892,7 +895,12 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             if self.backend.has_gradient(x) else None
 
     def _carry(self) -> None:
-        """Before a pass: see `carry_over`."""
+        """Before a pass: see `carry_over` and `shared_batch`."""
+        if self.shared_batch:
+            self.shared_batch = False
+            for p in self.params():
+                for x in p.list_data() if p.grad_req == "write" else ():
+                    self.backend.mark_used(x)
         if not self.carried:
             return
         self._keep_sums()
