@@ -231,6 +231,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._options: list[dict[str, Any]] = []
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
+        self._own_summed = self._own    # `_own` when they were summed
         #: those that it has passed over, whose gradients were zeros then
         self._blank: set[Parameter] = set()
         #: whether this process has a part in them, and has had a pass
@@ -248,6 +249,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         world.check_dtypes({p.name: p.dtype for p in self.replicas.params()})
         world.agree("mgpu.Trainer", {
             "optimizer": repr(self.optimizer),
+            "groups": [*map(repr, self._rules[1:])],
+            "parameters": sorted(self._own or ()),
             "semantics": self.optimizer.semantics,
             "schedule": None if self.lr_scheduler is None
             else type(self.lr_scheduler).__name__,
@@ -667,6 +670,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                         g[...] = 0
             allreduce_many(gradients, algorithm=self._strategy)
             self._summed = [parameters[j] for j in used]
+            self._own_summed = self._own
             self._blank = set()
             replicas.summed_by = self
         except BaseException:
@@ -929,9 +933,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         else:
             # Nothing is counted before every state and rate is there.
             if self._given is not None:
-                own = self._own
                 self._read_given()
-                if self._own != own:
+                if self._own != self._own_summed:
                     raise RuntimeError(
                         "update applies what allreduce_grads has summed; "
                         "received groups of other parameters since then. "
