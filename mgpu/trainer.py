@@ -109,9 +109,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         "lr": "learning_rate and set_learning_rate",
         **dict.fromkeys(("wd", "weight_decay"), "optimizer.wd, or wd_mult"),
         "_scale": "the batch_size of step or update, or loss_scale",
-        "param_groups": "those of the torch.optim object that the Trainer "
-                        "was given, or set_learning_rate, lr_mult and wd_mult",
-        }
+        "param_groups": "set_learning_rate, lr_mult and wd_mult, or those of "
+                        "the torch.optim object that the Trainer was given"}
 
     def __init__(self, replicas: Replicas,
                  optimizer: str | optimizers.Optimizer,
@@ -381,7 +380,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             What the summed gradients are divided by: the rows of the whole
             batch, over all devices; or its tokens, the sum of its weights.
             With several processes: those of this process, perhaps 0. Their
-            sum over all is what divides. TypeError without it, or for a
+            sum over all is what divides. ValueError without it, or for a
             closure, which torch's own step takes.
         ignore_stale_grad : bool
             Skip a parameter that no device's backward pass has reached since
@@ -413,13 +412,6 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             A batch size that is no finite number above 0.
         """
         with self.replicas.span.world.guard():
-            if batch_size is None or callable(batch_size):
-                raise TypeError(
-                    "a step divides the summed gradients of all devices by "
-                    "the rows of the whole batch; received "
-                    + ("a closure" if batch_size else "no batch_size")
-                    + ". Call backward before it, on losses per example or "
-                    "their sum, and then trainer.step(len(X)).")
             batch_size = self._checked(batch_size)
         if self._overrides("allreduce_grads", "update"):
             self.allreduce_grads(ignore_stale_grad)
@@ -1142,8 +1134,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
 
     def clip_grad_norm_(self, max_norm: float,
                         batch_size: float | None = None) -> float:
-        """`clip_global_norm` by torch's formula, ``scale = max_norm / (norm +
-        1e-6)`` where that is below 1, for gradients of the mean loss.
+        """`clip_global_norm` by torch's formula, for gradients of the mean
+        loss: ``scale = max_norm / (norm + 1e-6)`` where that is below 1.
 
         With `update` of the same `batch_size` the numbers are those of
         ``torch.nn.utils.clip_grad_norm_`` between ``backward`` of a mean loss
@@ -1153,7 +1145,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         ----------
         max_norm : float
         batch_size : float
-            What `update` divides by. TypeError without it: in torch the
+            What `update` divides by. ValueError without it: in torch the
             gradients are divided already when they are clipped.
 
         Returns
@@ -1162,12 +1154,6 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             The norm before clipping. Raises as `clip_global_norm` does: where
             it is not finite nothing is scaled (torch makes all of it NaN).
         """
-        if batch_size is None:
-            raise TypeError(
-                "torch clips gradients of the mean loss, and those here are "
-                "of the sum until update divides them; received no "
-                "batch_size. Pass the rows of the whole batch: "
-                "trainer.clip_grad_norm_(1.0, len(X)).")
         _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
         divisor = self._whole_batch("clip_grad_norm_", batch_size,
                                     max_norm=max_norm, **self._sums_held())
