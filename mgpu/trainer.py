@@ -230,7 +230,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._options: list[dict[str, Any]] = []
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
-        self._own_summed = self._own    # `_own` when they were summed
+        #: `_own` when they were summed
+        self._own_summed: frozenset[str] | None = self._own
         #: those that it has passed over, whose gradients were zeros then
         self._blank: set[Parameter] = set()
         #: whether this process has a part in them, and has had a pass
