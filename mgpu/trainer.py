@@ -1313,7 +1313,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self.num_update = saved.num_update
         self.optimizer.learning_rate = saved.learning_rate
         if put is not None:
-            put()
+            if self.lr_scheduler is None:
+                put()
             self._seen = []
             self._read_given()
         scale.skipped_steps = saved.skipped_steps
