@@ -504,7 +504,7 @@ def _of_format_1(header: dict[str, Any], arrays: Arrays) -> Contents:
 
 def _check_between_steps(replicas: Replicas, trainer: Trainer) -> None:
     backend = replicas.backend
-    for p in replicas.params():
+    for p in filter(trainer.trains, replicas.params()):
         request = p.grad_req
         if request == "null":
             continue

@@ -16,11 +16,13 @@ from mgpu import (backends, datasets, environment, host_memory, optimizers,
                   probes, trainer_states)
 from mgpu.arguments import Hints, by_name, is_integer, is_number, one_of
 from mgpu.backends import using_backend
+from mgpu.backends.base import GivenGroup
 from mgpu.collectives import AllReduce, allreduce_many, broadcast
 from mgpu.collectives.strategies import strategy_of
 from mgpu.compat.gluon import (GluonTrainerNames, check_store, global_norm,
                                replaces_base_lr, without_no_rule)
 from mgpu.compat.pytorch import TorchTrainerNames
+from mgpu.device import as_device
 from mgpu.distributed.strategy import over_processes
 from mgpu.errors import (DeviceError, NonFiniteGradient,
                          StaleGradientError)
@@ -53,7 +55,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     optimizer : str, mgpu.optimizers.Optimizer or the framework's own object
         sgd, nag, adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta,
         ftrl, signum. An object of MXNet's (`mx.optimizer.SGD(...)`) is read
-        before each update, on both engines, and never changed.
+        before each update, on both engines, and so is a new `torch.optim`
+        object of the network's parameters: what programs and torch's
+        schedules change in its groups counts, and what is in no group is
+        not moved.
     optimizer_params : dict, optional
         Options of the optimiser under Gluon's names (``learning_rate``,
         ``wd``, ``momentum``, ``clip_gradient``, ...), under torch's with
@@ -118,14 +123,12 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     """
 
     _hints: ClassVar[Mapping[str, str]] = {
-        "zero_grad": "Replicas.zero_grad(), which grad_req='add' alone needs",
         "lr": "learning_rate and set_learning_rate",
         **dict.fromkeys(("wd", "weight_decay"), "optimizer.wd, or wd_mult"),
         "_scale": "rescale_grad in optimizer_params, the batch_size of step "
                   "or update, or loss_scale",
-        "param_groups": "set_learning_rate, lr_mult and wd_mult",
-        "state_dict": "export_states or save_states",
-        "load_state_dict": "import_states or load_states"}
+        "param_groups": "set_learning_rate, lr_mult and wd_mult, or those of "
+                        "the torch.optim object that the Trainer was given"}
 
     def __init__(self, replicas: Replicas,
                  optimizer: str | optimizers.Optimizer,
@@ -140,6 +143,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                  update_on_kvstore: bool | None = None,
                  compression_params: Any = None):
         check_store(kvstore, update_on_kvstore, compression_params, semantics)
+        #: the names of what is trained; None: all parameters
+        self._own: frozenset[str] | None
         replicas, self._own = replicas_of(replicas)
         replicas.check_valid()
         if replicas.complete:
@@ -155,6 +160,14 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                              "argument and one in optimizer_params. Give one "
                              "of them.")
         scheduler = scheduler or lr_scheduler
+        if scheduler is not None:
+            known = backends.given(scheduler)
+            scheduler = known and known.schedule(scheduler) or scheduler
+        if given and scheduler is not None and not given.takes_schedule:
+            raise ValueError(
+                "the groups of this optimiser object have its rates; received"
+                f" lr_scheduler={scheduler!r} too. Use a schedule of its own "
+                "framework, and call its step().")
         #: Gluon's rescale_grad
         self._rescale = 1.0
         if isinstance(optimizer, optimizers.Optimizer) or given:
@@ -187,8 +200,15 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._given = given
         self._rules: list[optimizers.Optimizer] = []
         self._rule_of: dict[str, optimizers.Optimizer] = {}
+        self._seen: list[dict[str, Any]] = []   # of the rules, as last read
+        self.replicas, passed = replicas, self._own
         if given:
             optimizer = self._read_given()
+            if passed is not None and self._own != passed:
+                raise ValueError(
+                    "a Trainer moves what is in the groups of its optimiser "
+                    f"object; received {len(passed)} parameters besides, "
+                    "which are not those. Pass the replicas.")
         names = {p.name for p in replicas.params()}
         lr_mult, wd_mult = (
             {_own_name(name, names, names - set(factors or ())): factor
@@ -219,7 +239,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._nonfinite = nonfinite or ("skip" if dynamic else "ignore")
         self._strategy = over_processes(strategy_of(allreduce, "allreduce"),
                                         replicas.span)
-        self.replicas, self.optimizer = replicas, optimizer
+        self.optimizer = optimizer
         self.lr_mult, self.wd_mult = lr_mult, wd_mult
         self.lr_scheduler = scheduler
         if scheduler is not None and hasattr(scheduler, "base_lr"):
@@ -242,9 +262,12 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         #: in which nadam takes the parameters, by name; empty: `gluon_order`
         #: of an ordinary trainer
         self.update_order: Sequence[str] = ()
-        self._options: dict[str, Any] = {}      # of the optimiser, checked
+        #: of each rule, checked
+        self._options: list[dict[str, Any]] = []
         #: whose gradients are summed and wait for `update`
         self._summed: list[Parameter] | None = None
+        #: `_own` when they were summed
+        self._own_summed: frozenset[str] | None = self._own
         #: those that it has passed over, whose gradients were zeros then
         self._blank: set[Parameter] = set()
         #: whether this process has a part in them, and has had a pass
@@ -262,12 +285,13 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         world.check_dtypes({p.name: p.dtype for p in self.replicas.params()})
         world.agree("mgpu.Trainer", {
             "optimizer": repr(self.optimizer),
+            "groups": [*map(repr, self._rules[1:])],
+            "parameters": sorted(self._own or ()),
             "semantics": self.optimizer.semantics,
             "schedule": None if self.lr_scheduler is None
             else type(self.lr_scheduler).__name__,
             "lr_mult": self.lr_mult, "wd_mult": self.wd_mult,
             "rescale_grad": self._rescale,
-            "parameters": sorted(self._own or ()),
             "loss_scale": [self.loss_scale, self._loss_scale.dynamic],
             "nonfinite": self._nonfinite, "number": self._number,
             "allreduce": repr(self._strategy),
@@ -275,7 +299,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             "Give every rank the same arguments.")
 
     def __repr__(self) -> str:
-        return f"Trainer({self.optimizer!r}, {self.replicas!r})"
+        rules = [self.optimizer, *self._rules[1:]]
+        return f"Trainer({', '.join(map(repr, rules))}, {self.replicas!r})"
 
     if not TYPE_CHECKING:
         def __setattr__(self, name, value):
@@ -304,29 +329,47 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         that of its first group, which is the trainer's `optimizer`. Raises
         as `optimizers.create`, and nothing has changed then."""
         assert self._given is not None
-        groups = self._given.read()
-        new = [optimizers.create(group.family, self._given.semantics,
-                                 **group.options) for group in groups]
-        if not self._rules:
-            self._rules = new
-        for rule, now in zip(self._rules, new, strict=True):
+        rules, groups = self._rules, self._given.read()
+        new = self._rules_of(groups)
+        if self._seen and (self.optimizer is not rules[0]
+                           or [*map(vars, rules)] != self._seen):
+            raise ValueError(
+                "the options of a trainer with an optimiser object are that "
+                f"object's; received others in trainer.optimizer, "
+                f"{self.optimizer!r}. Change the object.")
+        for rule, now in zip(rules, new):
             if vars(rule) != vars(now):
                 vars(rule).update(vars(now))
+        rules += new[len(rules):]
+        self._seen = [dict(vars(rule)) for rule in rules]
         self._rule_of = {name: rule for rule, group in zip(
-            self._rules[1:], groups[1:]) for name in group.names or ()}
-        return self._rules[0]
+            rules[1:], groups[1:]) for name in group.names or ()}
+        named = [group.names for group in groups if group.names is not None]
+        if named:
+            own = frozenset().union(*named)
+            self._own = None if own.issuperset(
+                p.name for p in self.replicas.params()) else own
+        return rules[0]
+
+    def _rules_of(self, groups: Sequence[GivenGroup]
+                  ) -> list[optimizers.Optimizer]:
+        assert self._given is not None
+        return [optimizers.create(group.family, self._given.semantics,
+                                  **group.options) for group in groups]
 
     # -- rates --------------------------------------------------------------
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the last update (of the first one, before it)."""
+        """The rate of the last update (of the first one, before it). Of an
+        optimiser object: that of its first group, now."""
         return self.rate(self.num_update)
 
     def set_learning_rate(self, lr: float) -> None:
         """Use `lr` from the next step on. ValueError under a schedule, which
-        would replace it, or for a negative or non-finite rate; TypeError for
-        what is not a number."""
+        would replace it, for groups with different rates, or for a negative
+        or non-finite rate; TypeError for what is not a number. A schedule of
+        torch's goes on from what it finds in its optimiser's groups."""
         if self.lr_scheduler is not None:
             raise ValueError("the learning rate follows the trainer's "
                              f"lr_scheduler; received {lr!r}. Change the "
@@ -335,6 +378,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                       lambda x: x >= 0)
         if self._given is not None:
             self._given.set_learning_rate(float(lr))
+            self._read_given()
         self.optimizer.learning_rate = float(lr)
 
     def rate(self, num_update: int) -> float:
@@ -359,7 +403,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
 
     # -- a step -------------------------------------------------------------
 
-    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+    def step(self, batch_size: float | None = None,
+             ignore_stale_grad: bool = False) -> None:
         """`allreduce_grads`, then `update`.
 
         With ``grad_req="add"`` gradients go on growing until they are set to
@@ -373,7 +418,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             What the summed gradients are divided by: the rows of the whole
             batch, over all devices; or its tokens, the sum of its weights.
             With several processes: those of this process, perhaps 0. Their
-            sum over all is what divides.
+            sum over all is what divides. ValueError without it, or for a
+            closure, which torch's own step takes.
         ignore_stale_grad : bool
             Skip a parameter that no device's backward pass has reached since
             the last step. By default that is an error.
@@ -480,9 +526,18 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             **more, "learning rate": self.rate(self.num_update + 1),
             "options of the optimiser": {
                 name: repr(x) for name, x in vars(self.optimizer).items()},
+            **{f"options of group {i} of the optimiser": {
+                name: repr(x) for name, x in vars(rule).items()}
+                for i, rule in enumerate(self._rules) if i},
             "lr_mult, wd_mult and grad_req": {
                 p.name: [*map(float, self.multipliers(p)), p.grad_req]
                 for p in replicas.params()}}
+        if self._rule_of or self._own is not None:
+            numbers = {id(rule): i for i, rule in enumerate(self._rules)}
+            facts["group (None: not trained)"] = {
+                p.name: numbers.get(id(self._rule_of.get(
+                    p.name, self.optimizer)), 0) if self.trains(p) else None
+                for p in replicas.params()}
         text = json.dumps(facts, sort_keys=True)
         # Short where all agree: a digest, and all facts only of those that
         # do not.
@@ -542,6 +597,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                  and (self._own is None or p.name in self._own)]
         return found, [requests[p.name] for p in found]
 
+    def trains(self, p: Parameter) -> bool:
+        """Whether this trainer moves `p`, unless it is frozen."""
+        return self._own is None or p.name in self._own
+
     def _check_complete(self) -> None:
         self.replicas.of_engine()       # a native call may have found shapes
 
@@ -590,6 +649,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """Returns the sum of `batch_size` over all processes, which is then
         above 0."""
         replicas, backend = self.replicas, self.replicas.backend
+        if self._given is not None:
+            with replicas.span.world.guard():
+                self._read_given()
         parameters, requests = self._trained()
         columns = [p.list_data() for p in parameters]
         with self._voiding(columns), replicas.span.world.guard():
@@ -638,6 +700,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                         g[...] = 0
             allreduce_many(gradients, algorithm=self._strategy)
             self._summed = [parameters[j] for j in used]
+            self._own_summed = self._own
             self._blank = set()
             replicas.summed_by = self
         except BaseException:
@@ -901,6 +964,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             # Nothing is counted before every state and rate is there.
             if self._given is not None:
                 self._read_given()
+                if self._own != self._own_summed:
+                    raise RuntimeError(
+                        "update applies what allreduce_grads has summed; "
+                        "received groups of other parameters since then. "
+                        "Call add_param_group before the backward pass.")
             number = self._next_update(parameters)
             with self._schedule.moving():
                 work = self._work(parameters, self.rate(number))
@@ -915,6 +983,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             self._counts.update(counts)
             self.num_update, self._summed = number, None
             scale.succeed()
+            if self._given is not None:
+                self._given.updated()
         datasets.note_step()
         replicas.after_step()
         if debug:
@@ -975,8 +1045,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def _work(self, parameters: list[Parameter], rate: float) -> list[Update]:
         """What is to be done to each parameter; makes missing states."""
         backend, optimizer, work = self.replicas.backend, self.optimizer, []
-        if optimizer.elementwise and vars(optimizer) != self._options:
-            self._check_options()
+        rules = [rule for rule in (optimizer, *self._rules[1:])
+                 if rule.elementwise]
+        if [*map(vars, rules)] != self._options:
+            self._check_options(rules)
         for p in parameters:
             name, weights = p.name, p.list_data()
             rule, its = self._rule_of.get(name, optimizer), rate
@@ -994,14 +1066,16 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 self._counts.get(name, 0) + 1))
         return work
 
-    def _check_options(self) -> None:
-        """The user has changed options of the optimiser, or has put another
+    def _check_options(self, rules: Sequence[optimizers.Optimizer]) -> None:
+        """The user has changed options of an optimiser, or has put another
         one in its place."""
-        optimizer = self.optimizer
-        optimizer.__post_init__()
-        p = next((p for p in self.replicas.params()     # as of all others
-                  if p.name in self._states[0]), None)
-        if p is not None:
+        for optimizer in rules:
+            optimizer.__post_init__()
+            p = next((p for p in self.replicas.params()     # as of all others
+                      if p.name in self._states[0] and self._rule_of.get(
+                          p.name, self.optimizer) is optimizer), None)
+            if p is None:
+                continue
             kept = self._states[0][p.name]
             needed = optimizer.create_state(p.data(),
                                             self.replicas.backend.ops)
@@ -1011,7 +1085,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                     f"update on; received {optimizer!r}, which needs "
                     f"{sorted(needed)} of {p.name!r}, where {sorted(kept)} "
                     "is kept. Make a new Trainer.")
-        self._options = dict(vars(optimizer))
+        self._options = [dict(vars(rule)) for rule in rules]
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
         order = sorted(self._states[0], key=self.gluon_order())
@@ -1089,19 +1163,52 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         more = {"max_norm": max_norm, **self._sums_held()}
         divisor: float = 1
         if batch_size is not None:
-            divisor = self._whole_batch("clip_global_norm", batch_size, **more)
+            divisor = self._whole_batch("clip_global_norm", batch_size,
+                                        **more) / self._rescale
         else:
             with self.replicas.span.world.guard():
                 self._gather(f"clip_global_norm of {self._next_step()}", 1,
                              **more)
+        return self._clip(self.summed("clip_global_norm"), max_norm, divisor,
+                          1e-8)
+
+    def clip_grad_norm_(self, max_norm: float,
+                        batch_size: float | None = None) -> float:
+        """`clip_global_norm` by torch's formula, for gradients of the mean
+        loss: ``scale = max_norm / (norm + 1e-6)`` where that is below 1.
+
+        With `update` of the same `batch_size` the numbers are those of
+        ``torch.nn.utils.clip_grad_norm_`` between ``backward`` of a mean loss
+        and ``step``. The norm is that of the parameters of this trainer.
+
+        Parameters
+        ----------
+        max_norm : float
+        batch_size : float
+            What `update` divides by. ValueError without it: in torch the
+            gradients are divided already when they are clipped.
+
+        Returns
+        -------
+        float
+            The norm before clipping. Raises as `clip_global_norm` does: where
+            it is not finite nothing is scaled (torch makes all of it NaN).
+        """
+        _check_number("max_norm", max_norm, " above 0", lambda x: x > 0)
+        divisor = self._whole_batch("clip_grad_norm_", batch_size,
+                                    max_norm=max_norm, **self._sums_held())
+        return self._clip(self.summed("clip_grad_norm_"), max_norm,
+                          divisor / self._rescale, 1e-6)
+
+    def _clip(self, parameters: Sequence[Parameter], max_norm: float,
+              divisor: float, eps: float) -> float:
+        """`clip_global_norm` of summed gradients, to be divided by
+        `divisor`."""
         backend = self.replicas.backend
-        parameters = self.summed("clip_global_norm")
         gradients = [p.list_grad() for p in parameters]
         with backend.scope(recording=False):
             norm = global_norm(backend, [g for g, *_ in gradients])
             norm /= divisor * self.loss_scale
-            if batch_size is not None:
-                norm *= self._rescale
             if not np.isfinite(norm):
                 if self._nonfinite == "skip":
                     return norm
@@ -1109,7 +1216,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                     f"the gradients have norm {norm}; they were not clipped. "
                     "Lower the learning rate, or find the step that made "
                     "them.")
-            scale = max_norm / (norm + 1e-8)
+            scale = max_norm / (norm + eps)
             if scale < 1.0:
                 self._share_edits(parameters)
                 for p, copies in zip(parameters, gradients):
@@ -1131,7 +1238,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def load_states(self, fname: FilePath) -> None:
         """Read what `save_states` wrote, onto all devices.
 
-        The trainer keeps its own options, multipliers and schedule. The
+        The trainer keeps its own options, multipliers and schedule; into the
+        groups of an optimiser object of torch's go all options of the file,
+        as in torch. The
         learning rate is that of the file, and so is a dynamic loss scale
         where both have one, and what a schedule of the same class and
         options has changed in its attributes as it was called.
@@ -1153,19 +1262,52 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         number of devices. Waits for pending updates. RuntimeError after an
         update that failed midway."""
         self._check_whole()
-        scale = self._loss_scale
+        scale, groups = self._loss_scale, None
+        if self._given is not None:
+            self._read_given()
+            groups = self._given.export()
         return TrainerStates(
             type(self.optimizer).__name__, self.num_update,
             self.optimizer.learning_rate, dict(self._counts),
             trainer_states.export_slots(self.replicas.backend,
                                         self._states[0]),
             scale.value if scale.dynamic else None, scale.good_steps,
-            scale.skipped_steps, self._schedule.export(self.lr_scheduler))
+            scale.skipped_steps, self._schedule.export(self.lr_scheduler),
+            groups)
 
     def import_states(self, states: TrainerStates) -> None:
         """Put `export_states` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
         self._load(states, "the states")
+
+    def state_dict(self) -> dict[str, Any]:
+        """`export_states` as a dict of numbers, text and native arrays on the
+        CPU, all copies. ``torch.save`` writes it, and ``torch.load`` reads it
+        with ``weights_only=True``, on that engine. It is no state_dict of a
+        `torch.optim` object."""
+        header, arrays = trainer_states.pack(self.export_states())
+        backend, home = self.replicas.backend, as_device("cpu")
+        return {"format": trainer_states.FORMAT, **header, "slots": {
+            name: backend.put(x, home) for name, x in arrays.items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put `state_dict` of this or of another trainer back, on all
+        devices; raises as `load_states` does."""
+        found, backend = dict(by_name("state_dict", state_dict)), \
+            self.replicas.backend
+        try:
+            if found.pop("format") not in trainer_states.FORMATS:
+                raise ValueError("another format")
+            states = trainer_states.unpack(found, {
+                name: backend.to_numpy(x) for name, x in
+                found.pop("slots").items()})
+        except Exception as error:
+            raise ValueError(
+                "expected what Trainer.state_dict() gave; received a dict "
+                f"with {sorted(map(str, state_dict))[:6]}. A state of a "
+                "torch.optim object cannot be loaded: save that of the "
+                "Trainer.") from error
+        self._load(states, "the state_dict")
 
     def _load(self, saved: TrainerStates, source: str) -> None:
         self.fit_states(saved, source)()
@@ -1174,15 +1316,27 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                    ) -> Callable[[], None]:
         """A function that does what `import_states` of `saved` would do now,
         and refuses nothing; raises as that does."""
-        replicas = self.replicas
+        replicas, put = self.replicas, None
+        rules: dict[str, optimizers.Optimizer] = {}
         self._check_complete()
+        if self._given is not None:
+            groups, put = self._given.fit(saved.groups, saved.learning_rate)
+            rules = {name: rule for rule, group in zip(
+                self._rules_of(groups), groups) for name in group.names or ()}
+        elif len(saved.groups or ()) > 1:
+            raise ValueError(
+                "states are loaded into as many groups of parameters as they "
+                f"are of; {source} has those of {len(saved.groups or ())} "
+                "groups of an optimiser object. Give the Trainer such an "
+                "object.")
         return partial(self._take, saved, trainer_states.fit(
             saved, source, replicas.backend, self.optimizer,
             # Frozen ones too: they may have been trained before.
             {p.name: p.list_data() for p in replicas.params()},
-            len(replicas)))
+            len(replicas), rules), put)
 
-    def _take(self, saved: TrainerStates, states: list[DeviceState]) -> None:
+    def _take(self, saved: TrainerStates, states: list[DeviceState],
+              put: Callable[[], None] | None) -> None:
         scale = self._loss_scale
         self._states = states
         self._schedule.restore(self.lr_scheduler, saved.schedule)
@@ -1190,8 +1344,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._torn = False
         self.num_update = saved.num_update
         self.optimizer.learning_rate = saved.learning_rate
-        if self._given is not None and self.lr_scheduler is None:
-            self._given.load_learning_rate(saved.learning_rate)
+        if put is not None:
+            if self.lr_scheduler is None:
+                put()
+            self._seen = []
+            self._read_given()
         scale.skipped_steps = saved.skipped_steps
         if scale.dynamic and saved.loss_scale is not None:
             scale.value = saved.loss_scale

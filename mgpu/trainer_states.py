@@ -33,6 +33,8 @@ class TrainerStates(NamedTuple):
     good_steps: int = 0                         # since it has changed
     skipped_steps: int = 0
     schedule: dict[str, Any] | None = None      # what its calls change
+    #: of an optimiser object: the names and all options of each group
+    groups: list[dict[str, Any]] | None = None
 
 
 def export_slots(backend: Backend, state: Mapping[str, Mapping[str, Any]]
@@ -46,7 +48,8 @@ def export_slots(backend: Backend, state: Mapping[str, Mapping[str, Any]]
 
 def fit(saved: TrainerStates, source: str, backend: Backend,
         optimizer: Optimizer, arrays: Mapping[str, Sequence[Array]],
-        devices: int) -> list[DeviceState]:
+        devices: int, rules: Mapping[str, Optimizer] | None = None
+        ) -> list[DeviceState]:
     """The states of `saved` as native arrays, for each device.
 
     Parameters
@@ -55,6 +58,8 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
         What to call `saved` in a message.
     arrays : mapping of str -> sequence of native arrays
         Every parameter of the network, on each device.
+    rules : mapping of str -> Optimizer, optional
+        Those of parameters that `optimizer` does not move.
 
     Raises
     ------
@@ -74,9 +79,9 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     states: list[DeviceState] = [{} for _ in range(devices)]
     with backend.scope(recording=False):
         for name in saved.counts if not wrong else ():
+            rule = (rules or {}).get(name, optimizer)
             for state, weight in zip(states, arrays[name], strict=True):
-                state[name] = slots = optimizer.create_state(weight,
-                                                             backend.ops)
+                state[name] = slots = rule.create_state(weight, backend.ops)
                 for slot, value in slots.items():
                     found = saved.slots.get((name, slot))
                     left.pop((name, slot), None)
@@ -140,12 +145,17 @@ def unpack(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
         check_loss_scale(loss_scale)
     schedule = header.get("schedule")
     schedule_state.check(schedule)
+    groups = header.get("groups")
+    for group in groups or ():
+        if not (isinstance(group["options"], dict)
+                and all(isinstance(name, str) for name in group["names"])):
+            raise ValueError(f"{group!r} is no group")
     return TrainerStates(
         str(header["optimizer"]), operator.index(header["num_update"]),
         float(header["learning_rate"]),
         {name: operator.index(t) for name, t in header["counts"].items()},
         slots, loss_scale, operator.index(header.get("good_steps", 0)),
-        operator.index(header.get("skipped_steps", 0)), schedule)
+        operator.index(header.get("skipped_steps", 0)), schedule, groups)
 
 
 def write(states: TrainerStates, file: files.FilePath) -> None:

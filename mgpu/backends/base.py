@@ -619,6 +619,8 @@ class GivenOptimizer(ABC):
     schedule: Callable[[int], float] | None = None
     #: what the gradients are multiplied by, besides the division by the batch
     scale: float = 1.0
+    #: whether a schedule of the trainer's may replace its rate
+    takes_schedule: bool = True
 
     def set_learning_rate(self, rate: float) -> None:
         """Do what `Trainer.set_learning_rate` says to the object itself."""
@@ -631,10 +633,26 @@ class GivenOptimizer(ABC):
         """States were loaded, which were saved with this rate."""
         return
 
+    def updated(self) -> None:
+        """The trainer has applied an update."""
+        return
+
+    def export(self) -> list[dict[str, Any]] | None:
+        """For each group its names and all its options, as JSON has them;
+        None where the rate is all that states hold."""
+        return None
+
+    def fit(self, saved: Sequence[Mapping[str, Any]] | None, rate: float
+            ) -> tuple[list[GivenGroup], Callable[[], None]]:
+        """What `read` returns once `export` is put back (None: only the
+        rate of the first group is known), and a function that does that.
+        ValueError for those of other groups."""
+        return self.read(), partial(self.load_learning_rate, rate)
+
     @abstractmethod
     def read(self) -> list[GivenGroup]:
-        """Its groups, always as many, in one order. An Error that names what
-        has no counterpart here."""
+        """Its groups, in one order, to which new ones may be added. An Error
+        that names what has no counterpart here."""
 
 
 class GivenInitializer(ABC):

@@ -58,6 +58,22 @@ def option(replicas, trainer, batch, differs):
 
 
 @case
+def group(replicas, trainer, batch, differs):
+    """An option of torch's second group of parameters."""
+    if mgpu.get_backend().name == "torch":
+        import torch
+        first, *others = replicas.net.parameters()
+        optimizer = torch.optim.SGD([{"params": [first]},
+                                     {"params": others}], 0.1)
+        trainer = mgpu.Trainer(replicas, optimizer)
+        if differs:
+            optimizer.param_groups[1]["weight_decay"] = 0.1
+    elif differs:
+        trainer.optimizer.wd = 0.1
+    step(replicas, trainer, batch)
+
+
+@case
 def frozen(replicas, trainer, batch, differs):
     if differs:
         replicas.params()[0].grad_req = "null"

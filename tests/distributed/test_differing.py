@@ -15,6 +15,7 @@ EXPECTED = {
         "OSError: no such rate"),
     "multiplier": "ModelMismatch: .*wd_mult and grad_req 0.weight",
     "option": "ModelMismatch: .*options of the optimiser wd",
+    "group": "ModelMismatch: .*options of (group 1 of )?the optimiser wd",
     "frozen": "ModelMismatch: .*'write' on rank 0 and 'null' on rank 1",
     "norm": "ModelMismatch: .*max_norm 0.002 on rank 0 and 0.001 on rank 1",
     "gradient": "ModelMismatch: .*summed gradient 0.weight",

@@ -17,7 +17,7 @@ from mgpu.backends import base, messages
 from mgpu.backends._torch.arithmetic import take_number
 
 #: by class, the family of mgpu; a subclass may compute something else
-_FAMILIES = {getattr(torch.optim, name): name.lower() for name in (
+FAMILIES = {getattr(torch.optim, name): name.lower() for name in (
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RMSprop", "Adagrad",
     "Adadelta")}
 #: torch's names of options, and those of `mgpu.optimizers`; others are equal
@@ -292,7 +292,7 @@ def _copied(tree: Any) -> Any:
 def _rule(optimizer: Any, group: Mapping[str, Any]
           ) -> tuple[str, dict[str, Any]] | None:
     """What an optimiser of torch computes for a group: see `OwnParts`."""
-    family = _FAMILIES.get(type(optimizer))
+    family = FAMILIES.get(type(optimizer))
     if family is None or group.get("maximize"):
         return None
     if family == "adam" and group.get("decoupled_weight_decay"):

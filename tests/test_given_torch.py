@@ -1,0 +1,580 @@
+"""torch's optimiser and schedule objects, and names of its optimisers, on a
+`Trainer`: the numbers of torch's own loop in float64, or a refusal by name."""
+import copy
+import gc
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+import mgpu
+from conftest import BACKENDS
+from helpers import mlp, on, relative_difference
+
+pytestmark = pytest.mark.skipif("torch" not in BACKENDS,
+                                reason="torch's objects")
+
+
+@pytest.fixture(autouse=True)
+def double():
+    """NAdam keeps a product in torch's default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def on_torch():
+    with mgpu.using_backend("torch"):
+        yield
+
+
+def network():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def batch(rows, seed=0):
+    rng = np.random.default_rng([rows, seed])
+    return (torch.tensor(rng.normal(size=(rows, 6))),
+            torch.tensor(rng.integers(0, 3, rows)))
+
+
+def ours(replicas, X, y):
+    """The losses of a batch and their backward passes, no step."""
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    Xs, ys = mgpu.split_batch(X, y, replicas.devices)
+    with mgpu.record():
+        losses = [None if out is None else loss(out, label)
+                  for out, label in zip(replicas(Xs), ys)]
+    mgpu.backward(losses)
+
+
+def gap(one, other):
+    return max(relative_difference(a.detach().numpy(), b.detach().numpy())
+               for a, b in zip(one.parameters(), other.parameters()))
+
+
+class Pair:
+    """torch's own loop, and that of mgpu, from equal networks."""
+
+    def __init__(self, make, devices, schedule=None, net=network):
+        self.nets = net(), net()
+        self.optimizers = [make(net) for net in self.nets]
+        self.schedules = [schedule(o) for o in self.optimizers] \
+            if schedule else []
+        self.replicas = mgpu.initialize(self.nets[1], devices)
+        self.trainer = mgpu.Trainer(self.replicas, self.optimizers[1])
+
+    def step(self, rows=8, seed=0, clip=None):
+        """On both sides; returns the norms."""
+        X, y = batch(rows, seed)
+        net, (optimizer, other) = self.nets[0], self.optimizers
+        optimizer.zero_grad()
+        other.zero_grad()       # as a script does that goes over to mgpu
+        nn.functional.cross_entropy(net(X), y).backward()
+        ours(self.replicas, X, y)
+        norms = None
+        if clip:
+            self.trainer.allreduce_grads()
+            norms = (float(nn.utils.clip_grad_norm_(net.parameters(), clip)),
+                     self.trainer.clip_grad_norm_(clip, rows))
+            self.trainer.update(rows)
+        else:
+            self.trainer.step(rows)
+        optimizer.step()
+        return norms
+
+    def gap(self):
+        return gap(*self.nets)
+
+
+def two_groups(cls, **options):
+    """A rule for two layers, whose options differ."""
+    def make(net):
+        return cls([{"params": net[0].parameters(), "weight_decay": 0.25,
+                     "lr": 0.03}, {"params": net[2].parameters()}], lr=0.05,
+                   **options)
+    return make
+
+
+@pytest.mark.parametrize("k, make", [
+    (1, two_groups(optim.SGD)),
+    (2, two_groups(optim.SGD, momentum=0.9, dampening=0.1)),
+    (3, two_groups(optim.SGD, momentum=0.9, nesterov=True)),
+    (4, two_groups(optim.Adam)), (1, two_groups(optim.Adam, amsgrad=True)),
+    (2, two_groups(optim.Adam, decoupled_weight_decay=True)),
+    (3, two_groups(optim.AdamW, foreach=True)),
+    (4, two_groups(optim.Adamax)), (1, two_groups(optim.NAdam)),
+    (2, two_groups(optim.NAdam, decoupled_weight_decay=True)),
+    (3, two_groups(optim.RMSprop)),
+    (4, two_groups(optim.RMSprop, centered=True, momentum=0.5)),
+    (1, two_groups(optim.Adagrad, lr_decay=0.1,
+                   initial_accumulator_value=0.2)),
+    (2, two_groups(optim.Adadelta, rho=0.8)),
+], ids=lambda x: str(x) if isinstance(x, int) else "")
+def test_an_object_updates_as_in_torchs_own_loop(on_torch, k, make):
+    pair = Pair(make, on(*range(k)))
+    for number, rows in enumerate((8, 3, 5, 7)):
+        pair.step(rows, number)
+        for optimizer in pair.optimizers:       # as programs do
+            group = optimizer.param_groups[number % 2]
+            group["lr"] *= 0.5
+            group["weight_decay"] += 0.01
+            if "betas" in group:
+                group["betas"] = (0.8, 0.99)
+            if group.get("momentum"):
+                group["momentum"] -= 0.1
+        assert pair.gap() < 1e-12
+
+
+def plateau(optimizer):
+    schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    values = iter((3.0, 4.0, 2.0, 5.0, 6.0, 1.0, 1.5, 1.0))
+    step = schedule.step
+    schedule.step = lambda: step(next(values))
+    return schedule
+
+
+def sequential(optimizer):
+    with warnings.catch_warnings():     # torch's own
+        warnings.simplefilter("ignore")
+        return lr_scheduler.SequentialLR(optimizer, [
+            lr_scheduler.LinearLR(optimizer, total_iters=3),
+            lr_scheduler.ExponentialLR(optimizer, 0.7)], [3])
+
+
+SCHEDULES = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, [
+        lambda n: 0.9 ** n, lambda n: 1 / (n + 1)]),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(
+        o, lambda n: 0.9),
+    "step": lambda o: lr_scheduler.StepLR(o, 2),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [1, 4], 0.5),
+    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, 5, 2.0),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "warm restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=8),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, 2),
+    "plateau": plateau, "sequential": sequential,
+    "chained": lambda o: lr_scheduler.ChainedScheduler([
+        lr_scheduler.ConstantLR(o, 0.5, 2),
+        lr_scheduler.ExponentialLR(o, 0.8)], o),
+    "averages": lambda o: optim.swa_utils.SWALR(o, 0.01, 3)}
+
+
+@pytest.mark.parametrize("cls, options", [
+    (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {})])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_schedule_that_is_stepped_as_in_torch_gives_torchs_numbers(
+        on_torch, kind, cls, options):
+    """And no warning of torch's, which look for optimizer.step()."""
+    pair = Pair(two_groups(cls, **options), on(0, 1), SCHEDULES[kind])
+    for number in range(7):
+        pair.step(8, number)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for schedule in pair.schedules:
+                schedule.step()
+        assert not told and pair.gap() < 1e-12
+    one, other = pair.optimizers
+    assert [g["lr"] for g in one.param_groups] == \
+        [g["lr"] for g in other.param_groups]
+    assert pair.trainer.learning_rate == one.param_groups[0]["lr"]
+
+
+def test_clip_grad_norm_is_torchs_between_backward_of_a_mean_loss_and_step(
+        on_torch, devices):
+    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.5), devices)
+    for number, (rows, limit) in enumerate(((8, 1e-3), (3, 0.1), (7, 1e3))):
+        norm, own = pair.step(rows, number, limit)
+        assert abs(norm - own) < 1e-12 and pair.gap() < 1e-12
+    X, y = batch(4)
+    ours(pair.replicas, X, y)
+    pair.trainer.allreduce_grads()
+    with pytest.raises(ValueError, match="batch_size must be.*None"):
+        pair.trainer.clip_grad_norm_(1.0)
+
+
+def test_what_is_in_no_group_is_not_moved(on_torch, devices, tmp_path):
+    """A head is trained; gradients of the rest are no stale ones, and no step
+    that is not done."""
+    pair = Pair(lambda net: optim.Adam(net[2].parameters(), 0.1), devices)
+    before = copy.deepcopy(pair.nets[1][0].state_dict())
+    for rows in (8, 3):
+        pair.step(rows)
+        mgpu.save_checkpoint(tmp_path / "c", pair.replicas, pair.trainer)
+    pair.replicas.check_equal()
+    assert pair.gap() < 1e-12
+    assert all(torch.equal(x, before[name])
+               for name, x in pair.nets[1][0].state_dict().items())
+    assert pair.trainer.export_states().counts == {"2.weight": 2, "2.bias": 2}
+
+
+def test_a_group_may_be_added_and_a_layer_unfrozen(on_torch):
+    pair = Pair(lambda net: optim.SGD(net[2].parameters(), 0.1, momentum=0.5),
+                on(0, 1, 2))
+    pair.step()
+    for net, optimizer in zip(pair.nets, pair.optimizers):
+        optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.3})
+    for number in range(2):
+        pair.step(5, number)
+        assert pair.gap() < 1e-12
+    assert pair.trainer.export_states().counts["0.weight"] == 2
+    X, y = batch(8)
+    ours(pair.replicas, X, y)
+    pair.trainer.allreduce_grads()
+    pair.trainer.update(8)
+    pair.optimizers[1].param_groups.pop()
+    with pytest.raises(ValueError, match="stay in it"):
+        ours(pair.replicas, X, y)
+        pair.trainer.step(8)
+
+
+def test_a_group_added_between_sum_and_update_is_refused(on_torch):
+    net = network()
+    optimizer = optim.SGD(net[2].parameters(), 0.1)
+    replicas = mgpu.initialize(net, on(0, 1))
+    trainer = mgpu.Trainer(replicas, optimizer)
+    ours(replicas, *batch(8))
+    trainer.allreduce_grads()
+    optimizer.add_param_group({"params": net[0].parameters()})
+    assert trainer.learning_rate == 0.1     # a look
+    with pytest.raises(RuntimeError, match="other parameters since"):
+        trainer.update(8)
+
+
+def test_tied_lazy_and_frozen_parameters_in_another_dtype(on_torch):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(3)
+            self.one, self.last = nn.Linear(6, 6), nn.LazyLinear(3)
+            self.two = nn.Linear(6, 6)
+            self.two.weight = self.one.weight
+            self.one.bias.requires_grad_(False)
+
+        def forward(self, x):
+            return self.last(torch.tanh(self.two(self.one(x))))
+    nets = []
+    for _ in range(2):
+        torch.set_default_dtype(torch.float32)
+        nets.append(Tied())
+        torch.set_default_dtype(torch.float64)
+    net, own = nets
+    net.double()
+    optimizers = [optim.Adam(net.parameters(), 0.1) for net in nets]
+    X, y = batch(8)
+    replicas = mgpu.initialize(own, on(0, 1), sample=X[:1], dtype="float64")
+    net(X)
+    net.load_state_dict(own.state_dict())
+    trainer = mgpu.Trainer(replicas, optimizers[1])
+    for _ in range(3):
+        optimizers[0].zero_grad()
+        nn.functional.cross_entropy(net(X), y).backward()
+        optimizers[0].step()
+        ours(replicas, X, y)
+        trainer.step(8)
+    assert gap(net, own) < 1e-12
+
+
+def test_two_objects_of_one_network_step_from_one_pass(on_torch):
+    makes = (lambda net: optim.SGD(net[0].parameters(), 0.1),
+             lambda net: optim.Adam(net[2].parameters(), 0.1))
+    pair = Pair(makes[0], on(0, 1))
+    others = [makes[1](net) for net in pair.nets]
+    second = mgpu.Trainer(pair.replicas, others[1])
+    for number in range(3):
+        others[0].zero_grad()
+        pair.step(6, number)
+        others[0].step()
+        second.step(6)
+        assert pair.gap() < 1e-12
+
+
+def test_zero_grad_of_the_object_before_a_step_leaves_nothing_to_apply(
+        on_torch, devices):
+    """As in torch; where replica 0's alone are cleared, it is refused."""
+    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), devices)
+    before = copy.deepcopy(pair.nets[1].state_dict())
+    for set_to_none in (True, False):
+        ours(pair.replicas, *batch(8))
+        pair.optimizers[1].zero_grad(set_to_none=set_to_none)
+        if len(devices) == 1:
+            pair.trainer.step(8)
+            continue
+        with pytest.raises(RuntimeError, match="Replicas.zero_grad is of all"):
+            pair.trainer.step(8)
+    assert all(torch.equal(x, before[name])
+               for name, x in pair.nets[1].state_dict().items())
+
+
+def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):
+    net = network()
+    replicas = mgpu.initialize(net, on(0, 1))
+    trainer = mgpu.Trainer(replicas, optim.SGD(net[2].parameters(), 0.1))
+    trainer.zero_grad()
+    replicas.params()[0].grad_req = "add"
+    with pytest.raises(ValueError, match="'0.weight', which this trainer"):
+        trainer.zero_grad()
+
+
+class Own(optim.SGD):
+    """Of a user's, perhaps with another step."""
+
+
+def stepped(net):
+    optimizer = optim.SGD(net.parameters(), 0.1, momentum=0.5)
+    net(batch(2)[0]).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def hooked(net):
+    optimizer = optim.SGD(net.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+def patched(net):
+    optimizer = optim.SGD(net.parameters(), 0.1)
+    optimizer.step = lambda: None
+    return optimizer
+
+
+def mixed(net):
+    return optim.Adam([{"params": net[0].parameters(),
+                        "decoupled_weight_decay": True},
+                       {"params": net[2].parameters()}])
+
+
+@pytest.mark.parametrize("make, words", [
+    *((lambda net, cls=cls: cls(net.parameters()), cls.__name__)
+      for cls in (optim.LBFGS, optim.SparseAdam, optim.Rprop, optim.ASGD,
+                  optim.RAdam, optim.Adafactor, Own)),
+    (lambda net: optim.SGD(net.parameters(), maximize=True), "maximize=True"),
+    (lambda net: optim.Adam(net.parameters(), differentiable=True),
+     "differentiable=True"),
+    (lambda net: optim.SGD(net.parameters(), torch.tensor(0.1)),
+     "learning_rate must be a finite number.*tensor"),
+    (lambda net: optim.SGD(network().parameters()),
+     r"received others: group 0, number 0, of shape \(5, 6\)"),
+    (lambda net: optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))]),
+     r"received others: group 0, number 4, of shape \(2,\)"),
+    (stepped, "a state of its own"), (hooked, "hooks on its step"),
+    (patched, "a step put in the place"), (mixed, "one formula")])
+def test_what_has_no_counterpart_is_refused_by_name(on_torch, make, words):
+    net = network()
+    replicas = mgpu.initialize(net, on(0, 1))
+    with pytest.raises((ValueError, TypeError), match=f"(?s){words}"):
+        mgpu.Trainer(replicas, make(net))
+
+
+def test_the_objects_own_step_and_states_are_refused_while_a_trainer_has_it(
+        on_torch):
+    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0, 1))
+    optimizer = pair.optimizers[1]
+    state = optimizer.__getstate__()
+    pair.step()
+    before = copy.deepcopy(pair.nets[1].state_dict())
+    for call, cure in ((optimizer.step, "trainer.step"),
+                       (optimizer.state_dict, "trainer.state_dict"),
+                       (lambda: optimizer.load_state_dict(state),
+                        "trainer.load_state_dict")):
+        with pytest.raises(RuntimeError, match=cure):
+            call()
+    assert all(torch.equal(x, before[name])
+               for name, x in pair.nets[1].state_dict().items())
+    with pytest.raises(ValueError, match="another Trainer has stepped with"):
+        mgpu.Trainer(pair.replicas, optimizer)
+    del pair, call      # the replicas, which know their last trainer, too
+    gc.collect()
+    optimizer.step()
+
+
+def test_one_object_for_two_trainers_is_refused_at_the_second_ones_step(
+        on_torch):
+    net = network()
+    replicas = mgpu.initialize(net, on(0, 1))
+    optimizer = optim.SGD(net.parameters(), 0.1)
+    one, other = (mgpu.Trainer(replicas, optimizer) for _ in range(2))
+    ours(replicas, *batch(8))
+    one.step(8)
+    ours(replicas, *batch(8))
+    with pytest.raises(ValueError, match="another Trainer has stepped with"):
+        other.step(8)
+
+
+def test_another_parameter_in_the_networks_place_is_refused(on_torch):
+    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0,))
+    pair.step()
+    pair.nets[1][0].weight = nn.Parameter(torch.ones(5, 6))
+    ours(pair.replicas, *batch(8))
+    with pytest.raises(ValueError, match="of its network"):
+        pair.trainer.step(8)
+
+
+def test_an_option_that_is_changed_in_the_trainers_rule_is_refused(on_torch):
+    """It would be forgotten: the object has the options."""
+    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0, 1))
+    pair.trainer.optimizer.wd = 0.5
+    ours(pair.replicas, *batch(8))
+    with pytest.raises(ValueError, match="Change the object"):
+        pair.trainer.step(8)
+
+
+def test_a_momentum_that_begins_late_is_refused(on_torch):
+    pair = Pair(two_groups(optim.SGD, momentum=0.0), on(0, 1))
+    pair.step()
+    pair.optimizers[1].param_groups[1]["momentum"] = 0.9
+    ours(pair.replicas, *batch(8))
+    with pytest.raises(ValueError, match="remembers the same things"):
+        pair.trainer.step(8)
+
+
+def test_set_learning_rate_writes_to_the_groups_where_they_have_one_rate(
+        on_torch):
+    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0, 1))
+    pair.trainer.set_learning_rate(0.25)
+    pair.optimizers[0].param_groups[0]["lr"] = 0.25
+    pair.step()
+    assert pair.optimizers[1].param_groups[0]["lr"] == 0.25
+    assert pair.trainer.learning_rate == 0.25 and pair.gap() < 1e-12
+    pair = Pair(two_groups(optim.SGD), on(0, 1))
+    with pytest.raises(ValueError, match="rates of their own"):
+        pair.trainer.set_learning_rate(0.25)
+
+
+def test_a_schedule_as_lr_scheduler_is_refused(on_torch):
+    net = network()
+    replicas = mgpu.initialize(net, on(0, 1))
+    optimizer = optim.SGD(net.parameters(), 0.1)
+    schedule = lr_scheduler.StepLR(optimizer, 1)
+    for rule in (optimizer, "sgd"):
+        with pytest.raises(TypeError, match="StepLR as lr_scheduler"):
+            mgpu.Trainer(replicas, rule, lr_scheduler=schedule)
+    with pytest.raises(ValueError, match="have its rates"):
+        mgpu.Trainer(replicas, optimizer, lr_scheduler=lambda n: 0.1)
+
+
+def begin(devices):
+    net = network()
+    optimizer = two_groups(optim.AdamW)(net)
+    schedule = lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=8)
+    replicas = mgpu.initialize(net, devices)
+    return replicas, mgpu.Trainer(replicas, optimizer), schedule
+
+
+def go_on(replicas, trainer, schedule, numbers):
+    for number in numbers:
+        ours(replicas, *batch(8, number))
+        trainer.step(8)
+        schedule.step()
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "states", "dict"])
+def test_a_resumed_run_has_rates_and_momenta_of_the_groups_and_equal_bits(
+        on_torch, tmp_path, form):
+    replicas, trainer, schedule = begin(on(0, 1))
+    go_on(replicas, trainer, schedule, range(3))
+    values, state = replicas.export_numpy(), schedule.state_dict()
+    if form == "checkpoint":
+        mgpu.save_checkpoint(tmp_path / "c", replicas, trainer)
+    elif form == "states":
+        trainer.save_states(tmp_path / "s")
+    else:
+        torch.save(trainer.state_dict(), tmp_path / "d")
+    go_on(replicas, trainer, schedule, range(3, 6))
+    later, again, other = begin(on(0, 1))
+    if form == "checkpoint":
+        mgpu.load_checkpoint(tmp_path / "c", later, again)
+    else:
+        later.import_numpy(values)
+        if form == "states":
+            again.load_states(tmp_path / "s")
+        else:
+            again.load_state_dict(torch.load(tmp_path / "d",
+                                             weights_only=True))
+    other.load_state_dict(state)
+    go_on(later, again, other, range(3, 6))
+    one, two = replicas.export_numpy(), later.export_numpy()
+    assert all((one[name] == two[name]).all() for name in one)
+
+
+def test_states_of_other_groups_are_refused_and_nothing_changes(on_torch):
+    net = network()
+    replicas = mgpu.initialize(net, on(0, 1))
+    grouped = mgpu.Trainer(replicas, two_groups(optim.SGD, momentum=0.5)(net))
+    whole = mgpu.Trainer(replicas, optim.SGD(net.parameters(), 0.1,
+                                             momentum=0.5))
+    plain = mgpu.Trainer(replicas, "sgd", {"lr": 0.2, "momentum": 0.5},
+                         semantics="torch")
+    for one, other in ((grouped, whole), (whole, grouped), (grouped, plain),
+                       (plain, grouped)):
+        before = other.export_states()
+        with pytest.raises(ValueError, match="groups of parameters"):
+            other.import_states(one.export_states())
+        assert other.export_states() == before
+    whole.import_states(plain.export_states())      # the rate is the file's
+    assert whole.learning_rate == 0.2
+    assert whole._given._x.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="a network of MXNet's")
+def test_a_network_of_mxnets_has_no_parameters_of_torchs():
+    with mgpu.using_backend("mxnet") as backend:
+        replicas = mgpu.initialize(mlp(backend), on(0, 1), "xavier",
+                                   sample=np.zeros((1, 6)), dtype="float64")
+        with pytest.raises(ValueError, match="'adam', with semantics='torch'"):
+            mgpu.Trainer(replicas, optim.Adam(network().parameters()))
+
+
+def on_both(backend, **options):
+    replicas = mgpu.initialize(mlp(backend), on(0, 1), "xavier", seed=1,
+                               sample=np.zeros((1, 6)), dtype="float64")
+    return replicas, mgpu.Trainer(replicas, "nadam", {"lr": 0.1},
+                                  semantics="torch", **options)
+
+
+def test_state_dict_is_what_load_state_dict_takes_on_both_engines(backend):
+    replicas, trainer = on_both(backend)
+    X, y = (x.numpy() for x in batch(8))
+    ours(replicas, X, y)
+    trainer.step(8)
+    state, (_, other) = trainer.state_dict(), on_both(backend)
+    other.load_state_dict(state)
+    one, two = trainer.export_states(), other.export_states()
+    assert one._replace(slots=0) == two._replace(slots=0)
+    assert all((x == two.slots[key]).all() for key, x in one.slots.items())
+    for wrong in ({"state": {}, "param_groups": []}, {**state, "slots": 1}):
+        with pytest.raises(ValueError, match="Trainer.state_dict"):
+            other.load_state_dict(wrong)
+    with pytest.raises(TypeError, match="state_dict must be a dict"):
+        other.load_state_dict([])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_is_harmless_before_a_pass_and_voids_one(backend,
+                                                           set_to_none):
+    replicas, trainer = on_both(backend)
+    X, y = (x.numpy() for x in batch(8))
+    trainer.zero_grad(set_to_none=set_to_none)
+    ours(replicas, X, y)
+    trainer.zero_grad(set_to_none)
+    with pytest.raises(mgpu.StaleGradientError):
+        trainer.step(8)
+
+
+def test_a_step_without_a_batch_size_says_what_divides(backend):
+    _, trainer = on_both(backend)
+    with pytest.raises(ValueError, match="batch_size must be.*received None. "
+                       "Pass the rows of the whole batch"):
+        trainer.step()
+    with pytest.raises(ValueError, match="batch_size must be.*function"):
+        trainer.step(lambda: 0.0)
+    with pytest.raises(AttributeError, match="torch.optim object"):
+        print(trainer.param_groups)
