@@ -107,7 +107,7 @@ MUTANTS = [
            ("test_trainer.py::test_a_step_calls_what_a_subclass_overrides["
             "torch-2dev-train_batch-update]",)),
     Mutant("overrides-unobserved", "nobody looks what an override writes to "
-           "gradients", edit("mgpu.training:_train_batch",
+           "gradients", edit("mgpu.training:_train_batches",
                              "trainer.observed", "False"),
            ("test_trainer.py::test_a_step_calls_what_a_subclass_overrides["
             "torch-2dev-train_batch-update]",)),
@@ -257,11 +257,11 @@ MUTANTS = [
            ("test_trainer.py::test_the_real_gluon_trainer_on_one_device"
             "[torch-1dev-adam]",)),
     Mutant("norm-counts-devices", "each parameter counts once per device",
-           edit("mgpu.trainer:Trainer.clip_global_norm", "np.sqrt(sum(",
+           edit("mgpu.trainer:Trainer._clip", "np.sqrt(sum(",
                 "np.sqrt(len(self.replicas) * sum("),
            ("test_trainer.py::test_clip_global_norm[torch-2dev-0.25]",)),
     Mutant("clips-one-device", "the other devices' gradients stay",
-           edit("mgpu.trainer:Trainer.clip_global_norm",
+           edit("mgpu.trainer:Trainer._clip",
                 "in zip(p.list_data(), copies)",
                 "in zip(p.list_data()[:1], copies)"),
            ("test_trainer.py::test_clip_global_norm[torch-2dev-0.25]",)),
