@@ -9,8 +9,9 @@ imports neither framework.
 import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from mgpu import (datasets, distributed, errors, functional, initializers,
-                  losses, lr_scheduler, models, optimizers)
+from mgpu import (callbacks, datasets, distributed, errors, functional,
+                  initializers, losses, lr_scheduler, metrics, models,
+                  optimizers)
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, mxnet_compat, set_backend,
                            using_backend)
@@ -23,7 +24,7 @@ from mgpu.conversion import (from_gluon, gluon_source, missing_operators,
                              to_safetensors)
 from mgpu.device import (Device, cpu, gpu, list_devices, num_gpus,
                          try_all_gpus, try_gpu)
-from mgpu.evaluation import (accuracy, evaluate_accuracy_gpu,
+from mgpu.evaluation import (accuracy, evaluate, evaluate_accuracy_gpu,
                              evaluate_accuracy_gpus)
 from mgpu.plotting import Animator
 from mgpu.prefetching import prefetch
@@ -53,12 +54,13 @@ __all__ = [
     "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
     "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
     "allreduce", "allreduce_many", "assign_roots", "attach_grad",
-    "available_backends", "backward", "broadcast",
-    "clip_global_norm", "cpu", "datasets",
-    "distributed", "errors", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus",
+    "available_backends", "backward", "broadcast", "callbacks",
+    "clip_global_norm", "cpu", "datasets", "distributed", "errors",
+    "evaluate", "evaluate_accuracy_gpu", "evaluate_accuracy_gpus",
     "from_gluon", "functional", "get_backend", "get_params", "gluon_source",
     "gpu", "grad", "initialize", "initializers", "list_devices",
-    "load_checkpoint", "losses", "lr_scheduler", "missing_operators", "models",
+    "load_checkpoint", "losses", "lr_scheduler", "metrics",
+    "missing_operators", "models",
     "mxnet_compat", "no_grad", "num_gpus", "optimizers", "parallel",
     "prefetch", "put", "record", "reduce", "reducescatter", "register_op",
     "resume_from_gluon", "save_checkpoint", "seed", "set_backend", "sgd",

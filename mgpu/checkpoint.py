@@ -93,8 +93,10 @@ def save_checkpoint(file: files.FilePath, replicas: Replicas,
 
 
 def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
-          data: Data, loop: Mapping[str, Any] | None = None) -> None:
-    """`save_checkpoint`. `loop`: where `train` is, fit for JSON."""
+          data: Data, loop: Mapping[str, Any] | None = None,
+          called: Mapping[str, np.ndarray] | None = None) -> None:
+    """`save_checkpoint`. `loop`: where `train` is, fit for JSON. `called`:
+    arrays of its callbacks."""
     check_pair(replicas, trainer)
     world, backend = replicas.span.world, replicas.backend
     with world.telling():
@@ -109,6 +111,8 @@ def write(file: files.FilePath, replicas: Replicas, trainer: Trainer,
             extra = extra_states.pack(replicas.network.extra_states(),
                                       backend)
             arrays = {f"slot:{name}": x for name, x in slots.items()}
+            arrays |= {f"called:{name}": x
+                       for name, x in (called or {}).items()}
             buffers = {}
             for p in replicas.all_parameters():
                 if p.kind in BUFFERS:
@@ -427,7 +431,7 @@ def _saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
            ) -> Saved:
     """An Exception for what `write` cannot have written."""
     groups: dict[str, Any] = {"slot": {}, "value": {}, "stream": {},
-                              "host": {}, "extra": {}}
+                              "host": {}, "extra": {}, "called": {}}
     for key, x in arrays.items():
         group, _, name = key.partition(":")
         groups[group][name] = x
@@ -460,6 +464,7 @@ def _saved(header: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     loop = header.get("loop")
     if loop is not None:
         _check_loop(loop)
+        loop = {**loop, "arrays": groups["called"]}
     return Saved(str(header["engine"]), devices, ranks,
                  trainer_states.unpack(header["states"], groups["slot"]),
                  groups["value"],

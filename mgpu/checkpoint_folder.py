@@ -32,7 +32,12 @@ class Folder:
 
     def __init__(self, folder: files.FilePath, replicas: Replicas,
                  trainer: Trainer, train_iter: Any, test_iter: Any,
-                 keep: int, every: int | None, prefetch: int) -> None:
+                 keep: int, every: int | None, prefetch: int,
+                 accumulate: int = 1,
+                 check: Callable[[Sequence[Any]], None] | None = None
+                 ) -> None:
+        #: batches of a step; what may refuse the callbacks of a checkpoint
+        self._accumulate, self._check = accumulate, check
         # What the program's current folder becomes does not matter.
         self._path = os.path.abspath(_named(folder))
         self._replicas, self._trainer = replicas, trainer
@@ -99,8 +104,11 @@ class Folder:
                     "checkpoint_dir.")
             path, contents = _newest(found, self._passed)
             if contents is not None:
-                _check_loop(path, contents[0].get("loop"), num_epochs,
-                            self._length)
+                loop = contents[0].get("loop")
+                _check_loop(path, loop, num_epochs, self._length,
+                            self._accumulate)
+                if self._check is not None:
+                    self._check((loop or {}).get("callbacks", ()))
         path = world.gather("train: resume", path)[0]
         if path is None:
             return None
@@ -155,22 +163,27 @@ class Folder:
     # -- writing ------------------------------------------------------------
 
     def save(self, epochs: int, history: Mapping[str, Any],
-             sizes: Sequence[int]) -> None:
+             sizes: Sequence[int],
+             calls: tuple[list[Any], Mapping[str, Any]] | None = None
+             ) -> None:
         """Write a checkpoint, after `epochs` and as many steps as `sizes`
-        has. What there is already is not written again."""
+        has, with what `Calls.state` gives. What there is already is not
+        written again."""
         steps = len(history["loss_per_step"])
         if self._at == (epochs, steps):
             return
         if not sizes:
             self._test_epoch = self._begun()
         world = self._replicas.span.world
+        states, arrays = calls or ([], {})
         path = _path(self._path, steps)
         if world.is_main:
             self._check_there()
             _clear(path)
         checkpoint.write(path, self._replicas, self._trainer, self._data, {
             "epochs": epochs, "sizes": list(sizes), "history": history,
-            "test_epoch": self._test_epoch, "batches": self._length})
+            "test_epoch": self._test_epoch, "batches": self._length,
+            "accumulate": self._accumulate, "callbacks": states}, arrays)
         self._at = epochs, steps
         if world.is_main:
             self._passed = [old for old in self._passed if old != path]
@@ -255,7 +268,8 @@ def _steps(loop: Mapping[str, Any]) -> int:
 
 
 def _check_loop(path: str | None, loop: Mapping[str, Any] | None,
-                num_epochs: int, batches: int | None) -> None:
+                num_epochs: int, batches: int | None, accumulate: int
+                ) -> None:
     if loop is None:
         raise CheckpointCorrupt(
             "train goes on from a checkpoint that train has written; "
@@ -272,6 +286,12 @@ def _check_loop(path: str | None, loop: Mapping[str, Any] | None,
             f"{_batches(batches)} for a checkpoint of {path!r}, whose run "
             f"had {_batches(loop['batches'])}. Pass the same data, or use "
             "another checkpoint_dir.")
+    if loop.get("accumulate", 1) != accumulate:
+        raise ValueError(
+            "train goes on with steps of as many batches; received "
+            f"accumulate={accumulate} for a checkpoint with "
+            f"{loop.get('accumulate', 1)}. Pass the same, or use another "
+            "checkpoint_dir.")
 
 
 def _batches(count: int | None) -> str:

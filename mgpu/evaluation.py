@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import distributed
+from mgpu import distributed, metrics
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.device import Device, as_device, as_devices
-from mgpu.nested import as_inputs, as_pair, is_empty, leaves, rows_of
+from mgpu.losses import check_per_example
+from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty, leaves,
+                         rows_of)
 from mgpu.prefetching import place_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
@@ -187,6 +189,90 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
                          "none. Use a data iterator that can be gone through "
                          "again, such as a list.")
     return correct / total
+
+
+def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
+             loss: Callable[[Any, Any], Any] | None = None,
+             split_f: Callable = split_batch, device: Any = None
+             ) -> tuple[Any, Any]:
+    """A metric of a network over all of `data`, in prediction mode.
+
+    With several processes each gives its rows of the data, and all receive
+    the value over all of them: call it on every rank.
+
+    Parameters
+    ----------
+    replicas : Replicas
+    data : iterable of (X, y)
+    metric : metric of `mgpu.metrics`, its name, or a list of them
+        Reset first, so it may be used again.
+    loss : callable, optional
+        For `mgpu.metrics.Loss`: ``loss(output, y)`` for the rows of each
+        device, whose mean it is. Needed by that metric alone.
+    split_f : callable
+        ``split_f(X, y, devices) -> (X_shards, y_shards)``.
+    device : device, optional
+        Use only this one: see `evaluate_accuracy_gpus`.
+
+    Returns
+    -------
+    (str, float), or lists of them
+        What ``metric.get()`` returns. Training flags and statistics are left
+        as they were.
+
+    Raises
+    ------
+    ValueError
+        No data; a device that the network is not on; what
+        `EvalMetric.update` refuses.
+    TypeError
+        No replicas, or no metric; `loss` without a metric of losses, or the
+        other way round.
+    """
+    if not isinstance(replicas, Replicas):
+        raise TypeError("expected the Replicas that mgpu.initialize returns; "
+                        f"received {type(replicas).__name__}.")
+    metric = metrics.create(metric)
+    if metric.of_outputs != (loss is None):
+        raise TypeError(
+            "the metric Loss takes losses, and all others the network's "
+            f"outputs; received {metric!r} "
+            + ("without loss=. Pass the loss." if loss is None
+               else "and loss=. Evaluate each kind by itself."))
+    metric.reset()
+    rows = 0
+    with using_backend(replicas.backend.name) as backend:
+        places = replicas.devices if device is None else as_devices([device])
+        world = distributed.current()
+        with world.guard(), backend.scope(recording=False, training=False):
+            predict = _predict(replicas, places)
+            place = place_of(data) if world.size > 1 else None
+            for X, y in map(as_pair, data):
+                X_shards, y_shards = shards_of(X, y, places, split_f)
+                outputs = predict(X_shards)
+                rows += sum(rows_of(labels) or 0 for output, labels in zip(
+                    outputs, y_shards) if output is not None)
+                if loss is not None:
+                    outputs = backend.parallel([
+                        partial(_loss, loss, *pair)
+                        for pair in zip(outputs, y_shards)])
+                metric.update(y_shards, outputs)
+        told = world.gather("evaluate", [rows, place, replicas.digest()])
+        world.batch_taken()     # one that a loop was left with
+        world.check_orders([place for _, place, _ in told],
+                           "evaluate on one order of batches")
+        replicas.check_digests([digest for *_, digest in told])
+        if not sum(count for count, *_ in told):
+            raise ValueError(
+                "a metric needs one example or more; received none. Use a "
+                "data iterator that can be gone through again, such as a "
+                "list.")
+        return metric.get()
+
+
+def _loss(loss: Callable[[Any, Any], Any], output: Any, labels: Any) -> Any:
+    return None if output is None else check_per_example(
+        loss(output, labels), *examples_of(labels))
 
 
 def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable

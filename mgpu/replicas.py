@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import host_memory, initializers, notebook, probes
+from mgpu import host_memory, initializers, notebook, probes, weight_files
 from mgpu.arguments import Hints, by_name, integer, one_given, one_of
 from mgpu.backends import (base, get_backend, give_back, given, messages,
                            recording_elsewhere)
@@ -30,9 +30,11 @@ from mgpu.compat.gluon import GLUON_HINTS, VIEW_HINTS, GluonNames
 from mgpu.compat.pytorch import TorchNames
 from mgpu.device import Device, as_devices
 from mgpu.distributed.strategy import over_processes, share_values
+from mgpu.files import FilePath
 from mgpu.following import Following
 from mgpu.nested import NoRows, as_inputs, is_empty, map_leaves
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
+from mgpu.prediction import predict
 from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
                                  mismatch)
 
@@ -609,6 +611,74 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             self.following.settle([own[name] for name in known])
             self.torn = None
         return write
+
+    def save(self, file: FilePath) -> None:
+        """Write weights and buffers to `file` (safetensors with digests),
+        whole or not at all: what `export_numpy` gives, which warns where it
+        does. The same file loads on either engine and any number of devices,
+        and other programs read it; they find one array more, "sha256". With
+        several processes rank 0 writes, and all call it. Waits for pending
+        work. OSError as `mgpu.save_checkpoint`."""
+        weight_files.save(self, file)
+
+    def load(self, file: FilePath) -> None:
+        """Read what `save` wrote, or a safetensors file of another program
+        with these names, onto all devices, each rounded to its dtype. A norm's
+        gamma and beta may be called weight and bias, as torch does. With
+        several processes each reads the file.
+
+        Raises
+        ------
+        ValueError
+            As `import_numpy`; a checkpoint, or a trainer's states. Nothing
+            has changed then.
+        CheckpointCorrupt
+            A ValueError: a damaged file, no safetensors, or dtypes that
+            NumPy does not have. Nothing has changed then.
+        OSError
+            The file cannot be opened.
+        RuntimeError
+            The parameters have no values yet.
+        """
+        weight_files.load(self, file)
+
+    def predict(self, X: Any, batch_size: int | None = None, *,
+                device: Any = None) -> Any:
+        """The outputs for all rows of `X`, as NumPy arrays, in their order.
+
+        Runs in prediction mode, and builds no graph; training flags and
+        statistics are left as they were. With several processes each gives
+        its own rows, and gets their outputs.
+
+        Parameters
+        ----------
+        X : array, tuple, list or dict of arrays, or iterable of batches
+            What the network is called with, split over the devices: native
+            or NumPy; of fewer rows than devices too. A tuple or list stands
+            for several inputs. Anything else that can be gone through gives
+            batches of inputs, without labels (of a list of batches,
+            ``iter(batches)``).
+        batch_size : int, optional
+            Rows of one pass over all devices, of arrays; by default all.
+        device : device, optional
+            Run only there. With ``batch_norm="per_device"`` the devices hold
+            statistics of their own, and by default the rows of each are
+            judged by its own, as in `mgpu.evaluate_accuracy_gpus`.
+
+        Returns
+        -------
+        array, or tuple, list or dict of arrays as the network returns
+
+        Raises
+        ------
+        ValueError
+            No rows; arrays of other numbers of rows; an output without a row
+            for each row of the input; a device that the network is not on.
+        TypeError
+            Neither arrays nor an iterable; an iterable and `batch_size`; an
+            array of the other framework.
+        """
+        return predict(self, X, batch_size, device)
 
     def _changes_nothing(self, name: str, value: np.ndarray) -> bool:
         """Whether it is a gamma of ones, or a beta of zeros, of a norm layer
@@ -1207,6 +1277,13 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self._before, self._undone = None, []
         self._settle_buffers()
         self.following.settle(self.all_parameters())
+
+    def after_part(self) -> None:
+        """What `Trainer` calls when the gradients of a part of a batch are
+        summed: buffers are as after a step."""
+        self._ran, self.emptied = set(), set()
+        self._settle_buffers()
+        self.following.settle(self.buffers())
 
     def give_up(self) -> None:
         """If passes wait for their step, it will not come: buffers are as

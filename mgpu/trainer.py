@@ -465,6 +465,112 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 raise
         self._whole(both)
 
+    def step_parts(self, parts: Sequence[Callable[[], float]],
+                   ignore_stale_grad: bool = False,
+                   clip_norm: float | None = None) -> None:
+        """One step of a batch whose `parts` pass one after the other.
+
+        The gradients of the parts are added up, and divided by all their
+        rows. Buffers are as after as many steps. Where a part fails no
+        parameter has changed, and all gradients are void.
+
+        Parameters
+        ----------
+        parts : sequence of callables
+            Each runs the forward and backward passes of its part on all
+            devices, and returns its rows. With several processes: as many
+            on each, and 0 rows where a process has none.
+        ignore_stale_grad : bool
+            As in `step`, for what no part reached.
+        clip_norm : float, optional
+            The largest norm of the gradients divided by all rows and by the
+            `loss_scale`. The factor is that of `clip_global_norm`;
+            with an optimiser of torch's semantics that of torch's
+            ``clip_grad_norm_``, ``clip_norm / (norm + 1e-6)`` where that is
+            below 1.
+
+        Raises
+        ------
+        Exception
+            As `step` and `clip_global_norm` do.
+        ValueError
+            A trainer with a `step`, `allreduce_grads` or `update` of its
+            own; several parts and a parameter with ``grad_req="add"``.
+        """
+        with self.replicas.span.world.guard():
+            self.check_parts(len(parts), clip_norm)
+        held: dict[Parameter, Any] = {}
+        rows = own = 0.0
+
+        def add() -> None:
+            nonlocal rows
+            rows += self._allreduce(ignore_stale_grad, own, part=True)
+
+        def hold() -> None:
+            add()
+            for p in self._summed or ():
+                g = self.replicas.backend.grad(p.data())
+                if p in held:
+                    held[p] += g
+                else:
+                    held[p] = self.replicas.backend.put(g, g)
+            self._summed = None
+            self.replicas.after_part()
+
+        def apply() -> None:
+            add()
+            self._add_held(held, ignore_stale_grad)
+            if clip_norm is not None:
+                self._clip(self._summed or [], clip_norm,
+                           rows / self._rescale,
+                           1e-6 if self.optimizer.semantics == "torch"
+                           else 1e-8)
+            self._update(rows, edits=False)
+        try:
+            for number, part in enumerate(parts, 1):
+                own = part()
+                self._whole(apply if number == len(parts) else hold)
+        except BaseException:
+            self._summed = None
+            raise
+
+    def check_parts(self, count: int, clip_norm: float | None) -> None:
+        """Raise ValueError or TypeError as `step_parts` would, of `count`
+        parts."""
+        if clip_norm is not None:
+            _check_number("clip_norm", clip_norm, " above 0", lambda x: x > 0)
+        if (count > 1 or clip_norm is not None) and self.observed:
+            raise ValueError(
+                "accumulate and clip_norm go with mgpu's own Trainer.step, "
+                "allreduce_grads and update; received a "
+                f"{type(self).__name__}, which has its own. Do it there, or "
+                "use an mgpu.Trainer.")
+        added = [p.name for p in self.replicas.params()
+                 if p.grad_req == "add"] if count > 1 else []
+        if added:
+            raise ValueError(
+                "accumulate adds up the gradients of its batches itself, "
+                "and begins anew with each step; received grad_req='add' of "
+                f"{added[0]!r}. Use grad_req='write', or accumulate=1.")
+
+    def _add_held(self, held: Mapping[Parameter, Any],
+                  ignore_stale_grad: bool) -> None:
+        """Add what earlier parts `held` to the sums of the last part."""
+        backend, summed = self.replicas.backend, set(self._summed or ())
+        parameters = self._trained()[0]
+        self._check_reached(parameters, {
+            j for j, p in enumerate(parameters) if p in summed or p in held},
+            ignore_stale_grad)
+        self.replicas.note_edits(False)
+        for p in parameters:
+            for x in p.list_data() if p in held else ():
+                g = backend.grad(x)
+                if p in summed:
+                    g += backend.put(held[p], g)
+                else:       # the last part has not reached it
+                    g[...] = backend.put(held[p], g)
+        self._summed = [p for p in parameters if p in summed or p in held]
+
     def _checked(self, batch_size: Any) -> float:
         """A process may have no rows of a batch, or rows that count as
         nothing."""
@@ -645,9 +751,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
 
     @probes.staged("reduce", "all-reduce", probes.gradients)
     def _allreduce(self, ignore_stale_grad: bool,
-                   batch_size: float | None = None) -> float:
+                   batch_size: float | None = None, part: bool = False
+                   ) -> float:
         """Returns the sum of `batch_size` over all processes, which is then
-        above 0."""
+        above 0. `part`: of a batch, whose others may reach what this one does
+        not."""
         replicas, backend = self.replicas, self.replicas.backend
         if self._given is not None:
             with replicas.span.world.guard():
@@ -675,7 +783,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             check_batch_size(whole)
         if edited:
             raise self._edited_in_part(parameters[min(edited)])
-        self._check_reached(parameters, reached, ignore_stale_grad)
+        self._check_reached(parameters, reached, ignore_stale_grad or part)
         used = sorted(reached - taken)
         # Where this fails, the other processes are in the middle of it.
         with replicas.span.world.together():

@@ -8,7 +8,8 @@ from collections.abc import (Callable, Iterable, Iterator, Mapping,
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate as running
+from itertools import islice
 from operator import length_hint
 from typing import Any
 
@@ -19,6 +20,7 @@ from mgpu.arguments import batches as as_batches
 from mgpu.arguments import integer
 from mgpu.backends import (Backend, get_backend, give_back, messages,
                            using_backend)
+from mgpu.callbacks import Calls, Event
 from mgpu.checkpoint_folder import Folder
 from mgpu.device import Device, as_devices
 from mgpu.errors import LabelError, NonFiniteLoss
@@ -29,10 +31,11 @@ from mgpu.loss_state import SharedLoss
 from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
-                         map_leaves, rows_of)
+                         is_listed, lists_in, map_leaves, row_counts,
+                         rows_of, split_leaves)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
-from mgpu.split import split_batch
+from mgpu.split import shard_bounds, split_batch
 from mgpu.stopping import Stop, Stopped
 from mgpu.trainer import Trainer, check_batch_size, check_pair
 
@@ -195,7 +198,8 @@ def sgd(params: Sequence[Any], lr: float, batch_size: float) -> None:
 
 def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 trainer: Trainer, split_f: Callable = split_batch,
-                ignore_stale_grad: bool = False) -> list[Any]:
+                ignore_stale_grad: bool = False, *, accumulate: int = 1,
+                clip_norm: float | None = None) -> list[Any]:
     """One step: split, all forwards, all backwards, all-reduce, update.
 
     On torch no device waits for another between its forward and its backward
@@ -219,6 +223,14 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     ignore_stale_grad : bool
         Skip parameters that no row of the batch reached, as torch does; by
         default they are an error (`Trainer.step`).
+    accumulate : int
+        Cut the batch into so many parts (fewer where it has fewer rows),
+        which pass one after the other: less memory, and the numbers of one
+        pass, but for what depends on rows together or on the number of
+        passes (batch norm, dropout). Not with lists of other than arrays.
+    clip_norm : float, optional
+        The largest norm of all gradients of the mean loss together
+        (`Trainer.step_parts`).
 
     Returns
     -------
@@ -240,37 +252,86 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         On torch, where devices do not wait: a loss of one device that
         depends on the parameters of another one's replica.
     """
-    return _train_batch(X, y, replicas, loss, trainer, split_f,
-                        ignore_stale_grad)
+    accumulate = integer("accumulate", accumulate, 1)
+    parts = [(X, y)]
+    if accumulate > 1:
+        _check_all(replicas, trainer, loss)
+        parts = _cut(X, y, replicas.span.world, accumulate)
+    losses = _train_batches(parts, replicas, loss, trainer, split_f,
+                            ignore_stale_grad, clip_norm=clip_norm)
+    if len(parts) == 1:
+        return losses
+    with replicas.backend.scope(recording=False):
+        return [replicas.backend.ops.concat(own) if own else None for own in (
+            [x for x in losses[i::len(replicas)] if x is not None]
+            for i in range(len(replicas)))]
 
 
-def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
-                 trainer: Trainer, split_f: Callable,
-                 ignore_stale_grad: bool = False,
-                 check: Callable[[Any], None] | None = None) -> list[Any]:
-    """`train_batch`. `check`: may refuse the output of a device."""
+def _cut(X: Any, y: Any, world: distributed.World, count: int
+         ) -> list[tuple[Any, Any]]:
+    """A batch in `count` parts, or fewer where no process has as many
+    rows."""
+    rows = rows_of(X) or 0
+    if {*row_counts(X), *row_counts(y)} - {rows} or any(
+            is_listed(x) for x in lists_in((X, y))):
+        raise ValueError(
+            "accumulate cuts arrays that have a row for each example; "
+            f"received arrays of {sorted({*row_counts(X), *row_counts(y)})} "
+            "rows, or lists of other than arrays. Train on the parts as "
+            "batches: mgpu.train(accumulate=) takes several for one step.")
+    count = min(count, max(1, *world.gather("train_batch: rows", rows)))
+    bounds = shard_bounds(rows, count)
+    return list(zip(*(split_leaves(
+        lambda x: [x[begin:end] for begin, end in bounds], data, count)
+        for data in (X, y)), strict=True))
+
+
+def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
+                   loss: Loss, trainer: Trainer, split_f: Callable,
+                   ignore_stale_grad: bool = False,
+                   check: Callable[[Any], None] | None = None,
+                   clip_norm: float | None = None) -> list[Any]:
+    """`train_batch` of all `batches` in one step; returns the losses of each
+    device for the first one, then for the next. `check`: may refuse the
+    output of a device."""
     _check_all(replicas, trainer, loss)
     devices, stage = replicas.devices, probes.stage
-    with using_backend(replicas.backend.name) as backend, \
-            replicas.span.world.guard(), \
-            backend.scope(), replicas.owned(), probes.step(devices, X):
+    losses: list[Any] = []
+
+    def split(X: Any, y: Any) -> tuple[list[Any], list[Any]]:
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
             X_shards, y_shards = shards_of(X, y, devices, split_f)
         _check_labels(X_shards, y_shards, devices)
+        return X_shards, y_shards
+
+    def run(X: Any, y: Any) -> int:
+        X_shards, y_shards = ready.pop() if ready else split(X, y)
         passes = _at_once if replicas.independent() else _stage_by_stage
         if replicas.span.wide and all(is_empty(as_inputs(shard))
                                       for shard in X_shards):
             passes = _no_pass
-        with replicas.unobserved(trainer.observed), \
-                _shared(loss, replicas, X_shards) as loss:
+        with _shared(loss, replicas, X_shards) as watched:
             if check is not None:
-                loss = partial(_checked, check, loss)
+                watched = partial(_checked, check, watched)
             with replicas.told():
-                losses = passes(replicas, X_shards, y_shards, loss,
-                                trainer.loss_scale)
-            trainer.step(sum(len(x) for x in losses if x is not None),
-                         ignore_stale_grad)
+                own = passes(replicas, X_shards, y_shards, watched,
+                             trainer.loss_scale)
+        losses.extend(own)
+        return sum(len(x) for x in own if x is not None)
+    with using_backend(replicas.backend.name) as backend, \
+            replicas.span.world.guard(), \
+            backend.scope(), replicas.owned(), \
+            probes.step(devices, batches[0][0]):
+        ready = [split(*batches[0])]        # what is refused has no pass
+        if len(batches) > 1 or clip_norm is not None:
+            trainer.check_parts(len(batches), clip_norm)
+            with replicas.unobserved():
+                trainer.step_parts([partial(run, *one) for one in batches],
+                                   ignore_stale_grad, clip_norm)
+        else:
+            with replicas.unobserved(trainer.observed):
+                trainer.step(run(*batches[0]), ignore_stale_grad)
     return losses
 
 
@@ -373,7 +434,7 @@ def _scaled(losses: Any, scale: float) -> Any:
 def _first_rows(shards: list[Any]) -> list[int]:
     """Which row of the batch is the first of each shard."""
     counts = [rows_of(shard) or 0 for shard in shards]
-    return list(accumulate(counts[:-1], initial=0))
+    return list(running(counts[:-1], initial=0))
 
 
 def _loss_of(loss: Loss, output: Any, y: Any, first: int) -> Any:
@@ -576,21 +637,36 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
         Whatever ends the loop early, Ctrl-C too, has as its attribute
         `history` what was measured until then.
     """
-    return _epochs(step, train_iter, num_epochs, devices, evaluate, weights,
+    return _epochs(lambda batches: step(*batches[0]), train_iter, num_epochs,
+                   devices, evaluate, weights,
                    progress, animator, description, prefetch, max_inflight,
                    Stop(distributed.current(), False))
 
 
-def _epochs(step: Callable[[Any, Any], list[Any]],
+class _Ended(BaseException):
+    """A callback asks for the end, after a step."""
+
+
+def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
+    """`count` batches at a time; at the end those that are there."""
+    source = iter(batches)
+    while group := list(islice(source, count)):
+        yield group
+        del group       # or it would outlive its step
+
+
+def _epochs(step: Callable[[list[Any]], list[Any]],
             train_iter: Iterable[tuple[Any, Any]], num_epochs: int,
             devices: Sequence[Device], evaluate: Callable[[], float] | None,
             weights: Callable[[], dict[str, Any]] | None, progress: bool,
             animator: Any, description: str, prefetch: int, max_inflight: int,
             stop: Stop, folder: Folder | None = None,
-            resume: Callable[[], dict[str, Any] | None] | None = None
-            ) -> History:
+            resume: Callable[[], dict[str, Any] | None] | None = None,
+            accumulate: int = 1, calls: Calls | None = None,
+            event: Callable[..., Event] | None = None) -> History:
     """`train_epochs`, which `stop` may end, with checkpoints in `folder`.
-    `resume`: brings all to the place that it returns."""
+    `step` is called with a list of `accumulate` batches. `resume`: brings all
+    to the place that it returns. `event`: makes those of `calls`."""
     num_epochs = integer("num_epochs", num_epochs, 1)
     max_inflight = integer("max_inflight", max_inflight, 1)
     ahead = integer("prefetch", prefetch, 0)
@@ -608,6 +684,8 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
     done = 0                    # whole epochs
     sizes: list[int] = []       # rows of the steps of the one that runs
     joined = 0                  # of them, those of all processes
+    over = False                # a callback has ended it
+    steps = calls is not None and calls.steps
 
     def settle(down_to: int) -> None:
         while len(waiting) > down_to:
@@ -638,28 +716,43 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
     def save() -> None:
         if folder is not None and (folder.midway or not sizes):
             join()
-            folder.save(done, history.of_epochs(done), sizes)
+            folder.save(done, history.of_epochs(done), sizes,
+                        calls.state() if calls else None)
+
+    def call(hook: str, losses: Any = None) -> bool:
+        """Call the callbacks; returns whether they ask for the end."""
+        if calls is None or event is None:
+            return False
+        return calls.call(hook, event(
+            history, done + (losses is not None), num_epochs,
+            len(history.loss_per_step) + len(waiting), losses))
 
     def run() -> None:
-        nonlocal done, joined
-        while done < num_epochs:
+        nonlocal done, joined, over
+        while done < num_epochs and not over:
             used = len(sizes)       # by the run before this one
-            rest = batches if folder is None else folder.rest(batches, used)
+            rest = batches if folder is None \
+                else folder.rest(batches, used * accumulate)
             backend.synchronize(list(devices))
             first = len(history.loss_per_step) - used
             begin = time.perf_counter()
-            for X, y in map(as_pair, stop.taken(rest)):
+            for group in _grouped(map(as_pair, stop.taken(rest)), accumulate):
                 if len(sizes) == used:
+                    X, y = group[0]
                     _refuse_copies(world, batches, X, y, done)
-                losses = step(X, y)
+                losses = step(group)
                 rows = sum(len(loss) for loss in losses if loss is not None)
                 waiting.append((done, rows, losses))
-                del losses      # or they would outlive their settlement
                 sizes.append(rows)
+                ended = steps and call("on_step", losses)
+                del losses      # or they would outlive their settlement
                 settle(down_to=max_inflight - 1)
                 if max_inflight == 1:
                     backend.synchronize(list(devices))
-                bar.advance()
+                for _ in group:
+                    bar.advance()
+                if ended:
+                    raise _Ended
                 stop.check()
                 if folder is not None and folder.every \
                         and (first + len(sizes)) % folder.every == 0:
@@ -695,6 +788,7 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
             bar.note(f"loss {history.train_loss[-1]:.3f}" + (
                 f", test acc {history.test_acc[-1]:.3f}"
                 if history.test_acc else ""))
+            over = call("on_epoch")
             save()
             stop.check()
 
@@ -711,17 +805,24 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
             done, sizes = found["epochs"], found["sizes"]
             joined = len(sizes)
             history.take(found["history"])
+            if calls is not None:
+                over = calls.restore(found.get("callbacks", ()),
+                                     found["arrays"])
             for epoch in range(done):
                 drawn(epoch + 1)
-        total = max(0, total - len(history.loss_per_step))
+        total = max(0, total - accumulate * len(history.loss_per_step))
         with ProgressBar(progress, description or "train", total or None,
                          "batch") as bar:
             try:
                 run()
+            except _Ended:
+                join()
+                save()
             except Stopped:
                 stop.undo()
                 save()
                 raise stop.error() from None
+        call("on_end")
     give_back()
     return history
 
@@ -735,7 +836,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
           evaluate: Callable[[], float] | None = None,
           checkpoint_dir: FilePath | None = None, resume: str | None = None,
           keep: int = 3, checkpoint_every: int | None = None,
-          resume_seed: int | None = None) -> History:
+          resume_seed: int | None = None, accumulate: int = 1,
+          clip_norm: float | None = None, callbacks: Sequence[Any] = ()
+          ) -> History:
     """Train and evaluate on all devices of `replicas`.
 
     While it runs, SIGTERM lets the step end, and ends the training with the
@@ -781,10 +884,23 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     resume_seed : int, optional
         Begin new random streams where the checkpoint is resumed, on other
         devices or another engine: `seed` of `load_checkpoint`.
+    accumulate : int
+        So many batches are one step, as of all their rows together; the
+        last step of an epoch takes those that are left. The passes are
+        theirs: batch norm and dropout see one batch after the other. The
+        batches of a step are drawn before it. The history counts steps, and
+        so does `checkpoint_every`. A run is resumed with the same number.
+    clip_norm : float, optional
+        As in `train_batch`.
+    callbacks : list
+        What is called after steps and epochs, and may end the training: see
+        `mgpu.callbacks`. Their states are in the checkpoints.
 
     Returns
     -------
     History
+        After a callback has asked for the end in a step: without the epoch
+        that is not done, but with its steps in `loss_per_step`.
 
     Raises
     ------
@@ -814,16 +930,21 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
             return evaluate_accuracy_gpus(replicas, test_iter, split_f,
                                           device=device)
 
-    def step(X: Any, y: Any) -> list[Any]:
+    def step(batches: list[Any]) -> list[Any]:
         nonlocal check
-        losses = _train_batch(X, y, replicas, loss, trainer, split_f,
-                              check=check)
+        losses = _train_batches(batches, replicas, loss, trainer, split_f,
+                                check=check, clip_norm=clip_norm)
         check = None        # the first output tells
         return losses
+    accumulate = integer("accumulate", accumulate, 1)
+    trainer.check_parts(accumulate, clip_norm)
+    calls = Calls(callbacks, replicas, evaluate is not None,
+                  checkpoint_dir is not None)
     folder = None
     if checkpoint_dir is not None:
         folder = Folder(checkpoint_dir, replicas, trainer, train_iter,
-                        test_iter, keep, checkpoint_every, prefetch)
+                        test_iter, keep, checkpoint_every, prefetch,
+                        accumulate, calls.check)
     elif (resume, checkpoint_every, resume_seed) != (None, None, None):
         raise ValueError(
             "resume, checkpoint_every and resume_seed go with checkpoint_dir; "
@@ -834,7 +955,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
             "num_epochs": num_epochs, "loss": _named(loss),
             "checkpoints": folder is not None,
             "checkpoint_every": checkpoint_every, "keep": keep,
-            "resume": resume, "resume_seed": resume_seed},
+            "resume": resume, "resume_seed": resume_seed,
+            "accumulate": accumulate, "clip_norm": clip_norm,
+            "callbacks": calls.names()},
             "Pass the same to train on every rank.")
 
     def weights() -> dict[str, Any]:
@@ -850,4 +973,4 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
             Stop(world, folder is not None,
                  folder.kept_streams if folder else None), folder,
             folder and partial(folder.open, resume, resume_seed, num_epochs)
-            or None)
+            or None, accumulate, calls, partial(Event, replicas, trainer))

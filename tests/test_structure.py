@@ -41,10 +41,10 @@ LAYERS = {
     "devices, data and formulas": "nested device split datasets prefetching "
         "initializers optimizers lr_scheduler losses loss_state loss_scale "
         "host_memory collectives distributed progress functional models "
-        "strict conversion compat",
+        "strict conversion compat metrics prediction weight_files",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "schedule_state trainer_states trainer",
-    "training": "extra_states checkpoint checkpoint_folder stopping "
+    "training": "callbacks extra_states checkpoint checkpoint_folder stopping "
         "evaluation training resuming",
     "clocks and figures": "background timing profile_advice profiling "
         "plotting",
@@ -57,6 +57,8 @@ LAYERS = {
 #: imports for annotations only, which run upwards or round in a circle
 ONLY_ANNOTATE = {
     ("mgpu.parameters", "mgpu.replicas"),
+    ("mgpu.prediction", "mgpu.replicas"),
+    ("mgpu.weight_files", "mgpu.replicas"),
     ("mgpu.compat.gluon", "mgpu.replicas"),
     ("mgpu.compat.gluon", "mgpu.trainer"),
     ("mgpu.compat.pytorch", "mgpu.replicas"),

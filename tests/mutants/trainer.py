@@ -107,7 +107,7 @@ MUTANTS = [
            ("test_trainer.py::test_a_step_calls_what_a_subclass_overrides["
             "torch-2dev-train_batch-update]",)),
     Mutant("overrides-unobserved", "nobody looks what an override writes to "
-           "gradients", edit("mgpu.training:_train_batch",
+           "gradients", edit("mgpu.training:_train_batches",
                              "trainer.observed", "False"),
            ("test_trainer.py::test_a_step_calls_what_a_subclass_overrides["
             "torch-2dev-train_batch-update]",)),

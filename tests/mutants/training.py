@@ -9,9 +9,9 @@ MUTANTS = [
                             "backend.backward(losses[:1])"),
            ("test_trainer.py::test_k_devices_are_one_device[torch-sgd-2]",)),
     Mutant("rows-of-one-shard", "the step divides by the rows of device 0",
-           edit(_TRAINING + "_train_batch",
-                "sum(len(x) for x in losses if x is not None)",
-                "len(losses[0])"),
+           edit(_TRAINING + "_train_batches",
+                "sum(len(x) for x in own if x is not None)",
+                "len(own[0])"),
            ("test_training.py::test_train_batch_is_one_step_of_the_whole_batch"
             "[torch-2dev]",)),
     Mutant("losses-unwatched", "a loss may count its calls",

@@ -1,0 +1,483 @@
+"""What `mgpu.train` calls after steps and epochs.
+
+A callback is an object with ``on_step(event)``, ``on_epoch(event)`` or
+``on_end(event)``, or a function, which is called as `on_epoch`. Each gets an
+`Event`. `on_step` comes when a step is done on the host and its losses are
+not read yet; `on_epoch` when all devices were waited for, the history has the
+epoch with its test accuracy, and no checkpoint of it is written yet; `on_end`
+when training has ended by itself or by `Event.stop`, after the last
+checkpoint. An error in one ends the training.
+
+With several processes each rank calls its own, and all ranks stop if one
+asks for it. A callback that has ``state()`` and ``restore(state)`` (as those
+of this module have) goes on where `train` resumes: `state` gives a pair, what
+is fit for JSON and a dict of NumPy arrays, the same on all ranks, and
+`restore` takes it. What others keep begins anew.
+"""
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mgpu.arguments import Hints, integer, number, one_of
+from mgpu.files import FilePath, path_of
+from mgpu.replicas import Replicas
+from mgpu.trainer import Trainer
+
+__all__ = ["EMA", "Checkpoint", "EarlyStopping", "Event", "LearningRateLog",
+           "each_step"]
+
+Values = dict[str, np.ndarray]
+State = tuple[Any, Mapping[str, np.ndarray]]
+_HOOKS = ("on_step", "on_epoch", "on_end")
+
+
+class Event(Hints):
+    """Where a training is.
+
+    Attributes
+    ----------
+    replicas : Replicas
+    trainer : Trainer
+    history : History
+        In `on_step` without the losses of the steps that are queued.
+    epoch, num_epochs : int
+        The epoch of the step, or the one that has ended, from 1; and of how
+        many.
+    step : int
+        Steps so far, those before a resume included.
+    losses : list of native arrays, or None
+        What `train_batch` returns, in `on_step`; with ``accumulate`` those
+        of each batch, one after the other.
+    """
+
+    _hints: ClassVar[Mapping[str, str]] = {
+        "nbatch": "step", "eval_metric": "history", "locals": "history"}
+
+    def __init__(self, replicas: Replicas, trainer: Trainer, history: Any,
+                 epoch: int, num_epochs: int, step: int,
+                 losses: Sequence[Any] | None = None) -> None:
+        self.replicas, self.trainer, self.history = replicas, trainer, history
+        self.epoch, self.num_epochs, self.step = epoch, num_epochs, step
+        self.losses = losses
+        #: whether a callback has called `stop`
+        self.stopping = False
+
+    def stop(self) -> None:
+        """End the training, on all ranks: after this step, without the rest
+        of its epoch, as a signal does; or after this epoch."""
+        self.stopping = True
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of the rows of this step, or of the epoch. Of a
+        step: those of this process; reading it waits for the step. NaN
+        without rows."""
+        if self.losses is None:
+            return float(self.history.train_loss[-1])
+        every = [self.replicas.backend.to_numpy(x).astype(np.float64)
+                 for x in self.losses if x is not None]
+        rows = sum(map(len, every))
+        return sum(float(x.sum()) for x in every) / rows if rows \
+            else float("nan")
+
+
+class _Function:
+    """A function as a callback."""
+
+    def __init__(self, hook: str, function: Callable[[Event], Any]) -> None:
+        self._function = function
+        setattr(self, hook, function)
+
+    @property
+    def name(self) -> str:
+        return getattr(self._function, "__qualname__",
+                       type(self._function).__qualname__)
+
+
+def each_step(function: Callable[[Event], Any]) -> Any:
+    """A callback that calls `function` with an `Event` after each step:
+    ``each_step(lambda event: scheduler.step())``. TypeError for what cannot
+    be called."""
+    if not callable(function):
+        raise TypeError("each_step takes a function of an event; received "
+                        f"{type(function).__name__}. Pass for example "
+                        "lambda event: print(event.step).")
+    return _Function("on_step", function)
+
+
+class Calls:
+    """The callbacks of one `train`. TypeError for what is none.
+
+    Parameters
+    ----------
+    callbacks : sequence
+    replicas : Replicas
+    evaluates : bool
+        Whether the history gets a test accuracy.
+    saves : bool
+        Whether checkpoints are written.
+    """
+
+    def __init__(self, callbacks: Any, replicas: Replicas, evaluates: bool,
+                 saves: bool) -> None:
+        if not isinstance(callbacks, (list, tuple)):
+            raise TypeError("callbacks is a list; received "
+                            f"{type(callbacks).__name__}. Pass callbacks=[...]"
+                            ", also of one.")
+        self._all: list[Any] = []
+        for one in callbacks:
+            hooks = [hook for hook in _HOOKS
+                     if callable(getattr(one, hook, None))]
+            if isinstance(one, type) or not (hooks or callable(one)):
+                what = f"the class {one.__name__}" if isinstance(one, type) \
+                    else type(one).__name__
+                raise TypeError(
+                    "a callback has on_step(event), on_epoch(event) or "
+                    "on_end(event), or is a function of an event; received "
+                    f"{what}. Make an object of it, or use "
+                    "mgpu.callbacks.each_step(function).")
+            self._all.append(one if hooks else _Function("on_epoch", one))
+        self._world = replicas.span.world
+        for one in self._all:
+            if hasattr(one, "begin"):
+                one.begin(replicas, evaluates, saves)
+        #: whether any is called after steps
+        self.steps = any(hasattr(one, "on_step") for one in self._all)
+
+    def names(self) -> list[str]:
+        """What each is, in words that are the same on all ranks."""
+        return [one.name if isinstance(one, _Function)
+                else type(one).__qualname__ for one in self._all]
+
+    def call(self, hook: str, event: Event) -> bool:
+        """Call `hook` of all; returns whether one of any rank asks for the
+        end."""
+        called = False
+        for one in self._all:
+            if hasattr(one, hook):
+                getattr(one, hook)(event)
+                called = True
+        return called and any(self._world.gather(
+            f"train: callbacks, {hook}", event.stopping))
+
+    def _lasting(self) -> list[Any]:
+        return [one for one in self._all
+                if hasattr(one, "state") and hasattr(one, "restore")]
+
+    def state(self) -> tuple[list[Any], dict[str, np.ndarray]]:
+        """Names and states, and arrays, of those that have a state."""
+        found: list[Any] = []
+        arrays: Values = {}
+        for i, one in enumerate(self._lasting()):
+            state, own = one.state()
+            found.append([type(one).__qualname__, state])
+            arrays |= {f"{i}|{name}": x for name, x in own.items()}
+        return found, arrays
+
+    def check(self, saved: Sequence[Any]) -> None:
+        """Refuse to go on with other callbacks than those of `state`
+        (ValueError)."""
+        names = [type(one).__qualname__ for one in self._lasting()]
+        if [name for name, _ in saved] != names:
+            raise ValueError(
+                "train goes on with the callbacks that it has begun with, "
+                "whose state is in the checkpoint; received "
+                f"{names} for those of {[name for name, _ in saved]}. Pass "
+                "the same, or use another checkpoint_dir.")
+
+    def restore(self, saved: Sequence[Any], arrays: Mapping[str, np.ndarray]
+                ) -> bool:
+        """Go on from `state`; returns whether one had ended the
+        training."""
+        for i, (one, (_, state)) in enumerate(zip(self._lasting(), saved)):
+            begin = f"{i}|"
+            one.restore((state, {key.removeprefix(begin): x
+                                 for key, x in arrays.items()
+                                 if key.startswith(begin)}))
+        return any(getattr(one, "stopped", False) for one in self._all)
+
+
+class _Best:
+    """The best value of a list of the history so far."""
+
+    def __init__(self, monitor: str, min_delta: float) -> None:
+        self.monitor = one_of("monitor", monitor, ("test_acc", "train_loss"))
+        self._least = number("min_delta", min_delta, 0)
+        self.value: float | None = None
+
+    def check(self, evaluates: bool) -> None:
+        if self.monitor == "test_acc" and not evaluates:
+            raise ValueError(
+                "monitor='test_acc' takes a training with test_iter or "
+                "evaluate; received neither. Pass one, or "
+                "monitor='train_loss'.")
+
+    def beaten(self, history: Any) -> bool:
+        """Whether the last value is better, by more than `min_delta`; then
+        it is the best."""
+        value = getattr(history, self.monitor)[-1]
+        sign = 1 if self.monitor == "test_acc" else -1
+        better = value == value if self.value is None \
+            else sign * (value - self.value) > self._least
+        if better:
+            self.value = value
+        return better
+
+
+class EarlyStopping:
+    """Ends a training that gets no better.
+
+    Parameters
+    ----------
+    patience : int
+        Stop after so many epochs in a row without a new best, 1 or more.
+    monitor : {"test_acc", "train_loss"}
+        A list of `History`: the larger accuracy is better, the smaller loss.
+    min_delta : float
+        A new best is better by more than this.
+    restore_best : bool
+        When the training has ended (also by `num_epochs`), put back weights
+        and buffers of the best epoch. The trainer's states, and a checkpoint
+        of `train`, are those of the last one.
+
+    Attributes
+    ----------
+    best : float or None
+    waited : int
+        Epochs since then.
+    stopped : bool
+        Whether it has ended the training; it stays so where that is resumed.
+
+    Raises
+    ------
+    ValueError
+        Another `patience`, `monitor` or `min_delta`. In `train`: "test_acc"
+        without test data; `restore_best` with `checkpoint_dir` in several
+        processes.
+    """
+
+    def __init__(self, patience: int, monitor: str = "test_acc",
+                 min_delta: float = 0.0, restore_best: bool = False) -> None:
+        self._patience = integer("patience", patience, 1)
+        self._best = _Best(monitor, min_delta)
+        self._restores = bool(restore_best)
+        self._values: Values = {}
+        self.waited, self.stopped = 0, False
+
+    @property
+    def best(self) -> float | None:
+        return self._best.value
+
+    def begin(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        """`train` begins. It starts anew, until `restore`."""
+        self._best.check(evaluates)
+        if self._restores and saves and replicas.span.wide:
+            raise ValueError(
+                "a checkpoint of several processes holds no best weights; "
+                "received restore_best=True with checkpoint_dir. Use "
+                "mgpu.callbacks.Checkpoint, which writes them to a file of "
+                "their own.")
+        self._best.value, self._values = None, {}
+        self.waited, self.stopped = 0, False
+
+    def on_epoch(self, event: Event) -> None:
+        if self._best.beaten(event.history):
+            self.waited = 0
+            if self._restores:
+                with warnings.catch_warnings():     # of several processes
+                    warnings.simplefilter("ignore", UserWarning)
+                    self._values = event.replicas.export_numpy(
+                        all_devices=True)
+        else:
+            self.waited += 1
+            if self.waited >= self._patience:
+                self.stopped = True
+                event.stop()
+
+    def on_end(self, event: Event) -> None:
+        if self._values and self.waited:
+            event.replicas.import_numpy(self._values)
+
+    def state(self) -> State:
+        return [self.best, self.waited, self.stopped], self._values
+
+    def restore(self, state: State) -> None:
+        (self._best.value, self.waited, self.stopped), values = state
+        self._values = dict(values)
+
+
+class Checkpoint:
+    """Writes weights and buffers after each epoch (`Replicas.save`), or after
+    each that is the best so far. A training does not go on from this file:
+    that is the `checkpoint_dir` of `train`.
+
+    Parameters
+    ----------
+    path : path
+        One file, replaced each time.
+    monitor : {None, "test_acc", "train_loss"}
+        None: every epoch.
+
+    Attributes
+    ----------
+    best : float or None
+        Of the file.
+    """
+
+    def __init__(self, path: FilePath, monitor: str | None = None) -> None:
+        self._path = path_of(path)
+        self._best = None if monitor is None else _Best(monitor, 0.0)
+
+    @property
+    def best(self) -> float | None:
+        return None if self._best is None else self._best.value
+
+    def begin(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        """`train` begins."""
+        if self._best is not None:
+            self._best.check(evaluates)
+            self._best.value = None
+
+    def on_epoch(self, event: Event) -> None:
+        if self._best is None or self._best.beaten(event.history):
+            event.replicas.save(self._path)
+
+    def state(self) -> State:
+        return self.best, {}
+
+    def restore(self, state: State) -> None:
+        if self._best is not None:
+            self._best.value = state[0]
+
+
+class LearningRateLog:
+    """The learning rate of each step.
+
+    Attributes
+    ----------
+    rates : list of float
+    """
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_step(self, event: Event) -> None:
+        self.rates.append(float(event.trainer.learning_rate))
+
+    def state(self) -> State:
+        return self.rates, {}
+
+    def restore(self, state: State) -> None:
+        self.rates = list(state[0])
+
+
+class EMA:
+    """Exponential moving averages of the parameters, as those of
+    ``torch.optim.swa_utils.AveragedModel`` with
+    ``get_ema_multi_avg_fn(decay)`` that are updated after each step (skipped
+    ones too): ``average = decay * average + (1 - decay) * parameter``, where
+    the first update takes the parameters as they are then. In the dtype of
+    each parameter, on the first device. Buffers are not averaged (torch's
+    ``use_buffers=False``): they are those of the training.
+
+    In `train` it is a callback; in a loop of your own call `update`.
+
+    Parameters
+    ----------
+    decay : float
+        From 0 to 1.
+
+    Attributes
+    ----------
+    updates : int
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        self._decay = number("decay", decay, 0, 1)
+        self._replicas: Replicas | None = None
+        self._averages: dict[str, Any] = {}
+        self.updates = 0
+
+    def begin(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        """`train` begins. ValueError for other replicas than before."""
+        if self._replicas not in (None, replicas):
+            raise ValueError("an EMA is of one network; received other "
+                             f"replicas, {replicas!r}. Make a new EMA.")
+        self._replicas = replicas
+
+    def on_step(self, event: Event) -> None:
+        self.update(event.replicas)
+
+    def update(self, replicas: Replicas) -> None:
+        """Take the parameters as they are now into the averages. ValueError
+        for other replicas than before."""
+        self.begin(replicas, False, False)
+        backend, weight = replicas.backend, 1.0 - self._decay
+        with backend.scope(recording=False):
+            for p in replicas.params():
+                x, average = p.data(), self._averages.get(p.name)
+                if average is None:
+                    self._averages[p.name] = backend.put(x, x)
+                else:
+                    average += (x - average) * weight
+        self.updates += 1
+
+    def averages(self) -> Values:
+        """NumPy copies by name; waits. RuntimeError before an update."""
+        return {name: self._of().backend.to_numpy(x)
+                for name, x in self._averages.items()}
+
+    def _of(self) -> Replicas:
+        if self._replicas is None or not self._averages:
+            raise RuntimeError(
+                "averages begin with the first step; received no update yet. "
+                "Pass the EMA to mgpu.train(callbacks=[ema]), or call "
+                "ema.update(replicas) after a step.")
+        return self._replicas
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """In the block the replicas hold the averages, on all devices; then
+        again the bits that they had.
+
+        Raises
+        ------
+        RuntimeError
+            There was no update; or the parameters were changed in the block,
+            by a training for example. They are what they were before it.
+        """
+        replicas = self._of()
+        backend = replicas.backend
+        parameters = replicas.params()
+        with backend.scope(recording=False):
+            before = [backend.put(p.data(), p.data()) for p in parameters]
+        changed: list[str] = []
+        try:
+            for p in parameters:
+                p.set_data(self._averages[p.name])
+            put = [backend.to_numpy(p.data()).tobytes() for p in parameters]
+            yield
+            changed = [p.name for p, bits in zip(parameters, put)
+                       if backend.to_numpy(p.data()).tobytes() != bits]
+        finally:
+            for p, x in zip(parameters, before):
+                p.set_data(x)
+        if changed:
+            raise RuntimeError(
+                "EMA.applied is for predictions: its averages go again at "
+                f"the end of the block; received a change of {changed[0]!r} "
+                "in it, which is undone. Train outside of it.")
+
+    def state(self) -> State:
+        return self.updates, self.averages() if self.updates else {}
+
+    def restore(self, state: State) -> None:
+        self.updates, values = state
+        assert self._replicas is not None
+        backend = self._replicas.backend
+        self._averages = {
+            p.name: backend.put(values[p.name], p.data(), dtype=p.dtype)
+            for p in self._replicas.params() if p.name in values}

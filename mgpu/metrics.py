@@ -1,0 +1,410 @@
+"""Measures of predictions, with the interface of ``mxnet.metric``.
+
+``update(labels, preds)`` takes arrays, or lists with one for each device
+(None where a device had no rows). Counts are whole numbers, and sums are
+exact until they are rounded once, so a value depends neither on the devices
+nor on how batches were cut, nor on the processes: `EvalMetric.get` is over
+all of them. The values are those of MXNet 1.9.1, but for what it rounds to
+float32 and what it counts in silence: labels that are no classes.
+"""
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from mgpu import distributed
+from mgpu.arguments import Hints, integer
+from mgpu.backends import get_backend, messages
+
+__all__ = ["Accuracy", "CompositeEvalMetric", "EvalMetric", "F1", "Loss",
+           "Perplexity", "TopK", "TopKAccuracy", "create"]
+
+
+def _exact(values: Iterable[float]) -> list[float]:
+    """Few numbers whose exact sum is that of `values`, which are finite."""
+    left, parts = list(values), []
+    while (part := math.fsum(left)) != 0:
+        parts.append(part)
+        left.append(-part)
+    return parts
+
+
+class EvalMetric(Hints):
+    """A measure that goes on over batches.
+
+    Attributes
+    ----------
+    name : str
+    """
+
+    _hints: ClassVar = {
+        **dict.fromkeys(("get_global", "get_global_name_value"),
+                        "get; a second metric, for sums over two spans"),
+        "reset_local": "reset", "compute": "get",
+        "update_dict": "update(labels, preds), with the arrays of the dicts",
+        **dict.fromkeys(("sum_metric", "num_inst"), "get")}
+    #: of an output of the network; else of losses
+    of_outputs = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.reset()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def reset(self) -> None:
+        """Forget all batches."""
+        self._count = 0
+        self._sums: list[float] = []
+        self._odd = 0.0             # of what is not finite
+
+    def update(self, labels: Any, preds: Any) -> None:
+        """Count a batch. Waits for it.
+
+        Parameters
+        ----------
+        labels, preds : arrays, or lists of them
+            Native or NumPy; lists have one for each device, or None.
+
+        Raises
+        ------
+        ValueError
+            Other shapes, lists of other lengths, labels that are no classes.
+            Nothing was counted then.
+        TypeError
+            An array of the other framework.
+        """
+        pairs = [(_host(y), _host(x)) for y, x in _pairs(labels, preds)]
+        self._add([self._of(y, x) for y, x in pairs if x.size])
+
+    def _of(self, labels: np.ndarray, preds: np.ndarray) -> tuple[
+            int, Sequence[float]]:
+        """How many values, and numbers whose sum is theirs."""
+        raise NotImplementedError
+
+    def _add(self, found: Sequence[tuple[int, Sequence[float]]]) -> None:
+        for count, values in found:
+            every = np.asarray(values, np.float64)
+            finite = np.isfinite(every)
+            self._odd += float(every[~finite].sum())
+            self._sums = _exact([*self._sums, *every[finite].tolist()])
+            self._count += count
+
+    def _total(self) -> tuple[int, float]:
+        """The count and the sum of all processes, which meet here."""
+        told = distributed.current().gather(f"the metric {self.name}", [
+            self._count, self._sums, repr(self._odd)])
+        odd = sum(float(own) for *_, own in told)
+        total = math.fsum(x for _, sums, _ in told for x in sums)
+        return sum(count for count, *_ in told), total + odd
+
+    def get(self) -> tuple[Any, Any]:
+        """The name and the value so far; NaN before a batch. With several
+        processes: of all, each of which calls it."""
+        count, total = self._total()
+        return self.name, total / count if count else float("nan")
+
+    def get_name_value(self) -> list[tuple[str, float]]:
+        """``[(name, value)]``, as `get`."""
+        name, value = self.get()
+        return list(zip(name, value)) if isinstance(name, list) \
+            else [(name, value)]
+
+
+def _host(x: Any) -> np.ndarray:
+    backend = get_backend()
+    if backend.is_native(x):
+        return backend.to_numpy(x)
+    messages.refuse_foreign(x, backend.name)
+    return np.asarray(x)
+
+
+def _pairs(labels: Any, preds: Any) -> list[tuple[Any, Any]]:
+    """Labels and predictions of each device that had rows."""
+    labels, preds = (list(x) if isinstance(x, (list, tuple)) else [x]
+                     for x in (labels, preds))
+    if len(labels) != len(preds):
+        raise ValueError(
+            "labels and preds are arrays, or lists with one for each device; "
+            f"received {len(labels)} and {len(preds)}. Pass what the network "
+            "and split_batch gave.")
+    return [(y, x) for y, x in zip(labels, preds) if x is not None]
+
+
+def _classes(labels: np.ndarray, count: int, ignore: float | None = None
+             ) -> np.ndarray:
+    """Labels as class numbers below `count`, in one axis."""
+    flat = labels.reshape(-1)
+    wrong = flat[((flat < 0) | (flat >= count) | (flat != np.trunc(flat)))
+                 & (True if ignore is None else flat != ignore)]
+    if wrong.size:
+        raise ValueError(
+            f"labels are class numbers, whole, from 0 to {count - 1}; "
+            f"received {wrong[0]}. Check the data.")
+    return flat.astype(np.int64)
+
+
+def _check_rows(labels: np.ndarray, preds: np.ndarray, rows: int) -> None:
+    if labels.size != rows:
+        raise ValueError(
+            "there is a label for each row of scores; received labels of "
+            f"shape {labels.shape} and scores of shape {preds.shape}. Cut or "
+            "reshape them.")
+
+
+class Accuracy(EvalMetric):
+    """The share of predictions that are right. Of equal scores the first
+    class wins.
+
+    Parameters
+    ----------
+    axis : int
+        The axis of classes in scores; `preds` of the shape of labels are
+        class numbers.
+    name : str
+    """
+
+    def __init__(self, axis: int = 1, name: str = "accuracy") -> None:
+        self._axis = integer("axis", axis, -32)
+        super().__init__(name)
+
+    def _of(self, labels: np.ndarray, preds: np.ndarray
+            ) -> tuple[int, Sequence[float]]:
+        if preds.shape != labels.shape:
+            if not -preds.ndim <= self._axis < preds.ndim \
+                    or preds.shape[self._axis] < 2:
+                raise ValueError(
+                    f"an accuracy is that of scores with classes on axis "
+                    f"{self._axis}, two or more, or of class numbers of the "
+                    f"labels' shape; received shapes {preds.shape} and "
+                    f"{labels.shape}. Of a single score make class numbers: "
+                    "pred > 0.")
+            preds = preds.argmax(axis=self._axis)
+        _check_rows(labels, preds, preds.size)
+        for x in (labels, preds):
+            if (x != np.trunc(x)).any():
+                raise ValueError("class numbers are whole; received "
+                                 f"{x[x != np.trunc(x)][0]}. Check the data.")
+        return preds.size, [float((preds.reshape(-1)
+                                   == labels.reshape(-1)).sum())]
+
+
+class TopKAccuracy(EvalMetric):
+    """The share of rows whose label is among the `top_k` largest scores, in
+    the dtype of the scores. Of equal scores the first classes win.
+
+    Parameters
+    ----------
+    top_k : int
+        2 or more; else use `Accuracy`.
+    name : str
+        Gets ``_k`` at its end, as MXNet's.
+    """
+
+    def __init__(self, top_k: int = 1, name: str = "top_k_accuracy") -> None:
+        self._k = integer("top_k", top_k, 1)
+        if top_k == 1:
+            raise ValueError("top_k is 2 or more; received 1. Use Accuracy.")
+        super().__init__(f"{name}_{self._k}")
+
+    def _of(self, labels: np.ndarray, preds: np.ndarray
+            ) -> tuple[int, Sequence[float]]:
+        if preds.ndim != 2 or preds.shape[1] < self._k:
+            raise ValueError(
+                f"{self.name} is that of scores (n, classes) with {self._k} "
+                f"classes or more; received shape {preds.shape}. Reshape "
+                "them.")
+        _check_rows(labels, preds, len(preds))
+        y = _classes(labels, preds.shape[1])[:, None]
+        own = np.take_along_axis(preds, y, 1)
+        before = (preds > own) | (preds == own) & (
+            np.arange(preds.shape[1]) < y)
+        right = (before.sum(axis=1) < self._k) & (own == own)[:, 0]
+        return len(preds), [float(right.sum())]
+
+
+TopK = TopKAccuracy
+
+
+class F1(EvalMetric):
+    """The F1 score of two classes, of all rows together.
+
+    Parameters
+    ----------
+    name : str
+    average : {"micro"}
+        MXNet's default, "macro", is a mean over batches of another score: it
+        depends on how data are cut into batches, and is refused.
+    """
+
+    def __init__(self, name: str = "f1", average: str = "macro") -> None:
+        if average != "micro":
+            raise ValueError(
+                "an F1 score here is that of all rows; received average="
+                f"{average!r} (MXNet's default, 'macro', is a mean over "
+                "batches, which depends on how they are cut). Pass "
+                "average='micro'.")
+        super().__init__(name)
+
+    def reset(self) -> None:
+        super().reset()
+        self._counts = np.zeros(3, np.int64)    # true +, false +, false -
+
+    def update(self, labels: Any, preds: Any) -> None:
+        found, rows = [], 0
+        for y, x in _pairs(labels, preds):
+            y, x = _host(y), _host(x)
+            if x.ndim != 2 or x.shape[1] != 2:
+                raise ValueError("an F1 score is that of scores (n, 2); "
+                                 f"received shape {x.shape}. Give two "
+                                 "classes.")
+            _check_rows(y, x, len(x))
+            y, x = _classes(y, 2) == 1, x.argmax(axis=1) == 1
+            found.append([(x & y).sum(), (x & ~y).sum(), (~x & y).sum()])
+            rows += len(x)
+        self._count += rows
+        for counts in found:
+            self._counts += counts
+
+    def get(self) -> tuple[Any, Any]:
+        told = distributed.current().gather(f"the metric {self.name}", [
+            self._count, self._counts.tolist()])
+        rows = sum(n for n, _ in told)
+        true, wrong, missed = (sum(own[i] for _, own in told)
+                               for i in range(3))
+        if not rows:
+            return self.name, float("nan")
+        precision = true / (true + wrong) if true + wrong else 0.0
+        recall = true / (true + missed) if true + missed else 0.0
+        return self.name, 2 * precision * recall / (precision + recall) \
+            if precision + recall else 0.0
+
+
+class Perplexity(EvalMetric):
+    """``exp`` of the mean of ``-log(max(p, 1e-10))`` over all labels, where p
+    is the probability of the label.
+
+    Parameters
+    ----------
+    ignore_label : int or None
+        Labels that do not count.
+    axis : int
+        Of the probabilities: the last one, -1.
+    name : str
+    """
+
+    def __init__(self, ignore_label: int | None, axis: int = -1,
+                 name: str = "perplexity") -> None:
+        if axis != -1:
+            raise ValueError("the last axis has the probabilities; received "
+                             f"axis={axis!r}. Transpose them.")
+        self._ignored = None if ignore_label is None \
+            else integer("ignore_label", ignore_label, -2 ** 63)
+        super().__init__(name)
+
+    def _of(self, labels: np.ndarray, preds: np.ndarray
+            ) -> tuple[int, Sequence[float]]:
+        if not preds.ndim:
+            raise ValueError("probabilities have an axis of classes; "
+                             "received a number. Pass (n, classes).")
+        _check_rows(labels, preds, preds.size // preds.shape[-1])
+        y = _classes(labels, preds.shape[-1], self._ignored)
+        counted = np.ones(len(y), bool) if self._ignored is None \
+            else y != self._ignored
+        p = preds.reshape(len(y), -1)[counted, y[counted]].astype(np.float64)
+        return int(counted.sum()), (-np.log(np.maximum(1e-10, p))).tolist()
+
+    def get(self) -> tuple[Any, Any]:
+        name, mean = super().get()
+        return name, float(np.exp(mean))
+
+
+class Loss(EvalMetric):
+    """The mean of what `preds` hold: losses, one for each row. Labels are
+    not read (None is fine)."""
+
+    of_outputs = False
+
+    def __init__(self, name: str = "loss") -> None:
+        super().__init__(name)
+
+    def update(self, labels: Any, preds: Any) -> None:
+        preds = preds if isinstance(preds, (list, tuple)) else [preds]
+        super().update([None] * len(preds), preds)
+
+    def _of(self, labels: np.ndarray, preds: np.ndarray
+            ) -> tuple[int, Sequence[float]]:
+        return preds.size, preds.reshape(-1).astype(np.float64).tolist()
+
+
+class CompositeEvalMetric(EvalMetric):
+    """Several metrics of the same batches; `get` gives lists.
+
+    Parameters
+    ----------
+    metrics : list of metrics, or names for `create`
+    name : str
+    """
+
+    def __init__(self, metrics: Sequence[Any] = (), name: str = "composite"
+                 ) -> None:
+        self.metrics = [create(one) for one in metrics]
+        super().__init__(name)
+
+    @property
+    def of_outputs(self) -> bool:   # type: ignore[override]
+        return all(one.of_outputs for one in self.metrics)
+
+    def add(self, metric: Any) -> None:
+        """Have one more."""
+        self.metrics.append(create(metric))
+
+    def reset(self) -> None:
+        for one in self.metrics:
+            one.reset()
+
+    def update(self, labels: Any, preds: Any) -> None:
+        for one in self.metrics:
+            one.update(labels, preds)
+
+    def get(self) -> tuple[Any, Any]:
+        found = [pair for one in self.metrics for pair in one.get_name_value()]
+        return [name for name, _ in found], [value for _, value in found]
+
+
+_NAMES = {"acc": Accuracy, "accuracy": Accuracy, "f1": F1, "loss": Loss,
+          "perplexity": Perplexity, "top_k_acc": TopKAccuracy,
+          "top_k_accuracy": TopKAccuracy, "topkaccuracy": TopKAccuracy}
+
+
+def create(metric: Any, **options: Any) -> EvalMetric:
+    """A metric by its name, in small or capital letters; of a list, a
+    `CompositeEvalMetric`; a metric is given back.
+
+    Raises
+    ------
+    ValueError
+        Another name; options of a metric that is there.
+    TypeError
+        A function, or what else names none.
+    """
+    if isinstance(metric, EvalMetric) and not options:
+        return metric
+    if isinstance(metric, (list, tuple)):
+        return CompositeEvalMetric([create(one, **options) for one in metric])
+    if isinstance(metric, str):
+        if metric.lower() not in _NAMES:
+            raise ValueError(
+                f"unknown metric; received {metric!r}. Use one of "
+                f"{', '.join(sorted(_NAMES))}, or compute it from "
+                "Replicas.predict.")
+        return _NAMES[metric.lower()](**options)
+    if isinstance(metric, EvalMetric):
+        raise ValueError("a metric that is there has its options; received "
+                         f"{sorted(options)}. Give them where it is made.")
+    raise TypeError(
+        "a metric is one of mgpu.metrics, a name, or a list of them; "
+        f"received {type(metric).__name__}. Compute others from "
+        "Replicas.predict.")

@@ -1,0 +1,102 @@
+"""Predictions of a network on several devices: rows in, rows out."""
+import operator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mgpu.arguments import integer
+from mgpu.backends import using_backend
+from mgpu.device import as_devices
+from mgpu.nested import (as_inputs, is_empty, map_leaves, row_counts,
+                         shapes_of)
+from mgpu.split import split_and_load
+
+if TYPE_CHECKING:
+    from mgpu.replicas import Replicas
+
+def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
+            device: Any = None) -> Any:
+    """See `Replicas.predict`."""
+    places = replicas.devices if device is None else as_devices([device])
+    absent = [place for place in places if place not in replicas.devices]
+    if absent:
+        raise ValueError(f"the network is on {replicas.devices}; received "
+                         f"{absent[0]}. Predict where it is.")
+    if batch_size is not None:
+        batch_size = integer("batch_size", batch_size, 1)
+    found: list[Any] = []
+    with using_backend(replicas.backend.name) as backend, \
+            backend.scope(recording=False, training=False):
+        for batch in _batches(X, batch_size):
+            rows = sorted(set(row_counts(batch)))
+            if len(rows) != 1 or not rows[0] or is_empty(as_inputs(batch)):
+                raise ValueError(
+                    "a prediction is of arrays with one row or more, as many "
+                    "in each; received "
+                    f"{' or '.join(map(str, rows)) or 'none'}. Pass an array, "
+                    "a tuple or dict of arrays, or batches of them.")
+            shards = split_and_load(batch, places, 0, False)
+            if places == replicas.devices:
+                outputs = replicas(shards)
+            else:
+                run = replicas[replicas.devices.index(places[0])]
+                outputs = [run(*as_inputs(shards[0]))]
+            for shard, output in zip(shards, outputs):
+                if output is not None:
+                    found.append(_on_host(output, row_counts(shard)[0],
+                                          backend))
+    if not found:
+        raise ValueError("a prediction needs one row or more; received no "
+                         "batch. Use an iterable that can be gone through "
+                         "again, such as a list.")
+    return _joined(found)
+
+
+def _batches(X: Any, batch_size: int | None) -> Iterator[Any]:
+    """What the network is called with, one after the other."""
+    if not hasattr(X, "shape") and not isinstance(X, (list, tuple, dict)) \
+            and not row_counts(X):
+        if batch_size is not None or not hasattr(X, "__iter__"):
+            raise TypeError(
+                "predict takes arrays, which batch_size cuts, or an iterable "
+                f"of batches as they are; received {type(X).__name__}"
+                + ("" if batch_size is None else " and batch_size")
+                + ". Pass one or the other.")
+        yield from X
+        return
+    rows = row_counts(X)
+    if batch_size is None or len(set(rows)) != 1:
+        yield X
+        return
+    bounds = [(begin, min(begin + batch_size, rows[0]))
+              for begin in range(0, rows[0], batch_size)]
+    # Row by row as batches come: no copy of all.
+    for begin, end in bounds or [(0, 0)]:
+        yield map_leaves(operator.itemgetter(slice(begin, end)), X)
+
+
+def _on_host(output: Any, rows: int, backend: Any) -> Any:
+    """`output` of a device in NumPy, which has a row for each of `rows`."""
+    for shape in shapes_of(output):
+        if shape[:1] != (rows,):
+            raise ValueError(
+                "a prediction has a row for each row of the input; received "
+                f"an output of shape {shape} for {rows} rows. Return such "
+                "arrays in prediction mode, or call replicas(shards).")
+    return map_leaves(backend.to_numpy, output)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """One structure of arrays like each of `parts`, with all rows."""
+    columns: list[list[np.ndarray]] = []
+    for part in parts:
+        columns.append([])
+        map_leaves(columns[-1].append, part)
+    if len({len(own) for own in columns}) != 1:
+        raise ValueError(
+            "all batches have outputs of one structure; received "
+            f"{sorted({len(own) for own in columns})} arrays. Predict them "
+            "one by one.")
+    rows = iter([np.concatenate(arrays) for arrays in zip(*columns)])
+    return map_leaves(lambda x: next(rows), parts[0])

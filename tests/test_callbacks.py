@@ -1,0 +1,490 @@
+"""Callbacks of `train`; several batches in one step; gradients that are
+clipped in it."""
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import mlp, on
+from mgpu import callbacks, datasets
+
+rng = np.random.default_rng(0)
+X, LABELS = rng.normal(size=(22, 6)), rng.integers(0, 3, 22).astype("int32")
+LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
+#: uneven, and fewer rows than devices
+CUTS = ((0, 8), (8, 9), (9, 14), (14, 20), (20, 22))
+DATA = [(X[begin:end], LABELS[begin:end]) for begin, end in CUTS]
+#: the same three steps, each of one batch
+JOINED = [(X[:9], LABELS[:9]), (X[9:20], LABELS[9:20]),
+          (X[20:], LABELS[20:])]
+
+
+def made(backend, devices, optimizer="sgd", net=None, **options):
+    params = options.pop("params", {"learning_rate": 0.5})
+    replicas = mgpu.initialize(
+        net or mlp(backend, units=(6, 4, 3)), devices, "uniform", seed=3,
+        dtype="float64")
+    return replicas, mgpu.Trainer(replicas, optimizer, params, **options)
+
+
+def train(run, data=DATA, epochs=2, **options):
+    replicas, trainer = run
+    return mgpu.train(replicas, data, None, LOSS, trainer, epochs,
+                      progress=False, **options)
+
+
+def assert_near(run, other, limit=1e-12):
+    a, b = (one[0].export_numpy() for one in (run, other))
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=limit)
+    run[0].check_equal()
+
+
+# -- accumulation -------------------------------------------------------------
+
+@pytest.mark.parametrize("kind", ["plain", "scaled", "clipped"])
+def test_accumulated_batches_are_one_step_of_the_joined_batch(
+        engine, devices, kind):
+    """The last step of an epoch has the batches that are left."""
+    options = {"loss_scale": "dynamic"} if kind == "scaled" else {}
+    clip = {"clip_norm": 0.125} if kind == "clipped" else {}
+    params = {"learning_rate": 0.5, "momentum": 0.5, "wd": 0.01}
+    run, joined = (made(engine, devices, params=params, **options)
+                   for _ in range(2))
+    history = train(run, accumulate=2, **clip)
+    expected = train(joined, JOINED, **clip)
+    assert_near(run, joined)
+    assert run[1].num_update == joined[1].num_update == 6
+    np.testing.assert_allclose(history.loss_per_step, expected.loss_per_step,
+                               rtol=1e-12)
+    np.testing.assert_allclose(history.train_loss, expected.train_loss,
+                               rtol=1e-12)
+    # and in a batch that is cut
+    cut = made(engine, devices, params=params, **options)
+    losses = [mgpu.train_batch(*batch, *cut[:1], LOSS, cut[1], accumulate=3,
+                               **clip) for batch in JOINED * 2]
+    assert_near(cut, joined)
+    assert sum(len(x) for x in losses[0] if x is not None) == 9
+
+
+def test_the_gradients_after_it_are_the_sums(backend):
+    run, joined = made(backend, on(0, 1)), made(backend, on(0, 1))
+    mgpu.train_batch(X, LABELS, run[0], LOSS, run[1], accumulate=4)
+    mgpu.train_batch(X, LABELS, joined[0], LOSS, joined[1])
+    for p, q in zip(run[0].params(), joined[0].params()):
+        for g, expected in zip(p.list_grad(), q.list_grad()):
+            np.testing.assert_allclose(mgpu.to_numpy(g),
+                                       mgpu.to_numpy(expected), atol=1e-12)
+
+
+def branches(backend):
+    """A network whose rows may reach one of two layers alone."""
+    if backend.name == "mxnet":
+        from mxnet import gluon
+
+        class Net(gluon.Block):
+            def __init__(self):
+                super().__init__()
+                with self.name_scope():
+                    self.a = gluon.nn.Dense(3, in_units=6)
+                    self.b = gluon.nn.Dense(3, in_units=6)
+
+            def forward(self, x):
+                return self.a(x) if x[0, 0].asscalar() < 5 else self.b(x)
+    else:
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
+
+            def forward(self, x):
+                return self.a(x) if x[0, 0] < 5 else self.b(x)
+    return Net()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_one_batch_reaches_is_updated(backend, turned):
+    """Also where the last one does not reach it; what none reaches is an
+    error, and nothing has changed."""
+    first, second = X[:4].copy(), X[4:10].copy()
+    second[:, 0] = 9        # reaches b
+    data = [(first, LABELS[:4]), (second, LABELS[4:10])]
+    data = data[::-1] if turned else data
+    run = made(backend, on(0), net=branches(backend))
+    before = run[0].export_numpy()
+    train(run, data, 1, accumulate=2)
+    expected = made(backend, on(0), net=branches(backend))
+    sums = {}
+    for batch in data:
+        mgpu.train_batch(*batch, expected[0], LOSS, expected[1],
+                         ignore_stale_grad=True)
+        for p in expected[0].params():
+            if (expected[0].export_numpy()[p.name] != before[p.name]).any():
+                sums[p.name] = mgpu.to_numpy(p.grad()).copy()
+        expected[0].import_numpy(before)
+    for name, x in run[0].export_numpy().items():
+        np.testing.assert_allclose(x, before[name] - 0.5 * sums[name] / 10,
+                                   atol=1e-12)
+    one = made(backend, on(0), net=branches(backend))
+    with pytest.raises(mgpu.StaleGradientError):
+        train(one, [data[0], data[0]], 1, accumulate=2)
+    assert_near(one, expected, 0)
+
+
+def test_buffers_move_as_in_so_many_steps(backend):
+    """And a step that fails in its second batch leaves all as it was."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+
+        def net():
+            net = nn.HybridSequential()
+            net.add(nn.Dense(4, in_units=6), nn.BatchNorm(in_channels=4),
+                    nn.Dense(3, in_units=4))
+            return net
+    else:
+        from torch import nn
+
+        def net():
+            return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4),
+                                 nn.Linear(4, 3))
+    run = made(backend, on(0, 1), net=net())
+    frozen = made(backend, on(0, 1), net=net(),
+                  params={"learning_rate": 0.0})
+    before = run[0].export_numpy(all_devices=True)
+    with pytest.raises(ValueError, match="equally many rows"):
+        train(run, [DATA[0], (X[:3], LABELS[:2])], 1, accumulate=2)
+    for name, x in run[0].export_numpy(all_devices=True).items():
+        if "num_batches" not in name:
+            np.testing.assert_array_equal(x, before[name])
+    assert run[1].num_update == 0
+    with pytest.raises(RuntimeError, match="update works on"):
+        run[1].update(9)
+    train(run, DATA[:2], 1, accumulate=2)
+    train(frozen, DATA[:2], 1)
+    values = frozen[0].export_numpy(all_devices=True)
+    found = run[0].export_numpy(all_devices=True)
+    for p in run[0].statistics():
+        np.testing.assert_allclose(found[p.name], values[p.name],
+                                   atol=1e-12)
+        assert (found[p.name] != before[p.name]).any()
+
+
+def test_what_accumulates_by_itself_is_refused(backend):
+    class Own(mgpu.Trainer):
+        def update(self, batch_size):
+            super().update(batch_size)
+    replicas, trainer = made(backend, on(0))
+    own = Own(replicas, "sgd", {"learning_rate": 0.1})
+    before = replicas.export_numpy()
+    for options in ({"accumulate": 2}, {"clip_norm": 1.0}):
+        with pytest.raises(ValueError, match="an Own, which|a Own, which"):
+            train((replicas, own), **options)
+    with pytest.raises(ValueError, match="clip_norm must be a finite"):
+        train((replicas, trainer), clip_norm=0)
+    with pytest.raises(ValueError, match="accumulate must be an integer"):
+        train((replicas, trainer), accumulate=0)
+    replicas.params()[0].grad_req = "add"
+    with pytest.raises(ValueError, match="grad_req='add' of '0.weight'"):
+        train((replicas, trainer), accumulate=2)
+    for name, x in replicas.export_numpy().items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+def test_an_infinite_gradient_skips_the_whole_step(backend):
+    run = made(backend, on(0, 1), nonfinite="skip")
+    before = run[0].export_numpy()
+
+    def loss(output, y):
+        return LOSS(output, y) * (np.inf if len(y) == 1 else 1.0)
+    with pytest.raises(mgpu.NonFiniteLoss):
+        mgpu.train(run[0], DATA[:2], None, loss, run[1], 1, progress=False,
+                   accumulate=2, clip_norm=1.0)
+    assert run[1].skipped_steps == 1 and run[1].num_update == 0
+    for name, x in run[0].export_numpy().items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+# -- clipping -----------------------------------------------------------------
+
+@pytest.mark.parametrize("semantics", ["gluon", "torch"])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_clip_norm_is_that_of_a_loop_of_the_framework(
+        backend, semantics, scale):
+    """Of the gradient of the mean loss, by Gluon's and torch's formulas; the
+    gradients are small, so that their constants are told apart."""
+    limit, rate = 1e-7, 1e6
+
+    def loss(output, y):
+        return LOSS(output, y) * 1e-4
+    name = "learning_rate" if semantics == "gluon" else "lr"
+    run = made(backend, on(0, 1), params={name: rate}, semantics=semantics,
+               loss_scale=scale)
+    scaled = made(backend, on(0, 1), params={name: 0.0},
+                  semantics=semantics)
+    before = run[0].export_numpy()
+    mgpu.train_batch(X, LABELS, run[0], loss, run[1], clip_norm=limit)
+    mgpu.train_batch(X, LABELS, scaled[0], loss, scaled[1])
+    gradients = [mgpu.to_numpy(p.grad()) / len(X)
+                 for p in scaled[0].params()]
+    if semantics == "torch":
+        torch = pytest.importorskip("torch")
+        leaves = [torch.zeros(g.shape, dtype=torch.float64)
+                  for g in gradients]
+        for leaf, g in zip(leaves, gradients):
+            leaf.grad = torch.from_numpy(g.copy())
+        torch.nn.utils.clip_grad_norm_(leaves, limit)
+        clipped = [leaf.grad.numpy() for leaf in leaves]
+    else:
+        with mgpu.using_backend("mxnet"):
+            import mxnet as mx
+        # it takes float32 alone
+        arrays = [mx.nd.array(g, dtype="float32") for g in gradients]
+        mx.gluon.utils.clip_global_norm(arrays, limit)
+        clipped = [x.asnumpy() for x in arrays]
+    after = run[0].export_numpy()
+    for p, g in zip(run[0].params(), clipped):
+        np.testing.assert_allclose(
+            (before[p.name] - after[p.name]) / rate, g, rtol=0,
+            atol=limit * (1e-9 if semantics == "torch" else 1e-6))
+
+
+# -- callbacks ----------------------------------------------------------------
+
+def test_when_callbacks_come(backend):
+    """After each step, after each epoch with its history, and at the end."""
+    seen = []
+
+    class Own:
+        def on_step(self, event):
+            seen.append(("step", event.epoch, event.step, event.loss,
+                         event.trainer.num_update))
+
+        def on_end(self, event):
+            seen.append(("end", event.epoch, event.step))
+    run = made(backend, on(0, 1))
+    history = train(run, JOINED, 2, evaluate=lambda: 0.5, prefetch=2,
+                    max_inflight=3, callbacks=[
+        Own(), lambda event: seen.append((
+            "epoch", event.epoch, event.step, event.loss,
+            len(event.history.test_acc), event.num_epochs))])
+    losses = history.loss_per_step
+    steps = [("step", 1 + i // 3, i + 1, pytest.approx(losses[i]), i + 1)
+             for i in range(6)]
+    epochs = [("epoch", n, 3 * n, history.train_loss[n - 1], n, 2)
+              for n in (1, 2)]
+    assert seen == [*steps[:3], epochs[0], *steps[3:], epochs[1],
+                    ("end", 2, 6)]
+
+
+def test_a_schedule_of_steps_of_the_users_own(backend):
+    class Scheduler:
+        count = 0
+
+        def step(self):
+            self.count += 1
+            run[1].set_learning_rate(0.5 / (1 + self.count))
+    scheduler, run = Scheduler(), made(backend, on(0, 1))
+    log = callbacks.LearningRateLog()
+    train(run, JOINED, 1, callbacks=[
+        log, callbacks.each_step(lambda event: scheduler.step())])
+    assert log.rates == [0.5, 0.25, 0.5 / 3]
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_callback_ends_the_training_after_its_step(backend, at, tmp_path):
+    """The history has all steps; the checkpoint goes on with the next."""
+    def stop(event):
+        if event.step == at:
+            event.stop()
+    run = made(backend, on(0, 1))
+    history = train(run, JOINED, 2, checkpoint_dir=tmp_path,
+                    callbacks=[callbacks.each_step(stop)])
+    assert len(history.loss_per_step) == at == run[1].num_update
+    assert history.train_loss == []
+    run, whole = made(backend, on(0, 1)), made(backend, on(0, 1))
+    history = train(run, JOINED, 2, checkpoint_dir=tmp_path, resume="auto")
+    assert history.loss_per_step == train(whole, JOINED, 2).loss_per_step
+    assert_near(run, whole, 0)
+
+
+def test_a_callback_ends_the_training_after_its_epoch(backend):
+    run, other = made(backend, on(0, 1)), made(backend, on(0, 1))
+    history = train(run, JOINED, 5, callbacks=[
+        lambda event: event.epoch == 2 and event.stop()])
+    assert len(history.train_loss) == 2 and len(history.seconds) == 2
+    assert history.loss_per_step == train(other, JOINED, 2).loss_per_step
+
+
+def test_an_error_in_a_callback_ends_the_training(backend):
+    def fail(event):
+        raise KeyError("mine")
+    run = made(backend, on(0))
+    with pytest.raises(KeyError, match="mine") as seen:
+        train(run, callbacks=[callbacks.each_step(fail)])
+    assert seen.value.history.train_loss == [] and run[1].num_update == 1
+
+
+@pytest.mark.parametrize("wrong, words", [
+    (3, "callbacks is a list"), ([3], "received int"),
+    ([callbacks.EMA], "the class EMA. Make an object"),
+    ([type("Keras", (), {"on_epoch_end": print})()], "received Keras")])
+def test_what_is_no_callback_is_refused(backend, wrong, words):
+    run = made(backend, on(0))
+    with pytest.raises(TypeError, match=words):
+        train(run, callbacks=wrong)
+    assert run[1].num_update == 0
+    with pytest.raises(TypeError, match="each_step takes a function"):
+        callbacks.each_step(3)
+
+
+# -- stopping early -----------------------------------------------------------
+
+def accuracies(*values):
+    found = iter(values)
+    return lambda: next(found)
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_early_stopping_waits_for_a_better_epoch(backend, restore):
+    run = made(backend, on(0, 1))
+    kept = []
+    stop = callbacks.EarlyStopping(2, min_delta=0.05, restore_best=restore)
+    history = train(run, JOINED, 9, evaluate=accuracies(
+        0.1, 0.5, 0.54, 0.3, 0.9), callbacks=[stop, lambda event: kept.append(
+            event.replicas.export_numpy())])
+    assert history.test_acc == [0.1, 0.5, 0.54, 0.3]
+    assert stop.best == 0.5 and stop.stopped and stop.waited == 2
+    for name, x in run[0].export_numpy().items():
+        np.testing.assert_array_equal(x, kept[1 if restore else 3][name])
+    run[0].check_equal()
+
+
+def test_early_stopping_of_a_loss_takes_the_smaller(backend):
+    run = made(backend, on(0), params={"learning_rate": 0.0})
+    history = train(run, JOINED, 9, callbacks=[
+        callbacks.EarlyStopping(3, "train_loss")])
+    assert len(history.train_loss) == 4
+    with pytest.raises(ValueError, match="monitor='test_acc' takes"):
+        train(run, JOINED, 9, callbacks=[callbacks.EarlyStopping(3)])
+
+
+def test_the_state_of_callbacks_is_in_checkpoints(backend, tmp_path):
+    """A run that was ended in between has the decisions and averages of the
+    uninterrupted one; other callbacks are refused."""
+    values = (0.1, 0.5, 0.4, 0.3, 0.9)
+
+    def go(folder, epochs, *scores):
+        run = made(backend, on(0, 1))
+        every = [callbacks.EarlyStopping(2, restore_best=True),
+                 callbacks.EMA(0.75), callbacks.LearningRateLog()]
+        history = train(run, JOINED, epochs, checkpoint_dir=folder,
+                        resume="auto", callbacks=every,
+                        evaluate=accuracies(*scores))
+        return run, every, history
+    whole, expected, history = go(tmp_path / "whole", 9, *values)
+    assert history.test_acc == [0.1, 0.5, 0.4, 0.3]
+    go(tmp_path / "parts", 3, *values)
+    for _ in range(2):      # a run that has stopped does not begin again
+        run, every, again = go(tmp_path / "parts", 9, *values[3:])
+        assert again.test_acc == history.test_acc
+        assert_near(run, whole, 0)
+        assert every[0].stopped and every[0].best == 0.5
+        assert every[2].rates == expected[2].rates == [0.5] * 12
+        for name, x in every[1].averages().items():
+            np.testing.assert_array_equal(x, expected[1].averages()[name])
+    for words, options in (
+            ("callbacks that it has begun with", {}),
+            ("steps of as many batches", {"accumulate": 2})):
+        with pytest.raises(ValueError, match=words):
+            train(made(backend, on(0, 1)), JOINED, 9, resume="auto",
+                  checkpoint_dir=tmp_path / "parts", evaluate=lambda: 0.5,
+                  **options)
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_run_goes_on_between_accumulated_steps(backend, tmp_path, listed):
+    def data():
+        return DATA if listed else datasets.BatchIterator(
+            X, LABELS, 4, seed=1)
+
+    def stop(event):
+        if event.step == 2:
+            event.stop()
+    whole, run = made(backend, on(0, 1)), made(backend, on(0, 1))
+    history = train(whole, data(), 2, accumulate=2)
+    train(run, data(), 2, accumulate=2, checkpoint_dir=tmp_path,
+          callbacks=[callbacks.each_step(stop)])
+    run = made(backend, on(0, 1))
+    again = train(run, data(), 2, accumulate=2, checkpoint_dir=tmp_path,
+                  resume="auto")
+    assert again.loss_per_step == history.loss_per_step
+    assert_near(run, whole, 0)
+
+
+def test_a_checkpoint_of_the_best_epoch(backend, tmp_path):
+    run, kept = made(backend, on(0, 1)), []
+    best = callbacks.Checkpoint(tmp_path / "best", "test_acc")
+    train(run, JOINED, 3, evaluate=accuracies(0.1, 0.5, 0.4), callbacks=[
+        best, callbacks.Checkpoint(tmp_path / "last"),
+        lambda event: kept.append(event.replicas.export_numpy())])
+    assert best.best == 0.5
+    for name, number in (("best", 1), ("last", 2)):
+        run[0].load(tmp_path / name)
+        for name, x in run[0].export_numpy().items():
+            np.testing.assert_array_equal(x, kept[number][name])
+
+
+# -- averages -----------------------------------------------------------------
+
+@pytest.mark.parametrize("decay", [0.9, 0.25])
+def test_averages_are_those_of_torch(backend, decay):
+    if "torch" not in BACKENDS:
+        pytest.skip("the averages are compared with torch's")
+    with mgpu.using_backend("torch"):
+        import torch
+    run, ema = made(backend, on(0, 1)), callbacks.EMA(decay)
+    holder = torch.nn.Module()
+    for i, p in enumerate(run[0].params()):
+        holder.register_parameter(f"p{i}", torch.nn.Parameter(
+            torch.zeros(p.shape, dtype=torch.float64)))
+    averaged = torch.optim.swa_utils.AveragedModel(
+        holder,
+        multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay))
+
+    def follow(event):
+        with torch.no_grad():
+            for p, x in zip(run[0].params(), holder.parameters()):
+                x.copy_(torch.from_numpy(mgpu.to_numpy(p.data())))
+        averaged.update_parameters(holder)
+    train(run, callbacks=[ema, callbacks.each_step(follow)])
+    assert ema.updates == averaged.n_averaged == 10
+    for x, expected in zip(ema.averages().values(), averaged.parameters()):
+        np.testing.assert_allclose(x, expected.detach().numpy(), rtol=0,
+                                   atol=1e-14)
+
+
+def test_averages_are_applied_for_a_block(backend):
+    run, ema = made(backend, on(0, 1)), callbacks.EMA(0.5)
+    replicas, trainer = run
+    with pytest.raises(RuntimeError, match="begin with the first step"):
+        ema.applied().__enter__()
+    train(run, callbacks=[ema])
+    before, plain = replicas.export_numpy(), replicas.predict(X)
+    with ema.applied():
+        replicas.check_equal()
+        for name, x in replicas.export_numpy().items():
+            np.testing.assert_array_equal(x, ema.averages()[name])
+        assert (replicas.predict(X) != plain).any()
+    with pytest.raises(RuntimeError, match="Train outside of it"):
+        with ema.applied():
+            mgpu.train_batch(X, LABELS, replicas, LOSS, trainer)
+    for name, x in replicas.export_numpy().items():
+        np.testing.assert_array_equal(x, before[name])
+    np.testing.assert_array_equal(replicas.predict(X), plain)
+    replicas.check_equal()
+    with pytest.raises(ValueError, match="an EMA is of one network"):
+        ema.update(made(backend, on(0))[0])
+
+
