@@ -6,16 +6,17 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
-from torch import nn, optim
-from torch.optim import lr_scheduler
 
 import mgpu
 from conftest import BACKENDS
 from helpers import mlp, on, relative_difference
 
-pytestmark = pytest.mark.skipif("torch" not in BACKENDS,
-                                reason="torch's objects")
+if "torch" not in BACKENDS:
+    pytest.skip("torch's objects", allow_module_level=True)
+
+import torch                                        # noqa: E402
+from torch import nn, optim                         # noqa: E402
+from torch.optim import lr_scheduler                # noqa: E402
 
 
 @pytest.fixture(autouse=True)
