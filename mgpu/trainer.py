@@ -1185,7 +1185,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             if p is None:
                 continue
             kept = self._states[0][p.name]
-            needed = optimizer.create_state(p.data(),
+            x = p.data()    # a row is enough: rates may change in each step
+            needed = optimizer.create_state(x[:1] if p.shape else x,
                                             self.replicas.backend.ops)
             if needed.keys() != kept.keys():
                 raise ValueError(

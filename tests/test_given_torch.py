@@ -6,16 +6,17 @@ import warnings
 
 import numpy as np
 import pytest
-import torch
-from torch import nn, optim
-from torch.optim import lr_scheduler
 
 import mgpu
 from conftest import BACKENDS
 from helpers import mlp, on, relative_difference
 
-pytestmark = pytest.mark.skipif("torch" not in BACKENDS,
-                                reason="torch's objects")
+if "torch" not in BACKENDS:
+    pytest.skip("torch's objects", allow_module_level=True)
+
+import torch                                        # noqa: E402
+from torch import nn, optim                         # noqa: E402
+from torch.optim import lr_scheduler                # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -359,6 +360,9 @@ def mixed(net):
     (lambda net: optim.SGD(net.parameters(), maximize=True), "maximize=True"),
     (lambda net: optim.Adam(net.parameters(), differentiable=True),
      "differentiable=True"),
+    (lambda net: optim.Adam, "the class torch.optim.Adam"),
+    (lambda net: optim.SGD(nn.LazyLinear(2).parameters()),
+     "received others: group 0, number 0; group 0, number 1"),
     (lambda net: optim.SGD(net.parameters(), torch.tensor(0.1)),
      "learning_rate must be a finite number.*tensor"),
     (lambda net: optim.SGD(network().parameters()),

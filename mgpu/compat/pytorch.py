@@ -1,9 +1,8 @@
 """Names of PyTorch on `Replicas` and `Trainer`."""
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mgpu.parameters import Parameter
     from mgpu.replicas import Replicas  # noqa: F401
     from mgpu.trainer import Trainer    # noqa: F401
 
@@ -17,7 +16,7 @@ class TorchTrainerNames:
 
     if TYPE_CHECKING:
         replicas: Replicas
-        trains: Callable[[Parameter], bool]
+        trains: Callable[[Any], bool]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """`Replicas.zero_grad`: every gradient is zero on all devices, and

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from mgpu.backends import base
 from mgpu.backends._torch.names import arrays_of, joined, suffix_of, walk
@@ -124,7 +125,8 @@ class TorchOptimizer(base.GivenOptimizer):
         names = {id(p): joined(path, suffix_of(module, name))
                  for path, module, name, p in walk(self._network.net,
                                                    "_parameters")}
-        strange = [f"group {i}, number {j}, of shape {tuple(p.shape)}"
+        strange = [f"group {i}, number {j}" + (
+            "" if is_lazy(p) else f", of shape {tuple(p.shape)}")
                    for i, group in enumerate(groups)
                    for j, p in enumerate(group) if id(p) not in names]
         if strange:
@@ -252,6 +254,11 @@ class PyTorchGiven(base.Given):
 
     def optimizer(self, x: Any, network: base.Network
                   ) -> base.GivenOptimizer | None:
+        if isinstance(x, type) and issubclass(x, torch.optim.Optimizer):
+            raise TypeError(
+                "an optimiser is an object, or a name; received the class "
+                f"torch.optim.{x.__name__}. Pass {x.__name__}(net."
+                "parameters(), ...), or its name and semantics='torch'.")
         return TorchOptimizer(x, network) \
             if isinstance(x, torch.optim.Optimizer) else None
 
