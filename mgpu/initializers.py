@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -122,6 +123,12 @@ class Initializer(ABC):
     def _named(self, name: str, shape: tuple[int, ...],
                rng: np.random.Generator) -> np.ndarray:
         return self.sample(shape, rng)
+
+    def check_names(self, names: Sequence[str], weights: Sequence[str]
+                    ) -> None:
+        """Before a network with parameters `names` is drawn, of which it
+        draws `weights`. ValueError where it cannot."""
+        return
 
     #: what an option may be: a number of so much or more, or one of these
     _options: ClassVar[dict[str, float | tuple[str, ...]]] = {}
@@ -369,6 +376,44 @@ class _Foreign(Initializer):
         return self._given.draw(name, shape, rng)
 
 
+class _ByName(Initializer):
+    """MXNet's Mixed: the first whose pattern a name matches."""
+
+    def __init__(self, choices: list[tuple[re.Pattern[str], Initializer]]
+                 ) -> None:
+        self._choices = choices
+
+    def __repr__(self):
+        return f"Mixed({[(p.pattern, rule) for p, rule in self._choices]!r})"
+
+    def check_names(self, names, weights):
+        for pattern, _ in self._choices:
+            if not any(map(pattern.match, names)):
+                raise ValueError(
+                    "patterns of mx.init.Mixed match names from their "
+                    f"beginning; received {pattern.pattern!r}, which matches "
+                    f"none of {list(names)}. These are paths, as in "
+                    "'0.weight', not Gluon's 'dense0_weight'.")
+        for name in weights:
+            self._choose(name)
+
+    def sample(self, shape, rng):
+        return self._named("weight", shape, rng)
+
+    def _named(self, name, shape, rng):
+        return self._choose(name).draw(shape, rng, name)
+
+    def _choose(self, name: str) -> Initializer:
+        for pattern, rule in self._choices:
+            if pattern.match(name):
+                return rule
+        raise ValueError(
+            "a weight has the first initialiser of mx.init.Mixed whose "
+            f"pattern its name matches; received {name!r} and "
+            f"{[pattern.pattern for pattern, _ in self._choices]}. Add '.*' "
+            "with a default at the end.")
+
+
 #: Gluon's registered names, lower case.
 _NAMES: dict[str, type[Initializer]] = {
     "zero": Zero, "zeros": Zero, "one": One, "ones": One,
@@ -389,7 +434,10 @@ def create(init: Any, /, **options: Any) -> Initializer:
         what its `dumps()` gives, ``'["normal", {"sigma": 0.1}]'``, become
         the initialiser of this module. One of a class of the user's, derived
         from `mx.init.Initializer`, is called by its ``_init_weight`` with
-        mgpu's name of each weight, on either engine.
+        mgpu's name of each weight, on either engine. With
+        ``mx.init.Mixed`` the patterns see these names, such as
+        ``"0.weight"``; it says what draws weights, and biases, gammas and
+        betas are as always. `mx.init.Load` is refused.
     **options
         Of the initialiser that is named: ``create("normal", sigma=0.1)``.
 
@@ -405,6 +453,8 @@ def create(init: Any, /, **options: Any) -> Initializer:
     if not isinstance(init, (Initializer, str, type)):
         engine = given(init)
         own = engine.initializer(init) if engine is not None else None
+        if isinstance(own, list):
+            return _ByName([(pattern, create(x)) for pattern, x in own])
         if own is not None:
             return _Foreign(own)
     if not isinstance(init, (Initializer, str, type)) \

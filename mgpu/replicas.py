@@ -1691,6 +1691,9 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
                 values[spec.name] = draw(spec, spec.shape)
         return values
 
+    rule.check_names([spec.name for spec in network.specs()], [
+        spec.name for _, spec in to_draw()
+        if spec.kind in ("weight", "unknown") and spec.init is None])
     network.prepare(options, devices)
     # What cannot be drawn is refused before a change.
     for _, spec in to_draw():       # draw_known passes unknown shapes over

@@ -751,12 +751,33 @@ def test_values_of_an_initialiser_of_the_users_are_gluons(backend):
 
 
 @BOTH
-def test_initialisers_that_gluon_refuses_too(backend):
+def test_mixed_goes_by_the_names_of_weights(backend):
+    """What the Module interface of MXNet draws: biases stay zeros there
+    too. (Gluon's initialize takes no Mixed.)"""
+    mx = mgpu.mxnet_compat()
+
+    class Mine(mx.init.Initializer):
+        def _init_weight(self, name, arr):
+            arr[:] = 5
+    init = mx.init.Mixed([".*bias", "0[.]", ".*"], [
+        mx.init.One(), Mine(), mx.init.Constant(3)])
+    found = values(mgpu.initialize(mlp(backend), on(0, 1), init))
+    assert {name: set(x.ravel()) for name, x in found.items()} == {
+        "0.weight": {5}, "0.bias": {0}, "2.weight": {3}, "2.bias": {0}}
+    array = mx.nd.ones(3)
+    init(mx.init.InitDesc("0.bias"), array)
+    assert not array.asnumpy().any()
+
+
+@BOTH
+def test_initialisers_that_mean_nothing_here(backend):
     mx = mgpu.mxnet_compat()
     for wrong, text in (
-            (mx.init.Mixed([".*"], [mx.init.One()]), "mx.init.Mixed either.*"
-             r"net.collect_params\(pattern\).initialize"),
-            (mx.init.Load({}), "mx.init.Load either.*net.load_parameters"),
+            (mx.init.Load({}), "mx.init.Load either.*Replicas.load_param"),
+            (mx.init.Mixed(["dense0.*", ".*"], [mx.init.One()] * 2),
+             "received 'dense0.*', which matches none of .*'0.weight'"),
+            (mx.init.Mixed(["0"], [mx.init.One()]), "received '2.weight' "
+             "and .'0'.. Add"),
             (mx.init.FusedRNN(None, 2, 1, "lstm"), "unknown initialiser; "
              "received 'fusedrnn'")):
         with pytest.raises(ValueError, match=text):

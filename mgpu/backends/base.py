@@ -32,6 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import math
 import random
+import re
 import numpy as np
 
 from mgpu.backends import messages
@@ -683,8 +684,10 @@ class Given:
         """A schedule of learning rates."""
         return None
 
-    def initializer(self, x: Any) -> GivenInitializer | None:
-        """What draws weights: the `init` of `mgpu.initialize`."""
+    def initializer(self, x: Any) -> GivenInitializer | list[
+            tuple[re.Pattern[str], Any]] | None:
+        """What draws weights: the `init` of `mgpu.initialize`; where names
+        decide, those initialisers with the patterns of the names."""
         return None
 
 

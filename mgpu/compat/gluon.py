@@ -23,7 +23,7 @@ _STORES = ("device", "local", "local_update_cpu", "local_allreduce_cpu",
            "local_allreduce_device")
 #: families whose constructor in Gluon hands a default rate on, which replaces
 #: the base_lr of a schedule (`adamw` is no optimiser there: it is adam's)
-_OWN_RATE = ("adam", "adamw", "adamax", "nadam", "rmsprop", "signum")
+_OWN_RATE = ("adam", "adamw", "adamax", "lamb", "nadam", "rmsprop", "signum")
 
 
 _ANEW = "mgpu.initialize(net, devices, force_reinit=True), with init='keep' " \

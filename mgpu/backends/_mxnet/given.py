@@ -1,6 +1,7 @@
 """What objects of MXNet's own are in mgpu's terms."""
 import copy
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ class MXNetOptimizer(base.GivenOptimizer):
     semantics = "gluon"
 
     def __init__(self, x: Any, network: base.Network):
-        if type(x) not in FAMILIES:
+        if FAMILIES.get(type(x)) not in _OPTIONS:
+            known = [cls.__name__ for cls, family in FAMILIES.items()
+                     if family in _OPTIONS]
             raise ValueError(
                 "an optimiser object is of a class whose formula mgpu has; "
                 f"received {type(x).__module__}.{type(x).__name__}. Use one "
-                f"of {', '.join(cls.__name__ for cls in FAMILIES)}, or write "
-                "your rule as a class of mgpu.optimizers.Optimizer.")
+                f"of {', '.join(known)}, or write your rule as a class of "
+                "mgpu.optimizers.Optimizer.")
         if x.num_update != x.begin_num_update or any(
                 x._all_index_update_counts.values()):
             raise ValueError(
@@ -120,15 +123,16 @@ class MXNetGiven(base.Given):
         return MXNetOptimizer(x, network) \
             if isinstance(x, mx.optimizer.Optimizer) else None
 
-    def initializer(self, x: Any) -> base.GivenInitializer | None:
-        if isinstance(x, (mx.init.Mixed, mx.init.Load)):
+    def initializer(self, x: Any) -> base.GivenInitializer | list[
+            tuple[re.Pattern[str], Any]] | None:
+        if isinstance(x, mx.init.Load):
             raise ValueError(
-                "an initialiser draws every weight, and Gluon's initialize "
-                f"takes no mx.init.{type(x).__name__} either; received one. "
-                "Before mgpu.initialize(net, devices) say it to the network: "
-                + ("net.load_parameters(file)." if isinstance(
-                    x, mx.init.Load) else
-                   "net.collect_params(pattern).initialize(init) for each."))
+                "an initialiser draws weights, and Gluon's initialize takes "
+                "no mx.init.Load either; received one. Call Replicas."
+                "load_parameters(file), or Replicas.import_numpy, after "
+                "mgpu.initialize.")
+        if isinstance(x, mx.init.Mixed):
+            return list(x.map)
         if isinstance(x, mx.init.Initializer) \
                 and type(x).__module__ != mx.init.Initializer.__module__:
             return MXNetDraws(x)
