@@ -447,7 +447,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             self._update(rows, edits=False)
         try:
             for number, part in enumerate(parts, 1):
-                own = part()
+                with self.replicas.span.world.guard():
+                    own = part()
                 self._whole(apply if number == len(parts) else hold)
         except BaseException:
             self._summed = None

@@ -65,7 +65,7 @@ def test_the_values_of_mxnet(engine, case):
 
 
 @pytest.mark.parametrize("kind", [metrics.Loss, lambda: metrics.Perplexity(
-    None)])
+    None)], ids=["Loss", "Perplexity"])
 def test_sums_are_exact_however_they_are_cut(backend, kind):
     """Doubles of all sizes, in any order: the same bits."""
     values = np.exp(rng.normal(0, 8, 60)) / 1e9
@@ -197,6 +197,7 @@ def test_all_processes_have_the_value_of_one(job):
     told = [json.loads(text.splitlines()[-1]) for text in processes.said()]
     with mgpu.using_backend(name):
         alone = json.loads(json.dumps(looping.work(on(0, 1, 2))))
+    assert [rank["failed"] for rank in told] == ["WorkerFailed", "KeyError"]
     for rank in told:
         assert rank["metrics"] == alone["metrics"]
         assert rank["stopped"] == alone["stopped"] == 3
