@@ -63,7 +63,8 @@ def work(devices):
         callbacks=[ema, callbacks.each_step(halt)])
     share = slice(0, 13) if world.size == 1 else slice(
         *((0, 7), (7, 13))[world.rank])
-    return {"metrics": measured, "failed": failed, "stopped": len(history.loss_per_step),
+    return {"metrics": measured, "failed": failed,
+            "stopped": len(history.loss_per_step),
             "accumulated": [x.tolist() for x
                             in replicas.export_numpy().values()],
             "averages": [x.tolist() for x in ema.averages().values()],
