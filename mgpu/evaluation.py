@@ -256,6 +256,10 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
                     outputs = backend.parallel([
                         partial(_loss, loss, *pair)
                         for pair in zip(outputs, y_shards)])
+                else:
+                    for output in outputs:
+                        _check_single(output, "a metric", "update it with "
+                                      "what replicas(shards) returns.")
                 metric.update(y_shards, outputs)
         told = world.gather("evaluate", [rows, place, replicas.digest()])
         world.batch_taken()     # one that a loop was left with
@@ -305,13 +309,17 @@ def _run(run: Callable[[Any], Any], shard: Any) -> Any:
 def _correct(output: Any, labels: Any) -> int:
     if output is None:
         return 0
-    if not any(x is output for x in leaves(output)):
-        raise TypeError(
-            "an accuracy is that of one array of scores; received a network "
-            f"whose output is a {type(output).__name__} of "
-            f"{len(leaves(output))} arrays. Choose one: pass devices= and a "
-            "list of functions, lambda x: replicas[i](x)[0] for device i.")
+    _check_single(output, "an accuracy", "pass devices= and a list of "
+                  "functions, lambda x: replicas[i](x)[0] for device i.")
     return accuracy(output, labels)
+
+
+def _check_single(output: Any, what: str, cure: str) -> None:
+    if output is not None and not any(x is output for x in leaves(output)):
+        raise TypeError(
+            f"{what} is that of one array of scores; received a network "
+            f"whose output is a {type(output).__name__} of "
+            f"{len(leaves(output))} arrays. Choose one: {cure}")
 
 
 def _devices_of(net: Any, wanted: Any) -> list[Device]:

@@ -495,7 +495,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             As `step` and `clip_global_norm` do.
         ValueError
             A trainer with a `step`, `allreduce_grads` or `update` of its
-            own; several parts and a parameter with ``grad_req="add"``.
+            own; several parts and a parameter with ``grad_req="add"``, or
+            one with a gradient that the trainer does not move.
         """
         with self.replicas.span.world.guard():
             self.check_parts(len(parts), clip_norm)
@@ -508,6 +509,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
 
         def hold() -> None:
             add()
+            self._check_all_trained()
             for p in self._summed or ():
                 g = self.replicas.backend.grad(p.data())
                 if p in held:
@@ -528,7 +530,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             self._update(rows, edits=False)
         try:
             for number, part in enumerate(parts, 1):
-                own = part()
+                with self.replicas.span.world.guard():
+                    own = part()
                 self._whole(apply if number == len(parts) else hold)
         except BaseException:
             self._summed = None
@@ -552,6 +555,18 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 "accumulate adds up the gradients of its batches itself, "
                 "and begins anew with each step; received grad_req='add' of "
                 f"{added[0]!r}. Use grad_req='write', or accumulate=1.")
+
+    def _check_all_trained(self) -> None:
+        """Refuse to accumulate where another trainer has parameters of the
+        batch: their gradients are overwritten by the next part."""
+        trained = set(self._trained()[0])
+        others = [p.name for p in self.replicas.params()
+                  if p.grad_req != "null" and p not in trained]
+        if others:
+            raise ValueError(
+                "accumulate is for a trainer of all parameters that have "
+                f"gradients; received one without {others[0]!r}. Freeze it "
+                "(grad_req='null'), or give the optimiser all of them.")
 
     def _add_held(self, held: Mapping[Parameter, Any],
                   ignore_stale_grad: bool) -> None:

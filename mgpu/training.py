@@ -311,11 +311,11 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
         if replicas.span.wide and all(is_empty(as_inputs(shard))
                                       for shard in X_shards):
             passes = _no_pass
-        with _shared(loss, replicas, X_shards) as watched:
+        with _shared(loss, replicas, X_shards) as judge:
             if check is not None:
-                watched = partial(_checked, check, watched)
+                judge = partial(_checked, check, judge)
             with replicas.told():
-                own = passes(replicas, X_shards, y_shards, watched,
+                own = passes(replicas, X_shards, y_shards, judge,
                              trainer.loss_scale)
         losses.extend(own)
         return sum(len(x) for x in own if x is not None)

@@ -65,7 +65,7 @@ def test_the_values_of_mxnet(engine, case):
 
 
 @pytest.mark.parametrize("kind", [metrics.Loss, lambda: metrics.Perplexity(
-    None)])
+    None)], ids=["Loss", "Perplexity"])
 def test_sums_are_exact_however_they_are_cut(backend, kind):
     """Doubles of all sizes, in any order: the same bits."""
     values = np.exp(rng.normal(0, 8, 60)) / 1e9
@@ -169,6 +169,22 @@ def test_evaluate_is_that_of_one_device(backend, devices):
     assert name == "loss" and value == pytest.approx(expected, rel=1e-12)
 
 
+def two_outputs(backend):
+    if backend.name == "mxnet":
+        from mxnet import gluon
+
+        class Net(gluon.nn.Dense):
+            def forward(self, x):
+                return super().forward(x), super().forward(x)
+        return Net(5, in_units=6)
+    from torch import nn
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), super().forward(x)
+    return Net(6, 5)
+
+
 def test_evaluate_takes_losses_where_the_metric_does(backend):
     replicas = network(backend, on(0))
     with pytest.raises(TypeError, match="Pass the loss"):
@@ -177,6 +193,10 @@ def test_evaluate_takes_losses_where_the_metric_does(backend):
         mgpu.evaluate(replicas, DATA, "acc", loss=LOSS)
     with pytest.raises(ValueError, match="one example or more"):
         mgpu.evaluate(replicas, [], "acc")
+    pair = mgpu.initialize(two_outputs(backend), on(0, 1), "uniform",
+                           dtype="float64")
+    with pytest.raises(TypeError, match="a tuple of 2 arrays"):
+        mgpu.evaluate(pair, DATA, "acc")
     with pytest.raises(TypeError, match="Replicas that"):
         mgpu.evaluate(replicas.net, DATA, "acc")
 
@@ -197,6 +217,7 @@ def test_all_processes_have_the_value_of_one(job):
     told = [json.loads(text.splitlines()[-1]) for text in processes.said()]
     with mgpu.using_backend(name):
         alone = json.loads(json.dumps(looping.work(on(0, 1, 2))))
+    assert [rank["failed"] for rank in told] == ["WorkerFailed", "KeyError"]
     for rank in told:
         assert rank["metrics"] == alone["metrics"]
         assert rank["stopped"] == alone["stopped"] == 3

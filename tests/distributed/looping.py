@@ -15,6 +15,29 @@ X, LABELS = rng.normal(size=(13, 6)), rng.integers(0, 3, 13).astype("int32")
 LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
 
 
+def fails_late(replicas, trainer):
+    """What a rank raises where the last one fails in the second part of a
+    step."""
+    world = mgpu.distributed.current()
+    calls = []
+
+    def loss(output, y):
+        calls.append(len(y))
+        if len(calls) == 2 and world.rank == world.size - 1:
+            raise KeyError("mine")
+        return LOSS(output, y)
+    rows = slice(world.rank * 6, world.rank * 6 + 2)
+    devices = replicas.devices[:1] + [None] * (len(replicas) - 1)
+    try:
+        mgpu.train_batch(
+            X[rows], LABELS[rows], replicas, loss, trainer, accumulate=2,
+            split_f=lambda X, y, _: [
+                [mgpu.put(x, devices[0])] + devices[1:] for x in (X, y)])
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
 def work(devices):
     replicas = mgpu.initialize(mlp(mgpu.get_backend(), units=(6, 4, 3)),
                                devices, "uniform", seed=2, dtype="float64")
@@ -32,6 +55,7 @@ def work(devices):
     def halt(event):
         if event.step == 3 and world.rank == world.size - 1:
             event.stop()
+    failed = fails_late(replicas, trainer)
     history = mgpu.train(
         replicas, datasets.IndexedIterator(
             [(x, y) for x, y in zip(X, LABELS)], 4, 0), None, LOSS, trainer,
@@ -39,7 +63,8 @@ def work(devices):
         callbacks=[ema, callbacks.each_step(halt)])
     share = slice(0, 13) if world.size == 1 else slice(
         *((0, 7), (7, 13))[world.rank])
-    return {"metrics": measured, "stopped": len(history.loss_per_step),
+    return {"metrics": measured, "failed": failed,
+            "stopped": len(history.loss_per_step),
             "accumulated": [x.tolist() for x
                             in replicas.export_numpy().values()],
             "averages": [x.tolist() for x in ema.averages().values()],

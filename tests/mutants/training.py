@@ -110,4 +110,37 @@ MUTANTS = [
            edit(_TRAINING + "_epochs", "not np.isfinite(total)", "False"),
            ("test_training.py::test_a_loss_that_is_not_finite_names_its_step"
             "[torch-*",)),
+    Mutant("part-forgotten", "the gradients of the first part are lost",
+           edit("mgpu.trainer:Trainer._add_held", "g += backend",
+                "0 * backend"),
+           ("test_callbacks.py::test_accumulated_batches_are_one_step_of_the_"
+            "joined_batch[torch-2dev-plain]",)),
+    Mutant("part-unreached-dropped", "what the last part does not reach stays",
+           edit("mgpu.trainer:Trainer._add_held",
+                "if p in summed or p in held]", "if p in summed]"),
+           ("test_callbacks.py::test_what_one_batch_reaches_is_updated"
+            "[torch-True]",)),
+    Mutant("rows-of-last-part", "a step divides by the rows of its last part",
+           edit("mgpu.trainer:Trainer.step_parts",
+                "rows += self._allreduce", "rows = self._allreduce"),
+           ("test_callbacks.py::test_accumulated_batches_are_one_step_of_the_"
+            "joined_batch[torch-2dev-plain]",)),
+    Mutant("early-stop-forgets", "a resumed run waits anew",
+           edit("mgpu.callbacks:Calls.restore", 'one, "stopped", False',
+                'one, "never", False'),
+           ("test_callbacks.py::test_the_state_of_callbacks_is_in_checkpoints"
+            "[torch]",)),
+    Mutant("average-turned", "decay and 1 - decay change places",
+           edit("mgpu.callbacks:EMA.update", "1.0 - self._decay",
+                "self._decay"),
+           ("test_callbacks.py::test_averages_are_those_of_torch[torch-0.9]",
+            )),
+    Mutant("sums-rounded", "a sum depends on its order",
+           edit("mgpu.metrics:_exact", "math.fsum(left)", "sum(left)"),
+           ("test_metrics.py::test_sums_are_exact_however_they_are_cut[torch-"
+            "Loss]",)),
+    Mutant("place-in-data-by-steps", "a run goes on after as many batches as "
+           "steps", edit("mgpu.training:_epochs", "used * accumulate", "used"),
+           ("test_callbacks.py::test_a_run_goes_on_between_accumulated_steps["
+            "torch-True]",)),
 ]
