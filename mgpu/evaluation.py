@@ -8,8 +8,10 @@ import numpy as np
 
 from mgpu import distributed
 from mgpu.backends import get_backend, messages, using_backend
+from mgpu.backends.base import forward_call
 from mgpu.device import Device, as_device, as_devices
-from mgpu.nested import as_inputs, as_pair, is_empty, leaves, rows_of
+from mgpu.inputs import as_rounds, choose, labels_of
+from mgpu.nested import as_inputs, as_pair, is_empty, is_whole, leaves, rows_of
 from mgpu.prefetching import place_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
@@ -127,7 +129,9 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         A Block runs on the contexts that it was initialised on; a list
         holds one callable per entry of `devices`.
     data_iter : iterable of (X, y)
-        Batches of any size, also smaller than the number of devices.
+        Batches of any size, also smaller than the number of devices; or
+        dicts, as in `train_batch`, with the class numbers as 'labels' or
+        'label'; or a data iterator of MXNet's.
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``.
     devices : sequence of devices, optional
@@ -162,8 +166,10 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         with world.guard(), backend.scope(recording=False, training=False):
             predict = _predict(net, places)
             place = place_of(data_iter) if world.size > 1 else None
-            for X, y in map(as_pair, data_iter):
+            for X, y in map(as_pair, as_rounds(data_iter)):
                 X_shards, y_shards = shards_of(X, y, places, split_f)
+                if is_whole(X, y):
+                    X_shards, y_shards = _chosen(net, X, y_shards)
                 outputs = predict(X_shards)
                 # Of all devices, also where one fails: MXNet raises what
                 # nobody has waited for in a later call.
@@ -196,7 +202,20 @@ def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable
     if distributed.current().size > 1 and is_empty(as_inputs(X)) \
             and (y is None or is_empty(y)):
         return [None] * len(devices), [None] * len(devices)
-    return split_f(X, y, devices)
+    X_shards, y_shards = split_f(X, y, devices)
+    return X_shards, X_shards if is_whole(X, y) else y_shards
+
+
+def _chosen(net: Any, batch: Any, shards: list[Any]
+            ) -> tuple[list[Any], list[Any]]:
+    """Inputs and labels of a batch that is a dict. Functions take it whole."""
+    label = labels_of(batch)
+    choice = choose(batch, () if isinstance(net, (list, tuple)) else (
+        net.network if isinstance(net, Replicas)
+        else get_backend().network(net)).inputs())
+    choice.check([label], "the accuracy")
+    return list(map(choice.take, shards)), [
+        shard if shard is None else shard[label] for shard in shards]
 
 
 def _predict(net: Any, places: list[Device]
@@ -213,7 +232,7 @@ def _predict(net: Any, places: list[Device]
 
 def _run(run: Callable[[Any], Any], shard: Any) -> Any:
     inputs = as_inputs(shard)
-    return None if is_empty(inputs) else run(*inputs)
+    return None if is_empty(inputs) else forward_call(run, inputs)()
 
 
 def _correct(output: Any, labels: Any) -> int:

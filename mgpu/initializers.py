@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mgpu.arguments import integer, number, one_of
+from mgpu.backends import base, given
 
 __all__ = ["Initializer", "Zero", "One", "Constant", "Uniform", "Normal",
            "Orthogonal", "Xavier", "MSRAPrelu", "Bilinear", "LSTMBias",
@@ -83,7 +84,7 @@ class Initializer(ABC):
         `draw`, which checks what goes in and what comes out."""
 
     def draw(self, shape: Sequence[int] | None,
-             rng: np.random.Generator) -> np.ndarray:
+             rng: np.random.Generator, name: str = "weight") -> np.ndarray:
         """Draw a weight.
 
         Parameters
@@ -92,6 +93,8 @@ class Initializer(ABC):
             As the layer stores it: (out, in, ...).
         rng : numpy.random.Generator
             Advanced by the draw.
+        name : str
+            Of the parameter; read by initialisers of the frameworks' own.
 
         Returns
         -------
@@ -105,7 +108,7 @@ class Initializer(ABC):
             serve, or drawn values that are not finite.
         """
         shape = _known_shape(shape)
-        values = np.array(self.sample(shape, rng), dtype=np.float64)
+        values = np.array(self._named(name, shape, rng), dtype=np.float64)
         if values.shape != shape:
             raise ValueError(
                 f"{type(self).__name__}.sample must return the shape that it "
@@ -115,6 +118,10 @@ class Initializer(ABC):
                 f"initial values must be finite; {type(self).__name__} drew "
                 f"NaN or infinity for the shape {shape}.")
         return values
+
+    def _named(self, name: str, shape: tuple[int, ...],
+               rng: np.random.Generator) -> np.ndarray:
+        return self.sample(shape, rng)
 
     #: what an option may be: a number of so much or more, or one of these
     _options: ClassVar[dict[str, float | tuple[str, ...]]] = {}
@@ -346,6 +353,22 @@ class LSTMBias(Initializer):
         return values
 
 
+class _Foreign(Initializer):
+    """One of a framework's own, of a class that the user has written."""
+
+    def __init__(self, given: base.GivenInitializer) -> None:
+        self._given = given
+
+    def __repr__(self):
+        return self._given.text
+
+    def sample(self, shape, rng):
+        return self._named("weight", shape, rng)
+
+    def _named(self, name, shape, rng):
+        return self._given.draw(name, shape, rng)
+
+
 #: Gluon's registered names, lower case.
 _NAMES: dict[str, type[Initializer]] = {
     "zero": Zero, "zeros": Zero, "one": One, "ones": One,
@@ -364,7 +387,9 @@ def create(init: Any, /, **options: Any) -> Initializer:
         An `Initializer` is returned as it is. A name is one of Gluon's, in
         any case: "zeros", "normal", "xavier", ... `mx.init.Normal(0.1)` and
         what its `dumps()` gives, ``'["normal", {"sigma": 0.1}]'``, become
-        the initialiser of this module.
+        the initialiser of this module. One of a class of the user's, derived
+        from `mx.init.Initializer`, is called by its ``_init_weight`` with
+        mgpu's name of each weight, on either engine.
     **options
         Of the initialiser that is named: ``create("normal", sigma=0.1)``.
 
@@ -377,11 +402,23 @@ def create(init: Any, /, **options: Any) -> Initializer:
         Something that names no initialiser.
     """
     name = init
+    if not isinstance(init, (Initializer, str, type)):
+        engine = given(init)
+        own = engine.initializer(init) if engine is not None else None
+        if own is not None:
+            return _Foreign(own)
     if not isinstance(init, (Initializer, str, type)) \
             and hasattr(init, "dumps"):
         # A copy: Gluon's Constant changes itself, and cannot do it twice.
         name = copy.deepcopy(init).dumps()
     if not isinstance(name, (Initializer, str)):
+        if callable(name) and not isinstance(name, type):
+            raise TypeError(
+                "init= takes no function of the user's own, since weights are "
+                f"drawn from seed=; received {init!r}. Before mgpu.initialize "
+                "call it on the network (net.apply(f) in PyTorch), whose "
+                "values stay; or write it as a class of "
+                "mgpu.initializers.Initializer.")
         raise TypeError(
             f"expected an initialiser; received {init!r} of type "
             f"{type(init).__name__}. Use for example Normal(0.01), an object "
@@ -433,7 +470,7 @@ _BY_KIND: dict[str, Initializer] = {
 def draw_parameter(kind: str, shape: Sequence[int] | None,
                    dtype: str | np.dtype,
                    init: Initializer | str | None, *, seed: int,
-                   index: int,
+                   index: int, name: str = "weight",
                    own: tuple[str, dict[str, Any]] | None = None
                    ) -> np.ndarray:
     """The initial value of one parameter or buffer.
@@ -461,6 +498,8 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
         Of the network; 0 or more.
     index : int
         The parameter's place in the network; 0 or more.
+    name : str
+        What it is called there.
     own : (name, options), optional
         The layer's own initialiser, in Gluon's terms.
 
@@ -483,8 +522,8 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
             f"{kind!r}. Other values are copied from the network as they "
             "are.")
     if own is not None:
-        name, options = own
-        rule = create(name, **options)
+        word, options = own
+        rule = create(word, **options)
     elif kind != "weight":
         rule = _BY_KIND[kind]
     else:
@@ -501,7 +540,7 @@ def draw_parameter(kind: str, shape: Sequence[int] | None,
             f"has; received {dtype!r}. Use 'float32' or 'float64'.") from None
     rng = np.random.default_rng([integer("seed", seed, 0),
                                  integer("index", index, 0)])
-    drawn = rule.draw(shape, rng)
+    drawn = rule.draw(shape, rng, name)
     with np.errstate(over="ignore"):        # refused below, in words
         values = drawn.astype(wanted)
     if not np.isfinite(values).all():

@@ -25,11 +25,12 @@ from mgpu.errors import LabelError, NonFiniteLoss
 from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
+from mgpu.inputs import Choice, as_rounds, choose, watched
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
-                         map_leaves, rows_of)
+                         is_whole, map_leaves, rows_of)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
@@ -205,17 +206,25 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     Parameters
     ----------
     X, y : arrays of n rows (native or NumPy, or nested)
-        A tuple or list of arrays stands for several inputs of the network.
+        A tuple or list of arrays stands for several inputs of the network,
+        `mgpu.Kwargs` for inputs by name. A dict with ``y=None`` is a whole
+        batch: entries that the network's forward names go to it by name (all
+        if it has ``**kwargs``), and the loss is called with the whole dict,
+        ``loss(output, batch)``. A forward with one parameter without a
+        default, whose name no entry has, takes the dict as its one input. An
+        entry that neither takes is refused while forward has parameters that
+        no entry gives.
     replicas : Replicas
     loss : callable
         ``loss(pred, label)``, one value per example. On several devices it
         is called for the rows of each, at the same time on torch.
     trainer : Trainer
     split_f : callable
-        ``split_f(X, y, devices) -> (X_shards, y_shards)``. In what it
-        returns a list of dicts, or of arrays of different lengths, may be
-        the labels of as many rows (the boxes of each picture). The default
-        cuts no such list: write one with `shard_bounds`.
+        ``split_f(X, y, devices) -> (X_shards, y_shards)``; of a whole batch
+        the first counts. In what it returns a list of dicts, or of arrays of
+        different lengths, may be the labels of as many rows (the boxes of each
+        picture). The default cuts no such list: write one with
+        `shard_bounds`.
     ignore_stale_grad : bool
         Skip parameters that no row of the batch reached, as torch does; by
         default they are an error (`Trainer.step`).
@@ -257,6 +266,10 @@ def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
             X_shards, y_shards = shards_of(X, y, devices, split_f)
+        choice = None
+        if is_whole(X, y):
+            choice = choose(X, replicas.network.inputs())
+            X_shards = list(map(choice.take, y_shards))
         _check_labels(X_shards, y_shards, devices)
         passes = _at_once if replicas.independent() else _stage_by_stage
         if replicas.span.wide and all(is_empty(as_inputs(shard))
@@ -266,6 +279,8 @@ def _train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
                 _shared(loss, replicas, X_shards) as loss:
             if check is not None:
                 loss = partial(_checked, check, loss)
+            if choice is not None and choice.doubtful:
+                loss = partial(_told, choice, loss)
             with replicas.told():
                 losses = passes(replicas, X_shards, y_shards, loss,
                                 trainer.loss_scale)
@@ -364,6 +379,15 @@ def _checked(check: Callable[[Any], None], loss: Loss, output: Any, y: Any
              ) -> Any:
     check(output)
     return loss(output, y)
+
+
+def _told(choice: Choice, loss: Loss, output: Any, y: Any) -> Any:
+    """`loss` of a batch that is a dict, which is to read what the network
+    does not."""
+    read: set[Any] = set()
+    losses = loss(output, watched(y, read))
+    choice.check(read, "the loss")
+    return losses
 
 
 def _scaled(losses: Any, scale: float) -> Any:
@@ -530,8 +554,9 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
     ----------
     step : callable
         ``step(X, y)`` trains on one batch and returns the losses of its
-        rows, a list with one native array (or None) per device.
-    train_iter : iterable of (X, y)
+        rows, a list with one native array (or None) per device. `y` is None
+        where a batch is a dict, `X`.
+    train_iter : iterable of (X, y), or of dicts
     num_epochs : int
     devices : sequence of Device
     evaluate : callable, optional
@@ -594,7 +619,7 @@ def _epochs(step: Callable[[Any, Any], list[Any]],
     num_epochs = integer("num_epochs", num_epochs, 1)
     max_inflight = integer("max_inflight", max_inflight, 1)
     ahead = integer("prefetch", prefetch, 0)
-    batches = as_batches("train_iter", train_iter)
+    batches = as_rounds(as_batches("train_iter", train_iter))
     if ahead:
         batches = prefetching.prefetch(train_iter, ahead, devices=devices)
     if animator is not None and not hasattr(animator, "add"):
@@ -748,10 +773,12 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     ----------
     replicas, loss, trainer, split_f
         As in `train_batch`.
-    train_iter, test_iter : iterables of (X, y)
+    train_iter, test_iter : iterables of (X, y), or of dicts
         Anything that can be gone through once per epoch: those of
-        `mgpu.datasets`, a torch or a Gluon DataLoader. `test_iter` may be
-        None. With it the network gives scores (n, classes), two or more.
+        `mgpu.datasets`, a torch or a Gluon DataLoader, a DataIter of MXNet
+        (``mx.io.NDArrayIter``), which is reset before each epoch; rows that
+        fill up its last batch are left out. `test_iter` may be None. With it
+        the network gives scores (n, classes), two or more.
     num_epochs : int
     device : device, optional
         Evaluate only there (default: on all devices).
