@@ -6,7 +6,6 @@ from mgpu.backends.base import BUFFERS
 
 if TYPE_CHECKING:
     from mgpu.backends import base
-    from mgpu.parameters import Parameter
     from mgpu.replicas import Replicas  # noqa: F401
     from mgpu.trainer import Trainer    # noqa: F401
 
@@ -46,7 +45,7 @@ class TorchNames:
         network: base.Network
         net: Any
 
-        def all_parameters(self) -> list[Parameter]: ...
+        def all_parameters(self) -> list[Any]: ...
         def check_valid(self) -> None: ...
         def of_engine(self) -> list[base.Replica]: ...
         def write(self, values: Mapping[int, Any]) -> None: ...
