@@ -195,42 +195,32 @@ def labels_of(batch: Mapping[str, Any]) -> str:
 class Rounds:
     """A data iterator of MXNet's kind as an iterable of pairs, (X, y), that
     can be gone through again: each ``iter()`` resets it. Rows that fill up
-    the last batch (``batch.pad``) are left out."""
+    the last batch (``batch.pad``) are left out.
 
-    def __init__(self, data: Any, copies: bool) -> None:
-        self.data, self._copies = data, copies
+    ValueError for examples on another axis than the first, and for an
+    iterator of MXNet's library."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        _check_layout(self.data)
+        _check(self.data)
         self.data.reset()
         return self._pairs()
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        inner = _inner(self.data)
         rolls = any(getattr(one, "last_batch_handle", None) == "roll_over"
-                    for one in inner)
-        shared = any(hasattr(one, "handle") for one in inner)
+                    for one in _inner(self.data))
         for batch in self.data:
-            if not hasattr(batch, "pad"):
-                yield as_pair(batch)
-                continue
-            if shared and batch.pad:
-                raise ValueError(
-                    "the rows that fill up a last batch count for nothing; "
-                    f"received {batch.pad} of them from a "
-                    f"{type(self.data).__name__} of MXNet's library, which "
-                    "may leave them out of the next epoch (round_batch). Use "
-                    "a batch_size that divides the number of examples, or "
-                    "mx.io.NDArrayIter, or a DataLoader.")
             # "roll_over": they are of the epoch before, and no filling
-            yield pair_of(batch, 0 if rolls else batch.pad, self._copies)
+            yield pair_of(batch, 0) if rolls and hasattr(batch, "pad") \
+                else as_pair(batch)
 
 
-def as_rounds(data: Any, copies: bool = False) -> Any:
+def as_rounds(data: Any) -> Any:
     """`data`, or `Rounds` of it if it is a data iterator of MXNet's kind:
-    one with `reset` and `provide_data`. `copies`: each batch has arrays of
-    its own, which the iterator does not write to again."""
-    return Rounds(data, copies) if hasattr(data, "reset") \
+    one with `reset` and `provide_data`."""
+    return Rounds(data) if hasattr(data, "reset") \
         and hasattr(data, "provide_data") else data
 
 
@@ -241,7 +231,15 @@ def _inner(data: Any) -> list[Any]:
                     for one in _inner(other))]
 
 
-def _check_layout(data: Any) -> None:
+def _check(data: Any) -> None:
+    if any(hasattr(one, "handle") for one in _inner(data)):
+        raise ValueError(
+            "an epoch has each example once; received a "
+            f"{type(data).__name__} of MXNet's library, which may fill up its "
+            "last batch from the next epoch (round_batch), begins that one "
+            "elsewhere then, and does not tell. Use a DataLoader, or "
+            "mx.io.NDArrayIter; or give pairs: ((b.data[0], b.label[0]) for b "
+            "in data), each epoch.")
     for place in [*data.provide_data, *(data.provide_label or ())]:
         axis = (getattr(place, "layout", None) or "N").find("N")
         if axis > 0:

@@ -215,8 +215,7 @@ def is_whole(X: Any, y: Any) -> bool:
     return y is None and isinstance(X, Mapping)
 
 
-def pair_of(batch: Any, pad: int | None, copies: bool = False
-            ) -> tuple[Any, Any]:
+def pair_of(batch: Any, pad: int | None) -> tuple[Any, Any]:
     """The arrays in `data` and `label` of a DataBatch of MXNet's kind, without
     their last `pad` rows; a tuple where there are several.
 
@@ -226,8 +225,7 @@ def pair_of(batch: Any, pad: int | None, copies: bool = False
         No labels.
     """
     def part(arrays: Any) -> Any:
-        cut = [x[:x.shape[0] - pad] if pad else x.copy() if copies else x
-               for x in arrays]
+        cut = [x[:x.shape[0] - pad] if pad else x for x in arrays]
         return cut[0] if len(cut) == 1 else tuple(cut)
     if not batch.label:
         raise ValueError(

@@ -155,7 +155,7 @@ class Prefetched:
         # Not a generator itself: `data` may count its epochs by iter().
         backend = get_backend()
         pin = backend.pinner(self._devices or try_all_gpus())
-        source = iter(as_rounds(self.data, copies=True))
+        source = iter(as_rounds(self.data))
         epoch = None
         if isinstance(source, Epoch):
             source.moves, epoch = False, source

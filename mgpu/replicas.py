@@ -1419,7 +1419,7 @@ def initialize(net: Any, devices: Any, init: Any = None,
     net : gluon.Block or torch.nn.Module
         Trained in place: see `Replicas.net`.
     devices : sequence of distinct devices
-    init : Initializer, str, "keep" or None
+    init : Initializer, str, function of ``torch.nn.init``, "keep" or None
         Draws all weights, once, in NumPy, from (`seed`, number of the
         parameter): bit-identical on all devices and, for the same layers in
         the same order, on both backends. Biases, gammas, betas and running
@@ -1427,7 +1427,12 @@ def initialize(net: Any, devices: Any, init: Any = None,
         layer's own Gluon initialiser wins. Parameters that mgpu does not
         know (a vector that scales a layer, names of the user's own) keep
         the network's values. None draws only what has no value, by Gluon's
-        default, ``Uniform(0.07)``; "keep" refuses to draw.
+        default, ``Uniform(0.07)``; "keep" refuses to draw. A function of
+        ``torch.nn.init``, or `functools.partial` of one with options, has
+        torch's formula, fans and defaults, and NumPy's random numbers, on
+        either engine; it draws weights, and biases are 0 as above. To draw by
+        functions of your own, or biases, call them before ``initialize``
+        (``net.apply(f)``), and pass no init.
     seed : int, optional
         Of what is drawn; 0 if not given.
     sample : array, tuple or list of arrays, or Kwargs, optional
