@@ -1,6 +1,6 @@
 """Accuracy by integer counts, on one or on all devices."""
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from mgpu import distributed
 from mgpu.backends import get_backend, messages, using_backend
 from mgpu.backends.base import forward_call
 from mgpu.device import Device, as_device, as_devices
-from mgpu.inputs import as_rounds, choose, labels_of
+from mgpu.inputs import as_rounds, choose, inputs_for, labels_of
 from mgpu.nested import as_inputs, as_pair, is_empty, is_whole, leaves, rows_of
 from mgpu.prefetching import place_of
 from mgpu.replicas import Replicas
@@ -168,8 +168,9 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
             place = place_of(data_iter) if world.size > 1 else None
             for X, y in map(as_pair, as_rounds(data_iter)):
                 X_shards, y_shards = shards_of(X, y, places, split_f)
-                if is_whole(X, y):
-                    X_shards, y_shards = _chosen(net, X, y_shards)
+                if isinstance(X, Mapping):
+                    X_shards, y_shards = _chosen(net, X, y, X_shards,
+                                                 y_shards)
                 outputs = predict(X_shards)
                 # Of all devices, also where one fails: MXNet raises what
                 # nobody has waited for in a later call.
@@ -206,16 +207,20 @@ def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable
     return X_shards, X_shards if is_whole(X, y) else y_shards
 
 
-def _chosen(net: Any, batch: Any, shards: list[Any]
-            ) -> tuple[list[Any], list[Any]]:
-    """Inputs and labels of a batch that is a dict. Functions take it whole."""
-    label = labels_of(batch)
-    choice = choose(batch, () if isinstance(net, (list, tuple)) else (
+def _chosen(net: Any, X: Mapping[str, Any], y: Any, X_shards: list[Any],
+            y_shards: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Inputs and labels, where `X` is a dict. Functions take it whole."""
+    parameters: Any = () if isinstance(net, (list, tuple)) else (
         net.network if isinstance(net, Replicas)
-        else get_backend().network(net)).inputs())
+        else get_backend().network(net)).inputs()
+    if not is_whole(X, y):
+        return [shard if shard is None else inputs_for(
+            shard, lambda: parameters) for shard in X_shards], y_shards
+    label = labels_of(X)
+    choice = choose(X, parameters)
     choice.check([label], "the accuracy")
-    return list(map(choice.take, shards)), [
-        shard if shard is None else shard[label] for shard in shards]
+    return list(map(choice.take, X_shards)), [
+        shard if shard is None else shard[label] for shard in X_shards]
 
 
 def _predict(net: Any, places: list[Device]

@@ -1311,7 +1311,8 @@ def _explained(rows: Sequence[tuple[Any, ...]]) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        messages.explain_inputs(error, max(map(len, rows)))
+        messages.explain_inputs(error, max(map(len, rows)), any(
+            isinstance(row[-1], base.Kwargs) for row in rows if row))
         raise
 
 

@@ -166,6 +166,10 @@ def test_a_dict_is_named_where_forward_takes_names_only():
         for net in (Only(), Dict()):
             assert same(expected, trained(
                 backend, 2, {"ids": X, "mask": M}, Y, net=net))
+            score = mgpu.evaluate_accuracy_gpus(
+                net, [({"ids": X, "mask": M}, Y)], devices=[mgpu.cpu(0)])
+            assert score == mgpu.evaluate_accuracy_gpus(
+                net, [{"ids": X, "mask": M, "label": Y}])
         assert same(expected, trained(
             backend, 2, {"ids": X, "mask": M, "labels": Y}, None, loss_of,
             net=Dict()))

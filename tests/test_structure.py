@@ -39,9 +39,9 @@ LAYERS = {
     "registry": "backends",
     "engines": "backends._mxnet backends._torch backends.gluon_layers",
     "devices, data and formulas": "nested inputs device split datasets "
-        "prefetching initializers optimizers lr_scheduler losses loss_state loss_scale "
-        "host_memory collectives distributed progress functional models "
-        "strict conversion compat",
+        "prefetching initializers optimizers lr_scheduler losses loss_state "
+        "loss_scale host_memory collectives distributed progress functional "
+        "models strict conversion compat",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "schedule_state trainer_states trainer",
     "training": "extra_states checkpoint checkpoint_folder stopping "

@@ -59,10 +59,11 @@ def refuse_foreign(x: Any, backend: str) -> None:
             "backend, then mgpu.put.")
 
 
-def explain_inputs(error: TypeError, count: int) -> None:
+def explain_inputs(error: TypeError, count: int, named: bool) -> None:
     """TypeError if `error` says that a network cannot be called with `count`
-    inputs."""
-    if re.search(r"forward\(\) got (an unexpected|multiple)", str(error)):
+    inputs, some of them `named`."""
+    if named and re.search(r"forward\(\) got (an unexpected|multiple)",
+                           str(error)):
         raise TypeError(
             "inputs by name are parameters of the network's forward, each "
             f"given once; received others: {error}. Give the inputs those "

@@ -387,6 +387,7 @@ class MXNetNetwork(base.Network):
 
     def infer_shapes(self, inputs, device) -> None:
         self._deferred = []
+        inputs = self.in_order(*base.apart(inputs))
         spare = Attributes(refuses=False)
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([self.backend.handle(device)])
@@ -395,7 +396,7 @@ class MXNetNetwork(base.Network):
             # What this pass keeps is not the user's.
             with mx.autograd.pause(train_mode=False), spare.put_back(), \
                     spare.of(1):
-                _wait(self.run(self.in_order(*base.apart(inputs))))
+                _wait(self.run(inputs))
 
     def inputs(self) -> Sequence[inspect.Parameter]:
         own = type(self.net)
