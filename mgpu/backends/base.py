@@ -757,8 +757,8 @@ class Network(ABC):
         if not training:
             raise messages.not_supported(
                 self.backend.name, "training mode of a network's own",
-                "layers predict outside of mgpu.record(), and inside of "
-                "mgpu.record(train_mode=False).")
+                "layers predict outside of mgpu.record(). For gradients of "
+                "predictions use mgpu.record(train_mode=False).")
 
     def inputs(self) -> Sequence[inspect.Parameter]:
         """The parameters of the network's forward, without self."""

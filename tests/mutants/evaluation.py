@@ -54,12 +54,6 @@ MUTANTS = [
                 "if key in ()"),
            ("test_keyword_inputs.py::test_a_dict_that_does_not_fit_is_refused"
             "[torch-batch0-received 'msk', which nobody reads]",)),
-    Mutant("names-in-their-order", "a Block gets inputs in the order of names",
-           edit("mgpu.backends._mxnet.network:MXNetNetwork.in_order",
-                "return bound.args[:max(last + 1, len(inputs))]",
-                "return (*inputs, *named.values())"),
-           ("test_keyword_inputs.py::test_a_block_with_a_forward_of_its_own_"
-            "takes_names",)),
     Mutant("sample-not-waited-for", "its error comes up in a later call",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
                 "_wait(self.run(inputs))", "self.run(inputs)"),
