@@ -15,6 +15,7 @@ from mgpu import (callbacks, datasets, distributed, errors, functional,
 from mgpu.backends import (BackendNotAvailable, available_backends,
                            get_backend, mxnet_compat, set_backend,
                            using_backend)
+from mgpu.backends.base import Kwargs
 from mgpu.checkpoint import load_checkpoint, save_checkpoint
 from mgpu.collectives import (allgather, allreduce, allreduce_many,
                               assign_roots, broadcast, reduce, reducescatter)
@@ -50,8 +51,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Accumulator", "Animator", "BackendNotAvailable", "Benchmark",
-    "CrossDeviceError", "Device", "History", "NonFiniteLoss", "Parameter",
-    "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
+    "CrossDeviceError", "Device", "History", "Kwargs", "NonFiniteLoss",
+    "Parameter", "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
     "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
     "allreduce", "allreduce_many", "assign_roots", "attach_grad",
     "available_backends", "backward", "broadcast", "callbacks",

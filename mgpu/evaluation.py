@@ -1,6 +1,6 @@
 """Accuracy by integer counts, on one or on all devices."""
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,10 +8,12 @@ import numpy as np
 
 from mgpu import distributed, metrics
 from mgpu.backends import get_backend, messages, using_backend
+from mgpu.backends.base import forward_call
 from mgpu.device import Device, as_device, as_devices
+from mgpu.inputs import as_rounds, choose, inputs_for, labels_of
 from mgpu.losses import check_per_example
-from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty, leaves,
-                         rows_of)
+from mgpu.nested import (as_inputs, as_pair, examples_of, is_empty, is_whole,
+                         leaves, rows_of)
 from mgpu.prefetching import place_of
 from mgpu.replicas import Replicas
 from mgpu.split import split_batch
@@ -129,7 +131,9 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         A Block runs on the contexts that it was initialised on; a list
         holds one callable per entry of `devices`.
     data_iter : iterable of (X, y)
-        Batches of any size, also smaller than the number of devices.
+        Batches of any size, also smaller than the number of devices; or
+        dicts, as in `train_batch`, with the class numbers as 'labels' or
+        'label'; or a data iterator of MXNet's.
     split_f : callable
         ``split_f(X, y, devices) -> (X_shards, y_shards)``.
     devices : sequence of devices, optional
@@ -164,8 +168,11 @@ def evaluate_accuracy_gpus(net: Any, data_iter: DataIter,
         with world.guard(), backend.scope(recording=False, training=False):
             predict = _predict(net, places)
             place = place_of(data_iter) if world.size > 1 else None
-            for X, y in map(as_pair, data_iter):
+            for X, y in map(as_pair, as_rounds(data_iter)):
                 X_shards, y_shards = shards_of(X, y, places, split_f)
+                if isinstance(X, Mapping):
+                    X_shards, y_shards = _chosen(net, X, y, X_shards,
+                                                 y_shards)
                 outputs = predict(X_shards)
                 # Of all devices, also where one fails: MXNet raises what
                 # nobody has waited for in a later call.
@@ -247,14 +254,22 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
         with world.guard(), backend.scope(recording=False, training=False):
             predict = _predict(replicas, places)
             place = place_of(data) if world.size > 1 else None
-            for X, y in map(as_pair, data):
+            for X, y in map(as_pair, as_rounds(data)):
                 X_shards, y_shards = shards_of(X, y, places, split_f)
+                judge = loss
+                if loss is not None and is_whole(X, y):
+                    choice = choose(X, replicas.network.inputs())
+                    X_shards = list(map(choice.take, y_shards))
+                    judge = choice.told(loss)
+                elif isinstance(X, Mapping):
+                    X_shards, y_shards = _chosen(replicas, X, y, X_shards,
+                                                 y_shards)
                 outputs = predict(X_shards)
                 rows += sum(rows_of(labels) or 0 for output, labels in zip(
                     outputs, y_shards) if output is not None)
-                if loss is not None:
+                if judge is not None:
                     outputs = backend.parallel([
-                        partial(_loss, loss, *pair)
+                        partial(_loss, judge, *pair)
                         for pair in zip(outputs, y_shards)])
                 else:
                     for output in outputs:
@@ -286,7 +301,24 @@ def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable
     if distributed.current().size > 1 and is_empty(as_inputs(X)) \
             and (y is None or is_empty(y)):
         return [None] * len(devices), [None] * len(devices)
-    return split_f(X, y, devices)
+    X_shards, y_shards = split_f(X, y, devices)
+    return X_shards, X_shards if is_whole(X, y) else y_shards
+
+
+def _chosen(net: Any, X: Mapping[str, Any], y: Any, X_shards: list[Any],
+            y_shards: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Inputs and labels, where `X` is a dict. Functions take it whole."""
+    parameters: Any = () if isinstance(net, (list, tuple)) else (
+        net.network if isinstance(net, Replicas)
+        else get_backend().network(net)).inputs()
+    if not is_whole(X, y):
+        return [shard if shard is None else inputs_for(
+            shard, lambda: parameters) for shard in X_shards], y_shards
+    label = labels_of(X)
+    choice = choose(X, parameters)
+    choice.check([label], "the accuracy")
+    return list(map(choice.take, X_shards)), [
+        shard if shard is None else shard[label] for shard in X_shards]
 
 
 def _predict(net: Any, places: list[Device]
@@ -303,7 +335,7 @@ def _predict(net: Any, places: list[Device]
 
 def _run(run: Callable[[Any], Any], shard: Any) -> Any:
     inputs = as_inputs(shard)
-    return None if is_empty(inputs) else run(*inputs)
+    return None if is_empty(inputs) else forward_call(run, inputs)()
 
 
 def _correct(output: Any, labels: Any) -> int:

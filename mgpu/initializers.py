@@ -462,6 +462,13 @@ def create(init: Any, /, **options: Any) -> Initializer:
         # A copy: Gluon's Constant changes itself, and cannot do it twice.
         name = copy.deepcopy(init).dumps()
     if not isinstance(name, (Initializer, str)):
+        if callable(name) and not isinstance(name, type):
+            raise TypeError(
+                "init= takes no function of the user's own, since weights are "
+                f"drawn from seed=; received {init!r}. Before mgpu.initialize "
+                "call it on the network (net.apply(f) in PyTorch), whose "
+                "values stay; or write it as a class of "
+                "mgpu.initializers.Initializer.")
         raise TypeError(
             f"expected an initialiser; received {init!r} of type "
             f"{type(init).__name__}. Use for example Normal(0.01), an object "

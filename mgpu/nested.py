@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mgpu.backends import messages
+from mgpu.backends.base import Kwargs
 
 
 def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
@@ -158,8 +159,11 @@ class NoRows(list[None]):
 
 def is_empty(data: Any) -> bool:
     """Whether `data` holds no rows: the first array in it has no elements,
-    or the first of several inputs is None or an empty list."""
+    or the first of several inputs is None or an empty list, or all of those
+    by name are None."""
     first = data[0] if isinstance(data, tuple) and data else data
+    if isinstance(first, Kwargs) and all(x is None for x in first.values()):
+        first = None
     if first is None or isinstance(first, (list, tuple)) and not first:
         return True
     shapes: list[Any] = []
@@ -184,17 +188,51 @@ def examples_of(labels: Any) -> list[int]:
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """A batch of a data iterator, (X, y); TypeError for any other."""
+    """A batch of a data iterator, (X, y); (batch, None) for a dict, of which
+    the network and the loss take what they name; `pair_of` a DataBatch of
+    MXNet's kind. TypeError for any other."""
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
+    if isinstance(batch, Mapping):
+        return batch, None
+    if all(hasattr(batch, name) for name in ("data", "label", "pad")) \
+            and isinstance(batch.data, (list, tuple)):
+        return pair_of(batch, batch.pad)
     pair = "(b.data[0], b.label[0])" if hasattr(batch, "label") \
         and hasattr(batch, "data") else "(b['x'], b['y'])"
     raise TypeError(
-        "a data iterator gives batches that are pairs, (X, y); received "
+        "a data iterator gives batches that are pairs, (X, y), or dicts; "
+        "received "
         + (f"{len(batch)} things" if isinstance(batch, (tuple, list))
            else f"a {type(batch).__name__}")
         + f". Make pairs of them: ({pair} for b in batches), or "
         "((X, X) for X in batches).")
+
+
+def is_whole(X: Any, y: Any) -> bool:
+    """Whether `X` is a whole batch, a dict, of which the network and the loss
+    take what they name."""
+    return y is None and isinstance(X, Mapping)
+
+
+def pair_of(batch: Any, pad: int | None) -> tuple[Any, Any]:
+    """The arrays in `data` and `label` of a DataBatch of MXNet's kind, without
+    their last `pad` rows; a tuple where there are several.
+
+    Raises
+    ------
+    ValueError
+        No labels.
+    """
+    def part(arrays: Any) -> Any:
+        cut = [x[:x.shape[0] - pad] if pad else x for x in arrays]
+        return cut[0] if len(cut) == 1 else tuple(cut)
+    if not batch.label:
+        raise ValueError(
+            "a data iterator gives inputs and labels; received a "
+            f"{type(batch).__name__} without labels. Make the iterator with "
+            "label=, the inputs again where they are what is learnt.")
+    return part(batch.data), part(batch.label)
 
 
 def as_inputs(shard: Any) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import numpy as np
 
 from mgpu.arguments import integer
 from mgpu.backends import using_backend
+from mgpu.backends.base import forward_call
 from mgpu.device import as_devices
 from mgpu.nested import (as_inputs, is_empty, map_leaves, row_counts,
                          shapes_of)
@@ -41,7 +42,7 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
                 outputs = replicas(shards)
             else:
                 run = replicas[replicas.devices.index(places[0])]
-                outputs = [run(*as_inputs(shards[0]))]
+                outputs = [forward_call(run, as_inputs(shards[0]))()]
             for shard, output in zip(shards, outputs):
                 if output is not None:
                     found.append(_on_host(output, row_counts(shard)[0],

@@ -16,6 +16,7 @@ from mgpu.arguments import batches, integer
 from mgpu.backends import get_backend
 from mgpu.datasets import BatchIterator, Epoch
 from mgpu.device import Device, as_devices, try_all_gpus
+from mgpu.inputs import as_rounds
 from mgpu.nested import map_leaves
 
 #: seconds that the end of the interpreter waits for a batch that is drawn
@@ -154,7 +155,7 @@ class Prefetched:
         # Not a generator itself: `data` may count its epochs by iter().
         backend = get_backend()
         pin = backend.pinner(self._devices or try_all_gpus())
-        source = iter(self.data)
+        source = iter(as_rounds(self.data))
         epoch = None
         if isinstance(source, Epoch):
             source.moves, epoch = False, source

@@ -27,11 +27,13 @@ from mgpu import distributed
 from mgpu.collectives import allreduce_many
 from mgpu.collectives.strategies import strategy_of
 from mgpu.compat.gluon import GLUON_HINTS, VIEW_HINTS, GluonNames
-from mgpu.compat.pytorch import TorchNames
+from mgpu.compat.pytorch import (TORCH_HINTS, TORCH_VIEW_HINTS,
+                                 TorchNames)
 from mgpu.device import Device, as_devices
 from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.files import FilePath
 from mgpu.following import Following
+from mgpu.inputs import inputs_for
 from mgpu.nested import NoRows, as_inputs, is_empty, map_leaves
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.prediction import predict
@@ -61,14 +63,7 @@ _returned: "weakref.WeakKeyDictionary[Any, weakref.ref[Replicas]]" = \
 _left = 0
 
 
-_MODE = "mgpu.record(), inside which replicas train; outside they predict"
-_HINTS = {
-    "train": _MODE, "eval": _MODE,
-    "parameters": "Replicas.params(), or replicas.net.parameters()",
-    "state_dict": "Replicas.export_numpy(), or replicas.net.state_dict()",
-    "modules": "replicas.net, the user's network",
-    **GLUON_HINTS,
-    "to": "mgpu.initialize(net, devices, dtype=...)"}
+_HINTS = {**TORCH_HINTS, **GLUON_HINTS}
 
 
 class ReplicaView(Hints):
@@ -79,7 +74,7 @@ class ReplicaView(Hints):
     device : Device
     """
 
-    _hints = {**VIEW_HINTS, **_HINTS}
+    _hints = {**VIEW_HINTS, **TORCH_VIEW_HINTS, **_HINTS}
 
     def __init__(self, replicas: "Replicas", index: int,
                  run: Callable[[int, tuple[Any, ...]], Any]):
@@ -88,7 +83,7 @@ class ReplicaView(Hints):
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if named:
-            raise messages.named_inputs(named)
+            inputs = *inputs, base.Kwargs(named)
         return self._run(self._index, inputs)
 
     def __repr__(self) -> str:
@@ -117,8 +112,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
 
     A network with several inputs takes ``replicas[i](a, b)``, and either
     ``replicas(a_shards, b_shards)`` or shards that are tuples or lists of
-    arrays. A dict or a named tuple of arrays is one input, and so is a tuple
-    in a tuple, ``((a, b),)``.
+    arrays. A named tuple of arrays is one input, so is a tuple in a tuple,
+    ``((a, b),)``, and so is a dict, unless forward takes names only. Names are
+    ``replicas[i](x, mask=m)``, ``replicas(shards, mask=mask_shards)``, or
+    `mgpu.Kwargs` at the end of a shard.
 
     Attributes
     ----------
@@ -449,10 +446,11 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         """`Parameter.grad_req` by name, as it is now."""
         return {p.name: p.grad_req for p in self.all_parameters()}
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to zero on all devices. They are no new ones
         any more: what has been cleared is not applied, and no step is due.
-        Running statistics are as after that step.
+        Running statistics are as after that step. `set_to_none` is torch's
+        word: gradients stay arrays here, of zeros.
         """
         self.check_valid()
         self._undone = []
@@ -679,6 +677,19 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             array of the other framework.
         """
         return predict(self, X, batch_size, device)
+    def write(self, values: Mapping[int, Any]) -> None:
+        """Write values, by number of the parameter or buffer, on all devices;
+        their shapes fit."""
+        written = [self.all_parameters()[number] for number in values]
+        with self.owned() if self.torn is None else contextlib.nullcontext(), \
+                self.backend.scope(recording=False):
+            for p in written:
+                for x in p.list_data():
+                    x[...] = self.backend.put(values[p.number], x)
+        self.following.settle(written)
+        if all(p in written or p.kind in BUFFERS
+               for p in self.all_parameters()):
+            self.torn = None
 
     def _changes_nothing(self, name: str, value: np.ndarray) -> bool:
         """Whether it is a gamma of ones, or a beta of zeros, of a norm layer
@@ -883,8 +894,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             return self._run_here(i, inputs)
 
     def _run_here(self, i: int, inputs: tuple[Any, ...]) -> Any:
-        if len(inputs) == 1:
-            inputs = as_inputs(inputs[0])
+        inputs = inputs_for(inputs[0] if len(inputs) == 1 else inputs,
+                            self.network.inputs)
         if self._syncs():
             raise RuntimeError(
                 "with batch_norm='sync' all replicas train together; "
@@ -908,7 +919,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             self._ran.add(i)
             self._begun.append(i)
         with _explained([inputs]):
-            result = self._replicas[i](*inputs)
+            result = base.forward_call(self._replicas[i], inputs)()
         with self._turn:
             self._queued(i)
             self.following.agreed(self.params(), [i])
@@ -1104,7 +1115,11 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
 
     def __call__(self, *inputs: Sequence[Any], **named: Any) -> list[Any]:
         if named:
-            raise messages.named_inputs(named)
+            for column in named.values():
+                self._check_column(column)
+            inputs = *inputs, [
+                base.Kwargs(zip(named, row, strict=True))
+                for row in zip(*named.values(), strict=True)]
         with self.owned(), self._mode():
             if self._without_rows(inputs):
                 if self.backend.is_recording():
@@ -1220,21 +1235,9 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self._check_recording()
         k = len(self.devices)
         for column in inputs:
-            if not isinstance(column, (list, tuple)):
-                if not self.backend.is_native(column):
-                    messages.refuse_foreign(column, self.backend.name)
-                raise TypeError(
-                    "replicas take a list with one shard per device; "
-                    f"received {type(column).__name__}. Use "
-                    "replicas(split_and_load(x, replicas.devices)), or "
-                    "replicas[i](x) for the replica on device i.")
-            if len(column) != k:
-                raise ValueError(
-                    f"{k} replicas take {k} shards; received {len(column)}. "
-                    "Use mgpu.split_batch, which always makes one per "
-                    "device.")
-        rows = list(map(as_inputs, inputs[0])) if len(inputs) == 1 \
-            else list(zip(*inputs))
+            self._check_column(column)
+        rows = [inputs_for(row[0] if len(row) == 1 else row,
+                           self.network.inputs) for row in zip(*inputs)]
         active = [i for i, row in enumerate(rows) if not is_empty(row)]
         for i, row in enumerate(rows):
             if i not in active:
@@ -1254,6 +1257,22 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self._begun += active
         return rows, active
 
+    def _check_column(self, column: Any) -> None:
+        k = len(self.devices)
+        if not isinstance(column, (list, tuple)):
+            if not self.backend.is_native(column):
+                messages.refuse_foreign(column, self.backend.name)
+            raise TypeError(
+                "replicas take a list with one shard per device; "
+                f"received {type(column).__name__}. Use "
+                "replicas(split_and_load(x, replicas.devices)), or "
+                "replicas[i](x) for the replica on device i.")
+        if len(column) != k:
+            raise ValueError(
+                f"{k} replicas take {k} shards; received {len(column)}. "
+                "Use mgpu.split_batch, which always makes one per "
+                "device.")
+
     def _run_synchronised(self, rows: list[tuple[Any, ...]],
                           active: list[int]) -> list[Any]:
         turns = self.network.turns()
@@ -1264,7 +1283,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         rule = SyncBatchNorm(self.backend, meeting, joint)
         with self.network.use_batch_norm(rule), turns:
             return meeting.run(self.backend, [
-                partial(self._replicas[i], *rows[i]) if i in active
+                base.forward_call(self._replicas[i], rows[i]) if i in active
                 else None for i in range(len(rows))])
 
     def after_step(self) -> None:
@@ -1456,7 +1475,8 @@ def _explained(rows: Sequence[tuple[Any, ...]]) -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        messages.explain_inputs(error, max(map(len, rows)))
+        messages.explain_inputs(error, max(map(len, rows)), any(
+            isinstance(row[-1], base.Kwargs) for row in rows if row))
         raise
 
 
@@ -1565,7 +1585,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         Trained in place: see `Replicas.net`.
     devices, ctx : device, or sequence of distinct devices
         One of them: the second is Gluon's word.
-    init : Initializer, str, "keep" or None
+    init : Initializer, str, function of ``torch.nn.init``, "keep" or None
         Draws all weights, once, in NumPy, from (`seed`, number of the
         parameter): bit-identical on all devices and, for the same layers in
         the same order, on both backends. Biases, gammas, betas and running
@@ -1573,10 +1593,15 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
         layer's own Gluon initialiser wins. Parameters that mgpu does not
         know (a vector that scales a layer, names of the user's own) keep
         the network's values. None draws only what has no value, by Gluon's
-        default, ``Uniform(0.07)``; "keep" refuses to draw.
+        default, ``Uniform(0.07)``; "keep" refuses to draw. A function of
+        ``torch.nn.init``, or `functools.partial` of one with options, has
+        torch's formula, fans and defaults, and NumPy's random numbers, on
+        either engine; it draws weights, and biases are 0 as above. To draw by
+        functions of your own, or biases, call them before ``initialize``
+        (``net.apply(f)``), and pass no init.
     seed : int, optional
         Of what is drawn; 0 if not given.
-    sample : array, or tuple or list of arrays, optional
+    sample : array, tuple or list of arrays, or Kwargs, optional
         What the network is called with, for deferred or lazy shapes; floats
         from NumPy take the dtype of the network. Without it the shapes are
         completed once, at the first forward pass.
@@ -1720,7 +1745,7 @@ def initialize(net: Any, devices: Any = None, init: Any = None,
                 return backend.put(x, devices[0],
                                    dtype=floats if cast else None)
             sample = map_leaves(place, sample)
-            replicas._complete(as_inputs(sample), devices[0])
+            replicas._complete(inputs_for(sample, network.inputs), devices[0])
         else:
             replicas._complete()
             if not replicas.complete and network.defer(devices, {

@@ -9,8 +9,8 @@ from mgpu import distributed, probes
 from mgpu.arguments import integer, is_integer, one_given
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
-from mgpu.nested import (is_listed, leaves, lists_in, row_counts, rows_inside,
-                         rows_of, shapes_of, split_leaves)
+from mgpu.nested import (is_listed, is_whole, leaves, lists_in, row_counts,
+                         rows_inside, rows_of, shapes_of, split_leaves)
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -292,8 +292,9 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     -------
     (list, list)
         One shard of each per device; with fewer rows than devices the last
-        shards are empty. With several processes, of which this one has no
-        rows of the batch: None for each device.
+        shards are empty. Of a dict and ``y=None``: its shards, twice. With
+        several processes, of which this one has no rows of the batch: None for
+        each device.
 
     Raises
     ------
@@ -304,6 +305,9 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
         like arrays as there are rows, which may be one for each; and what
         `split_and_load` refuses.
     """
+    whole = is_whole(X, y)
+    if whole:
+        y = X
     _check_dense((X, y))
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
     if n != m or len(n) > 1:
@@ -324,5 +328,6 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")
     _check_lists(X, y, n[0])
-    return (split_and_load(X, devices, 0, even_split, weights),
-            split_and_load(y, devices, 0, even_split, weights))
+    shards = split_and_load(X, devices, 0, even_split, weights)
+    return shards, shards if whole else split_and_load(
+        y, devices, 0, even_split, weights)

@@ -27,12 +27,13 @@ from mgpu.errors import LabelError, NonFiniteLoss
 from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
+from mgpu.inputs import Choice, as_rounds, choose
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
-                         is_listed, lists_in, map_leaves, row_counts,
-                         rows_of, split_leaves)
+                         is_listed, is_whole, lists_in, map_leaves,
+                         row_counts, rows_of, split_leaves)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
 from mgpu.split import shard_bounds, split_batch
@@ -209,17 +210,25 @@ def train_batch(X: Any, y: Any, replicas: Replicas, loss: Loss,
     Parameters
     ----------
     X, y : arrays of n rows (native or NumPy, or nested)
-        A tuple or list of arrays stands for several inputs of the network.
+        A tuple or list of arrays stands for several inputs of the network,
+        `mgpu.Kwargs` for inputs by name. A dict with ``y=None`` is a whole
+        batch: entries that the network's forward names go to it by name (all
+        if it has ``**kwargs``), and the loss is called with the whole dict,
+        ``loss(output, batch)``. A forward with one parameter without a
+        default, whose name no entry has, takes the dict as its one input. An
+        entry that neither takes is refused while forward has parameters that
+        no entry gives.
     replicas : Replicas
     loss : callable
         ``loss(pred, label)``, one value per example. On several devices it
         is called for the rows of each, at the same time on torch.
     trainer : Trainer
     split_f : callable
-        ``split_f(X, y, devices) -> (X_shards, y_shards)``. In what it
-        returns a list of dicts, or of arrays of different lengths, may be
-        the labels of as many rows (the boxes of each picture). The default
-        cuts no such list: write one with `shard_bounds`.
+        ``split_f(X, y, devices) -> (X_shards, y_shards)``; of a whole batch
+        the first counts. In what it returns a list of dicts, or of arrays of
+        different lengths, may be the labels of as many rows (the boxes of each
+        picture). The default cuts no such list: write one with
+        `shard_bounds`.
     ignore_stale_grad : bool
         Skip parameters that no row of the batch reached, as torch does; by
         default they are an error (`Trainer.step`).
@@ -298,15 +307,20 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
     devices, stage = replicas.devices, probes.stage
     losses: list[Any] = []
 
-    def split(X: Any, y: Any) -> tuple[list[Any], list[Any]]:
+    def split(X: Any, y: Any
+              ) -> tuple[list[Any], list[Any], Choice | None]:
         with stage("copy", "split", devices,
                    lambda: list(zip(X_shards, y_shards, strict=True))):
             X_shards, y_shards = shards_of(X, y, devices, split_f)
+        choice = None
+        if is_whole(X, y):
+            choice = choose(X, replicas.network.inputs())
+            X_shards = list(map(choice.take, y_shards))
         _check_labels(X_shards, y_shards, devices)
-        return X_shards, y_shards
+        return X_shards, y_shards, choice
 
     def run(X: Any, y: Any) -> int:
-        X_shards, y_shards = ready.pop() if ready else split(X, y)
+        X_shards, y_shards, choice = ready.pop() if ready else split(X, y)
         passes = _at_once if replicas.independent() else _stage_by_stage
         if replicas.span.wide and all(is_empty(as_inputs(shard))
                                       for shard in X_shards):
@@ -314,6 +328,8 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
         with _shared(loss, replicas, X_shards) as judge:
             if check is not None:
                 judge = partial(_checked, check, judge)
+            if choice is not None:
+                judge = choice.told(judge)
             with replicas.told():
                 own = passes(replicas, X_shards, y_shards, judge,
                              trainer.loss_scale)
@@ -591,8 +607,9 @@ def train_epochs(step: Callable[[Any, Any], list[Any]],
     ----------
     step : callable
         ``step(X, y)`` trains on one batch and returns the losses of its
-        rows, a list with one native array (or None) per device.
-    train_iter : iterable of (X, y)
+        rows, a list with one native array (or None) per device. `y` is None
+        where a batch is a dict, `X`.
+    train_iter : iterable of (X, y), or of dicts
     num_epochs : int
     devices : sequence of Device
     evaluate : callable, optional
@@ -670,7 +687,7 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
     num_epochs = integer("num_epochs", num_epochs, 1)
     max_inflight = integer("max_inflight", max_inflight, 1)
     ahead = integer("prefetch", prefetch, 0)
-    batches = as_batches("train_iter", train_iter)
+    batches = as_rounds(as_batches("train_iter", train_iter))
     if ahead:
         batches = prefetching.prefetch(train_iter, ahead, devices=devices)
     if animator is not None and not hasattr(animator, "add"):
@@ -851,10 +868,12 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     ----------
     replicas, loss, trainer, split_f
         As in `train_batch`.
-    train_iter, test_iter : iterables of (X, y)
+    train_iter, test_iter : iterables of (X, y), or of dicts
         Anything that can be gone through once per epoch: those of
-        `mgpu.datasets`, a torch or a Gluon DataLoader. `test_iter` may be
-        None. With it the network gives scores (n, classes), two or more.
+        `mgpu.datasets`, a torch or a Gluon DataLoader, a DataIter of MXNet
+        (``mx.io.NDArrayIter``), which is reset before each epoch; rows that
+        fill up its last batch are left out. `test_iter` may be None. With it
+        the network gives scores (n, classes), two or more.
     num_epochs : int
     device : device, optional
         Evaluate only there (default: on all devices).

@@ -38,10 +38,10 @@ LAYERS = {
         "backends.scope backends._allocator backends._kept backends._workers",
     "registry": "backends",
     "engines": "backends._mxnet backends._torch backends.gluon_layers",
-    "devices, data and formulas": "nested device split datasets prefetching "
-        "initializers optimizers lr_scheduler losses loss_state loss_scale "
-        "host_memory collectives distributed progress functional models "
-        "strict conversion compat metrics prediction weight_files",
+    "devices, data and formulas": "nested inputs device split datasets "
+        "prefetching initializers optimizers lr_scheduler losses loss_state "
+        "loss_scale host_memory collectives distributed progress functional "
+        "models strict conversion compat metrics prediction weight_files",
     "replicas": "batch_norm parameters following replica_checks replicas",
     "trainer": "schedule_state trainer_states trainer",
     "training": "callbacks extra_states checkpoint checkpoint_folder stopping "

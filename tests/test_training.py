@@ -1145,7 +1145,7 @@ def test_arguments_of_another_kind_are_named(engine, name, wrong, words):
 
 @pytest.mark.parametrize("wrong, words", [
     ((1, 2, 3), "3 things"), ([1], "1 things"),
-    ({"x": 1, "y": 2}, "a dict"), (np.ones((2, 6)), "a ndarray"),
+    (np.ones((2, 6)), "a ndarray"),
     (SimpleNamespace(data=[1], label=[2]), "a SimpleNamespace")])
 def test_batches_that_are_no_pairs_are_refused(engine, wrong, words):
     replicas, loss, trainer = set_up(engine, on(0, 1))
@@ -1153,7 +1153,8 @@ def test_batches_that_are_no_pairs_are_refused(engine, wrong, words):
                                     progress=False),
                  lambda: mgpu.evaluate_accuracy_gpus(replicas, [wrong])):
         refuse(call, TypeError, "a data iterator gives batches that are "
-               f"pairs, (X, y); received {words}. Make pairs of them: ("
+               f"pairs, (X, y), or dicts; received {words}. Make pairs of "
+               "them: ("
                + ("(b.data[0], b.label[0])" if words.endswith("space")
                   else "(b['x'], b['y'])")
                + " for b in batches), or ((X, X) for X in batches).")

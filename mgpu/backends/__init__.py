@@ -5,6 +5,7 @@ imported.
 """
 import contextlib
 import importlib
+import functools
 import importlib.util
 import sys
 import threading
@@ -185,7 +186,10 @@ def backend_of(net: Any) -> str:
 def given(x: Any) -> Given | None:
     """Who knows what `x`, an object or a function, is in mgpu's terms: the
     engine of the framework that made its class, or that it stands in; None
-    where that is neither. Loads that engine's `given` only."""
+    where that is neither. A `functools.partial` is what its function is. Loads
+    that engine's `given` only."""
+    while isinstance(x, functools.partial):
+        x = x.func
     places = [cls.__module__ for cls in type(x).__mro__]
     places.append(getattr(x, "__module__", None) or "")
     roots = {place.partition(".")[0] for place in places}

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import inspect
 import math
 import random
 import re
@@ -444,6 +445,26 @@ class Watch:
         """Nothing is announced yet, and nothing to be noted."""
 
 
+class Kwargs(dict[str, Any]):
+    """Inputs of a network by the names of its forward's parameters.
+
+    ``replicas[i](Kwargs(input_ids=x, attention_mask=m))`` calls ``net(
+    input_ids=x, attention_mask=m)``, and a batch that is one is cut, entry by
+    entry, as a dict is. In a tuple, as its last entry, it follows inputs
+    without names: ``(x, Kwargs(mask=m))``. Gluon's Blocks take no names: their
+    inputs go by the place that forward (or hybrid_forward) gives each name.
+    What is in it is not copied.
+    """
+
+
+def apart(inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of a network without names, and those with names: of a `Kwargs`
+    at the end."""
+    if inputs and isinstance(inputs[-1], Kwargs):
+        return tuple(inputs[:-1]), dict(inputs[-1])
+    return tuple(inputs), {}
+
+
 class Replica(ABC):
     """A network on one device.
 
@@ -458,7 +479,7 @@ class Replica(ABC):
     index: int
 
     @abstractmethod
-    def __call__(self, *inputs: Array) -> Any:
+    def __call__(self, *inputs: Array, **named: Array) -> Any:
         """Run the network on this device's inputs. It runs in training mode
         inside ``scope(training=True)``, in prediction mode otherwise, and
         without a graph outside ``scope(recording=True)``, whatever the
@@ -731,6 +752,63 @@ class Network(ABC):
     @abstractmethod
     def hybridize(self, active: bool, devices: Sequence[Device]) -> None:
         """Compile the passes to come, or no longer; raises as `prepare`."""
+    # the framework's own names
+
+    def own_names(self) -> list[str]:
+        """What the framework calls each entry of `specs`."""
+        return [spec.name for spec in self.specs()]
+
+    def state(self, first: Replica) -> dict[str, Any]:
+        """All values of `first`, replica 0, by the framework's own names, as
+        its own files have them; no copies."""
+        names = self.own_names()
+        found = {name: first.array(i) for i, name in enumerate(names)}
+        for name, *others in self.aliases().values():
+            found.update(dict.fromkeys(others, found[name]))
+        return found
+
+    def fit_state(self, values: Mapping[str, Any], first: Replica,
+                  strict: bool) -> tuple[dict[int, Any], list[str], list[str]]:
+        """What `state` of a network gave, for this one: by number of the
+        entry its new value; the names that miss, and those that are unknown.
+        With `strict` there are none, or RuntimeError, which lists all, as it
+        does other shapes. Nothing has changed."""
+        own = self.state(first)
+        numbers = {name: i for i, name in enumerate(self.own_names())}
+        for name, *others in self.aliases().values():
+            numbers.update(dict.fromkeys(others, numbers[name]))
+        missing = [name for name in own if name not in values]
+        unknown = [name for name in values if name not in own]
+        wrong = [f"{name}: shape {tuple(x.shape)} instead of "
+                 f"{tuple(own[name].shape)}" for name, x in values.items()
+                 if name in own and tuple(x.shape) != tuple(own[name].shape)]
+        if strict:
+            wrong += [f"missing {name}" for name in missing]
+            wrong += [f"unknown {name}" for name in unknown]
+        if wrong:
+            raise RuntimeError(
+                "a state_dict is that of a network with the same layers; "
+                f"received {'; '.join(wrong)}. Use what state_dict of such a "
+                "network gave, or strict=False for names.")
+        return ({numbers[name]: x for name, x in values.items()
+                 if name in own}, missing, unknown)
+
+    def set_mode(self, training: bool) -> None:
+        """Set the network's own flags: whether its layers train inside
+        ``scope(training=True)``."""
+        if not training:
+            raise messages.not_supported(
+                self.backend.name, "training mode of a network's own",
+                "layers predict outside of mgpu.record(). For gradients of "
+                "predictions use mgpu.record(train_mode=False).")
+
+    def inputs(self) -> Sequence[inspect.Parameter]:
+        """The parameters of the network's forward, without self."""
+        try:
+            return [*inspect.signature(self.net.forward).parameters.values()]
+        except (TypeError, ValueError):     # written in C
+            return [inspect.Parameter("inputs",
+                                      inspect.Parameter.VAR_POSITIONAL)]
 
     def gluon_names(self) -> dict[str, str]:
         """For a network of `Backend.from_gluon`: by `Spec.name`, the name in
@@ -808,9 +886,10 @@ class Network(ABC):
     @abstractmethod
     def infer_shapes(self, inputs: tuple[Array, ...], device: Device) -> None:
         """Complete deferred (lazy) shapes by one prediction-mode forward
-        pass on `device`; afterwards no `Spec.shape` is None. Values that are
-        there stay, and what the framework was told to draw, it draws. After
-        an error the network is as it was before."""
+        pass on `device`, of inputs as `apart` takes them; afterwards no
+        `Spec.shape` is None. Values that are there stay, and what the
+        framework was told to draw, it draws. After an error the network is as
+        it was before."""
 
     @abstractmethod
     def values(self) -> dict[str, np.ndarray] | None:
@@ -849,8 +928,8 @@ class Network(ABC):
 
     def forward(self, replicas: Sequence[Replica],
                 inputs: Sequence[Sequence[Array] | None]) -> list[Any]:
-        """``replicas[i](*inputs[i])`` for each device, at the same time; None
-        for a device whose entry is None."""
+        """``replicas[i](*inputs[i])`` for each device, at the same time, with
+        names as `apart` finds them; None for a device whose entry is None."""
         return self.backend.parallel(forward_calls(replicas, inputs))
 
     def forward_backward(self, replicas: Sequence[Replica],
@@ -1003,12 +1082,19 @@ class Network(ABC):
         return Turns()
 
 
+def forward_call(function: Callable[..., Any], inputs: Sequence[Any]
+                 ) -> Callable[[], Any]:
+    """`function` of these inputs, as `apart` takes them."""
+    places, named = apart(inputs)
+    return partial(function, *places, **named)
+
+
 def forward_calls(replicas: Sequence[Replica],
                   inputs: Sequence[Sequence[Array] | None]
                   ) -> list[Callable[[], Array | None]]:
     """Make a function without arguments for each replica's forward pass,
     which returns None where the replica has no inputs."""
-    return [(lambda: None) if x is None else partial(replica, *x)
+    return [(lambda: None) if x is None else forward_call(replica, x)
             for replica, x in zip(replicas, inputs, strict=True)]
 
 

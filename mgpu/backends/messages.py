@@ -59,9 +59,15 @@ def refuse_foreign(x: Any, backend: str) -> None:
             "backend, then mgpu.put.")
 
 
-def explain_inputs(error: TypeError, count: int) -> None:
+def explain_inputs(error: TypeError, count: int, named: bool) -> None:
     """TypeError if `error` says that a network cannot be called with `count`
-    inputs."""
+    inputs, some of them `named`."""
+    if named and re.search(r"forward\(\) got (an unexpected|multiple)",
+                           str(error)):
+        raise TypeError(
+            "inputs by name are parameters of the network's forward, each "
+            f"given once; received others: {error}. Give the inputs those "
+            "names, or none.") from error
     if re.search(r"forward\(\) (takes|missing)", str(error)):
         raise TypeError(
             "a tuple or list of arrays stands for several inputs of a "
@@ -191,13 +197,25 @@ def wrong_device(device: Any, actual: Any) -> ValueError:
         f"{actual}. Use mgpu.put(x, {device}) or mgpu.split_and_load.")
 
 
-def named_inputs(named: Iterable[str]) -> TypeError:
-    """Inputs of a network that were given by name."""
+def nameless_blocks(kind: type, only: Sequence[str]) -> TypeError:
+    """A Block has parameters that Gluon never gives anything to."""
     return TypeError(
-        "replicas take inputs by their place, as forward() names them; "
-        f"received {', '.join(f'{name}=' for name in named)}. Leave the names "
-        "out, or train a network around this one that takes a dict as its "
-        "one input, and calls it as you do: self.model(**batch).")
+        "Gluon calls a Block with inputs by their place, so a name stands for "
+        f"the place that forward gives it; received {kind.__name__}, whose "
+        "forward has " + (f"{list(only)} by name only" if only else
+                          "**kwargs, which give names no place")
+        + ". Write each input as a parameter of forward, without a star "
+        "before it.")
+
+
+def wrong_names(kind: type, known: Sequence[str], places: int,
+                named: Iterable[str], error: Exception) -> TypeError:
+    """Inputs that were given by name do not fit the network's forward."""
+    return TypeError(
+        f"inputs by name are parameters of the network's forward, {known} of "
+        f"{kind.__name__}; received {places} without names and "
+        f"{', '.join(f'{name}=' for name in named)}: {error}. Give each "
+        "parameter without a default once.")
 
 
 def not_native(x: Any, backend: str) -> TypeError:

@@ -114,8 +114,7 @@ class Names(Hints):
 
     def __init__(self, module: str, hints: Mapping[str, str], **names: Any):
         self.__name__ = module
-        self.__dict__.update(names)
-        self._hints = hints
+        self.__dict__.update(names, _hints=hints)
 
     def __dir__(self) -> list[str]:
         return sorted(set(vars(self)) - {"_hints", "__name__"})
@@ -179,7 +178,7 @@ class ArrayDataset:
     def transform(self, fn: Callable[..., Any], lazy: bool = True) -> Any:
         """``fn(*row)`` in the place of each row; where it is read, or now."""
         changed = _Transformed(self, fn)
-        return changed if lazy else _Entries(list(changed))
+        return changed if lazy else _Entries([changed[i] for i in range(len(self))])
 
     def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True
                         ) -> Any:
@@ -255,10 +254,10 @@ class DataLoader:
             else n // self._size
 
     def __iter__(self) -> Iterator[Any]:
-        order = np.arange(len(self._dataset))
+        drawn = np.arange(len(self._dataset))
         if self._shuffle:
-            np.random.shuffle(order)
-        order, self._left = [*self._left, *order.tolist()], []
+            np.random.shuffle(drawn)
+        order, self._left = [*self._left, *drawn.tolist()], []
         whole = len(order) - len(order) % self._size
         for at in range(0, whole, self._size):
             yield self._batch(order[at:at + self._size])

@@ -1,14 +1,141 @@
 """Names of PyTorch on `Replicas` and `Trainer`."""
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from mgpu.backends.base import BUFFERS
 
 if TYPE_CHECKING:
+    from mgpu.backends import base
     from mgpu.replicas import Replicas  # noqa: F401
     from mgpu.trainer import Trainer    # noqa: F401
+
+_DTYPE = "mgpu.initialize(net, devices, dtype=...)"
+#: names of a Module that `Replicas` does not have, and what to use
+TORCH_HINTS = {
+    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"),
+                    f"{_DTYPE}, or autocast=, before training"),
+    **dict.fromkeys(("cuda", "cpu"), "mgpu.initialize(net, devices), which "
+                    "says where a network lives"),
+    "to": f"mgpu.initialize(net, devices), and {_DTYPE}",
+    **dict.fromkeys(
+        ("modules", "named_modules", "children", "named_children", "apply",
+         "requires_grad_", "get_submodule", "register_forward_hook",
+         "register_forward_pre_hook", "register_buffer"),
+        "the same method of replicas.net, the user's network, which is "
+        "replica 0"),
+    "device_ids": "replicas.devices"}
+#: those that it has, and one replica does not
+TORCH_VIEW_HINTS = dict.fromkeys(
+    ("train", "eval", "parameters", "named_parameters", "buffers",
+     "named_buffers", "state_dict", "load_state_dict", "module", "zero_grad"),
+    "the method of the same name of the Replicas, which is for all devices")
+
+
+class IncompatibleKeys(NamedTuple):
+    """What `Replicas.load_state_dict` returns, as torch's does."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 class TorchNames:
     """Methods of a torch Module that `mgpu.Replicas` has too."""
+
+    if TYPE_CHECKING:
+        network: base.Network
+        net: Any
+
+        def all_parameters(self) -> list[Any]: ...
+        def check_valid(self) -> None: ...
+        def of_engine(self) -> list[base.Replica]: ...
+        def write(self, values: Mapping[int, Any]) -> None: ...
+
+    @property
+    def module(self) -> Any:
+        """`Replicas.net`, under DataParallel's name."""
+        return self.net
+
+    def state_dict(self) -> dict[str, Any]:
+        """All values of replica 0 by the framework's own names, without a
+        prefix: what ``torch.save`` or ``mx.nd.save`` takes, and the network's
+        own ``load_state_dict`` or ``load_parameters`` loads. Native arrays,
+        which the next step changes; no copies. Running statistics are those
+        of the first device (`Replicas.export_numpy` has others).
+
+        RuntimeError before the parameters have values, or if
+        ``force_reinit`` has made the replicas void.
+        """
+        self.check_valid()
+        return self.network.state(self.of_engine()[0])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any],
+                        strict: bool = True) -> IncompatibleKeys:
+        """Write values by the framework's own names on all devices, rounded
+        to the dtypes that are there: what `state_dict` gave, or the network's
+        own (on torch by its rules, hooks of the layers included). Native or,
+        on MXNet, NumPy arrays. Gradients and trainers stay as they are.
+
+        Returns
+        -------
+        IncompatibleKeys
+            (missing_keys, unexpected_keys); both empty with `strict`.
+
+        Raises
+        ------
+        RuntimeError
+            Other shapes and, with `strict`, missing or unknown names; all of
+            them are listed. Nothing has changed then.
+        TypeError
+            No mapping.
+        """
+        self.check_valid()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError("load_state_dict takes a dict of arrays; received "
+                            f"{type(state_dict).__name__}. Read a file with "
+                            "torch.load or mx.nd.load first.")
+        values, missing, unknown = self.network.fit_state(
+            state_dict, self.of_engine()[0], strict)
+        self.write(values)
+        return IncompatibleKeys(missing, unknown)
+
+    def _named(self, buffers: bool) -> Iterator[tuple[str, Any]]:
+        first = self.of_engine()[0]
+        return ((name, first.array(p.number)) for name, p in zip(
+            self.network.own_names(), self.all_parameters(), strict=True)
+            if (p.kind in BUFFERS) is buffers)
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        """(the framework's own name, native parameter) of replica 0, each
+        once; on MXNet the array on the first device. What is written to them
+        reaches all devices with the next pass. An optimiser of them goes to
+        `mgpu.Trainer`: by itself it would move the network by the gradients of
+        the first device's rows only."""
+        return self._named(False)
+
+    def parameters(self) -> Iterator[Any]:
+        """`named_parameters` without the names."""
+        return (x for _, x in self._named(False))
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        """(the framework's own name, native buffer) of replica 0."""
+        return self._named(True)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set replica 0's own flags, as ``net.train(mode)`` does: layers in
+        eval mode predict in `mgpu.record` too. Whether replicas train is said
+        by `mgpu.record`; what they do in it, by these flags. On MXNet layers
+        have none: nothing changes, and ``mode=False`` is refused
+        (NotImplementedError)."""
+        self.check_valid()
+        if not isinstance(mode, bool):
+            raise ValueError("training mode is True or False; received "
+                             f"{mode!r}.")
+        self.network.set_mode(mode)
+        return self
+
+    def eval(self) -> Self:
+        """``train(False)``."""
+        return self.train(False)
 
 
 class TorchTrainerNames:

@@ -66,6 +66,27 @@ def per_device(devices):
     return trained(devices)
 
 
+class _Dicts:
+    def __init__(self, pairs):
+        self.pairs, self.name = pairs, {"torch": "input", "mxnet": "x"}[
+            mgpu.get_backend().name]
+
+    def __iter__(self):
+        return ({self.name: X, "label": y} for X, y in self.pairs)
+
+
+@scenario
+def dicts(devices):
+    """Batches that are dicts; the last device has no row of the last."""
+    replicas, trainer = made(devices)
+    history = mgpu.train(
+        replicas, *map(_Dicts, data()),
+        lambda output, batch: LOSS(output, batch["label"]), trainer, 2,
+        progress=False)
+    return {**values(replicas), "losses": history.loss_per_step,
+            "means": history.train_loss, "accuracy": history.test_acc}
+
+
 @scenario
 def average(devices):
     return trained(devices, "average")

@@ -10,7 +10,7 @@ MUTANTS = [
            edit(_ALL, "correct += sum(", "correct += 1 / len(X) * sum(",
                 "total += sum(", "total += bool("), _COUNTS),
     Mutant("last-batch-dropped", "the last batch is not counted",
-           edit(_ALL, "as_pair, data_iter",
+           edit(_ALL, "as_pair, as_rounds(data_iter)",
                 "as_pair, list(data_iter)[:-1]"), _COUNTS),
     Mutant("first-shard-only", "the shards of the other devices are not "
            "counted", edit(_ALL, "in zip(outputs, y_shards)",
@@ -40,6 +40,20 @@ MUTANTS = [
            "is refused", edit("mgpu.training:_checked", "check(output)", "0"),
            ("test_training.py::test_a_network_with_one_output_has_its_own_"
             "measure[torch-*",)),
+    Mutant("filling-counts", "rows that fill up the last batch count",
+           edit("mgpu.nested:as_pair", "pair_of(batch, batch.pad)",
+                "pair_of(batch, 0)"),
+           ("test_keyword_inputs.py::test_a_data_iterator_trains_its_rows_"
+            "once_in_each_epoch[0]",)),
+    Mutant("rolled-rows-cut", "rows of the epoch before are taken for filling",
+           edit("mgpu.inputs:Rounds._pairs", 'rolls and', 'False and'),
+           ("test_keyword_inputs.py::test_rows_that_roll_over_are_no_"
+            "filling",)),
+    Mutant("unread-entries", "a misspelt input is left out in silence",
+           edit("mgpu.inputs:Choice.check", "if key not in read",
+                "if key in ()"),
+           ("test_keyword_inputs.py::test_a_dict_that_does_not_fit_is_refused"
+            "[torch-batch0-received 'msk', which nobody reads]",)),
     Mutant("sample-not-waited-for", "its error comes up in a later call",
            edit("mgpu.backends._mxnet.network:MXNetNetwork.infer_shapes",
                 "_wait(self.run(inputs))", "self.run(inputs)"),

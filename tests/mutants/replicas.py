@@ -71,8 +71,8 @@ MUTANTS = [
             "_carried>]",)),
     Mutant("torch-caught-reads", "a network that catches the error goes on",
            edit("mgpu.backends._torch.replica:TorchReplica.__call__",
-                "self._run(inputs, training)\n            "
-                "network.check_read()", "self._run(inputs, training)"),
+                "self._run(inputs, named, training)\n            "
+                "network.check_read()", "self._run(inputs, named, training)"),
            (_NATIVE + "[torch-2dev-per_device-single-<function "
             "_carried_and_caught>]",)),
     Mutant("mxnet-caught-reads", "a network that catches the error goes on",

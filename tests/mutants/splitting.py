@@ -20,9 +20,8 @@ MUTANTS = [
                 "slice(begin, end),)][::-1]"),
            ("test_split.py::test_shards_are_those_of_gluon[torch-2-0-True]",)),
     Mutant("labels-of-other-rows", "labels go to the devices in reverse",
-           edit("mgpu.split:split_batch", "split_and_load(y, devices, 0, "
-                "even_split, weights))", "split_and_load(y, devices, 0, "
-                "even_split, weights)[::-1])"),
+           edit("mgpu.split:split_batch", "y, devices, 0, even_split, "
+                "weights)", "y, devices, 0, even_split, weights)[::-1]"),
            ("test_split.py::test_split_batch[torch-2dev]",)),
     Mutant("text-to-all", "a list of text goes to every device",
            edit("mgpu.nested:is_listed", "bool(leaves(data))", "False"),

@@ -62,6 +62,12 @@ NO_NUMBERS = {
     "prefetch": "the batches of its source; tests/test_prefetch.py",
     "collectives.native": "the frameworks' own, which only one engine has on "
                           "CPUs; tests/test_collectives.py: exact sums",
+    **dict.fromkeys(("Kwargs", "Replicas.state_dict", "Replicas.write",
+                     "Replicas.load_state_dict", "Replicas.parameters",
+                     "Replicas.named_parameters", "Replicas.named_buffers",
+                     "Replicas.train", "Replicas.eval", "Replicas.module"),
+                    "tests/test_keyword_inputs.py and test_torch_names.py: "
+                    "the framework's own numbers"),
     "Replicas.autocast": "only torch has it; tests/test_options.py",
     **dict.fromkeys(("Replicas.compute_gradients", "Trainer.multipliers",
                      "Replicas.forward_backward", "Trainer.rate",

@@ -85,7 +85,7 @@ for epoch in range(opt.epochs):
     model.train()
     total = rows = right = 0
     for batch in train_data:
-        losses = mgpu.train_batch(batch, batch, replicas, loss_of, trainer,
+        losses = mgpu.train_batch(batch, None, replicas, loss_of, trainer,
                                   clip_norm=opt.clip)
         scheduler.step()
         total += sum(x.sum().item() for x in losses)

@@ -1,6 +1,7 @@
 """A user's `gluon.Block` on several contexts."""
 import contextlib
 import copy
+import inspect
 import json
 import os
 import re
@@ -202,7 +203,8 @@ class MXNetReplica(base.Replica):
                 "of one that shares its parameters. Call mgpu.initialize("
                 "net, devices, init='keep', force_reinit=True).") from None
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        inputs = self._network.in_order(inputs, named)
         self._network.backend.check_inputs(inputs, self.device)
         earlier = getattr(_running, "context", None)
         _running.context = self._context
@@ -389,6 +391,7 @@ class MXNetNetwork(base.Network):
 
     def infer_shapes(self, inputs, device) -> None:
         self._deferred = []
+        inputs = self.in_order(*base.apart(inputs))
         spare = Attributes(refuses=False)
         with self._undone_by_errors():      # an input that does not fit
             self._allocate([self.backend.handle(device)])
@@ -399,9 +402,40 @@ class MXNetNetwork(base.Network):
                     spare.of(1):
                 _wait(self.run(inputs))
 
+    def inputs(self) -> Sequence[inspect.Parameter]:
+        own = type(self.net)
+        if not (isinstance(self.net, mx.gluon.HybridBlock)
+                and own.forward is mx.gluon.HybridBlock.forward):
+            return super().inputs()
+        # Gluon gives the module of operators, and the block's parameters.
+        _, *found = inspect.signature(
+            self.net.hybrid_forward).parameters.values()
+        return [p for p in found if p.name not in self.net._reg_params
+                and p.kind is not p.VAR_KEYWORD]
+
+    def in_order(self, inputs: tuple[Any, ...], named: dict[str, Any]
+                 ) -> tuple[Any, ...]:
+        """All inputs without names, as Blocks take them."""
+        if not named:
+            return inputs
+        known = self.inputs()
+        only = [p.name for p in known if p.kind is p.KEYWORD_ONLY]
+        if only or any(p.kind is p.VAR_KEYWORD for p in known):
+            raise messages.nameless_blocks(type(self.net), only)
+        try:
+            bound = inspect.Signature(known).bind(*inputs, **named)
+        except TypeError as error:
+            raise messages.wrong_names(
+                type(self.net), [p.name for p in known], len(inputs), named,
+                error) from None
+        last = max(i for i, p in enumerate(known) if p.name in named)
+        bound.apply_defaults()
+        return bound.args[:max(last + 1, len(inputs))]
+
     def run(self, inputs: tuple[Any, ...]) -> Any:
         """The network's outputs, in the array family of its inputs."""
-        with self.backend.family_of(inputs[0] if inputs else None), \
+        with self.backend.family_of(next(
+                (x for x in inputs if x is not None), None)), \
                 self._predicting():
             try:
                 return self.net(*inputs)

@@ -91,8 +91,8 @@ _SHAPES = 32
 
 def compile_module(module: nn.Module, cores: int) -> Callable[..., Any]:
     """`module` as a compiled function, for that number of cores."""
-    def run(*inputs: Any) -> Any:
-        return module(*inputs)
+    def run(*inputs: Any, **named: Any) -> Any:
+        return module(*inputs, **named)
     # Torch counts compilations by source code, which replicas share.
     return torch.compile(
         run, dynamic=False, isolate_recompiles=True, recompile_limit=_SHAPES,

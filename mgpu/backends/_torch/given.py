@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import base
+from mgpu.backends._torch import initial
 from mgpu.backends._torch.names import arrays_of, joined, suffix_of, walk
 from mgpu.backends._torch.own_step import FAMILIES
 
@@ -270,6 +271,9 @@ class PyTorchGiven(base.Given):
                 "the Trainer that object, mgpu.Trainer(replicas, optimizer), "
                 "without lr_scheduler, and call scheduler.step() after each "
                 "step or epoch, as in torch.")
+
+    def initializer(self, x: Any) -> base.GivenInitializer | None:
+        return initial.initializer(x)
 
 
 GIVEN = PyTorchGiven()

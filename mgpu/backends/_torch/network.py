@@ -138,18 +138,19 @@ class TorchNetwork(base.Network):
     @_to_be_trained
     def infer_shapes(self, inputs, device) -> None:
         home, make_lazy = self.devices()[0], _lazy_layers(self.net)
+        given = base.apart(inputs)
         self.net.to(self.backend.handle(device))
         flags = {m: m.training for m in self.net.modules()}
         watch.turn(True)    # one thread completes, and the others wait
         try:
             self.net.eval()
             with torch.no_grad():
-                self.net(*inputs)
+                base.forward_call(self.net, inputs)()
         except BaseException as error:      # an input that does not fit
             make_lazy()
             self.net.to(home)
             if isinstance(error, (RuntimeError, ValueError)):
-                self.explain(error, inputs)
+                self.explain(error, given)
             raise
         finally:
             watch.turn(False)
@@ -177,6 +178,31 @@ class TorchNetwork(base.Network):
                 for path, module, name, p in walk(self.net, "_parameters")
                 if hasattr(module, _WITHOUT_VALUES)
                 and bool(p.isnan().all())}
+
+    def own_names(self) -> list[str]:
+        return [joined(path, name) for which in ("_parameters", "_buffers")
+                for path, _, name, _ in walk(self.net, which)]
+
+    def state(self, first) -> dict[str, Any]:
+        return self.net.state_dict()
+
+    def fit_state(self, values, first, strict):
+        if self.extra_names():
+            raise ValueError(
+                "load_state_dict writes arrays on all devices; received a "
+                f"network whose layers have {self.extra_names()} besides. "
+                "Load it with net.load_state_dict before mgpu.initialize, or "
+                "use mgpu.load_checkpoint.")
+        # Torch's own rules: a copy tells what they make of the values.
+        copy = _copy(self.net)
+        told = copy.load_state_dict(values, strict)
+        numbers = {id(x): i for i, x in enumerate(arrays_of(copy))}
+        return {numbers[id(x)]: x.detach() for name, x in copy.state_dict(
+            keep_vars=True).items() if name not in told.missing_keys}, list(
+                told.missing_keys), list(told.unexpected_keys)
+
+    def set_mode(self, training: bool) -> None:
+        self.net.train(training)
 
     def shares(self, other: Any) -> list[str]:
         theirs = set(map(id, other.parameters())) \
@@ -493,7 +519,7 @@ class TorchNetwork(base.Network):
             backward pass must wait for the losses of other devices."""
             if inputs[i] is None:
                 return None
-            output = replicas[i](*inputs[i])
+            output = base.forward_call(replicas[i], inputs[i])()
             with self.replicas[i].around_loss():
                 loss = head(i, output)
             if not loss.requires_grad:

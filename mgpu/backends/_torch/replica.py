@@ -189,13 +189,15 @@ class TorchReplica(base.Replica):
         """Whether batch-norm layers update their running statistics now."""
         return not self._again() and self._network.backend.is_recording()
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         network = self._network
         backend, options = network.backend, network.options
-        backend.check_inputs(inputs, self.device)
+        given = *inputs, *named.values()
+        backend.check_inputs(given, self.device)
         training, recording = backend.is_training(), backend.is_recording()
         if options.channels_last:
             inputs = tuple(map(channels_last, inputs))
+            named = {name: channels_last(x) for name, x in named.items()}
         modes = self._modes(training)
         draws = True in modes
         forwards = self._forwards() if draws else ()
@@ -225,12 +227,12 @@ class TorchReplica(base.Replica):
             self._saving = saving()
             try:
                 with network.guarded():
-                    result = self._run(inputs, training)
+                    result = self._run(inputs, named, training)
                 network.check_read()
             except (RuntimeError, ValueError) as error:
                 network.check_read()
-                network.explain(error, inputs)
-                network.explain_states(error, inputs, self.module)
+                network.explain(error, given)
+                network.explain_states(error, given, self.module)
                 raise
             if options.autocast is not None:
                 result = tree_map(
@@ -402,22 +404,23 @@ class TorchReplica(base.Replica):
                     self._keeps_statistics)))
         return found
 
-    def _run(self, inputs: tuple[Any, ...], training: bool) -> Any:
+    def _run(self, inputs: tuple[Any, ...], named: dict[str, Any],
+             training: bool) -> Any:
         network = self._network
         # The layers of compiled code cannot be reached.
         if not network.options.hybridize or network.by_layer or strict.on():
-            return self.module(*inputs)
+            return self.module(*inputs, **named)
         call = (tuple(m.training for m in self.layers),
                 torch.is_grad_enabled(), network.own_arithmetic, *(
             (x.shape, x.stride(), x.dtype, x.requires_grad)
             if isinstance(x, torch.Tensor) else repr(x)
-            for x in tree_leaves(inputs)))
+            for x in tree_leaves((inputs, named))), *named)
         with compiling(exclusive=call not in self._known), \
                 threads(network.backend.threads):
             if training not in self._compiled:
                 self._compiled[training] = compile_module(
                     self.module, network.backend.threads)
-            result = self._compiled[training](*inputs)
+            result = self._compiled[training](*inputs, **named)
         self._known.add(call)
         return result
 

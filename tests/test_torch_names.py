@@ -1,0 +1,223 @@
+"""PyTorch's names on `Replicas`, and its initialisers, on both engines."""
+import functools
+
+import mxnet as mx
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import init
+
+import mgpu
+from networks import convnet
+
+Partial = functools.partial
+
+
+def replicas_of(backend, k, init="xavier", seed=0):
+    return mgpu.initialize(convnet(backend), [mgpu.cpu(i) for i in range(k)],
+                           init=init, seed=seed, dtype="float64")
+
+
+def step(replicas):
+    X = np.random.default_rng(0).normal(size=(5, 2, 8, 8))
+    mgpu.train_batch(X, np.arange(5) % 3, replicas,
+                     mgpu.losses.SoftmaxCrossEntropyLoss(),
+                     mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1}))
+
+
+def test_state_dict_is_what_the_framework_saves(backend, tmp_path):
+    replicas = replicas_of(backend, 2)
+    step(replicas)
+    values = replicas.state_dict()
+    X = mgpu.put(np.ones((2, 2, 8, 8)), replicas.devices[0])
+    expected = mgpu.to_numpy(replicas[0](X))
+    fresh, path = convnet(backend), str(tmp_path / "net")
+    if backend.name == "torch":
+        own = replicas.net.state_dict()
+        assert list(values) == list(own)
+        assert all(values[name] is x or values[name].data_ptr()
+                   == x.data_ptr() for name, x in own.items())
+        torch.save(values, path)
+        fresh.double().load_state_dict(torch.load(path))
+        found = fresh.eval()(X).detach().numpy()
+    else:
+        mx.nd.save(path, values)
+        fresh.cast("float64")
+        fresh.load_parameters(path)
+        found = fresh(X).asnumpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("k", (1, 3))
+def test_load_state_dict_reaches_all_devices(backend, k):
+    source, target = replicas_of(backend, k, seed=1), replicas_of(backend, k)
+    step(source)
+    before = {name: x.copy() for name, x in target.export_numpy().items()}
+    values = source.state_dict()
+    assert target.load_state_dict(values) == ([], [])
+    target.check_equal()
+    for p, q in zip(target.params(), source.params(), strict=True):
+        for x in p.list_data():
+            assert mgpu.to_numpy(x).tobytes() \
+                == mgpu.to_numpy(q.data()).tobytes()
+    for p, q in zip(target.statistics(), source.statistics(), strict=True):
+        for x in p.list_data():
+            assert (mgpu.to_numpy(x) == mgpu.to_numpy(q.data())).all()
+    assert any((before[n] != x).any() for n, x in
+               target.export_numpy().items())
+    step(target)
+
+
+def test_load_state_dict_is_whole_or_not_at_all(backend):
+    replicas = replicas_of(backend, 2)
+    before = replicas.export_numpy()
+    values = dict(replicas.state_dict())
+    first, second, *_ = values
+    left = dict(values)
+    del left[first]
+    left["other"] = values[second]
+    with pytest.raises(RuntimeError) as caught:
+        replicas.load_state_dict(left)
+    assert first in str(caught.value) and "other" in str(caught.value)
+    assert replicas.load_state_dict(left, strict=False) == (
+        [first], ["other"])
+    other = mgpu.put(np.ones((7,)), replicas.devices[0])
+    with pytest.raises(RuntimeError, match="7"):
+        replicas.load_state_dict({**values, first: other * 5}, strict=False)
+    with pytest.raises(TypeError, match="takes a dict"):
+        replicas.load_state_dict([1])
+    for name, x in replicas.export_numpy().items():
+        assert x.tobytes() == before[name].tobytes()
+
+
+def test_parameters_are_those_of_replica_0(backend):
+    replicas = replicas_of(backend, 2)
+    named = dict(replicas.named_parameters())
+    assert len(named) == len(replicas.params())
+    assert all(x is p.data() for x, p in zip(
+        replicas.parameters(), replicas.params(), strict=True))
+    assert len(dict(replicas.named_buffers())) == len(replicas.buffers())
+    assert {*named, *dict(replicas.named_buffers())} == {
+        *replicas.state_dict()}
+    if backend.name == "torch":
+        own = dict(replicas.net.named_parameters())
+        assert list(named) == list(own)
+        assert all(named[name] is x for name, x in own.items())
+    assert replicas.module is replicas.net
+
+
+def test_train_and_eval_are_the_flags_of_replica_0(backend):
+    replicas = replicas_of(backend, 2)
+    assert replicas.train() is replicas
+    X = np.ones((4, 2, 8, 8))
+    if backend.name == "mxnet":
+        with pytest.raises(NotImplementedError, match="outside of mgpu.rec"):
+            replicas.eval()
+    else:
+        assert replicas.eval() is replicas
+        assert not any(m.training for m in replicas.net.modules())
+        with pytest.raises(ValueError, match="eval mode does not train"):
+            step(replicas)
+        assert replicas.train().net.training
+    with pytest.raises(ValueError, match="True or False"):
+        replicas.train("yes")
+    replicas.zero_grad(set_to_none=True)
+    step(replicas)
+    assert replicas(mgpu.split_and_load(X, replicas.devices))[1] is not None
+
+
+@pytest.mark.parametrize("name", ("cuda", "half", "to", "apply", "modules"))
+def test_what_a_module_has_and_replicas_have_not(backend, name):
+    with pytest.raises(AttributeError, match="Use .*(initialize|net)"):
+        getattr(replicas_of(backend, 1), name)
+
+
+def test_one_replica_refers_to_all(backend):
+    with pytest.raises(AttributeError, match="of the Replicas"):
+        replicas_of(backend, 2)[0].state_dict  # noqa: B018
+
+
+#: function, options, and whether torch's bounds are hard
+DRAWN = [(init.xavier_uniform_, {"gain": 2.0}), (init.xavier_normal_, {}),
+         (init.kaiming_uniform_, {"a": 0.5}),
+         (init.kaiming_normal_, {"mode": "fan_out", "nonlinearity": "relu"}),
+         (init.uniform_, {}), (init.uniform_, {"a": -3.0, "b": 1.0}),
+         (init.normal_, {"mean": 1.0, "std": 0.02}),
+         (init.trunc_normal_, {"std": 0.02, "a": -0.03, "b": 0.04}),
+         (init.orthogonal_, {"gain": 2.0}), (init.sparse_, {"sparsity": 0.3})]
+
+
+@pytest.mark.parametrize("function, options", DRAWN)
+def test_functions_of_torch_draw_its_distribution(function, options):
+    """Quantiles, which name mean, deviation and bounds, within 5 standard
+    errors."""
+    with mgpu.using_backend("torch"):
+        rule = mgpu.initializers.create(Partial(function, **options))
+    ours = rule.draw((160, 250), np.random.default_rng(3))
+    torch.manual_seed(0)
+    theirs = function(torch.empty(160, 250, dtype=torch.float64),
+                      **options).numpy()
+    at = np.linspace(0.02, 0.98, 25)
+    scale = theirs.std()
+    gaps = np.abs(np.quantile(ours, at) - np.quantile(theirs, at)) / scale
+    assert gaps.max() < 0.06
+    assert abs(ours.std() / scale - 1) < 0.02
+    if function in (init.uniform_, init.xavier_uniform_, init.trunc_normal_,
+                    init.kaiming_uniform_):
+        assert abs(ours.min() - theirs.min()) < 0.01 * scale
+        assert abs(ours.max() - theirs.max()) < 0.01 * scale
+    if function is init.orthogonal_:
+        np.testing.assert_allclose(ours @ ours.T, 4 * np.eye(160), atol=1e-12)
+    if function is init.sparse_:
+        assert ((ours == 0).sum(axis=0) == 48).all()
+
+
+def test_fans_are_torchs_for_convolutions():
+    shape = (30, 20, 3, 5)
+    for function in (init.xavier_uniform_, init.kaiming_uniform_):
+        bound = float(function(torch.empty(shape)).abs().max())
+        ours = np.abs(mgpu.initializers.create(function).draw(
+            shape, np.random.default_rng(0))).max()
+        assert abs(ours / bound - 1) < 1e-2
+
+
+@pytest.mark.parametrize("function, shape", [
+    (Partial(init.constant_, val=0.3), (2, 3)), (init.zeros_, (4,)),
+    (init.ones_, (4, 1)), (init.eye_, (3, 5)),
+    (Partial(init.dirac_, groups=2), (4, 3, 3))])
+def test_functions_that_draw_nothing_are_torchs(function, shape):
+    ours = mgpu.initializers.create(function).draw(
+        shape, np.random.default_rng(0))
+    assert (ours == function(torch.empty(
+        shape, dtype=torch.float64)).numpy()).all()
+
+
+def test_both_engines_draw_the_same_from_a_function_of_torch():
+    def drawn(name):
+        with mgpu.using_backend(name) as backend:
+            return replicas_of(backend, 2, init.kaiming_normal_,
+                               7).export_numpy()
+    mxnet, torch_ = drawn("mxnet"), drawn("torch")
+    assert len(mxnet) > 4
+    for name, x in mxnet.items():
+        assert x.tobytes() == torch_[name].tobytes()
+
+
+@pytest.mark.parametrize("function, words", [
+    (lambda w: None, "no function of the user's own"),
+    (init.constant_, "val=..."), (init.xavier_normal, "end in '_'"),
+    (init.calculate_gain, "end in '_'"),
+    (Partial(init.normal_, 0.3), "options by name"),
+    (Partial(init.normal_, sigma=0.3), "the options of"),
+    (Partial(init.normal_, generator=torch.Generator()), "seed="),
+    (init.dirac_, "cannot draw the shape"),
+    (Partial(init.trunc_normal_, a=50.0, b=51.0), "wider bounds"),
+    (nn.init, "expected an initialiser")])
+def test_what_init_does_not_take_is_refused(function, words):
+    with mgpu.using_backend("torch"):
+        net = nn.Linear(3, 2)
+        before = net.weight.detach().clone()
+        with pytest.raises((TypeError, ValueError), match=words):
+            mgpu.initialize(net, [mgpu.cpu(0)], init=function)
+        assert (net.weight == before).all()
