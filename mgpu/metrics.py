@@ -66,7 +66,8 @@ class EvalMetric(Hints):
         Parameters
         ----------
         labels, preds : arrays, or lists of them
-            Native or NumPy; lists have one for each device, or None.
+            Native or NumPy; lists have one for each device, or None. They
+            may be in a list: ``update([y_shards], [outputs])``.
 
         Raises
         ------
@@ -121,9 +122,13 @@ def _host(x: Any) -> np.ndarray:
     return np.asarray(x)
 
 
+def _listed(x: Any) -> list[Any]:
+    return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
 def _pairs(labels: Any, preds: Any) -> list[tuple[Any, Any]]:
     """Labels and predictions of each device that had rows."""
-    labels, preds = (list(x) if isinstance(x, (list, tuple)) else [x]
+    labels, preds = ([one for entry in _listed(x) for one in _listed(entry)]
                      for x in (labels, preds))
     if len(labels) != len(preds):
         raise ValueError(

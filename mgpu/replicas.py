@@ -256,6 +256,13 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             self.watch()
             self.following.settle(self.all_parameters())
 
+    def complete_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Make the replicas where only shapes of parameters have missed, by
+        name, if the engine can. Raises as `base.Network.give_shapes`."""
+        if not self.complete:
+            self.network.give_shapes(shapes)
+            self._complete()
+
     def _agree(self) -> None:
         """All processes hold the same parameters, with the values of rank
         0. Raises `mgpu.errors.ModelMismatch`."""

@@ -891,6 +891,12 @@ class Network(ABC):
         framework was told to draw, it draws. After an error the network is as
         it was before."""
 
+    def give_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Entries of unknown shapes that are named have these now: values of
+        such shapes come from a file. ValueError for one that cannot be, and
+        nothing has changed. By default they stay unknown until a pass."""
+        return
+
     @abstractmethod
     def values(self) -> dict[str, np.ndarray] | None:
         """The network's own values, by name, or None if it has none yet."""

@@ -221,6 +221,7 @@ class GluonNames:
         values = {re.sub("^(arg|aux):", "", name): x
                   if isinstance(x, np.ndarray) else x.to_dense()
                   for name, x in loaded.items()}
+        replicas.complete_shapes({name: x.shape for name, x in values.items()})
         own = {p.name: p for p in replicas.all_parameters()}
         shared = replicas.network.aliases()
         names = {name: first for first, every in shared.items()

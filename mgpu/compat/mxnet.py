@@ -178,7 +178,8 @@ class ArrayDataset:
     def transform(self, fn: Callable[..., Any], lazy: bool = True) -> Any:
         """``fn(*row)`` in the place of each row; where it is read, or now."""
         changed = _Transformed(self, fn)
-        return changed if lazy else _Entries([changed[i] for i in range(len(self))])
+        return changed if lazy else _Entries(
+            [changed[i] for i in range(len(self))])
 
     def transform_first(self, fn: Callable[[Any], Any], lazy: bool = True
                         ) -> Any:

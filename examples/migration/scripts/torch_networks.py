@@ -1,4 +1,6 @@
 """The networks of the Gluon scripts in PyTorch, and their data."""
+from collections import OrderedDict
+
 import numpy as np
 import torch
 from torch import nn
@@ -14,9 +16,10 @@ def digits(train, size=8):
 
 
 def mlp(dtype):
-    return nn.Sequential(
-        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(),
-        nn.Linear(64, 10)).to(getattr(torch, dtype))
+    return nn.Sequential(OrderedDict([      # under the names of Gluon's layers
+        ("0", nn.Linear(64, 128)), ("relu0", nn.ReLU()),
+        ("1", nn.Linear(128, 64)), ("relu1", nn.ReLU()),
+        ("2", nn.Linear(64, 10))])).to(getattr(torch, dtype))
 
 
 def convnet(dtype):

@@ -402,6 +402,20 @@ class MXNetNetwork(base.Network):
                     spare.of(1):
                 _wait(self.run(inputs))
 
+    def give_shapes(self, shapes) -> None:
+        unknown = {name: p for name, p, _ in self.entries
+                   if _shape(p) is None and name in shapes}
+        with self._undone_by_errors():
+            for name, p in unknown.items():
+                try:
+                    p.shape = shapes[name]
+                except AssertionError:
+                    raise ValueError(
+                        "the shape of a parameter fits what is known of it; "
+                        f"received {shapes[name]} for {name!r}, of shape "
+                        f"{p.shape} (0: not known yet). Load a file of this "
+                        "network's.") from None
+
     def inputs(self) -> Sequence[inspect.Parameter]:
         own = type(self.net)
         if not (isinstance(self.net, mx.gluon.HybridBlock)
