@@ -54,11 +54,11 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         before the next pass, from the same gradients.
     optimizer : str, mgpu.optimizers.Optimizer or the framework's own object
         sgd, nag, adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta,
-        ftrl, signum. An object of MXNet's (`mx.optimizer.SGD(...)`) is read
-        before each update, on both engines, and so is a new `torch.optim`
-        object of the network's parameters: what programs and torch's
-        schedules change in its groups counts, and what is in no group is
-        not moved.
+        ftrl, signum, lamb, lars, ftml, dcasgd, sgld, groupadagrad. An object
+        of MXNet's (`mx.optimizer.SGD(...)`) is read before each update, on
+        both engines, and so is a new `torch.optim` object of the network's
+        parameters: what programs and torch's schedules change in its groups
+        counts, and what is in no group is not moved.
     optimizer_params : dict, optional
         Options of the optimiser under Gluon's names (``learning_rate``,
         ``wd``, ``momentum``, ``clip_gradient``, ...), under torch's with
@@ -1169,7 +1169,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """What is to be done to each parameter; makes missing states."""
         backend, optimizer, work = self.replicas.backend, self.optimizer, []
         rules = [rule for rule in (optimizer, *self._rules[1:])
-                 if rule.elementwise]
+                 if rule.built_in]
         if [*map(vars, rules)] != self._options:
             self._check_options(rules)
         for p in parameters:

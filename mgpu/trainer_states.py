@@ -92,7 +92,7 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
                         wrong.append(f"{slot} of {name} with shape "
                                      f"{found.shape} instead of {shape}, "
                                      f"dtype {found.dtype}")
-                    elif optimizer.elementwise and slot in NEVER_NEGATIVE \
+                    elif optimizer.built_in and slot in NEVER_NEGATIVE \
                             and (found < 0).any():
                         wrong.append(f"{slot} of {name} below 0")
                     elif backend.is_native(value):

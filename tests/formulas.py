@@ -120,6 +120,53 @@ def gluon_signum(w, g, s, lr, wd, t, o, f, clip):
     return (1 - lr * f(o.get("wd_lh", 0.0))) * w - lr * np.sign(s["m"])
 
 
+def _length(x):
+    return np.sqrt((x * x).sum())
+
+
+def gluon_lamb(w, g, s, lr, wd, t, o, f, clip):
+    b1, b2 = f(o.get("beta1", 0.9)), f(o.get("beta2", 0.999))
+    g, lr, wd = clip(g), f(lr), f(wd)
+    s["m"] = b1 * s.get("m", 0.0) + (1 - b1) * g
+    s["v"] = b2 * s.get("v", 0.0) + (1 - b2) * g * g
+    fix = o.get("bias_correction", True)
+    m, v = (s["m"] / (1 - b1 ** t), s["v"] / (1 - b2 ** t)) if fix \
+        else (s["m"], s["v"])
+    step = m / (np.sqrt(v) + f(o.get("epsilon", 1e-6))) + wd * w
+    size = min(max(_length(w), o.get("lower_bound", 0.0)),
+               o.get("upper_bound", np.inf))
+    ratio = size / _length(step) if size and _length(step) else 1.0
+    return w - lr * ratio * step
+
+
+def gluon_lars(w, g, s, lr, wd, t, o, f, clip):
+    lr, wd, size, length = f(lr), f(wd), _length(w), _length(g)
+    if size and length:
+        lr = lr * o.get("eta", 0.001) * size / (
+            length + wd * size + f(o.get("eps", 0.0)))
+    s["v"] = f(o.get("momentum", 0.0)) * s.get("v", 0.0) \
+        - lr * (clip(g) + wd * w)
+    return w + s["v"]
+
+
+def gluon_ftml(w, g, s, lr, wd, t, o, f, clip):
+    b1, b2 = f(o.get("beta1", 0.6)), f(o.get("beta2", 0.999))
+    g = clip(g + f(wd) * w)
+    s["v"] = b2 * s.get("v", 0.0) + (1 - b2) * g * g
+    d = (1 - b1 ** t) / f(lr) * (np.sqrt(s["v"] / (1 - b2 ** t))
+                                 + f(o.get("epsilon", 1e-8)))
+    s["z"] = b1 * s.get("z", 0.0) + (1 - b1) * g \
+        - (d - b1 * s.get("d", 0.0)) * w
+    s["d"] = d
+    return -s["z"] / d
+
+
+def gluon_dcasgd(w, g, s, lr, wd, t, o, f, clip):
+    g, before = clip(g), s.get("w", w)
+    s["w"] = w
+    return w - lr * (g + wd * w + o.get("lamda", 0.04) * g * g * (w - before))
+
+
 def torch_sgd(w, g, s, lr, wd, t, o, f, clip):
     mu, G = o.get("momentum", 0.0), clip(g) + wd * w
     s["b"] = G if t == 1 else mu * s["b"] + (1 - o.get("dampening", 0.0)) * G
@@ -195,7 +242,8 @@ def torch_adadelta(w, g, s, lr, wd, t, o, f, clip):
 DEFAULT_LR = {
     "gluon": {"sgd": 0.01, "nag": 0.01, "adam": 0.001, "adamw": 0.001,
               "adamax": 0.002, "nadam": 0.001, "rmsprop": 0.001,
-              "adagrad": 0.01, "adadelta": 0.01, "ftrl": 0.1, "signum": 0.01},
+              "adagrad": 0.01, "adadelta": 0.01, "ftrl": 0.1, "signum": 0.01,
+              "lamb": 0.001, "lars": 0.01, "ftml": 0.01, "dcasgd": 0.01},
     "torch": {"sgd": 0.001, "nag": 0.001, "adam": 0.001, "adamw": 0.001,
               "adamax": 0.002, "nadam": 0.002, "rmsprop": 0.01,
               "adagrad": 0.01, "adadelta": 1.0}}

@@ -15,6 +15,9 @@ import numpy as np
 import pytest
 
 import formulas
+import mgpu
+import networks
+from helpers import on
 from mgpu import optimizers
 from mgpu.backends import using_backend
 from mgpu.device import Device
@@ -65,6 +68,14 @@ def _cases():
         "ftrl": [{"lamda1": 2.0 ** -30, "beta": 0.5}, {"lamda1": 0.5}],
         "signum": [{"momentum": 0.0}, {"momentum": 0.5},
                    {"momentum": 0.5, "wd_lh": 0.25}],
+        "lamb": [{"beta1": 0.75, "beta2": 0.9375, "epsilon": 2.0 ** -26},
+                 {"beta1": 0.75, "beta2": 0.9375, "epsilon": 2.0 ** -26,
+                  "lower_bound": 0.5, "upper_bound": 2.0,
+                  "bias_correction": False}],
+        "lars": [{"eta": 0.5, "eps": 2.0 ** -20},
+                 {"eta": 0.5, "momentum": 0.5, "momentum_correction": False}],
+        "ftml": [{"beta1": 0.75, "beta2": 0.9375, "epsilon": 2.0 ** -26}],
+        "dcasgd": [{"lamda": 0.5}],
     }
     adam = {"betas": (0.75, 0.9375), "eps": 2.0 ** -26}
     torch = {
@@ -106,7 +117,9 @@ CASES = [*_cases(), Case("gluon", "rmsprop", {"centered": True}),
 #: what Gluon's own state arrays, always float32, do not let it train
 FLOAT32_ONLY = ("rmsprop", "adagrad", "adadelta", "ftrl")
 #: what Gluon computes in Python, with double scalars (the rest: kernels)
-IN_PYTHON = ("adamax", "nadam")
+IN_PYTHON = ("adamax", "nadam", "dcasgd")
+#: for which MXNet takes norms, or powers of betas, in float32
+WITH_NORMS = ("lamb", "lars", "ftml")
 
 
 def problem(dtype="float64", tiny=SCALES[0]):
@@ -356,8 +369,10 @@ def test_rule_is_the_library(backend, number):
         tolerance = 1e-12   # float64 rounding
     elif case.options.get("learning_rate") == LR:
         # All options are dyadic: float64 rounding. But Adam's kernel gets
-        # the bias correction as a float32, 6e-8 of the step (see below).
-        tolerance = 3e-7 if case.name in ("adam", "adamw") else 1e-12
+        # the bias correction as a float32, 6e-8 of the step (see below), and
+        # norms are float32.
+        tolerance = 3e-7 if case.name in ("adam", "adamw", *WITH_NORMS) \
+            else 1e-12
     else:
         # Defaults in float32: beta2 is 1.3e-8 more than 0.999, so that
         # 1 - beta2 is 1.3e-5 less than 0.001, and its root 6.4e-6.
@@ -368,7 +383,7 @@ def test_rule_is_the_library(backend, number):
 if "mxnet" in BACKENDS:
     @pytest.mark.parametrize("number", numbered(
         keep=lambda case: case.semantics == "gluon"
-        and case.name not in FLOAT32_ONLY))
+        and case.name not in (*FLOAT32_ONLY, *WITH_NORMS)))
     def test_only_float32_scalars_separate_gluon_from_the_formula(number):
         case, (weights, grads) = CASES[number], problem()
         path = by_formula(case, weights, grads, f=float
@@ -537,23 +552,26 @@ def test_ftrl_refuses_a_rate_of_zero_before_it_changes_anything(backend):
     for family in rules])
 def test_what_a_class_says_of_itself(backend, semantics, family):
     """By what two updates do to the weight and to the state."""
-    options = {"momentum": 0.5} if family in ("sgd", "nag") else {}
+    options = {"sgd": {"momentum": 0.5}, "nag": {"momentum": 0.5},
+               "lars": {"momentum": 0.5, "eps": 0.5,
+                        "momentum_correction": False}
+               }.get(family, {})
     rule = optimizers.create(family.upper(), semantics, **options)
     assert (rule.family, rule.semantics) == (family, semantics)
     assert optimizers.counterpart(type(rule), semantics) is type(rule)
 
     def updated(wd, *rates):
-        w = backend.put(np.ones(2), Device("cpu", 0))
+        w = backend.put(np.ones((1, 2)), Device("cpu", 0))
         state = rule.create_state(w, backend.ops)
         for t, lr in enumerate(rates, 1):
-            rule.update(w, backend.put(np.ones(2), w), state, lr=lr, wd=wd,
-                        t=t, ops=backend.ops)
-        return backend.to_numpy(w)[0], [
-            backend.to_numpy(x)[0] for x in state.values()
+            rule.update(w, backend.put(np.ones((1, 2)), w), state, lr=lr,
+                        wd=wd, t=t, ops=backend.ops)
+        return backend.to_numpy(w).flat[0], [
+            backend.to_numpy(x).flat[0] for x in state.values()
             if backend.is_native(x)]
     states = [updated(wd, 0.5)[1] for wd in (0.0, 0.125)]
     assert (states[0] == states[1]) is rule.decoupled_decay
-    if family in ("sgd", "nag"):
+    if family in ("sgd", "nag", "lars"):
         moved = updated(0.0, 0.5, 0.0)[0] != updated(0.0, 0.5)[0]
         assert bool(moved) is rule.rate_in_velocity
     else:
@@ -572,3 +590,88 @@ def test_counterparts():
     assert of(Own, "torch") is of(optimizers.Optimizer, "torch") is None
     assert not Own().elementwise and optimizers.Nadam().elementwise
     assert Own.has_begin_step and not optimizers.TorchNAdam.has_begin_step
+
+
+# -- rules with noise, and with rows ----------------------------------------
+
+def test_sgld_is_half_a_step_and_noise_of_the_variance_of_the_rate(backend):
+    w = np.random.default_rng(0).normal(size=(400, 50))
+    g = np.ones_like(w)
+    found, tops = [], ({}, {"wd": 0.5}, {"seed": 1})
+    for options in tops:
+        rule = optimizers.create("sgld", **options)
+        x = backend.put(w, Device("cpu", 0))
+        states = [rule.create_state(x, backend.ops)]
+        rule.begin_step(states, [1])
+        with backend.scope(recording=False):
+            rule.update(x, backend.put(g, x), states[0], lr=0.25, wd=rule.wd,
+                        t=1, ops=backend.ops)
+        found.append(backend.to_numpy(x) - w + 0.125 * (g + rule.wd * w))
+    plain, decayed, other = found
+    np.testing.assert_allclose(decayed, plain, atol=1e-12)
+    assert abs(np.corrcoef(plain.ravel(), other.ravel())[0, 1]) < 0.05
+    # Standard errors of 20,000 numbers: 0.0035 and 0.0025.
+    assert abs(plain.mean()) < 0.02 and abs(plain.std() - 0.5) < 0.01
+
+
+def test_noise_differs_by_parameter_and_step_and_is_that_of_all_devices(
+        backend):
+    replicas = mgpu.initialize(networks.mlp(backend), on(0, 1, 2),
+                               "zeros", dtype="float64")
+    trainer = mgpu.Trainer(replicas, "sgld", {"learning_rate": 1.0})
+    for p in replicas.params():
+        p.grad_req = "add"
+    before = None
+    for _ in range(2):
+        X = np.zeros((3, 6))
+        mgpu.train_batch(X, np.zeros(3, int), replicas,
+                         lambda out, y: (out * 0).sum(1), trainer)
+        replicas.check_equal()
+        values = replicas.export_numpy()
+        rows = [x.ravel()[:2] for x in values.values()]
+        assert len({tuple(row) for row in rows}) == len(rows)
+        if before is not None:
+            steps = [values[name] - before[name] for name in values]
+            assert not any(np.allclose(step, before[name])
+                           for step, name in zip(steps, values))
+        before = values
+
+
+if "mxnet" in BACKENDS:
+    @pytest.mark.parametrize("options", [{}, {"clip_gradient": 0.5}],
+                             ids=str)
+    def test_groupadagrad_is_the_library(backend, options):
+        rng = np.random.default_rng(0)
+        w = rng.normal(size=(4, 3)).astype("float32")
+        grads = [rng.normal(size=w.shape).astype("float32")
+                 for _ in range(3)]
+        with using_backend("mxnet"):
+            import mxnet as mx
+        theirs = mx.optimizer.contrib.GroupAdaGrad(learning_rate=0.5,
+                                                   **options)
+        rule = optimizers.create("groupadagrad", learning_rate=0.5, **options)
+        x, y = mx.nd.array(w), backend.put(w, Device("cpu", 0))
+        state = theirs.create_state(0, x)
+        own = rule.create_state(y, backend.ops)
+        for t, g in enumerate(grads, 1):
+            theirs.update(0, x, mx.nd.array(g), state)
+            with backend.scope(recording=False):
+                rule.update(y, backend.put(g, y), own, lr=0.5, wd=0.0, t=t,
+                            ops=backend.ops)
+        # float32 rounding
+        np.testing.assert_allclose(backend.to_numpy(y), x.asnumpy(),
+                                   rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "options", "text"), [
+    ("lars", {"momentum": 0.9}, "momentum_correction=False"),
+    ("groupadagrad", {"wd": 0.1}, "has no decay"),
+    ("ftml", {"learning_rate": 0.0}, "above 0"),
+    ("sgld", {"seed": 0.5}, "a whole number"),
+    ("lbsgd", {}, "counts batches itself"),
+    ("dcasgd", {"momentum": 0.9}, "no option 'momentum'")])
+def test_what_a_rule_cannot_do_is_refused(name, options, text):
+    with pytest.raises(ValueError, match=text):
+        optimizers.create(name, **options)
+    with pytest.raises(ValueError, match="torch has no|unknown|received"):
+        optimizers.create(name, "torch")

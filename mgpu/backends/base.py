@@ -279,6 +279,10 @@ class Ops(ABC):
         """Zeros on the device of `x`; no gradient."""
 
     @abstractmethod
+    def from_host(self, values: np.ndarray, like: Array) -> Array:
+        """`values` in the dtype and on the device of `like`; a copy."""
+
+    @abstractmethod
     def astype(self, x: Array, dtype: str | np.dtype) -> Array:
         """A copy of `x` with another dtype."""
 

@@ -12,7 +12,8 @@ every element brought within +-c, where c is the option ``clip_gradient``
 Gluon's optimisers differ in where ``clip_gradient`` acts, and so do these:
 ``clip(g) + wd w`` in sgd, nag and signum, ``clip(g + wd w)`` in adam, adamax,
 nadam and rmsprop; adamw, adagrad, adadelta and ftrl clip g and keep wd out of
-it. With torch's semantics it is always ``clip(g)`` first, as
+it; lamb, lars, dcasgd, sgld and groupadagrad clip g, ftml ``g + wd w``.
+With torch's semantics it is always ``clip(g)`` first, as
 `torch.nn.utils.clip_grad_value_` before the step would do.
 
 MXNet's compiled updates (sgd, nag, adam, adamw, rmsprop, ftrl, signum) read
@@ -23,15 +24,17 @@ from dataclasses import fields
 from typing import Any
 
 from mgpu.optimizers.base import RULES, Optimizer, State
-from mgpu.optimizers.gluon_rules import (NAG, SGD, AdaDelta, AdaGrad, Adam,
-                                         Adamax, AdamW, Ftrl, Nadam, RMSProp,
-                                         Signum)
+from mgpu.optimizers.gluon_rules import (DCASGD, FTML, LAMB, LARS, NAG, SGD,
+                                         SGLD, AdaDelta, AdaGrad, Adam,
+                                         Adamax, AdamW, Ftrl, GroupAdaGrad,
+                                         Nadam, RMSProp, Signum)
 from mgpu.optimizers.torch_rules import (TorchAdadelta, TorchAdagrad,
                                          TorchAdam, TorchAdamax, TorchAdamW,
                                          TorchNAdam, TorchNAG, TorchRMSprop,
                                          TorchSGD)
 
-__all__ = ["RULES", "AdaDelta", "AdaGrad", "Adam", "AdamW", "Adamax", "Ftrl",
+__all__ = ["DCASGD", "FTML", "LAMB", "LARS", "RULES", "SGLD", "AdaDelta",
+           "AdaGrad", "Adam", "AdamW", "Adamax", "Ftrl", "GroupAdaGrad",
            "NAG", "Nadam", "Optimizer", "RMSProp", "SGD", "Signum", "State",
            "TorchAdadelta", "TorchAdagrad", "TorchAdam", "TorchAdamW",
            "TorchAdamax", "TorchNAG", "TorchNAdam", "TorchRMSprop",
@@ -47,8 +50,9 @@ def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
     ----------
     name : str
         ``sgd``, ``nag``, ``adam``, ``adamw``, ``adamax``, ``nadam``,
-        ``rmsprop``, ``adagrad``, ``adadelta``, ``ftrl`` or ``signum``, in
-        upper or lower case (the last two with Gluon's semantics only).
+        ``rmsprop``, ``adagrad``, ``adadelta``; with Gluon's semantics only:
+        ``ftrl``, ``signum``, ``lamb``, ``lars``, ``ftml``, ``dcasgd``,
+        ``sgld``, ``groupadagrad``. In upper or lower case.
     semantics : {"gluon", "torch"}
         Whose formulas, option names and defaults.
     **options
@@ -74,6 +78,12 @@ def create(name: str, semantics: str = "gluon", **options: Any) -> Optimizer:
             raise ValueError(f"torch has no optimiser {key!r}; received it "
                              "with semantics='torch'. Use semantics='gluon', "
                              f"or one of {', '.join(rules)}.")
+        if key == "lbsgd":
+            raise ValueError(
+                "a rule moves the weights in each step; received 'lbsgd', "
+                "which counts batches itself: it adds up some of them, and "
+                "warms up by their number. Use 'lars', with a warm-up in "
+                "lr_scheduler, and mgpu.train(accumulate=).")
         raise ValueError(f"unknown optimiser; received {name!r}. Use one of "
                          f"{', '.join(rules)}.")
     known = [field.name for field in fields(rules[key])]

@@ -36,9 +36,13 @@ _ABOVE_0 = "a finite number above 0", lambda x: 0 < x < math.inf
 _RULE_OF = {"beta1": _BELOW_1, "beta2": _BELOW_1, "betas": _BELOW_1,
             "gamma1": _UP_TO_1, "gamma2": _UP_TO_1, "rho": _UP_TO_1,
             "alpha": _UP_TO_1, "clip_gradient": _ABOVE_0,
-            "clip_weights": _ABOVE_0}
-_FLAGS = ("centered", "nesterov", "amsgrad", "decoupled_weight_decay")
-_MAY_BE_NONE = ("clip_gradient", "clip_weights")
+            "clip_weights": _ABOVE_0,
+            "seed": ("a whole number, 0 or more",
+                     lambda x: x >= 0 and x % 1 == 0)}
+_FLAGS = ("centered", "nesterov", "amsgrad", "decoupled_weight_decay",
+          "bias_correction", "momentum_correction")
+_MAY_BE_NONE = ("clip_gradient", "clip_weights", "lower_bound",
+                "upper_bound")
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -125,6 +129,8 @@ class Optimizer(Hints):
     arrays : tuple of str
         The names of the arrays that `create_state` makes. Where they depend
         on the options, the class overrides `slots`.
+    needs_whole : bool
+        Whether `update` needs a weight as a whole, for its norm or its rows.
     has_begin_step : bool
         Whether the class overrides `begin_step`. Set when a class is
         derived; a trainer calls `begin_step` only where it is True.
@@ -143,6 +149,7 @@ class Optimizer(Hints):
     clips_before_decay: ClassVar[bool] = True
     decoupled_decay: ClassVar[bool] = False
     arrays: ClassVar[tuple[str, ...]] = ()
+    needs_whole: ClassVar[bool] = False
     has_begin_step: ClassVar[bool] = False
 
     _hints: ClassVar[Mapping[str, str]] = {
@@ -176,14 +183,20 @@ class Optimizer(Hints):
         super().__setattr__(name, value)
 
     @property
+    def built_in(self) -> bool:
+        """Whether it is of a class of this package."""
+        return RULES.get(self.semantics, {}).get(self.family) is type(self)
+
+    @property
     def elementwise(self) -> bool:
         """Whether `update` treats each element by itself.
 
         Then it may be given a weight piece by piece, as NumPy arrays. True
-        for the classes of this package. A class derived from them is asked
-        again: it may define ``elementwise = True``.
+        for the classes of this package, but for those that need a weight as
+        a whole. A class derived from them is asked again: it may define
+        ``elementwise = True``.
         """
-        return RULES.get(self.semantics, {}).get(self.family) is type(self)
+        return self.built_in and not self.needs_whole
 
     def create_state(self, weight: Array, ops: Ops) -> State:
         """What the rule remembers of `weight` before the first update.

@@ -6,6 +6,8 @@ letters of the formulas see `mgpu.optimizers`.
 """
 import math
 
+import numpy as np
+
 from mgpu.backends.base import Array, Ops
 from mgpu.optimizers.base import (Optimizer, State, adadelta_step, limited,
                                   move_average, nadam_momentum, nadam_update,
@@ -13,6 +15,14 @@ from mgpu.optimizers.base import (Optimizer, State, adadelta_step, limited,
 
 #: the families whose kernels in MXNet get their numbers as float32
 COMPILED = ("sgd", "nag", "adam", "rmsprop", "ftrl", "signum")
+
+
+def refuse_zero(family: str, lr: float) -> None:
+    """ValueError for a rate that a rule cannot divide by."""
+    if not lr > 0:
+        raise ValueError(f"{family} divides by the learning rate, which must "
+                         f"be above 0; received {lr!r}. To keep a "
+                         "parameter as it is, freeze it.")
 
 
 @rule("gluon", "sgd")
@@ -324,10 +334,10 @@ class Ftrl(Optimizer):
 
     def __post_init__(self):
         super().__post_init__()
-        self._refuse_zero(self.learning_rate)
+        refuse_zero(self.family, self.learning_rate)
 
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        self._refuse_zero(lr)
+        refuse_zero(self.family, lr)
         grad = self.clipped(grad, ops)
         z, n = state["z"], state["n"]
         root = ops.sqrt(n)
@@ -336,13 +346,6 @@ class Ftrl(Optimizer):
         z += grad - (new_root - root) * weight / lr
         weight[:] = (limited(z, self.lamda1, ops) - z) \
             / ((new_root + self.beta) / lr + wd)
-
-    @staticmethod
-    def _refuse_zero(lr: float) -> None:
-        if not lr > 0:
-            raise ValueError("ftrl divides by the learning rate, which must "
-                             f"be above 0; received {lr!r}. To keep a "
-                             "parameter as it is, freeze it.")
 
 
 @rule("gluon", "signum")
@@ -375,3 +378,214 @@ class Signum(Optimizer):
         if wd:
             weight *= 1 - lr * wd
         weight -= ops.sign(grad) * lr
+
+
+def _norm(x: Array, ops: Ops) -> Array:
+    """The Euclidean norm of all elements."""
+    return ops.sqrt(ops.sum(x * x))
+
+
+@rule("gluon", "lamb")
+class LAMB(Optimizer):
+    """With the averages m and v of Adam for ``G = clip(g)``, and
+    ``s = m' / (sqrt(v') + epsilon) + wd w`` for ``m' = m / (1 - beta1^t)``,
+    ``v' = v / (1 - beta2^t)`` (m and v themselves without
+    `bias_correction`): ``w <- w - lr |w| / |s| s`` (You et al. 2020).
+
+    |w| is brought to `lower_bound` and `upper_bound`, where they are given
+    and not 0. The factor |w| / |s| is 1 where one of them is 0.
+    """
+
+    needs_whole = decoupled_decay = True
+    arrays = ("mean", "variance")
+
+    learning_rate: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-6
+    lower_bound: float | None = None
+    upper_bound: float | None = None
+    bias_correction: bool = True
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad = self.clipped(grad, ops)
+        mean, variance = state["mean"], state["variance"]
+        move_average(mean, grad, self.beta1)
+        move_average(variance, grad * grad, self.beta2)
+        if self.bias_correction:
+            mean = mean / (1 - self.beta1 ** t)
+            variance = variance / (1 - self.beta2 ** t)
+        step = mean / (ops.sqrt(variance) + self.epsilon)
+        if wd:
+            step += weight * wd
+        size, length = _norm(weight, ops), _norm(step, ops)
+        if self.lower_bound:
+            size = ops.maximum(size, self.lower_bound)
+        if self.upper_bound:
+            size = ops.minimum(size, self.upper_bound)
+        # 1 where both are above 0, else 0: nothing waits for their values.
+        both = ops.sign(size) * ops.sign(length)
+        weight -= step * (both * size / (length + (1 - both))
+                          + (1 - both)) * lr
+
+
+@rule("gluon", "lars")
+class LARS(SGD):
+    """`SGD` with the rate ``lr eta |w| / (|g| + wd |w| + eps)`` of each
+    parameter (You et al. 2017); with lr itself where |w| or |g| is 0.
+
+    g is not clipped in the norm. As with Gluon's Trainer, which tells MXNet's
+    rule no names, biases, gammas and betas are treated as weights are.
+
+    MXNet's `momentum_correction`, which multiplies the momentum by the
+    quotient of two rates where the rate has changed, reaches the first four
+    parameters of its Trainer only. Here it is off, and with a momentum that
+    has to be said: ``momentum_correction=False``.
+    """
+
+    needs_whole = True
+
+    eta: float = 0.001
+    eps: float = 0.0
+    momentum_correction: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.momentum and self.momentum_correction:
+            raise ValueError(
+                "lars corrects no momentum after a change of the rate, which "
+                "MXNet does for the first four parameters only; received "
+                f"momentum={self.momentum!r} and momentum_correction=True, "
+                "the default. Pass momentum_correction=False.")
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        size, length = _norm(weight, ops), _norm(grad, ops)
+        both = ops.sign(size) * ops.sign(length)    # see LAMB
+        factor = both * size * self.eta / (
+            length + size * wd + self.eps + (1 - both)) + (1 - both)
+        super().update(weight, grad, state, lr=factor * lr, wd=wd, t=t,
+                       ops=ops)
+
+
+@rule("gluon", "ftml")
+class FTML(Optimizer):
+    """With ``G = clip(g + wd w)``: ``v <- beta2 v + (1 - beta2) G^2``,
+    ``e = (1 - beta1^t) / lr (sqrt(v / (1 - beta2^t)) + epsilon)``,
+    ``z <- beta1 z + (1 - beta1) G - (e - beta1 d) w``, then d is e and
+    ``w <- -z / d`` (Zheng and Kwok 2017). ValueError for a rate of 0, by
+    which it divides.
+    """
+
+    clips_before_decay = False
+    arrays = ("d", "variance", "z")
+
+    beta1: float = 0.6
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+
+    def __post_init__(self):
+        super().__post_init__()
+        refuse_zero(self.family, self.learning_rate)
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        refuse_zero(self.family, lr)
+        grad = self.decayed(weight, grad, wd, ops)
+        d, variance, z = state["d"], state["variance"], state["z"]
+        move_average(variance, grad * grad, self.beta2)
+        new = (ops.sqrt(variance / (1 - self.beta2 ** t)) + self.epsilon) * (
+            (1 - self.beta1 ** t) / lr)
+        move_average(z, grad, self.beta1)
+        z -= (new - d * self.beta1) * weight
+        d[:] = new
+        weight[:] = z / d * -1
+
+
+@rule("gluon", "dcasgd")
+class DCASGD(Optimizer):
+    """``w <- w - lr (clip(g) + wd w + lamda clip(g)^2 (w - p))``, where p is
+    w before the last update (Zheng et al. 2017).
+
+    There is no momentum: MXNet's rule fails with one.
+    """
+
+    decoupled_decay = True
+    arrays = ("previous",)
+
+    lamda: float = 0.04
+
+    def create_state(self, weight, ops):
+        previous = ops.zeros_like(weight)
+        previous[:] = weight
+        return {"previous": previous}
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad, previous = self.clipped(grad, ops), state["previous"]
+        step = grad + grad * grad * (weight - previous) * self.lamda
+        if wd:
+            step += weight * wd
+        previous[:] = weight
+        weight -= step * lr
+
+
+@rule("gluon", "sgld")
+class SGLD(Optimizer):
+    """``w <- w - lr / 2 (clip(g) + wd w) + n``, with n from a normal
+    distribution of the variance lr (Welling and Teh 2011).
+
+    n is drawn in NumPy from (`seed`, place of the parameter, t): the same on
+    all devices, on both engines and in a run that is resumed. MXNet draws
+    from its own stream.
+    """
+
+    needs_whole = decoupled_decay = True
+
+    seed: float = 0
+
+    def create_state(self, weight, ops):
+        return {"number": 0.0}
+
+    def begin_step(self, states, counts):
+        for number, state in enumerate(states):
+            state["number"] = float(number)
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad = self.clipped(grad, ops)
+        rng = np.random.default_rng(
+            [int(self.seed), int(state["number"]), t])
+        noise = ops.from_host(rng.normal(0, math.sqrt(lr),
+                                         tuple(weight.shape)), weight)
+        weight -= (grad + weight * wd if wd else grad) * (lr / 2)
+        weight += noise
+
+
+@rule("gluon", "groupadagrad")
+class GroupAdaGrad(Optimizer):
+    """With ``G = clip(g)``, for each row: ``h <- h + mean(G^2)``, then
+    ``w <- w - lr G / sqrt(h + eps)``. Weights have two axes, and no decay:
+    ValueError for others.
+    """
+
+    needs_whole = decoupled_decay = True
+    arrays = ("history",)
+
+    eps: float = 1e-5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.wd:
+            raise ValueError(f"groupadagrad has no decay; received wd="
+                             f"{self.wd!r}. Leave it out, or use 'adagrad'.")
+
+    def create_state(self, weight, ops):
+        if len(weight.shape) != 2:
+            raise ValueError(
+                "groupadagrad has a rate for each row of a matrix; received "
+                f"a parameter of shape {tuple(weight.shape)}. Give it those "
+                "with two axes, such as embeddings, and a Trainer of another "
+                "optimiser the rest.")
+        return {"history": ops.zeros_like(weight[:, :1])}
+
+    def update(self, weight, grad, state, *, lr, wd, t, ops):
+        grad, history = self.clipped(grad, ops), state["history"]
+        history += ops.mean(grad * grad, 1, True)
+        weight -= grad / ops.sqrt(history + self.eps) * lr

@@ -18,8 +18,16 @@ _OPTIONS: dict[str, dict[str, str]] = {
         "adam": "beta1 beta2 epsilon", "adamax": "beta1 beta2",
         "nadam": "beta1 beta2 epsilon schedule_decay",
         "rmsprop": "gamma1 gamma2 epsilon centered clip_weights",
-        "adadelta": "rho epsilon", "ftrl": "lamda1 beta"}.items()}
-_OPTIONS["adagrad"] = {"float_stable_eps": "eps"}
+        "adadelta": "rho epsilon", "ftrl": "lamda1 beta",
+        "lamb": "beta1 beta2 epsilon lower_bound upper_bound bias_correction",
+        "lars": "momentum eta eps momentum_correction",
+        "ftml": "beta1 beta2 epsilon", "dcasgd": "lamda", "sgld": ""}.items()}
+_OPTIONS["adagrad"] = _OPTIONS["groupadagrad"] = {"float_stable_eps": "eps"}
+#: the classes of `FAMILIES`, whose steps parity knows, and others
+_FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
+                            for name in ("LAMB", "LARS", "FTML", "DCASGD",
+                                         "SGLD")},
+             mx.optimizer.contrib.GroupAdaGrad: "groupadagrad"}
 
 
 class MXNetOptimizer(base.GivenOptimizer):
@@ -28,8 +36,8 @@ class MXNetOptimizer(base.GivenOptimizer):
     semantics = "gluon"
 
     def __init__(self, x: Any, network: base.Network):
-        if FAMILIES.get(type(x)) not in _OPTIONS:
-            known = [cls.__name__ for cls, family in FAMILIES.items()
+        if _FAMILIES.get(type(x)) not in _OPTIONS:
+            known = [cls.__name__ for cls, family in _FAMILIES.items()
                      if family in _OPTIONS]
             raise ValueError(
                 "an optimiser object is of a class whose formula mgpu has; "
@@ -42,10 +50,14 @@ class MXNetOptimizer(base.GivenOptimizer):
                 "a Trainer begins with an optimiser that has updated "
                 f"nothing; received one after {x.num_update} updates. Make a "
                 "new one (mgpu.resume_from_gluon reads saved states).")
+        if getattr(x, "weight_previous", None) == {} and x.momentum:
+            raise ValueError(
+                "dcasgd has no momentum, with which MXNet's rule fails; "
+                f"received momentum={x.momentum!r}. Leave it out.")
         messages.check_precision(x.multi_precision, {
             spec.name: spec.dtype for spec in network.specs()
             if spec.kind not in base.BUFFERS})
-        self._x, self._family = x, FAMILIES[type(x)]
+        self._x, self._family = x, _FAMILIES[type(x)]
         self.schedule, self.scale = x.lr_scheduler, float(x.rescale_grad)
         if not 0 < self.scale < float("inf"):
             raise ValueError("rescale_grad must be a finite number above 0; "

@@ -27,6 +27,9 @@ class TorchOps(base.Ops):
     zeros_like = _elementwise(torch.zeros_like)
     stop_gradient = _elementwise(torch.Tensor.detach)
 
+    def from_host(self, values, like):
+        return torch.from_numpy(values).to(like.device, like.dtype, copy=True)
+
     def maximum(self, x, y):
         return torch.maximum(x, y) if torch.is_tensor(y) else x.clamp(min=y)
 
