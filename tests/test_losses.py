@@ -57,6 +57,8 @@ TARGET = RNG.standard_normal(SHAPE)
 UNIT = RNG.uniform(0.1, 0.9, SHAPE)
 CLASSES = RNG.integers(0, 3, (5, 4))
 CHANNELS = RNG.integers(0, 4, (5, 3))
+SIGNS = np.sign(TARGET)
+COUNTS = RNG.integers(1, 9, SHAPE).astype(float)
 PROBABILITIES = UNIT / UNIT.sum(axis=-1, keepdims=True)
 
 
@@ -123,7 +125,28 @@ CASES = [
          torch=lambda F, x, y: F.kl_div(x, y, reduction="none").sum((1, 2))),
     Case("KLDivLoss", PRED, PROBABILITIES,
          {"from_logits": False, "axis": 1}),
+    *[Case("HingeLoss", PRED, SIGNS, {"margin": margin},
+           torch=lambda F, x, y, margin=margin: rows(F.relu(margin - x * y)))
+      for margin in (1.0, 0.3)],
+    Case("SquaredHingeLoss", PRED, SIGNS, {"margin": 0.7},
+         torch=lambda F, x, y: rows(F.relu(0.7 - x * y) ** 2)),
+    Case("SquaredHingeLoss", PRED[:, 0, 0], SIGNS[:, 0, 0]),
+    Case("LogisticLoss", PRED, SIGNS,
+         torch=lambda F, x, y: rows(F.soft_margin_loss(
+             x, y, reduction="none"))),
+    Case("LogisticLoss", PRED, SIGNS > 0, {"label_format": "binary"}),
+    Case("PoissonNLLLoss", PRED, COUNTS,
+         torch=lambda F, x, y: rows(F.poisson_nll_loss(
+             x, y, reduction="none"))),
+    *[Case("PoissonNLLLoss", UNIT * 9, COUNTS,
+           {"from_logits": False, "compute_full": full},
+           torch=lambda F, x, y, full=full: rows(F.poisson_nll_loss(
+               x, y, False, full, reduction="none")))
+      for full in (False, True)],
 ]
+#: what Gluon has for legacy arrays only
+LEGACY = {"HuberLoss", "KLDivLoss", "HingeLoss", "SquaredHingeLoss",
+          "LogisticLoss", "PoissonNLLLoss"}
 
 
 def names_of(case):
@@ -146,13 +169,25 @@ def test_a_weight_for_every_element(backend):
 
 # -- against the frameworks' own ----------------------------------------------
 
+def recordable(mx, full):
+    """Gluon's PoissonNLLLoss adds its full term in place, which MXNet does
+    not record; the term has no gradient."""
+    short = mx.gluon.loss.PoissonNLLLoss(full._weight, full._from_logits)
+
+    def both(*arrays):
+        with mx.autograd.pause():
+            term = full(*arrays) - short(*arrays)
+        return short(*arrays) + term
+    return both
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("case", CASES, ids=names_of)
 def test_mxnet_values_are_those_of_gluon(case, weights):
-    """The real `gluon.loss`, in both array families (Huber and KLDiv are for
-    only legacy arrays there)."""
+    """The real `gluon.loss`, in both array families (some are for only
+    legacy arrays there)."""
     for engine in (e for e in ENGINES if e.startswith("mxnet")):
-        if engine == "mxnet-np" and case.name in ("HuberLoss", "KLDivLoss"):
+        if engine == "mxnet-np" and case.name in LEGACY:
             continue
         with using_engine(engine) as backend:
             import mxnet as mx
@@ -166,6 +201,8 @@ def test_mxnet_values_are_those_of_gluon(case, weights):
                              if k not in (case.gluon_input or {})}
             theirs = getattr(mx.gluon.loss, case.name)(**gluon_options,
                                                        **options)
+            if case.options.get("compute_full"):
+                theirs = recordable(mx, theirs)
             extra = [backend.put(np.array([v]), cpu(1))
                      for v in (case.gluon_input or {}).values()]
             expected = value_and_gradient(
@@ -175,6 +212,9 @@ def test_mxnet_values_are_those_of_gluon(case, weights):
                 backend, getattr(losses, case.name)(**case.options,
                                                     **options),
                 case.pred, case.label, sample)
+            if len(expected[0]) == 1:       # Gluon's mean over the batch
+                made = (made[0].mean(keepdims=True),
+                        made[1] / len(case.pred))
             for ours, gluons in zip(made, expected):
                 assert relative_difference(ours, gluons) < SAME
 
@@ -337,7 +377,8 @@ def test_labels_of_another_shape_with_as_many_elements(backend):
 # -- refused ------------------------------------------------------------------
 
 LOSSES = ["SoftmaxCrossEntropyLoss", "L2Loss", "L1Loss", "SigmoidBCELoss",
-          "HuberLoss", "KLDivLoss"]
+          "HuberLoss", "KLDivLoss", "HingeLoss", "SquaredHingeLoss",
+          "LogisticLoss", "PoissonNLLLoss"]
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -41,10 +41,10 @@ MUTANTS = [
             "[torch]",)),
     Mutant("pos-weight-for-all", "negative examples are weighted too",
            edit(_LOSS + "SigmoidBinaryCrossEntropyLoss._values",
-                "1.0 + label * (self.pos_weight - 1.0)", "self.pos_weight"),
+                "1.0 + label * (pos_weight - 1.0)", "pos_weight"),
            (_FORMULA + "14-*",)),
     Mutant("sample-weights-ignored", "all examples count alike",
-           edit(_LOSS + "Loss.__call__", "loss = loss * _as(", "_ = loss * "
+           edit(_LOSS + "Loss._weighed", "loss = loss * _as(", "_ = loss * "
                 "_as("), (_FORMULA + "1-*",)),
     Mutant("classes-unchecked", "class -1 is taken for another one",
            edit(_LOSS + "check_classes", "labels.min() >= 0 and ", ""),
