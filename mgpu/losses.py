@@ -1,9 +1,11 @@
 """Losses with Gluon's meaning on both engines: one value per example.
 
 Each is called as ``loss(pred, label, sample_weight=None)`` on native arrays
-of one device and returns shape (n,). Nothing is averaged over the batch: the
-sum is what `mgpu.backward` differentiates and the division by the number of
-rows happens once, in `Trainer.step`, whatever the number of devices.
+of one device and returns shape (n,). Losses of more arrays take them in
+Gluon's order, or in tuples in the places of `pred` and `label`. Nothing is
+averaged over the batch: the sum is what `mgpu.backward` differentiates and
+the division by the number of rows happens once, in `Trainer.step`, whatever
+the number of devices.
 
 Formulas: MXNet 1.9.1, ``gluon/loss.py``. `weight` scales the loss;
 `sample_weight` must broadcast to the shape of the loss before it is averaged,
@@ -432,7 +434,7 @@ def _parts(loss: Loss, names: tuple[str, ...], given: tuple[Any, ...],
     parts: list[Any] = []
     for x in given:
         parts += x if isinstance(x, (tuple, list)) else [x]
-    while len(parts) > len(names) - optional and parts[-1] is None:
+    while parts and parts[-1] is None:
         parts.pop()
     if not len(names) - optional <= len(parts) <= len(names):
         raise TypeError(
