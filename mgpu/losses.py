@@ -262,8 +262,8 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
             pred, sample_weight)
 
     def _factor(self, backend, pred, given):
-        if given is None or isinstance(given, (int, float)):
-            shape = ()
+        if given is None or isinstance(given, (int, float, np.number)):
+            given, shape = None if given is None else float(given), ()
         elif backend.is_native(given) or isinstance(given, np.ndarray):
             shape = tuple(given.shape)
         else:
@@ -279,8 +279,8 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
                 "use (1, classes).")
         if isinstance(given, np.ndarray):
             given = backend.put(given, pred)
-        return self.pos_weight if given is None else given if shape == () \
-            and not hasattr(given, "dtype") else _as(backend.ops, given, pred)
+        return self.pos_weight if given is None else given \
+            if isinstance(given, float) else _as(backend.ops, given, pred)
 
     def _values(self, backend, pred, label, pos_weight=None):
         ops = backend.ops
@@ -486,7 +486,8 @@ class CosineEmbeddingLoss(Loss):
     Called as ``loss(input1, input2, label, sample_weight=None)``, or for a
     network that returns both ``loss((input1, input2), label)``, which
     `train_batch` does. Vectors lie along the last axis; `label` has a number
-    for each. A row with several vectors has the mean of their values.
+    for each. A row with several vectors has the mean of their values. The
+    gradient of a vector of zeros is finite; Gluon's own is NaN.
 
     Raises
     ------
@@ -523,8 +524,11 @@ class CosineEmbeddingLoss(Loss):
                              f"{wrong}. Use 2 * label - 1 for 0 and 1.")
         input1 = input1 if tuple(input1.shape) == shape \
             else input1.reshape(shape)
-        norms = ops.sqrt(ops.sum(input1 * input1, -1)) \
-            * ops.sqrt(ops.sum(input2 * input2, -1))
+        input2 = _as(ops, input2, input1)
+        norm1, norm2 = (    # of a vector of zeros: no infinite slope
+            ops.sqrt(ops.maximum(ops.sum(x * x, -1), 1e-30))
+            for x in (input1, input2))
+        norms = norm1 * norm2
         cosine = ops.sum(input1 * input2, -1) / ops.maximum(norms, 1e-12)
         like = _as(ops, label, input1).reshape(vectors) * 0.5 + 0.5
         values = (1.0 - cosine) * like \
@@ -617,6 +621,7 @@ _NEVER = -1e30      # the logarithm of 0, finite: no NaN in gradients
 class CTCLoss(Loss):
     """Connectionist temporal classification: the negative log-likelihood of
     a sequence of class numbers, summed over all its alignments with `pred`.
+    The dtype of the values is that of `pred`, and float32 for one of 16 bits.
 
     Called as ``loss(pred, label, pred_lengths=None, label_lengths=None,
     sample_weight=None)``, or with a tuple ``loss(pred, (label, pred_lengths,
@@ -640,7 +645,7 @@ class CTCLoss(Loss):
     ValueError
         When it is called: lengths that do not fit, class numbers behind a
         -1, or a sequence that is too long for its steps, of which no
-        alignment exists. Checking reads labels and lengths, which waits for
+        alignment exists (Gluon's own value is 0 there). Checking reads labels and lengths, which waits for
         them.
     """
 
@@ -702,6 +707,8 @@ class CTCLoss(Loss):
                 f"more between equal ones; received {last[i]} steps for one "
                 f"that needs {needed[i]}. Leave out such rows, or give pred "
                 "more steps.")
+        if "16" in str(pred.dtype):     # which do not hold such small numbers
+            pred = backend.ops.astype(pred, "float32")
         values = self._likelihood(backend, pred, labels, lengths, last, again)
         return self._weighed(backend, -values, pred, sample_weight)
 

@@ -1,5 +1,6 @@
 """Losses: Gluon's values and gradients on both engines, against Gluon's own
 losses and torch's functions (against formulas in NumPy: tests/oracle)."""
+import argparse
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -330,8 +331,9 @@ def test_losses_of_several_arrays_are_gluons_and_torchs(number, leaf):
 
 
 @pytest.mark.parametrize("from_sigmoid", [False, True])
-@pytest.mark.parametrize("factor", [3.5, RNG.uniform(0.5, 2, (1, 1, 3))],
-                         ids=["number", "array"])
+@pytest.mark.parametrize("factor", [
+    3.5, np.float32(3.5), RNG.uniform(0.5, 2, (1, 1, 3))],
+    ids=["number", "scalar", "array"])
 def test_pos_weight_of_a_call_is_gluons(from_sigmoid, factor):
     for engine in ENGINES:
         with using_engine(engine) as backend:
@@ -341,8 +343,7 @@ def test_pos_weight_of_a_call_is_gluons(from_sigmoid, factor):
                     x, y, w, factor), UNIT, UNIT[::-1].copy(), sample)
             if engine == "torch":
                 from torch.nn import functional as F
-                given = factor if isinstance(factor, float) \
-                    else backend.put(factor, cpu(0))
+                given = backend.put(np.ones(1) * factor, cpu(0))
 
                 def theirs(x, y, w):
                     x = (x / (1 - x)).log() if from_sigmoid else x
@@ -361,6 +362,23 @@ def test_pos_weight_of_a_call_is_gluons(from_sigmoid, factor):
             for ours, gluons in zip(made, wanted):
                 assert relative_difference(ours, gluons) < (
                     1e-10 if engine == "torch" else SAME)
+
+
+def test_a_vector_of_zeros_has_a_finite_gradient(backend):
+    """A row that ReLU has cut to zeros: the cosine is 0, as Gluon's is."""
+    values, gradient = value_and_gradient(
+        backend, losses.CosineEmbeddingLoss(), 0 * FLAT, NEAR,
+        np.ones(5))
+    assert values.tolist() == [1] * 5 and np.isfinite(gradient).all()
+
+
+def test_half_precision_keeps_sequences(backend):
+    whole, half = (value_and_gradient(
+        backend, losses.CTCLoss(), STEPS.astype("float16").astype(dtype),
+        SEQUENCES) for dtype in ("float32", "float16"))
+    assert half[0].dtype == np.float32 and half[1].dtype == np.float16
+    assert relative_difference(*(x[0] for x in (half, whole))) < 1e-6
+    assert relative_difference(*(x[1] for x in (half, whole))) < 1e-3
 
 
 def test_stirlings_term_is_0_for_a_count_of_0(backend):
@@ -680,6 +698,16 @@ def test_sequences_are_trained_alike_on_any_number_of_devices():
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             assert relative_difference(a, b) < 1e-12
+
+
+def test_a_loss_of_all_rows_is_refused_in_several_processes(backend,
+                                                            monkeypatch):
+    x, y = (backend.put(a, cpu(0)) for a in (FLAT, NEAR))
+    losses.SDMLLoss()(x, y)
+    monkeypatch.setattr(mgpu.distributed, "current", lambda: argparse.
+                        Namespace(size=3))
+    with pytest.raises(ValueError, match="received its rows in 3 parts"):
+        losses.SDMLLoss()(x, y)
 
 
 def test_outputs_of_a_network_as_a_tuple(backend):
