@@ -645,8 +645,8 @@ class CTCLoss(Loss):
     ValueError
         When it is called: lengths that do not fit, class numbers behind a
         -1, or a sequence that is too long for its steps, of which no
-        alignment exists (Gluon's own value is 0 there). Checking reads labels and lengths, which waits for
-        them.
+        alignment exists (Gluon's own value is 0 there). Checking reads
+        labels and lengths, which waits for them.
     """
 
     def __init__(self, layout: str = "NTC", label_layout: str = "NT",
