@@ -30,7 +30,7 @@ from mgpu.files import FilePath
 from mgpu.inputs import Choice, as_rounds, choose
 from mgpu.loss_state import SharedLoss
 from mgpu.losses import Loss as OwnLoss
-from mgpu.losses import check_per_example
+from mgpu.losses import check_per_example, of_shards
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
                          is_listed, is_whole, lists_in, map_leaves,
                          row_counts, rows_of, split_leaves)
@@ -171,8 +171,9 @@ def parallel(fn: Callable[..., Any], *per_device: Sequence[Any]) -> list[Any]:
                          "entry for every device.")
     if isinstance(per_device[0], NoRows):
         return NoRows(per_device[0])
-    calls = [partial(fn, *row) for row in zip(*per_device)]
     idle = [x is None for x in per_device[0]]
+    calls = [partial(of_shards(fn, idle.count(False)), *row)
+             for row in zip(*per_device)]
     return get_backend().parallel(
         calls if all(idle) else [(lambda: None) if none else call
                                  for none, call in zip(idle, calls)])
@@ -404,7 +405,7 @@ def _at_once(replicas: Replicas, X_shards: list[Any], y_shards: list[Any],
     losses: list[Any] = [None] * len(replicas)
     active = [i for i, shard in enumerate(X_shards) if not is_empty(
         as_inputs(shard))]
-    firsts = _first_rows(y_shards)
+    firsts, loss = _first_rows(y_shards), of_shards(loss, len(active))
 
     def head(i: int, output: Any) -> Any:
         with replicas.autocast():       # the backward pass is outside of it

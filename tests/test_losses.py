@@ -1,5 +1,7 @@
 """Losses: Gluon's values and gradients on both engines, against Gluon's own
 losses and torch's functions (against formulas in NumPy: tests/oracle)."""
+import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import (ENGINES, assert_bit_equal, foreign_array,
+from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp,
                      refusal_of_foreign,
                      relative_difference, using_engine)
 from mgpu import cpu, losses
@@ -57,6 +59,8 @@ TARGET = RNG.standard_normal(SHAPE)
 UNIT = RNG.uniform(0.1, 0.9, SHAPE)
 CLASSES = RNG.integers(0, 3, (5, 4))
 CHANNELS = RNG.integers(0, 4, (5, 3))
+SIGNS = np.sign(TARGET)
+COUNTS = RNG.integers(1, 9, SHAPE).astype(float)
 PROBABILITIES = UNIT / UNIT.sum(axis=-1, keepdims=True)
 
 
@@ -123,7 +127,28 @@ CASES = [
          torch=lambda F, x, y: F.kl_div(x, y, reduction="none").sum((1, 2))),
     Case("KLDivLoss", PRED, PROBABILITIES,
          {"from_logits": False, "axis": 1}),
+    *[Case("HingeLoss", PRED, SIGNS, {"margin": margin},
+           torch=lambda F, x, y, margin=margin: rows(F.relu(margin - x * y)))
+      for margin in (1.0, 0.3)],
+    Case("SquaredHingeLoss", PRED, SIGNS, {"margin": 0.7},
+         torch=lambda F, x, y: rows(F.relu(0.7 - x * y) ** 2)),
+    Case("SquaredHingeLoss", PRED[:, 0, 0], SIGNS[:, 0, 0]),
+    Case("LogisticLoss", PRED, SIGNS,
+         torch=lambda F, x, y: rows(F.soft_margin_loss(
+             x, y, reduction="none"))),
+    Case("LogisticLoss", PRED, SIGNS > 0, {"label_format": "binary"}),
+    Case("PoissonNLLLoss", PRED, COUNTS,
+         torch=lambda F, x, y: rows(F.poisson_nll_loss(
+             x, y, reduction="none"))),
+    *[Case("PoissonNLLLoss", UNIT * 9, COUNTS,
+           {"from_logits": False, "compute_full": full},
+           torch=lambda F, x, y, full=full: rows(F.poisson_nll_loss(
+               x, y, False, full, reduction="none")))
+      for full in (False, True)],
 ]
+#: what Gluon has for legacy arrays only
+LEGACY = {"HuberLoss", "KLDivLoss", "HingeLoss", "SquaredHingeLoss",
+          "LogisticLoss", "PoissonNLLLoss"}
 
 
 def names_of(case):
@@ -146,13 +171,25 @@ def test_a_weight_for_every_element(backend):
 
 # -- against the frameworks' own ----------------------------------------------
 
+def recordable(mx, full):
+    """Gluon's PoissonNLLLoss adds its full term in place, which MXNet does
+    not record; the term has no gradient."""
+    short = mx.gluon.loss.PoissonNLLLoss(full._weight, full._from_logits)
+
+    def both(*arrays):
+        with mx.autograd.pause():
+            term = full(*arrays) - short(*arrays)
+        return short(*arrays) + term
+    return both
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("case", CASES, ids=names_of)
 def test_mxnet_values_are_those_of_gluon(case, weights):
-    """The real `gluon.loss`, in both array families (Huber and KLDiv are for
-    only legacy arrays there)."""
+    """The real `gluon.loss`, in both array families (some are for only
+    legacy arrays there)."""
     for engine in (e for e in ENGINES if e.startswith("mxnet")):
-        if engine == "mxnet-np" and case.name in ("HuberLoss", "KLDivLoss"):
+        if engine == "mxnet-np" and case.name in LEGACY:
             continue
         with using_engine(engine) as backend:
             import mxnet as mx
@@ -166,6 +203,8 @@ def test_mxnet_values_are_those_of_gluon(case, weights):
                              if k not in (case.gluon_input or {})}
             theirs = getattr(mx.gluon.loss, case.name)(**gluon_options,
                                                        **options)
+            if case.options.get("compute_full"):
+                theirs = recordable(mx, theirs)
             extra = [backend.put(np.array([v]), cpu(1))
                      for v in (case.gluon_input or {}).values()]
             expected = value_and_gradient(
@@ -175,6 +214,9 @@ def test_mxnet_values_are_those_of_gluon(case, weights):
                 backend, getattr(losses, case.name)(**case.options,
                                                     **options),
                 case.pred, case.label, sample)
+            if len(expected[0]) == 1:       # Gluon's mean over the batch
+                made = (made[0].mean(keepdims=True),
+                        made[1] / len(case.pred))
             for ours, gluons in zip(made, expected):
                 assert relative_difference(ours, gluons) < SAME
 
@@ -197,6 +239,154 @@ def test_torch_values_are_those_of_torch(case):
             for ours, torchs in zip(made, expected):
                 assert relative_difference(ours, torchs) \
                     < (1e-10 if guarded else SAME)
+
+
+# -- losses of more than two arrays -------------------------------------------
+
+FLAT, NEAR, FAR = (RNG.standard_normal((5, 4)) for _ in range(3))
+PAIRED = np.array([1.0, -1, -1, 1, -1])
+STEPS = RNG.standard_normal((4, 7, 5)) * 2
+SEQUENCES = np.array([[0, 1, 1], [2, -1, -1], [3, 0, -1], [-1, -1, -1]])
+STEPS_OF, LENGTHS = np.array([7, 5, 6, 3]), np.array([3, 1, 2, 0])
+
+
+def torchs_ctc(F, x, label, steps=None, lengths=None):
+    n, t, c = x.shape
+    steps = x.new_tensor([t] * n) if steps is None else steps
+    lengths = (label >= 0).sum(1) if lengths is None else lengths
+    return F.ctc_loss(x.log_softmax(2).transpose(0, 1), label.clamp(min=0),
+                      steps.long(), lengths.long(), c - 1, "none")
+
+
+def torchs_sdml(F, x, y, p=0.3):
+    n = len(x)
+    labels = x.new_full((n, n), p / (n - 1)).fill_diagonal_(1 - p)
+    logs = (-((x[:, None] - y) ** 2).sum(2)).log_softmax(1)
+    return F.kl_div(logs, labels, reduction="none").sum(1)
+
+
+#: name, arrays, options, torch's own
+SEVERAL = [
+    ("TripletLoss", (FLAT, NEAR, FAR), {"margin": 1.5, "weight": 0.5},
+     lambda F, x, y, z: 0.5 * F.relu(
+         ((y - x) ** 2 - (z - x) ** 2).sum(1) + 1.5)),
+    ("TripletLoss", (PRED, TARGET, UNIT), {},
+     lambda F, x, y, z: F.relu(
+         ((y - x) ** 2 - (z - x) ** 2).sum((1, 2)) + 1)),
+    *[("CosineEmbeddingLoss", (FLAT, NEAR, PAIRED), {"margin": margin},
+       lambda F, x, y, z, m=margin: F.cosine_embedding_loss(
+           x, y, z, m, reduction="none")) for margin in (0.0, 0.2)],
+    ("SDMLLoss", (FLAT, NEAR), {}, torchs_sdml),
+    ("SDMLLoss", (FLAT, NEAR), {"smoothing_parameter": 0.1},
+     lambda F, x, y: torchs_sdml(F, x, y, 0.1)),
+    ("CTCLoss", (STEPS, SEQUENCES), {}, torchs_ctc),
+    ("CTCLoss", (STEPS, SEQUENCES, STEPS_OF, LENGTHS), {"weight": 0.5},
+     lambda F, *arrays: 0.5 * torchs_ctc(F, *arrays)),
+    ("CTCLoss", (STEPS.swapaxes(0, 1).copy(), SEQUENCES.T.copy()),
+     {"layout": "TNC", "label_layout": "TN"},
+     lambda F, x, y: torchs_ctc(F, x.transpose(0, 1), y.T)),
+]
+
+
+@pytest.mark.parametrize(("number", "leaf"), [
+    (i, leaf) for i, (name, *_) in enumerate(SEVERAL)
+    for leaf in range(1 if name == "CTCLoss" else 2)])
+def test_losses_of_several_arrays_are_gluons_and_torchs(number, leaf):
+    """Gluon computes some of them in float32 only. On torch, and between the
+    engines, in float64. Gradients are those of argument `leaf`."""
+    name, arrays, options, torchs = SEVERAL[number]
+    found = {}
+
+    def turned(loss):
+        return loss if leaf == 0 else lambda y, x, *more: loss(x, y, *more)
+    arrays = arrays[leaf::-1] + arrays[leaf + 1:]
+    for engine in ENGINES:
+        with using_engine(engine) as backend:
+            loss = getattr(losses, name)(**options)
+            found[engine] = value_and_gradient(backend, turned(loss),
+                                               *arrays)
+            assert found[engine][0].shape == (4 if name == "CTCLoss" else 5,)
+            if engine == "mxnet-nd":    # its own are of legacy arrays
+                import mxnet as mx
+                single = [x.astype("float32") for x in arrays]
+                wanted = value_and_gradient(
+                    backend, turned(getattr(mx.gluon.loss, name)(**options)),
+                    *single)
+                for ours, theirs in zip(found[engine], wanted):
+                    assert relative_difference(
+                        ours.ravel(), theirs.ravel()) < 1e-5
+            if engine == "torch":
+                from torch.nn import functional as F
+                wanted = value_and_gradient(
+                    backend, turned(lambda *given: torchs(F, *given)),
+                    *arrays)
+                # These two guard with 1e-12 in other ways.
+                guarded = name in ("SDMLLoss", "CosineEmbeddingLoss")
+                for ours, theirs in zip(found[engine], wanted):
+                    assert relative_difference(ours, theirs) \
+                        < (1e-10 if guarded else SAME)
+    for one, other in itertools.pairwise(found.values()):
+        for a, b in zip(one, other):
+            assert relative_difference(a, b) < SAME
+
+
+@pytest.mark.parametrize("from_sigmoid", [False, True])
+@pytest.mark.parametrize("factor", [
+    3.5, np.float32(3.5), RNG.uniform(0.5, 2, (1, 1, 3))],
+    ids=["number", "scalar", "array"])
+def test_pos_weight_of_a_call_is_gluons(from_sigmoid, factor):
+    for engine in ENGINES:
+        with using_engine(engine) as backend:
+            sample = RNG.uniform(0.5, 2, (5, 1, 1))
+            made = value_and_gradient(
+                backend, lambda x, y, w: losses.SigmoidBCELoss(from_sigmoid)(
+                    x, y, w, factor), UNIT, UNIT[::-1].copy(), sample)
+            if engine == "torch":
+                from torch.nn import functional as F
+                given = backend.put(np.ones(1) * factor, cpu(0))
+
+                def theirs(x, y, w):
+                    x = (x / (1 - x)).log() if from_sigmoid else x
+                    return rows(w * F.binary_cross_entropy_with_logits(
+                        x, y, reduction="none",
+                        pos_weight=given + 0 * x.detach()[0]))
+            else:
+                import mxnet as mx
+                own = mx.gluon.loss.SigmoidBCELoss(from_sigmoid)
+                given = backend.put(np.ones(1) * factor, cpu(1))
+
+                def theirs(x, y, w):
+                    return own(x, y, w, given)
+            wanted = value_and_gradient(backend, theirs, UNIT,
+                                        UNIT[::-1].copy(), sample)
+            for ours, gluons in zip(made, wanted):
+                assert relative_difference(ours, gluons) < (
+                    1e-10 if engine == "torch" else SAME)
+
+
+def test_a_vector_of_zeros_has_a_finite_gradient(backend):
+    """A row that ReLU has cut to zeros: the cosine is 0, as Gluon's is."""
+    values, gradient = value_and_gradient(
+        backend, losses.CosineEmbeddingLoss(), 0 * FLAT, NEAR,
+        np.ones(5))
+    assert values.tolist() == [1] * 5 and np.isfinite(gradient).all()
+
+
+def test_half_precision_keeps_sequences(backend):
+    whole, half = (value_and_gradient(
+        backend, losses.CTCLoss(), STEPS.astype("float16").astype(dtype),
+        SEQUENCES) for dtype in ("float32", "float16"))
+    assert half[0].dtype == np.float32 and half[1].dtype == np.float16
+    assert relative_difference(*(x[0] for x in (half, whole))) < 1e-6
+    assert relative_difference(*(x[1] for x in (half, whole))) < 1e-3
+
+
+def test_stirlings_term_is_0_for_a_count_of_0(backend):
+    """Gluon's own value is NaN there."""
+    values, _ = value_and_gradient(
+        backend, losses.PoissonNLLLoss(compute_full=True), PRED[:, 0],
+        np.zeros((5, 3)))
+    assert relative_difference(values, np.exp(PRED[:, 0]).mean(1)) < SAME
 
 
 # -- where the frameworks differ (framework-differences, 2.3) -----------------
@@ -337,7 +527,8 @@ def test_labels_of_another_shape_with_as_many_elements(backend):
 # -- refused ------------------------------------------------------------------
 
 LOSSES = ["SoftmaxCrossEntropyLoss", "L2Loss", "L1Loss", "SigmoidBCELoss",
-          "HuberLoss", "KLDivLoss"]
+          "HuberLoss", "KLDivLoss", "HingeLoss", "SquaredHingeLoss",
+          "LogisticLoss", "PoissonNLLLoss"]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -429,6 +620,112 @@ def test_a_sample_weight_that_would_change_the_shape(backend, name, given,
     assert str(refused.value) == (
         f"sample_weight must broadcast to the shape {shape} of the loss; "
         f"received shape {given}. For one weight per example use {example}.")
+
+
+@pytest.mark.parametrize("name, arrays, options, text", [
+    ("CTCLoss", (STEPS, [[0, 1, 4]] * 4), {},
+     "class numbers 0 to 3; received 4"),
+    ("CTCLoss", (STEPS, [[0, -1, 1]] * 4), {}, "-1 ends a label"),
+    ("CTCLoss", (STEPS[:, :3], [[0, 1, 1]] * 4), {},
+     "received 3 steps for one that needs 4"),
+    ("CTCLoss", (STEPS, SEQUENCES, [7, 5, 6, 8]), {},
+     "pred_lengths has a whole number from 1 to 7"),
+    ("CTCLoss", (STEPS, SEQUENCES, STEPS_OF, [3, 1, 2, 4]), {},
+     "label_lengths has a whole number from 0 to 3"),
+    ("CTCLoss", (STEPS, SEQUENCES.T), {}, "equally many rows"),
+    ("TripletLoss", (FLAT, NEAR), {}, "takes pred, positive, negative"),
+    ("TripletLoss", (FLAT, NEAR, FAR[:3]), {}, "equally many rows"),
+    ("CosineEmbeddingLoss", (FLAT, NEAR, [0, 1, 1, 0, 1]), {},
+     "1 or -1; received 0"),
+    ("CosineEmbeddingLoss", (FLAT, NEAR, FAR), {}, "a label for each vector"),
+    ("SDMLLoss", (FLAT, NEAR[:4]), {}, "two arrays of one shape"),
+    ("SDMLLoss", (FLAT[:1], NEAR[:1]), {}, "n at least 2"),
+    ("SigmoidBCELoss", (FLAT, FLAT, None, np.ones((5, 2))), {},
+     "pos_weight must broadcast"),
+    ("SigmoidBCELoss", (FLAT, FLAT, None, np.ones(1)), {"pos_weight": 2.0},
+     "Leave out one"),
+])
+def test_what_a_loss_of_several_arrays_refuses(backend, name, arrays, options,
+                                               text):
+    given = [x if x is None else backend.put(np.asarray(x), cpu(0))
+             for x in arrays]
+    with pytest.raises((TypeError, ValueError), match=text):
+        getattr(losses, name)(**options)(*given)
+    with pytest.raises(ValueError, match="received 2.0. Multiply"):
+        losses.SDMLLoss(weight=2.0)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_loss_of_all_rows_is_refused_on_several_devices(backend, kept):
+    """By `train_batch` and `parallel`, before anything has changed."""
+    own = losses.SDMLLoss()
+
+    def loss(x, y):
+        return (own if kept else losses.SDMLLoss())((x, 2 * x), y)
+    X, y = FLAT.astype("float32"), np.zeros(5)
+    one, two = (mgpu.initialize(mlp(backend, (4, 3)), devices, "xavier")
+                for devices in ([cpu(0)], [cpu(0), cpu(1)]))
+    before = two.export_numpy()
+    with pytest.raises(ValueError, match="received its rows in 2 parts"):
+        mgpu.train_batch(X, y, two, loss, mgpu.Trainer(two, "sgd"))
+    for name, value in two.export_numpy().items():
+        assert_bit_equal(value, before[name])
+    with pytest.raises(ValueError, match="received its rows in 2 parts"):
+        mgpu.parallel(loss, *mgpu.split_batch(X, y, two.devices))
+    values, = mgpu.train_batch(X, y, one, loss, mgpu.Trainer(one, "sgd"))
+    assert np.isfinite(mgpu.to_numpy(values)).all()
+
+
+def test_sequences_are_trained_alike_on_any_number_of_devices():
+    """`y` is a tuple of labels and lengths; both engines."""
+    found = []
+    for engine in (e for e in ENGINES if e != "mxnet-np"):
+        for count in (1, 2, 3):
+            with using_engine(engine) as backend:
+                net = mlp(backend, (7 * 5, 7 * 5))
+                replicas = mgpu.initialize(net, [cpu(i) for i in range(count)],
+                                           "xavier", dtype="float64")
+                trainer = mgpu.Trainer(replicas, "sgd",
+                                       {"learning_rate": 0.1})
+
+                def loss(output, y):
+                    return losses.CTCLoss()(output.reshape((-1, 7, 5)), y)
+                for y in (SEQUENCES, (SEQUENCES, STEPS_OF, LENGTHS)):
+                    values = mgpu.train_batch(STEPS.reshape(4, 35), y,
+                                              replicas, loss, trainer)
+                found.append([*replicas.export_numpy().values(),
+                              np.concatenate([*map(mgpu.to_numpy, values)])])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert relative_difference(a, b) < 1e-12
+
+
+def test_a_loss_of_all_rows_is_refused_in_several_processes(backend,
+                                                            monkeypatch):
+    x, y = (backend.put(a, cpu(0)) for a in (FLAT, NEAR))
+    losses.SDMLLoss()(x, y)
+    monkeypatch.setattr(mgpu.distributed, "current", lambda: argparse.
+                        Namespace(size=3))
+    with pytest.raises(ValueError, match="received its rows in 3 parts"):
+        losses.SDMLLoss()(x, y)
+
+
+def test_outputs_of_a_network_as_a_tuple(backend):
+    x, y, z, label = (backend.put(a, cpu(0)) for a in (FLAT, NEAR, FAR,
+                                                       PAIRED))
+    for loss, one_by_one, tuples in (
+            (losses.TripletLoss(), (x, y, z), [((x, y, z), label),
+                                               (x, (y, z))]),
+            (losses.CosineEmbeddingLoss(), (x, y, label),
+             [((x, y), label)]),
+            (losses.SDMLLoss(), (x, y), [((x, y), label)])):
+        for given in tuples:
+            assert_bit_equal(*(mgpu.to_numpy(loss(*arrays))
+                               for arrays in (one_by_one, given)))
+    steps, label, of, long = (backend.put(a, cpu(0)) for a in (
+        STEPS, SEQUENCES, STEPS_OF, LENGTHS))
+    assert_bit_equal(*(mgpu.to_numpy(losses.CTCLoss()(*given)) for given in (
+        (steps, label, of, long), (steps, (label, of, long)))))
 
 
 def test_a_scalar_is_no_batch(backend):

@@ -41,10 +41,18 @@ MUTANTS = [
             "[torch]",)),
     Mutant("pos-weight-for-all", "negative examples are weighted too",
            edit(_LOSS + "SigmoidBinaryCrossEntropyLoss._values",
-                "1.0 + label * (self.pos_weight - 1.0)", "self.pos_weight"),
+                "1.0 + label * (pos_weight - 1.0)", "pos_weight"),
            (_FORMULA + "14-*",)),
+    Mutant("ctc-skips-between-equals", "two equal labels need no blank",
+           edit(_LOSS + "CTCLoss._likelihood", "[~again] = 0", "= 0"),
+           ("test_losses.py::test_losses_of_several_arrays_are_gluons_and_"
+            "torchs[6-0]",)),
+    Mutant("sdml-of-a-shard", "rows meet those of their device only",
+           edit(_LOSS + "of_shards", "count < 2", "True"),
+           ("test_losses.py::test_a_loss_of_all_rows_is_refused_on_several_"
+            "devices*",)),
     Mutant("sample-weights-ignored", "all examples count alike",
-           edit(_LOSS + "Loss.__call__", "loss = loss * _as(", "_ = loss * "
+           edit(_LOSS + "Loss._weighed", "loss = loss * _as(", "_ = loss * "
                 "_as("), (_FORMULA + "1-*",)),
     Mutant("classes-unchecked", "class -1 is taken for another one",
            edit(_LOSS + "check_classes", "labels.min() >= 0 and ", ""),

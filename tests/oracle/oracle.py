@@ -152,9 +152,35 @@ def _kl(x, label, from_logits=True, axis=-1):
     return label * (np.log(label + 1e-12) - logs), slope
 
 
+def _hinge(x, label, margin=1.0):
+    gap = np.maximum(margin - x * label, 0)
+    return gap, lambda u: -u * label * (gap > 0)
+
+
+def _squared_hinge(x, label, margin=1.0):
+    gap = np.maximum(margin - x * label, 0)
+    return gap ** 2, lambda u: -2 * u * label * gap
+
+
+def _logistic(x, label, label_format="signed"):
+    return _bce(x, label if label_format == "binary" else (label + 1) / 2)
+
+
+def _poisson(x, label, from_logits=True, compute_full=False):
+    rate = np.exp(x) if from_logits else x
+    log = x if from_logits else np.log(x + 1e-8)
+    many = np.maximum(label, 2)
+    full = many * np.log(many) - many + np.log(2 * np.pi * many) / 2
+    return (rate - label * log + compute_full * full * (label > 1),
+            lambda u: u * (rate - label if from_logits
+                           else 1 - label / (x + 1e-8)))
+
+
 LOSSES = {"SoftmaxCrossEntropyLoss": _cross_entropy, "L2Loss": _l2,
           "L1Loss": _l1, "HuberLoss": _huber,
-          "SigmoidBinaryCrossEntropyLoss": _bce, "KLDivLoss": _kl}
+          "SigmoidBinaryCrossEntropyLoss": _bce, "KLDivLoss": _kl,
+          "HingeLoss": _hinge, "SquaredHingeLoss": _squared_hinge,
+          "LogisticLoss": _logistic, "PoissonNLLLoss": _poisson}
 
 
 def loss(name, x, label, sample_weight=None, weight=1.0, **options):

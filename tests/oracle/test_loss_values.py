@@ -23,6 +23,7 @@ CHANNELS = RNG.integers(0, 4, (ROWS, 3))
 WEIGHTS = RNG.uniform(0.5, 2, (ROWS, 1, 1))
 EACH = RNG.uniform(0.5, 2, SHAPE)
 BIT = RNG.integers(0, 2, SHAPE).astype(float)
+COUNTS = RNG.integers(0, 5, SHAPE)
 # first and last class, scores that overflow a naive exponential
 EDGE = np.array([[800.0, -800, 0], [0, 0, 0], [-800, -801, -900],
                  [1e-300, -1e-300, 0], [5, 5, -800]])
@@ -53,6 +54,14 @@ CASES = [
     ("KLDivLoss", PRED, BIT, None, {"from_logits": False}),     # 0 log 0
     ("KLDivLoss", PRED, UNIT, WEIGHTS, {"from_logits": False, "axis": 1,
                                         "weight": 0.5}),
+    ("HingeLoss", PRED, 2 * BIT - 1, WEIGHTS, {"margin": 0.4}),
+    ("SquaredHingeLoss", PRED, 2 * BIT - 1, EACH, {"margin": 2.0}),
+    ("LogisticLoss", PRED, 2 * BIT - 1, WEIGHTS, {"weight": 0.5}),
+    ("LogisticLoss", EDGE + 1e-3, BIT[:, 0], None,
+     {"label_format": "binary"}),
+    ("PoissonNLLLoss", PRED, COUNTS, WEIGHTS, {"compute_full": True}),
+    ("PoissonNLLLoss", 9 * UNIT, COUNTS, EACH,
+     {"from_logits": False, "weight": 0.5}),
 ]
 
 
