@@ -34,6 +34,14 @@ def integer(name: str, value: Any, least: int) -> int:
     return operator.index(value)
 
 
+def batch_size(value: Any) -> int:
+    """A number of rows, 1 or more, which may be a float that is whole; or
+    ValueError."""
+    if is_number(value) and float(value).is_integer():
+        value = int(value)
+    return integer("batch_size", value, 1)
+
+
 def number(name: str, value: Any, least: float = -math.inf,
            most: float = math.inf) -> float:
     """`value` as a finite float from `least` to `most`, or ValueError."""

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import distributed, environment
+from mgpu import arguments, distributed, environment
 from mgpu.arguments import integer, number, one_of
 from mgpu.backends import get_backend
 from mgpu.files import FilePath, part_of
@@ -175,7 +175,7 @@ class BatchIterator:
         self.epoch = 0
 
     def _ordered(self, batch_size: int, seed: int) -> None:
-        self.batch_size = integer("batch_size", batch_size, 1)
+        self.batch_size = arguments.batch_size(batch_size)
         self.seed = integer("seed", seed, 0)
 
     def _counted(self, examples: int, shuffle: bool, drop_last: bool) -> None:
@@ -789,7 +789,7 @@ class _Request:
     shuffle: bool
 
     def __post_init__(self) -> None:
-        integer("batch_size", self.batch_size, 1)
+        arguments.batch_size(self.batch_size)
         integer("seed", self.seed, 0)
         if self.limit is not None:
             integer("limit", self.limit, 1)

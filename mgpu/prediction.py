@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgpu.arguments import integer
+from mgpu import arguments
 from mgpu.backends import using_backend
 from mgpu.backends.base import forward_call
 from mgpu.device import as_devices
@@ -25,7 +25,7 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
         raise ValueError(f"the network is on {replicas.devices}; received "
                          f"{absent[0]}. Predict where it is.")
     if batch_size is not None:
-        batch_size = integer("batch_size", batch_size, 1)
+        batch_size = arguments.batch_size(batch_size)
     found: list[Any] = []
     with using_backend(replicas.backend.name) as backend, \
             backend.scope(recording=False, training=False):

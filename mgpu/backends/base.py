@@ -278,9 +278,12 @@ class Ops(ABC):
     def zeros_like(self, x: Array) -> Array:
         """Zeros on the device of `x`; no gradient."""
 
-    @abstractmethod
     def from_host(self, values: np.ndarray, like: Array) -> Array:
-        """`values` in the dtype and on the device of `like`; a copy."""
+        """`values`, of the shape of `like`, in its dtype and on its device;
+        a copy."""
+        x = self.zeros_like(like)
+        x[...] = values
+        return x
 
     @abstractmethod
     def astype(self, x: Array, dtype: str | np.dtype) -> Array:
@@ -753,9 +756,10 @@ class Network(ABC):
         the weight decay of one entry by, as it is now."""
         return 1.0, 1.0
 
-    @abstractmethod
     def hybridize(self, active: bool, devices: Sequence[Device]) -> None:
         """Compile the passes to come, or no longer; raises as `prepare`."""
+        raise messages.not_supported(self.backend.name, "hybridize")
+
     # the framework's own names
 
     def own_names(self) -> list[str]:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 import mgpu
-from mgpu import initializers, losses, lr_scheduler, metrics
-from mgpu.arguments import Hints, integer, one_of
+from mgpu import arguments, initializers, losses, lr_scheduler, metrics
+from mgpu.arguments import Hints, one_of
 
 __all__ = ["Context", "HostArray", "Rows", "autograd", "cpu", "gluon", "gpu",
            "init", "initialize", "lr_scheduler", "metric", "nd", "random"]
@@ -243,7 +243,7 @@ class DataLoader:
                  num_workers: int = 0, pin_memory: bool = False,
                  thread_pool: bool = False, timeout: int = 120):
         self._dataset, self._shuffle = dataset, bool(shuffle)
-        self._size = integer("batch_size", batch_size, 1)
+        self._size = arguments.batch_size(batch_size)
         self._last = one_of("last_batch", last_batch,
                             ("keep", "discard", "rollover"))
         self._batchify = batchify_fn or stacked

@@ -68,6 +68,9 @@ NO_NUMBERS = {
                      "Replicas.train", "Replicas.eval", "Replicas.module"),
                     "tests/test_keyword_inputs.py and test_torch_names.py: "
                     "the framework's own numbers"),
+    **dict.fromkeys(("optimizers.gluon.sgld", "optimizers.gluon.groupadagrad"),
+                    "tests/test_optimizers.py: noise, and rows of matrices"),
+    "Replicas.complete_shapes": "tests/test_gluon_names.py: from a file",
     "Replicas.autocast": "only torch has it; tests/test_options.py",
     **dict.fromkeys(("Replicas.compute_gradients", "Trainer.multipliers",
                      "Replicas.forward_backward", "Trainer.rate",
