@@ -93,6 +93,18 @@ def changed(old, new):
     return [line for line in diff if line.startswith("+ ") and line[2:]]
 
 
+@pytest.mark.parametrize("old, new", [
+    ("mnist_gluon.py", "mnist.py"), ("pictures_gluon.py", "pictures.py"),
+    ("sentences_torch.py", "sentences.py")])
+def test_the_guide_shows_what_changes(old, new):
+    page = (STEPS.parent.parent / "docs" / "guide" / "habits.md").read_text(
+        encoding="utf-8")
+    shown = [line[1:] for line in re.findall(
+        rf"`{new}`,.*?```diff\n(.*?)```", page, re.S)[0].splitlines()
+        if line.startswith("+")]
+    assert shown == [line[2:] for line in changed(old, new)]
+
+
 def run(script, folder, *options, network="gluon_networks"):
     """What a script prints, and the arrays that it writes."""
     source = (SCRIPTS / script).read_text(encoding="utf-8").replace(

@@ -46,6 +46,6 @@ MUTANTS = [
                 "backend.put(cut(x, batch_axis, begin, end), device)"),
            ("test_split.py::test_shards_are_copies[torch-2dev-True]",)),
     Mutant("uneven-unasked", "a batch that does not divide is taken",
-           edit("mgpu.split:split_and_load", "size % k != 0", "False"),
+           edit("mgpu.split:_check_even", "size % k != 0", "False"),
            ("test_split.py::test_shards_are_those_of_gluon[torch-2-0-True]",)),
 ]
