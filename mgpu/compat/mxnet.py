@@ -16,7 +16,6 @@ of a batch, on all of its contexts. `gluon.data.DataLoader` gives arrays on the
 host, whose ``as_in_context(contexts)`` cuts them into `Rows`; networks and
 losses take and return `Rows`.
 """
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -147,8 +146,17 @@ def _over_devices(loss: type[losses.Loss]) -> type[losses.Loss]:
                      **named: Any) -> Any:
             if not isinstance(label, Rows):
                 return super().__call__(pred, label, *more, **named)
-            one = functools.partial(super().__call__, **named)
-            return Rows(mgpu.parallel(one, pred, label, *more))
+            cut = {name: x for name, x in named.items()
+                   if isinstance(x, Rows)}
+            whole = {name: x for name, x in named.items() if name not in cut}
+            of_one = super().__call__
+
+            def one(*columns: Any) -> Any:
+                places = len(columns) - len(cut)
+                return of_one(*columns[:places], **whole, **dict(zip(
+                    cut, columns[places:])))
+            return Rows(mgpu.parallel(one, pred, label, *more,
+                                      *cut.values()))
 
     OverDevices.__name__ = OverDevices.__qualname__ = loss.__name__
     OverDevices.__doc__ = loss.__doc__
