@@ -12,6 +12,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import mlp, on, relative_difference, using_engine
+from mgpu.compat import mxnet as names
 
 BOTH = pytest.mark.skipif({"mxnet", "torch"} - set(BACKENDS) != set(),
                           reason="compares with the real Gluon")
@@ -787,3 +788,55 @@ def test_initialisers_that_mean_nothing_here(backend):
     ours = mgpu.initialize(mlp(backend), on(0), mgpu.initializers.Xavier(
         "gaussian", "in", 2))
     assert_close(values(replicas), values(ours), 1e-300)
+
+
+# -- MXNet's names for scripts ------------------------------------------------
+
+@BOTH
+@pytest.mark.parametrize("last", ["keep", "discard", "rollover"])
+def test_a_data_loader_gives_gluons_batches(backend, last):
+    """Three epochs, shuffled: what "rollover" leaves comes in the next."""
+    gluon = mgpu.mxnet_compat().gluon
+    X, y = np.arange(20.0).reshape(10, 2), np.arange(10)
+    found = []
+    for data in (gluon.data, names.gluon.data):
+        np.random.seed(3)
+        loader = data.DataLoader(
+            data.ArrayDataset(X, y).transform(lambda x, label: (2 * x, label)),
+            4, shuffle=True, last_batch=last)
+        found.append([(len(loader), [[x.asnumpy() for x in batch]
+                                     for batch in loader])
+                      for _ in range(3)])
+    assert [n for n, _ in found[0]] == [n for n, _ in found[1]]
+    theirs, ours = ([x for _, epoch in run for batch in epoch for x in batch]
+                    for run in found)
+    assert len(theirs) == len(ours) > 10
+    for a, b in zip(theirs, ours):
+        assert np.array_equal(a, b) and a.shape == b.shape
+
+
+def test_rows_are_a_batch_on_all_contexts(backend):
+    contexts = [names.cpu(i) for i in range(3)]
+    x = np.arange(8.0).reshape(4, 2).view(names.HostArray)
+    rows = x.as_in_context(contexts)
+    assert rows.shape == (4, 2) and len(rows) == 3
+    assert np.array_equal(rows.asnumpy(), x)
+    assert rows.as_in_ctx(contexts) is rows
+    with pytest.raises(ValueError, match="stay on the devices"):
+        rows.as_in_context(contexts[:2])
+    weights = np.array([1, 0, 2, 0.5]).view(names.HostArray)
+    loss = names.gluon.loss.L2Loss()
+    got = loss(rows, x[::-1].as_in_context(contexts),
+               sample_weight=weights[:, None].as_in_context(contexts))
+    assert np.allclose(got.asnumpy(), weights * [18, 2, 2, 18])
+
+
+@pytest.mark.parametrize(("thing", "name", "use"), [
+    (lambda: names.gluon, "nn", "mxnet.gluon or torch.nn"),
+    (lambda: names.nd, "array", "NumPy arrays"),
+    (lambda: names.autograd, "grad", "mgpu.grad"),
+    (lambda: names.Rows(), "sum", "a step divides by the rows"),
+    (lambda: names.gluon.data, "vision", "mgpu.datasets")])
+def test_a_name_of_mxnet_without_a_meaning_names_the_word(thing, name, use):
+    with pytest.raises(AttributeError, match=use):
+        getattr(thing(), name)
