@@ -1,20 +1,22 @@
 """Predictions of a network on several devices: rows in, rows out."""
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mgpu import arguments
 from mgpu.backends import using_backend
-from mgpu.backends.base import forward_call
+from mgpu.backends.base import Kwargs, forward_call
 from mgpu.device import as_devices
+from mgpu.inputs import choose
 from mgpu.nested import (as_inputs, is_empty, map_leaves, row_counts,
                          shapes_of)
 from mgpu.split import split_and_load
 
 if TYPE_CHECKING:
     from mgpu.replicas import Replicas
+
 
 def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
             device: Any = None) -> Any:
@@ -37,6 +39,11 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
                     "in each; received "
                     f"{' or '.join(map(str, rows)) or 'none'}. Pass an array, "
                     "a tuple or dict of arrays, or batches of them.")
+            if isinstance(batch, Mapping) and not isinstance(batch, Kwargs):
+                # As in `evaluate`: what forward names goes to it.
+                choice = choose(batch, replicas.network.inputs())
+                choice.check(["label", "labels"], "a measure")
+                batch = choice.take(batch)
             shards = split_and_load(batch, places, 0, False)
             if places == replicas.devices:
                 outputs = replicas(shards)

@@ -660,9 +660,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         X : array, tuple, list or dict of arrays, or iterable of batches
             What the network is called with, split over the devices: native
             or NumPy; of fewer rows than devices too. A tuple or list stands
-            for several inputs. Anything else that can be gone through gives
-            batches of inputs, without labels (of a list of batches,
-            ``iter(batches)``).
+            for several inputs; of a dict forward gets the entries that it
+            names, or the dict if it is one input. Anything else that can be
+            gone through gives batches of inputs, without labels (of a list of
+            batches, ``iter(batches)``).
         batch_size : int, optional
             Rows of one pass over all devices, of arrays; by default all.
         device : device, optional

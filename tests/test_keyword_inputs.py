@@ -1,13 +1,19 @@
 """Inputs by name, batches that are dicts, and MXNet's data iterators."""
 from collections import UserDict
 
-import mxnet as mx
 import numpy as np
 import pytest
-import torch
 
 import mgpu
+from conftest import BACKENDS
 from helpers import relative_difference
+
+if set(BACKENDS) < {"mxnet", "torch"}:
+    pytest.skip("they need two engines", allow_module_level=True)
+
+import torch                                        # noqa: E402
+
+mx = mgpu.mxnet_compat()
 
 K = (1, 2, 4)
 X = np.random.default_rng(0).normal(size=(7, 4))
@@ -334,3 +340,13 @@ def test_other_iterators_are_refused():
         replicas, trainer = start(backend, 1)
         with pytest.raises(TypeError, match="mxnet"):
             train(iterator())
+
+
+@pytest.mark.parametrize("k", K)
+def test_a_prediction_of_a_dict_is_that_of_its_names(backend, k):
+    replicas, _ = start(backend, k)
+    expected = replicas.predict(X) * M
+    for batch in ({"ids": X, "mask": M}, {"mask": M, "labels": Y, "ids": X}):
+        assert relative_difference(replicas.predict(batch), expected) < 1e-12
+    with pytest.raises(ValueError, match="'masks', which nobody"):
+        replicas.predict({"ids": X, "masks": M})

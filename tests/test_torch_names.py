@@ -1,15 +1,21 @@
 """PyTorch's names on `Replicas`, and its initialisers, on both engines."""
 import functools
 
-import mxnet as mx
 import numpy as np
 import pytest
-import torch
-from torch import nn
-from torch.nn import init
 
 import mgpu
+from conftest import BACKENDS
 from networks import convnet
+
+if set(BACKENDS) < {"mxnet", "torch"}:
+    pytest.skip("they need two engines", allow_module_level=True)
+
+import torch                                        # noqa: E402
+from torch import nn                                # noqa: E402
+from torch.nn import init                           # noqa: E402
+
+mx = mgpu.mxnet_compat()
 
 Partial = functools.partial
 
