@@ -14,6 +14,9 @@ from conftest import BACKENDS
 from helpers import mlp, on, relative_difference, using_engine
 from mgpu.compat import mxnet as names
 
+if "mxnet" in BACKENDS:
+    mgpu.mxnet_compat()         # what it sets is no test's
+
 BOTH = pytest.mark.skipif({"mxnet", "torch"} - set(BACKENDS) != set(),
                           reason="compares with the real Gluon")
 ROWS = (8, 4, 2, 1)     # powers of two: Gluon's 1 / rows is exact

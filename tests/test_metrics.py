@@ -12,6 +12,9 @@ from distributed import jobs
 from helpers import mlp, on
 from mgpu import metrics
 
+if "mxnet" in BACKENDS:
+    mgpu.mxnet_compat()         # what it sets is no test's
+
 rng = np.random.default_rng(0)
 SCORES = rng.random((23, 5))
 PROBABLE = SCORES / SCORES.sum(1, keepdims=True)
