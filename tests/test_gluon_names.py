@@ -272,7 +272,7 @@ def test_multi_precision_of_float16_is_refused(backend):
 
 
 FAMILIES = ["sgd", "nag", "adam", "adamax", "nadam", "rmsprop", "adagrad",
-            "adadelta", "ftrl", "signum"]
+            "adadelta", "ftrl", "signum", "lamb", "lars", "ftml", "dcasgd"]
 SCHEDULES = {
     "factor": ("FactorScheduler", dict(step=2, factor=0.5, base_lr=0.25)),
     "multifactor": ("MultiFactorScheduler", dict(
@@ -351,6 +351,13 @@ OBJECTS = {
     "AdaDelta": dict(rho=0.75, epsilon=2.0 ** -10, wd=0.25),
     "Ftrl": dict(learning_rate=0.125, lamda1=2.0 ** -7, beta=2.0),
     "Signum": dict(learning_rate=0.125, momentum=0.5, wd_lh=0.25),
+    "LAMB": dict(learning_rate=0.125, beta1=0.5, beta2=0.75,
+                 epsilon=2.0 ** -10, upper_bound=2.0),
+    "LARS": dict(learning_rate=0.125, eta=0.5, wd=0.25, momentum=0.5,
+                 momentum_correction=False),
+    "FTML": dict(learning_rate=0.125, beta1=0.5, beta2=0.75,
+                 epsilon=2.0 ** -10),
+    "DCASGD": dict(learning_rate=0.125, lamda=0.5),
 }
 
 
@@ -381,7 +388,8 @@ def test_an_optimiser_object_of_mxnets(backend, name):
         return kept
     wanted = gluons(make, lambda i: between(theirs, kept[0])(i))
     assert_close(values(replicas), wanted,
-                 1e-6 if name in ("Adam", "RMSProp", "Ftrl") else 1e-12)
+                 1e-6 if name in ("Adam", "RMSProp", "Ftrl", "LAMB", "LARS")
+                 else 1e-12)
     assert ours.num_update == 0 and ours.rescale_grad == OBJECTS[name].get(
         "rescale_grad", 1.0)
 
@@ -417,7 +425,8 @@ def test_an_object_without_a_counterpart_is_refused(backend):
     replicas = initialize(backend)
     for wrong, text in (
             (Mine(), "whose formula mgpu has; received .*Mine"),
-            (mx.optimizer.LAMB(), "received mxnet.*LAMB"),
+            (mx.optimizer.LBSGD(), "received mxnet.*LBSGD"),
+            (mx.optimizer.DCASGD(momentum=0.5), "dcasgd has no momentum"),
             (used, "after 1 updates"), (multiplied, "received an optimiser "
                                         "with lr_mult {'0.weight': 2.0}"),
             (mx.optimizer.SGD(param_idx2name={0: "0_bias"}), "wd_mult"),
