@@ -32,6 +32,9 @@ from mgpu.trainer_states import TrainerStates
 _OPTIONS = {("adagrad", "eps"): "float_stable_eps"}
 #: whose state stands before the float32 copy of a parameter, not after it
 _STATE_FIRST = ("sgd", "nag")
+#: whose states in files are read
+FAMILIES = ("sgd", "nag", "adam", "adamax", "nadam", "rmsprop", "adagrad",
+            "adadelta", "ftrl", "signum")
 #: to which MXNet gives a rate even where nobody has, before a schedule's
 _OWN_RATE = ("adam", "rmsprop", "adamax", "nadam", "signum")
 #: by how much a number is off at most, relative to it, as float32
@@ -325,10 +328,9 @@ def _naming(states: FilePath) -> Iterator[None]:
 
 def _family(record: Record) -> str:
     name = name_in("optimizer", record).lower()
-    if name not in optimizers.RULES["gluon"]:
+    if name not in FAMILIES:
         raise NotImplementedError(
-            "mgpu.optimizers has "
-            f"{', '.join(optimizers.RULES['gluon'])}; received the states of "
+            f"states are read of {', '.join(FAMILIES)}; received those of "
             f"{record.kind}, which has no counterpart here.")
     return name
 
