@@ -164,12 +164,10 @@ def test_an_unknown_strategy_is_refused(backend):
                      allreduce="nccl")
 
 
-RULES = [(semantics, name)
-         for semantics, names in mgpu.optimizers.RULES.items()
-         for name in names]
-#: those that need no norm, or row, of a whole weight
-PIECEWISE = [(semantics, name) for semantics, name in RULES
-             if not mgpu.optimizers.RULES[semantics][name].needs_whole]
+#: rules that need no norm, or row, of a whole weight
+PIECEWISE = [(semantics, name)
+             for semantics, rules in mgpu.optimizers.RULES.items()
+             for name, rule in rules.items() if not rule.needs_whole]
 
 
 @pytest.mark.crosses_devices("of work in the host's memory, which the mode "
