@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed, metrics
-from mgpu.backends import get_backend, messages, using_backend
+from mgpu.backends import get_backend, using_backend
 from mgpu.backends.base import forward_call
 from mgpu.device import Device, as_device, as_devices
 from mgpu.inputs import as_rounds, choose, inputs_for, labels_of
@@ -22,14 +22,6 @@ DataIter = Iterable[tuple[Any, Any]]
 
 #: what cannot be a network: it runs where its caller says
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
-
-
-def _host(x: Any) -> np.ndarray:
-    backend = get_backend()
-    if backend.is_native(x):
-        return backend.to_numpy(x)
-    messages.refuse_foreign(x, backend.name)
-    return np.asarray(x)
 
 
 def accuracy(y_hat: Any, y: Any) -> int:
@@ -51,7 +43,7 @@ def accuracy(y_hat: Any, y: Any) -> int:
     TypeError
         An array of the other framework.
     """
-    y_hat, y = _host(y_hat), _host(y)
+    y_hat, y = metrics.on_host(y_hat), metrics.on_host(y)
     shapes = y_hat.shape, y.shape
     if y_hat.ndim == 2 and y_hat.shape[1] > 1:
         y_hat = y_hat.argmax(axis=1)

@@ -77,7 +77,7 @@ class EvalMetric(Hints):
         TypeError
             An array of the other framework.
         """
-        pairs = [(_host(y), _host(x)) for y, x in _pairs(labels, preds)]
+        pairs = [(on_host(y), on_host(x)) for y, x in _pairs(labels, preds)]
         self._add([self._of(y, x) for y, x in pairs if x.size])
 
     def _of(self, labels: np.ndarray, preds: np.ndarray) -> tuple[
@@ -114,7 +114,9 @@ class EvalMetric(Hints):
             else [(name, value)]
 
 
-def _host(x: Any) -> np.ndarray:
+def on_host(x: Any) -> np.ndarray:
+    """A native array's copy on the host, or `x` as NumPy has it. TypeError for
+    an array of the other framework."""
     backend = get_backend()
     if backend.is_native(x):
         return backend.to_numpy(x)
@@ -260,7 +262,7 @@ class F1(EvalMetric):
     def update(self, labels: Any, preds: Any) -> None:
         found, rows = [], 0
         for y, x in _pairs(labels, preds):
-            y, x = _host(y), _host(x)
+            y, x = on_host(y), on_host(x)
             if x.ndim != 2 or x.shape[1] != 2:
                 raise ValueError("an F1 score is that of scores (n, 2); "
                                  f"received shape {x.shape}. Give two "

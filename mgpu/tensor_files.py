@@ -189,16 +189,23 @@ def read(stream: Any, size: int) -> tuple[dict[str, Any],
     if digests.keys() != entries.keys():
         raise Damaged("its digests are those of other arrays")
     arrays = {}
+    for name, data, array in _arrays(stream, entries):
+        if hashlib.sha256(data.data).hexdigest() != digests[name]:
+            raise Damaged(f"array {name!r} does not fit its digest")
+        arrays[name] = array
+    return header, arrays
+
+
+def _arrays(stream: Any, entries: Mapping[str, Any]
+            ) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """The name of each array, its bytes, and itself."""
     for name, entry in entries.items():
         begin, end = _extent(name, entry)
         data = np.empty(end - begin, np.uint8)
         if stream.readinto(data) != len(data):
             raise Damaged(f"it ends inside of array {name!r}")
-        if hashlib.sha256(data.data).hexdigest() != digests[name]:
-            raise Damaged(f"array {name!r} does not fit its digest")
-        arrays[name] = data.view(DTYPES[entry["dtype"]]).reshape(
+        yield name, data, data.view(DTYPES[entry["dtype"]]).reshape(
             entry["shape"])
-    return header, arrays
 
 
 def read_any(stream: Any, size: int) -> tuple[dict[str, Any],
@@ -209,12 +216,4 @@ def read_any(stream: Any, size: int) -> tuple[dict[str, Any],
     if DIGEST in entries or "digests" in about:
         stream.seek(0)
         return read(stream, size)
-    arrays = {}
-    for name, entry in entries.items():
-        begin, end = _extent(name, entry)
-        data = np.empty(end - begin, np.uint8)
-        if stream.readinto(data) != len(data):
-            raise Damaged(f"it ends inside of array {name!r}")
-        arrays[name] = data.view(DTYPES[entry["dtype"]]).reshape(
-            entry["shape"])
-    return {}, arrays
+    return {}, {name: x for name, _, x in _arrays(stream, entries)}
