@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import chapters, models, profiling
+from mgpu import arguments, chapters, models, profiling
 from mgpu.arguments import integer, one_of
 from mgpu.backends import canonical, get_backend, using_backend
 from mgpu.collectives import allreduce_many
@@ -169,7 +169,7 @@ def run(model: str | Callable[[], Any] = "lenet",
         data of this shape.
     """
     settings: dict[str, Any] = {
-        "batch_size": integer("batch_size", batch_size, 1),
+        "batch_size": arguments.batch_size(batch_size),
         "steps": integer("steps", steps, 1),
         "rounds": integer("rounds", rounds, 2),
         "dtype": one_of("dtype", dtype, ("float32", "float64")),

@@ -152,7 +152,7 @@ class _Views(NamedTuple):
 
 
 class HostOps:
-    """What elementwise update rules need of `Ops`, on NumPy arrays."""
+    """What update rules need of `Ops`, on NumPy arrays."""
 
     abs = staticmethod(np.abs)
     sign = staticmethod(np.sign)
@@ -162,6 +162,18 @@ class HostOps:
     maximum = staticmethod(np.maximum)
     minimum = staticmethod(np.minimum)
     zeros_like = staticmethod(np.zeros_like)
+
+    @staticmethod
+    def sum(x: Any) -> Any:
+        return np.sum(x)
+
+    @staticmethod
+    def mean(x: Any, axis: Any, keepdims: bool) -> np.ndarray:
+        return np.mean(x, axis, keepdims=keepdims)
+
+    @staticmethod
+    def from_host(values: np.ndarray, like: np.ndarray) -> np.ndarray:
+        return values.astype(like.dtype)
 
     @staticmethod
     def astype(x: Any, dtype: Any) -> np.ndarray:

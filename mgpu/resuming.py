@@ -295,8 +295,10 @@ def _given(optimizer: Any, params: Mapping[str, Any] | None, schedule: Any
         raise ValueError("optimizer_params go with an optimiser's name; "
                          f"received {sorted(options)} with an Optimizer "
                          "object.")
+    name = str(optimizer).lower() if named else optimizer.family
+    if name in optimizers.RULES["gluon"].keys() - {*FAMILIES, "adamw"}:
+        raise NotImplementedError(_unread(repr(optimizer)))
     if named:
-        name = str(optimizer).lower()
         optimizer = optimizers.create(name, **_limits(name, options))
         if "learning_rate" not in options and name not in _OWN_RATE \
                 and hasattr(schedule, "base_lr"):
@@ -329,10 +331,13 @@ def _naming(states: FilePath) -> Iterator[None]:
 def _family(record: Record) -> str:
     name = name_in("optimizer", record).lower()
     if name not in FAMILIES:
-        raise NotImplementedError(
-            f"states are read of {', '.join(FAMILIES)}; received those of "
-            f"{record.kind}, which has no counterpart here.")
+        raise NotImplementedError(_unread(record.kind))
     return name
+
+
+def _unread(received: str) -> str:
+    return (f"states are read of {', '.join(FAMILIES)}; received those of "
+            f"{received}, which has no counterpart here.")
 
 
 def _optimizer(record: Record, schedule: Any) -> Optimizer:

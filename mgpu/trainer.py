@@ -1212,10 +1212,14 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._options = [dict(vars(rule)) for rule in rules]
 
     def _begin_step(self, counts: Mapping[str, int]) -> None:
-        order = sorted(self._states[0], key=self.gluon_order())
+        # All of the network: places must not depend on which a trainer has.
+        order = sorted((p.name for p in self.replicas.params()),
+                       key=self.gluon_order())
         for state in self._states:
-            self.optimizer.begin_step([state[name] for name in order],
-                                      [counts.get(name) for name in order])
+            self.optimizer.begin_step(
+                [state.get(name, {}) for name in order],
+                [counts.get(name) if name in state else None
+                 for name in order])
 
     def gluon_order(self) -> Callable[[str], Any]:
         """A sort key for names of parameters: see

@@ -637,6 +637,56 @@ def test_noise_differs_by_parameter_and_step_and_is_that_of_all_devices(
         before = values
 
 
+def test_two_trainers_of_one_network_have_noise_of_their_own(backend):
+    """Each of some parameters; also where one of them has no state yet."""
+    steps = []
+    for split in (True, False):
+        replicas = mgpu.initialize(networks.mlp(backend, (4, 4, 4)),
+                                   on(0, 1), "zeros", dtype="float64")
+        sets = [".*0.weight|.*bias", ".*2.weight"] if split else [".*"]
+        trainers = [mgpu.Trainer(replicas.collect_params(names), "sgld",
+                                 {"learning_rate": 1.0}) for names in sets]
+        shards, labels = mgpu.split_batch(np.zeros((3, 4)), np.zeros(3),
+                                          replicas.devices)
+        with mgpu.record():
+            losses = mgpu.parallel(lambda x, y: (x * 0).sum(1),
+                                   replicas(shards), labels)
+        mgpu.backward(losses)
+        for trainer in trainers:
+            trainer.step(3)
+        steps.append(replicas.export_numpy())
+    one, other = (steps[0][f"{i}.weight"].ravel() for i in (0, 2))
+    assert abs(np.corrcoef(one, other)[0, 1]) < 0.9
+    for name, x in steps[0].items():    # as of one trainer
+        np.testing.assert_array_equal(x, steps[1][name])
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    ("lars", {"eta": 0.5}), ("lamb", {}), ("groupadagrad", {})])
+@pytest.mark.parametrize(("shape", "gradient"), [
+    ((8, 4), 2.0 ** -13), ((300, 300), 1.0)], ids=["small", "large"])
+def test_norms_of_float16_are_neither_0_nor_infinite(backend, name, options,
+                                                     shape, gradient):
+    """Squares of the small gradient are almost 0 in float16, and the sum of
+    the large one's is beyond it."""
+    found = []
+    for dtype in ("float16", "float64"):
+        rng = np.random.default_rng(0)
+        w = backend.put(rng.normal(size=shape).astype("float16").astype(dtype),
+                        Device("cpu", 0))
+        g = (gradient * rng.normal(size=shape)).astype("float16")
+        before = backend.to_numpy(w).astype("float64")
+        rule = optimizers.create(name, **options)
+        state = rule.create_state(w, backend.ops)
+        with backend.scope(recording=False):
+            rule.update(w, backend.put(g.astype(dtype), w), state, lr=0.5,
+                        wd=0.0, t=1, ops=backend.ops)
+        found.append(backend.to_numpy(w) - before)
+    half, double = found
+    # Rounding of weights: 2 ** -11 of 4.
+    np.testing.assert_allclose(half, double, rtol=0.02, atol=0.002)
+
+
 if "mxnet" in BACKENDS:
     @pytest.mark.parametrize("options", [{}, {"clip_gradient": 0.5}],
                              ids=str)

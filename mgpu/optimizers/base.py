@@ -22,7 +22,8 @@ State = dict[str, Any]
 #: slots of the rules of this package that no update makes negative: sums of
 #: squares, largest sizes, products of momenta
 NEVER_NEGATIVE = frozenset(("variance", "max_variance", "delta_variance",
-                            "norm", "history", "n", "schedule"))
+                            "norm", "history", "row_history", "n",
+                            "schedule"))
 
 
 # -- options ----------------------------------------------------------------
@@ -214,13 +215,14 @@ class Optimizer(Hints):
                    counts: Sequence[int | None]) -> None:
         """Prepare the updates of one step; called once for each device.
 
-        Only `nadam` with Gluon's semantics needs it: see there. It does
-        nothing in the other classes.
+        Only `nadam` and `sgld` with Gluon's semantics need it: see there. It
+        does nothing in the other classes.
 
         Parameters
         ----------
         states : sequence of dict
-            The device's states, one per parameter, in the parameters' order.
+            The device's states, one per parameter of the network, in the
+            parameters' order; {} where this trainer has none.
         counts : sequence of int or None
             For each state the `t` of the coming `update`, or None if that
             parameter is not updated in this step; -t if it is updated in

@@ -4,7 +4,9 @@ Sources: ``python/mxnet/optimizer/optimizer.py`` and the kernels that it calls
 (``src/operator/optimizer_op-inl.h``), all checked by running them. For the
 letters of the formulas see `mgpu.optimizers`.
 """
+import functools
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -206,7 +208,8 @@ class Nadam(Optimizer):
     def begin_step(self, states, counts):
         # P only falls and each state has its value at that parameter's last
         # update: the common P is the smallest.
-        product = min((state["schedule"] for state in states), default=1.0)
+        product = min((state["schedule"] for state in states if state),
+                      default=1.0)
         for state, t in zip(states, counts):
             if t is not None:
                 state["schedule"] = product
@@ -385,6 +388,25 @@ def _norm(x: Array, ops: Ops) -> Array:
     return ops.sqrt(ops.sum(x * x))
 
 
+def _in_float32(update: Callable[..., None]) -> Callable[..., None]:
+    """`update`, which computes in float32 where weights and states are of
+    float16: there the squares of a small gradient are 0, and the norm of a
+    large layer is infinite. MXNet's kernels square in float16, and add in
+    float32."""
+    @functools.wraps(update)
+    def wide(self, weight, grad, state, *, ops, **numbers):
+        if "float16" not in str(weight.dtype):
+            update(self, weight, grad, state, ops=ops, **numbers)
+            return
+        kept = {"": weight, **state}
+        moved = {name: ops.astype(x, "float32") for name, x in kept.items()}
+        update(self, moved[""], ops.astype(grad, "float32"), moved, ops=ops,
+               **numbers)
+        for name, x in kept.items():
+            x[:] = ops.astype(moved[name], x.dtype)
+    return wide
+
+
 @rule("gluon", "lamb")
 class LAMB(Optimizer):
     """With the averages m and v of Adam for ``G = clip(g)``, and
@@ -407,6 +429,7 @@ class LAMB(Optimizer):
     upper_bound: float | None = None
     bias_correction: bool = True
 
+    @_in_float32
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         grad = self.clipped(grad, ops)
         mean, variance = state["mean"], state["variance"]
@@ -458,6 +481,7 @@ class LARS(SGD):
                 f"momentum={self.momentum!r} and momentum_correction=True, "
                 "the default. Pass momentum_correction=False.")
 
+    @_in_float32
     def update(self, weight, grad, state, *, lr, wd, t, ops):
         size, length = _norm(weight, ops), _norm(grad, ops)
         both = ops.sign(size) * ops.sign(length)    # see LAMB
@@ -532,9 +556,9 @@ class SGLD(Optimizer):
     """``w <- w - lr / 2 (clip(g) + wd w) + n``, with n from a normal
     distribution of the variance lr (Welling and Teh 2011).
 
-    n is drawn in NumPy from (`seed`, place of the parameter, t): the same on
-    all devices, on both engines and in a run that is resumed. MXNet draws
-    from its own stream.
+    n is drawn in NumPy from (`seed`, place of the parameter in the network,
+    t): the same on all devices, on both engines and in a run that is resumed.
+    MXNet draws from its own stream.
     """
 
     needs_whole = decoupled_decay = True
@@ -566,7 +590,7 @@ class GroupAdaGrad(Optimizer):
     """
 
     needs_whole = decoupled_decay = True
-    arrays = ("history",)
+    arrays = ("row_history",)
 
     eps: float = 1e-5
 
@@ -583,9 +607,10 @@ class GroupAdaGrad(Optimizer):
                 f"a parameter of shape {tuple(weight.shape)}. Give it those "
                 "with two axes, such as embeddings, and a Trainer of another "
                 "optimiser the rest.")
-        return {"history": ops.zeros_like(weight[:, :1])}
+        return {"row_history": ops.zeros_like(weight[:, :1])}
 
+    @_in_float32
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        grad, history = self.clipped(grad, ops), state["history"]
+        grad, history = self.clipped(grad, ops), state["row_history"]
         history += ops.mean(grad * grad, 1, True)
         weight -= grad / ops.sqrt(history + self.eps) * lr

@@ -1287,6 +1287,15 @@ def test_optimizers_that_mgpu_has_not(name):
                                [mgpu.cpu(0)])
 
 
+@pytest.mark.parametrize("optimizer", [
+    "groupadagrad", "LAMB", mgpu.optimizers.LARS()], ids=str)
+def test_states_that_are_not_read_are_refused_of_a_given_optimizer_too(
+        optimizer):
+    with mgpu.using_backend(BACKENDS[0]), pytest.raises(
+            NotImplementedError, match="has no counterpart"):
+        mgpu.resume_from_gluon(*GOLDEN, [mgpu.cpu(0)], optimizer=optimizer)
+
+
 @pytest.mark.skipif("torch" not in BACKENDS, reason="goes on with torch")
 def test_a_process_without_mxnet_goes_on():
     """Predicts and trains as MXNet did, which wrote what came of it."""

@@ -1352,6 +1352,27 @@ def smoothed(output, y):
                                     label_smoothing=0.125)
 
 
+@pytest.mark.parametrize(("own", "other", "cause"), [
+    (("lamb", {"wd": 0.125}), ("lamb", {"wd": 0.25}), "optimizer options"),
+    (("lars", {"eta": 0.5}), ("sgd", {}), "optimizer formula"),
+    (("sgld", {}), ("sgld", {"learning_rate": 0.5}), "learning rate"),
+    (("groupadagrad", {}), ("adagrad", {}), "optimizer formula")],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "")
+def test_updates_by_rules_of_whole_weights_are_explained(own, other, cause):
+    """Of a weight with more elements than other rules are tried on."""
+    nets = (gluon(lambda nn: [
+        nn.Dense(200, in_units=6, use_bias=False, activation="tanh"),
+        nn.Dense(3, in_units=200, use_bias=False)]), torch_(lambda nn: [
+            nn.Linear(6, 200, bias=False), nn.Tanh(),
+            nn.Linear(200, 3, bias=False)]))
+    same, found = (parity.compare(*(
+        Side(net, optimizer=name, optimizer_params=options)
+        for net, (name, options) in zip(nets, pair)), batches=ROWS[:2])
+        for pair in ((own, own), (own, other)))
+    assert same.verdict == "same", same
+    assert [c.name for c in found.causes] == [cause], found
+
+
 @pytest.mark.parametrize("swapped", [False, True], ids=["", "swapped"])
 @pytest.mark.parametrize("right", ["gluon", "torch"])
 def test_faults_behind_the_first_are_found(right, swapped, devices):

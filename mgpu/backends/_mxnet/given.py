@@ -50,10 +50,6 @@ class MXNetOptimizer(base.GivenOptimizer):
                 "a Trainer begins with an optimiser that has updated "
                 f"nothing; received one after {x.num_update} updates. Make a "
                 "new one (mgpu.resume_from_gluon reads saved states).")
-        if getattr(x, "weight_previous", None) == {} and x.momentum:
-            raise ValueError(
-                "dcasgd has no momentum, with which MXNet's rule fails; "
-                f"received momentum={x.momentum!r}. Leave it out.")
         messages.check_precision(x.multi_precision, {
             spec.name: spec.dtype for spec in network.specs()
             if spec.kind not in base.BUFFERS})
@@ -74,6 +70,10 @@ class MXNetOptimizer(base.GivenOptimizer):
                 f"{dict(x.lr_mult or x.wd_mult)!r} (set_lr_mult, set_wd_mult "
                 "or param_idx2name). Use mgpu.Trainer(..., lr_mult=, "
                 "wd_mult=), or those of the Parameters.")
+        if self._family == "dcasgd" and x.momentum:
+            raise ValueError(
+                "dcasgd has no momentum, with which MXNet's rule fails; "
+                f"received momentum={x.momentum!r}. Leave it out.")
         if x.begin_num_update:
             raise ValueError(
                 "a Trainer counts updates from 1; received begin_num_update="

@@ -206,10 +206,13 @@ class _Search:
                        if n in names or stage == "memory"}
 
     def _part(self, name: str) -> np.ndarray:
-        """Which elements of a tensor are tried: all of a small one; of a
-        large one some, and that with the largest difference."""
+        """Which elements of a tensor are tried: all of a small one, and
+        where a rule needs it as a whole; of a large one else some, and that
+        with the largest difference."""
         apart = np.abs(self.d.a.values[name] - self.d.b.values[name])
-        return np.arange(apart.size) if apart.size <= PART else np.append(
+        return np.arange(apart.size) if apart.size <= PART or any(
+            rule.optimizer.needs_whole for rule in self.updates.values()
+        ) else np.append(
             np.random.default_rng(0).integers(0, apart.size, PART),
             apart.argmax())
 
@@ -219,9 +222,16 @@ class _Search:
         if self.stage == "weight":
             return {n: after.values[n].reshape(-1)[part]
                     for n, part in self.parts.items()}
-        return {f"{n}.{s}": np.asarray(v).reshape(-1)[self.parts[n]]
+        return {f"{n}.{s}": self._tried(n, np.asarray(v))
                 for (n, s), v in after.optimizer.slots.items()
                 if n in self.parts and np.ndim(v)}
+
+    def _tried(self, name: str, x: np.ndarray) -> np.ndarray:
+        """The elements of a tensor of a weight that are tried, flat."""
+        part, flat = self.parts.get(name, np.arange(0)), x.reshape(-1)
+        if part.size and x.shape != self.d.a.values[name].shape:
+            return flat         # a number for each row: it is needed whole
+        return flat[part]
 
     def _predicted(self, rule: Update) -> Arrays:
         """The same after an update by `rule`."""
@@ -243,25 +253,28 @@ class _Search:
         """The weights and the memory after an update by `rule`, flat."""
         weights, states = {}, {}
         optimizer, before = rule.optimizer, self.d.evidence.before
+
+        def taken(name: str, x: Any) -> np.ndarray:
+            x = np.array(x)
+            return x if optimizer.needs_whole else self._tried(name, x)
         # Some rules look at the others: no element of those not tried.
         for name in rule.order:
-            part = self.parts.get(name, np.arange(0))
-            w = before.values[name].reshape(-1)[part].copy()
+            w = taken(name, before.values[name])
             if name in self.parts:
                 weights[name] = w
             states[name] = optimizer.create_state(w, HOST_OPS)
             for slot, value in states[name].items():
                 old = rule.slots.get((name, slot))
                 if old is not None:
-                    states[name][slot] = np.array(old).reshape(-1)[part] \
+                    states[name][slot] = taken(name, old) \
                         if np.ndim(value) else float(old)
         counts = {n: before.optimizer.counts.get(n, 0) + 1 for n in states
                   if n in rule.gradients}
         optimizer.begin_step([states[n] for n in rule.order],
                              [counts.get(n) for n in rule.order])
         for name in counts.keys() & weights.keys() - set(rule.frozen):
-            w, part = weights[name], self.parts[name]
-            g = rule.gradients[name].reshape(-1)[part] / rule.divisor
+            w = weights[name]
+            g = taken(name, rule.gradients[name]) / rule.divisor
             lr = rule.rate * rule.lr_mult.get(name, 1.0)
             if rule.single:
                 optimizer, factor = _as_kernels(rule, counts[name])
@@ -275,7 +288,9 @@ class _Search:
                     w, g, states[name], lr=lr, t=counts[name], ops=HOST_OPS,
                     wd=wd if rule.decay == "own" else 0.0)
                 w -= loose
-        return weights, states
+        return {n: w.reshape(-1) for n, w in weights.items()}, {
+            n: {s: v.reshape(-1) if np.ndim(v) else v
+                for s, v in state.items()} for n, state in states.items()}
 
     def _near(self, x: Arrays, z: Arrays, times: float) -> bool:
         return all(distance(x[n], z[n]) <= times * self.d.tolerance * scale
