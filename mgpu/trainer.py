@@ -1183,6 +1183,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             lr_mult, wd_mult = self.multipliers(p)
             _check_number(f"lr_mult of {name!r}", lr_mult)
             _check_number(f"wd_mult of {name!r}", wd_mult)
+            rule.check_rate(its * lr_mult)
             work.append(Update(
                 name, weights, [backend.grad(x) for x in weights],
                 its * lr_mult, rule.wd * wd_mult,

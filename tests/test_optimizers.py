@@ -547,6 +547,28 @@ def test_ftrl_refuses_a_rate_of_zero_before_it_changes_anything(backend):
         np.testing.assert_array_equal(backend.to_numpy(array), np.ones(2))
 
 
+@pytest.mark.parametrize("family", ["ftrl", "ftml"])
+def test_a_rate_of_zero_for_one_parameter_leaves_all_as_they_are(backend,
+                                                                 family):
+    replicas = mgpu.initialize(networks.mlp(backend, (6, 4, 3)), on(0, 1),
+                               "ones", dtype="float64")
+    trainer = mgpu.Trainer(replicas, family,
+                           lr_mult={replicas.params()[-1].name: 0.0})
+    before = replicas.export_numpy()
+
+    def step():
+        mgpu.train_batch(np.ones((3, 6)), np.zeros(3, int), replicas,
+                         lambda out, y: out.sum(1), trainer)
+    with pytest.raises(ValueError, match="above 0; received 0.0"):
+        step()
+    for name, x in replicas.export_numpy().items():
+        np.testing.assert_array_equal(x, before[name])
+    assert trainer.num_update == 0
+    trainer.lr_mult.clear()
+    step()      # the trainer goes on
+    assert trainer.num_update == 1
+
+
 @pytest.mark.parametrize("semantics, family", [
     (semantics, family) for semantics, rules in optimizers.RULES.items()
     for family in rules])

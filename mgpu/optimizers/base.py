@@ -130,6 +130,8 @@ class Optimizer(Hints):
     arrays : tuple of str
         The names of the arrays that `create_state` makes. Where they depend
         on the options, the class overrides `slots`.
+    divides_by_rate : bool
+        Whether `update` divides by the rate, which is then above 0.
     needs_whole : bool
         Whether `update` needs a weight as a whole, for its norm or its rows.
     has_begin_step : bool
@@ -150,6 +152,7 @@ class Optimizer(Hints):
     clips_before_decay: ClassVar[bool] = True
     decoupled_decay: ClassVar[bool] = False
     arrays: ClassVar[tuple[str, ...]] = ()
+    divides_by_rate: ClassVar[bool] = False
     needs_whole: ClassVar[bool] = False
     has_begin_step: ClassVar[bool] = False
 
@@ -172,6 +175,15 @@ class Optimizer(Hints):
         for field in fields(self):
             value = _checked(field.name, getattr(self, field.name))
             setattr(self, field.name, value)
+        self.check_rate(self.learning_rate)
+
+    def check_rate(self, lr: float) -> None:
+        """ValueError for a rate of 0, where the rule divides by it."""
+        if self.divides_by_rate and not lr > 0:
+            raise ValueError(
+                f"{self.family or type(self).__name__} divides by the "
+                f"learning rate, which must be above 0; received {lr!r}. To "
+                "keep a parameter as it is, freeze it.")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if RULES.get(self.semantics, {}).get(self.family) is type(self) \

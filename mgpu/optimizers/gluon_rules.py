@@ -19,14 +19,6 @@ from mgpu.optimizers.base import (Optimizer, State, adadelta_step, limited,
 COMPILED = ("sgd", "nag", "adam", "rmsprop", "ftrl", "signum")
 
 
-def refuse_zero(family: str, lr: float) -> None:
-    """ValueError for a rate that a rule cannot divide by."""
-    if not lr > 0:
-        raise ValueError(f"{family} divides by the learning rate, which must "
-                         f"be above 0; received {lr!r}. To keep a "
-                         "parameter as it is, freeze it.")
-
-
 @rule("gluon", "sgd")
 class SGD(Optimizer):
     """``v <- momentum v - lr (clip(g) + wd w);  w <- w + v``.
@@ -328,19 +320,15 @@ class Ftrl(Optimizer):
     initial weight but for the term with w, as in Gluon.
     """
 
-    decoupled_decay = True
+    decoupled_decay = divides_by_rate = True
     arrays = ("z", "n")
 
     learning_rate: float = 0.1
     lamda1: float = 0.01
     beta: float = 1.0
 
-    def __post_init__(self):
-        super().__post_init__()
-        refuse_zero(self.family, self.learning_rate)
-
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        refuse_zero(self.family, lr)
+        self.check_rate(lr)
         grad = self.clipped(grad, ops)
         z, n = state["z"], state["n"]
         root = ops.sqrt(n)
@@ -501,18 +489,15 @@ class FTML(Optimizer):
     """
 
     clips_before_decay = False
+    divides_by_rate = True
     arrays = ("d", "variance", "z")
 
     beta1: float = 0.6
     beta2: float = 0.999
     epsilon: float = 1e-8
 
-    def __post_init__(self):
-        super().__post_init__()
-        refuse_zero(self.family, self.learning_rate)
-
     def update(self, weight, grad, state, *, lr, wd, t, ops):
-        refuse_zero(self.family, lr)
+        self.check_rate(lr)
         grad = self.decayed(weight, grad, wd, ops)
         d, variance, z = state["d"], state["variance"], state["z"]
         move_average(variance, grad * grad, self.beta2)
