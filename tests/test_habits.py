@@ -61,7 +61,8 @@ def space(engine, folder):
     X = np.arange(24, dtype="float32").reshape(6, 4) / 24
     y = np.array([0, 1, 2, 0, 1, 2])
     shards, labels = mgpu.split_batch(X, y, devices)
-    return {"mgpu": mgpu, "mx": mx, "torch": torch, "net": net,
+    return {"__name__": "cells", "mgpu": mgpu, "mx": mx, "torch": torch,
+            "net": net,
             "new": network(engine), "replicas": replicas, "X": X, "y": y,
             "trainer": mgpu.Trainer(replicas, "sgd"), "devices": devices,
             "loss": mgpu.losses.SoftmaxCrossEntropyLoss(), "shards": shards,
