@@ -286,6 +286,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             list(zip(*(p.list_data() for p in trained))),
             [requests[p.name] for p in trained])
         self._watched.passes = passes
+        self._watched.wide = self.span.wide
         self._watched.renew = weakref.WeakMethod(self._renew)
         self._watched.moved = weakref.WeakMethod(self._share)
 

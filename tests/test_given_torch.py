@@ -314,6 +314,37 @@ def test_zero_grad_of_the_object_before_a_step_leaves_nothing_to_apply(
                for name, x in pair.nets[1].state_dict().items())
 
 
+def test_a_step_by_the_gradients_of_one_device_is_refused(on_torch, devices):
+    """An optimiser of the user's steps after `allreduce_grads`, and after a
+    pass of its own."""
+    net = network()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    optimizer = optim.SGD(replicas.parameters(), 0.1)
+    before = replicas.export_numpy()
+    ours(replicas, *batch(8))
+    if len(devices) > 1:
+        with pytest.raises(RuntimeError, match="those of one, after a "
+                           f"backward pass on {len(devices)}"):
+            optimizer.step()
+        assert all((x == before[name]).all()
+                   for name, x in replicas.export_numpy().items())
+        trainer.allreduce_grads()
+    optimizer.step()
+    other = network()
+    loss = nn.functional.cross_entropy(other(batch(8)[0]), batch(8)[1],
+                                       reduction="sum")
+    loss.backward()
+    optim.SGD(other.parameters(), 0.1).step()
+    assert gap(net, other) < 1e-12
+    for n, one in ((net, optimizer), (other, optim.SGD(other.parameters(),
+                                                       0.1))):
+        one.zero_grad()
+        n(batch(3)[0]).sum().backward()
+        one.step()
+    assert gap(net, other) < 1e-12
+
+
 def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))

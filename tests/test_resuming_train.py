@@ -319,11 +319,11 @@ def test_a_folder_is_free_when_its_process_is_killed(tmp_path):
         "import os, signal, sys\n"
         "from mgpu.checkpoint_folder import _alone\n"
         "with _alone(sys.argv[1]):\n"
-        "    child = os.fork()\n"
-        "    if child:\n"
-        "        print(child, flush=True)\n"
+        "    if os.fork():\n"
         "        sys.stdin.readline()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        # the child says so, which then has let go of the folder
+        "    print(os.getpid(), flush=True)\n"
         "    signal.pause()\n")
     with subprocess.Popen([sys.executable, "-c", program, tmp_path],
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE,

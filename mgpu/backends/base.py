@@ -439,9 +439,11 @@ class Watch:
     moved : callable
         A weak reference to a function that is called after a backward pass,
         where running statistics move in it (and not in the forward pass).
+    wide : bool
+        Whether other processes hold gradients of the same step.
     """
 
-    observed = True
+    observed, wide = True, False
     renew: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
     moved: Callable[[], Callable[[], None] | None] = staticmethod(lambda: None)
 

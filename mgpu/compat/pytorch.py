@@ -108,8 +108,9 @@ class TorchNames:
         """(the framework's own name, native parameter) of replica 0, each
         once; on MXNet the array on the first device. What is written to them
         reaches all devices with the next pass. An optimiser of them goes to
-        `mgpu.Trainer`: by itself it would move the network by the gradients of
-        the first device's rows only."""
+        `mgpu.Trainer`: its own ``step()`` has the gradients of the first
+        device's rows only, and is refused after a backward pass on several
+        devices (RuntimeError)."""
         return self._named(False)
 
     def parameters(self) -> Iterator[Any]:

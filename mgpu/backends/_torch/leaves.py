@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mgpu.backends import messages
 from mgpu.backends.base import Watch
@@ -290,11 +291,45 @@ def has_hooks(x: Any) -> bool:
     return any(users_hooks(x, table) for table in (_BEFORE, _AFTER))
 
 
+class _Parts:
+    """A hook on the steps of all `torch.optim` objects: none moves a network
+    by the gradients of one device's rows."""
+
+    def __init__(self, leaves: "Leaves"):
+        self._leaves = weakref.ref(leaves)
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        leaves = self._leaves()
+        if leaves is None:
+            return
+        groups = {leaf.place.group for group in optimizer.param_groups
+                  for x in group["params"]
+                  if (leaf := leaves.known(x)) and leaf.fresh}
+        for group in groups:
+            there = sum(any(leaf.fresh for leaf in place.leaves)
+                        for place in group.places)
+            if there > 1 or group.wide:
+                raise RuntimeError(
+                    "a network on several devices is moved by the gradients "
+                    "of all of them; received step() of a torch.optim."
+                    f"{type(optimizer).__name__}, which has those of one, "
+                    "after a backward pass on "
+                    + ("several processes" if group.wide else f"{there}")
+                    + ". Call trainer.step(batch_size) of mgpu.Trainer("
+                    "replicas, optimizer), with a new object; or first "
+                    "trainer.allreduce_grads(), for sums.")
+
+
 class Leaves:
     """What a `Backend` says of gradients."""
 
     def __init__(self) -> None:
         self._leaves = WeakTable()      # of `_Leaf` by tensor
+        self._hook: Any = None
+
+    def known(self, x: Any) -> _Leaf | None:
+        """What is known of the tensor `x`."""
+        return self._leaves.get(id(x))
 
     def _leaf(self, x: Any) -> _Leaf:
         leaf = self._leaves.get(id(x))
@@ -316,6 +351,8 @@ class Leaves:
 
     def watch_gradients(self, leaves: Sequence[Sequence[Any]],
                         requests: Sequence[str]) -> Watch:
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(_Parts(self))
         # Their own ones, if they were announced before.
         places = [self._leaf(arrays[0]).place for arrays in leaves]
         group = _Group(*places)
