@@ -298,7 +298,7 @@ class EarlyStopping:
                 event.stop()
 
     def on_end(self, event: Event) -> None:
-        if self._values and self.waited:
+        if self._values:    # the next epoch may have begun, and been stopped
             event.replicas.import_numpy(self._values)
 
     def state(self) -> State:

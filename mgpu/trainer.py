@@ -338,6 +338,13 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                 f"object's; received others in trainer.optimizer, "
                 f"{self.optimizer!r}. Change the object.")
         for rule, now in zip(rules, new):
+            if type(rule) is not type(now):
+                raise ValueError(
+                    "an optimiser object keeps its formula; received options "
+                    f"of {type(now).__name__} (decoupled_weight_decay) in one"
+                    f" that was read as {type(rule).__name__}. Put them back,"
+                    " or make a new object and a new Trainer.")
+        for rule, now in zip(rules, new):
             if vars(rule) != vars(now):
                 vars(rule).update(vars(now))
         rules += new[len(rules):]

@@ -361,6 +361,21 @@ def test_early_stopping_waits_for_a_better_epoch(backend, restore):
     run[0].check_equal()
 
 
+def test_the_best_epoch_is_restored_after_a_stop_in_the_next(backend):
+    run, kept = made(backend, on(0, 1)), []
+
+    def stop(event):
+        if kept:
+            event.stop()
+    train(run, JOINED, 9, evaluate=accuracies(0.5), callbacks=[
+        callbacks.EarlyStopping(2, restore_best=True),
+        lambda event: kept.append(event.replicas.export_numpy()),
+        callbacks.each_step(stop)])
+    assert run[1].num_update > 1
+    for name, x in run[0].export_numpy().items():
+        np.testing.assert_array_equal(x, kept[0][name])
+
+
 def test_early_stopping_of_a_loss_takes_the_smaller(backend):
     run = made(backend, on(0), params={"learning_rate": 0.0})
     history = train(run, JOINED, 9, callbacks=[

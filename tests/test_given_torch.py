@@ -409,6 +409,25 @@ def test_what_has_no_counterpart_is_refused_by_name(on_torch, make, words):
         mgpu.Trainer(replicas, make(net))
 
 
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_decay_is_that_of_the_group(on_torch, devices, cls, decoupled):
+    """Not that of the class; it stays what it was at first."""
+    pair = Pair(lambda net: cls([{
+        "params": net.parameters(), "decoupled_weight_decay": decoupled}],
+        0.1, weight_decay=0.25), devices)
+    for _ in range(3):
+        pair.step()
+    assert pair.gap() < 1e-12
+    before = copy.deepcopy(pair.nets[1].state_dict())
+    pair.optimizers[1].param_groups[0]["decoupled_weight_decay"] = \
+        not decoupled
+    with pytest.raises(ValueError, match="keeps its formula"):
+        pair.step()
+    assert all((x == before[name]).all()
+               for name, x in pair.nets[1].state_dict().items())
+
+
 def test_the_objects_own_step_and_states_are_refused_while_a_trainer_has_it(
         on_torch):
     pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0, 1))

@@ -157,8 +157,9 @@ class TorchOptimizer(base.GivenOptimizer):
                         "Leave it out" + (", and give the loss the other "
                                           "sign." if option == "maximize"
                                           else "."))
-            if family == "adam" and group.get("decoupled_weight_decay"):
-                family = "adamw"
+            if family in ("adam", "adamw"):     # torch's update asks this
+                family = "adamw" if group.get(
+                    "decoupled_weight_decay", family == "adamw") else "adam"
             options = {"learning_rate": group["lr"],
                        "wd": group["weight_decay"],
                        **{name: group[name] for name in _OPTIONS[family]}}
