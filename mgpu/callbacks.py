@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mgpu.arguments import Hints, integer, number, one_of
-from mgpu.files import FilePath, path_of
+from mgpu.files import FilePath, check_file, path_of
 from mgpu.replicas import Replicas
 from mgpu.trainer import Trainer
 
@@ -48,6 +48,9 @@ class Event(Hints):
         many.
     step : int
         Steps so far, those before a resume included.
+    learning_rate : float
+        Of this step, or of the last one of the epoch; what callbacks set
+        afterwards is not in it.
     losses : list of native arrays, or None
         What `train_batch` returns, in `on_step`; with ``accumulate`` those
         of each batch, one after the other.
@@ -62,6 +65,7 @@ class Event(Hints):
         self.replicas, self.trainer, self.history = replicas, trainer, history
         self.epoch, self.num_epochs, self.step = epoch, num_epochs, step
         self.losses = losses
+        self.learning_rate = float(trainer.learning_rate)
         #: whether a callback has called `stop`
         self.stopping = False
 
@@ -108,6 +112,17 @@ def each_step(function: Callable[[Event], Any]) -> Any:
     return _Function("on_step", function)
 
 
+class _Lasting:
+    """A callback of this module."""
+
+    def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        """Raise ValueError where it does not fit a training; nothing has
+        changed."""
+
+    def begin(self, replicas: Replicas) -> None:
+        """A training begins."""
+
+
 class Calls:
     """The callbacks of one `train`. TypeError for what is none.
 
@@ -140,10 +155,10 @@ class Calls:
                     f"{what}. Make an object of it, or use "
                     "mgpu.callbacks.each_step(function).")
             self._all.append(one if hooks else _Function("on_epoch", one))
-        self._world = replicas.span.world
-        for one in self._all:
-            if hasattr(one, "begin"):
-                one.begin(replicas, evaluates, saves)
+        self._world, self._replicas = replicas.span.world, replicas
+        self._own = [one for one in self._all if isinstance(one, _Lasting)]
+        for one in self._own:
+            one.fit(replicas, evaluates, saves)
         #: whether any is called after steps
         self.steps = any(hasattr(one, "on_step") for one in self._all)
 
@@ -151,6 +166,12 @@ class Calls:
         """What each is, in words that are the same on all ranks."""
         return [one.name if isinstance(one, _Function)
                 else type(one).__qualname__ for one in self._all]
+
+    def begin(self) -> None:
+        """The training begins, or goes on with `restore`: nothing refuses it
+        any more."""
+        for one in self._own:
+            one.begin(self._replicas)
 
     def call(self, hook: str, event: Event) -> bool:
         """Call `hook` of all; returns whether one of any rank asks for the
@@ -227,7 +248,21 @@ class _Best:
         return better
 
 
-class EarlyStopping:
+def _values_of(replicas: Replicas) -> Values:
+    """What `Replicas.import_numpy` puts back on each device; buffers that are
+    equal on all, once, so that another number of devices takes them."""
+    with warnings.catch_warnings():     # of several processes
+        warnings.simplefilter("ignore", UserWarning)
+        values = replicas.export_numpy(all_devices=True)
+    for p in replicas.buffers():
+        every = values[p.name]
+        if every.shape != p.shape \
+                and len({one.tobytes() for one in every}) == 1:
+            values[p.name] = every[0]
+    return values
+
+
+class EarlyStopping(_Lasting):
     """Ends a training that gets no better.
 
     Parameters
@@ -271,8 +306,7 @@ class EarlyStopping:
     def best(self) -> float | None:
         return self._best.value
 
-    def begin(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
-        """`train` begins. It starts anew, until `restore`."""
+    def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
         self._best.check(evaluates)
         if self._restores and saves and replicas.span.wide:
             raise ValueError(
@@ -280,6 +314,10 @@ class EarlyStopping:
                 "received restore_best=True with checkpoint_dir. Use "
                 "mgpu.callbacks.Checkpoint, which writes them to a file of "
                 "their own.")
+
+    def begin(self, replicas: Replicas) -> None:
+        """`train` begins. It starts anew, until `restore`."""
+        self._replicas = replicas
         self._best.value, self._values = None, {}
         self.waited, self.stopped = 0, False
 
@@ -287,10 +325,7 @@ class EarlyStopping:
         if self._best.beaten(event.history):
             self.waited = 0
             if self._restores:
-                with warnings.catch_warnings():     # of several processes
-                    warnings.simplefilter("ignore", UserWarning)
-                    self._values = event.replicas.export_numpy(
-                        all_devices=True)
+                self._values = _values_of(event.replicas)
         else:
             self.waited += 1
             if self.waited >= self._patience:
@@ -307,9 +342,11 @@ class EarlyStopping:
     def restore(self, state: State) -> None:
         (self._best.value, self.waited, self.stopped), values = state
         self._values = dict(values)
+        if self._values:    # refused now, if it would be at the end
+            self._replicas.fit_numpy(self._values)
 
 
-class Checkpoint:
+class Checkpoint(_Lasting):
     """Writes weights and buffers after each epoch (`Replicas.save`), or after
     each that is the best so far. A training does not go on from this file:
     that is the `checkpoint_dir` of `train`.
@@ -335,10 +372,14 @@ class Checkpoint:
     def best(self) -> float | None:
         return None if self._best is None else self._best.value
 
-    def begin(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
-        """`train` begins."""
+    def fit(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
+        check_file(self._path)
         if self._best is not None:
             self._best.check(evaluates)
+
+    def begin(self, replicas: Replicas) -> None:
+        """`train` begins."""
+        if self._best is not None:
             self._best.value = None
 
     def on_epoch(self, event: Event) -> None:
@@ -365,7 +406,7 @@ class LearningRateLog:
         self.rates: list[float] = []
 
     def on_step(self, event: Event) -> None:
-        self.rates.append(float(event.trainer.learning_rate))
+        self.rates.append(event.learning_rate)
 
     def state(self) -> State:
         return self.rates, {}
@@ -374,7 +415,7 @@ class LearningRateLog:
         self.rates = list(state[0])
 
 
-class EMA:
+class EMA(_Lasting):
     """Exponential moving averages of the parameters, as those of
     ``torch.optim.swa_utils.AveragedModel`` with
     ``get_ema_multi_avg_fn(decay)`` that are updated after each step (skipped
@@ -401,11 +442,18 @@ class EMA:
         self._averages: dict[str, Any] = {}
         self.updates = 0
 
-    def begin(self, replicas: Replicas, evaluates: bool, saves: bool) -> None:
-        """`train` begins. ValueError for other replicas than before."""
+    def fit(self, replicas: Replicas, evaluates: bool = False,
+            saves: bool = False) -> None:
+        if not isinstance(replicas, Replicas):
+            raise TypeError(
+                "an EMA is of the replicas of mgpu.initialize; received "
+                f"{type(replicas).__name__}. Call ema.update(replicas).")
         if self._replicas not in (None, replicas):
             raise ValueError("an EMA is of one network; received other "
                              f"replicas, {replicas!r}. Make a new EMA.")
+
+    def begin(self, replicas: Replicas) -> None:
+        """`train` begins."""
         self._replicas = replicas
 
     def on_step(self, event: Event) -> None:
@@ -413,8 +461,9 @@ class EMA:
 
     def update(self, replicas: Replicas) -> None:
         """Take the parameters as they are now into the averages. ValueError
-        for other replicas than before."""
-        self.begin(replicas, False, False)
+        for other replicas than before, TypeError for what is none."""
+        self.fit(replicas)
+        self._replicas = replicas
         backend, weight = replicas.backend, 1.0 - self._decay
         with backend.scope(recording=False):
             for p in replicas.params():
@@ -427,7 +476,8 @@ class EMA:
 
     def averages(self) -> Values:
         """NumPy copies by name; waits. RuntimeError before an update."""
-        return {name: self._of().backend.to_numpy(x)
+        backend = self._of().backend
+        return {name: backend.to_numpy(x)
                 for name, x in self._averages.items()}
 
     def _of(self) -> Replicas:

@@ -1,4 +1,5 @@
 """Accuracy by integer counts, on one or on all devices."""
+import dataclasses
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -76,7 +77,10 @@ def _parts(x: np.ndarray) -> np.ndarray:
 
 def check_scores(output: Any) -> None:
     """Refuse what a network in training gives, if `accuracy` would refuse it
-    in the end. Several arrays may be one in prediction."""
+    in the end. A tuple may be one array in prediction."""
+    if isinstance(output, Mapping) or dataclasses.is_dataclass(output):
+        _check_single(output, "the accuracy on test_iter", "pass "
+                      "test_iter=None, and your own measure as evaluate=.")
     if get_backend().is_native(output) and (
             len(output.shape) != 2 or output.shape[1] < 2):
         raise ValueError(
@@ -236,8 +240,10 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
         raise TypeError(
             "the metric Loss takes losses, and all others the network's "
             f"outputs; received {metric!r} "
-            + ("without loss=. Pass the loss." if loss is None
-               else "and loss=. Evaluate each kind by itself."))
+            + ("without loss=. Pass the loss."
+               if loss is None and metric.of_outputs is False
+               else f"and loss={'None' if loss is None else '...'}. "
+               "Evaluate each kind by itself."))
     metric.reset()
     rows = 0
     with using_backend(replicas.backend.name) as backend:
@@ -311,6 +317,13 @@ def _chosen(net: Any, X: Mapping[str, Any], y: Any, X_shards: list[Any],
     choice.check([label], "the accuracy")
     return list(map(choice.take, X_shards)), [
         shard if shard is None else shard[label] for shard in X_shards]
+
+
+def check_place(replicas: Replicas, device: Any) -> None:
+    """Refuse a device that the replicas are not on (ValueError), as an
+    evaluation on it would."""
+    with using_backend(replicas.backend.name):
+        _runners(replicas, as_devices([device]))
 
 
 def _predict(net: Any, places: list[Device]

@@ -65,6 +65,15 @@ def check_not_other(part: str, file: FilePath,
                               + cure)
 
 
+def check_file(file: FilePath) -> str:
+    """The real path of `file`. IsADirectoryError for a folder."""
+    path = os.path.realpath(path_of(file))
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"expected the name of a file; received the "
+                                f"folder {file!r}. Name a file in it.")
+    return path
+
+
 @contextlib.contextmanager
 def part_of(file: Any, end: str = ".part") -> Iterator[str]:
     """The path of a file to make, which becomes `file` when the block ends
@@ -78,10 +87,7 @@ def part_of(file: Any, end: str = ".part") -> Iterator[str]:
     FileNotFoundError where its folder is missing; other errors of the system
     name `file` too. `end`: of the part's name.
     """
-    path = os.path.realpath(path_of(file))
-    if os.path.isdir(path):
-        raise IsADirectoryError(f"expected the name of a file; received the "
-                                f"folder {file!r}. Name a file in it.")
+    path = check_file(file)
     if os.path.exists(path) and not os.path.isfile(path):
         yield path
         return

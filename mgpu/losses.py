@@ -5,7 +5,8 @@ of one device and returns shape (n,). Losses of more arrays take them in
 Gluon's order, or in tuples in the places of `pred` and `label`. Nothing is
 averaged over the batch: the sum is what `mgpu.backward` differentiates and
 the division by the number of rows happens once, in `Trainer.step`, whatever
-the number of devices.
+the number of devices. Options are in Gluon's order; `batch_axis` is 0
+(ValueError for another).
 
 Formulas: MXNet 1.9.1, ``gluon/loss.py``. `weight` scales the loss;
 `sample_weight` must broadcast to the shape of the loss before it is averaged,
@@ -59,7 +60,11 @@ def _check(pred: Array, label: Array, sample_weight: Array | None
 class Loss:
     """Base of the losses; `weight` is a global factor."""
 
-    def __init__(self, weight: float | None = None):
+    def __init__(self, weight: float | None = None, batch_axis: int = 0):
+        if type(batch_axis) is not int or batch_axis != 0:
+            raise ValueError(
+                "axis 0 has the examples, on all devices; received "
+                f"batch_axis={batch_axis!r}. Transpose the data.")
         self.weight = weight
 
     def __call__(self, pred: Array, label: Array,
@@ -150,8 +155,9 @@ class SoftmaxCrossEntropyLoss(Loss):
     """
 
     def __init__(self, axis: int = -1, sparse_label: bool = True,
-                 from_logits: bool = False, weight: float | None = None):
-        super().__init__(weight)
+                 from_logits: bool = False, weight: float | None = None,
+                 batch_axis: int = 0):
+        super().__init__(weight, batch_axis)
         self.axis, self.sparse_label = axis, sparse_label
         self.from_logits = from_logits
 
@@ -210,8 +216,8 @@ def check_classes(labels: np.ndarray, classes: int) -> None:
 class L2Loss(Loss):
     """``weight / 2 * mean((label - pred)^2)``: half of torch's MSELoss."""
 
-    def __init__(self, weight: float = 1.0):
-        super().__init__(weight)
+    def __init__(self, weight: float = 1.0, batch_axis: int = 0):
+        super().__init__(weight, batch_axis)
 
     def _values(self, backend, pred, label):
         difference = _like(backend.ops, label, pred) - pred
@@ -249,9 +255,9 @@ class SigmoidBinaryCrossEntropyLoss(Loss):
     """
 
     def __init__(self, from_sigmoid: bool = False,
-                 weight: float | None = None,
+                 weight: float | None = None, batch_axis: int = 0, *,
                  pos_weight: float | None = None):
-        super().__init__(weight)
+        super().__init__(weight, batch_axis)
         self.from_sigmoid, self.pos_weight = from_sigmoid, pos_weight
 
     def __call__(self, pred, label, sample_weight=None, pos_weight=None):
@@ -304,8 +310,9 @@ class HuberLoss(Loss):
     """``|d| - rho/2`` where ``|d| > rho``, else ``d^2 / (2 rho)``; torch's
     `smooth_l1_loss` with ``beta=rho``."""
 
-    def __init__(self, rho: float = 1.0, weight: float | None = None):
-        super().__init__(weight)
+    def __init__(self, rho: float = 1.0, weight: float | None = None,
+                 batch_axis: int = 0):
+        super().__init__(weight, batch_axis)
         self.rho = rho
 
     def _values(self, backend, pred, label):
@@ -328,8 +335,8 @@ class KLDivLoss(Loss):
     """
 
     def __init__(self, from_logits: bool = True, axis: int = -1,
-                 weight: float | None = None):
-        super().__init__(weight)
+                 weight: float | None = None, batch_axis: int = 0):
+        super().__init__(weight, batch_axis)
         self.from_logits, self.axis = from_logits, axis
 
     def _values(self, backend, pred, label):
@@ -346,8 +353,9 @@ class KLDivLoss(Loss):
 class HingeLoss(Loss):
     """``mean(max(0, margin - pred * label))``, for labels -1 and 1."""
 
-    def __init__(self, margin: float = 1.0, weight: float | None = None):
-        super().__init__(weight)
+    def __init__(self, margin: float = 1.0, weight: float | None = None,
+                 batch_axis: int = 0):
+        super().__init__(weight, batch_axis)
         self.margin = margin
 
     def _values(self, backend, pred, label):
@@ -375,9 +383,9 @@ class LogisticLoss(Loss):
         Labels are -1 and 1, or 0 and 1.
     """
 
-    def __init__(self, weight: float | None = None, *,
+    def __init__(self, weight: float | None = None, batch_axis: int = 0,
                  label_format: str = "signed"):
-        super().__init__(weight)
+        super().__init__(weight, batch_axis)
         self.label_format = one_of("label_format", label_format,
                                    ("signed", "binary"))
 
@@ -408,8 +416,8 @@ class PoissonNLLLoss(Loss):
     """
 
     def __init__(self, weight: float | None = None, from_logits: bool = True,
-                 *, compute_full: bool = False):
-        super().__init__(weight)
+                 batch_axis: int = 0, compute_full: bool = False):
+        super().__init__(weight, batch_axis)
         self.from_logits, self.compute_full = from_logits, compute_full
 
     def _values(self, backend, pred, label):
@@ -463,8 +471,9 @@ class TripletLoss(Loss):
     `train_batch` does; `label` is not used.
     """
 
-    def __init__(self, margin: float = 1.0, weight: float | None = None):
-        super().__init__(weight)
+    def __init__(self, margin: float = 1.0, weight: float | None = None,
+                 batch_axis: int = 0):
+        super().__init__(weight, batch_axis)
         self.margin = margin
 
     def __call__(self, pred, positive, negative=None):
@@ -497,8 +506,9 @@ class CosineEmbeddingLoss(Loss):
         them.
     """
 
-    def __init__(self, weight: float | None = None, *, margin: float = 0.0):
-        super().__init__(weight)
+    def __init__(self, weight: float | None = None, batch_axis: int = 0,
+                 margin: float = 0.0):
+        super().__init__(weight, batch_axis)
         self.margin = margin
 
     def __call__(       # type: ignore[override]
@@ -559,12 +569,12 @@ class SDMLLoss(Loss):
     """
 
     def __init__(self, smoothing_parameter: float = 0.3,
-                 weight: float | None = 1.0):
+                 weight: float | None = 1.0, batch_axis: int = 0):
         if weight not in (None, 1.0):
             raise ValueError(
                 "SDMLLoss has no weight: Gluon's takes one and does not use "
                 f"it; received {weight!r}. Multiply its values.")
-        super().__init__(None)
+        super().__init__(None, batch_axis)
         self.smoothing_parameter = smoothing_parameter
 
     def __call__(self, x1, x2):     # type: ignore[override]

@@ -8,7 +8,8 @@ all of them. The values are those of MXNet 1.9.1, but for what it rounds to
 float32 and what it counts in silence: labels that are no classes.
 """
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from mgpu import distributed
 from mgpu.arguments import Hints, integer
 from mgpu.backends import get_backend, messages
+from mgpu.nested import shards_of
 
 __all__ = ["Accuracy", "CompositeEvalMetric", "EvalMetric", "F1", "Loss",
            "Perplexity", "TopK", "TopKAccuracy", "create"]
@@ -44,8 +46,8 @@ class EvalMetric(Hints):
         "reset_local": "reset", "compute": "get",
         "update_dict": "update(labels, preds), with the arrays of the dicts",
         **dict.fromkeys(("sum_metric", "num_inst"), "get")}
-    #: of an output of the network; else of losses
-    of_outputs = True
+    #: of an output of the network; else of losses, or (None) of both
+    of_outputs: bool | None = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -77,8 +79,13 @@ class EvalMetric(Hints):
         TypeError
             An array of the other framework.
         """
+        self.read(labels, preds)()
+
+    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
+        """Raises as `update`; returns what counts the batch."""
         pairs = [(on_host(y), on_host(x)) for y, x in _pairs(labels, preds)]
-        self._add([self._of(y, x) for y, x in pairs if x.size])
+        return partial(self._add,
+                       [self._of(y, x) for y, x in pairs if x.size or y.size])
 
     def _of(self, labels: np.ndarray, preds: np.ndarray) -> tuple[
             int, Sequence[float]]:
@@ -125,19 +132,34 @@ def on_host(x: Any) -> np.ndarray:
 
 
 def _listed(x: Any) -> list[Any]:
+    x = shards_of(x)
     return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
+def _flat(x: Any) -> list[Any]:
+    return [one for entry in _listed(x) for one in _listed(entry)]
 
 
 def _pairs(labels: Any, preds: Any) -> list[tuple[Any, Any]]:
     """Labels and predictions of each device that had rows."""
-    labels, preds = ([one for entry in _listed(x) for one in _listed(entry)]
-                     for x in (labels, preds))
+    labels, preds = _flat(labels), _flat(preds)
     if len(labels) != len(preds):
         raise ValueError(
             "labels and preds are arrays, or lists with one for each device; "
             f"received {len(labels)} and {len(preds)}. Pass what the network "
             "and split_batch gave.")
-    return [(y, x) for y, x in zip(labels, preds) if x is not None]
+    for y, x in zip(labels, preds):
+        if (y if x is None else x) is not None and (
+                x is None and 0 not in np.shape(y)
+                or y is None and 0 not in np.shape(x)):
+            raise ValueError(
+                "a device has labels where it has predictions; received "
+                + (f"no labels for predictions of shape {tuple(np.shape(x))}"
+                   if y is None else
+                   f"None for labels of shape {tuple(np.shape(y))}")
+                + ". Pass what the network and split_batch gave.")
+    return [(y, x) for y, x in zip(labels, preds)
+            if x is not None and y is not None]
 
 
 def _classes(labels: np.ndarray, count: int, ignore: float | None = None
@@ -188,19 +210,23 @@ class Accuracy(EvalMetric):
                     f"labels' shape; received shapes {preds.shape} and "
                     f"{labels.shape}. Of a single score make class numbers: "
                     "pred > 0.")
+            classes = preds.shape[self._axis]
             preds = preds.argmax(axis=self._axis)
-        _check_rows(labels, preds, preds.size)
+            _check_rows(labels, preds, preds.size)
+            _classes(labels, classes)
         for x in (labels, preds):
-            if (x != np.trunc(x)).any():
+            odd = (x != np.trunc(x)) | ~np.isfinite(x)
+            if odd.any():
                 raise ValueError("class numbers are whole; received "
-                                 f"{x[x != np.trunc(x)][0]}. Check the data.")
+                                 f"{x[odd][0]}. Check the data.")
         return preds.size, [float((preds.reshape(-1)
                                    == labels.reshape(-1)).sum())]
 
 
 class TopKAccuracy(EvalMetric):
     """The share of rows whose label is among the `top_k` largest scores, in
-    the dtype of the scores. Of equal scores the first classes win.
+    the dtype of the scores. Of equal scores the first classes win; NaN counts
+    as the largest, as in `Accuracy`.
 
     Parameters
     ----------
@@ -226,10 +252,10 @@ class TopKAccuracy(EvalMetric):
         _check_rows(labels, preds, len(preds))
         y = _classes(labels, preds.shape[1])[:, None]
         own = np.take_along_axis(preds, y, 1)
-        before = (preds > own) | (preds == own) & (
-            np.arange(preds.shape[1]) < y)
-        right = (before.sum(axis=1) < self._k) & (own == own)[:, 0]
-        return len(preds), [float(right.sum())]
+        odd, own_odd = preds != preds, own != own   # NaN: as the largest
+        before = (preds > own) & ~own_odd | odd & ~own_odd | (
+            (preds == own) | odd & own_odd) & (np.arange(preds.shape[1]) < y)
+        return len(preds), [float((before.sum(axis=1) < self._k).sum())]
 
 
 TopK = TopKAccuracy
@@ -259,7 +285,7 @@ class F1(EvalMetric):
         super().reset()
         self._counts = np.zeros(3, np.int64)    # true +, false +, false -
 
-    def update(self, labels: Any, preds: Any) -> None:
+    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
         found, rows = [], 0
         for y, x in _pairs(labels, preds):
             y, x = on_host(y), on_host(x)
@@ -271,9 +297,12 @@ class F1(EvalMetric):
             y, x = _classes(y, 2) == 1, x.argmax(axis=1) == 1
             found.append([(x & y).sum(), (x & ~y).sum(), (~x & y).sum()])
             rows += len(x)
-        self._count += rows
-        for counts in found:
-            self._counts += counts
+
+        def count() -> None:
+            self._count += rows
+            for counts in found:
+                self._counts += counts
+        return count
 
     def get(self) -> tuple[Any, Any]:
         told = distributed.current().gather(f"the metric {self.name}", [
@@ -337,13 +366,11 @@ class Loss(EvalMetric):
     def __init__(self, name: str = "loss") -> None:
         super().__init__(name)
 
-    def update(self, labels: Any, preds: Any) -> None:
-        preds = preds if isinstance(preds, (list, tuple)) else [preds]
-        super().update([None] * len(preds), preds)
-
-    def _of(self, labels: np.ndarray, preds: np.ndarray
-            ) -> tuple[int, Sequence[float]]:
-        return preds.size, preds.reshape(-1).astype(np.float64).tolist()
+    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
+        losses = [on_host(x) for x in _flat(preds) if x is not None]
+        return partial(self._add, [
+            (x.size, x.reshape(-1).astype(np.float64).tolist())
+            for x in losses])
 
 
 class CompositeEvalMetric(EvalMetric):
@@ -358,11 +385,12 @@ class CompositeEvalMetric(EvalMetric):
     def __init__(self, metrics: Sequence[Any] = (), name: str = "composite"
                  ) -> None:
         self.metrics = [create(one) for one in metrics]
-        super().__init__(name)
+        self.name = name        # what they have counted stays
 
     @property
-    def of_outputs(self) -> bool:   # type: ignore[override]
-        return all(one.of_outputs for one in self.metrics)
+    def of_outputs(self) -> bool | None:    # type: ignore[override]
+        kinds = {one.of_outputs for one in self.metrics} or {True}
+        return kinds.pop() if len(kinds) == 1 else None
 
     def add(self, metric: Any) -> None:
         """Have one more."""
@@ -372,9 +400,18 @@ class CompositeEvalMetric(EvalMetric):
         for one in self.metrics:
             one.reset()
 
-    def update(self, labels: Any, preds: Any) -> None:
-        for one in self.metrics:
-            one.update(labels, preds)
+    def read(self, labels: Any, preds: Any) -> Callable[[], None]:
+        # One of the user's that has an `update` of its own comes after all
+        # have read.
+        counts = [one.read(labels, preds)
+                  if type(one).update is EvalMetric.update
+                  else partial(one.update, labels, preds)
+                  for one in self.metrics]
+
+        def count() -> None:
+            for own in counts:
+                own()
+        return count
 
     def get(self) -> tuple[Any, Any]:
         found = [pair for one in self.metrics for pair in one.get_name_value()]

@@ -16,6 +16,29 @@ from mgpu.backends import messages
 from mgpu.backends.base import Kwargs
 
 
+class OnDevices:
+    """The parts of a batch, one for each device, as one object. What takes a
+    list of parts takes it, and gives such an object for it.
+
+    Attributes
+    ----------
+    shards : list
+        A native array for each device, or None.
+    """
+
+    shards: list[Any]
+
+    def like(self, results: list[Any]) -> Any:
+        """One such object of `results`, which has an entry for each device;
+        a tuple of them where the entries are tuples or lists."""
+        raise NotImplementedError
+
+
+def shards_of(x: Any) -> Any:
+    """The list of parts that `x` has, or is."""
+    return x.shards if isinstance(x, OnDevices) else x
+
+
 def split_leaves(function: Callable[[Any], list[Any]], data: Any, k: int,
                  entries: Callable[[Any], list[Any]] | None = None,
                  whole: Callable[[Any], None] | None = None

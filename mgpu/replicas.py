@@ -34,7 +34,8 @@ from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.files import FilePath
 from mgpu.following import Following
 from mgpu.inputs import inputs_for
-from mgpu.nested import NoRows, as_inputs, is_empty, map_leaves
+from mgpu.nested import (NoRows, OnDevices, as_inputs, is_empty, leaves,
+                         map_leaves, shards_of)
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.prediction import predict
 from mgpu.replica_checks import (ReplicaMismatchError, check_apart, extents,
@@ -483,8 +484,9 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             Take the running statistics of this device.
         all_devices : bool
             Keep every device's statistics: with more than one device their
-            arrays get a leading axis of length K. What a checkpoint of a
-            run with ``batch_norm="per_device"`` needs. Not with `device`.
+            arrays get a leading axis of length K, and so do other buffers
+            that differ. What a checkpoint of a run with
+            ``batch_norm="per_device"`` needs. Not with `device`.
 
         Returns
         -------
@@ -523,7 +525,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             every = np.stack([self.backend.to_numpy(x) for x in arrays])
             own = (every != every[:1]).any()
             if p.kind not in STATISTICS:
-                values[p.name] = every[0]
+                values[p.name] = every if own and all_devices else every[0]
                 if own and not all_devices:
                     others.append(p.name)
             elif all_devices:
@@ -1122,10 +1124,21 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
             self._served = False
             self.span.world.sums.end()
 
-    def __call__(self, *inputs: Sequence[Any], **named: Any) -> list[Any]:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        for x in (*inputs, *named.values()):
+            if isinstance(x, OnDevices):
+                return x.like(self(*map(shards_of, inputs), **{
+                    name: shards_of(one) for name, one in named.items()}))
         if named:
-            for column in named.values():
+            for name, column in named.items():
                 self._check_column(column)
+                given = leaves(column)
+                if given and not any(hasattr(x, "shape") for x in given):
+                    raise TypeError(
+                        "replicas take a list with an array for each device "
+                        f"under a name; received {name}={column!r}, which "
+                        "may be one option for all. Put it into each shard: "
+                        f"(shard, mgpu.Kwargs({name}=...)).")
             inputs = *inputs, [
                 base.Kwargs(zip(named, row, strict=True))
                 for row in zip(*named.values(), strict=True)]

@@ -2,6 +2,7 @@
 import contextlib
 import hashlib
 import time
+import types
 from collections import deque
 from collections.abc import (Callable, Iterable, Iterator, Mapping,
                              Sequence)
@@ -24,7 +25,7 @@ from mgpu.callbacks import Calls, Event
 from mgpu.checkpoint_folder import Folder
 from mgpu.device import Device, as_devices
 from mgpu.errors import LabelError, NonFiniteLoss
-from mgpu.evaluation import (check_scores, evaluate_accuracy_gpus,
+from mgpu.evaluation import (check_place, check_scores, evaluate_accuracy_gpus,
                              shards_of)
 from mgpu.files import FilePath
 from mgpu.inputs import Choice, as_rounds, choose
@@ -819,6 +820,8 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
     # The scope is for Ctrl-C, which may come while one inside it ends.
     with world.telling(), _carried(history), backend.scope(), stop:
         found = resume() if resume else None
+        if calls is not None:
+            calls.begin()
         if found is not None:
             done, sizes = found["epochs"], found["sizes"]
             joined = len(sizes)
@@ -843,6 +846,17 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
         call("on_end")
     give_back()
     return history
+
+
+def _check_again(what: str, data: Any, num_epochs: int) -> None:
+    """Refuse what Python gives once. Iterators of other classes may begin
+    anew."""
+    if isinstance(data, types.GeneratorType) or isinstance(data, Iterator) \
+            and type(data).__module__ in ("builtins", "itertools"):
+        raise ValueError(
+            f"{what} is gone through in each epoch; received a "
+            f"{type(data).__name__}, which gives its batches once, for "
+            f"{num_epochs} epochs. Pass a list, or a data loader.")
 
 
 def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
@@ -933,10 +947,24 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
         would draw ahead, one from the other (`prefetch`, `mgpu.prefetch`).
     ValueError
         `test_iter` and an output that is no scores (n, classes), with the
-        first batch; or `test_iter` and `evaluate`. Nothing has changed.
+        first batch (a tuple of arrays is refused after the epoch: in
+        prediction it may be one); `test_iter` and `evaluate`; a generator,
+        for several epochs. Nothing has changed.
     """
     _check_all(replicas, trainer, loss)
     check: Callable[[Any], None] | None = None
+    if not callable(split_f) or not (evaluate is None or callable(evaluate)):
+        raise TypeError(
+            "split_f and evaluate are functions; received "
+            f"{type(split_f).__name__} and {type(evaluate).__name__}. Leave "
+            "them out, or pass functions.")
+    if device is not None:
+        check_place(replicas, device)
+    num_epochs = integer("num_epochs", num_epochs, 1)
+    if num_epochs > 1:
+        for what, data in (("train_iter", train_iter),
+                           ("test_iter", test_iter)):
+            _check_again(what, data, num_epochs)
     if test_iter is not None:
         as_batches("test_iter", test_iter)
         if evaluate is not None:

@@ -7,6 +7,7 @@ import mgpu
 from conftest import BACKENDS
 from helpers import mlp, on
 from mgpu import callbacks, datasets
+from networks import dense_norm
 
 rng = np.random.default_rng(0)
 X, LABELS = rng.normal(size=(22, 6)), rng.integers(0, 3, 22).astype("int32")
@@ -374,6 +375,83 @@ def test_the_best_epoch_is_restored_after_a_stop_in_the_next(backend):
     assert run[1].num_update > 1
     for name, x in run[0].export_numpy().items():
         np.testing.assert_array_equal(x, kept[0][name])
+
+
+@pytest.mark.parametrize("policy", ["average", "per_device"])
+def test_the_best_epoch_has_the_buffers_of_its_devices(
+        engine, tmp_path, policy):
+    """Resumed on other devices, too, where they are equal on all; else that
+    is refused before it trains."""
+    def go(folder, devices, epochs):
+        run = mgpu.initialize(dense_norm(
+            engine.name, 1e-3), on(*range(devices)), "uniform",
+                              seed=3, dtype="float64", batch_norm=policy)
+        run = run, mgpu.Trainer(run, "sgd", {"learning_rate": 0.5})
+        kept = []
+        early = callbacks.EarlyStopping(9, restore_best=True)
+        rows = [(X[:10, :5], LABELS[:10]), (X[10:, :5], LABELS[10:])]
+        train(run, rows, epochs, checkpoint_dir=folder, resume="auto",
+              resume_seed=None if devices == 2 else 1,
+              evaluate=accuracies(*(0.5, 0.1, 0.2)[-epochs:]),
+              callbacks=[early, lambda event: kept.append(
+                  event.replicas.export_numpy(all_devices=True))])
+        return run[0], kept[0]
+    replicas, best = go(tmp_path / "one", 2, 3)
+    for name, x in replicas.export_numpy(all_devices=True).items():
+        np.testing.assert_array_equal(x, best[name])
+    _, best = go(tmp_path / "two", 2, 1)
+    if policy == "per_device":
+        with pytest.raises(ValueError, match="buffers of 2 devices"):
+            go(tmp_path / "two", 3, 2)
+        return
+    replicas, _ = go(tmp_path / "two", 3, 2)
+    for name, x in replicas.export_numpy().items():
+        np.testing.assert_array_equal(x, best[name] if x.shape == best[
+            name].shape else best[name][0])
+
+
+def test_a_refused_training_leaves_the_callbacks(backend, tmp_path):
+    run, free = made(backend, on(0, 1)), callbacks.EMA(0.5)
+    every = [callbacks.EarlyStopping(2, "train_loss"),
+             callbacks.Checkpoint(tmp_path / "best", "train_loss")]
+    train(run, JOINED, callbacks=every)
+    before = [one.best for one in every]
+    updates = run[1].num_update
+    folder = {"callbacks": [callbacks.Checkpoint(tmp_path)]}
+    for kind, options in (
+            (ValueError, {"epochs": 0}), (ValueError, {"resume": "auto"}),
+            (ValueError, {"max_inflight": 0}),
+            (ValueError, {"callbacks": [callbacks.EarlyStopping(2)]}),
+            (TypeError, {"evaluate": 3}), (IsADirectoryError, folder),
+            (ValueError, {"device": mgpu.cpu(9)}),
+            (ValueError, {"device": "abc"})):
+        with pytest.raises(kind):
+            train(run, JOINED, **{
+                **options, "callbacks": every + [free]
+                + options.get("callbacks", [])})
+    assert [one.best for one in every] == before
+    assert run[1].num_update == updates
+    free.update(made(backend, on(0))[0])    # it belongs to nobody yet
+
+
+def test_an_ema_is_of_replicas(backend):
+    run, average = made(backend, on(0)), callbacks.EMA(0.5)
+    with pytest.raises(RuntimeError, match="no update yet"):
+        average.averages()
+    for wrong in (run[0].net, None, [run[0]]):
+        with pytest.raises(TypeError, match=r"ema.update\(replicas\)"):
+            average.update(wrong)
+    average.update(run[0])
+    assert average.updates == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_rate_of_a_step_is_logged_in_any_order(backend, first):
+    run, log = made(backend, on(0, 1)), callbacks.LearningRateLog()
+    halve = callbacks.each_step(lambda event: event.trainer.set_learning_rate(
+        event.learning_rate / 2))
+    train(run, JOINED, 1, callbacks=[log, halve] if first else [halve, log])
+    assert log.rates == [0.5, 0.25, 0.125]
 
 
 def test_early_stopping_of_a_loss_takes_the_smaller(backend):

@@ -530,6 +530,20 @@ def go_on(replicas, trainer, schedule, numbers):
         schedule.step()
 
 
+def test_options_of_numpy_are_in_the_states(on_torch):
+    pair = Pair(lambda net: optim.Adam(net.parameters(), 0.1), on(0, 1))
+    group = pair.optimizers[1].param_groups[0]
+    group.update(lr=np.float32(0.3), betas=(np.float64(0.5), 0.75))
+    pair.step()
+    state = pair.trainer.state_dict()
+    assert state["groups"][0]["options"]["lr"] == float(np.float32(0.3))
+    again = Pair(lambda net: optim.Adam(net.parameters(), 0.1), on(0, 1))
+    again.trainer.load_state_dict(state)
+    group = again.optimizers[1].param_groups[0]
+    assert group["lr"] == float(np.float32(0.3))
+    assert group["betas"] == (0.5, 0.75)
+
+
 @pytest.mark.parametrize("form", ["checkpoint", "states", "dict"])
 def test_a_resumed_run_has_rates_and_momenta_of_the_groups_and_equal_bits(
         on_torch, tmp_path, form):

@@ -827,27 +827,87 @@ def test_a_data_loader_gives_gluons_batches(backend, last):
         assert np.array_equal(a, b) and a.shape == b.shape
 
 
-def test_rows_are_a_batch_on_all_contexts(backend):
-    contexts = [names.cpu(i) for i in range(3)]
-    x = np.arange(8.0).reshape(4, 2).view(names.HostArray)
-    rows = x.as_in_context(contexts)
-    assert rows.shape == (4, 2) and len(rows) == 3
+def rows_of(x, devices):
+    return np.asarray(x).view(names.HostArray).as_in_context(devices)
+
+
+def test_rows_are_a_batch_on_all_contexts(backend, devices):
+    x = np.arange(12.0).reshape(6, 2)
+    rows = rows_of(x, devices)
+    assert rows.shape == x.shape and len(rows) == 6
+    assert rows.context == rows.ctx == devices
     assert np.array_equal(rows.asnumpy(), x)
-    assert rows.as_in_ctx(contexts) is rows
-    with pytest.raises(ValueError, match="stay on the devices"):
-        rows.as_in_context(contexts[:2])
-    weights = np.array([1, 0, 2, 0.5]).view(names.HostArray)
+    assert rows.as_in_ctx(devices) is rows
+    for others in ([names.cpu(7)], [*devices, names.cpu(7)]):
+        with pytest.raises(ValueError, match="stay on the devices"):
+            rows.as_in_context(others)
+    weights = np.array([1, 0, 2, 0.5, 1, 3])
     loss = names.gluon.loss.L2Loss()
-    got = loss(rows, x[::-1].as_in_context(contexts),
-               sample_weight=weights[:, None].as_in_context(contexts))
-    assert np.allclose(got.asnumpy(), weights * [18, 2, 2, 18])
+    got = loss(rows, rows_of(x[::-1], devices),
+               sample_weight=rows_of(weights[:, None], devices))
+    assert np.allclose(got.asnumpy(), weights * [50, 18, 2, 2, 18, 50])
+    got = names.gluon.loss.SigmoidBCELoss()(rows, rows, None, 2.0)
+    assert got.shape == (6,)
+    assert np.allclose(got.asnumpy(), np.concatenate([
+        mgpu.to_numpy(mgpu.losses.SigmoidBCELoss(pos_weight=2.0)(one, one))
+        for one in rows.shards if one is not None]))
+
+
+def test_rows_compute_as_one_array(backend, devices):
+    """Sums of losses, their gradients and metrics are those of the batch."""
+    x, y = np.arange(1.0, 7), np.array([3.0, 1, 4, 1, 5, 9])
+    a, b = rows_of(x, devices), rows_of(y, devices)
+    for ours, theirs in (
+            (a + b, x + y), (a - 2, x - 2), (2 - a, 2 - x), (a * b, x * y),
+            (np.float64(3) * a, 3 * x), (a / b, x / y), (1 / a, 1 / x),
+            (a ** 2, x ** 2), (-a, -x), (a == b, x == y), (a > 2, x > 2)):
+        assert np.allclose(ours.asnumpy(), theirs)
+    metric = names.metric.Loss()
+    metric.update(None, a + 2 * b)
+    assert metric.get()[1] == pytest.approx((x + 2 * y).mean(), 1e-15)
+    for wrong in (np.ones(6), [1, 2], None):
+        with pytest.raises(TypeError, match="as_in_context"):
+            a + wrong
+    for wrong in (y[:5], y[:, None]):
+        with pytest.raises(ValueError, match="as many axes"):
+            a * rows_of(wrong, devices)
+    for wrong in (bool, list, lambda rows: rows[0]):
+        with pytest.raises(TypeError, match="asnumpy"):
+            wrong(a)
+
+
+@pytest.mark.parametrize("size", [len, lambda rows: rows.shape[0]])
+def test_a_script_with_rows_has_the_step_of_one_array(backend, devices, size):
+    X, y = np.arange(42.0).reshape(7, 6) / 50, np.arange(7) % 3
+    found = []
+    for context in (on(0), devices):
+        np.random.seed(5)
+        net = names.initialize(mlp(backend), names.init.Xavier(),
+                               context if len(context) > 1 else context[0],
+                               dtype="float64")
+        trainer = names.gluon.Trainer(net.collect_params(), "sgd",
+                                      {"learning_rate": 0.5})
+        losses = names.gluon.loss.SoftmaxCrossEntropyLoss(), \
+            names.gluon.loss.L2Loss()
+        for _ in range(2):
+            data, label = rows_of(X, context), rows_of(y, context)
+            with names.autograd.record():
+                output = net(data)
+                loss = losses[0](output, label) + 2 * losses[1](output, output)
+            if len(found):
+                loss.backward()
+            else:
+                names.autograd.backward([loss])
+            trainer.step(size(data))
+        found.append(values(net))
+    assert_close(*found, 1e-12)
 
 
 @pytest.mark.parametrize(("thing", "name", "use"), [
     (lambda: names.gluon, "nn", "mxnet.gluon or torch.nn"),
     (lambda: names.nd, "array", "NumPy arrays"),
     (lambda: names.autograd, "grad", "mgpu.grad"),
-    (lambda: names.Rows(), "sum", "a step divides by the rows"),
+    (lambda: names.Rows([], []), "sum", "a step divides by the rows"),
     (lambda: names.gluon.data, "vision", "mgpu.datasets")])
 def test_a_name_of_mxnet_without_a_meaning_names_the_word(thing, name, use):
     with pytest.raises(AttributeError, match=use):

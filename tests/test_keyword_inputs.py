@@ -155,6 +155,9 @@ def test_plain_calls_take_names(backend):
         replicas[0](mgpu.Kwargs(mask=ms[0]), xs[0])
     with pytest.raises(TypeError, match="one shard per device"):
         replicas(ids=xs[0])
+    for option in ((2.0, 3.0), [2, 3], [True, False], ("a", "b")):
+        with pytest.raises(TypeError, match="one option for all"):
+            replicas(xs, mask=option)
     with pytest.raises(ValueError, match="2 replicas take 2 shards"):
         replicas(ids=xs[:1])
 

@@ -96,7 +96,15 @@ def test_what_is_not_finite_is_seen(backend):
 
 
 @pytest.mark.parametrize("make, labels, preds, words", [
-    (metrics.Accuracy, [1.5, 0], [[1, 2], [3, 4]], "whole; received 1.5"),
+    (metrics.Accuracy, [1.5, 0], [[1, 2], [3, 4]],
+     "whole, from 0 to 1; received 1.5"),
+    (metrics.Accuracy, [2, 0], [[1, 2], [3, 4]], "from 0 to 1; received 2"),
+    (metrics.Accuracy, [1, np.inf], [1, 1], "whole; received inf"),
+    (metrics.Accuracy, [1, 0], np.zeros((0, 2)), "a label for each row"),
+    (lambda: metrics.create(["acc", metrics.TopK(2)]), [0, 1],
+     [[1], [3]], "two or more"),
+    (lambda: metrics.create([metrics.Loss(), metrics.TopK(3)]), [0, 1],
+     [[1, 2], [3, 4]], "3 classes or more"),
     (metrics.Accuracy, [1, 0], [[1], [3]], "two or more"),
     (metrics.Accuracy, [1, 0, 1], [[1, 2], [3, 4]], "a label for each row"),
     (lambda: metrics.TopK(2), [2, 0], [[1, 2], [3, 4]], "from 0 to 1"),
@@ -116,12 +124,73 @@ def test_what_has_another_meaning_is_refused(backend, make, labels, preds,
         own = make()
         own.update(np.array(labels), np.array(preds))
     if not isinstance(labels, int):
-        assert math.isnan(own.get()[1])     # nothing was counted
+        assert np.isnan(own.get()[1]).all()     # nothing was counted
 
 
 def test_lists_of_other_lengths_are_refused(backend):
     with pytest.raises(ValueError, match="received 1 and 2"):
         metrics.Accuracy().update([LABELS], [SCORES, SCORES])
+
+
+@pytest.mark.parametrize("make", [
+    metrics.Accuracy, lambda: metrics.TopK(2),
+    lambda: metrics.F1(average="micro")])
+@pytest.mark.parametrize("labels, preds, words", [
+    ([[1, 0], [1]], [None, [[1, 2]]], "received None for labels of"),
+    ([[1, 0], None], [[[1, 2], [2, 1]], [[1, 2]]], "received no labels")])
+def test_labels_without_predictions_are_refused(backend, make, labels, preds,
+                                                words):
+    arrays = ([x if x is None else np.array(x) for x in every]
+              for every in (labels, preds))
+    own = make()
+    with pytest.raises(ValueError, match=words):
+        own.update(*arrays)
+    assert math.isnan(own.get()[1])
+    own.update([np.array([1]), None], [np.array([[1, 2, 3][:2]]), None])
+    own.update([np.array([1]), np.zeros(0)], [np.array([[1, 2]]), None])
+    assert own.get()[1] == 1
+
+
+def test_scores_that_are_nan_count_as_the_largest(backend):
+    nan = float("nan")
+    scores = np.array([[nan, 0.2, 0.3], [0.1, nan, 0.5], [0.5, 0.2, nan],
+                       [nan, 0.2, nan], [0.1, 0.2, 0.7]])
+    labels = np.array([0, 1, 2, 1, 2])
+    with mgpu.using_backend("mxnet"):
+        import mxnet as mx
+        for own, theirs in ((metrics.Accuracy(), mx.metric.Accuracy()),
+                            (metrics.TopK(2), mx.metric.TopKAccuracy(2))):
+            own.update(labels, scores)
+            theirs.update([mx.nd.array(labels)],
+                          [mx.nd.array(scores, dtype="float64")])
+            assert own.get() == theirs.get()
+
+
+def test_losses_may_be_in_a_list_of_shards(backend):
+    own = metrics.Loss()
+    own.update([cut(LABELS, 2)], [cut(SCORES[:, 0], 2)])
+    assert own.get()[1] == pytest.approx(SCORES[:, 0].mean(), 1e-15)
+
+
+def test_a_metric_keeps_its_counts_among_others(backend):
+    own = metrics.Accuracy()
+    own.update(LABELS, SCORES)
+    before = own.get()
+    metrics.CompositeEvalMetric([own])
+    assert own.get() == before
+
+
+class Odd(metrics.EvalMetric):
+    """A user's, with an `update` of its own."""
+
+    def update(self, labels, preds):
+        self._add([(1, [7.0])])
+
+
+def test_a_metric_of_the_users_counts_among_others(backend):
+    both = metrics.create(["acc", Odd("odd")])
+    both.update(LABELS, SCORES)
+    assert both.get()[1][1] == 7 and both.get()[1][0] > 0
 
 
 def test_names_of_mxnet_that_are_not_here_say_what_is():
@@ -194,6 +263,9 @@ def test_evaluate_takes_losses_where_the_metric_does(backend):
         mgpu.evaluate(replicas, DATA, "loss")
     with pytest.raises(TypeError, match="all others the network's"):
         mgpu.evaluate(replicas, DATA, "acc", loss=LOSS)
+    for loss in (None, LOSS):
+        with pytest.raises(TypeError, match="Evaluate each kind by itself"):
+            mgpu.evaluate(replicas, DATA, ["acc", "loss"], loss=loss)
     with pytest.raises(ValueError, match="one example or more"):
         mgpu.evaluate(replicas, [], "acc")
     pair = mgpu.initialize(two_outputs(backend), on(0, 1), "uniform",

@@ -2536,6 +2536,13 @@ def test_an_export_names_buffers_that_differ(engine_name, devices):
             "1 buffers that forward passes write differ between"]
         assert_bit_equal(values["centre"],
                          mgpu.to_numpy(replicas.net.centre))
+        # of each device, back on each
+        every = replicas.export_numpy(all_devices=True)
+        before = [mgpu.to_numpy(x) for x in replicas.buffers()[0].list_data()]
+        train(replicas, table(8))
+        replicas.import_numpy(every)
+        for x, old in zip(replicas.buffers()[0].list_data(), before):
+            assert_bit_equal(mgpu.to_numpy(x), old)
 
 
 @pytest.mark.parametrize("engine_name", TORCH)

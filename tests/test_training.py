@@ -1120,7 +1120,25 @@ def test_wrong_loops_are_refused(engine):
                                   wrong), ValueError,
                "num_epochs must be an integer of 1 or more; received "
                f"{wrong!r}.")
-    for source, epoch in (([], 1), (iter(batches(2)), 2)):
+    for what, data in (
+            ("list_iterator", (iter(batches(2)), None)),
+            ("generator", ((x for x in batches(2)), None)),
+            ("zip", (batches(2), zip([1], [2])))):
+        name = "train_iter" if data[1] is None else "test_iter"
+        refuse(lambda: mgpu.train(replicas, *data, loss, trainer, 2,
+                                  progress=False), ValueError,
+               f"{name} is gone through in each epoch; received a {what}, "
+               "which gives its batches once, for 2 epochs. Pass a list, or a "
+               "data loader.")
+    assert trainer.num_update == 0
+
+    class Once:
+        left = batches(2)
+
+        def __iter__(self):
+            while self.left:
+                yield self.left.pop()
+    for source, epoch in (([], 1), (Once(), 2)):
         refuse(lambda: mgpu.train(replicas, source, None, loss, trainer, 2,
                                   progress=False), ValueError,
                "train_iter must give a batch or more in each epoch; received "
@@ -1132,6 +1150,8 @@ def test_wrong_loops_are_refused(engine):
     ("loss", None, "a loss is called with the outputs and the labels"),
     ("train_iter", None, "train_iter must be an iterable of batches"),
     ("test_iter", 3, "test_iter must be an iterable of batches"),
+    ("evaluate", 3, "split_f and evaluate are functions"),
+    ("split_f", None, "split_f and evaluate are functions"),
     ("animator", True, "animator must be an mgpu.plotting.Animator")])
 def test_arguments_of_another_kind_are_named(engine, name, wrong, words):
     replicas, loss, trainer = set_up(engine, on(0))

@@ -11,11 +11,13 @@ what it is, a Gluon Block or a torch Module, and is put on devices by
 ``net = mx.initialize(net, init, ctx)``, in the place of
 ``net.initialize(init, ctx)``.
 
-Where a script has one array for one context, it has `Rows` here: the shards
-of a batch, on all of its contexts. `gluon.data.DataLoader` gives arrays on the
-host, whose ``as_in_context(contexts)`` cuts them into `Rows`; networks and
-losses take and return `Rows`.
+Where a script has one array for one context, it has `Rows` here: a batch, cut
+over its contexts. `gluon.data.DataLoader` gives arrays on the host, whose
+``as_in_context(contexts)`` gives `Rows`; networks and losses take and return
+`Rows`, and metrics take them. What `gluon.utils.split_and_load` gives is a
+list of arrays, one for each context, as in Gluon.
 """
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,8 @@ import numpy as np
 import mgpu
 from mgpu import arguments, initializers, losses, lr_scheduler, metrics
 from mgpu.arguments import Hints, one_of
+from mgpu.device import as_devices
+from mgpu.nested import OnDevices, shards_of
 
 __all__ = ["Context", "HostArray", "Rows", "autograd", "cpu", "gluon", "gpu",
            "init", "initialize", "lr_scheduler", "metric", "nd", "random"]
@@ -33,47 +37,141 @@ Context, cpu, gpu = mgpu.Device, mgpu.cpu, mgpu.gpu
 
 # -- arrays -------------------------------------------------------------------
 
+_NUMBERS = int, float, np.number
 _TO_NUMPY = "asnumpy(), and NumPy's functions"
 
 
-class Rows(Hints, list[Any]):
-    """The rows of a batch on several devices: a list with a native array, or
-    None, for each."""
+class Rows(Hints, OnDevices):
+    """A batch on its contexts, as one array is in a Gluon script.
+
+    ``len`` and `shape` are those of the whole batch. Numbers and other `Rows`
+    are added, multiplied and so on element by element, on each device.
+
+    Attributes
+    ----------
+    shards : list of native arrays
+        One for each context; None where there are no rows.
+    context : list of Device
+    """
 
     _hints = {
-        "context": "the contexts that it was made for", "ctx": "the contexts",
         "asscalar": "asnumpy()",
         **dict.fromkeys(("argmax", "argmin", "max", "min", "reshape",
                          "astype"), _TO_NUMPY),
         **dict.fromkeys(("mean", "sum"), "asnumpy().mean(), and backward of "
                         "the losses themselves: a step divides by the rows"),
         "attach_grad": "initialize, which gives parameters gradients"}
+    #: NumPy's arrays leave operators to this class
+    __array_ufunc__ = None
+    __hash__ = None     # type: ignore[assignment]
+
+    def __init__(self, shards: list[Any], context: Sequence[Any]):
+        self.shards, self.context = shards, list(context)
+
+    def __repr__(self) -> str:
+        return f"Rows of shape {self.shape} on {self.context}"
+
+    @property
+    def ctx(self) -> list[Any]:
+        """`context`."""
+        return self.context
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the whole batch."""
-        arrays = [x for x in self if x is not None]
-        return (sum(len(x) for x in arrays), *arrays[0].shape[1:])
+        arrays = [x for x in self.shards if x is not None]
+        return (len(self), *(arrays[0].shape[1:] if arrays else ()))
+
+    @property
+    def dtype(self) -> Any:
+        """That of the arrays."""
+        return next(x.dtype for x in self.shards if x is not None)
+
+    def __len__(self) -> int:
+        return sum(len(x) for x in self.shards if x is not None)
+
+    def __bool__(self) -> bool:
+        raise TypeError("a batch is neither true nor false; received "
+                        f"{self!r}. Ask asnumpy().")
+
+    def __iter__(self) -> Any:
+        raise TypeError("a batch on its contexts is not gone through row by "
+                        f"row; received {self!r}. Use asnumpy(), or shards, "
+                        "the arrays of each context.")
+
+    def __getitem__(self, key: Any) -> Any:
+        self.__iter__()
+
+    def like(self, results: list[Any]) -> Any:
+        """`results` as `Rows` on the same contexts: see `OnDevices`."""
+        first = next((x for x in results if x is not None), None)
+        if first is None or hasattr(first, "shape"):
+            return Rows(results, self.context)
+        if not isinstance(first, (tuple, list)):
+            raise TypeError(
+                "a network gives arrays, or a tuple of them; received "
+                f"{type(first).__name__}. Give it the shards of the batch.")
+        return tuple(Rows([None if x is None else x[i] for x in results],
+                          self.context) for i in range(len(first)))
 
     def asnumpy(self) -> np.ndarray:
         """All rows, a copy on the host; waits for them."""
-        return np.concatenate([mgpu.to_numpy(x) for x in self
+        return np.concatenate([mgpu.to_numpy(x) for x in self.shards
                                if x is not None]).view(HostArray)
 
     def backward(self) -> None:
         """`mgpu.backward` of these losses."""
-        mgpu.backward(self)
+        mgpu.backward(self.shards)
 
     def as_in_context(self, ctx: Any) -> "Rows":
         """Itself, where it is on `ctx` already; else ValueError."""
-        if len(_contexts(ctx)) != len(self):
+        if as_devices(ctx) != self.context:
             raise ValueError(
                 f"rows stay on the devices that they are on; received {ctx!r}"
-                f" for rows on {len(self)} devices. Cut the batch once, with "
-                "all contexts.")
+                f" for {self!r}. Cut the batch once, with all contexts.")
         return self
 
     as_in_ctx = as_in_context
+
+    def _with(self, other: Any, of: Callable[[Any, Any], Any]) -> "Rows":
+        """`of` this and `other`, on each device."""
+        if isinstance(other, Rows):
+            sizes, others = (
+                [(len(x), x.ndim) for x in rows.shards if x is not None]
+                for rows in (self, other))
+            if sizes != others or self.context != other.context:
+                raise ValueError(
+                    "two batches have the same rows on the same contexts, "
+                    f"and as many axes; received {self!r} and {other!r}. "
+                    "Reshape them on the host.")
+            return Rows(mgpu.parallel(of, self.shards, other.shards),
+                        self.context)
+        if isinstance(other, _NUMBERS):
+            return Rows(mgpu.parallel(lambda x: of(x, other), self.shards),
+                        self.context)
+        raise TypeError(
+            "a batch on its contexts is joined with numbers and other "
+            f"batches; received {type(other).__name__}. Put an array on the "
+            "contexts first: x.as_in_context(ctx).")
+
+
+def _operators() -> None:
+    """Give `Rows` Python's operators, which `Rows._with` applies."""
+    def operator_of(of: Callable[[Any, Any], Any]) -> Any:
+        return lambda self, other: self._with(other, of)
+
+    def swapped(of: Callable[[Any, Any], Any]) -> Any:
+        return lambda self, other: self._with(other, lambda x, y: of(y, x))
+    for name in ("add", "sub", "mul", "truediv", "pow"):
+        of = getattr(operator, name)
+        setattr(Rows, f"__{name}__", operator_of(of))
+        setattr(Rows, f"__r{name}__", swapped(of))
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        setattr(Rows, f"__{name}__", operator_of(getattr(operator, name)))
+    setattr(Rows, "__neg__", lambda self: self * -1)    # noqa: B010
+
+
+_operators()
 
 
 class HostArray(np.ndarray):
@@ -82,7 +180,9 @@ class HostArray(np.ndarray):
     def as_in_context(self, ctx: Any) -> Rows:
         """Cut the rows over the contexts, which may be one: see
         `mgpu.split_batch`. The shards are copies."""
-        return split_and_load(self, ctx, even_split=False)
+        devices = as_devices(ctx)
+        return Rows(mgpu.split_and_load(self, devices, even_split=False),
+                    devices)
 
     as_in_ctx = as_in_context
 
@@ -93,17 +193,6 @@ class HostArray(np.ndarray):
     def asscalar(self) -> Any:
         """Its only element. ValueError where it has others."""
         return self.item()
-
-
-def _contexts(ctx: Any) -> list[Any]:
-    return list(ctx) if isinstance(ctx, (list, tuple)) else [ctx]
-
-
-def split_and_load(data: Any, ctx_list: Any, batch_axis: int = 0,
-                   even_split: bool = True) -> Rows:
-    """`mgpu.split_and_load`, as `Rows`; `ctx_list` may be one context."""
-    return Rows(mgpu.split_and_load(data, _contexts(ctx_list), batch_axis,
-                                    even_split))
 
 
 # -- names --------------------------------------------------------------------
@@ -135,32 +224,39 @@ def initialize(net: Any, init: Any = None, ctx: Any = None,
     **options
         Of `mgpu.initialize`.
     """
-    return mgpu.initialize(net, _contexts(cpu(0) if ctx is None else ctx),
-                           init, **options)
+    return mgpu.initialize(net, cpu(0) if ctx is None else ctx, init,
+                           **options)
 
 
 def _over_devices(loss: type[losses.Loss]) -> type[losses.Loss]:
     """`loss`, which takes `Rows` too, and returns `Rows` for them."""
     class OverDevices(loss):        # type: ignore[valid-type, misc]
-        def __call__(self, pred: Any, label: Any, *more: Any,
-                     **named: Any) -> Any:
-            if not isinstance(label, Rows):
-                return super().__call__(pred, label, *more, **named)
-            cut = {name: x for name, x in named.items()
-                   if isinstance(x, Rows)}
-            whole = {name: x for name, x in named.items() if name not in cut}
+        def __call__(self, *arrays: Any, **named: Any) -> Any:
+            given = [*arrays, *named.values()]
+            one = next((x for x in given if isinstance(x, Rows)), None)
             of_one = super().__call__
+            if one is None:
+                return of_one(*arrays, **named)
 
-            def one(*columns: Any) -> Any:
-                places = len(columns) - len(cut)
-                return of_one(*columns[:places], **whole, **dict(zip(
-                    cut, columns[places:])))
-            return Rows(mgpu.parallel(one, pred, label, *more,
-                                      *cut.values()))
+            def on_one(*row: Any) -> Any:
+                return of_one(*row[:len(arrays)],
+                              **dict(zip(named, row[len(arrays):])))
+            # A number, or None, is the same on all devices.
+            return one.like(mgpu.parallel(on_one, *(
+                [x] * len(one.shards) if x is None or isinstance(x, _NUMBERS)
+                else shards_of(x) for x in given)))
 
     OverDevices.__name__ = OverDevices.__qualname__ = loss.__name__
     OverDevices.__doc__ = loss.__doc__
     return OverDevices
+
+
+def backward(heads: Any) -> None:
+    """`mgpu.backward` of losses: `Rows`, a list of them, whose sum counts, or
+    a list of native arrays."""
+    every = heads if isinstance(heads, (list, tuple)) else [heads]
+    mgpu.backward([x for one in every for x in (
+        one.shards if isinstance(one, Rows) else [one])])
 
 
 # -- data ---------------------------------------------------------------------
@@ -298,7 +394,7 @@ autograd = Names("autograd", {
     "grad": "mgpu.backward and mgpu.grad",
     "train_mode": "autograd.record(), inside which layers train",
     "predict_mode": "autograd.pause(), inside which layers predict"},
-    record=mgpu.record, pause=mgpu.no_grad, backward=mgpu.backward)
+    record=mgpu.record, pause=mgpu.no_grad, backward=backward)
 nd = Names("nd", {
     "array": _ARRAYS, "zeros": _ARRAYS, "ones": _ARRAYS,
     "save": "Replicas.save", "load": "Replicas.load"},
@@ -314,7 +410,7 @@ gluon = Names(
         if isinstance(cls, type) and issubclass(cls, losses.Loss)
         and cls is not losses.Loss}),
     utils=Names("gluon.utils", {"download": "mgpu.datasets"},
-                split_and_load=split_and_load, split_data=mgpu.split_data,
+                split_and_load=mgpu.split_and_load, split_data=mgpu.split_data,
                 clip_global_norm=mgpu.clip_global_norm),
     data=Names("gluon.data", {"vision": "mgpu.datasets"},
                ArrayDataset=ArrayDataset, DataLoader=DataLoader))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -195,7 +196,7 @@ class TorchOptimizer(base.GivenOptimizer):
     def export(self) -> list[dict[str, Any]]:
         self.read()
         return [{"names": sorted(names), "options": {
-            key: x for key, x in group.items()
+            key: _plain(x) for key, x in group.items()
             if key not in _PARAMETERS and _is_plain(x)}}
             for group, names in zip(self._x.param_groups, self._names)]
 
@@ -236,7 +237,14 @@ def _name(x: Any) -> str:
     return f"torch.optim.{type(x).__name__}"
 
 
+def _plain(x: Any) -> Any:
+    """Scalars of NumPy as Python's, which JSON takes."""
+    return type(x)(map(_plain, x)) if isinstance(x, (list, tuple)) \
+        else x.item() if isinstance(x, np.generic) else x
+
+
 def _is_plain(x: Any) -> bool:
+    x = _plain(x)
     return x is None or isinstance(x, (bool, int, float, str)) or isinstance(
         x, (list, tuple)) and all(isinstance(one, (int, float)) for one in x)
 
