@@ -80,7 +80,7 @@ class Event(Hints):
         step: those of this process; reading it waits for the step. NaN
         without rows."""
         if self.losses is None:
-            return float(self.history.train_loss[-1])
+            return float((self.history.train_loss or [float("nan")])[-1])
         every = [self.replicas.backend.to_numpy(x).astype(np.float64)
                  for x in self.losses if x is not None]
         rows = sum(map(len, every))
@@ -110,6 +110,11 @@ def each_step(function: Callable[[Event], Any]) -> Any:
                         f"{type(function).__name__}. Pass for example "
                         "lambda event: print(event.step).")
     return _Function("on_step", function)
+
+
+def _label(callback: Any) -> str:
+    """What a callback is, with what its state depends on."""
+    return type(callback).__qualname__ + getattr(callback, "_options", "")
 
 
 class _Lasting:
@@ -194,14 +199,14 @@ class Calls:
         arrays: Values = {}
         for i, one in enumerate(self._lasting()):
             state, own = one.state()
-            found.append([type(one).__qualname__, state])
+            found.append([_label(one), state])
             arrays |= {f"{i}|{name}": x for name, x in own.items()}
         return found, arrays
 
     def check(self, saved: Sequence[Any]) -> None:
         """Refuse to go on with other callbacks than those of `state`
         (ValueError)."""
-        names = [type(one).__qualname__ for one in self._lasting()]
+        names = [_label(one) for one in self._lasting()]
         if [name for name, _ in saved] != names:
             raise ValueError(
                 "train goes on with the callbacks that it has begun with, "
@@ -299,6 +304,7 @@ class EarlyStopping(_Lasting):
         self._patience = integer("patience", patience, 1)
         self._best = _Best(monitor, min_delta)
         self._restores = bool(restore_best)
+        self._options = f"({monitor!r}, restore_best={self._restores})"
         self._values: Values = {}
         self.waited, self.stopped = 0, False
 
@@ -367,6 +373,7 @@ class Checkpoint(_Lasting):
     def __init__(self, path: FilePath, monitor: str | None = None) -> None:
         self._path = path_of(path)
         self._best = None if monitor is None else _Best(monitor, 0.0)
+        self._options = f"(monitor={monitor!r})"
 
     @property
     def best(self) -> float | None:

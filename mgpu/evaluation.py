@@ -79,8 +79,10 @@ def check_scores(output: Any) -> None:
     """Refuse what a network in training gives, if `accuracy` would refuse it
     in the end. A tuple may be one array in prediction."""
     if isinstance(output, Mapping) or dataclasses.is_dataclass(output):
-        _check_single(output, "the accuracy on test_iter", "pass "
-                      "test_iter=None, and your own measure as evaluate=.")
+        raise TypeError(
+            "the accuracy on test_iter is that of one array of scores; "
+            f"received an output that is a {type(output).__name__}. Pass "
+            "test_iter=None, and your own measure as evaluate=.")
     if get_backend().is_native(output) and (
             len(output.shape) != 2 or output.shape[1] < 2):
         raise ValueError(

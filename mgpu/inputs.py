@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu.backends.base import Kwargs
-from mgpu.nested import as_inputs, as_pair, pair_of
+from mgpu.nested import as_inputs, as_pair, pair_of, unpadded
 
 Parameters = Sequence[inspect.Parameter]
 
@@ -219,11 +219,21 @@ class Rounds:
         self.data.reset()
         return self._pairs()
 
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        rolls = any(getattr(one, "last_batch_handle", None) == "roll_over"
-                    for one in _inner(self.data))
+    def inputs(self) -> Iterator[Any]:
+        """X of each batch, which may have no labels."""
+        _check(self.data)
+        self.data.reset()
         for batch in self.data:
-            # "roll_over": they are of the epoch before, and no filling
+            yield unpadded(batch.data, 0 if self._rolls() else batch.pad)
+
+    def _rolls(self) -> bool:
+        """Whether rows in `pad` are of the epoch before, and no filling."""
+        return any(getattr(one, "last_batch_handle", None) == "roll_over"
+                   for one in _inner(self.data))
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        rolls = self._rolls()
+        for batch in self.data:
             yield pair_of(batch, 0) if rolls and hasattr(batch, "pad") \
                 else as_pair(batch)
 

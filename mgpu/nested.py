@@ -238,24 +238,27 @@ def is_whole(X: Any, y: Any) -> bool:
     return y is None and isinstance(X, Mapping)
 
 
+def unpadded(arrays: Any, pad: int | None) -> Any:
+    """`arrays` of a DataBatch of MXNet's kind without their last `pad` rows;
+    a tuple where there are several."""
+    cut = [x[:x.shape[0] - pad] if pad else x for x in arrays]
+    return cut[0] if len(cut) == 1 else tuple(cut)
+
+
 def pair_of(batch: Any, pad: int | None) -> tuple[Any, Any]:
-    """The arrays in `data` and `label` of a DataBatch of MXNet's kind, without
-    their last `pad` rows; a tuple where there are several.
+    """`unpadded` inputs and labels of a DataBatch of MXNet's kind.
 
     Raises
     ------
     ValueError
         No labels.
     """
-    def part(arrays: Any) -> Any:
-        cut = [x[:x.shape[0] - pad] if pad else x for x in arrays]
-        return cut[0] if len(cut) == 1 else tuple(cut)
     if not batch.label:
         raise ValueError(
             "a data iterator gives inputs and labels; received a "
             f"{type(batch).__name__} without labels. Make the iterator with "
             "label=, the inputs again where they are what is learnt.")
-    return part(batch.data), part(batch.label)
+    return unpadded(batch.data, pad), unpadded(batch.label, pad)
 
 
 def as_inputs(shard: Any) -> tuple[Any, ...]:

@@ -1,5 +1,4 @@
 """Predictions of a network on several devices: rows in, rows out."""
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +8,10 @@ from mgpu import arguments
 from mgpu.backends import using_backend
 from mgpu.backends.base import Kwargs, forward_call
 from mgpu.device import as_devices
-from mgpu.inputs import choose
-from mgpu.nested import (as_inputs, is_empty, map_leaves, row_counts,
+from mgpu.inputs import Rounds, as_rounds, choose
+from mgpu.nested import (as_inputs, is_empty, leaves, map_leaves, row_counts,
                          shapes_of)
-from mgpu.split import split_and_load
+from mgpu.split import check_lists, cut_rows, split_and_load
 
 if TYPE_CHECKING:
     from mgpu.replicas import Replicas
@@ -33,12 +32,15 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
             backend.scope(recording=False, training=False):
         for batch in _batches(X, batch_size):
             rows = sorted(set(row_counts(batch)))
+            if rows == [0] and replicas.span.wide:
+                continue    # other processes have rows of this batch
             if len(rows) != 1 or not rows[0] or is_empty(as_inputs(batch)):
                 raise ValueError(
                     "a prediction is of arrays with one row or more, as many "
                     "in each; received "
                     f"{' or '.join(map(str, rows)) or 'none'}. Pass an array, "
                     "a tuple or dict of arrays, or batches of them.")
+            check_lists(batch, None, rows[0])
             if isinstance(batch, Mapping) and not isinstance(batch, Kwargs):
                 # As in `evaluate`: what forward names goes to it.
                 choice = choose(batch, replicas.network.inputs())
@@ -63,6 +65,8 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
 
 def _batches(X: Any, batch_size: int | None) -> Iterator[Any]:
     """What the network is called with, one after the other."""
+    if isinstance(rounds := as_rounds(X), Rounds):
+        X = rounds.inputs()
     if not hasattr(X, "shape") and not isinstance(X, (list, tuple, dict)) \
             and not row_counts(X):
         if batch_size is not None or not hasattr(X, "__iter__"):
@@ -77,15 +81,22 @@ def _batches(X: Any, batch_size: int | None) -> Iterator[Any]:
     if batch_size is None or len(set(rows)) != 1:
         yield X
         return
+    check_lists(X, None, rows[0])
     bounds = [(begin, min(begin + batch_size, rows[0]))
               for begin in range(0, rows[0], batch_size)]
     # Row by row as batches come: no copy of all.
-    for begin, end in bounds or [(0, 0)]:
-        yield map_leaves(operator.itemgetter(slice(begin, end)), X)
+    for bound in bounds or [(0, 0)]:
+        yield cut_rows(X, [bound])[0]
 
 
 def _on_host(output: Any, rows: int, backend: Any) -> Any:
     """`output` of a device in NumPy, which has a row for each of `rows`."""
+    odd = [x for x in leaves(output) if not backend.is_native(x)]
+    if odd:
+        raise TypeError(
+            "a prediction is an array, or arrays in tuples, lists and dicts; "
+            f"received a {type(odd[0]).__name__} in the output. Return arrays"
+            " in prediction mode, or call replicas(shards).")
     for shape in shapes_of(output):
         if shape[:1] != (rows,):
             raise ValueError(

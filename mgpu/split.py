@@ -241,7 +241,7 @@ def _check_whole(data: Any, axis: int, x: Any) -> None:
         "belongs to the whole batch is an attribute of the network.")
 
 
-def _check_lists(X: Any, y: Any, n: int) -> None:
+def check_lists(X: Any, y: Any, n: int) -> None:
     """Refuse lists of which it is not known what their entries are."""
     # The network's inputs, where X itself is a list.
     for one in lists_in((tuple(X) if type(X) is list else X, y)):
@@ -277,6 +277,17 @@ def _check_entries(y: Any, n: Sequence[int]) -> None:
         "len(X), len(devices))`, then return [mgpu.put(X[i:j], d) for (i, j),"
         " d in zip(bounds, devices)] and [y[i:j] for i, j in bounds], with "
         "the arrays in each y[i:j] put on that device.")
+
+
+def cut_rows(data: Any, bounds: Sequence[tuple[int, int]], batch: Any = None
+             ) -> list[Any]:
+    """`data` in parts along the first axis, where it is: lists without arrays
+    too. Raises as `split_and_load` for what may be of the rows of `batch`
+    (default: `data`), and would go into each part."""
+    def cut(x: Any) -> list[Any]:
+        return [x[begin:end] for begin, end in bounds]
+    return split_leaves(cut, data, len(bounds), cut, partial(
+        _check_whole, data if batch is None else batch, 0))
 
 
 def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
@@ -327,7 +338,7 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
     if n in ([], [0]):
         raise ValueError("a batch needs at least one row; received an empty "
                          "one. Leave it out.")
-    _check_lists(X, y, n[0])
+    check_lists(X, y, n[0])
     shards = split_and_load(X, devices, 0, even_split, weights)
     return shards, shards if whole else split_and_load(
         y, devices, 0, even_split, weights)

@@ -272,6 +272,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         self._blank: set[Parameter] = set()
         #: whether this process has a part in them, and has had a pass
         self._had_part = self._had_pass = False
+        #: of the step under way: what all processes give alike
+        self._compared: dict[str, Any] = {}
         self._torn = False          # by an update that has failed midway
         self._number = replicas.span.world.number()
         self._agree()
@@ -535,6 +537,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
                            1e-6 if self.optimizer.semantics == "torch"
                            else 1e-8)
             self._update(rows, edits=False)
+        self._compared = {"accumulate": len(parts), "clip_norm": clip_norm}
         try:
             for number, part in enumerate(parts, 1):
                 with self.replicas.span.world.guard():
@@ -543,6 +546,8 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         except BaseException:
             self._summed = None
             raise
+        finally:
+            self._compared = {}
 
     def check_parts(self, count: int, clip_norm: float | None) -> None:
         """Raise ValueError or TypeError as `step_parts` would, of `count`
@@ -916,7 +921,7 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
             return reached, set(), taken, batch_size
         told = self._gather(self._next_step(), [
             *map(_bits, (reached, edited, taken)), batch_size,
-            self.replicas.moved], **{
+            self.replicas.moved], **self._compared, **{
                 f"gradient before this step (zero_grad is for all) of {name}":
                 x for name, x in self.replicas.kept_sums().items()})
         every = [[_numbers(bits) for bits in one[:3]] for one in told]

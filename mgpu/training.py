@@ -1,8 +1,10 @@
 """Recording, backward, and the training loop, once for both engines."""
 import contextlib
 import hashlib
+import math
 import time
 import types
+import zlib
 from collections import deque
 from collections.abc import (Callable, Iterable, Iterator, Mapping,
                              Sequence)
@@ -33,11 +35,11 @@ from mgpu.loss_state import SharedLoss
 from mgpu.losses import Loss as OwnLoss
 from mgpu.losses import check_per_example, of_shards
 from mgpu.nested import (NoRows, as_inputs, as_pair, examples_of, is_empty,
-                         is_listed, is_whole, lists_in, map_leaves,
-                         row_counts, rows_of, split_leaves)
+                         is_listed, is_whole, leaves, lists_in, map_leaves,
+                         row_counts, rows_of)
 from mgpu.progress import ProgressBar
 from mgpu.replicas import Replicas
-from mgpu.split import shard_bounds, split_batch
+from mgpu.split import cut_rows, shard_bounds, split_batch
 from mgpu.stopping import Stop, Stopped
 from mgpu.trainer import Trainer, check_batch_size, check_pair
 
@@ -292,9 +294,8 @@ def _cut(X: Any, y: Any, world: distributed.World, count: int
             "batches: mgpu.train(accumulate=) takes several for one step.")
     count = min(count, max(1, *world.gather("train_batch: rows", rows)))
     bounds = shard_bounds(rows, count)
-    return list(zip(*(split_leaves(
-        lambda x: [x[begin:end] for begin, end in bounds], data, count)
-        for data in (X, y)), strict=True))
+    return list(zip(*(cut_rows(data, bounds, (X, y)) for data in (X, y)),
+                    strict=True))
 
 
 def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
@@ -667,11 +668,39 @@ class _Ended(BaseException):
 
 
 def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
-    """`count` batches at a time; at the end those that are there."""
+    """`count` batches at a time; at the end those that are there. ValueError
+    where drawing one has changed another."""
     source = iter(batches)
-    while group := list(islice(source, count)):
+    while True:
+        group, marks = [], []
+        for batch in islice(source, count):
+            group.append(batch)
+            if count > 1:
+                marks.append(_mark(batch))
+        if not group:
+            return
+        if any(_mark(one) != mark for one, mark in zip(group, marks)):
+            raise ValueError(
+                f"accumulate={count} draws the batches of a step before it; "
+                "received an iterable that fills the arrays of one batch "
+                "anew for the next. Give each batch arrays of its own: "
+                "(X.copy(), y.copy()).")
         yield group
-        del group       # or it would outlive its step
+        del group, batch    # or they would outlive their step
+
+
+def _mark(batch: Any) -> list[int]:
+    """Checksums of some numbers of each array in a batch."""
+    backend, found = get_backend(), []
+    for x in leaves(batch):
+        if isinstance(x, np.ndarray) or backend.is_native(x):
+            some = x.reshape(-1)
+            some = some[::max(1, math.prod(x.shape) // 1024)]
+            if backend.is_native(some):
+                some = backend.to_numpy(some)
+            if some.dtype != object:
+                found.append(zlib.crc32(some.tobytes()))
+    return found
 
 
 def _epochs(step: Callable[[list[Any]], list[Any]],
@@ -843,7 +872,11 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
                 stop.undo()
                 save()
                 raise stop.error() from None
-        call("on_end")
+        try:
+            call("on_end")
+            stop.check()
+        except Stopped:     # the last checkpoint is written
+            raise stop.error() from None
     give_back()
     return history
 
@@ -948,8 +981,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
     ValueError
         `test_iter` and an output that is no scores (n, classes), with the
         first batch (a tuple of arrays is refused after the epoch: in
-        prediction it may be one); `test_iter` and `evaluate`; a generator,
-        for several epochs. Nothing has changed.
+        prediction it may be one; so are batches of `test_iter` whose
+        labels are not known); `test_iter` and `evaluate`; a generator, for
+        several epochs. Nothing has changed.
     """
     _check_all(replicas, trainer, loss)
     check: Callable[[Any], None] | None = None

@@ -11,6 +11,6 @@ if [ "$engines" = torch ] && [ -z "${MGPU_TEST_BACKENDS:-}" ]; then
     export MGPU_TEST_BACKENDS=torch
 fi
 say "testing on ${MGPU_TEST_BACKENDS:-$engines}"
-# Two processes: one alone leaves half of two cores idle. A file's tests share
-# what they start.
-exec "$python" -m pytest -n 2 --dist loadfile "$@"
+# Three processes: on two cores one often waits for what its test has started.
+# A file's tests share what they start; tests/conftest.py orders the files.
+exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

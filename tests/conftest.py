@@ -8,6 +8,7 @@ that is named and does not load is a failure, never a skip.
 `mgpu.strict_devices`, and the processes that tests start too. A test that is
 about what the mode refuses says so: ``@pytest.mark.crosses_devices(reason)``.
 """
+import collections
 import contextlib
 import gc
 import operator
@@ -16,6 +17,7 @@ import random
 import signal
 import sys
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -105,6 +107,30 @@ def pytest_addoption(parser):
     parser.addoption(
         "--strict-devices", action="store_true", default=_STRICT == "1",
         help="run every test inside mgpu.strict_devices")
+
+
+#: files and folders with few tests that take long, the longest first
+_LONG = ("mutants", "distributed", "faults", "test_docs", "test_examples",
+         "oracle", "studies", "test_benchmarks", "test_stress",
+         "test_chapters", "test_packaging", "gluon_io/test_networks",
+         "gluon_io/test_resuming",
+         "generated", "test_migration", "test_no_hang", "test_backends",
+         "test_cli", "test_metrics")
+
+
+def pytest_collection_modifyitems(session, items):
+    """Files that take long begin first, then those with many tests: else one
+    of several processes is left with them at the end. (``--dist loadfile
+    --no-loadscope-reorder`` keeps this order; one process alone does not
+    mind.)"""
+    counts = collections.Counter(item.path for item in items)
+
+    def rank(item):
+        name = os.path.relpath(item.path, Path(__file__).parent)
+        return next((i for i, long in enumerate(_LONG)
+                     if name.startswith(long)), len(_LONG)), \
+            -counts[item.path], name
+    items.sort(key=rank)
 
 
 def pytest_collection_finish():

@@ -1,5 +1,8 @@
 """Callbacks of `train`; several batches in one step; gradients that are
 clipped in it."""
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -443,6 +446,68 @@ def test_an_ema_is_of_replicas(backend):
             average.update(wrong)
     average.update(run[0])
     assert average.updates == 1
+
+
+@pytest.mark.parametrize("before, after", [
+    (callbacks.EarlyStopping(9, "train_loss"),
+     callbacks.EarlyStopping(9, "train_loss", restore_best=True)),
+    (callbacks.EarlyStopping(9, "train_loss"), callbacks.EarlyStopping(9)),
+    (callbacks.Checkpoint("w", "train_loss"), callbacks.Checkpoint("w"))])
+def test_a_state_goes_to_callbacks_with_the_same_options(
+        backend, tmp_path, monkeypatch, before, after):
+    monkeypatch.chdir(tmp_path)
+    options = {"checkpoint_dir": tmp_path / "run", "evaluate": lambda: 0.5,
+               "resume": "auto"}
+    train(made(backend, on(0)), JOINED, 1, callbacks=[before], **options)
+    run = made(backend, on(0))
+    with pytest.raises(ValueError, match="callbacks that it has begun with"):
+        train(run, JOINED, 2, callbacks=[after], **options)
+    assert run[1].num_update == 0
+
+
+@pytest.mark.parametrize("hook", ["on_end", "on_epoch", "on_step"])
+def test_a_signal_at_the_end_is_heard(backend, tmp_path, hook):
+    """Also where a callback asks for the end in the same step."""
+    class Ends:
+        def __init__(self):
+            setattr(self, hook, self.end)
+
+        def end(self, event):
+            event.stop()
+            os.kill(os.getpid(), signal.SIGTERM)
+    run = made(backend, on(0))
+    with pytest.raises(SystemExit) as seen:
+        train(run, JOINED, 1, callbacks=[Ends()], checkpoint_dir=tmp_path)
+    assert seen.value.code == 143
+
+
+def test_the_loss_of_a_training_without_an_epoch_is_nan(backend):
+    class Stops:
+        def on_step(self, event):
+            event.stop()
+
+        def on_end(self, event):
+            self.loss = event.loss
+    stops = Stops()
+    train(made(backend, on(0)), callbacks=[stops])
+    assert np.isnan(stops.loss)
+
+
+def test_arrays_that_are_filled_anew_are_not_accumulated(backend):
+    X_, y_ = DATA[0][0].copy(), DATA[0][1].copy()
+
+    class Filled:
+        def __iter__(self):
+            for i in range(4):
+                X_[:] = X[i:i + len(X_)]
+                y_[:] = LABELS[i:i + len(y_)]
+                yield X_, y_
+    run = made(backend, on(0, 1))
+    with pytest.raises(ValueError, match="fills the arrays of one batch anew"):
+        train(run, Filled(), accumulate=2)
+    assert run[1].num_update == 0
+    train(run, Filled())
+    train(run, [DATA[0]] * 4, accumulate=2)     # the same rows twice are fine
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -706,6 +706,31 @@ def test_names_of_a_block_say_what_mgpu_calls(backend):
         assert f"no attribute {name!r}. Use {use}" in str(caught.value)
 
 
+@BOTH
+def test_an_optimiser_object_is_that_of_one_trainer(backend):
+    """Its updates are counted by one; a schedule may be any function."""
+    mx = mgpu.mxnet_compat()
+    optimizer = mx.optimizer.NAG(momentum=0.5,
+                                 lr_scheduler=lambda n: 0.25 / n)
+    replicas = mgpu.initialize(mlp(backend), on(0, 1), "xavier",
+                               dtype="float64")
+    first, second = (mgpu.Trainer(replicas.collect_params(f".*{name}"),
+                                  optimizer) for name in ("weight", "bias"))
+    assert first.learning_rate == 0.25
+    X = np.ones((4, 6))
+    with mgpu.record():
+        losses = [out.sum() for out in replicas(
+            mgpu.split_and_load(X, replicas.devices))]
+    mgpu.backward(losses)
+    first.step(4)
+    before = values(replicas)
+    with pytest.raises(ValueError, match="that of one Trainer"):
+        second.step(4)
+    assert_close(values(replicas), before, 1e-300)
+    with pytest.raises(ValueError, match="after 1 updates|that of one"):
+        mgpu.Trainer(replicas, optimizer)
+
+
 # -- initialisers -------------------------------------------------------------
 
 @BOTH
@@ -726,6 +751,13 @@ def test_an_initialiser_of_the_users_draws_alike_on_both_engines():
 
         def _init_bias(self, name, arr):
             raise AssertionError("Gluon asks for weights only")
+
+    class ByLayer(mx.init.Initializer):
+        calls = 0
+
+        def _init_weight(self, name, arr):
+            self.calls += 1
+            arr[:] = 1 / self.calls
     init, found = Mine(), []
     for engine in BACKENDS * 2:
         with mgpu.using_backend(engine) as backend:
@@ -735,6 +767,9 @@ def test_an_initialiser_of_the_users_draws_alike_on_both_engines():
             assert "drawn by Mine" in repr(replicas)
             assert np.random.get_state()[1].tolist() == state
             found.append(values(replicas))
+            layers = values(mgpu.initialize(mlp(backend), on(0, 1), ByLayer()))
+            assert (layers["0.weight"] == 1).all()
+            assert (layers["2.weight"] == 0.5).all()
     for other in found[1:]:
         assert_close(other, found[0], 1e-300)
     assert set(names) == {"0.weight", "2.weight"} and init.calls == 0
@@ -876,6 +911,37 @@ def test_rows_compute_as_one_array(backend, devices):
             wrong(a)
 
 
+@BOTH
+def test_a_data_set_takes_native_arrays_too(backend):
+    x = np.arange(12.0).reshape(6, 2)
+    data = names.gluon.data.ArrayDataset(mgpu.put(x, names.cpu(0)), x[:, 0])
+    first, second = names.gluon.data.DataLoader(data, 4)
+    assert np.array_equal(np.concatenate([first[0], second[0]]), x)
+
+
+def test_outputs_of_a_network_are_rows_each(backend, devices):
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        layer = nn.HybridSequential
+    else:
+        from torch import nn
+        layer = nn.Module
+
+    class Two(layer):
+        def __init__(self):
+            super().__init__()
+            self.own = mlp(backend)
+
+        def forward(self, x):
+            return self.own(x), x * 2
+    net = names.initialize(Two(), None, devices, dtype="float64")
+    x = np.arange(36.0).reshape(6, 6)
+    out, twice = net(rows_of(x, devices))
+    assert out.shape == (6, 3) and np.array_equal(twice.asnumpy(), 2 * x)
+    loss = names.gluon.loss.L2Loss()(twice, rows_of(x, devices))
+    assert np.allclose(loss.asnumpy(), (x ** 2).mean(1) / 2)
+
+
 @pytest.mark.parametrize("size", [len, lambda rows: rows.shape[0]])
 def test_a_script_with_rows_has_the_step_of_one_array(backend, devices, size):
     X, y = np.arange(42.0).reshape(7, 6) / 50, np.arange(7) % 3
@@ -907,6 +973,10 @@ def test_a_script_with_rows_has_the_step_of_one_array(backend, devices, size):
     (lambda: names.gluon, "nn", "mxnet.gluon or torch.nn"),
     (lambda: names.nd, "array", "NumPy arrays"),
     (lambda: names.autograd, "grad", "mgpu.grad"),
+    (lambda: names, "np", "NumPy on the host"),
+    (lambda: names.metric, "RMSE", "Replicas.predict"),
+    (lambda: names.optimizer, "SGD", "gluon.Trainer"),
+    (lambda: names.gluon.loss, "Loss", "a function of output and label"),
     (lambda: names.Rows([], []), "sum", "a step divides by the rows"),
     (lambda: names.gluon.data, "vision", "mgpu.datasets")])
 def test_a_name_of_mxnet_without_a_meaning_names_the_word(thing, name, use):

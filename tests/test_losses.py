@@ -1,6 +1,7 @@
 """Losses: Gluon's values and gradients on both engines, against Gluon's own
 losses and torch's functions (against formulas in NumPy: tests/oracle)."""
 import argparse
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -864,6 +865,40 @@ def test_per_example_meets_weights_in_a_later_batch(engine):
     weights[1] = 0
     with pytest.raises(ValueError, match="a value for each row"):
         loss(engine.put(x, cpu(0)), engine.put(weights, cpu(0)))
+
+
+def test_per_example_refuses_again(engine):
+    """A call that was refused is looked at when it comes again."""
+    ops = engine.ops
+    x, weights = RNG.standard_normal((5, 3)), np.ones((5, 3))
+    weights[1] = 0
+
+    def weighted(pred, label):
+        return ops.mean(_square(pred) * label) / ops.mean(label)
+    for _ in range(40):
+        with pytest.raises(ValueError, match="a value for each row"):
+            per_example(weighted)(engine.put(x, cpu(0)),
+                                  engine.put(weights, cpu(0)))
+
+
+@pytest.mark.parametrize("name", [
+    name for name, cls in vars(losses).items() if isinstance(cls, type)
+    and issubclass(cls, losses.Loss) and cls is not losses.Loss])
+def test_options_are_in_gluons_order(name):
+    """The batch axis among them, which is 0."""
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import loss as theirs
+        wanted = list(inspect.signature(
+            getattr(theirs, name)).parameters.values())[:-1]
+    found = list(inspect.signature(getattr(losses, name)).parameters.values())
+    positional = [p for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+    # (kwargs come last in Gluon's)
+    assert [p.name for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD] \
+        == [p.name for p in positional]
+    if "batch_axis" in [p.name for p in positional]:
+        for wrong in (1, None, True):
+            with pytest.raises(ValueError, match="axis 0 has the examples"):
+                getattr(losses, name)(batch_axis=wrong)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

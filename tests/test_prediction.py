@@ -1,6 +1,7 @@
 """Predictions: rows in, rows out. Weights in a file that other programs read
 and write."""
 import collections
+import dataclasses
 import struct
 
 import numpy as np
@@ -131,6 +132,62 @@ def test_foreign_rows_and_outputs_without_rows_are_refused(backend):
         backend, lambda one, a: one(a).sum()))
     with pytest.raises(ValueError, match="a row for each row"):
         replicas.predict(X)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="torch's outputs")
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_outputs_that_are_no_arrays_are_refused(batch_size):
+    """Else the rows of the first device would be all."""
+    from torch import nn
+
+    class Net(nn.Linear):
+        def __init__(self, wrap):
+            super().__init__(6, 3)
+            self.wrap = wrap
+
+        def forward(self, x):
+            return self.wrap(super().forward(x))
+    Output = dataclasses.make_dataclass("Output", ["scores"])
+    with mgpu.using_backend("torch"):
+        for wrap, name in ((Output, "Output"), (lambda x: (x, 0.5), "float"),
+                           (lambda x: (x, ["a"] * len(x)), "str")):
+            replicas = mgpu.initialize(Net(wrap), on(0, 1))
+            with pytest.raises(TypeError, match=f"received a {name} in the"):
+                replicas.predict(X.astype("float32"), batch_size)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="lists go to forward")
+@pytest.mark.parametrize("batch_size", [None, 1, 5])
+def test_lists_are_cut_with_the_rows(devices, batch_size):
+    import torch
+
+    class Net(torch.nn.Linear):
+        def forward(self, x, names):
+            return super().forward(x) * torch.tensor(
+                [[float(len(name))] for name in names])
+    texts = ["a" * (i + 1) for i in range(len(X))]
+    with mgpu.using_backend("torch"):
+        torch.manual_seed(0)
+        net = Net(6, 3).double()
+        expected = net(torch.tensor(X), texts).detach().numpy()
+        replicas = mgpu.initialize(net, devices, init="keep")
+        found = replicas.predict((X, texts), batch_size)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        for wrong in (tuple(texts), texts[1:], texts + ["b"]):
+            with pytest.raises(ValueError, match="an entry for each row"):
+                replicas.predict((X, wrong), batch_size)
+
+
+@pytest.mark.skipif("mxnet" not in BACKENDS, reason="MXNet's iterators")
+def test_rows_of_a_data_iterator(backend):
+    mx = mgpu.mxnet_compat()
+    if backend.name != "mxnet":
+        return
+    replicas = made(backend, on(0, 1))
+    data = mx.io.NDArrayIter(mx.nd.array(X, dtype="float64"), None, 5)
+    for _ in range(2):
+        np.testing.assert_allclose(replicas.predict(data), expected(replicas),
+                                   atol=1e-13)
 
 
 # -- files --------------------------------------------------------------------

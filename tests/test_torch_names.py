@@ -97,6 +97,85 @@ def test_load_state_dict_is_whole_or_not_at_all(backend):
         assert x.tobytes() == before[name].tobytes()
 
 
+class Flagged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w, self.loaded = nn.Parameter(torch.ones(4)), False
+
+    def _load_from_state_dict(self, *arguments):
+        super()._load_from_state_dict(*arguments)
+        self.loaded = True
+
+    def forward(self, x):
+        return x * self.w * (2 if self.loaded else 1)
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+        self.register_buffer("square", torch.ones(4), persistent=False)
+        self.register_load_state_dict_post_hook(Cached.after)
+
+    def after(self, _):
+        self.square.copy_(self.w.detach() ** 2)
+
+    def forward(self, x):
+        return x * self.square + 0 * self.w
+
+
+class Partly(nn.Module):
+    """Saves its head alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.head = nn.Parameter(torch.ones(4)), nn.Linear(4, 2)
+        self.register_state_dict_post_hook(
+            lambda module, values, *_: values.pop("w") is None or None)
+
+    def forward(self, x):
+        return self.head(x * self.w)
+
+
+@pytest.mark.parametrize("k", (1, 2, 3))
+@pytest.mark.parametrize("make", [Flagged, Cached, Partly])
+def test_load_state_dict_does_what_layers_do_with_it(make, k):
+    x = np.arange(20.0, dtype="float32").reshape(5, 4)
+    with mgpu.using_backend("torch"):
+        net, other = make(), make()
+        replicas = mgpu.initialize(
+            net, [mgpu.cpu(i) for i in range(k)], init="keep")
+        values = {name: torch.full_like(p, 3)
+                  for name, p in net.named_parameters()}
+        other.load_state_dict(values)
+        replicas.load_state_dict(values)
+        expected = other(torch.tensor(x)).detach().numpy()
+        assert abs(replicas.predict(x) - expected).max() < 1e-5
+        for i in range(k):
+            found = replicas[i](mgpu.put(x, replicas.devices[i]))
+            assert abs(mgpu.to_numpy(found) - expected).max() < 1e-5
+
+
+def test_load_state_dict_refuses_arrays_that_grow():
+    class Queue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(4))
+            self.register_buffer("queue", torch.zeros(1))
+
+        def _load_from_state_dict(self, values, prefix, *arguments):
+            self.queue = torch.zeros_like(values[prefix + "queue"])
+            super()._load_from_state_dict(values, prefix, *arguments)
+    with mgpu.using_backend("torch"):
+        replicas = mgpu.initialize(Queue(), [mgpu.cpu(0), mgpu.cpu(1)],
+                                   init="keep")
+        with pytest.raises(RuntimeError, match="arrays of other shapes"):
+            replicas.load_state_dict({"w": torch.zeros(4),
+                                      "queue": torch.ones(3)})
+        for p in replicas.params():
+            assert all((mgpu.to_numpy(x) == 1).all() for x in p.list_data())
+
+
 def test_parameters_are_those_of_replica_0(backend):
     replicas = replicas_of(backend, 2)
     named = dict(replicas.named_parameters())

@@ -803,6 +803,11 @@ class Network(ABC):
         return ({numbers[name]: x for name, x in values.items()
                  if name in own}, missing, unknown)
 
+    def load_state(self, values: Mapping[str, Any], strict: bool) -> None:
+        """Do to the user's network what its framework's loading of `values`,
+        which `fit_state` has taken, does besides writing arrays."""
+        return
+
     def set_mode(self, training: bool) -> None:
         """Set the network's own flags: whether its layers train inside
         ``scope(training=True)``."""

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+import numpy as _np
 
 import mgpu
 from mgpu import arguments, initializers, losses, lr_scheduler, metrics
@@ -29,15 +29,16 @@ from mgpu.arguments import Hints, one_of
 from mgpu.device import as_devices
 from mgpu.nested import OnDevices, shards_of
 
-__all__ = ["Context", "HostArray", "Rows", "autograd", "cpu", "gluon", "gpu",
-           "init", "initialize", "lr_scheduler", "metric", "nd", "random"]
+__all__ = ["Context", "HostArray", "Rows", "autograd", "callback", "cpu",
+           "gluon", "gpu", "init", "initialize", "initializer", "io",
+           "lr_scheduler", "metric", "nd", "num_gpus", "optimizer", "random"]
 
 Context, cpu, gpu = mgpu.Device, mgpu.cpu, mgpu.gpu
 
 
 # -- arrays -------------------------------------------------------------------
 
-_NUMBERS = int, float, np.number
+_NUMBERS = int, float, _np.number
 _TO_NUMPY = "asnumpy(), and NumPy's functions"
 
 
@@ -114,9 +115,9 @@ class Rows(Hints, OnDevices):
         return tuple(Rows([None if x is None else x[i] for x in results],
                           self.context) for i in range(len(first)))
 
-    def asnumpy(self) -> np.ndarray:
+    def asnumpy(self) -> _np.ndarray:
         """All rows, a copy on the host; waits for them."""
-        return np.concatenate([mgpu.to_numpy(x) for x in self.shards
+        return _np.concatenate([mgpu.to_numpy(x) for x in self.shards
                                if x is not None]).view(HostArray)
 
     def backward(self) -> None:
@@ -174,7 +175,7 @@ def _operators() -> None:
 _operators()
 
 
-class HostArray(np.ndarray):
+class HostArray(_np.ndarray):
     """A NumPy array with the methods by which a script leaves the host."""
 
     def as_in_context(self, ctx: Any) -> Rows:
@@ -186,7 +187,7 @@ class HostArray(np.ndarray):
 
     as_in_ctx = as_in_context
 
-    def asnumpy(self) -> np.ndarray:
+    def asnumpy(self) -> _np.ndarray:
         """The array itself."""
         return self
 
@@ -270,13 +271,15 @@ class ArrayDataset:
             raise ValueError(
                 "a data set has arrays of one length; received lengths "
                 f"{[len(x) for x in arrays]}. Give each row its label.")
-        self._arrays = arrays
+        backend = mgpu.backends.get_backend()
+        self._arrays = [backend.to_numpy(x) if backend.is_native(x) else x
+                        for x in arrays]
 
     def __len__(self) -> int:
         return len(self._arrays[0])
 
     def __getitem__(self, i: Any) -> Any:
-        row = tuple(np.asarray(x[i]) for x in self._arrays)
+        row = tuple(_np.asarray(x[i]) for x in self._arrays)
         return row if len(row) > 1 else row[0]
 
     def transform(self, fn: Callable[..., Any], lazy: bool = True) -> Any:
@@ -359,9 +362,9 @@ class DataLoader:
             else n // self._size
 
     def __iter__(self) -> Iterator[Any]:
-        drawn = np.arange(len(self._dataset))
+        drawn = _np.arange(len(self._dataset))
         if self._shuffle:
-            np.random.shuffle(drawn)
+            _np.random.shuffle(drawn)
         order, self._left = [*self._left, *drawn.tolist()], []
         whole = len(order) - len(order) % self._size
         for at in range(0, whole, self._size):
@@ -380,7 +383,7 @@ def stacked(entries: list[Any]) -> Any:
     Numbers become arrays of their own dtype."""
     if isinstance(entries[0], tuple):
         return [stacked(list(column)) for column in zip(*entries)]
-    return np.stack([np.asarray(x) for x in entries]).view(HostArray)
+    return _np.stack([_np.asarray(x) for x in entries]).view(HostArray)
 
 
 # -- the modules --------------------------------------------------------------
@@ -388,29 +391,69 @@ def stacked(entries: list[Any]) -> Any:
 _NETWORKS = "mxnet.gluon or torch.nn: a network is that of one framework"
 _ARRAYS = "NumPy arrays, or mgpu.put(x, device)"
 
-init = initializers
-metric = metrics
+init = initializer = initializers
+metric = Names("metric", dict.fromkeys(
+    ("MAE", "MSE", "RMSE", "CrossEntropy", "NegativeLogLikelihood", "MCC",
+     "PearsonCorrelation", "CustomMetric", "np"),
+    "NumPy on the outputs of Replicas.predict"), **{
+        name: getattr(metrics, name) for name in metrics.__all__})
+optimizer = Names("optimizer", dict.fromkeys(
+    ("Optimizer", "SGD", "Adam", "create", "register"), "the name and a dict "
+    "of options in gluon.Trainer, or an object of mxnet.optimizer's"))
+io = Names("io", dict.fromkeys(
+    ("NDArrayIter", "DataIter", "DataBatch"), "gluon.data.DataLoader, or that "
+    "of mxnet in mgpu.train"))
+callback = Names("callback", dict.fromkeys(
+    ("Speedometer", "do_checkpoint"), "mgpu.callbacks, with mgpu.train"))
 autograd = Names("autograd", {
     "grad": "mgpu.backward and mgpu.grad",
     "train_mode": "autograd.record(), inside which layers train",
-    "predict_mode": "autograd.pause(), inside which layers predict"},
+    "predict_mode": "autograd.pause(), inside which layers predict",
+    **dict.fromkeys(("is_training", "is_recording"),
+                    "mgpu.get_backend().is_recording()")},
     record=mgpu.record, pause=mgpu.no_grad, backward=backward)
 nd = Names("nd", {
     "array": _ARRAYS, "zeros": _ARRAYS, "ones": _ARRAYS,
+    **dict.fromkeys(("concat", "stack", "dot"), "NumPy's functions on the "
+                    "host; layers have their framework's"),
     "save": "Replicas.save", "load": "Replicas.load"},
     waitall=mgpu.waitall)
 random = Names("random", {}, seed=mgpu.seed)
 gluon = Names(
-    "gluon", {"nn": _NETWORKS, "rnn": _NETWORKS, "Block": _NETWORKS,
-              "HybridBlock": _NETWORKS, "model_zoo": _NETWORKS,
+    "gluon", {**dict.fromkeys(("contrib", "nn", "rnn", "Block", "HybridBlock",
+                               "model_zoo"), _NETWORKS),
               "SymbolBlock": "mgpu.from_gluon"},
-    Trainer=mgpu.Trainer, Parameter=mgpu.Parameter, metric=metrics,
-    loss=Names("gluon.loss", {}, Loss=losses.Loss, **{
+    Trainer=mgpu.Trainer, Parameter=mgpu.Parameter, metric=metric,
+    loss=Names("gluon.loss", {
+        "Loss": "a function of output and label, which gives a value for each "
+        "row"}, **{
         name: _over_devices(cls) for name, cls in vars(losses).items()
         if isinstance(cls, type) and issubclass(cls, losses.Loss)
         and cls is not losses.Loss}),
     utils=Names("gluon.utils", {"download": "mgpu.datasets"},
                 split_and_load=mgpu.split_and_load, split_data=mgpu.split_data,
                 clip_global_norm=mgpu.clip_global_norm),
-    data=Names("gluon.data", {"vision": "mgpu.datasets"},
+    data=Names("gluon.data", {
+        "vision": "mgpu.datasets", "SimpleDataset": "ArrayDataset",
+        **dict.fromkeys(("RandomSampler", "BatchSampler", "SequentialSampler"),
+                        "shuffle= and batch_size= of DataLoader")},
                ArrayDataset=ArrayDataset, DataLoader=DataLoader))
+
+
+#: other modules of MXNet's, and what to use
+_MODULES = {
+    "np": "NumPy on the host", "npx": "NumPy on the host",
+    "context": "cpu(), gpu() and num_gpus()", "sym": _NETWORKS,
+    "symbol": _NETWORKS, "mod": "gluon, or mgpu.train",
+    "module": "gluon, or mgpu.train", "kv": "gluon.Trainer",
+    "kvstore": "gluon.Trainer", "test_utils": "mgpu.testing"}
+
+
+def __getattr__(name: str) -> Any:
+    use = f". Use {_MODULES[name]}." if name in _MODULES else ""
+    raise AttributeError(f"mgpu.compat.mxnet has no {name!r}{use}")
+
+
+def num_gpus() -> int:
+    """`mgpu.num_gpus`."""
+    return mgpu.num_gpus()

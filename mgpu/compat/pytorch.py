@@ -72,8 +72,9 @@ class TorchNames:
                         strict: bool = True) -> IncompatibleKeys:
         """Write values by the framework's own names on all devices, rounded
         to the dtypes that are there: what `state_dict` gave, or the network's
-        own (on torch by its rules, hooks of the layers included). Native or,
-        on MXNet, NumPy arrays. Gradients and trainers stay as they are.
+        own (on torch by its rules, hooks of the layers included, which a copy
+        of the network tries first). Native or, on MXNet, NumPy arrays.
+        Gradients and trainers stay as they are.
 
         Returns
         -------
@@ -95,6 +96,7 @@ class TorchNames:
                             "torch.load or mx.nd.load first.")
         values, missing, unknown = self.network.fit_state(
             state_dict, self.of_engine()[0], strict)
+        self.network.load_state(state_dict, strict)
         self.write(values)
         return IncompatibleKeys(missing, unknown)
 

@@ -52,6 +52,18 @@ def multiplier(replicas, trainer, batch, differs):
 
 
 @case
+def clip_norm(replicas, trainer, batch, differs):
+    mgpu.train_batch(*batch, replicas, LOSS, trainer,
+                     clip_norm=0.001 if differs else 0.002)
+
+
+@case
+def accumulate(replicas, trainer, batch, differs):
+    mgpu.train_batch(*batch, replicas, LOSS, trainer,
+                     accumulate=3 if differs else 2)
+
+
+@case
 def option(replicas, trainer, batch, differs):
     trainer.optimizer.wd = 0.1 if differs else 0.0
     step(replicas, trainer, batch)

@@ -18,6 +18,8 @@ EXPECTED = {
     "group": "ModelMismatch: .*options of (group 1 of )?the optimiser wd",
     "frozen": "ModelMismatch: .*'write' on rank 0 and 'null' on rank 1",
     "norm": "ModelMismatch: .*max_norm 0.002 on rank 0 and 0.001 on rank 1",
+    "clip_norm": "ModelMismatch: .*clip_norm 0.002 on rank 0 and 0.001 on",
+    "accumulate": "ModelMismatch: .*accumulate 2 on rank 0 and 3 on rank 1",
     "gradient": "ModelMismatch: .*summed gradient 0.weight",
     "weight": "ReplicaMismatchError: .*'0.weight' on rank 1 than on rank 0",
     "order": "UnevenWork: .*seed=0, .* on rank 0 and .*seed=1, .* on rank 1",

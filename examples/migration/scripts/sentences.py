@@ -88,7 +88,7 @@ for epoch in range(opt.epochs):
         losses = mgpu.train_batch(batch, None, replicas, loss_of, trainer,
                                   clip_norm=opt.clip)
         scheduler.step()
-        total += sum(x.sum().item() for x in losses)
+        total += sum(float(x.sum()) for x in losses if x is not None)
         rows += len(batch["labels"])
     model.eval()
     with torch.no_grad():

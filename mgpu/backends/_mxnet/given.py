@@ -2,6 +2,7 @@
 import copy
 import random
 import re
+import weakref
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
                             for name in ("LAMB", "LARS", "FTML", "DCASGD",
                                          "SGLD")},
              mx.optimizer.contrib.GroupAdaGrad: "groupadagrad"}
+
+
+#: by optimiser, that of the trainer whose steps it has taken
+_owners: "weakref.WeakKeyDictionary[Any, weakref.ref[MXNetOptimizer]]" = \
+    weakref.WeakKeyDictionary()
 
 
 class MXNetOptimizer(base.GivenOptimizer):
@@ -60,8 +66,17 @@ class MXNetOptimizer(base.GivenOptimizer):
                              f"received {x.rescale_grad!r}.")
         self.read()
 
+    def updated(self) -> None:
+        _owners[self._x] = weakref.ref(self)
+
     def read(self) -> list[base.GivenGroup]:
         x = self._x
+        owner = _owners.get(x)
+        if owner is not None and owner() is not self:
+            raise ValueError(
+                "an optimiser object is that of one Trainer, whose updates it "
+                "counts; received one that another Trainer has stepped with. "
+                "Make a new object for each.")
         if x.lr_mult or x.wd_mult:
             raise ValueError(
                 "a Trainer, Gluon's too, multiplies rates by what parameters "
@@ -84,7 +99,8 @@ class MXNetOptimizer(base.GivenOptimizer):
                 "the schedule of an optimiser object stays; received another "
                 "lr_scheduler than when the Trainer was made. Make a new "
                 "Trainer, or set Trainer.lr_scheduler.")
-        rate = x.lr if x.lr is not None else self._x.lr_scheduler.base_lr
+        rate = x.lr if x.lr is not None else getattr(
+            x.lr_scheduler, "base_lr", 0.01)    # a function has none
         return [base.GivenGroup(None, self._family, {
             "learning_rate": rate, "wd": x.wd,
             "clip_gradient": x.clip_gradient, **{
@@ -102,7 +118,8 @@ class MXNetDraws(base.GivenInitializer):
     """An `mx.init.Initializer` of a class of the user's own."""
 
     def __init__(self, x: Any):
-        self._x = x
+        # One copy, for all weights in their order: it may count its calls.
+        self._x = copy.deepcopy(x)
         self.text = f"{type(x).__name__}, a class of the user's"
 
     def draw(self, name, shape, rng):
@@ -117,8 +134,8 @@ class MXNetDraws(base.GivenInitializer):
         array = mx.nd.zeros(shape, mx.cpu(), dtype="float64")
         try:
             with mx.Context(mx.cpu()), mx.autograd.pause():
-                # As Gluon calls it for a weight. By a copy: it may count.
-                x = copy.deepcopy(self._x)
+                # As Gluon calls it for a weight.
+                x = self._x
                 x(mx.init.InitDesc(name, {"__init__": x}), array)
             return array.asnumpy()
         finally:

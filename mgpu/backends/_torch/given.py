@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends import base
 from mgpu.backends._torch import initial
+from mgpu.backends._torch.leaves import Parts
 from mgpu.backends._torch.names import arrays_of, joined, suffix_of, walk
 from mgpu.backends._torch.own_step import FAMILIES
 
@@ -98,11 +100,14 @@ class TorchOptimizer(base.GivenOptimizer):
                 + ". Make a new object, and a new Trainer; a state is loaded "
                 "with trainer.load_state_dict.")
         patched = vars(x).get("step")
-        hooked = [hook for table in (x._optimizer_step_pre_hooks,
-                                     x._optimizer_step_post_hooks)
+        hooked = [hook for table in (
+            x._optimizer_step_pre_hooks, x._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks)
                   for hook in table.values()
-                  if not isinstance(hook, _Refusal)]
-        if hooked or patched is not None \
+                  if not isinstance(hook, (_Refusal, Parts))]
+        if hooked or not type(x).step.__module__.startswith("torch.optim.") \
+                or patched is not None \
                 and not hasattr(patched, "_wrapped_by_lr_sched"):
             raise ValueError(
                 "a Trainer does not call an optimiser's step; received a "

@@ -291,7 +291,7 @@ def has_hooks(x: Any) -> bool:
     return any(users_hooks(x, table) for table in (_BEFORE, _AFTER))
 
 
-class _Parts:
+class Parts:
     """A hook on the steps of all `torch.optim` objects: none moves a network
     by the gradients of one device's rows."""
 
@@ -352,7 +352,7 @@ class Leaves:
     def watch_gradients(self, leaves: Sequence[Sequence[Any]],
                         requests: Sequence[str]) -> Watch:
         if self._hook is None:
-            self._hook = register_optimizer_step_pre_hook(_Parts(self))
+            self._hook = register_optimizer_step_pre_hook(Parts(self))
         # Their own ones, if they were announced before.
         places = [self._leaf(arrays[0]).place for arrays in leaves]
         group = _Group(*places)

@@ -196,10 +196,24 @@ class TorchNetwork(base.Network):
         # Torch's own rules: a copy tells what they make of the values.
         copy = _copy(self.net)
         told = copy.load_state_dict(values, strict)
-        numbers = {id(x): i for i, x in enumerate(arrays_of(copy))}
-        return {numbers[id(x)]: x.detach() for name, x in copy.state_dict(
-            keep_vars=True).items() if name not in told.missing_keys}, list(
-                told.missing_keys), list(told.unexpected_keys)
+        pairs = list(zip(arrays_of(self.net), arrays_of(copy), strict=True))
+        other = [f"{tuple(new.shape)} instead of {tuple(old.shape)}"
+                 for old, new in pairs if old.shape != new.shape]
+        if other:
+            raise RuntimeError(
+                "values are loaded into arrays of their shapes; received a "
+                "network whose own rules make arrays of other shapes of "
+                f"these: {'; '.join(other)}. Load them with net."
+                "load_state_dict before mgpu.initialize.")
+        named = {id(x) for name, x in copy.state_dict(keep_vars=True).items()
+                 if name not in told.missing_keys}
+        # Rules write to what the network's own state_dict leaves out, too.
+        return {i: new.detach() for i, (old, new) in enumerate(pairs)
+                if id(new) in named or not torch.equal(old, new)}, list(
+                    told.missing_keys), list(told.unexpected_keys)
+
+    def load_state(self, values, strict):
+        self.net.load_state_dict(values, strict)
 
     def set_mode(self, training: bool) -> None:
         self.net.train(training)
