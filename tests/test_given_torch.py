@@ -536,7 +536,7 @@ def test_options_of_numpy_are_in_the_states(on_torch):
     group.update(lr=np.float32(0.3), betas=(np.float64(0.5), 0.75))
     pair.step()
     state = pair.trainer.state_dict()
-    assert state["groups"][0]["options"]["lr"] == float(np.float32(0.3))
+    assert state["groups"][0]["options"].get("lr") == float(np.float32(0.3))
     again = Pair(lambda net: optim.Adam(net.parameters(), 0.1), on(0, 1))
     again.trainer.load_state_dict(state)
     group = again.optimizers[1].param_groups[0]

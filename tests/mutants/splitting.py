@@ -28,7 +28,7 @@ MUTANTS = [
            ("test_split.py::test_lists_of_text_are_split_by_rows[torch-"
             "2dev]",)),
     Mutant("lists-of-both-meanings", "arrays of rows are cut the other way",
-           edit("mgpu.split:_check_lists", "len(one) == n > 1", "False"),
+           edit("mgpu.split:check_lists", "len(one) == n > 1", "False"),
            ("test_split.py::test_lists_of_arrays_that_may_be_rows_are_refused"
             "[torch-2dev]",)),
     Mutant("lengths-go-whole", "a tuple of lengths goes to every device",

@@ -207,12 +207,13 @@ class TorchNetwork(base.Network):
                 "load_state_dict before mgpu.initialize.")
         named = {id(x) for name, x in copy.state_dict(keep_vars=True).items()
                  if name not in told.missing_keys}
-        # Rules write to what the network's own state_dict leaves out, too.
-        return {i: new.detach() for i, (old, new) in enumerate(pairs)
-                if id(new) in named or not torch.equal(old, new)}, list(
-                    told.missing_keys), list(told.unexpected_keys)
+        return {i: new.detach() for i, (_, new) in enumerate(pairs)
+                if id(new) in named}, list(told.missing_keys), list(
+                    told.unexpected_keys)
 
     def load_state(self, values, strict):
+        # What else rules write, in what state_dict leaves out or in plain
+        # attributes, reaches the other devices as what the user writes does.
         self.net.load_state_dict(values, strict)
 
     def set_mode(self, training: bool) -> None:

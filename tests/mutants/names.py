@@ -1,0 +1,121 @@
+"""Words of Gluon and PyTorch, measures, callbacks, predictions."""
+from mutants.planting import Mutant, edit
+
+_ROWS = "mgpu.compat.mxnet:Rows"
+_GIVEN = "mgpu.backends._torch.given:TorchOptimizer"
+
+MUTANTS = [
+    Mutant("rows-are-devices", "the length of a batch is its contexts",
+           edit(_ROWS + ".__len__",
+                "sum(len(x) for x in self.shards if x is not None)",
+                "len(self.shards)"),
+           ("test_gluon_names.py::test_a_script_with_rows_has_the_step_of_one_"
+            "array[torch-2dev-len]",)),
+    Mutant("rows-join-any-shapes", "a column times a row is a table",
+           edit(_ROWS + "._with", "(len(x), x.ndim)", "len(x)"),
+           ("test_gluon_names.py::test_rows_compute_as_one_array[torch-2dev]",
+            )),
+    Mutant("rows-on-any-context", "a batch is taken for one elsewhere",
+           edit(_ROWS + ".as_in_context", "!= self.context", "== None"),
+           ("test_gluon_names.py::test_rows_are_a_batch_on_all_contexts["
+            "torch-2dev]",)),
+    Mutant("outputs-by-device", "two outputs are those of two devices",
+           edit(_ROWS + ".like", "[None if x is None else x[i] for x in "
+                "results]", "results[i]"),
+           ("test_gluon_names.py::test_outputs_of_a_network_are_rows_each["
+            "torch-3dev]",)),
+    Mutant("counts-of-half-a-batch", "a metric counts what another refuses",
+           edit("mgpu.metrics:CompositeEvalMetric.read",
+                "[one.read(labels, preds)\n",
+                "[(one.update(labels, preds), int)[1]\n"),
+           ("test_metrics.py::test_what_has_another_meaning_is_refused[torch-"
+            "<lambda>-labels*",)),
+    Mutant("labels-without-scores", "they are left out in silence",
+           edit("mgpu.metrics:_pairs",
+                "x is None and 0 not in np.shape(y)", "False"),
+           ("test_metrics.py::test_labels_without_predictions_are_refused["
+            "torch-*",)),
+    Mutant("accuracy-of-any-labels", "a label that is no class is wrong",
+           edit("mgpu.metrics:Accuracy._of", "_classes(labels, classes)",
+                "labels"),
+           ("test_metrics.py::test_what_has_another_meaning_is_refused[torch-"
+            "Accuracy-labels1-*",)),
+    Mutant("nan-scores-lose", "the smallest score is NaN",
+           edit("mgpu.metrics:TopKAccuracy._of", "odd & ~own_odd | (", "("),
+           ("test_metrics.py::test_scores_that_are_nan_count_as_the_largest["
+            "torch]",)),
+    Mutant("best-after-a-wait-only", "a stop keeps half an epoch",
+           edit("mgpu.callbacks:EarlyStopping.on_end", "if self._values:",
+                "if self._values and self.waited:"),
+           ("test_callbacks.py::test_the_best_epoch_is_restored_after_a_stop_"
+            "in_the_next[torch]",)),
+    Mutant("best-buffers-of-one", "all devices get those of the first",
+           edit("mgpu.replicas:Replicas.export_numpy",
+                "every if own and all_devices else every[0]", "every[0]"),
+           ("test_replicas.py::test_an_export_names_buffers_that_differ*",)),
+    Mutant("rate-of-the-next-step", "the log has what callbacks have set",
+           edit("mgpu.callbacks:LearningRateLog.on_step",
+                "event.learning_rate", "event.trainer.learning_rate"),
+           ("test_callbacks.py::test_the_rate_of_a_step_is_logged_in_any_"
+            "order[torch-False]",)),
+    Mutant("refused-but-begun", "a refused training resets callbacks",
+           edit("mgpu.callbacks:Calls.__init__",
+                "one.fit(replicas, evaluates, saves)",
+                "(one.fit(replicas, evaluates, saves), one.begin(replicas))"),
+           ("test_callbacks.py::test_a_refused_training_leaves_the_callbacks["
+            "torch]",)),
+    Mutant("last-signal-unheard", "a signal in on_end is nobody's",
+           edit("mgpu.training:_epochs",
+                'call("on_end")\n            stop.check()', 'call("on_end")'),
+           ("test_callbacks.py::test_a_signal_at_the_end_is_heard[torch-"
+            "on_end]",)),
+    Mutant("refilled-batches", "a step has its last batch several times",
+           edit("mgpu.training:_grouped", "_mark(one) != mark", "False"),
+           ("test_callbacks.py::test_arrays_that_are_filled_anew_are_not_"
+            "accumulated[torch]",)),
+    Mutant("refused-losses-pass", "what was refused often enough is taken",
+           edit("mgpu.losses:_averages", "_called[key] = 0    #", "pass  #"),
+           ("test_losses.py::test_per_example_refuses_again[torch]",)),
+    Mutant("texts-of-all-rows", "a batch of predictions has all texts",
+           edit("mgpu.split:cut_rows", "len(bounds), cut, partial(",
+                "len(bounds), None, partial("),
+           ("test_prediction.py::test_lists_are_cut_with_the_rows[2dev-5]",)),
+    Mutant("rows-of-the-first-device", "what is no array is that of one",
+           edit("mgpu.prediction:_on_host", "if odd:", "if False:"),
+           ("test_prediction.py::test_outputs_that_are_no_arrays_are_refused"
+            "[None]",)),
+    Mutant("decay-of-the-class", "a group's decoupled decay is not read",
+           edit(_GIVEN + "._translated", '"adamw" if group.get(',
+                'family if True or group.get('),
+           ("test_given_torch.py::test_the_decay_is_that_of_the_group[2dev-"
+            "True-Adam]",)),
+    Mutant("numpys-options-lost", "a rate of NumPy's is in no state",
+           edit("mgpu.backends._torch.given:_is_plain", "x = _plain(x)", "0"),
+           ("test_given_torch.py::test_options_of_numpy_are_in_the_states",)),
+    Mutant("steps-of-one-device", "an optimiser of the user's own moves a "
+           "network by the gradients of the first device",
+           edit("mgpu.backends._torch.leaves:Parts.__call__", "there > 1",
+                "there > 9"),
+           ("test_given_torch.py::test_a_step_by_the_gradients_of_one_device_"
+            "is_refused[2dev]",)),
+    Mutant("loaded-without-layers", "what layers do when they load is lost",
+           edit("mgpu.backends._torch.network:TorchNetwork.load_state",
+                "self.net.load_state_dict(values, strict)", "pass"),
+           ("test_torch_names.py::test_load_state_dict_does_what_layers_do_"
+            "with_it[Flagged-2]",)),
+    Mutant("options-as-shards", "each device has a part of an option",
+           edit("mgpu.replicas:Replicas.__call__",
+                'any(hasattr(x, "shape") for x in given)', "True"),
+           ("test_keyword_inputs.py::test_plain_calls_take_names[torch]",)),
+    Mutant("each-weight-by-a-new-copy", "an initialiser that counts begins "
+           "anew for each weight",
+           edit("mgpu.backends._mxnet.given:MXNetDraws.draw", "x = self._x",
+                "x = copy.deepcopy(self._x)"),
+           ("test_gluon_names.py::test_an_initialiser_of_the_users_draws_"
+            "alike_on_both_engines",)),
+    Mutant("one-count-for-two-trainers", "an optimiser object is shared",
+           edit("mgpu.backends._mxnet.given:MXNetOptimizer.read",
+                "owner is not None and", "False and"),
+           ("test_gluon_names.py::test_an_optimiser_object_is_that_of_one_"
+            "trainer[torch]",)),
+]
