@@ -71,7 +71,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         object.
     lr_scheduler : callable, optional
         ``rate = lr_scheduler(number of the update)``, from 1: those of
-        `mgpu.lr_scheduler`, or any function. As in Gluon a rate that was
+        `mgpu.lr_scheduler`, or any function. All parameters of a step have
+        one rate. (Gluon asks the schedule for each: one that was frozen for
+        some steps, and comes first, has the rate of the step before.) As in
+        Gluon a rate that was
         given replaces the ``base_lr`` of a schedule (but not with ftrl), and
         so does the default rate of adam, adamw, adamax, nadam, rmsprop and
         signum.
