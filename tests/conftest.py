@@ -76,7 +76,9 @@ def own_seed(request):
     number = zlib.crc32(request.node.nodeid.encode())
     random.seed(number)
     np.random.seed(number)
-    for engine, seed in (("torch", "manual_seed"), ("mxnet", "random.seed")):
+    # (torch.manual_seed keeps a traceback for each kind of device.)
+    for engine, seed in (("torch", "default_generator.manual_seed"),
+                         ("mxnet", "random.seed")):
         if engine in sys.modules:
             operator.attrgetter(seed)(sys.modules[engine])(number & 0x7fffffff)
 

@@ -888,6 +888,24 @@ def test_rows_are_a_batch_on_all_contexts(backend, devices):
         for one in rows.shards if one is not None]))
 
 
+def test_what_stands_beside_rows_in_a_loss(backend, devices):
+    """One row is the same for all; what may be of the rows is refused."""
+    x = np.arange(1.0, 13).reshape(4, 3) / 10
+    rows, loss = rows_of(x, devices), names.gluon.loss.SigmoidBCELoss()
+    factors = np.array([[1.0, 2, 3]])
+    expected = mgpu.losses.SigmoidBCELoss()(
+        *[mgpu.put(x, devices[0])] * 2, None, factors)
+    for found in (loss(rows, rows, None, factors),
+                  loss(rows, rows, pos_weight=factors)):
+        assert np.allclose(found.asnumpy(), mgpu.to_numpy(expected), 1e-13)
+    for wrong in (factors[0], x, x[:, :1], mgpu.put(x, devices[0])):
+        with pytest.raises(TypeError, match="of one row"):
+            loss(rows, rows, None, wrong)
+        with pytest.raises(TypeError, match="of one row"):
+            loss(rows, rows, sample_weight=wrong)
+    assert type(rows.asnumpy()) is np.ndarray
+
+
 def test_rows_compute_as_one_array(backend, devices):
     """Sums of losses, their gradients and metrics are those of the batch."""
     x, y = np.arange(1.0, 7), np.array([3.0, 1, 4, 1, 5, 9])

@@ -118,7 +118,7 @@ class Rows(Hints, OnDevices):
     def asnumpy(self) -> _np.ndarray:
         """All rows, a copy on the host; waits for them."""
         return _np.concatenate([mgpu.to_numpy(x) for x in self.shards
-                               if x is not None]).view(HostArray)
+                                if x is not None])
 
     def backward(self) -> None:
         """`mgpu.backward` of these losses."""
@@ -188,8 +188,8 @@ class HostArray(_np.ndarray):
     as_in_ctx = as_in_context
 
     def asnumpy(self) -> _np.ndarray:
-        """The array itself."""
-        return self
+        """The array itself, as NumPy's."""
+        return self.view(_np.ndarray)
 
     def asscalar(self) -> Any:
         """Its only element. ValueError where it has others."""
@@ -242,14 +242,27 @@ def _over_devices(loss: type[losses.Loss]) -> type[losses.Loss]:
             def on_one(*row: Any) -> Any:
                 return of_one(*row[:len(arrays)],
                               **dict(zip(named, row[len(arrays):])))
-            # A number, or None, is the same on all devices.
             return one.like(mgpu.parallel(on_one, *(
-                [x] * len(one.shards) if x is None or isinstance(x, _NUMBERS)
-                else shards_of(x) for x in given)))
+                _column(x, len(one.shards)) for x in given)))
 
     OverDevices.__name__ = OverDevices.__qualname__ = loss.__name__
     OverDevices.__doc__ = loss.__doc__
     return OverDevices
+
+
+def _column(x: Any, count: int) -> list[Any]:
+    """An entry for each of `count` devices, of an argument beside `Rows`."""
+    if isinstance(x, (Rows, list)):
+        return shards_of(x)
+    if x is None or isinstance(x, _NUMBERS) \
+            or isinstance(x, _np.ndarray) and x.shape[:1] == (1,):
+        return [x] * count      # the same for all rows
+    raise TypeError(
+        "beside a batch on its contexts a loss takes other batches, numbers, "
+        "and NumPy arrays of one row; received "
+        f"{type(x).__name__} of shape {tuple(_np.shape(x))}. Put what has a "
+        "value for each row on the contexts: x.as_in_context(ctx); give the "
+        "rest a first axis of 1.")
 
 
 def backward(heads: Any) -> None:
@@ -383,7 +396,7 @@ def stacked(entries: list[Any]) -> Any:
     Numbers become arrays of their own dtype."""
     if isinstance(entries[0], tuple):
         return [stacked(list(column)) for column in zip(*entries)]
-    return _np.stack([_np.asarray(x) for x in entries]).view(HostArray)
+    return _np.stack([metrics.on_host(x) for x in entries]).view(HostArray)
 
 
 # -- the modules --------------------------------------------------------------
