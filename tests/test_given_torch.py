@@ -329,6 +329,16 @@ def test_a_step_by_the_gradients_of_one_device_is_refused(on_torch, devices):
             optimizer.step()
         assert all((x == before[name]).all()
                    for name, x in replicas.export_numpy().items())
+        closed = optim.LBFGS(replicas.parameters())
+        replicas.zero_grad()
+        for arguments, options in (((lambda: ours(replicas, *batch(8)),), {}),
+                                   ((), {"closure": lambda: ours(
+                                       replicas, *batch(8))})):
+            for one in (optimizer, closed):
+                with pytest.raises(RuntimeError, match="those of one, after"):
+                    one.step(*arguments, **options)
+        assert all((x == before[name]).all()
+                   for name, x in replicas.export_numpy().items())
         trainer.allreduce_grads()
     optimizer.step()
     other = network()

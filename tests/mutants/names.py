@@ -94,7 +94,7 @@ MUTANTS = [
            ("test_given_torch.py::test_options_of_numpy_are_in_the_states",)),
     Mutant("steps-of-one-device", "an optimiser of the user's own moves a "
            "network by the gradients of the first device",
-           edit("mgpu.backends._torch.leaves:Parts.__call__", "there > 1",
+           edit("mgpu.backends._torch.leaves:Parts._check", "there > 1",
                 "there > 9"),
            ("test_given_torch.py::test_a_step_by_the_gradients_of_one_device_"
             "is_refused[2dev]",)),

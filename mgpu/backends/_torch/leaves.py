@@ -298,15 +298,29 @@ class Parts:
     def __init__(self, leaves: "Leaves"):
         self._leaves = weakref.ref(leaves)
 
-    def __call__(self, optimizer: Any, *_: Any) -> None:
+    def __call__(self, optimizer: Any, args: tuple[Any, ...],
+                 kwargs: dict[str, Any]) -> Any:
+        self._check(optimizer)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            return None
+
+        def checked() -> Any:       # it runs the backward pass
+            loss = closure()
+            self._check(optimizer)
+            return loss
+        return (args[0], checked, *args[2:]) if len(args) > 1 else args, \
+            kwargs if len(args) > 1 else {**kwargs, "closure": checked}
+
+    def _check(self, optimizer: Any) -> None:
         leaves = self._leaves()
         if leaves is None:
             return
         groups = {leaf.place.group for group in optimizer.param_groups
                   for x in group["params"]
-                  if (leaf := leaves.known(x)) and leaf.fresh}
+                  if (leaf := leaves.known(x)) and leaf.is_fresh()}
         for group in groups:
-            there = sum(any(leaf.fresh for leaf in place.leaves)
+            there = sum(any(leaf.is_fresh() for leaf in place.leaves)
                         for place in group.places)
             if there > 1 or group.wide:
                 raise RuntimeError(
