@@ -67,6 +67,8 @@ class Rows(Hints, OnDevices):
     __hash__ = None     # type: ignore[assignment]
 
     def __init__(self, shards: list[Any], context: Sequence[Any]):
+        if any(x is not None and not len(x) for x in shards):
+            shards = [x if x is not None and len(x) else None for x in shards]
         self.shards, self.context = shards, list(context)
 
     def __repr__(self) -> str:
@@ -85,8 +87,8 @@ class Rows(Hints, OnDevices):
 
     @property
     def dtype(self) -> Any:
-        """That of the arrays."""
-        return next(x.dtype for x in self.shards if x is not None)
+        """That of the arrays; None without any."""
+        return next((x.dtype for x in self.shards if x is not None), None)
 
     def __len__(self) -> int:
         return sum(len(x) for x in self.shards if x is not None)
@@ -135,7 +137,14 @@ class Rows(Hints, OnDevices):
     as_in_ctx = as_in_context
 
     def _with(self, other: Any, of: Callable[[Any, Any], Any]) -> "Rows":
-        """`of` this and `other`, on each device."""
+        """`of` this and `other`, on each device; of floats, since engines
+        divide whole numbers otherwise."""
+        for x in (self, other):
+            if isinstance(x, Rows) and "float" not in str(x.dtype):
+                raise TypeError(
+                    "batches on their contexts compute in floats; received "
+                    f"{x!r} of {x.dtype}. Convert it on the host: "
+                    "x.astype('float32').as_in_context(ctx).")
         if isinstance(other, Rows):
             sizes, others = (
                 [(len(x), x.ndim) for x in rows.shards if x is not None]
@@ -167,8 +176,12 @@ def _operators() -> None:
         of = getattr(operator, name)
         setattr(Rows, f"__{name}__", operator_of(of))
         setattr(Rows, f"__r{name}__", swapped(of))
+
+    def compared(self: Rows, other: Any) -> Any:
+        raise TypeError("batches are compared on the host; received "
+                        f"{self!r}. Use asnumpy().")
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        setattr(Rows, f"__{name}__", operator_of(getattr(operator, name)))
+        setattr(Rows, f"__{name}__", compared)
     setattr(Rows, "__neg__", lambda self: self * -1)    # noqa: B010
 
 
@@ -252,7 +265,8 @@ def _over_devices(loss: type[losses.Loss]) -> type[losses.Loss]:
 
 def _column(x: Any, count: int) -> list[Any]:
     """An entry for each of `count` devices, of an argument beside `Rows`."""
-    if isinstance(x, (Rows, list)):
+    if isinstance(x, Rows) or isinstance(x, list) and all(
+            one is None or hasattr(one, "shape") for one in x):
         return shards_of(x)
     if x is None or isinstance(x, _NUMBERS) \
             or isinstance(x, _np.ndarray) and x.shape[:1] == (1,):

@@ -107,12 +107,11 @@ MUTANTS = [
            edit("mgpu.replicas:Replicas.__call__",
                 'any(hasattr(x, "shape") for x in given)', "True"),
            ("test_keyword_inputs.py::test_plain_calls_take_names[torch]",)),
-    Mutant("each-weight-by-a-new-copy", "an initialiser that counts begins "
-           "anew for each weight",
-           edit("mgpu.backends._mxnet.given:MXNetDraws.draw", "x = self._x",
-                "x = copy.deepcopy(self._x)"),
-           ("test_gluon_names.py::test_an_initialiser_of_the_users_draws_"
-            "alike_on_both_engines",)),
+    Mutant("initialisers-remember", "a weight depends on those before it",
+           edit("mgpu.backends._mxnet.given:MXNetDraws.draw",
+                "self._check_unchanged(x)", "pass"),
+           ("test_gluon_names.py::test_an_initialiser_that_remembers_is_"
+            "refused[torch-counts]",)),
     Mutant("one-count-for-two-trainers", "an optimiser object is shared",
            edit("mgpu.backends._mxnet.given:MXNetOptimizer.read",
                 "owner is not None and", "False and"),

@@ -1,5 +1,6 @@
 """What objects of MXNet's own are in mgpu's terms."""
 import copy
+import pickle
 import random
 import re
 import weakref
@@ -118,8 +119,7 @@ class MXNetDraws(base.GivenInitializer):
     """An `mx.init.Initializer` of a class of the user's own."""
 
     def __init__(self, x: Any):
-        # One copy, for all weights in their order: it may count its calls.
-        self._x = copy.deepcopy(x)
+        self._x = x
         self.text = f"{type(x).__name__}, a class of the user's"
 
     def draw(self, name, shape, rng):
@@ -134,14 +134,30 @@ class MXNetDraws(base.GivenInitializer):
         array = mx.nd.zeros(shape, mx.cpu(), dtype="float64")
         try:
             with mx.Context(mx.cpu()), mx.autograd.pause():
-                # As Gluon calls it for a weight.
-                x = self._x
+                # As Gluon calls it for a weight. A copy: see below.
+                x = copy.deepcopy(self._x)
                 x(mx.init.InitDesc(name, {"__init__": x}), array)
+                self._check_unchanged(x)
             return array.asnumpy()
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
             mx.random.seed(later)
+
+
+    def _check_unchanged(self, used: Any) -> None:
+        """Gluon calls one object for all networks, in the order of their
+        weights; here each draw is by itself."""
+        old, new = ({key: pickle.dumps(x) for key, x in vars(one).items()}
+                    for one in (self._x, used))
+        changed = [key for key in new if new[key] != old.get(key)]
+        if changed:
+            raise ValueError(
+                "an initialiser gives a weight by its name and shape, and "
+                "remembers nothing; received "
+                f"{type(self._x).__name__}, whose call changes {changed}. "
+                "Draw from mx.nd.random, or from NumPy's or Python's own "
+                "stream, which are seeded anew for each weight.")
 
 
 class MXNetGiven(base.Given):
