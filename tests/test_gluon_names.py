@@ -991,6 +991,36 @@ def test_outputs_of_a_network_are_rows_each(backend, devices):
     assert np.allclose(loss.asnumpy(), (x ** 2).mean(1) / 2)
 
 
+def test_outputs_without_rows_are_refused(backend, devices):
+    """Else a value for each context would be taken for a row."""
+    if backend.name == "mxnet":
+        from mxnet.gluon import nn
+        layer = nn.HybridSequential
+    else:
+        from torch import nn
+        layer = nn.Module
+
+    class Two(layer):
+        def __init__(self, wrap):
+            super().__init__()
+            self.own, self.wrap = mlp(backend), wrap
+
+        def forward(self, x):
+            out = self.own(x)
+            return out, self.wrap(out)
+    x = rows_of(np.arange(72.0).reshape(12, 6), devices)
+    for wrap in (lambda out: out.sum().reshape((1,)),
+                 lambda out: [out, out.reshape((1, -1, 3))]):
+        net = names.initialize(Two(wrap), None, devices, dtype="float64")
+        with pytest.raises(TypeError, match="a row for each row.*data.shards"):
+            net(x)
+        assert len(net(x.shards)) == len(devices)
+    net = names.initialize(Two(lambda out: [out, out * 2]), None, devices,
+                           dtype="float64")
+    _, (one, twice) = net(x)
+    assert np.array_equal(2 * one.asnumpy(), twice.asnumpy())
+
+
 @pytest.mark.parametrize("size", [len, lambda rows: rows.shape[0]])
 def test_a_script_with_rows_has_the_step_of_one_array(backend, devices, size):
     X, y = np.arange(42.0).reshape(7, 6) / 50, np.arange(7) % 3

@@ -109,13 +109,20 @@ class Rows(Hints, OnDevices):
         """`results` as `Rows` on the same contexts: see `OnDevices`."""
         first = next((x for x in results if x is not None), None)
         if first is None or hasattr(first, "shape"):
+            for x, rows in zip(results, self.shards):
+                if x is not None and tuple(x.shape[:1]) != (len(rows),):
+                    raise TypeError(
+                        "an output has a row for each row of the batch; "
+                        f"received shape {tuple(x.shape)} for {len(rows)} "
+                        "rows. Give the network data.shards, a list, and use "
+                        "the list that it returns.")
             return Rows(results, self.context)
         if not isinstance(first, (tuple, list)):
             raise TypeError(
                 "a network gives arrays, or a tuple of them; received "
-                f"{type(first).__name__}. Give it the shards of the batch.")
-        return tuple(Rows([None if x is None else x[i] for x in results],
-                          self.context) for i in range(len(first)))
+                f"{type(first).__name__}. Give it data.shards, a list.")
+        return tuple(self.like([None if x is None else x[i] for x in results])
+                     for i in range(len(first)))
 
     def asnumpy(self) -> _np.ndarray:
         """All rows, a copy on the host; waits for them."""

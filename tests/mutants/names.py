@@ -20,8 +20,8 @@ MUTANTS = [
            ("test_gluon_names.py::test_rows_are_a_batch_on_all_contexts["
             "torch-2dev]",)),
     Mutant("outputs-by-device", "two outputs are those of two devices",
-           edit(_ROWS + ".like", "[None if x is None else x[i] for x in "
-                "results]", "results[i]"),
+           edit(_ROWS + ".like", "self.like([None if x is None else x[i] for "
+                "x in results])", "Rows(list(results[i]), self.context)"),
            ("test_gluon_names.py::test_outputs_of_a_network_are_rows_each["
             "torch-3dev]",)),
     Mutant("counts-of-half-a-batch", "a metric counts what another refuses",
