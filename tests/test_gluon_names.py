@@ -765,7 +765,7 @@ def test_an_initialiser_of_the_users_draws_alike_on_both_engines():
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["counts", "draws"])
+@pytest.mark.parametrize("kind", ["counts", "draws", "generates"])
 def test_an_initialiser_that_remembers_is_refused(backend, kind):
     """Its values would depend on what it was called for before."""
     mx = mgpu.mxnet_compat()
@@ -774,13 +774,16 @@ def test_an_initialiser_that_remembers_is_refused(backend, kind):
         def __init__(self):
             super().__init__()
             self.calls, self.stream = 0, np.random.RandomState(1)
+            self.generator = np.random.default_rng(1)
 
         def _init_weight(self, name, arr):
             if kind == "counts":
                 self.calls += 1
-            else:
+            elif kind == "draws":
                 arr[:] = self.stream.rand(*arr.shape)
-    what = "calls" if kind == "counts" else "stream"
+            else:
+                arr[:] = self.generator.random(arr.shape)
+    what = {"counts": "calls", "draws": "stream"}.get(kind, "generator")
     init = Mine()
     with pytest.raises(ValueError, match=f"whose call changes .'{what}"):
         mgpu.initialize(mlp(backend), on(0, 1), init)
@@ -930,6 +933,13 @@ def test_what_stands_beside_rows_in_a_loss(backend, devices):
         with pytest.raises(TypeError, match="of one row"):
             loss(rows, rows, sample_weight=wrong)
     assert type(rows.asnumpy()) is np.ndarray
+    host = x.view(names.HostArray)
+    for number in (host.sum(), host.mean(), host.max(), (2 * host).sum()):
+        assert isinstance(number, float)
+    assert type(host + 1) is names.HostArray
+    copied = host.asnumpy()
+    copied[:] = 0
+    assert type(copied) is np.ndarray and host.all()
 
 
 def test_rows_compute_as_one_array(backend, devices):

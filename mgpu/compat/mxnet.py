@@ -208,8 +208,12 @@ class HostArray(_np.ndarray):
     as_in_ctx = as_in_context
 
     def asnumpy(self) -> _np.ndarray:
-        """The array itself, as NumPy's."""
-        return self.view(_np.ndarray)
+        """A copy, as an array of NumPy's own class."""
+        return _np.array(self)
+
+    def __array_wrap__(self, array: Any, *_: Any) -> Any:
+        # A sum of all is a number, as NumPy's: `+=` makes a new one.
+        return array[()] if not array.ndim else array.view(HostArray)
 
     def asscalar(self) -> Any:
         """Its only element. ValueError where it has others."""

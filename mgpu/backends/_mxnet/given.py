@@ -1,6 +1,5 @@
 """What objects of MXNet's own are in mgpu's terms."""
 import copy
-import pickle
 import random
 import re
 import weakref
@@ -115,6 +114,29 @@ class MXNetOptimizer(base.GivenOptimizer):
         self._x.set_learning_rate(rate)
 
 
+def _content(x: Any, seen: set[int]) -> Any:
+    """What an attribute holds, as something that compares."""
+    if isinstance(x, mx.nd.NDArray):
+        x = x.asnumpy()
+    if isinstance(x, np.ndarray):
+        return x.shape, str(x.dtype), x.tobytes()
+    if x is None or isinstance(x, (bool, int, float, str, bytes)):
+        return x
+    if id(x) in seen:
+        return None
+    seen.add(id(x))
+    state = getattr(x, "get_state", None) or getattr(x, "getstate", None)
+    if callable(state):     # of a stream of random numbers
+        return _content(state(), seen)
+    if hasattr(x, "bit_generator"):
+        return repr(x.bit_generator.state)
+    if isinstance(x, dict):
+        return {repr(key): _content(one, seen) for key, one in x.items()}
+    if isinstance(x, (list, tuple, set)):
+        return [_content(one, seen) for one in x]
+    return type(x), _content(vars(x), seen) if hasattr(x, "__dict__") else None
+
+
 class MXNetDraws(base.GivenInitializer):
     """An `mx.init.Initializer` of a class of the user's own."""
 
@@ -148,7 +170,7 @@ class MXNetDraws(base.GivenInitializer):
     def _check_unchanged(self, used: Any) -> None:
         """Gluon calls one object for all networks, in the order of their
         weights; here each draw is by itself."""
-        old, new = ({key: pickle.dumps(x) for key, x in vars(one).items()}
+        old, new = ({key: _content(x, set()) for key, x in vars(one).items()}
                     for one in (self._x, used))
         changed = [key for key in new if new[key] != old.get(key)]
         if changed:
