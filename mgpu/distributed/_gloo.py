@@ -398,11 +398,15 @@ class Gloo:
         if not self.pending:    # destroying would wait for its end
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
-        if not stays or not self._serves:
-            return
-        end = time.monotonic() + (_STAYS if self._posted else _STAYS_LOST)
-        while time.monotonic() < end and self._ask(self._unread):
-            time.sleep(0.05)
+        if stays and self._serves:
+            end = time.monotonic() + (_STAYS if self._posted else _STAYS_LOST)
+            while time.monotonic() < end and self._ask(self._unread):
+                time.sleep(0.05)
+        # A thread that comes back from the library while the interpreter ends
+        # aborts the process.
+        if self._asking is not None:
+            self._asking.join(_ANSWER)
+            self.pending |= self._asking.is_alive()
 
     def _unread(self) -> list[int]:
         """Who may still want to know what the store has."""

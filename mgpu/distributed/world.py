@@ -35,8 +35,9 @@ class Engine(Protocol):
         ``stops(notes)``, asked while an exchange waits: whether to give it
         up.
     pending : bool
-        Whether an exchange was left before its end, for which the end of the
-        process would wait.
+        Whether an exchange, or a question to the store, was left before its
+        end, for which the end of the process would wait, or which it would
+        not outlive.
     """
 
     name: str

@@ -229,6 +229,24 @@ def test_torchrun_itself(tmp_path):
     assert done.stdout.count("the end") == 2
 
 
+def test_a_question_without_an_answer_is_known_at_the_end(monkeypatch):
+    """Its thread is in the library, and comes back while the interpreter
+    ends, which aborts the process: it has to be left at once."""
+    pytest.importorskip("torch")
+    from mgpu.distributed import _gloo
+    monkeypatch.setattr(_gloo, "_ANSWER", 0.1)
+    for answered in (True, False):
+        engine, free = object.__new__(_gloo.Gloo), threading.Event()
+        engine._asking, engine.pending = None, False
+        engine._serves = False
+        assert engine._ask(lambda: free.wait(20), "none") == "none"
+        if answered:
+            free.set()
+        engine.close(True)
+        assert engine.pending is not answered
+        free.set()
+
+
 # -- the example --------------------------------------------------------------
 
 def test_the_example_ends_with_the_weights_of_one_process(backend, tmp_path):
