@@ -851,7 +851,7 @@ def test_initialisers_that_mean_nothing_here(backend):
 # -- MXNet's names for scripts ------------------------------------------------
 
 @BOTH
-@pytest.mark.parametrize("last", ["keep", "discard", "rollover"])
+@pytest.mark.parametrize("last", [None, "keep", "discard", "rollover"])
 def test_a_data_loader_gives_gluons_batches(backend, last):
     """Three epochs, shuffled: what "rollover" leaves comes in the next."""
     gluon = mgpu.mxnet_compat().gluon

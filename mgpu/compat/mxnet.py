@@ -56,7 +56,8 @@ class Rows(Hints, OnDevices):
     """
 
     _hints = {
-        "asscalar": "asnumpy()",
+        **dict.fromkeys(("asscalar", "size"), "asnumpy()"),
+        "detach": "the shards, with the detach of each",
         **dict.fromkeys(("argmax", "argmin", "max", "min", "reshape",
                          "astype"), _TO_NUMPY),
         **dict.fromkeys(("mean", "sum"), "asnumpy().mean(), and backward of "
@@ -84,6 +85,11 @@ class Rows(Hints, OnDevices):
         """That of the whole batch."""
         arrays = [x for x in self.shards if x is not None]
         return (len(self), *(arrays[0].shape[1:] if arrays else ()))
+
+    @property
+    def ndim(self) -> int:
+        """How many axes there are."""
+        return len(self.shape)
 
     @property
     def dtype(self) -> Any:
@@ -371,7 +377,8 @@ class DataLoader:
     batch_size : int
     shuffle : bool
     last_batch : {"keep", "discard", "rollover"}
-        What becomes of the rows that are left at the end of an epoch.
+        What becomes of the rows that are left at the end of an epoch. None:
+        they are kept.
     batchify_fn : callable, optional
         Makes a batch of a list of entries. Default: stacks the arrays.
     num_workers, pin_memory, thread_pool, timeout
@@ -383,13 +390,13 @@ class DataLoader:
     """
 
     def __init__(self, dataset: Any, batch_size: int, shuffle: bool = False,
-                 last_batch: str = "keep",
+                 last_batch: str | None = None,
                  batchify_fn: Callable[[list[Any]], Any] | None = None,
                  num_workers: int = 0, pin_memory: bool = False,
                  thread_pool: bool = False, timeout: int = 120):
         self._dataset, self._shuffle = dataset, bool(shuffle)
         self._size = arguments.batch_size(batch_size)
-        self._last = one_of("last_batch", last_batch,
+        self._last = one_of("last_batch", last_batch or "keep",
                             ("keep", "discard", "rollover"))
         self._batchify = batchify_fn or stacked
         self._left: list[int] = []
