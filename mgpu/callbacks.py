@@ -470,7 +470,7 @@ class EMA(_Lasting):
         """Take the parameters as they are now into the averages. ValueError
         for other replicas than before, TypeError for what is none."""
         self.fit(replicas)
-        self._replicas = replicas
+        self.begin(replicas)
         backend, weight = replicas.backend, 1.0 - self._decay
         with backend.scope(recording=False):
             for p in replicas.params():

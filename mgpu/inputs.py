@@ -215,16 +215,19 @@ class Rounds:
         self.data = data
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        _check(self.data)
-        self.data.reset()
+        self._begin()
         return self._pairs()
 
     def inputs(self) -> Iterator[Any]:
         """X of each batch, which may have no labels."""
+        self._begin()
+        rolls = self._rolls()
+        for batch in self.data:
+            yield unpadded(batch.data, 0 if rolls else batch.pad)
+
+    def _begin(self) -> None:
         _check(self.data)
         self.data.reset()
-        for batch in self.data:
-            yield unpadded(batch.data, 0 if self._rolls() else batch.pad)
 
     def _rolls(self) -> bool:
         """Whether rows in `pad` are of the epoch before, and no filling."""

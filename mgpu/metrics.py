@@ -149,15 +149,14 @@ def _pairs(labels: Any, preds: Any) -> list[tuple[Any, Any]]:
             f"received {len(labels)} and {len(preds)}. Pass what the network "
             "and split_batch gave.")
     for y, x in zip(labels, preds):
-        if (y if x is None else x) is not None and (
-                x is None and 0 not in np.shape(y)
-                or y is None and 0 not in np.shape(x)):
+        alone = y if x is None else x if y is None else None
+        if alone is not None and 0 not in np.shape(alone):
             raise ValueError(
                 "a device has labels where it has predictions; received "
-                + (f"no labels for predictions of shape {tuple(np.shape(x))}"
-                   if y is None else
-                   f"None for labels of shape {tuple(np.shape(y))}")
-                + ". Pass what the network and split_batch gave.")
+                + ("no labels for predictions" if y is None
+                   else "None for labels")
+                + f" of shape {tuple(np.shape(alone))}. Pass what the network "
+                "and split_batch gave.")
     return [(y, x) for y, x in zip(labels, preds)
             if x is not None and y is not None]
 

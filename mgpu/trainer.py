@@ -74,10 +74,9 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         `mgpu.lr_scheduler`, or any function. All parameters of a step have
         one rate. (Gluon asks the schedule for each: one that was frozen for
         some steps, and comes first, has the rate of the step before.) As in
-        Gluon a rate that was
-        given replaces the ``base_lr`` of a schedule (but not with ftrl), and
-        so does the default rate of adam, adamw, adamax, nadam, rmsprop and
-        signum.
+        Gluon a rate that was given replaces the ``base_lr`` of a schedule
+        (but not with ftrl), and so does the default rate of adam, adamw,
+        adamax, nadam, rmsprop and signum.
     lr_mult, wd_mult : dict, optional
         Factors by parameter name, for example ``{"0.bias": 2.0}``. The
         gamma and beta of a norm may be called weight and bias, as torch does.

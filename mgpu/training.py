@@ -674,7 +674,7 @@ def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
         group, marks = [], []
         for batch in islice(source, count):
             group.append(batch)
-            if count > 1:
+            if len(group) < count:      # others follow, which may change it
                 marks.append(_mark(batch))
         if not group:
             return

@@ -599,7 +599,7 @@ def test_states_of_other_groups_are_refused_and_nothing_changes(on_torch):
         assert other.export_states() == before
     whole.import_states(plain.export_states())      # the rate is the file's
     assert whole.learning_rate == 0.2
-    assert whole._given._x.param_groups[0]["lr"] == 0.2
+    assert whole._given.object.param_groups[0]["lr"] == 0.2
 
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="a network of MXNet's")

@@ -978,7 +978,8 @@ def test_a_data_set_takes_native_arrays_too(backend):
     assert np.array_equal(np.concatenate([first[0], second[0]]), x)
 
 
-def test_outputs_of_a_network_are_rows_each(backend, devices):
+def two_outputs(backend, wrap):
+    """A network that gives an output, and `wrap` of it."""
     if backend.name == "mxnet":
         from mxnet.gluon import nn
         layer = nn.HybridSequential
@@ -992,8 +993,14 @@ def test_outputs_of_a_network_are_rows_each(backend, devices):
             self.own = mlp(backend)
 
         def forward(self, x):
-            return self.own(x), x * 2
-    net = names.initialize(Two(), None, devices, dtype="float64")
+            out = self.own(x)
+            return out, wrap(x, out)
+    return Two()
+
+
+def test_outputs_of_a_network_are_rows_each(backend, devices):
+    net = names.initialize(two_outputs(backend, lambda x, out: x * 2), None,
+                           devices, dtype="float64")
     x = np.arange(36.0).reshape(6, 6)
     out, twice = net(rows_of(x, devices))
     assert out.shape == (6, 3) and np.array_equal(twice.asnumpy(), 2 * x)
@@ -1003,30 +1010,17 @@ def test_outputs_of_a_network_are_rows_each(backend, devices):
 
 def test_outputs_without_rows_are_refused(backend, devices):
     """Else a value for each context would be taken for a row."""
-    if backend.name == "mxnet":
-        from mxnet.gluon import nn
-        layer = nn.HybridSequential
-    else:
-        from torch import nn
-        layer = nn.Module
-
-    class Two(layer):
-        def __init__(self, wrap):
-            super().__init__()
-            self.own, self.wrap = mlp(backend), wrap
-
-        def forward(self, x):
-            out = self.own(x)
-            return out, self.wrap(out)
     x = rows_of(np.arange(72.0).reshape(12, 6), devices)
-    for wrap in (lambda out: out.sum().reshape((1,)),
-                 lambda out: [out, out.reshape((1, -1, 3))]):
-        net = names.initialize(Two(wrap), None, devices, dtype="float64")
+    for wrap in (lambda x, out: out.sum().reshape((1,)),
+                 lambda x, out: [out, out.reshape((1, -1, 3))]):
+        net = names.initialize(two_outputs(backend, wrap), None, devices,
+                               dtype="float64")
         with pytest.raises(TypeError, match="a row for each row.*data.shards"):
             net(x)
         assert len(net(x.shards)) == len(devices)
-    net = names.initialize(Two(lambda out: [out, out * 2]), None, devices,
-                           dtype="float64")
+    net = names.initialize(
+        two_outputs(backend, lambda x, out: [out, out * 2]), None, devices,
+        dtype="float64")
     _, (one, twice) = net(x)
     assert np.array_equal(2 * one.asnumpy(), twice.asnumpy())
 

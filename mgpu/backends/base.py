@@ -21,6 +21,7 @@ Neutral code may use these directly on native arrays of either engine:
 ``x.reshape(shape)`` (a tuple), ``len(x)``. Everything else goes through
 `Ops`; not ``x.clip``, whose bounds MXNet rounds to float32.
 """
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import (Callable, Iterable, Iterator, Mapping, Sequence,
                              Set)
@@ -644,6 +645,10 @@ class GivenOptimizer(ABC):
     The trainer reads it before each update, since programs and schedules
     change its options. It never moves a parameter itself."""
 
+    #: by object, that of the trainer whose steps it has taken
+    _owners: ClassVar["weakref.WeakKeyDictionary[Any, weakref.ref[Any]]"] = \
+        weakref.WeakKeyDictionary()
+
     #: whose formulas
     semantics: str
     #: ``rate = schedule(number of the update)``, where the object has one
@@ -664,9 +669,17 @@ class GivenOptimizer(ABC):
         """States were loaded, which were saved with this rate."""
         return
 
+    def __init__(self, x: Any) -> None:
+        self.object = x
+
     def updated(self) -> None:
         """The trainer has applied an update."""
-        return
+        self._owners[self.object] = weakref.ref(self)
+
+    def taken(self) -> bool:
+        """Whether another trainer has stepped with the object."""
+        owner = self._owners.get(self.object)
+        return owner is not None and owner() is not self
 
     def export(self) -> list[dict[str, Any]] | None:
         """For each group its names and all its options, as JSON has them;

@@ -34,12 +34,19 @@ __all__ = ["Context", "HostArray", "Rows", "autograd", "callback", "cpu",
            "lr_scheduler", "metric", "nd", "num_gpus", "optimizer", "random"]
 
 Context, cpu, gpu = mgpu.Device, mgpu.cpu, mgpu.gpu
+num_gpus = mgpu.num_gpus
 
 
 # -- arrays -------------------------------------------------------------------
 
 _NUMBERS = int, float, _np.number
 _TO_NUMPY = "asnumpy(), and NumPy's functions"
+
+
+def _both_ways(of: Callable[[Any, Any], Any]) -> tuple[Any, Any]:
+    """The methods of `Rows` for an operator, and for it from the right."""
+    return (lambda self, other: self._with(other, of),
+            lambda self, other: self._with(other, lambda x, y: of(y, x)))
 
 
 class Rows(Hints, OnDevices):
@@ -177,28 +184,21 @@ class Rows(Hints, OnDevices):
             f"batches; received {type(other).__name__}. Put an array on the "
             "contexts first: x.as_in_context(ctx).")
 
+    __add__, __radd__ = _both_ways(operator.add)
+    __sub__, __rsub__ = _both_ways(operator.sub)
+    __mul__, __rmul__ = _both_ways(operator.mul)
+    __truediv__, __rtruediv__ = _both_ways(operator.truediv)
+    __pow__, __rpow__ = _both_ways(operator.pow)
 
-def _operators() -> None:
-    """Give `Rows` Python's operators, which `Rows._with` applies."""
-    def operator_of(of: Callable[[Any, Any], Any]) -> Any:
-        return lambda self, other: self._with(other, of)
+    def __neg__(self) -> "Rows":
+        return self * -1
 
-    def swapped(of: Callable[[Any, Any], Any]) -> Any:
-        return lambda self, other: self._with(other, lambda x, y: of(y, x))
-    for name in ("add", "sub", "mul", "truediv", "pow"):
-        of = getattr(operator, name)
-        setattr(Rows, f"__{name}__", operator_of(of))
-        setattr(Rows, f"__r{name}__", swapped(of))
-
-    def compared(self: Rows, other: Any) -> Any:
+    def _compared(self, other: Any) -> Any:
         raise TypeError("batches are compared on the host; received "
                         f"{self!r}. Use asnumpy().")
-    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        setattr(Rows, f"__{name}__", compared)
-    setattr(Rows, "__neg__", lambda self: self * -1)    # noqa: B010
 
-
-_operators()
+    __eq__ = __ne__ = _compared
+    __lt__ = __le__ = __gt__ = __ge__ = _compared
 
 
 class HostArray(_np.ndarray):
@@ -497,8 +497,3 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     use = f". Use {_MODULES[name]}." if name in _MODULES else ""
     raise AttributeError(f"mgpu.compat.mxnet has no {name!r}{use}")
-
-
-def num_gpus() -> int:
-    """`mgpu.num_gpus`."""
-    return mgpu.num_gpus()

@@ -269,7 +269,7 @@ MUTANTS = [
             "_gives_torchs_numbers[step-*",)),
     Mutant("schedule-warns", "torch thinks that its optimiser never steps",
            edit("mgpu.backends._torch.given:TorchOptimizer.updated",
-                "self._x._opt_called = True", "pass"),
+                "self.object._opt_called = True", "pass"),
            ("test_given_torch.py::test_a_schedule_that_is_stepped_as_in_torch"
             "_gives_torchs_numbers[step-*",)),
     Mutant("rest-is-trained", "what is in no group is moved, too",

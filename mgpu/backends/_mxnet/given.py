@@ -2,7 +2,6 @@
 import copy
 import random
 import re
-import weakref
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,6 @@ _FAMILIES = {**FAMILIES, **{getattr(mx.optimizer, name): name.lower()
              mx.optimizer.contrib.GroupAdaGrad: "groupadagrad"}
 
 
-#: by optimiser, that of the trainer whose steps it has taken
-_owners: "weakref.WeakKeyDictionary[Any, weakref.ref[MXNetOptimizer]]" = \
-    weakref.WeakKeyDictionary()
-
-
 class MXNetOptimizer(base.GivenOptimizer):
     """An `mx.optimizer.Optimizer` of a class of MXNet's own."""
 
@@ -59,20 +53,17 @@ class MXNetOptimizer(base.GivenOptimizer):
         messages.check_precision(x.multi_precision, {
             spec.name: spec.dtype for spec in network.specs()
             if spec.kind not in base.BUFFERS})
-        self._x, self._family = x, _FAMILIES[type(x)]
+        super().__init__(x)
+        self._family = _FAMILIES[type(x)]
         self.schedule, self.scale = x.lr_scheduler, float(x.rescale_grad)
         if not 0 < self.scale < float("inf"):
             raise ValueError("rescale_grad must be a finite number above 0; "
                              f"received {x.rescale_grad!r}.")
         self.read()
 
-    def updated(self) -> None:
-        _owners[self._x] = weakref.ref(self)
-
     def read(self) -> list[base.GivenGroup]:
-        x = self._x
-        owner = _owners.get(x)
-        if owner is not None and owner() is not self:
+        x = self.object
+        if self.taken():
             raise ValueError(
                 "an optimiser object is that of one Trainer, whose updates it "
                 "counts; received one that another Trainer has stepped with. "
@@ -108,10 +99,10 @@ class MXNetOptimizer(base.GivenOptimizer):
                 for name, own in _OPTIONS[self._family].items()}})]
 
     def set_learning_rate(self, rate: float) -> None:
-        self._x.set_learning_rate(rate)
+        self.object.set_learning_rate(rate)
 
     def load_learning_rate(self, rate: float) -> None:
-        self._x.set_learning_rate(rate)
+        self.object.set_learning_rate(rate)
 
 
 def _content(x: Any, seen: set[int]) -> Any:
@@ -165,7 +156,6 @@ class MXNetDraws(base.GivenInitializer):
             random.setstate(states[0])
             np.random.set_state(states[1])
             mx.random.seed(later)
-
 
     def _check_unchanged(self, used: Any) -> None:
         """Gluon calls one object for all networks, in the order of their

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import optimizer as torch_optimizer
 from torch.nn.parameter import is_lazy
+from torch.optim import optimizer as torch_optimizer
 
 from mgpu.backends import base
 from mgpu.backends._torch import initial
@@ -28,9 +28,6 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
         "adagrad": "lr_decay eps", "adadelta": "rho eps"}.items()}
 #: what else is in a group
 _PARAMETERS = ("params", "param_names")
-#: by optimiser, that of the trainer whose steps it has taken
-_owners: "weakref.WeakKeyDictionary[Any, weakref.ref[TorchOptimizer]]" = \
-    weakref.WeakKeyDictionary()
 
 
 class _Refusal:
@@ -65,7 +62,8 @@ class TorchOptimizer(base.GivenOptimizer):
                 f"received torch.optim.{type(x).__name__}, which has no "
                 f"parameters of {type(network.net).__name__}. Pass the name, "
                 f"{FAMILIES[type(x)]!r}, with semantics='torch'.")
-        self._x, self._network = x, network
+        super().__init__(x)
+        self._network = network
         #: its parameters by group, and what the network calls them
         self._groups: list[list[Any]] = []
         self._names: list[frozenset[str]] = []
@@ -85,13 +83,13 @@ class TorchOptimizer(base.GivenOptimizer):
     def read(self) -> list[base.GivenGroup]:
         self._check_unused()
         self._name()
-        return self._translated(self._x.param_groups, self._names)
+        return self._translated(self.object.param_groups, self._names)
 
     def _check_unused(self) -> None:
-        x, owner = self._x, _owners.get(self._x)
+        x = self.object
         used = any(float(state.get("step", 1)) for state in x.state.values()
                    if state)
-        if used or owner is not None and owner() is not self:
+        if used or self.taken():
             raise ValueError(
                 "a Trainer begins with an optimiser object that has updated "
                 f"nothing, and remembers all itself; received a {_name(x)} "
@@ -117,7 +115,7 @@ class TorchOptimizer(base.GivenOptimizer):
 
     def _name(self) -> None:
         """Look the names up, if other parameters are there."""
-        groups = [list(group["params"]) for group in self._x.param_groups]
+        groups = [list(group["params"]) for group in self.object.param_groups]
         arrays = _arrays(self._network)
         if _same(arrays, self._arrays) and len(groups) == len(self._groups) \
                 and all(map(_same, groups, self._groups)):
@@ -126,9 +124,9 @@ class TorchOptimizer(base.GivenOptimizer):
                 or not all(map(_same, groups, self._groups)):
             raise ValueError(
                 "the parameters of a group stay in it, and a new group comes "
-                f"last (add_param_group); received a {_name(self._x)} whose "
-                "groups have others than before. Make a new object, and a "
-                "new Trainer.")
+                "last (add_param_group); received a "
+                f"{_name(self.object)} whose groups have others than before. "
+                "Make a new object, and a new Trainer.")
         names = {id(p): joined(path, suffix_of(module, name))
                  for path, module, name, p in walk(self._network.net,
                                                    "_parameters")}
@@ -152,7 +150,7 @@ class TorchOptimizer(base.GivenOptimizer):
     def _translated(self, groups: Sequence[Mapping[str, Any]],
                     names: Sequence[frozenset[str]]
                     ) -> list[base.GivenGroup]:
-        x, found = self._x, []
+        x, found = self.object, []
         for group, own in zip(groups, names, strict=True):
             family = FAMILIES[type(x)]
             for option in ("maximize", "differentiable"):
@@ -184,12 +182,12 @@ class TorchOptimizer(base.GivenOptimizer):
     # -- what a trainer tells -----------------------------------------------
 
     def updated(self) -> None:
-        _owners[self._x] = weakref.ref(self)
+        super().updated()
         # Else a schedule warns that it has been stepped before this.
-        self._x._opt_called = True
+        self.object._opt_called = True
 
     def set_learning_rate(self, rate: float) -> None:
-        groups = self._x.param_groups
+        groups = self.object.param_groups
         if len({group["lr"] for group in groups}) > 1:
             raise ValueError(
                 "the groups of this optimiser object have rates of their own;"
@@ -203,25 +201,26 @@ class TorchOptimizer(base.GivenOptimizer):
         return [{"names": sorted(names), "options": {
             key: _plain(x) for key, x in group.items()
             if key not in _PARAMETERS and _is_plain(x)}}
-            for group, names in zip(self._x.param_groups, self._names)]
+            for group, names in zip(self.object.param_groups, self._names)]
 
     def fit(self, saved: Sequence[Mapping[str, Any]] | None, rate: float
             ) -> tuple[list[base.GivenGroup], Callable[[], None]]:
         self.read()
-        groups = self._x.param_groups
+        groups = self.object.param_groups
         if saved is None:
             if len(groups) > 1:
                 raise ValueError(
                     "states are loaded into as many groups of parameters as "
                     f"they are of; received those of one, for {len(groups)} "
-                    f"of a {_name(self._x)}. Make an object with one group.")
+                    f"of a {_name(self.object)}. Make an object with one "
+                    "group.")
             saved = [{"names": self._names[0], "options": {"lr": rate}}]
         if [frozenset(group["names"]) for group in saved] != self._names:
             raise ValueError(
                 "states are loaded into the same groups of parameters, in "
                 "the same order; received those of groups with "
                 f"{[len(group['names']) for group in saved]} parameters, for "
-                f"a {_name(self._x)} with "
+                f"a {_name(self.object)} with "
                 f"{[len(names) for names in self._names]}, or with others. "
                 "Make the groups that were saved.")
         options = [{key: tuple(x) if isinstance(x, list) else x
@@ -230,7 +229,7 @@ class TorchOptimizer(base.GivenOptimizer):
         found = self._translated(
             [{**group, **new} for group, new in zip(groups, options)],
             self._names)
-        return found, partial(_write, self._x, options)
+        return found, partial(_write, self.object, options)
 
 
 def _write(x: Any, options: Sequence[Mapping[str, Any]]) -> None:
