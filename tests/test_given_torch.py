@@ -355,6 +355,24 @@ def test_a_step_by_the_gradients_of_one_device_is_refused(on_torch, devices):
     assert gap(net, other) < 1e-12
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_of_another_network_is_left_alone(on_torch, named):
+    """Its closure comes as it is, whatever it takes."""
+    class Own(optim.Optimizer):
+        def step(self, closure=None):
+            return closure
+
+    def closure(backward):
+        return backward
+    replicas = mgpu.initialize(network(), on(0, 1))
+    arguments = ((), {"closure": closure}) if named else ((closure,), {})
+    for params, left in ((network().parameters(), True),
+                         (replicas.parameters(), False)):
+        given = Own(params, {}).step(*arguments[0], **arguments[1])
+        assert (given is closure) is left
+        assert given.__name__ == "closure" and given(backward=3) == 3
+
+
 def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))

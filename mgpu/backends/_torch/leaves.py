@@ -5,6 +5,7 @@ one inside it, and several losses may have one each, in threads. Here a pass
 is what the user calls one: "write" forgets the old gradient once in it, and
 adds up what arrives in pieces.
 """
+import functools
 import itertools
 import threading
 import weakref
@@ -300,26 +301,29 @@ class Parts:
 
     def __call__(self, optimizer: Any, args: tuple[Any, ...],
                  kwargs: dict[str, Any]) -> Any:
-        self._check(optimizer)
+        own = self._own(optimizer)
+        self._check(optimizer, own)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not callable(closure):
+        if not own or not callable(closure):
             return None
 
-        def checked() -> Any:       # it runs the backward pass
-            loss = closure()
-            self._check(optimizer)
+        @functools.wraps(closure)
+        def checked(*given: Any, **named: Any) -> Any:
+            loss = closure(*given, **named)     # with a backward pass
+            self._check(optimizer, own)
             return loss
-        return (args[0], checked, *args[2:]) if len(args) > 1 else args, \
-            kwargs if len(args) > 1 else {**kwargs, "closure": checked}
+        return ((args[0], checked, *args[2:]), kwargs) if len(args) > 1 \
+            else (args, {**kwargs, "closure": checked})
 
-    def _check(self, optimizer: Any) -> None:
+    def _own(self, optimizer: Any) -> list[_Leaf]:
+        """The leaves of networks on devices that it moves."""
         leaves = self._leaves()
-        if leaves is None:
-            return
-        groups = {leaf.place.group for group in optimizer.param_groups
-                  for x in group["params"]
-                  if (leaf := leaves.known(x)) and leaf.is_fresh()}
-        for group in groups:
+        return [] if leaves is None else [
+            leaf for group in optimizer.param_groups for x in group["params"]
+            if (leaf := leaves.known(x))]
+
+    def _check(self, optimizer: Any, own: Sequence[_Leaf]) -> None:
+        for group in {leaf.place.group for leaf in own if leaf.is_fresh()}:
             there = sum(any(leaf.is_fresh() for leaf in place.leaves)
                         for place in group.places)
             if there > 1 or group.wide:
