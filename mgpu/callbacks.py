@@ -10,9 +10,10 @@ checkpoint. An error in one ends the training.
 
 With several processes each rank calls its own, and all ranks stop if one
 asks for it. A callback that has ``state()`` and ``restore(state)`` (as those
-of this module have) goes on where `train` resumes: `state` gives a pair, what
-is fit for JSON and a dict of NumPy arrays, the same on all ranks, and
-`restore` takes it. What others keep begins anew.
+of this module have) goes on where `train` resumes: `state` gives a pair, the
+same on all ranks, and `restore` takes it. The first is made of numbers (of
+NumPy's too), text, None, arrays, and lists, tuples and dicts of them; the
+second is a dict of NumPy arrays. What others keep begins anew.
 """
 import contextlib
 import warnings
@@ -21,6 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from mgpu import extra_states
 from mgpu.arguments import Hints, integer, number, one_of
 from mgpu.files import FilePath, check_file, path_of
 from mgpu.replicas import Replicas
@@ -199,30 +201,40 @@ class Calls:
         arrays: Values = {}
         for i, one in enumerate(self._lasting()):
             state, own = one.state()
-            found.append([_label(one), state])
+            inside: list[np.ndarray] = []
+            found.append([_label(one), extra_states.pack_one(
+                state, inside, self._replicas.backend,
+                ("the state of a callback", _label(one), "state()")), True])
             arrays |= {f"{i}|{name}": x for name, x in own.items()}
+            arrays |= {f"{i}||{n}": x for n, x in enumerate(inside)}
         return found, arrays
 
     def check(self, saved: Sequence[Any]) -> None:
         """Refuse to go on with other callbacks than those of `state`
         (ValueError)."""
         names = [_label(one) for one in self._lasting()]
-        if [name for name, _ in saved] != names:
+        if [name for name, *_ in saved] != names:
             raise ValueError(
                 "train goes on with the callbacks that it has begun with, "
                 "whose state is in the checkpoint; received "
-                f"{names} for those of {[name for name, _ in saved]}. Pass "
+                f"{names} for those of {[name for name, *_ in saved]}. Pass "
                 "the same, or use another checkpoint_dir.")
 
     def restore(self, saved: Sequence[Any], arrays: Mapping[str, np.ndarray]
                 ) -> bool:
         """Go on from `state`; returns whether one had ended the
         training."""
-        for i, (one, (_, state)) in enumerate(zip(self._lasting(), saved)):
+        backend, first = self._replicas.backend, self._replicas.devices[0]
+        for i, (one, (_, state, *packed)) in enumerate(
+                zip(self._lasting(), saved)):
             begin = f"{i}|"
+            if packed:      # by a version before, it is JSON as it is
+                state = extra_states.build(extra_states.resolve(
+                    state, f"{i}||", arrays), backend, first)
             one.restore((state, {key.removeprefix(begin): x
                                  for key, x in arrays.items()
-                                 if key.startswith(begin)}))
+                                 if key.startswith(begin)
+                                 and not key.startswith(f"{i}||")}))
         return any(getattr(one, "stopped", False) for one in self._all)
 
 

@@ -1,6 +1,7 @@
-"""What layers add to the state of a network, as JSON and arrays: no pickle."""
+"""What layers add to the state of a network, and what callbacks keep, as JSON
+and arrays: no pickle."""
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ from mgpu.device import Device
 
 _PLAIN = {type(None), bool, int, float, str}
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple}
-_TABLES: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
+_TABLES: dict[str, Any] = {
+    "dict": dict, "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs))}
 
 
 def pack(states: Mapping[str, Sequence[Any]], backend: Backend
@@ -25,7 +28,9 @@ def pack(states: Mapping[str, Sequence[Any]], backend: Backend
         packed = []
         for state in every:
             own: list[np.ndarray] = []
-            packed.append((_packed(state, name, own, backend), own))
+            packed.append((pack_one(state, own, backend, (
+                "the extra state of a layer", repr(name),
+                "get_extra_state")), own))
         bits = {(json.dumps(tree), *((str(x.dtype), x.shape, x.tobytes())
                                      for x in own)) for tree, own in packed}
         header[name] = []
@@ -36,23 +41,26 @@ def pack(states: Mapping[str, Sequence[Any]], backend: Backend
     return header, arrays
 
 
-def _packed(x: Any, name: str, arrays: list[np.ndarray], backend: Backend
-            ) -> Any:
+def pack_one(x: Any, arrays: list[np.ndarray], backend: Backend,
+             words: tuple[str, str, str]) -> Any:
+    """What fits JSON of one state; its arrays are added to `arrays`. `words`
+    of a refusal: what the state is, whose, and the method that gave it."""
     def inner(part: Any) -> Any:
-        return _packed(part, name, arrays, backend)
+        return pack_one(part, arrays, backend, words)
 
     kind = type(x).__name__
     if type(x) in _PLAIN:
         return x
-    if type(x) is _LISTS.get(kind):
+    if type(x) in (list, tuple):
         return [kind, [inner(part) for part in x]]
-    if type(x) is _TABLES.get(kind):
+    if type(x) in (dict, OrderedDict, Counter):
         return [kind, [[inner(key), inner(part)] for key, part in x.items()]]
     if backend.is_native(x):
         found = backend.to_numpy(x)
         if found.dtype.name in messages.DTYPES:
             arrays.append(found)
-            dtype = str(x.dtype).rpartition(".")[2]
+            # torch.float64, or MXNet's <class 'numpy.float64'>
+            dtype = str(x.dtype).rpartition(".")[2].rstrip("'>")
             return ["native", len(arrays) - 1, dtype]
     elif isinstance(x, (np.generic, np.ndarray, bytes)):
         found = np.frombuffer(x, np.uint8) if type(x) is bytes \
@@ -62,18 +70,19 @@ def _packed(x: Any, name: str, arrays: list[np.ndarray], backend: Backend
             return [kind if isinstance(x, bytes) else
                     "scalar" if isinstance(x, np.generic) else "array",
                     len(arrays) - 1]
+    of, whose, method = words
     raise ValueError(
-        "a checkpoint holds no pickle, so the extra state of a layer is made "
-        "of numbers, text, arrays of numbers, and lists, tuples and dicts of "
-        f"them; received {type(x).__module__}.{type(x).__qualname__} in "
-        f"{name!r}. Let get_extra_state return what it consists of.")
+        f"a checkpoint holds no pickle, so {of} is made of numbers, text, "
+        "arrays of numbers, and lists, tuples and dicts of them; received "
+        f"{type(x).__module__}.{type(x).__qualname__} in {whose}. Let "
+        f"{method} return what it consists of.")
 
 
 def unpack(header: Mapping[str, Sequence[Any]],
            arrays: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
     """By name, the state on each device, or the one of all, for `build`. An
     Exception for what `pack` cannot have packed."""
-    found = {name: [_resolved(tree, f"{name}|{i}|", arrays)
+    found = {name: [resolve(tree, f"{name}|{i}|", arrays)
                     for i, tree in enumerate(trees)]
              for name, trees in header.items()}
     for every in found.values():
@@ -82,15 +91,17 @@ def unpack(header: Mapping[str, Sequence[Any]],
     return found
 
 
-def _resolved(tree: Any, prefix: str, arrays: Mapping[str, np.ndarray]
+def resolve(tree: Any, prefix: str, arrays: Mapping[str, np.ndarray]
               ) -> Any:
+    """A tree of `pack_one` with its arrays, which have names with `prefix`,
+    for `build`."""
     if type(tree) in _PLAIN:
         return tree
     kind, content, *dtype = tree
     if kind in _LISTS:
-        return [kind, [_resolved(x, prefix, arrays) for x in content]]
+        return [kind, [resolve(x, prefix, arrays) for x in content]]
     if kind in _TABLES:
-        return [kind, [[_resolved(x, prefix, arrays) for x in pair]
+        return [kind, [[resolve(x, prefix, arrays) for x in pair]
                        for pair in content]]
     return [kind, arrays[f"{prefix}{content}"], *dtype]
 

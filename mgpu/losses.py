@@ -1001,9 +1001,11 @@ def check_per_example(values: Any, rows: int, *others: int) -> Any:
     shape = tuple(getattr(values, "shape", ()))
     if shape[:1] not in [(n,) for n in (rows, *others)] \
             or math.prod(shape) != shape[0]:
+        received = f"shape {shape}" if hasattr(values, "shape") \
+            else "None" if values is None else f"a {type(values).__name__}"
         raise ValueError(
             f"the loss must return one value per example, shape ({rows},); "
-            f"received shape {shape}. Use a loss of mgpu.losses, or wrap one "
+            f"received {received}. Use a loss of mgpu.losses, or wrap one "
             "that averages: mgpu.losses.per_example(loss); on torch also "
             "reduction='none'.")
     return values if len(shape) == 1 else values.reshape(shape[:1])

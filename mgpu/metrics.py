@@ -123,12 +123,17 @@ class EvalMetric(Hints):
 
 def on_host(x: Any) -> np.ndarray:
     """A native array's copy on the host, or `x` as NumPy has it. TypeError for
-    an array of the other framework."""
+    an array of the other framework, and for what is no array."""
     backend = get_backend()
     if backend.is_native(x):
         return backend.to_numpy(x)
     messages.refuse_foreign(x, backend.name)
-    return np.asarray(x)
+    found = np.asarray(x)
+    if found.dtype == object and not found.shape:
+        raise TypeError("a measure is of arrays; received "
+                        f"{type(x).__name__}. Take the array out of it, or "
+                        "pass a function that does.")
+    return found
 
 
 def _listed(x: Any) -> list[Any]:

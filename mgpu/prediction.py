@@ -28,6 +28,7 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
     if batch_size is not None:
         batch_size = arguments.batch_size(batch_size)
     found: list[Any] = []
+    first: tuple[Any, Any, Any] | None = None
     with using_backend(replicas.backend.name) as backend, \
             backend.scope(recording=False, training=False):
         for batch in _batches(X, batch_size):
@@ -47,15 +48,16 @@ def predict(replicas: "Replicas", X: Any, batch_size: int | None = None,
                 choice.check(["label", "labels"], "a measure")
                 batch = choice.take(batch)
             shards = split_and_load(batch, places, 0, False)
-            if places == replicas.devices:
-                outputs = replicas(shards)
-            else:
-                run = replicas[replicas.devices.index(places[0])]
-                outputs = [forward_call(run, as_inputs(shards[0]))()]
+            run = replicas[replicas.devices.index(places[0])]
+            outputs = replicas(shards) if places == replicas.devices \
+                else [forward_call(run, as_inputs(shards[0]))()]
             for shard, output in zip(shards, outputs):
                 if output is not None:
                     found.append(_on_host(output, row_counts(shard)[0],
                                           backend))
+            first = first or (run, shards[0], batch)
+        if len(found) > 1 and first is not None:
+            _check_follow(found, *first, places[:1], backend)
     if not found:
         raise ValueError("a prediction needs one row or more; received no "
                          "batch. Use an iterable that can be gone through "
@@ -106,16 +108,39 @@ def _on_host(output: Any, rows: int, backend: Any) -> Any:
     return map_leaves(backend.to_numpy, output)
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    """One structure of arrays like each of `parts`, with all rows."""
-    columns: list[list[np.ndarray]] = []
+def _check_follow(parts: Sequence[Any], run: Any, shard: Any, batch: Any,
+                  place: Sequence[Any], backend: Any) -> None:
+    """Refuse an array that is the same in all parts, and not of their rows:
+    one of the network's own that has as many by chance. `run` is asked about
+    other rows than the first `shard` has, of which `batch` may have more."""
+    if not any(all(np.array_equal(own[0], x) for x in own[1:])
+               for own in _columns(parts)):
+        return
+    rows = row_counts(shard)[0]
+    other = cut_rows(shard, [(0, rows - 1)])[0] if rows > 1 \
+        else split_and_load(batch, place, 0, False)[0]
+    try:
+        output = forward_call(run, as_inputs(other))()
+    except Exception:   # it is written for so many rows
+        return
+    _on_host(output, row_counts(other)[0], backend)
+
+
+def _columns(parts: Sequence[Any]) -> list[list[np.ndarray]]:
+    """The arrays of each place in a structure, one of each part."""
+    every: list[list[np.ndarray]] = []
     for part in parts:
-        columns.append([])
-        map_leaves(columns[-1].append, part)
-    if len({len(own) for own in columns}) != 1:
+        every.append([])
+        map_leaves(every[-1].append, part)
+    if len({len(own) for own in every}) != 1:
         raise ValueError(
             "all batches have outputs of one structure; received "
-            f"{sorted({len(own) for own in columns})} arrays. Predict them "
+            f"{sorted({len(own) for own in every})} arrays. Predict them "
             "one by one.")
-    rows = iter([np.concatenate(arrays) for arrays in zip(*columns)])
+    return [list(own) for own in zip(*every)]
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """One structure of arrays like each of `parts`, with all rows."""
+    rows = map(np.concatenate, _columns(parts))
     return map_leaves(lambda x: next(rows), parts[0])

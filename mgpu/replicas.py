@@ -1131,7 +1131,7 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                     name: shards_of(one) for name, one in named.items()}))
         if named:
             for name, column in named.items():
-                self._check_column(column)
+                self._check_column(column, f" as {name}")
                 given = leaves(column)
                 if given and not any(hasattr(x, "shape") for x in given):
                     raise TypeError(
@@ -1279,20 +1279,20 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         self._begun += active
         return rows, active
 
-    def _check_column(self, column: Any) -> None:
+    def _check_column(self, column: Any, place: str = "") -> None:
         k = len(self.devices)
         if not isinstance(column, (list, tuple)):
             if not self.backend.is_native(column):
                 messages.refuse_foreign(column, self.backend.name)
             raise TypeError(
                 "replicas take a list with one shard per device; "
-                f"received {type(column).__name__}. Use "
+                f"received {type(column).__name__}{place}. Use "
                 "replicas(split_and_load(x, replicas.devices)), or "
                 "replicas[i](x) for the replica on device i.")
         if len(column) != k:
             raise ValueError(
-                f"{k} replicas take {k} shards; received {len(column)}. "
-                "Use mgpu.split_batch, which always makes one per "
+                f"{k} replicas take {k} shards; received {len(column)}"
+                f"{place}. Use mgpu.split_batch, which always makes one per "
                 "device.")
 
     def _run_synchronised(self, rows: list[tuple[Any, ...]],

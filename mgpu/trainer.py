@@ -1017,11 +1017,16 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         written, without those that the user has taken away since.
         RuntimeError naming `caller` if there was no `allreduce_grads`."""
         self._check_complete()
-        if self._summed is None or self.replicas.summed_by is not self:
+        last = self.replicas.summed_by
+        if self._summed is None or last is not self:
             raise RuntimeError(
                 f"{caller} works on gradients that allreduce_grads has "
-                "summed; received none since the last update. Call "
-                "allreduce_grads first, or step for both.")
+                "summed; received " + (
+                    "none since the last update. Call allreduce_grads first, "
+                    "or step for both." if self._summed is None or not last
+                    else "those of another trainer's, which came after this "
+                    "one's. Let each trainer update before the next one's "
+                    "allreduce_grads, or call step."))
         backend, summed = self.replicas.backend, set(self._summed)
 
         def counts(p: Parameter) -> bool:

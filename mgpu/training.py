@@ -681,26 +681,42 @@ def _grouped(batches: Iterable[Any], count: int) -> Iterator[list[Any]]:
         if any(_mark(one) != mark for one, mark in zip(group, marks)):
             raise ValueError(
                 f"accumulate={count} draws the batches of a step before it; "
-                "received an iterable that fills the arrays of one batch "
-                "anew for the next. Give each batch arrays of its own: "
-                "(X.copy(), y.copy()).")
+                "received an iterable that fills the arrays, or lists, of one "
+                "batch anew for the next. Give each batch its own: (X.copy(), "
+                "y.copy()).")
         yield group
         del group, batch    # or they would outlive their step
 
 
-def _mark(batch: Any) -> list[int]:
-    """Checksums of the arrays in a batch: of all bytes, and of some in their
-    order."""
-    backend, found = get_backend(), []
+def _mark(batch: Any) -> list[Any]:
+    """What changes with the contents of a batch: checksums of its arrays (of
+    all bytes, and of some in their order), texts, and other objects."""
+    backend, found = get_backend(), list[Any]()
     for x in leaves(batch):
         if backend.is_native(x):
             x = backend.to_numpy(x)
+        if isinstance(x, (list, tuple)):    # of numbers
+            x = np.asarray(x)
         if isinstance(x, np.ndarray) and x.dtype != object:
             raw = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
             words = raw[:raw.size // 8 * 8].view(np.uint64)
             found += [int(words.sum()), zlib.crc32(
                 raw[::max(1, raw.size >> 12)].tobytes() + raw[-8:].tobytes())]
+        else:
+            found += [one if isinstance(one, (str, bytes, int)) else _Same(one)
+                      for one in (x.ravel() if isinstance(x, np.ndarray)
+                                  else [x])]
     return found
+
+
+class _Same:
+    """Equal to itself alone, and to others of the same object."""
+
+    def __init__(self, value: Any):
+        self.value = value      # alive: no other has its address
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
 
 
 def _epochs(step: Callable[[list[Any]], list[Any]],
@@ -734,6 +750,14 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
     joined = 0                  # of them, those of all processes
     over = False                # a callback has ended it
     steps = calls is not None and calls.steps
+    begun = calls is None
+
+    def begin_calls() -> None:
+        """No batch has been refused: the callbacks begin too."""
+        nonlocal begun
+        if not begun and calls is not None:
+            begun = True
+            calls.begin()
 
     def settle(down_to: int) -> None:
         while len(waiting) > down_to:
@@ -762,6 +786,7 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
         joined = len(sizes)
 
     def save() -> None:
+        begin_calls()
         if folder is not None and (folder.midway or not sizes):
             join()
             folder.save(done, history.of_epochs(done), sizes,
@@ -771,6 +796,7 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
         """Call the callbacks; returns whether they ask for the end."""
         if calls is None or event is None:
             return False
+        begin_calls()
         return calls.call(hook, event(
             history, done + (losses is not None), num_epochs,
             len(history.loss_per_step) + len(waiting), losses))
@@ -849,9 +875,8 @@ def _epochs(step: Callable[[list[Any]], list[Any]],
     # The scope is for Ctrl-C, which may come while one inside it ends.
     with world.telling(), _carried(history), backend.scope(), stop:
         found = resume() if resume else None
-        if calls is not None:
-            calls.begin()
         if found is not None:
+            begin_calls()
             done, sizes = found["epochs"], found["sizes"]
             joined = len(sizes)
             history.take(found["history"])

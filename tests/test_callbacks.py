@@ -1,5 +1,6 @@
 """Callbacks of `train`; several batches in one step; gradients that are
 clipped in it."""
+import collections
 import os
 import signal
 
@@ -465,6 +466,69 @@ def test_a_state_goes_to_callbacks_with_the_same_options(
     assert run[1].num_update == 0
 
 
+def test_a_training_that_is_refused_with_its_first_batch_has_not_begun(
+        backend, tmp_path):
+    run, other = made(backend, on(0, 1)), made(backend, on(0, 1))
+    stopping = callbacks.EarlyStopping(3, monitor="train_loss")
+    writer = callbacks.Checkpoint(tmp_path / "best", monitor="train_loss")
+    average = callbacks.EMA(0.5)
+    train(run, JOINED, 1, callbacks=[stopping, writer])
+    best = stopping.best
+    assert best is not None and writer.best == best
+    for data in ([(X, LABELS[:5])], JOINED[:1] + [(X, LABELS[:5])]):
+        with pytest.raises(ValueError):
+            train(other, data, 1, callbacks=[stopping, writer, average])
+        if len(data) == 1:
+            assert stopping.best == best == writer.best
+            train(run, JOINED, 1, callbacks=[average])
+            average = callbacks.EMA(0.5)
+    assert stopping.best is None        # it had begun
+
+
+class Keeps:
+    """Has a state of many kinds, as a schedule of torch's."""
+
+    def __init__(self, state, epochs):
+        self.kept, self.epochs = state, epochs
+
+    def on_epoch(self, event):
+        if event.epoch > self.epochs:
+            raise InterruptedError
+
+    def state(self):
+        return self.kept, {"0": np.arange(3)}
+
+    def restore(self, state):
+        self.kept, self.arrays = state
+
+
+def test_a_state_of_a_callback_comes_back_as_it_was(backend, tmp_path):
+    state = {3: 1, "rate": np.float32(0.1), "pair": (1, [2.5, None]),
+             "milestones": collections.Counter({30: 1, 80: 2}),
+             "array": np.arange(4.0, dtype="float16"),
+             "native": mgpu.put(np.ones(2), mgpu.cpu(0)), "bytes": b"x"}
+    keeps = Keeps(state, 1)
+    with pytest.raises(InterruptedError):
+        train(made(backend, on(0, 1)), JOINED, 3, callbacks=[keeps],
+              checkpoint_dir=tmp_path)
+    again = Keeps(None, 3)
+    train(made(backend, on(0, 1)), JOINED, 3, callbacks=[again],
+          checkpoint_dir=tmp_path, resume="auto", resume_seed=1)
+    native = again.kept.pop("native"), state.pop("native")
+    assert backend.is_native(native[0])
+    assert (mgpu.to_numpy(native[0]) == mgpu.to_numpy(native[1])).all()
+    arrays = again.kept.pop("array"), state.pop("array")
+    assert arrays[0].dtype == "float16" and (arrays[0] == arrays[1]).all()
+    assert again.kept == state
+    assert [type(x) for x in again.kept.values()] \
+        == [type(x) for x in state.values()]
+    assert list(again.arrays) == ["0"]
+    with pytest.raises(ValueError, match=r"(?s)state of a callback is made of."
+                       "*set in Keeps"):
+        train(made(backend, on(0)), JOINED, 3, callbacks=[Keeps({1, 2}, 3)],
+              checkpoint_dir=tmp_path / "other")
+
+
 @pytest.mark.parametrize("hook", ["on_end", "on_epoch", "on_step"])
 def test_a_signal_at_the_end_is_heard(backend, tmp_path, hook):
     """Also where a callback asks for the end in the same step."""
@@ -493,21 +557,32 @@ def test_the_loss_of_a_training_without_an_epoch_is_nan(backend):
     assert np.isnan(stops.loss)
 
 
-def test_arrays_that_are_filled_anew_are_not_accumulated(backend):
+@pytest.mark.parametrize("of", [
+    lambda i: [f"text {i}"], lambda i: [i, 2, 3], lambda i: [[0.5, i]],
+    lambda i: [np.array([f"text {i}", None])], lambda i: [bytes([i])],
+    lambda i: [np.datetime64(i, "D").astype(object)]])
+@pytest.mark.parametrize("filled", ["rows", "beside"])
+def test_what_is_filled_anew_is_not_accumulated(backend, of, filled):
     X_, y_ = DATA[0][0].copy(), DATA[0][1].copy()
+    beside = []
 
     class Filled:
         def __iter__(self):
             for i in range(4):
-                X_[:] = X[i:i + len(X_)]
-                y_[:] = LABELS[i:i + len(y_)]
-                yield X_, y_
+                if filled == "rows":
+                    X_[:] = X[i:i + len(X_)]
+                    y_[:] = LABELS[i:i + len(y_)]
+                beside[:] = of(i if filled == "beside" else 0)
+                yield (X_, beside), y_
     run = made(backend, on(0, 1))
-    with pytest.raises(ValueError, match="fills the arrays of one batch anew"):
+    with pytest.raises(ValueError, match="fills the arrays, or lists, of one"):
         train(run, Filled(), accumulate=2)
     assert run[1].num_update == 0
-    train(run, Filled())
     train(run, [DATA[0]] * 4, accumulate=2)     # the same rows twice are fine
+    same = (DATA[0][0], of(0)), DATA[0][1]
+    with pytest.raises(Exception) as seen:      # the network takes X alone
+        train(run, [same] * 4, accumulate=2)
+    assert "fills" not in str(seen.value)
 
 
 @pytest.mark.parametrize("first", [True, False])

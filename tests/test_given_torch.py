@@ -297,6 +297,18 @@ def test_two_objects_of_one_network_step_from_one_pass(on_torch):
         assert pair.gap() < 1e-12
 
 
+def test_what_one_trainer_has_summed_is_not_the_others_to_update(on_torch):
+    net = network()
+    replicas = mgpu.initialize(net, on(0, 1))
+    pair = [mgpu.Trainer(replicas, optim.SGD(part.parameters(), 0.1))
+            for part in (net[0], net[2])]
+    ours(replicas, *batch(6))
+    for trainer in pair:
+        trainer.allreduce_grads()
+    with pytest.raises(RuntimeError, match="those of another trainer's"):
+        pair[0].update(6)
+
+
 def test_zero_grad_of_the_object_before_a_step_leaves_nothing_to_apply(
         on_torch, devices):
     """As in torch; where replica 0's alone are cleared, it is refused."""
@@ -352,6 +364,133 @@ def test_a_step_by_the_gradients_of_one_device_is_refused(on_torch, devices):
         one.zero_grad()
         n(batch(3)[0]).sum().backward()
         one.step()
+    assert gap(net, other) < 1e-12
+
+
+def losses_of(replicas, X, y):
+    shards = mgpu.split_batch(X, y, replicas.devices)
+    with mgpu.record():
+        return [nn.functional.cross_entropy(out, label, reduction="sum")
+                for out, label in zip(replicas(shards[0]), shards[1])]
+
+
+def in_a_hook(replicas, optimizer):
+    """Torch's recipe: the last gradient to arrive on the first device."""
+    last = replicas.net[0].weight
+    last.register_post_accumulate_grad_hook(
+        lambda x: optimizer.step() if x is last else None)
+    mgpu.backward(losses_of(replicas, *batch(8)))
+
+
+def in_a_hook_of_a_whole_pass(replicas, optimizer):
+    last = replicas.net[0].weight
+    last.register_post_accumulate_grad_hook(
+        lambda x: optimizer.step() if x is last else None)
+    ours(replicas, *batch(8))
+
+
+def on_the_last_device(replicas, optimizer):
+    X, y = map(torch.as_tensor, batch(8))
+    with mgpu.record():
+        loss = nn.functional.cross_entropy(
+            replicas([None] * (len(replicas) - 1) + [X])[-1], y)
+    mgpu.backward([loss])
+    optimizer.step()
+
+
+def by_hand(replicas, optimizer):
+    total = sum(losses_of(replicas, *batch(8)))
+    for x, gradient in zip(replicas.net.parameters(), torch.autograd.grad(
+            total, list(replicas.net.parameters()))):
+        x.grad = gradient
+    optimizer.step()
+
+
+def by_inputs(replicas, optimizer):
+    losses = losses_of(replicas, *batch(8))
+    optimizer.zero_grad()
+    replicas.zero_grad()    # between the passes, as in torch
+    for x in replicas.net.parameters():
+        x.grad = None
+    sum(losses).backward(inputs=list(replicas.net.parameters()))
+    optimizer.step()
+
+
+def after_an_error(replicas, optimizer):
+    losses = losses_of(replicas, *batch(8))
+
+    def fails(_):
+        raise ArithmeticError
+    losses[-1].register_hook(fails)
+    with pytest.raises(ArithmeticError):
+        mgpu.backward(losses)
+    optimizer.step()
+
+
+def before_a_pass_of_the_last(replicas, optimizer):
+    """The first device's gradients are of the pass before."""
+    ours(replicas, *batch(8))
+    with mgpu.record():
+        loss = replicas[len(replicas) - 1](torch.as_tensor(batch(2)[0])).sum()
+    mgpu.backward([loss])
+    optimizer.step()
+
+
+def before_a_pass_of_its_own(replicas, optimizer):
+    """Which does not reach the last layer."""
+    ours(replicas, *batch(8))
+    replicas.net[0](torch.as_tensor(batch(2)[0])).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("way", [
+    in_a_hook, in_a_hook_of_a_whole_pass, on_the_last_device, by_hand,
+    by_inputs, after_an_error, before_a_pass_of_the_last,
+    before_a_pass_of_its_own])
+def test_no_way_to_step_by_the_gradients_of_one_device(
+        on_torch, devices, way):
+    net = network()
+    replicas = mgpu.initialize(net, devices)
+    optimizer = optim.SGD(net.parameters(), 0.1)
+    before = copy.deepcopy(net.state_dict())
+    if len(devices) == 1:
+        way(replicas, optimizer)
+        assert way is after_an_error or any(
+            (x != before[name]).any() for name, x in net.state_dict().items())
+        return
+    with pytest.raises(RuntimeError, match="those of one, after a backward "
+                       f"pass on {len(devices)} devices"):
+        way(replicas, optimizer)
+    assert all((x == before[name]).all()
+               for name, x in net.state_dict().items())
+
+
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_a_step_after_a_pass_of_the_users_own_is_right(
+        on_torch, devices, request_):
+    """A pass on all devices whose gradients nobody used leaves nothing."""
+    net, other = network(), network()
+    replicas = mgpu.initialize(net, devices)
+    replicas.params()[0].grad_req = request_
+    pair = [(n, optim.SGD(n.parameters(), 0.1)) for n in (net, other)]
+
+    def closure(n, optimizer):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(n(batch(5)[0]), batch(5)[1])
+        loss.backward()
+        return loss
+    for number in range(4):
+        ours(replicas, *batch(8))
+        if request_ == "add":   # on all devices: they are added up
+            replicas.zero_grad()
+        for n, optimizer in pair:
+            if number % 2:
+                optimizer.step(lambda n=n, o=optimizer: closure(n, o))
+            else:
+                closure(n, optimizer)
+                optimizer.step()
+        torch.autograd.grad(sum(losses_of(replicas, *batch(8))),
+                            list(net.parameters()))     # a look
     assert gap(net, other) < 1e-12
 
 

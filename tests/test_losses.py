@@ -1049,12 +1049,13 @@ def test_axes_of_length_1_behind_the_examples(backend, shape):
 @pytest.mark.parametrize("shape", [(), (4,), (5, 2), (1, 5), (4, 1)])
 def test_what_train_batch_demands(backend, shape):
     check_per_example(backend.put(np.zeros(5), cpu(0)), 5)
-    for values in (backend.put(np.zeros(shape), cpu(0)), 0.5, None):
+    for values, received in (
+            (backend.put(np.zeros(shape), cpu(0)), f"shape {shape}"),
+            (0.5, "a float"), (None, "None")):
         with pytest.raises(ValueError) as refused:
             check_per_example(values, 5)
-        received = tuple(getattr(values, "shape", ()))
         assert str(refused.value) == (
             "the loss must return one value per example, shape (5,); "
-            f"received shape {received}. Use a loss of mgpu.losses, or wrap "
+            f"received {received}. Use a loss of mgpu.losses, or wrap "
             "one that averages: mgpu.losses.per_example(loss); on torch "
             "also reduction='none'.")

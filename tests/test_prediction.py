@@ -134,6 +134,30 @@ def test_foreign_rows_and_outputs_without_rows_are_refused(backend):
         replicas.predict(X)
 
 
+@pytest.mark.parametrize("k, rows, batch_size", [
+    (2, 4, None), (1, 4, 2), (2, 8, 4), (3, 6, None), (1, 1, None)])
+def test_an_output_that_has_as_many_rows_by_chance_is_refused(
+        backend, k, rows, batch_size):
+    """A constant beside the rows. Equal rows are rows."""
+    first = 2 if rows > 1 else 1
+    constant = several(backend, lambda one, a: (
+        one(a), one(a[:1] * 0).reshape((2,) if first == 2 else (1, 2))))
+    one = made(backend, on(*range(k)), constant)
+    if rows == 1:       # these are the outputs themselves
+        assert one.predict(X[:1])[1].shape == (1, 2)
+        two = made(backend, on(0, 1), several(
+            backend, lambda one, a: (one(a), one(a[:1] * 0))))
+        with pytest.raises(ValueError, match=r"of shape \(1, 2\) for 2 rows"):
+            two.predict(X[:2])
+        return
+    with pytest.raises(ValueError, match=r"of shape \(2,\) for 1 rows"):
+        one.predict(X[:rows], batch_size)
+    replicas = made(backend, on(*range(k)))
+    same = np.ones((rows, 6))
+    np.testing.assert_allclose(replicas.predict(same, batch_size),
+                               expected(replicas, same), atol=1e-13)
+
+
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch's outputs")
 @pytest.mark.parametrize("batch_size", [None, 3])
 def test_outputs_that_are_no_arrays_are_refused(batch_size):
@@ -154,6 +178,15 @@ def test_outputs_that_are_no_arrays_are_refused(batch_size):
             replicas = mgpu.initialize(Net(wrap), on(0, 1))
             with pytest.raises(TypeError, match=f"received a {name} in the"):
                 replicas.predict(X.astype("float32"), batch_size)
+        rows, labels = X.astype("float32"), np.zeros(23, "int32")
+        replicas = mgpu.initialize(Net(Output), on(0, 1))
+        with pytest.raises(TypeError, match="of arrays; received Output"):
+            mgpu.evaluate_accuracy_gpus(replicas, [(rows, labels)])
+        with pytest.raises(ValueError, match="example.*received a Output"):
+            mgpu.train_batch(rows, labels, replicas, lambda out, _: out,
+                             mgpu.Trainer(replicas, "sgd"))
+        with pytest.raises(TypeError, match="received bool as flag"):
+            replicas([rows, rows], flag=True)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="lists go to forward")

@@ -159,6 +159,104 @@ def test_load_state_dict_does_what_layers_do_with_it(make, k):
             assert abs(mgpu.to_numpy(found) - expected).max() < 1e-5
 
 
+class Remade(nn.Module):
+    """Its rule makes a new parameter, as layers do that quantise."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def _load_from_state_dict(self, *arguments):
+        self.inner.weight = nn.Parameter(torch.ones(4, 4))
+
+
+class Assigned(Flagged):
+    def load_state_dict(self, values, strict=True):
+        return super().load_state_dict(values, strict, assign=True)
+
+
+class Once(Flagged):
+    """Its rule fails the second time, when the first ones are written."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        left = [1]
+        self.register_load_state_dict_post_hook(
+            lambda *_: left.pop() and None)
+
+
+class OfAnother(nn.Linear):
+    """Its rule writes to the network, whichever it is called for."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+        def writes(*_):
+            with torch.no_grad():
+                self.weight.fill_(9)
+            raise ArithmeticError
+        self.register_load_state_dict_post_hook(writes)
+
+
+@pytest.mark.parametrize("k", (1, 2, 3))
+@pytest.mark.parametrize("make, kind, words", [
+    (Remade, RuntimeError, "make new ones.*inner.weight"),
+    (Assigned, RuntimeError, "make new ones.*: w"),
+    (Once, IndexError, "pop"), (OfAnother, ArithmeticError, None)])
+def test_after_a_rule_that_is_refused_or_fails_arrays_are_as_before(
+        make, kind, words, k):
+    with mgpu.using_backend("torch"):
+        net = make()
+        replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)],
+                                   init="keep")
+        before = replicas.export_numpy()
+        with pytest.raises(kind, match=words):
+            replicas.load_state_dict({
+                name: torch.full_like(x, 5)
+                for name, x in nn.Module.state_dict(net).items()})
+        replicas.check_equal()
+        for name, x in replicas.export_numpy().items():
+            assert (x == before[name]).all()
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_load_state_dict_keeps_its_tensors(swaps, k=2):
+    """Also where torch is asked to swap them: mgpu knows them."""
+    future = torch.__future__
+    with mgpu.using_backend("torch"):
+        net = Flagged()
+        replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)],
+                                   init="keep")
+        future.set_swap_module_params_on_conversion(swaps)
+        try:
+            replicas.load_state_dict({"w": torch.full((4,), 5.0)})
+            assert future.get_swap_module_params_on_conversion() is swaps
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+        for i in range(k):
+            assert (replicas.export_numpy(device=mgpu.cpu(i))["w"] == 5).all()
+
+
+def test_values_that_change_while_they_are_read_are_refused(backend):
+    """Those of the network itself, under another name."""
+    replicas = replicas_of(backend, 2)
+    before, values = replicas.export_numpy(), replicas.state_dict()
+    assert replicas.load_state_dict(values) == ([], [])
+    a, b = [name for name, x in values.items() if len(x.shape) == 1][:2]
+    exchanged = {**values, a: values[b], b: values[a]}
+    with pytest.raises(ValueError, match=f"the network's '{b}' as '{a}'"):
+        replicas.load_state_dict(exchanged)
+    for name, x in replicas.export_numpy().items():
+        assert x.tobytes() == before[name].tobytes()
+    copies = {name: x.copy() if backend.name == "mxnet" else x.clone()
+              for name, x in exchanged.items()}
+    replicas.load_state_dict(copies)
+    found = replicas.state_dict()
+    for name, x in copies.items():
+        assert (mgpu.to_numpy(found[name]) == mgpu.to_numpy(x)).all()
+
+
 def test_load_state_dict_refuses_arrays_that_grow():
     class Queue(nn.Module):
         def __init__(self):

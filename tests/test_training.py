@@ -716,7 +716,7 @@ def test_wrong_batches_and_losses_change_nothing(engine):
     rows = ("X and y must have equally many rows; received {}. Cut them to "
             "one length.")
     shape = ("the loss must return one value per example, shape (2,); "
-             "received shape {}. Use a loss of mgpu.losses, or wrap one that "
+             "received {}. Use a loss of mgpu.losses, or wrap one that "
              "averages: mgpu.losses.per_example(loss); on torch also "
              "reduction='none'.")
     # (A zero-dimensional array exists only in MXNet's NumPy mode.)
@@ -733,15 +733,17 @@ def test_wrong_batches_and_losses_change_nothing(engine):
             (step(X=X[:3], y=foreign), TypeError,
              refusal_of_foreign(engine, name)),
             (step(loss=lambda out, y: loss(out, y).sum()), ValueError,
-             shape.format(scalar)),
+             shape.format(f"shape {scalar}")),
             (step(loss=lambda out, y: loss(out, y).mean()), ValueError,
-             shape.format(scalar)),
+             shape.format(f"shape {scalar}")),
             (step(loss=lambda out, y: loss(out, y)[:1]), ValueError,
-             shape.format("(1,)")),
+             shape.format("shape (1,)")),
             (step(loss=lambda out, y: out), ValueError,
-             shape.format("(2, 3)")),
-            (step(loss=lambda out, y: 0.5), ValueError, shape.format("()")),
-            (step(loss=lambda out, y: None), ValueError, shape.format("()")),
+             shape.format("shape (2, 3)")),
+            (step(loss=lambda out, y: 0.5), ValueError,
+             shape.format("a float")),
+            (step(loss=lambda out, y: None), ValueError,
+             shape.format("None")),
             (step(y=y + 2), ValueError, None)):
         if text is None:
             with pytest.raises(error, match="labels must be class numbers 0 "

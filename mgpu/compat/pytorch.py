@@ -42,6 +42,7 @@ class TorchNames:
     """Methods of a torch Module that `mgpu.Replicas` has too."""
 
     if TYPE_CHECKING:
+        backend: base.Backend
         network: base.Network
         net: Any
 
@@ -85,7 +86,10 @@ class TorchNames:
         ------
         RuntimeError
             Other shapes and, with `strict`, missing or unknown names; all of
-            them are listed. Nothing has changed then.
+            them are listed. Rules of layers that make new parameters. Arrays
+            are as they were, then and after an error of a rule's own.
+        ValueError
+            The network's own array under another name. Nothing has changed.
         TypeError
             No mapping.
         """
@@ -94,11 +98,33 @@ class TorchNames:
             raise TypeError("load_state_dict takes a dict of arrays; received "
                             f"{type(state_dict).__name__}. Read a file with "
                             "torch.load or mx.nd.load first.")
+        self._check_apart(state_dict)
         values, missing, unknown = self.network.fit_state(
             state_dict, self.of_engine()[0], strict)
         self.network.load_state(state_dict, strict)
         self.write(values)
         return IncompatibleKeys(missing, unknown)
+
+    def _check_apart(self, values: Mapping[str, Any]) -> None:
+        """Refuse arrays of the network that others are to be written from:
+        the engines differ in what they have read by then."""
+        backend = self.backend
+        own = {name: backend.memory(x)
+               for name, x in self.state_dict().items()
+               if backend.is_native(x)}     # what a layer adds is none
+        for name, x in values.items():
+            if name not in own or not backend.is_native(x):
+                continue
+            here, begin, end = place = backend.memory(x)
+            if place == own.get(name):
+                continue
+            for other, (there, start, stop) in own.items():
+                if here == there and begin < stop and start < end:
+                    raise ValueError(
+                        "load_state_dict takes values of their own; received "
+                        f"the network's {other!r} as {name!r}, which changes "
+                        "while it is read. Pass copies: {name: x.clone() ...}"
+                        " on torch, x.copy() on mxnet.")
 
     def _named(self, buffers: bool) -> Iterator[tuple[str, Any]]:
         first = self.of_engine()[0]

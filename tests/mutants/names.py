@@ -94,8 +94,8 @@ MUTANTS = [
            ("test_given_torch.py::test_options_of_numpy_are_in_the_states",)),
     Mutant("steps-of-one-device", "an optimiser of the user's own moves a "
            "network by the gradients of the first device",
-           edit("mgpu.backends._torch.leaves:Parts._check", "there > 1",
-                "there > 9"),
+           edit("mgpu.backends._torch.leaves:Parts._check",
+                "leaf.has_part() or leaf.is_fresh_elsewhere()", "False"),
            ("test_given_torch.py::test_a_step_by_the_gradients_of_one_device_"
             "is_refused[2dev]",)),
     Mutant("loaded-without-layers", "what layers do when they load is lost",
@@ -117,4 +117,59 @@ MUTANTS = [
                 "if self.taken():", "if False:"),
            ("test_gluon_names.py::test_an_optimiser_object_is_that_of_one_"
             "trainer[torch]",)),
+    Mutant("parts-known-at-the-end", "a step in a hook moves by a part",
+           edit("mgpu.backends._torch.replica:TorchReplica._backward_begins",
+                "running.is_part |= place.has_part()", "pass"),
+           ("test_given_torch.py::test_no_way_to_step_by_the_gradients_of_one_"
+            "device[2dev-by_hand]",)),
+    Mutant("parts-put-there-by-hand", "what a caller got is no part",
+           edit("mgpu.backends._torch.leaves:Pass.arrives",
+                "leaf.gave_part |= self.is_part", "pass"),
+           ("test_given_torch.py::test_no_way_to_step_by_the_gradients_of_one_"
+            "device[2dev-by_hand]",)),
+    Mutant("parts-of-the-first-only", "what others have is not missed",
+           edit("mgpu.backends._torch.leaves:Parts._check",
+                "or leaf.is_fresh_elsewhere()", ""),
+           ("test_given_torch.py::test_no_way_to_step_by_the_gradients_of_one_"
+            "device[2dev-on_the_last_device]",)),
+    Mutant("graphs-forgotten-too-soon", "zero_grad ends what was recorded",
+           edit("mgpu.backends._torch.leaves:Leaves.mark_used",
+                "leaf.place.used = True", "leaf.place.recorded = False"),
+           ("test_given_torch.py::test_no_way_to_step_by_the_gradients_of_one_"
+            "device[2dev-by_inputs]",)),
+    Mutant("new-parameters-loaded", "a rule may replace what devices know",
+           edit("mgpu.backends._torch.network:TorchNetwork.fit_state",
+                "if made:", "if False:"),
+           ("test_torch_names.py::test_after_a_rule_that_is_refused_or_fails_"
+            "arrays_are_as_before[Assigned*",)),
+    Mutant("half-loaded", "what a rule wrote before its error stays",
+           edit("mgpu.backends._torch.network:TorchNetwork._arrays_kept",
+                "x.copy_(old)", "old"),
+           ("test_torch_names.py::test_after_a_rule_that_is_refused_or_fails_"
+            "arrays_are_as_before[Once*",)),
+    Mutant("values-that-change", "the network's own is read when written",
+           edit("mgpu.compat.pytorch:TorchNames._check_apart",
+                "begin < stop and start < end", "False"),
+           ("test_torch_names.py::test_values_that_change_while_they_are_read_"
+            "are_refused[torch]",)),
+    Mutant("texts-filled-anew", "a list may change before its step",
+           edit("mgpu.training:_mark", "one if isinstance", "0 if isinstance"),
+           ("test_callbacks.py::test_what_is_filled_anew_is_not_accumulated["
+            "torch-beside-<lambda>0]",)),
+    Mutant("constants-are-rows", "an output with as many rows by chance",
+           edit("mgpu.prediction:_check_follow",
+                "_on_host(output, row_counts(other)[0], backend)", "pass"),
+           ("test_prediction.py::test_an_output_that_has_as_many_rows_by_"
+            "chance_is_refused[torch-2-4-None]",)),
+    Mutant("states-of-json-alone", "a state comes back as it was written",
+           edit("mgpu.callbacks:Calls.restore", "if packed:", "if False:"),
+           ("test_callbacks.py::test_a_state_of_a_callback_comes_back_as_it_"
+            "was[torch]",)),
+    Mutant("begun-too-soon", "a refused training ends what callbacks knew",
+           edit("mgpu.training:_epochs",
+                "        found = resume() if resume else None\n",
+                "        begin_calls()\n"
+                "        found = resume() if resume else None\n"),
+           ("test_callbacks.py::test_a_training_that_is_refused_with_its_"
+            "first_batch_has_not_begun[torch]",)),
 ]

@@ -164,7 +164,7 @@ MUTANTS = [
             "_changes_nothing*",)),
     Mutant("anybodys-sums", "sums that another trainer has applied",
            edit("mgpu.trainer:Trainer.summed",
-                "self.replicas.summed_by is not self", "False"),
+                "last is not self", "False"),
            ("test_trainer.py::test_sums_that_another_trainer_has_applied_are_"
             "not_applied_again*",)),
     Mutant("contents-not-looked-at", "writes that no version counts",

@@ -86,6 +86,8 @@ class Place:
     def __init__(self) -> None:
         self.group, self.leaves = _Group(self), list[_Leaf]()
         self.index = 0      # of the device
+        #: whether a graph was recorded here, and what it gave used
+        self.recorded = self.used = False
         self._number: int | None = None     # of the last pass
         self.under_way: Callable[[], Pass | None] = _nothing
 
@@ -98,6 +100,20 @@ class Place:
     def leads(self) -> bool:
         """Whether it is the first of several: the user's own network."""
         return self.index == 0 and len(self.group.places) > 1
+
+    def record(self) -> None:
+        """A graph is recorded here."""
+        with self.group.lock:
+            if any(place.used for place in self.group.places):
+                for place in self.group.places:
+                    place.recorded = place.used = False
+            self.recorded = True
+
+    def has_part(self) -> bool:
+        """Whether a pass through what was recorded here gives a part of the
+        gradients: others have theirs."""
+        return self.group.wide or any(
+            place.recorded for place in self.group.places if place is not self)
 
     def reached(self, number: int) -> None:
         """The pass `number` writes here: see `Backend.watch_gradients`."""
@@ -120,10 +136,14 @@ class Pass:
     ----------
     undo : callable or None
         Called when the pass ends.
+    is_part : bool
+        Whether its gradients are those of one device's rows: see
+        `Place.has_part`.
     """
 
     def __init__(self, place: Place):
         self.undo: Callable[[], Any] | None = None
+        self.is_part = place.group.wide
         self._place, self._number = place, _pass_number()
         self._old: dict[_Leaf, Any] = {}    # gradients, until new ones come
         self._edited: set[_Leaf] = set()
@@ -134,6 +154,7 @@ class Pass:
     def arrives(self, leaf: "_Leaf", x: Any) -> None:
         """A piece of the gradient of `x` is there. It may not be added:
         ``torch.autograd.grad`` gives it to its caller."""
+        leaf.gave_part |= self.is_part
         if leaf.number == self._number:
             return      # a later piece
         if leaf.request == "add":
@@ -155,8 +176,13 @@ class Pass:
         if leaf not in self._written:
             self._written.add(leaf)
             self._place.reached(self._number)
+            if leaf.number != self._number:
+                leaf.is_part = leaf.request == "add" \
+                    and (leaf.is_part or leaf.gave_part)
             # After an error in this pass the gradient is of no use.
             leaf.number, leaf.fresh = self._number, False
+        leaf.is_part |= self.is_part
+        leaf.gave_part = False
 
     def __call__(self) -> None:
         for leaf in self._written:
@@ -226,9 +252,15 @@ class _Leaf:
     number: int | None = None       # of the last pass that wrote it
     #: whether a pass came by that has no gradient for it: see `_Through`
     passed_by: bool = False
+    #: whether the gradient is a part (`Place.has_part`), and whether a caller
+    #: has received one, who may have put it there
+    is_part: bool = False
+    gave_part: bool = False
     #: the gradient, its version and its contents when it was last known
     seen: tuple[Callable[[], Any] | None, int, Any] | None = None
     hooks: tuple[Any, ...] = ()
+    #: the parameter on all devices
+    everywhere: Sequence["_Leaf"] = ()
     #: on other devices than the first: the hooks that the user has put on the
     #: tensor of the first one, by the name of torch's table
     borrowed: Callable[[str], Sequence[Any]] | None = None
@@ -247,6 +279,17 @@ class _Leaf:
         return gradient is None or gradient is not known() \
             or gradient._version != version \
             or contents is not None and contents != _contents(gradient)
+
+    def has_part(self) -> bool:
+        """Whether the gradient may be that of one device's rows."""
+        return self.tensor().grad is not None and (
+            self.is_part
+            or self.gave_part and (self.seen is None or self.edited()))
+
+    def is_fresh_elsewhere(self) -> bool:
+        """Whether other devices have a gradient of this parameter."""
+        return any(leaf.is_fresh() for leaf in self.everywhere
+                   if leaf is not self)
 
     def settle(self) -> None:
         gradient = self.tensor().grad
@@ -302,9 +345,9 @@ class Parts:
     def __call__(self, optimizer: Any, args: tuple[Any, ...],
                  kwargs: dict[str, Any]) -> Any:
         own = self._own(optimizer)
-        self._check(optimizer, own)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not own or not callable(closure):
+            self._check(optimizer, own)
             return None
 
         @functools.wraps(closure)
@@ -323,19 +366,18 @@ class Parts:
             if (leaf := leaves.known(x))]
 
     def _check(self, optimizer: Any, own: Sequence[_Leaf]) -> None:
-        for group in {leaf.place.group for leaf in own if leaf.is_fresh()}:
-            there = sum(any(leaf.is_fresh() for leaf in place.leaves)
-                        for place in group.places)
-            if there > 1 or group.wide:
-                raise RuntimeError(
-                    "a network on several devices is moved by the gradients "
-                    "of all of them; received step() of a torch.optim."
-                    f"{type(optimizer).__name__}, which has those of one, "
-                    "after a backward pass on "
-                    + ("several processes" if group.wide else f"{there}")
-                    + ". Call trainer.step(batch_size) of mgpu.Trainer("
-                    "replicas, optimizer), with a new object; or first "
-                    "trainer.allreduce_grads(), for sums.")
+        for group in {leaf.place.group for leaf in own
+                      if leaf.has_part() or leaf.is_fresh_elsewhere()}:
+            raise RuntimeError(
+                "a network on several devices is moved by the gradients of "
+                "all of them; received step() of a torch.optim."
+                f"{type(optimizer).__name__}, which has those of one, after "
+                "a backward pass on "
+                + ("several processes" if group.wide
+                   else f"{len(group.places)} devices")
+                + ". Call trainer.step(batch_size) of mgpu.Trainer(replicas, "
+                "optimizer), with a new object; or first "
+                "trainer.allreduce_grads(), for sums.")
 
 
 class Leaves:
@@ -379,6 +421,9 @@ class Leaves:
             place.leaves = [self._leaf(x) for x in arrays]
             for leaf in place.leaves:
                 leaf.place = place
+        for everywhere in zip(*(place.leaves for place in places)):
+            for leaf in everywhere:
+                leaf.everywhere = everywhere
         return group
 
     def attach_grad(self, x: Any, grad_req: str = "write") -> None:
@@ -433,7 +478,8 @@ class Leaves:
     def mark_used(self, x: Any) -> None:
         leaf = self._leaves.get(id(x))
         if leaf is not None:
-            leaf.fresh = False
+            leaf.fresh = leaf.is_part = leaf.gave_part = False
+            leaf.place.used = True
 
     def has_gradient(self, x: Any) -> bool:
         return x.grad is not None

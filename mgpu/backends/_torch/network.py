@@ -195,7 +195,18 @@ class TorchNetwork(base.Network):
                 "use mgpu.load_checkpoint.")
         # Torch's own rules: a copy tells what they make of the values.
         copy = _copy(self.net)
-        told = copy.load_state_dict(values, strict)
+        parameters = [(joined(path, name), m, name, x) for path, m, name, x
+                      in walk(copy, "_parameters")]
+        with self._arrays_kept():
+            told = copy.load_state_dict(values, strict)
+        made = [path for path, m, name, x in parameters
+                if m._parameters.get(name) is not x]
+        if made:
+            raise RuntimeError(
+                "values are loaded into the parameters that are there; "
+                "received a network whose own rules make new ones (assign="
+                f"True does): {', '.join(made)}. Load them with "
+                "net.load_state_dict before mgpu.initialize.")
         pairs = list(zip(arrays_of(self.net), arrays_of(copy), strict=True))
         other = [f"{tuple(new.shape)} instead of {tuple(old.shape)}"
                  for old, new in pairs if old.shape != new.shape]
@@ -214,7 +225,26 @@ class TorchNetwork(base.Network):
     def load_state(self, values, strict):
         # What else rules write, in what state_dict leaves out or in plain
         # attributes, reaches the other devices as what the user writes does.
-        self.net.load_state_dict(values, strict)
+        with self._arrays_kept():
+            self.net.load_state_dict(values, strict)
+
+    @contextlib.contextmanager
+    def _arrays_kept(self) -> Iterator[None]:
+        """The user's rules load in the block, into the tensors that are
+        there; after an error in them the network's arrays are as before."""
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        before = [(x, x.detach().clone()) for x in arrays_of(self.net)]
+        try:
+            # Swapped tensors would not be those that are known here.
+            torch.__future__.set_swap_module_params_on_conversion(False)
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for x, old in before:
+                    x.copy_(old)
+            raise
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def set_mode(self, training: bool) -> None:
         self.net.train(training)
@@ -528,6 +558,9 @@ class TorchNetwork(base.Network):
     def forward_backward(self, replicas, inputs, head, leaves) -> None:
         owner = {id(x): i for i in range(len(inputs)) for x in leaves(i)}
         join = together()
+        for replica, given in zip(self.replicas, inputs):
+            if given is not None:   # none waits for the others
+                replica.place().record()
 
         def both(i: int) -> Any:
             """Both passes of device i. Returns its loss instead where the

@@ -238,6 +238,7 @@ class TorchReplica(base.Replica):
                 result = tree_map(
                     partial(_widened, dtype_of(options.autocast)), result)
             if recording:
+                self.place().record()
                 begins = partial(
                     self._backward_begins, [m.training for m in self.layers],
                     forwards, network.normalise is not None)
@@ -352,16 +353,21 @@ class TorchReplica(base.Replica):
 
     # -- a backward pass ----------------------------------------------------
 
+    def place(self) -> Place:
+        """What is known of the gradients of its leaves."""
+        trained = next((owner[name] for owner, name in self.weights
+                        if owner[name].requires_grad), None)
+        return Place() if trained is None \
+            else self._network.backend.place_of(trained)
+
     def _backward_begins(self, modes: list[bool], forwards: Forwards,
                          met: bool, _: Any) -> None:
         """Let what the backward pass computes again (checkpoints) see the
         modes and the functions of the forward pass."""
         self._network.reached.add(self.index)
-        trained = next((owner[name] for owner, name in self.weights
-                        if owner[name].requires_grad), None)
-        place = Place() if trained is None \
-            else self._network.backend.place_of(trained)
+        place = self.place()
         running = place.running()
+        running.is_part |= place.has_part()
         if running.undo is not None:
             return
         with contextlib.ExitStack() as stack:
