@@ -13,4 +13,5 @@ fi
 say "testing on ${MGPU_TEST_BACKENDS:-$engines}"
 # Three processes: on two cores one often waits for what its test has started.
 # A file's tests share what they start; tests/conftest.py orders the files.
-exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+    --max-worker-restart 1 "$@"

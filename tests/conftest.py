@@ -178,6 +178,15 @@ def pytest_report_header(config):
     return lines
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem):
+    """Where a testing process has ended: said at once, with the memory that
+    is left, since the system ends processes that take too much."""
+    with open("/proc/meminfo") as file:
+        left, = [line for line in file if line.startswith("MemAvailable")]
+    print(f"\nended in {crashitem}; {left.strip()}", flush=True)
+
+
 def pytest_terminal_summary(terminalreporter):
     """How many mutants were killed. Here, since where several processes test
     this file's hooks are those of the one that reports."""
