@@ -997,10 +997,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         carried, self.carried = self.carried, []
         with self.backend.scope(recording=False):
             for p in (p for p in carried if p.grad_req == "add"):
-                for x, g in list(zip(p.list_data(), p.list_grad()))[
-                        self.span.world.is_main:]:
-                    g[...] = 0
-                    self.backend.settle(x)
+                for x in p.list_data()[self.span.world.is_main:]:
+                    if self.backend.has_gradient(x):    # see `_empty`
+                        self.backend.grad(x)[...] = 0
+                        self.backend.settle(x)
 
     def _queued(self, *devices: int) -> None:
         for i in devices:
@@ -1247,8 +1247,11 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         if self.emptied:
             with self.backend.scope(recording=False):
                 for p in self.params():
+                    arrays = p.list_data()
                     for i in self.emptied if p.grad_req == "write" else ():
-                        p.list_grad()[i][...] = 0
+                        # None stays: torch's optimisers pass it over.
+                        if self.backend.has_gradient(arrays[i]):
+                            self.backend.grad(arrays[i])[...] = 0
 
     def _prepared(self, inputs: tuple[Sequence[Any], ...]
                   ) -> tuple[list[tuple[Any, ...]], list[int]]:

@@ -494,6 +494,25 @@ def test_a_step_after_a_pass_of_the_users_own_is_right(
     assert gap(net, other) < 1e-12
 
 
+@pytest.mark.parametrize("request_", ["write", "add"])
+def test_without_a_backward_pass_there_is_no_gradient(
+        on_torch, devices, request_):
+    """Not zeros, by which torch's optimisers would move on."""
+    net = network()
+    replicas = mgpu.initialize(net, devices)
+    for p in replicas.params():
+        p.grad_req = request_
+    trainer = mgpu.Trainer(replicas, "sgd")
+    for _ in range(2):
+        with mgpu.record():     # fewer rows than devices
+            replicas(mgpu.split_and_load(batch(1)[0], devices,
+                                         even_split=False))
+        assert all(x.grad is None for x in net.parameters())
+        ours(replicas, *batch(8))
+        trainer.step(8)
+        net.zero_grad()
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_step_of_another_network_is_left_alone(on_torch, named):
     """Its closure comes as it is, whatever it takes."""
