@@ -522,13 +522,15 @@ def test_a_step_of_another_network_is_left_alone(on_torch, named):
 
     def closure(backward):
         return backward
-    replicas = mgpu.initialize(network(), on(0, 1))
-    arguments = ((), {"closure": closure}) if named else ((closure,), {})
-    for params, left in ((network().parameters(), True),
-                         (replicas.parameters(), False)):
-        given = Own(params, {}).step(*arguments[0], **arguments[1])
+    for params, left in ((network().parameters(), True), *(
+            (mgpu.initialize(network(), devices).parameters(), len(devices)
+             == 1) for devices in (on(0, 1), on(0)))):
+        own = Own(params, {})
+        given = own.step(closure=closure) if named else own.step(closure)
         assert (given is closure) is left
         assert given.__name__ == "closure" and given(backward=3) == 3
+        model = network()       # of optimisers that take one
+        assert own.step(model) is model
 
 
 def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):

@@ -346,7 +346,8 @@ class Parts:
                  kwargs: dict[str, Any]) -> Any:
         own = self._own(optimizer)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if not own or not callable(closure):
+        if not own or not callable(closure) \
+                or isinstance(closure, torch.nn.Module):
             self._check(optimizer, own)
             return None
 
@@ -359,11 +360,12 @@ class Parts:
             else (args, {**kwargs, "closure": checked})
 
     def _own(self, optimizer: Any) -> list[_Leaf]:
-        """The leaves of networks on devices that it moves."""
+        """The leaves that it moves, of networks on several devices."""
         leaves = self._leaves()
         return [] if leaves is None else [
             leaf for group in optimizer.param_groups for x in group["params"]
-            if (leaf := leaves.known(x))]
+            if (leaf := leaves.known(x)) and (
+                len(leaf.everywhere) > 1 or leaf.place.group.wide)]
 
     def _check(self, optimizer: Any, own: Sequence[_Leaf]) -> None:
         for group in {leaf.place.group for leaf in own
