@@ -187,7 +187,8 @@ MUTANTS = [
            ("test_trainer.py::test_a_gradient_that_the_user_takes_away_is_not_"
             "applied[2dev-after the sum]",)),
     Mutant("sums-summed-again", "a sum that grows is counted on each device",
-           edit("mgpu.replicas:Replicas._carry", "self.backend.grad(x)[...] = 0", "pass"),
+           edit("mgpu.replicas:Replicas._carry",
+                "self.backend.grad(x)[...] = 0", "pass"),
            ("test_trainer.py::test_sums_that_grow_are_summed_once"
             "[torch-2dev-replicas]",)),
     Mutant("passes-after-the-sum", "gradients that are no sums are applied",
