@@ -166,6 +166,12 @@ class Calls:
         self._own = [one for one in self._all if isinstance(one, _Lasting)]
         for one in self._own:
             one.fit(replicas, evaluates, saves)
+        for one in self._lasting() if saves else ():
+            try:
+                state = one.state()
+            except Exception:   # it has none before the first step
+                continue
+            self._packed(one, state)
         #: whether any is called after steps
         self.steps = any(hasattr(one, "on_step") for one in self._all)
 
@@ -200,14 +206,26 @@ class Calls:
         found: list[Any] = []
         arrays: Values = {}
         for i, one in enumerate(self._lasting()):
-            state, own = one.state()
-            inside: list[np.ndarray] = []
-            found.append([_label(one), extra_states.pack_one(
-                state, inside, self._replicas.backend,
-                ("the state of a callback", _label(one), "state()")), True])
+            state, own, inside = self._packed(one, one.state())
+            found.append([_label(one), state, True])
             arrays |= {f"{i}|{name}": x for name, x in own.items()}
             arrays |= {f"{i}||{n}": x for n, x in enumerate(inside)}
         return found, arrays
+
+    def _packed(self, one: Any, state: Any
+                ) -> tuple[Any, Mapping[str, np.ndarray], list[np.ndarray]]:
+        """What `one.state()` gave: as JSON, and both kinds of arrays."""
+        if not isinstance(state, (tuple, list)) or len(state) != 2 \
+                or not isinstance(state[1], Mapping):
+            raise ValueError(
+                "state() of a callback returns a pair, (state, dict of NumPy "
+                f"arrays); received a {type(state).__name__} from "
+                f"{_label(one)}. Return (state, {{}}) without arrays.")
+        inside: list[np.ndarray] = []
+        return extra_states.pack_one(
+            state[0], inside, self._replicas.backend,
+            ("the state of a callback", _label(one), "state()")), \
+            state[1], inside
 
     def check(self, saved: Sequence[Any]) -> None:
         """Refuse to go on with other callbacks than those of `state`

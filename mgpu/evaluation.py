@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mgpu import distributed, metrics
+from mgpu.arguments import batches as as_batches
 from mgpu.backends import get_backend, using_backend
 from mgpu.backends.base import forward_call
 from mgpu.device import Device, as_device, as_devices
@@ -246,6 +247,12 @@ def evaluate(replicas: Replicas, data: DataIter, metric: Any, *,
                if loss is None and metric.of_outputs is False
                else f"and loss={'None' if loss is None else '...'}. "
                "Evaluate each kind by itself."))
+    if not callable(split_f) or not (loss is None or callable(loss)):
+        raise TypeError(
+            "split_f and loss are functions; received "
+            f"{type(split_f).__name__} and {type(loss).__name__}. Leave "
+            "split_f out, and pass a loss of mgpu.losses.")
+    data = as_batches("data", data)
     metric.reset()
     rows = 0
     with using_backend(replicas.backend.name) as backend:
@@ -301,7 +308,13 @@ def shards_of(X: Any, y: Any, devices: Sequence[Device], split_f: Callable
     if distributed.current().size > 1 and is_empty(as_inputs(X)) \
             and (y is None or is_empty(y)):
         return [None] * len(devices), [None] * len(devices)
-    X_shards, y_shards = split_f(X, y, devices)
+    shards = split_f(X, y, devices)
+    if not isinstance(shards, (tuple, list)) or len(shards) != 2:
+        raise TypeError(
+            "split_f(X, y, devices) returns two lists, the shards of X and "
+            f"those of y; received {type(shards).__name__}. Use "
+            "mgpu.split_batch, or return (X_shards, y_shards).")
+    X_shards, y_shards = shards
     return X_shards, X_shards if is_whole(X, y) else y_shards
 
 

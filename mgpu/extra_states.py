@@ -51,6 +51,8 @@ def pack_one(x: Any, arrays: list[np.ndarray], backend: Backend,
     kind = type(x).__name__
     if type(x) in _PLAIN:
         return x
+    if isinstance(x, np.str_):
+        return str(x)
     if type(x) in (list, tuple):
         return [kind, [inner(part) for part in x]]
     if type(x) in (dict, OrderedDict, Counter):

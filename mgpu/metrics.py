@@ -7,6 +7,7 @@ nor on how batches were cut, nor on the processes: `EvalMetric.get` is over
 all of them. The values are those of MXNet 1.9.1, but for what it rounds to
 float32 and what it counts in silence: labels that are no classes.
 """
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -129,10 +130,11 @@ def on_host(x: Any) -> np.ndarray:
         return backend.to_numpy(x)
     messages.refuse_foreign(x, backend.name)
     found = np.asarray(x)
-    if found.dtype == object and not found.shape:
-        raise TypeError("a measure is of arrays; received "
-                        f"{type(x).__name__}. Take the array out of it, or "
-                        "pass a function that does.")
+    if found.dtype.kind not in "biuf":
+        raise TypeError("a measure is of arrays of numbers; received "
+                        f"{type(x).__name__}"
+                        + (f" of {found.dtype}" if found.shape else "")
+                        + ". Take the arrays out of it.")
     return found
 
 
@@ -329,7 +331,8 @@ class Perplexity(EvalMetric):
     Parameters
     ----------
     ignore_label : int or None
-        Labels that do not count.
+        Labels that do not count, whatever their probability is. (In MXNet a
+        NaN there makes the value NaN.)
     axis : int
         Of the probabilities: the last one, -1.
     name : str
@@ -436,7 +439,7 @@ def create(metric: Any, **options: Any) -> EvalMetric:
     ValueError
         Another name; options of a metric that is there.
     TypeError
-        A function, or what else names none.
+        A function, or what else names none; options that it does not have.
     """
     if isinstance(metric, EvalMetric) and not options:
         return metric
@@ -448,7 +451,15 @@ def create(metric: Any, **options: Any) -> EvalMetric:
                 f"unknown metric; received {metric!r}. Use one of "
                 f"{', '.join(sorted(_NAMES))}, or compute it from "
                 "Replicas.predict.")
-        return _NAMES[metric.lower()](**options)
+        make = _NAMES[metric.lower()]
+        try:
+            inspect.signature(make).bind(**options)
+        except TypeError as error:
+            raise TypeError(
+                f"{make.__name__}{inspect.signature(make)} is what {metric!r} "
+                f"takes; received {sorted(options) or 'no options'}: {error}."
+                ) from None
+        return make(**options)
     if isinstance(metric, EvalMetric):
         raise ValueError("a metric that is there has its options; received "
                          f"{sorted(options)}. Give them where it is made.")

@@ -1,4 +1,5 @@
 """Cutting a batch into shards, one per device."""
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,9 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0,
 
 
 def _size_along(batch_axis: int, shape: tuple[int, ...]) -> int:
+    if not is_integer(batch_axis, -sys.maxsize):
+        raise TypeError("batch_axis is an integer; received "
+                        f"{batch_axis!r}.")
     if not -len(shape) <= batch_axis < len(shape):
         raise ValueError(
             f"data with shape {shape} has no axis {batch_axis} to split "

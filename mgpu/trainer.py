@@ -1441,6 +1441,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Put `state_dict` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
+        if not isinstance(state_dict, Mapping):
+            raise TypeError("load_state_dict takes a dict; received "
+                            f"{type(state_dict).__name__}. Pass what "
+                            "Trainer.state_dict() gave.")
         found, backend = dict(by_name("state_dict", state_dict)), \
             self.replicas.backend
         try:

@@ -305,7 +305,7 @@ def _train_batches(batches: Sequence[tuple[Any, Any]], replicas: Replicas,
     """`train_batch` of all `batches` in one step; returns the losses of each
     device for the first one, then for the next. `check`: may refuse the
     output of a device."""
-    _check_all(replicas, trainer, loss)
+    _check_all(replicas, trainer, loss, split_f)
     devices, stage = replicas.devices, probes.stage
     losses: list[Any] = []
 
@@ -360,9 +360,13 @@ def _named(loss: Loss) -> list[Any]:
         if isinstance(loss, OwnLoss) else {}]
 
 
-def _check_all(replicas: Any, trainer: Any, loss: Any) -> None:
-    """`check_pair`, and refuse what is not a loss."""
+def _check_all(replicas: Any, trainer: Any, loss: Any,
+               split_f: Any = split_batch) -> None:
+    """`check_pair`, and refuse what is not a loss or splits nothing."""
     check_pair(replicas, trainer)
+    if not callable(split_f):
+        raise TypeError("split_f is a function of (X, y, devices); received "
+                        f"{type(split_f).__name__}. Leave it out.")
     if not callable(loss):
         raise TypeError("a loss is called with the outputs and the labels; "
                         f"received {type(loss).__name__}. Use one of "
@@ -1026,6 +1030,9 @@ def train(replicas: Replicas, train_iter: Iterable[tuple[Any, Any]],
             _check_again(what, data, num_epochs)
     if test_iter is not None:
         as_batches("test_iter", test_iter)
+        if isinstance(test_iter, (list, tuple, str)):   # others may run out
+            for batch in test_iter[:1]:
+                as_pair(batch)
         if evaluate is not None:
             raise ValueError(
                 "evaluate is called in the place of test_iter; received "

@@ -523,10 +523,15 @@ def test_a_state_of_a_callback_comes_back_as_it_was(backend, tmp_path):
     assert [type(x) for x in again.kept.values()] \
         == [type(x) for x in state.values()]
     assert list(again.arrays) == ["0"]
-    with pytest.raises(ValueError, match=r"(?s)state of a callback is made of."
-                       "*set in Keeps"):
-        train(made(backend, on(0)), JOINED, 3, callbacks=[Keeps({1, 2}, 3)],
-              checkpoint_dir=tmp_path / "other")
+    run = made(backend, on(0))
+    for keeps, words in ((Keeps({1, 2}, 3), "is made of.*set in Keeps"),
+                         (Keeps(1, 3), "a pair.*a dict from Keeps")):
+        if keeps.kept == 1:
+            keeps.state = dict
+        with pytest.raises(ValueError, match=f"(?s)of a callback .*{words}"):
+            train(run, JOINED, 3, callbacks=[keeps],
+                  checkpoint_dir=tmp_path / "other")
+        assert run[1].num_update == 0       # before the first step
 
 
 @pytest.mark.parametrize("hook", ["on_end", "on_epoch", "on_step"])

@@ -504,9 +504,10 @@ def test_without_a_backward_pass_there_is_no_gradient(
         p.grad_req = request_
     trainer = mgpu.Trainer(replicas, "sgd")
     for _ in range(2):
-        with mgpu.record():     # fewer rows than devices
-            replicas(mgpu.split_and_load(batch(1)[0], devices,
-                                         even_split=False))
+        shards = mgpu.split_and_load(batch(1)[0], devices, even_split=False)
+        for given in (shards, shards[::-1]):    # fewer rows than devices
+            with mgpu.record():
+                replicas(given)
         assert all(x.grad is None for x in net.parameters())
         ours(replicas, *batch(8))
         trainer.step(8)

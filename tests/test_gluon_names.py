@@ -106,6 +106,22 @@ def native(replicas, pattern=None):
 
 
 @BOTH
+def test_only_floats_are_scaled(backend):
+    """Whole numbers would be cut, and what came before them is scaled."""
+    x = mgpu.put(np.full(3, 5.0), mgpu.cpu(0))
+    whole, none = (mgpu.put(a, mgpu.cpu(0)) for a in (
+        np.arange(4), np.ones((0, 2))))
+    with pytest.raises(TypeError, match="received .*int64"):
+        mgpu.clip_global_norm([x, whole], 1.0)
+    assert (mgpu.to_numpy(x) == 5).all()
+    assert mgpu.to_numpy(whole).tolist() == [0, 1, 2, 3]
+    norm = mgpu.clip_global_norm([x, none], 1.0)
+    assert norm == pytest.approx(75 ** 0.5)
+    assert (mgpu.to_numpy(x) ** 2).sum() == pytest.approx(1)
+    with pytest.raises(ValueError, match="received none"):
+        mgpu.clip_global_norm([none], 1.0)
+
+
 @pytest.mark.parametrize("k", FEW)
 @pytest.mark.parametrize("pattern", [None, ".*weight"])
 def test_a_trainer_of_parameters_moves_these(engine, k, pattern):

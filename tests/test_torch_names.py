@@ -208,16 +208,39 @@ def test_after_a_rule_that_is_refused_or_fails_arrays_are_as_before(
         make, kind, words, k):
     with mgpu.using_backend("torch"):
         net = make()
+        net.register_buffer("own", torch.zeros(2))
         replicas = mgpu.initialize(net, [mgpu.cpu(i) for i in range(k)],
                                    init="keep")
-        before = replicas.export_numpy()
+        # As passes do, which write on each device.
+        for p in replicas.all_parameters():
+            if p.name == "own":
+                for i, x in enumerate(p.list_data()[1:]):
+                    x += i + 1
+        before = replicas.export_numpy(all_devices=True)
         with pytest.raises(kind, match=words):
             replicas.load_state_dict({
                 name: torch.full_like(x, 5)
                 for name, x in nn.Module.state_dict(net).items()})
-        replicas.check_equal()
-        for name, x in replicas.export_numpy().items():
+        for name, x in replicas.export_numpy(all_devices=True).items():
             assert (x == before[name]).all()
+
+
+@pytest.mark.parametrize("wrong", [{}, {"a": 1}, None])
+def test_a_refused_state_is_not_taken_for_the_users_writes(backend, wrong):
+    """Which are of all devices, statistics too."""
+    replicas = replicas_of(backend, 2)
+    step(replicas)
+    before = replicas.export_numpy(all_devices=True)
+    mean = next(x for name, x in before.items() if "running_mean" in name)
+    assert (mean[0] != mean[1]).any()
+    values = dict(replicas.state_dict())
+    if wrong is None:
+        first = next(iter(values))
+        wrong = {**values, first: "a"}
+    with pytest.raises(RuntimeError):
+        replicas.load_state_dict(wrong)
+    for name, x in replicas.export_numpy(all_devices=True).items():
+        assert x.tobytes() == before[name].tobytes()
 
 
 @pytest.mark.parametrize("swaps", [True, False])

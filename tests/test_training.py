@@ -1152,16 +1152,31 @@ def test_wrong_loops_are_refused(engine):
     ("loss", None, "a loss is called with the outputs and the labels"),
     ("train_iter", None, "train_iter must be an iterable of batches"),
     ("test_iter", 3, "test_iter must be an iterable of batches"),
+    ("test_iter", [1, 2], "int"), ("test_iter", "ab", "str"),
+    ("test_iter", [(1, 2, 3)], "3 things"),
     ("evaluate", 3, "split_f and evaluate are functions"),
     ("split_f", None, "split_f and evaluate are functions"),
     ("animator", True, "animator must be an mgpu.plotting.Animator")])
 def test_arguments_of_another_kind_are_named(engine, name, wrong, words):
     replicas, loss, trainer = set_up(engine, on(0))
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises((TypeError, ValueError), match=words):
         mgpu.train(replicas, **{
             "train_iter": batches(2), "test_iter": None, "loss": loss,
             "trainer": trainer, "num_epochs": 1, "progress": False,
             name: wrong})
+    assert trainer.num_update == 0
+
+
+@pytest.mark.parametrize("split_f, words", [
+    (None, "split_f is a function"), (lambda *_: None, "returns two lists"),
+    (lambda *_: [1], "returns two lists")])
+def test_what_splits_nothing_is_refused(backend, split_f, words):
+    replicas, loss, trainer = set_up(backend, on(0, 1))
+    X, y = next(iter(batches(1)))
+    with pytest.raises(TypeError, match=words):
+        mgpu.train_batch(X, y, replicas, loss, trainer, split_f=split_f)
+    with pytest.raises(ValueError, match="accumulate must be an integer"):
+        mgpu.train_batch(X, y, replicas, loss, trainer, accumulate=10 ** 20)
     assert trainer.num_update == 0
 
 

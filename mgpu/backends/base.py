@@ -802,9 +802,12 @@ class Network(ABC):
             numbers.update(dict.fromkeys(others, numbers[name]))
         missing = [name for name in own if name not in values]
         unknown = [name for name in values if name not in own]
-        wrong = [f"{name}: shape {tuple(x.shape)} instead of "
-                 f"{tuple(own[name].shape)}" for name, x in values.items()
-                 if name in own and tuple(x.shape) != tuple(own[name].shape)]
+        shapes = {name: tuple(x.shape) if hasattr(x, "shape")
+                  else f"of a {type(x).__name__}"
+                  for name, x in values.items()}
+        wrong = [f"{name}: shape {shape} instead of {tuple(own[name].shape)}"
+                 for name, shape in shapes.items()
+                 if name in own and shape != tuple(own[name].shape)]
         if strict:
             wrong += [f"missing {name}" for name in missing]
             wrong += [f"unknown {name}" for name in unknown]

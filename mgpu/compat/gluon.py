@@ -346,6 +346,10 @@ def clip_global_norm(arrays: Sequence[Any], max_norm: float,
             messages.refuse_foreign(x, backend.name)
             raise TypeError("arrays must be native; received "
                             f"{type(x).__name__}.")
+        if "float" not in str(x.dtype):
+            raise TypeError("arrays that are scaled have a floating dtype; "
+                            f"received {x.dtype}. Nothing has changed.")
+    arrays = [x for x in arrays if math.prod(x.shape)]
     if not arrays:
         raise ValueError("a norm is that of one array or more; received "
                          "none.")

@@ -463,7 +463,17 @@ nd = Names("nd", {
                     "host; layers have their framework's"),
     "save": "Replicas.save", "load": "Replicas.load"},
     waitall=mgpu.waitall)
-random = Names("random", {}, seed=mgpu.seed)
+
+
+def _seed(seed_state: int, ctx: Any = "all") -> None:
+    """`mgpu.seed`, which is of all devices."""
+    if ctx != "all":
+        raise ValueError("a seed is of the streams of all devices, which it "
+                         f"keeps apart; received ctx={ctx!r}. Leave ctx out.")
+    mgpu.seed(seed_state)
+
+
+random = Names("random", {}, seed=_seed)
 gluon = Names(
     "gluon", {**dict.fromkeys(("contrib", "nn", "rnn", "Block", "HybridBlock",
                                "model_zoo"), _NETWORKS),

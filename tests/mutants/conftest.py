@@ -17,7 +17,7 @@ collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
 
 #: seconds for all of them, a good multiple of what they take: only a mutant
 #: that hangs gets there
-_LIMIT = 480
+_LIMIT = 900
 
 
 @pytest.fixture(scope="session")

@@ -173,4 +173,23 @@ MUTANTS = [
                 "        found = resume() if resume else None\n"),
            ("test_callbacks.py::test_a_training_that_is_refused_with_its_"
             "first_batch_has_not_begun[torch]",)),
+    Mutant("restored-as-written", "what is put back counts as the user's",
+           edit("mgpu.backends._torch.network:TorchNetwork._arrays_kept",
+                "version.__exit__()", "pass"),
+           ("test_torch_names.py::test_a_refused_state_is_not_taken_for_the_"
+            "users_writes[torch-wrong0]",)),
+    Mutant("whole-numbers-scaled", "clipping cuts whole numbers",
+           edit("mgpu.compat.gluon:clip_global_norm",
+                '"float" not in str(x.dtype)', "False"),
+           ("test_gluon_names.py::test_only_floats_are_scaled[mxnet]",)),
+    Mutant("states-seen-late", "a state that cannot be saved costs an epoch",
+           edit("mgpu.callbacks:Calls.__init__", "if saves else ()",
+                "if False else ()"),
+           ("test_callbacks.py::test_a_state_of_a_callback_comes_back_as_it_"
+            "was[torch]",)),
+    Mutant("zeros-without-a-pass", "devices without rows make gradients",
+           edit("mgpu.replicas:Replicas._empty",
+                "if self.backend.has_gradient(arrays[i]):", "if True:"),
+           ("test_given_torch.py::test_without_a_backward_pass_there_is_no_"
+            "gradient[3dev-write]",)),
 ]

@@ -10,6 +10,7 @@ from mutants.controls import CONTROLS
 from mutants.planting import NotPlanted, all_mutants, edit
 
 
+@pytest.mark.timeout(1000)      # the first one runs them all
 @pytest.mark.parametrize("mutant", all_mutants(), ids=lambda m: m.name)
 def test_is_killed(mutant, verdict):
     found, why = verdict

@@ -231,17 +231,21 @@ class TorchNetwork(base.Network):
     @contextlib.contextmanager
     def _arrays_kept(self) -> Iterator[None]:
         """The user's rules load in the block, into the tensors that are
-        there; after an error in them the network's arrays are as before."""
+        there; after an error in them the network's arrays are as before, and
+        nobody takes what the rules wrote for the user's own writes."""
         swaps = torch.__future__.get_swap_module_params_on_conversion()
-        before = [(x, x.detach().clone()) for x in arrays_of(self.net)]
+        before = [(x, x.detach().clone(),
+                   torch.autograd._unsafe_preserve_version_counter(x))
+                  for x in arrays_of(self.net)]
         try:
             # Swapped tensors would not be those that are known here.
             torch.__future__.set_swap_module_params_on_conversion(False)
             yield
         except BaseException:
             with torch.no_grad():
-                for x, old in before:
+                for x, old, version in before:
                     x.copy_(old)
+                    version.__exit__()
             raise
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
