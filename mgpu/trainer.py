@@ -1442,11 +1442,10 @@ class Trainer(GluonTrainerNames, TorchTrainerNames, Hints):
         """Put `state_dict` of this or of another trainer back, on all
         devices; raises as `load_states` does."""
         if not isinstance(state_dict, Mapping):
-            raise TypeError("load_state_dict takes a dict; received "
+            raise TypeError("state_dict must be a dict; received "
                             f"{type(state_dict).__name__}. Pass what "
                             "Trainer.state_dict() gave.")
-        found, backend = dict(by_name("state_dict", state_dict)), \
-            self.replicas.backend
+        found, backend = dict(state_dict), self.replicas.backend
         try:
             if found.pop("format") not in trainer_states.FORMATS:
                 raise ValueError("another format")

@@ -810,8 +810,9 @@ def test_state_dict_is_what_load_state_dict_takes_on_both_engines(backend):
     for wrong in ({"state": {}, "param_groups": []}, {**state, "slots": 1}):
         with pytest.raises(ValueError, match="Trainer.state_dict"):
             other.load_state_dict(wrong)
-    with pytest.raises(TypeError, match="state_dict must be a dict"):
-        other.load_state_dict([])
+    for wrong in ([], None):
+        with pytest.raises(TypeError, match="state_dict must be a dict"):
+            other.load_state_dict(wrong)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
