@@ -180,7 +180,7 @@ def test_outputs_that_are_no_arrays_are_refused(batch_size):
                 replicas.predict(X.astype("float32"), batch_size)
         rows, labels = X.astype("float32"), np.zeros(23, "int32")
         replicas = mgpu.initialize(Net(Output), on(0, 1))
-        with pytest.raises(TypeError, match="of arrays; received Output"):
+        with pytest.raises(TypeError, match="of numbers; received Output"):
             mgpu.evaluate_accuracy_gpus(replicas, [(rows, labels)])
         with pytest.raises(ValueError, match="example.*received a Output"):
             mgpu.train_batch(rows, labels, replicas, lambda out, _: out,

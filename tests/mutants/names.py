@@ -71,8 +71,8 @@ MUTANTS = [
             "on_end]",)),
     Mutant("refilled-batches", "a step has its last batch several times",
            edit("mgpu.training:_grouped", "_mark(one) != mark", "False"),
-           ("test_callbacks.py::test_arrays_that_are_filled_anew_are_not_"
-            "accumulated[torch]",)),
+           ("test_callbacks.py::test_what_is_filled_anew_is_not_accumulated["
+            "torch-rows-<lambda>0]",)),
     Mutant("refused-losses-pass", "what was refused often enough is taken",
            edit("mgpu.losses:_averages", "_called[key] = 0    #", "pass  #"),
            ("test_losses.py::test_per_example_refuses_again[torch]",)),
