@@ -1,7 +1,6 @@
 """Checks that arguments of many functions share."""
 import math
 import operator
-import sys
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
@@ -28,9 +27,8 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def integer(name: str, value: Any, least: int) -> int:
-    """`value` as an int of `least` or more that an index can be, or
-    ValueError."""
-    if not is_integer(value, least) or value > sys.maxsize:
+    """`value` as an int of `least` or more, or ValueError."""
+    if not is_integer(value, least):
         raise ValueError(f"{name} must be an integer of {least} or more; "
                          f"received {value!r}.")
     return operator.index(value)

@@ -209,7 +209,7 @@ class Calls:
             state, own, inside = self._packed(one, one.state())
             found.append([_label(one), state, True])
             arrays |= {f"{i}|{name}": x for name, x in own.items()}
-            arrays |= {f"{i}||{n}": x for n, x in enumerate(inside)}
+            arrays |= {f"{i}:{n}": x for n, x in enumerate(inside)}
         return found, arrays
 
     def _packed(self, one: Any, state: Any
@@ -221,6 +221,17 @@ class Calls:
                 "state() of a callback returns a pair, (state, dict of NumPy "
                 f"arrays); received a {type(state).__name__} from "
                 f"{_label(one)}. Return (state, {{}}) without arrays.")
+        for name, x in state[1].items():
+            dtype = getattr(x, "dtype", None)
+            if not isinstance(name, str) \
+                    or not isinstance(x, (np.ndarray, np.generic)) \
+                    or x.dtype.kind not in "biuf" or x.dtype.itemsize > 8:
+                raise ValueError(
+                    "the arrays of state() of a callback are NumPy's, of "
+                    f"numbers, by name; received {name!r}, a "
+                    f"{type(x).__name__}"
+                    + (f" of {dtype}" if dtype is not None else "")
+                    + f", from {_label(one)}. Put others into the state.")
         inside: list[np.ndarray] = []
         return extra_states.pack_one(
             state[0], inside, self._replicas.backend,
@@ -248,11 +259,10 @@ class Calls:
             begin = f"{i}|"
             if packed:      # by a version before, it is JSON as it is
                 state = extra_states.build(extra_states.resolve(
-                    state, f"{i}||", arrays), backend, first)
+                    state, f"{i}:", arrays), backend, first)
             one.restore((state, {key.removeprefix(begin): x
                                  for key, x in arrays.items()
-                                 if key.startswith(begin)
-                                 and not key.startswith(f"{i}||")}))
+                                 if key.startswith(begin)}))
         return any(getattr(one, "stopped", False) for one in self._all)
 
 

@@ -110,15 +110,19 @@ def _on_host(output: Any, rows: int, backend: Any) -> Any:
 
 def _check_follow(parts: Sequence[Any], run: Any, shard: Any, batch: Any,
                   place: Sequence[Any], backend: Any) -> None:
-    """Refuse an array that is the same in all parts, and not of their rows:
-    one of the network's own that has as many by chance. `run` is asked about
-    other rows than the first `shard` has, of which `batch` may have more."""
-    if not any(all(np.array_equal(own[0], x) for x in own[1:])
+    """Refuse an array that has as many rows as each part by chance: one that
+    is the same in all of them, or whose rows are on another axis. `run` is
+    asked about other rows than the first `shard` has, of which `batch` may
+    have more."""
+    rows = row_counts(shard)[0]
+    if not any(rows in own[0].shape[1:] or all(
+            np.array_equal(own[0], x) for x in own[1:])
                for own in _columns(parts)):
         return
-    rows = row_counts(shard)[0]
-    other = cut_rows(shard, [(0, rows - 1)])[0] if rows > 1 \
+    other = cut_rows(shard, [(0, rows - 1)])[0] if rows > 2 \
         else split_and_load(batch, place, 0, False)[0]
+    if row_counts(other)[0] == rows > 1:
+        other = cut_rows(shard, [(0, rows - 1)])[0]
     try:
         output = forward_call(run, as_inputs(other))()
     except Exception:   # it is written for so many rows

@@ -496,7 +496,7 @@ class Keeps:
             raise InterruptedError
 
     def state(self):
-        return self.kept, {"0": np.arange(3)}
+        return self.kept, {"0": np.arange(3), "|0": np.arange(2)}
 
     def restore(self, state):
         self.kept, self.arrays = state
@@ -522,12 +522,17 @@ def test_a_state_of_a_callback_comes_back_as_it_was(backend, tmp_path):
     assert again.kept == state
     assert [type(x) for x in again.kept.values()] \
         == [type(x) for x in state.values()]
-    assert list(again.arrays) == ["0"]
+    assert {name: len(x) for name, x in again.arrays.items()} \
+        == {"0": 3, "|0": 2}
     run = made(backend, on(0))
     for keeps, words in ((Keeps({1, 2}, 3), "is made of.*set in Keeps"),
-                         (Keeps(1, 3), "a pair.*a dict from Keeps")):
-        if keeps.kept == 1:
-            keeps.state = dict
+                         (Keeps(1, 3), "a pair.*a dict from Keeps"),
+                         (Keeps(2, 3), "received 3, a ndarray of int64"),
+                         (Keeps(3, 3), "received 'a', a ndarray of <U1")):
+        own = {1: {}, 2: (0, {3: np.arange(3)}),
+               3: (0, {"a": np.array(["x"])})}
+        if isinstance(keeps.kept, int):
+            keeps.state = lambda own=own[keeps.kept]: own
         with pytest.raises(ValueError, match=f"(?s)of a callback .*{words}"):
             train(run, JOINED, 3, callbacks=[keeps],
                   checkpoint_dir=tmp_path / "other")
@@ -582,6 +587,15 @@ def test_what_is_filled_anew_is_not_accumulated(backend, of, filled):
     run = made(backend, on(0, 1))
     with pytest.raises(ValueError, match="fills the arrays, or lists, of one"):
         train(run, Filled(), accumulate=2)
+    hot = np.zeros((4, 4096))
+
+    def moved():    # the same sum, and most places as before
+        for i in range(4):
+            hot[:] = 0
+            hot[1, 1001 + i] = 1
+            yield hot, y_[:4]
+    with pytest.raises(ValueError, match="fills the arrays, or lists, of one"):
+        train(run, moved(), epochs=1, accumulate=2)
     assert run[1].num_update == 0
     train(run, [DATA[0]] * 4, accumulate=2)     # the same rows twice are fine
     same = (DATA[0][0], of(0)), DATA[0][1]

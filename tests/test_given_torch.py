@@ -1,6 +1,8 @@
 """torch's optimiser and schedule objects, and names of its optimisers, on a
 `Trainer`: the numbers of torch's own loop in float64, or a refusal by name."""
+import contextlib
 import copy
+import dataclasses
 import gc
 import warnings
 
@@ -443,10 +445,44 @@ def before_a_pass_of_its_own(replicas, optimizer):
     optimizer.step()
 
 
+def by_the_first_loss(replicas, optimizer):
+    losses_of(replicas, *batch(8))[0].backward()
+    optimizer.step()
+
+
+def of_an_output_that_is_not_seen(replicas, optimizer):
+    """In an object without a __dict__."""
+    @dataclasses.dataclass(slots=True)
+    class Output:
+        scores: object
+    forward = type(replicas.net).forward
+
+    class Wraps(type(replicas.net)):
+        def forward(self, x):
+            return Output(forward(self, x))
+    net = copy.deepcopy(replicas.net)
+    net.__class__ = Wraps
+    other = mgpu.initialize(net, replicas.devices)
+    X, y = mgpu.split_batch(*batch(8), replicas.devices)
+    with mgpu.record():
+        losses = [nn.functional.cross_entropy(out.scores, label)
+                  for out, label in zip(other(X), y)]
+    before = copy.deepcopy(net.state_dict())
+    losses[0].backward()
+    own = optim.SGD(net.parameters(), 0.1)
+    try:
+        own.step()
+    except RuntimeError:
+        assert all((x == before[name]).all()
+                   for name, x in net.state_dict().items())
+        raise
+    replicas.net.load_state_dict(net.state_dict())
+
+
 @pytest.mark.parametrize("way", [
-    in_a_hook, in_a_hook_of_a_whole_pass, on_the_last_device, by_hand,
-    by_inputs, after_an_error, before_a_pass_of_the_last,
-    before_a_pass_of_its_own])
+    by_the_first_loss, of_an_output_that_is_not_seen, in_a_hook,
+    in_a_hook_of_a_whole_pass, on_the_last_device, by_hand, by_inputs,
+    after_an_error, before_a_pass_of_the_last, before_a_pass_of_its_own])
 def test_no_way_to_step_by_the_gradients_of_one_device(
         on_torch, devices, way):
     net = network()
@@ -512,6 +548,30 @@ def test_without_a_backward_pass_there_is_no_gradient(
         ours(replicas, *batch(8))
         trainer.step(8)
         net.zero_grad()
+
+
+@pytest.mark.parametrize("between", ["predict", "call", "record"])
+@pytest.mark.parametrize("thawed", [True, False])
+def test_a_layer_that_is_thawed_or_frozen_keeps_its_gradient(
+        on_torch, devices, thawed, between):
+    """Of the user's own pass, before a look by all devices."""
+    net, other = network(), network()
+    replicas = mgpu.initialize(net, devices)
+    X = batch(8)[0]
+    for n in (net, other):
+        n[0].requires_grad_(not thawed)
+    replicas.predict(X)
+    for n in (net, other):
+        n[0].requires_grad_(True)
+        n(X).square().sum().backward()
+        n[0].requires_grad_(thawed)
+    shards = mgpu.split_and_load(X, devices, even_split=False)
+    with mgpu.record() if between == "record" else contextlib.nullcontext():
+        replicas.predict(X) if between == "predict" else replicas(shards)
+    for n in (net, other):
+        optim.SGD(n.parameters(), 0.1).step()
+    assert gap(net, other) < 1e-12
+    assert gap(net, network()) > 1e-3
 
 
 @pytest.mark.parametrize("named", [False, True])

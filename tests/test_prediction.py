@@ -150,8 +150,12 @@ def test_an_output_that_has_as_many_rows_by_chance_is_refused(
         with pytest.raises(ValueError, match=r"of shape \(1, 2\) for 2 rows"):
             two.predict(X[:2])
         return
-    with pytest.raises(ValueError, match=r"of shape \(2,\) for 1 rows"):
+    with pytest.raises(ValueError, match=r"of shape \(2,\) for \d rows"):
         one.predict(X[:rows], batch_size)
+    turned = made(backend, on(*range(k)), several(
+        backend, lambda one, a: one(a).T))
+    with pytest.raises(ValueError, match=r"of shape \(2, \d\) for \d rows"):
+        turned.predict(X[:rows], batch_size)
     replicas = made(backend, on(*range(k)))
     same = np.ones((rows, 6))
     np.testing.assert_allclose(replicas.predict(same, batch_size),

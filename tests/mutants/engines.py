@@ -220,8 +220,8 @@ MUTANTS = [
             "*",)),
     Mutant("torch-tensors-in-objects", "tensors in an object of the user's "
            "are not found", edit(
-               _REPLICA + "__call__", "for x in _tensors(result, set())",
-               "for x in filter(torch.is_tensor, tree_leaves(result))"),
+               _REPLICA + "__call__", "list(_tensors(result, set()))",
+               "list(filter(torch.is_tensor, tree_leaves(result)))"),
            ("test_recomputation.py::test_outputs_in_an_object_of_the_users"
             "*",)),
     Mutant("torch-max-norm", "a forward pass writes to the weights of its "

@@ -88,6 +88,8 @@ class Place:
         self.index = 0      # of the device
         #: whether a graph was recorded here, and what it gave used
         self.recorded = self.used = False
+        #: whether an output of such a graph holds no tensor that was found
+        self.unseen = False
         self._number: int | None = None     # of the last pass
         self.under_way: Callable[[], Pass | None] = _nothing
 
@@ -106,7 +108,7 @@ class Place:
         with self.group.lock:
             if any(place.used for place in self.group.places):
                 for place in self.group.places:
-                    place.recorded = place.used = False
+                    place.recorded = place.used = place.unseen = False
             self.recorded = True
 
     def has_part(self) -> bool:
@@ -143,7 +145,7 @@ class Pass:
 
     def __init__(self, place: Place):
         self.undo: Callable[[], Any] | None = None
-        self.is_part = place.group.wide
+        self.is_part = place.group.wide or place.unseen and place.has_part()
         self._place, self._number = place, _pass_number()
         self._old: dict[_Leaf, Any] = {}    # gradients, until new ones come
         self._edited: set[_Leaf] = set()
@@ -445,6 +447,12 @@ class Leaves:
             leaf.hooks = (
                 x.register_hook(leaf.arrived),
                 x.register_post_accumulate_grad_hook(leaf.added))
+
+    def turned(self, x: Any) -> bool:
+        """Whether the user has frozen or thawed `x` since `attach_grad`."""
+        leaf = self._leaves.get(id(x))
+        return x.requires_grad is not (
+            leaf is not None and leaf.request != "null")
 
     def borrow_hooks(self, x: Any, borrowed: Callable[[str], Sequence[Any]]
                      ) -> None:

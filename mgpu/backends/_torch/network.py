@@ -104,8 +104,13 @@ class TorchNetwork(base.Network):
         return self.backend.grad_req(self.replicas[0].array(number))
 
     def set_grad_req(self, number, grad_req, arrays) -> None:
+        first = arrays[0]
+        # Where the user has frozen or thawed it, its gradient is the user's.
+        kept = first.grad if first.requires_grad is (grad_req != "null") \
+            and self.backend.turned(first) else None
         for x in arrays:
             self.backend.attach_grad(x, grad_req)
+        first.grad = kept
         for replica in self.replicas:
             replica.forget()
 

@@ -238,11 +238,13 @@ class TorchReplica(base.Replica):
                 result = tree_map(
                     partial(_widened, dtype_of(options.autocast)), result)
             if recording:
-                self.place().record()
+                place, tensors = self.place(), list(_tensors(result, set()))
+                place.record()
+                place.unseen |= not tensors
                 begins = partial(
                     self._backward_begins, [m.training for m in self.layers],
                     forwards, network.normalise is not None)
-                for x in _tensors(result, set()):
+                for x in tensors:
                     if x.grad_fn is not None:
                         x.register_hook(begins)
             return result
