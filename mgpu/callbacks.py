@@ -225,6 +225,7 @@ class Calls:
             dtype = getattr(x, "dtype", None)
             if not isinstance(name, str) \
                     or not isinstance(x, (np.ndarray, np.generic)) \
+                    or isinstance(x, np.ma.MaskedArray) \
                     or x.dtype.kind not in "biuf" or x.dtype.itemsize > 8:
                 raise ValueError(
                     "the arrays of state() of a callback are NumPy's, of "

@@ -64,7 +64,8 @@ def pack_one(x: Any, arrays: list[np.ndarray], backend: Backend,
             # torch.float64, or MXNet's <class 'numpy.float64'>
             dtype = str(x.dtype).rpartition(".")[2].rstrip("'>")
             return ["native", len(arrays) - 1, dtype]
-    elif isinstance(x, (np.generic, np.ndarray, bytes)):
+    elif isinstance(x, (np.generic, np.ndarray, bytes)) \
+            and not isinstance(x, np.ma.MaskedArray):
         found = np.frombuffer(x, np.uint8) if type(x) is bytes \
             else np.array(x)
         if found.dtype.kind in "biuf":

@@ -525,12 +525,15 @@ def test_a_state_of_a_callback_comes_back_as_it_was(backend, tmp_path):
     assert {name: len(x) for name, x in again.arrays.items()} \
         == {"0": 3, "|0": 2}
     run = made(backend, on(0))
+    masked = np.ma.array([1, 2], mask=[True, False])
     for keeps, words in ((Keeps({1, 2}, 3), "is made of.*set in Keeps"),
+                         (Keeps(masked, 3), "is made of.*MaskedArray in"),
+                         (Keeps(4, 3), "received 'm', a MaskedArray"),
                          (Keeps(1, 3), "a pair.*a dict from Keeps"),
                          (Keeps(2, 3), "received 3, a ndarray of int64"),
                          (Keeps(3, 3), "received 'a', a ndarray of <U1")):
         own = {1: {}, 2: (0, {3: np.arange(3)}),
-               3: (0, {"a": np.array(["x"])})}
+               3: (0, {"a": np.array(["x"])}), 4: (0, {"m": masked})}
         if isinstance(keeps.kept, int):
             keeps.state = lambda own=own[keeps.kept]: own
         with pytest.raises(ValueError, match=f"(?s)of a callback .*{words}"):
