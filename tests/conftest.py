@@ -1,8 +1,16 @@
-"""Fixtures: each test that asks for `backend` runs on both engines, each that
-asks for `devices` runs on 1, 2, 3 and 4 logical devices.
+"""Fixtures, kinds of tests, and the fast tier.
 
-``MGPU_TEST_BACKENDS=torch`` narrows the engines (default: both). An engine
-that is named and does not load is a failure, never a skip.
+A test that takes the fixture `backend` runs on both engines. One that takes
+`devices` runs on 3 logical devices; ``@pytest.mark.device_counts(1, 2, 4)``
+names other counts where they matter. ``MGPU_TEST_BACKENDS=torch`` selects the
+engines (default: those that are installed). An engine that is named there and
+does not load is a failure, never a skip.
+
+``kinds.txt`` gives each test function a kind, which becomes its marker
+(``pytest -m "equality"``). A function that the list lacks is an error.
+
+``pytest`` runs the fast tier: the first case of each test function on each
+engine. ``pytest -m ""`` runs all cases.
 
 ``--strict-devices``, or ``MGPU_STRICT_DEVICES=1``, runs every test inside
 `mgpu.strict_devices`, and the processes that tests start too. A test that is
@@ -11,6 +19,7 @@ about what the mode refuses says so: ``@pytest.mark.crosses_devices(reason)``.
 import collections
 import contextlib
 import gc
+import importlib.util
 import operator
 import os
 import random
@@ -25,9 +34,13 @@ import pytest
 import mgpu
 from mgpu import backends as registry
 
+ALL_BACKENDS = ("mxnet", "torch")
 BACKENDS = [name.strip() for name in os.environ.get(
-    "MGPU_TEST_BACKENDS", "mxnet,torch").split(",") if name.strip()]
-DEVICE_COUNTS = (1, 2, 3, 4)
+    "MGPU_TEST_BACKENDS", ",".join(filter(importlib.util.find_spec,
+                                          ALL_BACKENDS))).split(",")
+            if name.strip()]
+KINDS = ("equality", "refusal", "tool")
+TESTS = Path(__file__).parent
 
 #: The engines as tests name them: MXNet has two families of arrays, legacy
 #: ``mx.nd`` (the mode a process starts in) and ``mx.np``.
@@ -36,7 +49,7 @@ ENGINES = [engine for name in BACKENDS for engine in
 
 #: these compare the engines only with each other; the rest of tests/oracle
 #: compares with an oracle too, and does so for the engines that there are
-collect_ignore = [] if {"mxnet", "torch"} <= set(BACKENDS) \
+collect_ignore = [] if set(ALL_BACKENDS) <= set(BACKENDS) \
     else ["oracle/test_networks.py"]
 
 # The fixture below turns the mode on, so that a marked test can do without.
@@ -64,9 +77,19 @@ def engine(request):
         yield backend
 
 
-@pytest.fixture(params=DEVICE_COUNTS, ids=lambda k: f"{k}dev")
+@pytest.fixture
 def devices(request):
+    """Three logical devices, or as many as ``device_counts`` says."""
     return [mgpu.cpu(i) for i in range(request.param)]
+
+
+def pytest_generate_tests(metafunc):
+    own = any("devices" in mark.args[0] for mark
+              in metafunc.definition.iter_markers("parametrize"))
+    if "devices" in metafunc.fixturenames and not own:
+        marker = metafunc.definition.get_closest_marker("device_counts")
+        metafunc.parametrize("devices", marker.args if marker else (3,),
+                             indirect=True, ids=lambda k: f"{k}dev")
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +143,66 @@ _LONG = ("mutants", "distributed", "faults", "test_docs", "test_examples",
          "test_cli", "test_metrics")
 
 
-def pytest_collection_modifyitems(session, items):
+@pytest.hookimpl(tryfirst=True)     # before -m selects by marker
+def pytest_collection_modifyitems(config, items):
+    _mark_kinds(config, items)
+    _mark_fast(items)
+    if "gpu" not in config.getoption("markexpr"):
+        cards = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=cards)
+        items[:] = [item for item in items if item not in cards]
+    _longest_first(items)
+
+
+def _place(item):
+    """(file below tests/, name of the test function)"""
+    return (item.path.relative_to(TESTS).as_posix(),
+            item.nodeid.partition("::")[2].partition("[")[0])
+
+
+def _listed():
+    """The kind of each test function in kinds.txt, by file and name."""
+    kinds, file = {}, None
+    for line in (TESTS / "kinds.txt").read_text().splitlines():
+        if line[:1] not in (" ", "#", ""):
+            file = line
+        elif line.strip() and line[0] != "#":
+            kind, name = line.split()
+            kinds[file, name] = kind
+    return kinds
+
+
+def _mark_kinds(config, items):
+    listed, found = _listed(), set()
+    for item in items:
+        if item.path.is_relative_to(TESTS):
+            found.add(_place(item))
+            kind = listed.get(_place(item))
+            if kind is not None:
+                item.add_marker(kind)
+    wrong = [f"{file}::{name} has no kind there: add a line with "
+             f"{', '.join(KINDS)}" for file, name in sorted(found)
+             if listed.get((file, name)) not in KINDS]
+    if not any("::" in arg for arg in config.args):
+        files = {file for file, _ in found}
+        wrong += [f"{file}::{name} is there and is no test" for file, name
+                  in sorted(listed.keys() - found) if file in files]
+    if wrong:
+        raise pytest.UsageError("tests/kinds.txt: " + "; ".join(wrong))
+
+
+def _mark_fast(items):
+    """The first case of each test function on each engine is fast."""
+    seen = set()
+    for item in items:
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        key = *_place(item), params.get("engine", params.get("backend"))
+        if key not in seen:
+            seen.add(key)
+            item.add_marker("fast")
+
+
+def _longest_first(items):
     """Files that take long begin first, then those with many tests: else one
     of several processes is left with them at the end. (``--dist loadfile
     --no-loadscope-reorder`` keeps this order; one process alone does not
@@ -128,7 +210,7 @@ def pytest_collection_modifyitems(session, items):
     counts = collections.Counter(item.path for item in items)
 
     def rank(item):
-        name = os.path.relpath(item.path, Path(__file__).parent)
+        name = os.path.relpath(item.path, TESTS)
         return next((i for i, long in enumerate(_LONG)
                      if name.startswith(long)), len(_LONG)), \
             -counts[item.path], name
@@ -169,6 +251,9 @@ def strict_mode(request):
 
 def pytest_report_header(config):
     lines = [f"engines: {', '.join(BACKENDS)}"]
+    lines += [f"{name} is not installed: its tests are skipped"
+              for name in ALL_BACKENDS if importlib.util.find_spec(name)
+              is None]
     if config.getoption("--strict-devices"):
         lines.append("inside mgpu.strict_devices")
     if collect_ignore:

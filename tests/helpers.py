@@ -1,5 +1,5 @@
 """What several test modules share: measures of difference, numerical
-gradients, the engines with their array families, and (from `networks`) pairs
+gradients, the engines with their array families, and (from `nets`) pairs
 of small native networks."""
 import contextlib
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import mgpu
 from conftest import BACKENDS, ENGINES  # noqa: F401, for the tests
 from mgpu.parity import measure
-from networks import bricks, convnet, mlp  # noqa: F401, for the tests
+from nets import bricks, convnet, mlp  # noqa: F401, for the tests
 
 @contextlib.contextmanager
 def using_engine(engine):

@@ -366,7 +366,7 @@ import gc, os, sys, time
 import numpy as np
 import mgpu
 from mgpu import parity
-from networks import mlp
+from nets import mlp
 mgpu.set_backend(sys.argv[1])
 backend, rows = mgpu.get_backend(), np.ones((4, 6), "float32")
 if sys.argv[2] == "idle":   # or threads end on a busy machine meanwhile

@@ -11,7 +11,7 @@ import mgpu
 from conftest import BACKENDS
 from helpers import mlp, on
 from mgpu import callbacks, datasets
-from networks import dense_norm
+from nets import dense_norm
 
 rng = np.random.default_rng(0)
 X, LABELS = rng.normal(size=(22, 6)), rng.integers(0, 3, 22).astype("int32")

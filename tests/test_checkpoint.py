@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mgpu
-import networks
+import nets
 from conftest import BACKENDS
 from helpers import assert_bit_equal, mlp, on, relative_difference
 from mgpu import checkpoint, datasets, files, lr_scheduler, trainer_states
@@ -23,8 +23,8 @@ LABELS = rng.integers(0, 3, 30).astype("int32")
 
 
 def layers(engine):
-    return networks.rows_gluon() if engine.name == "mxnet" \
-        else networks.rows_torch()
+    return nets.rows_gluon() if engine.name == "mxnet" \
+        else nets.rows_torch()
 
 
 def network(engine):

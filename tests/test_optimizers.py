@@ -16,7 +16,7 @@ import pytest
 
 import formulas
 import mgpu
-import networks
+import nets
 from helpers import on
 from mgpu import optimizers
 from mgpu.backends import using_backend
@@ -550,7 +550,7 @@ def test_ftrl_refuses_a_rate_of_zero_before_it_changes_anything(backend):
 @pytest.mark.parametrize("family", ["ftrl", "ftml"])
 def test_a_rate_of_zero_for_one_parameter_leaves_all_as_they_are(backend,
                                                                  family):
-    replicas = mgpu.initialize(networks.mlp(backend, (6, 4, 3)), on(0, 1),
+    replicas = mgpu.initialize(nets.mlp(backend, (6, 4, 3)), on(0, 1),
                                "ones", dtype="float64")
     trainer = mgpu.Trainer(replicas, family,
                            lr_mult={replicas.params()[-1].name: 0.0})
@@ -638,7 +638,7 @@ def test_sgld_is_half_a_step_and_noise_of_the_variance_of_the_rate(backend):
 
 def test_noise_differs_by_parameter_and_step_and_is_that_of_all_devices(
         backend):
-    replicas = mgpu.initialize(networks.mlp(backend), on(0, 1, 2),
+    replicas = mgpu.initialize(nets.mlp(backend), on(0, 1, 2),
                                "zeros", dtype="float64")
     trainer = mgpu.Trainer(replicas, "sgld", {"learning_rate": 1.0})
     for p in replicas.params():
@@ -663,7 +663,7 @@ def test_two_trainers_of_one_network_have_noise_of_their_own(backend):
     """Each of some parameters; also where one of them has no state yet."""
     steps = []
     for split in (True, False):
-        replicas = mgpu.initialize(networks.mlp(backend, (4, 4, 4)),
+        replicas = mgpu.initialize(nets.mlp(backend, (4, 4, 4)),
                                    on(0, 1), "zeros", dtype="float64")
         sets = [".*0.weight|.*bias", ".*2.weight"] if split else [".*"]
         trainers = [mgpu.Trainer(replicas.collect_params(names), "sgld",

@@ -20,7 +20,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from mgpu.backends._workers import Workers
-from networks import mlp
+from nets import mlp
 
 BEGIN = """
     import ctypes, faulthandler, gc, random, resource, signal, sys

@@ -7,7 +7,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from networks import convnet
+from nets import convnet
 
 if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("they need two engines", allow_module_level=True)

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 
 import mgpu
-from networks import convnet
+from nets import convnet
 
 backend = sys.argv[1]
 mgpu.set_backend(backend)

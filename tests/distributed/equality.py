@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import mgpu
-from networks import branched, convnet
+from nets import branched, convnet
 
 SCENARIOS = {}
 DTYPE = "float64"

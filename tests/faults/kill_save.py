@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import mgpu  # noqa: E402
 from conftest import BACKENDS  # noqa: E402
-from networks import rows_gluon, rows_torch  # noqa: E402
+from nets import rows_gluon, rows_torch  # noqa: E402
 
 LIMIT = 64 << 20
 

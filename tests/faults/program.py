@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 import mgpu
-from networks import convnet
+from nets import convnet
 
 LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
 ROWS, BATCH = 40, 8

@@ -31,7 +31,7 @@ def rank_program(folder, at, who, how):
     """Trains, and in step `at` of the first attempt loses `who`: a rank, or a
     role of the parameter server."""
     import mgpu
-    from networks import convnet
+    from nets import convnet
     mgpu.set_backend(os.environ["MGPU_BACKEND"])
     world = mgpu.distributed.init(timeout=LIMIT)
     folder, batches = Path(folder), [0]

@@ -49,7 +49,7 @@ def test_a_fault(backend, case, references, tmp_path):
 @pytest.fixture
 def training(backend):
     """Replicas on two devices and a batch of theirs."""
-    from networks import convnet
+    from nets import convnet
     rows = mgpu.datasets.synthetic(8, num_train=8, num_test=8,
                                    shape=(1, 8, 8), dtype="float64")[0]
     X, y = next(iter(rows))

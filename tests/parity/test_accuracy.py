@@ -9,8 +9,8 @@ import pytest
 import mgpu
 from mgpu import parity
 from mgpu.parity import accuracy
-from networks import rows_gluon as gluon
-from networks import rows_torch as port
+from nets import rows_gluon as gluon
+from nets import rows_torch as port
 
 RATE = {"learning_rate": 0.2, "momentum": 0.9}
 XAVIER = mgpu.initializers.Xavier()

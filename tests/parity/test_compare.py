@@ -10,9 +10,9 @@ import mgpu
 from mgpu import parity
 from mgpu.parity import matching, measure, spill
 from mgpu.parity.matching import Entry, MatchError
-from networks import bricks
-from networks import two_convs_gluon as gluon
-from networks import two_convs_torch as port
+from nets import bricks
+from nets import two_convs_gluon as gluon
+from nets import two_convs_torch as port
 
 #: float64, a handful of small layers: rounding of some hundred terms
 EXACT = 1e-12

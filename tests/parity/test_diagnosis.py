@@ -6,8 +6,8 @@ import mgpu
 from mgpu import losses, parity
 from mgpu.parity import Side, diagnosis
 from mgpu.parity.causes.difference import unexplained
-from networks import gluon
-from networks import torch as torch_
+from nets import gluon
+from nets import torch as torch_
 from parity.steps import gluon_step, torch_step
 from parity.tables import in_gluon, in_torch
 

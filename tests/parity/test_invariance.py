@@ -8,7 +8,7 @@ import pytest
 import mgpu
 from mgpu import parity
 from mgpu.parity import live
-from networks import conv_gluon, conv_torch
+from nets import conv_gluon, conv_torch
 
 #: float64, a handful of small layers: rounding of some hundred terms
 EXACT = 1e-12

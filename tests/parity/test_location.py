@@ -5,8 +5,8 @@ import pytest
 
 import mgpu
 from mgpu import parity
-from networks import gluon
-from networks import torch as torch_
+from nets import gluon
+from nets import torch as torch_
 
 RNG = np.random.default_rng(0)
 SERIES = [(RNG.normal(size=(6, 5, 4)), RNG.integers(0, 3, 6).astype("int32"))

@@ -7,8 +7,8 @@ import pytest
 import mgpu
 from mgpu import parity
 from mgpu.parity import Side
-from networks import gluon
-from networks import torch as torch_
+from nets import gluon
+from nets import torch as torch_
 from parity import scripts
 from parity.steps import gluon_step, torch_step
 

@@ -19,7 +19,7 @@ from mgpu.parity.diagnosis import Cause
 from mgpu.parity.forms import Turn
 from mgpu.parity.matching import Pair, Plan
 from mgpu.parity.measure import Gap
-from networks import dense_norm
+from nets import dense_norm
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 LONG = "features." + ".".join(f"stage{i}" for i in range(30)) + ".weight"

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import mgpu
-import networks
+import nets
 from mgpu import parity
 from mgpu.parity import recorded, trace, trace_file
-from networks import conv_gluon as gluon
-from networks import conv_torch as port
+from nets import conv_gluon as gluon
+from nets import conv_torch as port
 
 #: float64, a handful of small layers: rounding of some hundred terms, and
 #: cancellation in the gradients behind a batch norm of two rows
@@ -75,9 +75,9 @@ def test_without_the_other_engine(golden):
     code = f"""
 import sys
 sys.modules["mxnet"] = None     # importing it raises
-sys.path.append({os.path.dirname(networks.__file__)!r})
+sys.path.append({os.path.dirname(nets.__file__)!r})
 from mgpu import parity
-from networks import conv_torch as port
+from nets import conv_torch as port
 result = parity.compare_trace({golden!r}, port)
 wrong = parity.compare_trace({golden!r}, lambda: port(1e-3))
 assert result.same and result.plan.confirmed, str(result)
