@@ -9,6 +9,7 @@ import json
 import os
 import pkgutil
 import random
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -206,8 +207,15 @@ WITH_MEMBERS = ("mgpu", *(f"mgpu.{name}" for name in (
 
 def public_names():
     """By module: the names in its ``__all__``, what else is documented, and
-    what 0.1's list had. With the public members of documented classes, where
-    they are not those of another class here."""
+    what 0.1's list had. With those members of documented classes that the
+    guides and examples use, where they are not those of another class."""
+    root = Path(mgpu.__file__).parents[1]
+    used = {"averages", "best", "buffers"} | {
+        word for pattern in ("README.md", "docs/guide/*.md", "docs/api/*.md",
+                             "examples/*.py")
+        for file in root.glob(pattern) if file.stem != "a-training-step"
+        for word in re.findall(r"\w\.([a-z]\w*)",
+                               file.read_text(encoding="utf-8"))}
     listed = json.loads((old.OLD / "names.json").read_text())
     names, classes = {}, {}
     for info in [None, *pkgutil.walk_packages(mgpu.__path__, "mgpu.")]:
@@ -231,7 +239,7 @@ def public_names():
             f"{name}.{inner}" for base in thing.__mro__
             if base.__module__.startswith("mgpu")
             and (base is thing or base not in classes)
-            for inner in vars(base) if not inner.startswith("_")}
+            for inner in used.intersection(vars(base))}
     text = json.dumps({path: " ".join(sorted(own)) for path, own
                        in sorted(names.items()) if own}, indent=1)
     (HERE / "names.json").write_text(text + "\n", encoding="utf-8")
