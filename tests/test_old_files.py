@@ -160,7 +160,8 @@ RATE, DECAY = 0.125, 0.0625
 
 
 class Halving:
-    """A schedule of a program's own, which counts its calls."""
+    """A schedule of a program's own, which counts its calls. Its file names
+    the class and this module: both keep their names."""
 
     def __init__(self):
         self.calls = 0
