@@ -1,20 +1,16 @@
-"""The rooms of mgpu: imports run downwards, private names stay at home, and
-what was public stays importable and readable."""
+"""The rooms of mgpu: imports run downwards, private names stay at home, what
+is public has a docstring, and no file is executed."""
 import ast
 import importlib
 import inspect
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import mgpu
-from helpers import on, relative_difference
-from mgpu import parity
 
 PACKAGE = Path(mgpu.__file__).parent
-OLD = Path(__file__).parent / "files" / "0.1"
 
 
 def sources():
@@ -251,27 +247,11 @@ class A:
         assert borrowed({"mgpu.a": a, "mgpu.b": innocent}) == []
 
 
-# -- what was public stays ----------------------------------------------------
+# -- docstrings ---------------------------------------------------------------
 
-#: names of version 0.1 by module. Left out: what was never meant for users
-#: (the functions inside `mgpu.parity.causes`, the errors and stand-ins that
-#: engines share, which `mgpu.backends.messages`, `mgpu.backends.scope` and
-#: `mgpu.host_memory` have now, and names of the standard library).
-NAMES = json.loads((OLD / "names.json").read_text(encoding="utf-8"))
-
-
-def missing(module, names):
-    return [name for name in names.split()
-            if not hasattr(importlib.import_module(module), name)]
-
-
-@pytest.mark.parametrize("module", NAMES)
-def test_public_names_of_the_previous_version(module):
-    assert missing(module, NAMES[module]) == []
-
-
-def test_a_missing_name_is_seen():
-    assert missing("mgpu.trainer", "Trainer Tractor") == ["Tractor"]
+#: the modules that were public in version 0.1
+NAMES = json.loads((Path(__file__).parent / "files" / "0.1" / "names.json"
+                    ).read_text(encoding="utf-8"))
 
 
 def test_what_is_public_has_a_docstring():
@@ -292,75 +272,6 @@ def test_what_is_public_has_a_docstring():
                     and (inspect.isclass(thing) or inspect.isfunction(thing)):
                 found += bare(module.__name__, name, thing)
     assert found == []
-
-
-# -- and its files ------------------------------------------------------------
-# Written by version 0.1, float64, two devices: after three steps the values,
-# and the states of the trainer; the values after a fourth step; a trace of
-# two steps.
-
-rng = np.random.default_rng(0)
-X, y = rng.normal(size=(6, 3)), rng.integers(0, 2, 6).astype("int32")
-MOMENTUM = {"learning_rate": 0.125, "momentum": 0.5}
-
-
-def network(engine):
-    if engine == "torch":
-        from torch import nn
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(),
-                             nn.Linear(4, 2))
-    from mxnet.gluon import nn
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4),
-            nn.Activation("relu"), nn.Dense(2, in_units=4))
-    return net
-
-
-def next_step(backend, writer, optimizer, states=True):
-    """How far a fourth step is from the one that was written."""
-    def old(what):
-        values = dict(np.load(OLD / f"{writer}-{optimizer}{what}.npz"))
-        values.pop("1.num_batches_tracked", None)   # only torch has it
-        return values
-    replicas = mgpu.initialize(network(backend.name), on(0, 1),
-                               "uniform", sample=X,
-                               dtype="float64")
-    trainer = mgpu.Trainer(replicas, optimizer, MOMENTUM if optimizer == "sgd"
-                           else {"learning_rate": 0.125},
-                           loss_scale="dynamic" if optimizer == "adam"
-                           else None)
-    replicas.import_numpy(old("-values"))
-    if states:
-        trainer.load_states(OLD / f"{writer}-{optimizer}.npz")
-        assert trainer.num_update == 3
-    mgpu.train_batch(X, y, replicas, mgpu.losses.SoftmaxCrossEntropyLoss(),
-                     trainer)
-    values, expected = replicas.export_numpy(all_devices=True), old("-next")
-    assert len(expected) == 8
-    return max(relative_difference(values[name], expected[name], 1e-3)
-               for name in expected)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-@pytest.mark.parametrize("writer", ["mxnet", "torch"])
-def test_states_of_the_previous_version(backend, writer, optimizer):
-    # Adam divides noise by noise in the bias before the batch norm, and
-    # processors round that differently.
-    limit = 1e-12 if optimizer == "sgd" else 1e-7
-    assert next_step(backend, writer, optimizer) < limit
-    assert next_step(backend, writer, optimizer, states=False) > 1e-4
-
-
-@pytest.mark.parametrize("writer", ["mxnet", "torch"])
-def test_traces_of_the_previous_version(backend, writer):
-    file = OLD / f"{writer}.trace"
-    result = parity.compare_trace(file, lambda: network(backend.name))
-    assert result.same and result.plan.confirmed, str(result)
-    assert max(gap.relative for gap in result.gaps) < 1e-10
-    wrong = parity.compare_trace(file, parity.Side(
-        lambda: network(backend.name), optimizer="sgd",
-        optimizer_params={**MOMENTUM, "momentum": 0.25}))
-    assert wrong.verdict == "different" and wrong.first.stage == "weight"
 
 
 # -- no pickle ----------------------------------------------------------------
