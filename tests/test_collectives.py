@@ -76,16 +76,6 @@ def test_allreduce_keeps_the_dtype(backend, algorithm):
             assert_bit_equal(backend.to_numpy(x), reduced(hosts, op))
 
 
-def test_any_root_gives_the_result(backend):
-    hosts = integers(3, (2, 3))
-    for algorithm in ("naive", "tree"):
-        for root in (0, 1, 2, np.int64(2)):
-            data = put(backend, hosts)
-            allreduce(data, algorithm=algorithm, root=root)
-            for x in data:
-                assert_bit_equal(backend.to_numpy(x), reduced(hosts, "sum"))
-
-
 def test_views_and_leaves_see_the_result(backend, devices):
     """What the caller holds elsewhere: a slice, a gradient, a leaf."""
     hosts = [np.arange(6.0) + i for i in range(len(devices))]
@@ -154,25 +144,6 @@ def test_native_collectives_refuse_what_they_cannot_do(backend):
 
 
 # -- the others ---------------------------------------------------------------
-
-def test_broadcast(backend, devices):
-    for shape, root in itertools.product(SHAPES, range(len(devices))):
-        hosts = integers(len(devices), shape)
-        data = put(backend, hosts)
-        aliases = list(data)
-        assert broadcast(data, root=root) is None
-        for x in aliases:
-            assert_bit_equal(backend.to_numpy(x), hosts[root])
-
-
-def test_reduce_leaves_the_others(backend, devices):
-    for op, shape, root in itertools.product(OPS, SHAPES, range(3)):
-        hosts = integers(len(devices), shape)
-        data = put(backend, hosts)
-        assert reduce(data, op=op, root=root) is None
-        for i, x in enumerate(data):
-            assert_bit_equal(backend.to_numpy(x), reduced(hosts, op)
-                             if i == root else hosts[i])
 
 
 def test_allgather(backend):

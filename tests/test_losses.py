@@ -52,7 +52,6 @@ def cross_entropy(pred, label, axis=-1):
     return -np.take_along_axis(log_softmax(pred, axis), index, axis)
 
 
-
 RNG = np.random.default_rng(0)
 SHAPE = (5, 4, 3)
 PRED = RNG.standard_normal(SHAPE) * 2
@@ -711,18 +710,6 @@ def test_per_example_of_an_object_with_a_reduction(backend, reduction):
             assert relative_difference(values.sum(), times * whole.sum()) \
                 < SAME
             assert relative_difference(gradient, times * slope) < SAME
-
-
-def test_per_example_of_a_function(backend):
-    def mean_square(x, y):
-        return mgpu.functional.mean((x - y) * (x - y))
-    for pred, label in ((PRED, TARGET), (PRED[:, 0, 0], TARGET[:, 0, 0])):
-        values, gradient = value_and_gradient(
-            backend, per_example(mean_square), pred, label)
-        _, slope = value_and_gradient(backend, mean_square, pred, label)
-        assert relative_difference(values, [((pred - label) ** 2).mean()] * 5
-                                   ) < SAME
-        assert relative_difference(gradient, 5 * slope) < SAME
 
 
 @pytest.mark.parametrize("wrong, received", [
