@@ -222,6 +222,18 @@ def fresh(backend, columns):
     return [backend.is_fresh(x) for leaves in columns for x in leaves]
 
 
+@pytest.mark.parametrize("abandoned", [[1], [2, 0]])
+def test_losses_that_are_given_together_are_one_batch(backend, abandoned):
+    """Whatever was left on some of the devices."""
+    columns = [[leaf(backend, [1.0], cpu(i))] for i in range(3)]
+    _kept = watch(backend, columns)
+    for i in abandoned:
+        backend.backward(losses_of(backend, [columns[i]]))
+    for some in ([0, 1, 2], [1, 2], [1]):
+        backend.backward(losses_of(backend, [columns[i] for i in some]))
+        assert fresh(backend, columns) == [i in some for i in range(3)]
+
+
 def test_a_new_batch_voids_what_its_pass_does_not_reach(backend):
     columns = [[leaf(backend, [1.0], cpu(i)) for _ in range(2)]
                for i in range(2)]
