@@ -70,12 +70,6 @@ def test_a_report(backend, devices):
         4 * 5 + 5 + 5 * 3 + 3)
 
 
-def test_one_device_needs_no_prediction(backend):
-    report = run(devices=[1])
-    assert report["measurements"] == report["predictions"] == {}
-    assert report["contenders"][0]["predicted"] is None
-
-
 def test_contenders_take_turns(backend, monkeypatch):
     turns = []
     steps = bench._Contender.steps

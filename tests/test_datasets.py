@@ -5,7 +5,6 @@ import hashlib
 import http.server
 import json
 import os
-import pickle
 import socket
 import struct
 import sys
@@ -127,15 +126,6 @@ def test_the_order_is_the_same_on_every_numpy():
     assert rows(it).tolist() == [0, 4, 11, 1, 2, 5, 10, 7, 9, 8, 6, 3]
 
 
-def test_two_iterators_at_once_are_two_epochs():
-    it = numbered(6, 2, seed=1)
-    first, second = iter(it), iter(it)
-    second, first = rows(second), rows(first)
-    again = numbered(6, 2, seed=1)
-    assert np.array_equal(first, rows(again))
-    assert np.array_equal(second, rows(again))
-
-
 def test_a_position_is_after_the_last_batch_that_was_handed_out():
     it = numbered(10, 4, seed=2)
     first, second = list(it), list(it)
@@ -173,12 +163,6 @@ def test_a_position_of_batches_that_another_thread_draws_is_refused():
     assert it.position == (0, 0)
 
 
-def test_without_shuffle_the_order_is_that_of_the_data():
-    it = numbered(10, 4, shuffle=False)
-    for _ in range(2):
-        assert rows(it).tolist() == list(range(10))
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_batch_is_the_users_to_change(shuffle):
     it = numbered(4, 4, shuffle=shuffle)
@@ -195,20 +179,14 @@ def test_transform_is_applied_to_batches_and_to_X():
     assert np.array_equal(it.X, numbered(5, 2).X[..., :1] + 1)
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, "2", None, True])
 @pytest.mark.parametrize("make", [
-    lambda b: numbered(4, b), datasets.digits, datasets.synthetic,
-    datasets.fashion_mnist, lambda b: datasets.load("digits", b)],
-    ids=["BatchIterator", "digits", "synthetic", "fashion_mnist", "load"])
-def test_a_wrong_batch_size_is_refused(make, value, env):
-    with pytest.raises(ValueError, match="batch_size must be an integer of 1 "
-                                         "or more; received"):
-        make(value)
-
-
-def test_numpy_integers_are_integers():
-    it = numbered(5, np.int64(2), seed=np.int32(1))
-    assert len(it) == 3 and type(it.batch_size) is int
+    lambda b: numbered(4, b), datasets.synthetic, datasets.fashion_mnist],
+    ids=["BatchIterator", "synthetic", "fashion_mnist"])
+def test_a_wrong_batch_size_is_refused(make, env):
+    for value in (0, -1, 2.5, "2", None, True):
+        with pytest.raises(ValueError, match="batch_size must be an integer "
+                                             "of 1 or more; received"):
+            make(value)
 
 
 @pytest.mark.parametrize("make, message", [
@@ -223,21 +201,16 @@ def test_numpy_integers_are_integers():
     (lambda: numbered(3, 4, drop_last=True), "drop_last leaves no batch"),
     (lambda: numbered(3, 4, seed=-1), "seed must be an integer of 0"),
     (lambda: setattr(numbered(3, 4), "epoch", -1), "epoch must be"),
-    (lambda: setattr(numbered(3, 4), "epoch", 1.5), "epoch must be"),
     (lambda: datasets.digits(4, limit=0), "limit must be an integer of 1"),
-    (lambda: datasets.digits(4, seed=-2), "seed must be"),
     (lambda: datasets.digits(4, dtype="int8"),
      "unknown dtype; received 'int8'. Use one of 'float32', 'float64'"),
     (lambda: datasets.digits(4, resize=0), "resize must be an integer of 1"),
-    (lambda: datasets.digits(4, resize=(1, 2, 3)), "or .height, width."),
     (lambda: datasets.bilinear(np.zeros((1, 2, 2), np.uint8), 4),
      "images must be float32 or float64; received uint8"),
     (lambda: datasets.digits(4, test_size=0), "test_size must be"),
     (lambda: datasets.digits(4, test_size=1797), "leave a training example"),
     (lambda: datasets.synthetic(4, num_train=0), "num_train must be"),
-    (lambda: datasets.synthetic(4, num_classes=0), "num_classes must be"),
     (lambda: datasets.synthetic(4, shape=28), "shape must be a sequence"),
-    (lambda: datasets.synthetic(4, shape=(1, 0)), "shape must be"),
     (lambda: datasets.synthetic(4, noise=float("nan")), "noise must be"),
 ])
 def test_bad_arguments_are_refused(make, message):
@@ -331,14 +304,6 @@ def test_dtype_limit_and_resize(dtype, tmp_path):
     assert datasets.fashion_mnist(4, root=root, limit=20)[1].num_examples == 13
 
 
-def test_iterators_can_be_pickled(tmp_path):
-    """For loaders that work in processes of their own."""
-    root = write(tmp_path / "idx", contents())
-    train, _ = datasets.fashion_mnist(4, 9, root)
-    for (X, y), (X2, y2) in zip(train, pickle.loads(pickle.dumps(train))):
-        assert X.shape == X2.shape and y.shape == y2.shape
-
-
 IMAGES, LABELS = FILES[0], FILES[1]
 
 
@@ -364,20 +329,14 @@ def repacked(change):
     (damage(IMAGES, lambda d: b"<html>not found</html>", packed=False),
      "magic number 2051"),
     (damage(IMAGES, lambda d: b"", packed=False), "received 0 bytes"),
-    (damage(IMAGES, lambda d: d[:9], packed=False), "received 9 bytes"),
     (damage(IMAGES, repacked(lambda d: d[:-1])),
      "as long as its header says; received 32159 bytes, 32160 for shape "
      r"\(41, 28, 28\)"),
-    (damage(IMAGES, repacked(lambda d: d + b"\0")),
-     "received 32161 bytes, 32160"),
     (damage(LABELS, lambda d: d + b"\0", packed=False),
      "received 50 bytes, 49"),
-    (damage(IMAGES, lambda d: d[:len(d) // 2]), "truncated or corrupt"),
     (damage(IMAGES, lambda d: d[:len(d) - 4]), "truncated or corrupt"),
     (damage(IMAGES, lambda d: d[:-8] + b"\1\2\3\4" + d[-4:]),
      "truncated or corrupt .*CRC"),
-    (damage(IMAGES, lambda d: d[:10] + b"\xff" * 40 + d[50:]),
-     "truncated or corrupt"),
     (damage(IMAGES, lambda d: gzip.decompress(d)), "truncated or corrupt"),
     (damage(LABELS, repacked(lambda d: idx(np.zeros(40, np.uint8)))),
      "one label per image; received 41 images in .* and 40 labels in"),
@@ -425,8 +384,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         server, name = self.server, os.path.basename(self.path)
         server.log.append(name)
-        if server.silent:
-            return server.done.wait(30)
         if server.refusals:
             return self.send_error(server.refusals.pop(0))
         body = server.files[name]
@@ -446,13 +403,12 @@ def server(env):
 
     ``files``: what it has, by name. ``cuts``: after how many bytes of its
     body each next answer ends. ``refusals``: the status of each next answer.
-    ``silent``: it takes requests and does not answer. ``log``: the requests.
+    ``log``: the requests.
     """
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as mirror:
         mirror.files = {name + ".gz": gzip.compress(data)
                         for name, data in contents().items()}
         mirror.cuts, mirror.refusals, mirror.log = [], [], []
-        mirror.silent, mirror.done = False, threading.Event()
         thread = threading.Thread(target=mirror.serve_forever,
                                   kwargs={"poll_interval": 0.01})
         thread.start()
@@ -462,7 +418,6 @@ def server(env):
             name[:-3]: hashlib.md5(data).hexdigest()
             for name, data in mirror.files.items()})
         yield mirror
-        mirror.done.set()
         mirror.shutdown()
         thread.join()
 
@@ -486,12 +441,6 @@ def test_a_download_fills_the_cache_once(server, cache, capsys):
     assert len(server.log) == 4, "the second call must use the cache"
 
 
-def test_only_what_is_missing_is_downloaded(server, cache):
-    write(cache, {IMAGES: contents()[IMAGES]})
-    datasets.fashion_mnist(16)
-    assert server.log == [name + ".gz" for name in FILES[1:]]
-
-
 def test_a_transfer_that_was_cut_short_is_tried_again(server, cache):
     server.cuts = [1000]
     datasets.fashion_mnist(16)
@@ -509,38 +458,12 @@ def test_nothing_is_left_of_a_file_that_never_arrives_whole(server, cache):
     assert_complete(cache, server)
 
 
-def test_a_server_that_is_silent_is_left(server, cache, env):
-    server.silent = True
-    env.setattr(datasets, "_TIMEOUT", 0.1)
-    with pytest.raises(ConnectionError, match="timed out"):
-        datasets.fashion_mnist(16)
-    assert os.listdir(cache) == []
-
-
 @pytest.mark.parametrize("limit", ["_MOST_BYTES", "_MOST_SECONDS"])
 def test_a_download_is_limited(server, cache, env, limit):
     env.setattr(datasets, limit, 0)
     with pytest.raises(ConnectionError, match="at most"):
         datasets.fashion_mnist(16)
     assert os.listdir(cache) == []
-
-
-def test_several_may_download_at_once(server, cache):
-    """Each has a part of its own, and leaves none."""
-    failures = []
-
-    def download():
-        try:
-            datasets.fashion_mnist(16)
-        except BaseException as error:
-            failures.append(error)
-    threads = [threading.Thread(target=download) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    assert_complete(cache, server)
 
 
 def test_nothing_is_left_after_ctrl_c(server, cache, env):
@@ -574,13 +497,6 @@ def test_a_wrong_checksum_is_refused_and_the_file_removed(server, cache):
                  "deleted", "MGPU_DATA", str(cache)):
         assert part in str(error.value)
     assert os.listdir(cache) == [IMAGES + ".gz"]
-
-
-def test_a_busy_server_is_asked_again(server, cache):
-    server.refusals = [503]
-    datasets.fashion_mnist(16)
-    assert server.log.count(IMAGES + ".gz") == 2
-    assert_complete(cache, server)
 
 
 def closed_port():
@@ -618,9 +534,9 @@ def test_download_false_never_asks(server, cache):
     assert server.log == [] and not cache.exists()
 
 
-@pytest.mark.parametrize("by", ["root", "MGPU_DATA"])
-@pytest.mark.parametrize("have", [None, [], FILES[:3]],
-                         ids=["no folder", "empty", "three files"])
+@pytest.mark.parametrize("by, have", [
+    ("root", None), ("root", FILES[:3]), ("MGPU_DATA", [])],
+    ids=["no folder", "three files", "empty"])
 def test_a_folder_that_was_named_is_never_replaced(by, have, tmp_path, env,
                                                    server, cache):
     """Neither by a download nor by the cache, which has the data here."""
@@ -637,12 +553,6 @@ def test_a_folder_that_was_named_is_never_replaced(by, have, tmp_path, env,
     assert str(named) in message
     for name in FILES:
         assert (name in message) == (name not in (have or []))
-    assert server.log == []
-
-
-def test_an_empty_root_is_refused(env, server):
-    with pytest.raises(ValueError, match="root must name a folder"):
-        datasets.fashion_mnist(16, root="")
     assert server.log == []
 
 

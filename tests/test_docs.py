@@ -153,12 +153,12 @@ def test_few_blocks_are_not_run():
     assert len(excused) <= MOST_NOT_RUN, excused
 
 
-@pytest.mark.parametrize("shown, printed", [
-    ("loss ...\n", "acc 0.5\n"), ("a\n", "a\nb\n"), ("a\n...\nc\n", "a\nb\n"),
-    ("...\n", "anything\n")])
-def test_another_output_is_seen(shown, printed):
-    with pytest.raises(AssertionError):
-        check_output(PAGES[0], Block("sh", "", 1, None, shown), printed)
+def test_another_output_is_seen():
+    for shown, printed in (("loss ...\n", "acc 0.5\n"), ("a\n", "a\nb\n"),
+                           ("a\n...\nc\n", "a\nb\n"),
+                           ("...\n", "anything\n")):
+        with pytest.raises(AssertionError):
+            check_output(PAGES[0], Block("sh", "", 1, None, shown), printed)
 
 
 def test_the_table_of_variables_is_current():
@@ -178,18 +178,18 @@ def anchors(page):
             for t in titles}
 
 
-@pytest.mark.parametrize("page", [
-    *PAGES[:2], *sorted((ROOT / "docs").rglob("*.md"))],
-    ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def broken_links(page):
     text = re.sub(r"^```.*?^```$|`[^`\n]+`(?!\])", "",
                   page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in link:
-            continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{link}: no such file"
-        if anchor:
-            assert anchor in anchors(target), f"{link}: no such heading"
+        if "://" not in link and not (target.exists() and (
+                not anchor or anchor in anchors(target))):
+            yield f"{page.relative_to(ROOT)}: {link}"
+
+
+def test_links_lead_somewhere():
+    pages = [*PAGES[:2], *sorted((ROOT / "docs").rglob("*.md"))]
+    assert [link for page in pages for link in broken_links(page)] == []
 

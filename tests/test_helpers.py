@@ -16,16 +16,13 @@ def test_relative_difference_is_one_number_for_the_tensor():
     assert relative_difference(np.int64([3]), np.int64([2])) == 0.5
 
 
-@pytest.mark.parametrize("equal", [[], [0.0, 0.0], [1.0, -2.0]])
-def test_relative_difference_of_equals_is_zero(equal):
-    assert relative_difference(equal, equal) == 0.0
-
-
-@pytest.mark.parametrize("a, b", [
-    ([math.nan], [math.nan]), ([1.0, math.nan], [1.0, 1.0]),
-    ([math.inf], [math.inf]), ([1.0], [-math.inf]), ([1e-300], [0.0])])
-def test_relative_difference_overlooks_nothing(a, b):
-    assert relative_difference(a, b) == math.inf
+def test_relative_difference_overlooks_nothing():
+    for equal in ([], [0.0, 0.0], [1.0, -2.0]):
+        assert relative_difference(equal, equal) == 0.0
+    for a, b in (([math.nan], [math.nan]), ([1.0, math.nan], [1.0, 1.0]),
+                 ([math.inf], [math.inf]), ([1.0], [-math.inf]),
+                 ([1e-300], [0.0])):
+        assert relative_difference(a, b) == math.inf
 
 
 def test_relative_difference_does_not_broadcast():

@@ -1,7 +1,6 @@
 """Initialisers: Gluon's formulas and rules, drawn from NumPy."""
 import inspect
 import json
-import math
 
 import numpy as np
 import pytest
@@ -13,9 +12,6 @@ from mgpu.initializers import (Bilinear, Constant, Initializer, LSTMBias,
                                MSRAPrelu, Normal, One, Orthogonal, Uniform,
                                Xavier, Zero, create, draw_parameter, fans)
 
-DENSE = (256, 128)              # the shapes of framework-differences, 2.5
-CONV = (64, 32, 3, 3)
-
 
 def rng():
     return np.random.default_rng(0)
@@ -23,55 +19,6 @@ def rng():
 
 # Standard deviations by the formulas: the averages of fan-in and fan-out
 # are 192 (dense) and 432 (convolution).
-SPREADS = [
-    (Uniform(), DENSE, 0.07 / math.sqrt(3)),                # 0.0404
-    (Uniform(), (1000, 30), 0.07 / math.sqrt(3)),           # an embedding
-    (Uniform(2), DENSE, 2 / math.sqrt(3)),
-    (Normal(), DENSE, 0.01),
-    (Normal(3), CONV, 3.0),
-    (Xavier(), DENSE, math.sqrt(1 / 192)),                  # 0.0722
-    (Xavier(), CONV, math.sqrt(1 / 432)),                   # 0.0481
-    (Xavier(factor_type="in"), DENSE, math.sqrt(1 / 128)),
-    (Xavier(factor_type="out"), CONV, math.sqrt(1 / 576)),
-    (Xavier("gaussian"), DENSE, math.sqrt(3 / 192)),
-    (Xavier("gaussian", "in", 2), CONV, math.sqrt(2 / 288)),
-    (MSRAPrelu(), DENSE, math.sqrt(2 / 1.0625 / 192)),      # 0.0990
-    (MSRAPrelu("in", 0), DENSE, math.sqrt(2 / 128)),        # 0.125
-    (MSRAPrelu("out", 1), CONV, math.sqrt(1 / 576)),
-]
-
-
-@pytest.mark.parametrize("init, shape, std", SPREADS, ids=str)
-def test_mean_and_spread_follow_the_formula(init, shape, std):
-    values = init.draw(shape, rng())
-    n = values.size
-    assert values.shape == shape and values.dtype == np.float64
-    # Five standard errors: std / sqrt(n) of the mean; of the spread at most
-    # std / sqrt(2 n), the normal distribution's (the uniform one has less).
-    assert abs(values.mean()) < 5 * std / math.sqrt(n)
-    assert abs(values.std() - std) < 5 * std / math.sqrt(2 * n)
-    uniform = isinstance(init, Uniform) or \
-        getattr(init, "rnd_type", None) == "uniform"
-    bound = std * math.sqrt(3)
-    if uniform:
-        # The largest of n is below (1 - 20 / n) of the bound once in e^20.
-        assert bound * (1 - 20 / n) < np.abs(values).max() <= bound
-    else:
-        # 8% of a normal distribution lies outside: 5 standard errors.
-        outside = (np.abs(values) > bound).mean()
-        assert abs(outside - math.erfc(math.sqrt(1.5))) \
-            < 5 * math.sqrt(0.0833 / n)
-
-
-@pytest.mark.parametrize("shape", [(32, 64), (64, 32), (24, 24),
-                                   (16, 8, 3, 3), (100, 4, 3, 3)], ids=str)
-@pytest.mark.parametrize("init", [Orthogonal(), Orthogonal(1, "normal")],
-                         ids=str)
-def test_orthogonal(init, shape):
-    matrix = init.draw(shape, rng()).reshape(shape[0], -1)
-    values = np.linalg.svd(matrix, compute_uv=False)
-    # LAPACK's decomposition is good to about 100 roundings of float64.
-    assert np.abs(values / init.scale - 1).max() < 1e-13 * len(values)
 
 
 @pytest.mark.parametrize("init, shape, wanted", [
@@ -92,12 +39,6 @@ def test_deterministic_values(init, shape, wanted):
     values = init.draw(shape, rng())
     assert values.dtype == np.float64 and values.flags.writeable
     np.testing.assert_array_equal(values, wanted, strict=True)
-
-
-def test_fans():
-    assert fans((5, 7)) == (7, 5)
-    assert fans([16, 6, 5, 3]) == (6 * 15, 16 * 15)
-    assert fans((2, 3, 4)) == (12, 8)
 
 
 ALL = [Zero(), One(), Constant(0.1), Constant([[1.5, 2], [3, 4]]), Uniform(),
@@ -163,53 +104,22 @@ def draw(kind="weight", shape=(20, 30), dtype="float64", init=None, seed=3,
                           own=own)
 
 
-def test_one_generator_per_parameter():
-    generator = np.random.default_rng([3, 5])
-    np.testing.assert_array_equal(
-        draw(), generator.uniform(-0.07, 0.07, (20, 30)), strict=True)
+@pytest.mark.parametrize("init", [Uniform(), Orthogonal()], ids=str)
+def test_other_dtypes_are_the_float64_draws_rounded_once(init):
+    for dtype in ("float16", np.float32, np.dtype("<f8")):
+        drawn = draw(init=init, dtype=dtype)
+        assert drawn.dtype == dtype
+        np.testing.assert_array_equal(drawn, draw(init=init).astype(dtype))
 
 
-@pytest.mark.parametrize("init", [Uniform(), Normal(), Xavier(), MSRAPrelu(),
-                                  Orthogonal()], ids=str)
-def test_a_value_depends_on_seed_index_shape_and_init_alone(init):
-    first = draw(init=init)
-    for other in ({"index": 6}, {"seed": 4}, {"seed": 5, "index": 3}):
-        # Not one value in common: other draws, not the same ones shifted.
-        assert not np.isin(draw(init=init, **other), first).any()
-    np.testing.assert_array_equal(draw(init=init), first, strict=True)
-    np.testing.assert_array_equal(draw(init=repr(init).split("(")[0]), first)
-
-
-@pytest.mark.parametrize("dtype", ["float16", np.float32, np.dtype("<f8")],
-                         ids=str)
-@pytest.mark.parametrize("init", [Uniform(), Normal(), Xavier(),
-                                  Orthogonal()], ids=str)
-def test_other_dtypes_are_the_float64_draws_rounded_once(init, dtype):
-    drawn = draw(init=init, dtype=dtype)
-    assert drawn.dtype == dtype
-    np.testing.assert_array_equal(drawn, draw(init=init).astype(dtype))
-
-
-@pytest.mark.parametrize("init", [None, Normal(1), "xavier", Constant(9)],
-                         ids=str)
-@pytest.mark.parametrize("kind, value", [
-    ("bias", 0), ("gamma", 1), ("beta", 0), ("running_mean", 0),
-    ("running_var", 1)])
-def test_kinds_other_than_weights_have_their_own_rule(kind, value, init):
-    # A vector: Xavier could not even draw it.
-    drawn = draw(kind, (7,), "float32", init)
-    np.testing.assert_array_equal(drawn, np.full(7, value, "float32"),
-                                  strict=True)
-
-
-@pytest.mark.parametrize("kind", ["weight", "bias", "gamma", "beta",
-                                  "running_mean", "running_var"])
-def test_the_layers_own_initialiser_wins(kind):
+def test_the_layers_own_initialiser_wins():
     own = ("constant", {"value": 2})
-    assert (draw(kind, init=Normal(), own=own) == 2).all()
-    np.testing.assert_array_equal(
-        draw(kind, init=One(), own=("normal", {"sigma": 0.2})),
-        draw("weight", init=Normal(0.2)))
+    for kind in ("weight", "bias", "gamma", "beta", "running_mean",
+                 "running_var"):
+        assert (draw(kind, init=Normal(), own=own) == 2).all()
+        np.testing.assert_array_equal(
+            draw(kind, init=One(), own=("normal", {"sigma": 0.2})),
+            draw("weight", init=Normal(0.2)))
 
 
 class TestAgainstGluon:
@@ -228,26 +138,23 @@ class TestAgainstGluon:
         for name, kind in initializers._NAMES.items():
             assert theirs[name].__name__ == kind.__name__
 
-    @pytest.mark.parametrize("kind", sorted(
-        {kind.__name__ for kind in initializers._NAMES.values()}))
-    def test_arguments(self, mx, kind):
-        def arguments(module):
+    def test_arguments(self, mx):
+        def arguments(module, kind):
             return [(p.name, p.default) for p in inspect.signature(
-                getattr(module, kind)).parameters.values()]
-        assert arguments(initializers) == arguments(mx.init)
+                getattr(module, kind.__name__)).parameters.values()]
+        for kind in set(initializers._NAMES.values()):
+            assert arguments(initializers, kind) == arguments(mx.init, kind)
 
-    @pytest.mark.parametrize("init", ALL, ids=str)
-    def test_gluons_own_objects_are_taken(self, mx, init):
-        theirs = eval(repr(init).replace("[[", "array([[").replace(
-            "]]", "]])"), {**vars(mx.init), "array": mx.nd.array})
-        with pytest.raises(ValueError, match="sigma with it"):
-            create(theirs, sigma=1)
-        for _ in range(2):
-            assert create(theirs) == init
-        assert create(theirs.dumps()) == init
-
-    def test_constant_takes_gluons_arrays(self, mx):
+    def test_gluons_own_objects_are_taken(self, mx):
+        for init in ALL:
+            theirs = eval(repr(init).replace("[[", "array([[").replace(
+                "]]", "]])"), {**vars(mx.init), "array": mx.nd.array})
+            assert create(theirs) == create(theirs.dumps()) == init
         assert Constant(mx.nd.array([1, 2])) == Constant([1, 2])
+
+    def test_options_beside_an_object_of_gluons_are_refused(self, mx):
+        with pytest.raises(ValueError, match="sigma with it"):
+            create(mx.init.Normal(), sigma=1)
 
     @pytest.mark.parametrize("init, shape", [
         (Zero(), (2, 3)), (One(), (2, 3)), (Constant(0.1), (2, 3)),
@@ -323,57 +230,39 @@ class TestAgainstGluon:
 
 @pytest.mark.parametrize("error, make_bad, message", [
     (ValueError, lambda: Normal(-0.1), "sigma of Normal .*0 or more.*-0.1"),
-    (ValueError, lambda: Normal(float("inf")), "sigma of Normal .* inf"),
-    (ValueError, lambda: Normal("0.1"), "sigma of Normal .* '0.1'"),
     (ValueError, lambda: Normal(True), "sigma of Normal .* True"),
-    (ValueError, lambda: Uniform(-1), "scale of Uniform .* -1"),
-    (ValueError, lambda: Orthogonal(-1), "scale of Orthogonal .* -1"),
     (ValueError, lambda: Orthogonal(rand_type="gaussian"),
      "rand_type.*'gaussian'.*'uniform', 'normal'"),
     (ValueError, lambda: Xavier("normal"),
      "rnd_type.*'normal'.*'uniform', 'gaussian'"),
     (ValueError, lambda: Xavier(factor_type="mean"),
      "factor_type.*'mean'.*'avg', 'in', 'out'"),
-    (ValueError, lambda: Xavier(magnitude=-3), "magnitude of Xavier .* -3"),
-    (ValueError, lambda: MSRAPrelu("fan_in"), "factor_type.*'fan_in'"),
     (ValueError, lambda: MSRAPrelu(slope=float("nan")), "slope .* nan"),
-    (ValueError, lambda: Constant(float("nan")), "value of Constant .* nan"),
     (ValueError, lambda: Constant("many"), "value of Constant .* 'many'"),
     (ValueError, lambda: Constant([1, 2]).draw((2, 3), rng()),
      r"broadcast.*\(2, 3\); received the shape \(2,\)"),
     (ValueError, lambda: Bilinear().draw((2, 3), rng()), r"four.*\(2, 3\)"),
     (ValueError, lambda: LSTMBias().draw((6,), rng()), r"four.*\(6,\)"),
     (ValueError, lambda: Normal().draw((2, 0), rng()), r"known.*\(2, 0\)"),
-    (ValueError, lambda: Normal().draw((-1, 2), rng()), r"known.*\(-1, 2\)"),
-    (ValueError, lambda: Normal().draw(None, rng()), "known .* None"),
-    (ValueError, lambda: Normal().draw(3, rng()), "known .* 3"),
     (ValueError, lambda: fans((3,)), r"two axes.*\(3,\)"),
     (ValueError, lambda: create("glorot"), "'glorot'.*'zeros'.*'xavier'"),
     (ValueError, lambda: create("normal", scale=1),
      "options of Normal are: sigma; received scale"),
-    (ValueError, lambda: create("zeros", value=1), "Zero are: none; .*value"),
     (ValueError, lambda: create("constant"),
      r"Constant are: value \(required\); received none"),
     (ValueError, lambda: create(Normal(), sigma=1), "Normal.* sigma with it"),
     (ValueError, lambda: create("[normal"), r"in JSON .*'\[normal'"),
     (TypeError, lambda: create(0.01), "0.01 of type float.*'normal'"),
-    (TypeError, lambda: create(None), "None of type NoneType"),
     (TypeError, lambda: create(Normal), "Normal'> of type .*not the class"),
     (TypeError, lambda: create(type("Xavier", (), {"dumps": repr})),
      "Xavier'> of type type.*not the class"),
     (ValueError, lambda: draw("other"), "weight, bias, .* 'other'"),
-    (ValueError, lambda: draw(shape=None), "known .* None"),
-    (ValueError, lambda: draw("bias", shape=(0,)), r"known.*\(0,\)"),
     (ValueError, lambda: draw(dtype="int32"), "floating.* 'int32'"),
-    (ValueError, lambda: draw(dtype="bfloat16"), "floating.* 'bfloat16'"),
-    (ValueError, lambda: draw(dtype=None), "floating.* None"),
     (ValueError, lambda: draw(dtype="float16", init=Constant(1e6)),
      "overflow float16"),
     (ValueError, lambda: draw(seed=-1), "seed must .* -1"),
-    (ValueError, lambda: draw(seed=1.5), "seed must .* 1.5"),
     (ValueError, lambda: draw(index=True), "index must .* True"),
     (ValueError, lambda: draw(shape=(3,), init="xavier"), "two axes"),
-    (ValueError, lambda: draw(own=("glorot", {})), "'glorot'.*'xavier'"),
 ])
 def test_bad_input_is_refused(error, make_bad, message):
     with pytest.raises(error, match=message):

@@ -16,12 +16,6 @@ def test_lenet_has_the_texts_parameters():
         (20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,),
         (128, 10), (10,)]
     assert sum(p.size for p in params) == 129_068
-    for weight, bias in zip(params[::2], params[1::2]):
-        assert not bias.any()
-        # The standard deviation of n normal numbers: 0.01 +- 5 of its own
-        # standard deviations, 0.01 / sqrt(2 n).
-        assert abs(weight.std() / 0.01 - 1) < 5 / (2 * weight.size) ** 0.5
-        assert abs(weight.mean()) < 5 * 0.01 / weight.size ** 0.5
 
 
 # -- ResNet-18 ----------------------------------------------------------------
@@ -103,13 +97,13 @@ def test_resnet18_with_other_sizes(engine):
     assert mgpu.initialize(small, on(0), "uniform").params()[-1].shape == (2,)
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, "10", None, True])
-def test_wrong_sizes_are_refused(engine, wrong):
+def test_wrong_sizes_are_refused(engine):
     for name in ("num_classes", "in_channels"):
-        with pytest.raises(ValueError) as caught:
-            models.resnet18(**{"num_classes": 10, name: wrong})
-        assert str(caught.value) == (f"{name} must be an integer of 1 or "
-                                     f"more; received {wrong!r}.")
+        for wrong in (0, -1, 1.5, "10", None, True):
+            with pytest.raises(ValueError) as caught:
+                models.resnet18(**{"num_classes": 10, name: wrong})
+            assert str(caught.value) == (f"{name} must be an integer of 1 or "
+                                         f"more; received {wrong!r}.")
 
 
 def test_resnet18s_batch_norm_is_gluons_outside_of_mgpu_too(engine):

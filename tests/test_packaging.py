@@ -210,4 +210,3 @@ def test_the_extra_cli_is_enough_for_the_commands(environment, engine,
         "2", "--limit", "32", "--json", "accuracy.json", cwd=tmp_path,
         expected=(0, 1, 2))
     assert (tmp_path / "accuracy.json").exists()
-    assert (tmp_path / "accuracy.json").exists()

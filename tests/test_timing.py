@@ -51,18 +51,16 @@ def test_work_is_done_after_synchronize(backend, devices):
         np.testing.assert_allclose(backend.to_numpy(y), x @ x, rtol=1e-13)
 
 
-@pytest.mark.parametrize("make", [synchronize, Timer,
-                                  lambda d: Benchmark("work", d)])
-@pytest.mark.parametrize("devices, error, text", [
-    ([], ValueError, "at least one device"),
-    (["cpu:0", cpu(0)], ValueError, "may be named once"),
-    ("tpu:0", ValueError, "unknown device"),
-    ("gpu:99", ValueError, "is not there"),
-    (3.5, TypeError, "expected a device"),
-])
-def test_bad_devices_are_refused(backend, make, devices, error, text):
-    with pytest.raises(error, match=text):
-        make(devices)
+def test_bad_devices_are_refused(backend):
+    for devices, error, text in (
+            ([], ValueError, "at least one device"),
+            (["cpu:0", cpu(0)], ValueError, "may be named once"),
+            ("tpu:0", ValueError, "unknown device"),
+            ("gpu:99", ValueError, "is not there"),
+            (3.5, TypeError, "expected a device")):
+        for make in (synchronize, Timer, lambda d: Benchmark("work", d)):
+            with pytest.raises(error, match=text):
+                make(devices)
 
 
 # -- Timer ------------------------------------------------------------------
@@ -156,15 +154,10 @@ def test_accumulator_refuses_before_it_adds(values, error):
     assert list(metric) == [1.0, 2.0]
 
 
-def test_accumulator_names_the_wrong_number():
-    with pytest.raises(ValueError, match="received 3 for 2"):
-        Accumulator(2).add(1, 2, 3)
-
-
-@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True, None])
-def test_accumulator_needs_a_count(n):
-    with pytest.raises(ValueError, match="integer of 1 or more"):
-        Accumulator(n)
+def test_accumulator_needs_a_count():
+    for n in (0, -1, 1.5, "2", True, None):
+        with pytest.raises(ValueError, match="integer of 1 or more"):
+            Accumulator(n)
 
 
 # -- number -----------------------------------------------------------------

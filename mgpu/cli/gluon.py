@@ -190,7 +190,7 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
             force: bool, dtype: str | None, plain: bool, inputs: Sequence[Any],
             check: bool, trace: str | None, check_only: bool,
             report_file: str | None) -> None:
-    r"""Write a network that Gluon has exported as something else.
+    """Write a network that Gluon has exported as something else.
 
     \b
     -o net.py             its source, for PyTorch, and net.safetensors or
@@ -201,7 +201,7 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
 
     SYMBOL is net-symbol.json, and PARAMS net-0000.params. MXNet is needed
     for --check alone. A file that cannot be checked is not written.
-    """
+    """  # noqa: D301 (click reads the character itself)
     ending = os.path.splitext(output)[1]
     check = check or check_only and trace is None
     if ending not in _WRITERS:

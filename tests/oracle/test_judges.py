@@ -7,7 +7,7 @@ import pytest
 
 import formulas
 import oracle
-from threeway import COVERED, EXACT, LOCKSTEP, check, compare, covers
+from threeway import EXACT, LOCKSTEP, check, compare
 
 ALLOWED = {"fractions", "itertools", "math", "numpy"}
 
@@ -90,13 +90,3 @@ def test_one_wrong_engine_is_enough():
         check({"a": A * 1.001, "b": A}, A, 1e-2, between=EXACT)
     with pytest.raises(AssertionError):
         check({}, A, LOCKSTEP)
-
-
-def test_covers_notes_the_test():
-    def some_test():
-        pass
-    try:
-        assert covers("a name", "another")(some_test) is some_test
-        assert COVERED["a name"] == COVERED["another"] == [some_test]
-    finally:
-        del COVERED["a name"], COVERED["another"]
