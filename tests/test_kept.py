@@ -480,13 +480,12 @@ def test_what_devices_cannot_have_apart_is_refused(name, forward, words):
             type(net).note = _note
             net.array = engine.put(np.zeros(2), mgpu.cpu(0))
             net.numbers = (i for i in range(1, 9)) if forward is _draw else 0
-            replicas, trainer = replicated(net, on(*range(k)))
             if k == 1:
-                step(replicas, trainer, *batches(1)[0])
+                trained(net, on(0), batches(1))
                 continue
             before = values(net)
             with pytest.raises(ValueError, match=words):
-                step(replicas, trainer, *batches(1)[0])
+                trained(net, on(0, 1), batches(1))
             same(values(net), before)
 
 
