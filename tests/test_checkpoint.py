@@ -71,15 +71,14 @@ def training(engine, devices, transform=noisy, kind=1, net=None, **options):
             datasets.BatchIterator(ROWS, LABELS, 7, 3, transform=transform))
 
 
-def go_on(run, until, save_at=None, file=None, ahead=False):
+def go_on(run, until, save_at=None, file=None):
     """Steps over the ends of epochs, up to number `until`."""
     replicas, trainer, data = run
-    batches = mgpu.prefetch(data, 2) if ahead else data
     while trainer.num_update < until:
-        for X, y in batches:
+        for X, y in data:
             mgpu.train_batch(X, y, replicas, LOSS, trainer)
             if trainer.num_update == save_at:
-                mgpu.save_checkpoint(file, replicas, trainer, batches)
+                mgpu.save_checkpoint(file, replicas, trainer, data)
             if trainer.num_update == until:
                 break
 
@@ -159,17 +158,6 @@ def test_a_resumed_run_under_sync(engine, tmp_path):
     mgpu.load_checkpoint(tmp_path / "saved", *run)
     go_on(run, 6)
     assert_same(everything(run), found[0])
-
-
-def test_batches_drawn_ahead_are_not_lost(engine, devices, tmp_path):
-    """`mgpu.prefetch`: the position is that of the batch in use."""
-    whole = training(engine, devices, transform=None)
-    go_on(whole, 9, 3, tmp_path / "saved", ahead=True)
-    resumed = training(engine, devices, transform=None)
-    mgpu.load_checkpoint(tmp_path / "saved", *resumed)
-    assert resumed[2].position == (0, 3)
-    go_on(resumed, 9, ahead=True)
-    assert_same(everything(resumed), everything(whole))
 
 
 @pytest.mark.parametrize("stop_at, ahead", [(2, False), (4, True)],

@@ -433,16 +433,17 @@ def test_another_dtype_between_the_halves_of_a_step_is_refused(
         assert (mgpu.to_numpy(p.list_data()[1]) == x).all()
 
 
-def replace_layer(net):
+def change_layers(net):
     """Returns the name of what is new."""
     if not hasattr(net, "collect_params"):
         from torch import nn
         net[1] = nn.Sigmoid()
         return "1"
     from mxnet.gluon import nn
-    net._children["1"] = new = nn.Dense(6, in_units=6)
+    new = nn.Dense(5, in_units=5)
     new.initialize(ctx=net[0].weight.list_ctx())
-    return r"1\.weight"
+    net.add(new)
+    return r"3\.weight"
 
 
 def test_other_layers_are_refused_until_the_network_is_made_anew(
@@ -452,7 +453,7 @@ def test_other_layers_are_refused_until_the_network_is_made_anew(
     replicas = mgpu.initialize(net, devices, "uniform")
     shards = mgpu.split_and_load(np.eye(6, dtype="float32"), devices)
     replicas(shards)
-    where = replace_layer(net)
+    where = change_layers(net)
     with pytest.raises(RuntimeError, match=f"others under .*'{where}'"):
         replicas(shards)
     replicas = mgpu.initialize(net, devices, init="keep", force_reinit=True)

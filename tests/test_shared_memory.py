@@ -244,3 +244,12 @@ def test_a_longer_buffer_on_several_devices_may_be_put_back(
     replicas.import_numpy(values)
     mgpu.train_batch(*texts(3), replicas, loss, trainer)
     replicas.check_equal()
+
+
+def test_a_buffer_that_passes_make_longer_is_refused(backend, devices):
+    replicas = mgpu.initialize(rotating(), devices)
+    replicas.export_numpy()
+    shards = mgpu.split_and_load(texts(5)[0], devices, even_split=False)
+    with mgpu.record(), pytest.raises(ValueError, match=(
+            r"'cos' keeps its shape, \(3, 4\); received \(5, 4\)")):
+        replicas(shards)
