@@ -681,6 +681,7 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("how", ["attribute", "own list"])
+@pytest.mark.device_counts(2, 3, 4)
 def test_what_a_pass_keeps_in_an_attribute_is_its_devices(
         engine, devices, how):
     """Also where the replicas are one object and take turns."""
@@ -700,9 +701,9 @@ def test_what_a_pass_keeps_in_an_attribute_is_its_devices(
         net.several = own = []
         replicas = initialize(net, count, "sync")
         trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        for step in range(2):
-            run(replicas, trainer, images(7, seed=step)[:, :, 0, 0].repeat(
-                2, axis=1), labels(7))
+        for step in range(4):
+            run(replicas, trainer, images(8, seed=step)[:, :, 0, 0].repeat(
+                2, axis=1), labels(8))
         found.append(replicas.export_numpy())
         assert net.several is own and net.several == []
     assert worst(*found)[0] < 1e-12

@@ -355,7 +355,6 @@ def lags_nowhere(engine, how, devices):
 
 
 @pytest.mark.parametrize("how", ["number", "array", "list"])
-@pytest.mark.device_counts(3, 4)
 def test_arrays_that_passes_keep_reach_devices_without_rows(
         engine, devices, how):
     """A count of passes, a number or another array each time."""
