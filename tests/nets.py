@@ -4,6 +4,8 @@ They are written here, not by `mgpu`, so that a test compares `mgpu` with
 something that it did not write itself. Frameworks are imported inside
 functions: the backend must load them first.
 """
+import numpy as np
+
 import mgpu
 
 
@@ -208,3 +210,51 @@ def branched(backend, count=3, unused=False):
                 return self.head(every[1] + every[2]), every[0]
             return self.head(sum(every[1:], every[0]))
     return Branched()
+
+
+# -- torch networks of the tests of hooks, modes and draws --------------------
+
+def perceptron():
+    """Rows of 6 numbers to 4, float64."""
+    return torch(lambda nn: [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)],
+                 seed=0)().double()
+
+
+def normalised():
+    return torch(lambda nn: [nn.Linear(6, 4), nn.BatchNorm1d(4),
+                             nn.Linear(4, 4)], seed=0)().double()
+
+
+def plain_or_replicated(net, devices=None, steps=2, prepare=None):
+    """The parameters by name after steps of SGD: of mgpu on `devices`, or of
+    plain torch. ``prepare(net)`` is called when the training has begun."""
+    import torch
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(12, 6)), rng.normal(size=(12, 4))
+    if devices:
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+    else:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if prepare is not None:
+        prepare(net)
+    for _ in range(steps):
+        if devices:
+            mgpu.train_batch(X, y, replicas, mgpu.losses.L2Loss(), trainer)
+            replicas.check_equal()
+        else:
+            optimizer.zero_grad()
+            (net(torch.from_numpy(X)) - torch.from_numpy(y)).square().mean(
+                1).sum().div(2 * len(X)).backward()
+            optimizer.step()
+    return {name: p.detach().numpy().copy()
+            for name, p in net.named_parameters()}
+
+
+def trains_as_plain(make, devices, prepare=None, steps=2):
+    """Asserts it of the networks that ``make()`` makes."""
+    plain, found = (plain_or_replicated(make(), where, steps, prepare)
+                    for where in (None, devices))
+    assert plain.keys() == found.keys()
+    for name, value in plain.items():
+        assert np.abs(found[name] - value).max() < 1e-12, name

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import mgpu
+import nets
 from conftest import BACKENDS
 from distributed import resuming
 from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
@@ -78,7 +79,6 @@ def test_a_signal_does_not_wait_for_data_or_an_evaluation(
         backend, tmp_path, where):
     """One process stops there at once; the epoch goes on from there."""
     run = made(on(0, 1), kind=0)
-    options = {"checkpoint_every": None, "evaluate": None}
     begun, ended = [], []
 
     def act():
@@ -88,19 +88,11 @@ def test_a_signal_does_not_wait_for_data_or_an_evaluation(
             ended.append(True)
         return 0.5
 
-    class Data(datasets.BatchIterator):
-        def __iter__(self):
-            for batch in super().__iter__():
-                act()
-                yield batch
-
     def go(run, folder):
         replicas, trainer, _ = run
         data = datasets.BatchIterator(ROWS, resuming.LABELS, 7, 3)
         if where == "data":
-            drawn = data._transform
-            data._transform = lambda X: (act(), X)[1] \
-                if drawn is None else drawn(X)
+            data._transform = lambda X: (act(), X)[1]
         return mgpu.train(
             replicas, data, None, LOSS, trainer, EPOCHS, progress=False,
             checkpoint_dir=folder, resume="auto",
@@ -110,7 +102,6 @@ def test_a_signal_does_not_wait_for_data_or_an_evaluation(
     assert begun and not ended
     steps = 8 if where == "evaluation" else 6
     assert run[1].num_update == steps and names(tmp_path)[-1:] == step(steps)
-    del options
     run = made(on(0, 1), seed=9, kind=0)
     found = everything(run, go(run, tmp_path))
     begun[:] = [True] * 99
@@ -265,7 +256,7 @@ def test_only_whole_checkpoints_count(backend, tmp_path):
     assert names(place) == step(12)
 
 
-@pytest.mark.parametrize("what", ["folder", "link", "loop", "pipe"])
+@pytest.mark.parametrize("what", ["folder", "link", "pipe"])
 def test_what_is_no_file_is_passed_over(backend, tmp_path, what):
     """And makes room when its step comes."""
     run_until(tmp_path, on(0), 5, kill, Killed)
@@ -276,7 +267,7 @@ def test_what_is_no_file_is_passed_over(backend, tmp_path, what):
     elif what == "pipe":
         os.mkfifo(path)
     else:
-        path.symlink_to("nothing" if what == "link" else path.name)
+        path.symlink_to("nothing")
     run = made(on(0), seed=9)
     with pytest.warns(RuntimeWarning, match="step-00000006.* no regular file"
                       ".*goes on from the checkpoint before it"):
@@ -484,7 +475,7 @@ def test_other_data(backend, tmp_path, data):
 
 
 def test_what_does_not_fit_is_refused(backend, tmp_path):
-    replicas, trainer, (data, _) = run = made(on(0))
+    replicas, trainer, (data, _) = made(on(0))
 
     def refused(match, kind=ValueError, net=None, **options):
         with pytest.raises(kind, match=match):
@@ -512,34 +503,11 @@ def test_what_does_not_fit_is_refused(backend, tmp_path):
                        progress=False, prefetch=ahead,
                        checkpoint_dir=tmp_path / "ahead")
     assert not (tmp_path / "ahead").exists() and trainer.num_update == 0
-    mgpu.save_checkpoint(tmp_path / step(3)[0], replicas, trainer, data)
-    refused("one of mgpu.save_checkpoint", checkpoint_dir=tmp_path,
-            resume="auto")
-    train(run, tmp_path / "run")
-    with pytest.raises(ValueError, match="received 1 for a checkpoint after "
-                       "3. Train further"):
-        mgpu.train(replicas, data, run[2][1], LOSS, trainer, 1,
-                   progress=False, checkpoint_dir=tmp_path / "run",
-                   resume="auto")
-
-
-def test_shapes_that_the_first_batch_tells(backend, tmp_path):
-    net = resuming_deferred(backend)
-    replicas = mgpu.initialize(net, on(0))
-    trainer = mgpu.Trainer(replicas, "sgd")
-    if replicas.complete:
-        pytest.fail("the network is complete")
-    with pytest.raises(ValueError, match="Pass sample= to"):
-        mgpu.train(replicas, [(ROWS[:4], resuming.LABELS[:4])], None, LOSS,
-                   trainer, 1, progress=False, checkpoint_dir=tmp_path)
-
-
-def resuming_deferred(backend):
-    if backend.name == "mxnet":
-        from mxnet.gluon import nn
-        return nn.Dense(3)
-    from torch import nn
-    return nn.LazyLinear(3)
+    net = nets.gluon(lambda nn: [nn.Dense(3)])() \
+        if backend.name == "mxnet" else nets.torch(
+            lambda nn: [nn.LazyLinear(3)])()
+    refused("Pass sample= to", net=mgpu.initialize(net, on(0)),
+            checkpoint_dir=tmp_path / "deferred")
 
 
 def test_the_curve_is_whole(backend, tmp_path):

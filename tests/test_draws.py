@@ -1,0 +1,362 @@
+"""Random numbers that the code of a user's torch network draws: the same in
+every run, although the devices' threads share torch's default stream."""
+import contextlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from nets import perceptron
+
+pytestmark = pytest.mark.parametrize("backend", [
+    name for name in BACKENDS if name == "torch"], indirect=True)
+
+
+def rows_and_classes():
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(8, 6)), rng.integers(0, 3, 8)
+
+
+def cross_entropy(pred, label):
+    import torch
+    return torch.nn.functional.cross_entropy(pred, label.long(),
+                                             reduction="none")
+
+
+def test_a_generator_that_the_user_seeds_is_seeded_on_every_device(
+        backend, devices):
+    """Each device's own goes on from there. Here all draw as many numbers as
+    one device does."""
+    import torch
+
+    class Noisy(torch.nn.Sequential):
+        def forward(self, x):
+            own, other = self.streams["own"], self.streams["other"][0]
+            return super().forward(x) * (
+                torch.rand((), generator=own, dtype=x.dtype)
+                + torch.rand((), generator=other, dtype=x.dtype))
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(12, 6)), rng.normal(size=(12, 4))
+    loss, found = mgpu.losses.L2Loss(), []
+    for on_devices in (None, devices):
+        net = Noisy(*perceptron())
+        net.streams = {"own": torch.Generator().manual_seed(3),
+                       "other": [torch.Generator().manual_seed(4)]}
+        if on_devices:
+            replicas = mgpu.initialize(net, devices)
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
+        else:
+            optimizer = torch.optim.SGD(net.parameters(), 0.1 / len(X))
+        for seed in (5, 5, 6):
+            net.streams["own"].manual_seed(seed)
+            if on_devices:
+                mgpu.train_batch(X, y, replicas, loss, trainer)
+            else:
+                optimizer.zero_grad()
+                loss(net(torch.from_numpy(X)), torch.from_numpy(y)) \
+                    .sum().backward()
+                optimizer.step()
+        found.append([p.detach().numpy() for p in net.parameters()])
+    for plain, value in zip(*found, strict=True):
+        assert np.abs(value - plain).max() < 1e-12
+
+
+def alone(h):
+    """Noise, and an error where another device draws at this time."""
+    import torch
+    assert _turn.acquire(blocking=False), "another device runs"
+    time.sleep(0.001)
+    _turn.release()
+    return torch.randn_like(h)
+
+
+_turn = threading.Lock()
+
+
+def noise_like(x):
+    import torch
+    return torch.randn_like(x)
+
+
+def unread_noise(h):
+    """By a name that no text of the code has."""
+    import torch
+    return getattr(torch, "_".join(("randn", "like")))(h)
+
+
+def _dropped(net, h):
+    from torch.nn import functional
+    return functional.dropout(h, net.share, training=True)
+
+
+def _dropped_in_training(net, h):
+    from torch.nn import functional
+    return functional.dropout(h, net.share, net.training)
+
+
+def _seeded(net, h):
+    import torch
+    torch.manual_seed(4)
+    return h * torch.rand(300)
+
+
+#: how a network of `noisy` draws, by name: ``function(net, h)``
+NOISES = {
+    "attribute": lambda net, h: h + net.share * net.held["noise"][0](h),
+    "function": lambda net, h: h + net.share * noise_like(h),
+    "unread": lambda net, h: h + net.share * unread_noise(h),
+    "dropout": _dropped_in_training, "mc dropout": _dropped,
+    "seeded": _seeded}
+
+
+def noisy(how):
+    """A network of torch that begins to draw when ``net.share`` is set."""
+    import torch
+    from torch import nn
+
+    class Net(nn.Module):
+        share = 0.0
+        change = NOISES.get(how, lambda net, h: h)
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 300), nn.Linear(300, 3)
+            self.held = {"noise": [alone]} if how == "attribute" else None
+            if how == "hook":
+                self.first.register_forward_hook(lambda m, given, out: (
+                    out + self.share * noise_like(out) if self.share
+                    else out))
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(self.change(h) if self.share else h)
+    torch.manual_seed(3)
+    return Net().double()
+
+
+def drawn(how, predicts, devices, steps=16):
+    """What a network gives that begins to draw in its third step."""
+    import torch
+    net = noisy(how)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.01})
+    X, y = rows_and_classes()
+
+    def loss(pred, label):
+        values = cross_entropy(pred, label)
+        for _ in range(20 if how == "loss" and net.share else 0):
+            values = values + torch.rand_like(values)
+        return values
+    mgpu.seed(5)
+    before = torch.get_rng_state()
+    found = []
+    begins = 0 if how in ("loss", "mc dropout") else 2
+    for step in range(steps):
+        net.share = 0.25 if step >= begins else 0.0
+        if predicts:
+            net.eval()
+            found += map(mgpu.to_numpy, replicas(mgpu.split_and_load(
+                X, devices, even_split=False)))
+        else:
+            found += [mgpu.to_numpy(x) for x in mgpu.train_batch(
+                X, y, replicas, loss, trainer)]
+    assert (torch.get_rng_state() == before).all()
+    return np.concatenate(found, axis=None)
+
+
+@pytest.mark.parametrize("how, predicts", [
+    ("function", False), ("hook", False), ("dropout", False),
+    ("loss", False), ("attribute", False), ("attribute", True),
+    ("mc dropout", True)])
+def test_what_begins_to_draw_later_draws_the_same_in_every_run(
+        backend, how, predicts, devices):
+    """From torch's default stream, which the threads of all devices
+    share."""
+    runs = [drawn(how, predicts, devices) for _ in range(3)]
+    assert (runs[0] == runs[1]).all() and (runs[0] == runs[2]).all()
+    assert (runs[0][-8:] != runs[0][-16:-8]).all()
+
+
+def noisy_backward(how):
+    """A network of torch whose backward passes draw."""
+    import torch
+    from torch import nn
+
+    class Noise(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context, gradient):
+            return gradient + alone(gradient)
+
+    class Unread(Noise):
+        @staticmethod
+        def backward(context, gradient):
+            return gradient + unread_noise(gradient)
+    kind = {"function": Noise, "unread": Unread}.get(how)
+
+    class Noisy(nn.Module):
+        def forward(self, x):
+            return x if kind is None else kind.apply(x)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 5), Noisy(), nn.Linear(5, 3)).double()
+    if how == "parameter":
+        net[0].weight.register_hook(lambda g: g + alone(g))
+    if how == "layer":
+        net[2].register_full_backward_hook(
+            lambda m, given, out: (given[0] + alone(given[0]),))
+    return net
+
+
+@pytest.mark.parametrize("how, own", [
+    ("function", True), ("unread", True), ("layer", True),
+    ("function", False), ("parameter", False)])
+def test_backward_passes_that_draw_take_turns(backend, how, devices, own):
+    """In a loop of the user's `own`, and in `train_batch`."""
+    import torch
+    found = []
+    X, y = rows_and_classes()
+    for _ in range(2):
+        net = noisy_backward(how)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+        mgpu.seed(5)
+        before = torch.get_rng_state()
+        for _ in range(12):
+            if own:
+                shards, labels = mgpu.split_batch(X, y, devices)
+                with mgpu.record():
+                    losses = mgpu.parallel(cross_entropy, replicas(shards),
+                                           labels)
+                mgpu.backward(losses)
+                trainer.step(8)
+            else:
+                mgpu.train_batch(X, y, replicas, cross_entropy, trainer)
+        assert (torch.get_rng_state() == before).all()
+        found.append(mgpu.to_numpy(net[0].weight))
+    assert (found[0] == found[1]).all()
+
+
+def test_a_backward_pass_that_fails_ends_its_turn(backend, devices):
+    import torch
+    from torch import nn
+    layer, wrong = nn.Linear(6, 3), []
+    layer.register_full_backward_hook(
+        lambda m, given, out: 1 / (not wrong) > 1 or None)
+    replicas = mgpu.initialize(nn.Sequential(nn.Linear(6, 6), layer),
+                               devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+    X, y = np.ones((6, 6), np.float32), np.zeros(6, np.int64)
+    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
+    layer.register_full_backward_hook(
+        lambda m, given, out: None if torch.rand(1) < 2 else given)
+    for fails in (True, False, True, False):
+        wrong[:] = [1] * fails
+        with pytest.raises(ZeroDivisionError) if fails \
+                else contextlib.nullcontext():
+            mgpu.train_batch(X, y, replicas, loss, trainer)
+
+
+@pytest.mark.parametrize("trained", (False, True))
+@pytest.mark.device_counts(4)
+def test_the_first_prediction_of_code_that_is_not_read_takes_turns(
+        backend, devices, trained):
+    """Not of torch's layers alone."""
+    from torch import nn
+    x, inside, met = np.ones((8, 6), np.float32), [], []
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            met.append(inside.append(1))
+            time.sleep(0.01)
+            assert len(inside) == 1, "another device runs"
+            inside.pop()
+            return x + unread_noise(x)
+    replicas = mgpu.initialize(nn.Sequential(Layer(), nn.Linear(6, 3)),
+                               devices)
+    shards = mgpu.split_and_load(x, devices)
+    if trained:
+        with mgpu.record():
+            replicas(shards)
+    for _ in range(3):
+        replicas(shards)
+    assert len(met) == 4 * (4 if trained else 3)
+
+
+@pytest.mark.parametrize("predicting", (False, True))
+def test_a_network_that_seeds_itself_draws_the_same_on_all_devices(
+        backend, devices, predicting):
+    import torch
+    net = noisy("seeded")
+    net.share = 1.0
+    net.train(not predicting)
+    x = np.random.default_rng(0).normal(size=(9, 6))
+    wanted = net(torch.from_numpy(x)).detach().numpy()
+    replicas = mgpu.initialize(net, devices)
+    shards = mgpu.split_and_load(x, devices, even_split=False)
+    with mgpu.record(train_mode=not predicting):
+        for _ in range(12):
+            found = np.concatenate([mgpu.to_numpy(y) for y in
+                                    replicas(shards)])
+            assert abs(found - wanted).max() < 1e-12
+
+
+@pytest.mark.device_counts(4)
+def test_a_layer_that_trains_later_draws_in_turn(backend, devices):
+    """The same numbers in every run, where layers have other modes."""
+    import torch
+    from torch import nn
+    torch.manual_seed(0)
+
+    class Functional(nn.Module):
+        def forward(self, x):       # no name of one that draws
+            function = getattr(nn.functional, "".join(("drop", "out")))
+            return function(x, 0.5, self.training)
+    x = np.ones((40, 50))
+    found = []
+    for _ in range(2):
+        net = nn.Sequential(Functional())
+        net[0].eval()
+        replicas = mgpu.initialize(net, devices)
+        shards = mgpu.split_and_load(x, replicas.devices)
+        with mgpu.record():
+            replicas(shards)
+            net[0].train()
+            mgpu.seed(5)
+            torch.manual_seed(7)
+            before = torch.get_rng_state()
+            found.append(np.concatenate(
+                [mgpu.to_numpy(out) for out in replicas(shards)]))
+        assert (torch.get_rng_state() == before).all()
+    assert (found[0] == found[1]).all() and set(np.unique(found)) == {0, 2}
+
+
+@pytest.mark.device_counts(4)
+def test_draws_that_no_name_tells_of_are_said(backend, devices, monkeypatch):
+    """Once; from then on the devices take turns."""
+    from mgpu.backends._torch import draws
+    monkeypatch.setattr(draws.watch, "_warned", False)
+    import torch
+    torch.manual_seed(0)
+    net = noisy("unread")
+    replicas = mgpu.initialize(net, devices)
+    shards = mgpu.split_and_load(np.ones((8, 6)), replicas.devices)
+    with mgpu.record():
+        replicas(shards)
+        net.share = 0.25
+        with pytest.warns(UserWarning, match="default random stream while "
+                          "several devices ran"):
+            replicas(shards)
+        found = []
+        for _ in range(2):
+            mgpu.seed(5)
+            before = torch.get_rng_state()
+            found.append([mgpu.to_numpy(x) for _ in range(9)
+                          for x in replicas(shards)])
+            assert (torch.get_rng_state() == before).all()
+    assert np.array_equal(*found)
