@@ -1,9 +1,6 @@
 """Trainings of Gluon that mgpu resumes: every optimiser, on devices, and
 schedules."""
 import itertools
-import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +8,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import relative_difference
-from mgpu.gluon_io import load_params, load_trainer_states
+from mgpu.gluon_io import load_trainer_states
 
 from .mutations import FILES
 from .trainings import (OPTIMIZERS, at_start, difference, go_on, live,
@@ -282,7 +279,6 @@ GOLDEN = [FILES / "training" / f"net{end}" for end in (
     "-symbol.json", "-0000.params", ".states")]
 on_torch = pytest.mark.skipif("torch" not in BACKENDS,
                               reason="resumes with torch")
-STEPS = FILES / "training" / "steps.params"
 
 
 @pytest.fixture
@@ -382,37 +378,3 @@ def test_states_that_are_not_read_are_refused_of_a_given_optimizer_too(
     with mgpu.using_backend(BACKENDS[0]), pytest.raises(
             NotImplementedError, match="has no counterpart"):
         mgpu.resume_from_gluon(*GOLDEN, [mgpu.cpu(0)], optimizer=optimizer)
-
-
-@on_torch
-def test_a_process_without_mxnet_goes_on():
-    """Predicts and trains as MXNet did, which wrote what came of it."""
-    code = f"""
-import sys
-sys.modules["mxnet"] = None
-import json, numpy as np, mgpu
-mgpu.set_backend("torch")
-files = {[str(x) for x in GOLDEN]!r}
-steps = mgpu.gluon_io.load_params({str(STEPS)!r})
-net = mgpu.from_gluon(*files[:2])
-view = mgpu.initialize(net, [mgpu.cpu(0)])
-y = mgpu.to_numpy(view[0](mgpu.put(steps["x"], mgpu.cpu(0))))
-found = {{"y": abs(y - steps["predicted"]).max()}}
-resumed = mgpu.resume_from_gluon(*files, [mgpu.cpu(0), mgpu.cpu(1)],
-                                 order="sorted", batch_norm="sync")
-names = resumed.replicas.network.gluon_names()
-for _ in range(3):
-    mgpu.train_batch(steps["x"], steps["label"], resumed.replicas,
-                     mgpu.losses.SoftmaxCrossEntropyLoss(), resumed.trainer)
-for key, x in resumed.replicas.export_numpy().items():
-    if key in names:
-        found[names[key]] = abs(x - steps[names[key]]).max()
-print(json.dumps({{key: float(x) for key, x in found.items()}}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], text=True,
-                          capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found.keys() == load_params(STEPS).keys() - {
-        "x", "label", "predicted"} | {"y"}
-    assert max(found.values()) < 1e-8, found
