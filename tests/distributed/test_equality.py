@@ -49,7 +49,7 @@ def test_processes_change_nothing(name, tmp_path):
     size = counts.count(",") + 1
     job = jobs.start(tmp_path, size, PROGRAM, name, counts, tmp_path)
     expected = run_alone(name)
-    job.said(300)
+    job.said(600)
     assert expected.keys() == equality.SCENARIOS.keys() - {
         scenario for scenario, function in equality.SCENARIOS.items()
         if name not in getattr(function, "on", BACKENDS)}
@@ -70,7 +70,7 @@ def server(tmp_path_factory):
         pytest.skip("about MXNet's KVStore")
     folder = tmp_path_factory.mktemp("server")
     jobs.start(folder, 2, PROGRAM, "mxnet", "2,2", folder, "float32",
-               MGPU_ENGINE="kvstore").said(300)
+               MGPU_ENGINE="kvstore").said(600)
     return folder
 
 

@@ -28,7 +28,7 @@ def killed(request, tmp_path_factory):
     could not save or load, which stopped both."""
     folder = tmp_path_factory.mktemp("killed")
     for text in start(folder, request.param, "2,2", "killed", "refused").said(
-            300):
+            600):
         assert "ended" in text, text
     return request.param, folder
 

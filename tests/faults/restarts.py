@@ -79,7 +79,7 @@ def note(folder, what, who):
 # -- what starts it -----------------------------------------------------------
 
 def launch(folder, backend, engine, at=0, who="nobody", how="SIGKILL",
-           restarts=2, seconds=180):
+           restarts=2, seconds=600):
     """Exit status, seconds and output of a job."""
     folder.mkdir(parents=True)
     root = Path(__file__).resolve().parents[2]

@@ -244,9 +244,9 @@ NETWORKS = {"lenet": (lenet, (2, 2, 9, 8)), "pools": (pools, (2, 2, 15, 15)),
             "encoder": (encoder(False), (3, 4, 6), Whole((3,))),
             "np encoder": (encoder(True), (3, 4, 6), Whole((3,))),
             "np inception": (inception, (2, 3, 8, 8)),
-            "resnet18_v1": (zoo("resnet18_v1"), (2, 3, 32, 32)),
-            "resnet18_v2": (zoo("resnet18_v2"), (2, 3, 32, 32)),
-            "mobilenetv2_0.25": (zoo("mobilenetv2_0.25"), (2, 3, 32, 32))}
+            "resnet18_v1": (zoo("resnet18_v1"), (2, 3, 64, 64)),
+            "resnet18_v2": (zoo("resnet18_v2"), (2, 3, 64, 64)),
+            "mobilenetv2_0.25": (zoo("mobilenetv2_0.25"), (2, 3, 64, 64))}
 
 
 def _listed(outputs):
