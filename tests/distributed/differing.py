@@ -1,15 +1,13 @@
-"""A program in which rank 1 does something else than rank 0:
-``differing.py BACKEND FOLDER``. Each case trains a step, differs, and notes
-the error of the next one, and whether parameters are as before."""
+"""Rank 1 does something else than rank 0: a part of `two_ranks`. Each case
+trains a step, differs, and notes the error of the next one, and whether
+parameters are as before."""
 import itertools
-import json
-import sys
-from pathlib import Path
 
 import numpy as np
 
 import mgpu
 from distributed.equality import LOSS, data, made
+from faults.program import different, late_failure
 
 CASES = {}
 
@@ -26,12 +24,6 @@ def step(replicas, trainer, batch):
 @case
 def rate(replicas, trainer, batch, differs):
     trainer.set_learning_rate(0.2 if differs else 0.1)
-    step(replicas, trainer, batch)
-
-
-@case
-def schedule(replicas, trainer, batch, differs):
-    trainer.lr_scheduler = lambda n: 0.2 if differs else 0.1
     step(replicas, trainer, batch)
 
 
@@ -58,18 +50,6 @@ def clip_norm(replicas, trainer, batch, differs):
 
 
 @case
-def accumulate(replicas, trainer, batch, differs):
-    mgpu.train_batch(*batch, replicas, LOSS, trainer,
-                     accumulate=3 if differs else 2)
-
-
-@case
-def option(replicas, trainer, batch, differs):
-    trainer.optimizer.wd = 0.1 if differs else 0.0
-    step(replicas, trainer, batch)
-
-
-@case
 def group(replicas, trainer, batch, differs):
     """An option of torch's second group of parameters."""
     if mgpu.get_backend().name == "torch":
@@ -90,14 +70,6 @@ def frozen(replicas, trainer, batch, differs):
     if differs:
         replicas.params()[0].grad_req = "null"
     step(replicas, trainer, batch)
-
-
-@case
-def norm(replicas, trainer, batch, differs):
-    passes(replicas, batch)
-    trainer.allreduce_grads()
-    trainer.clip_global_norm(1e-3 if differs else 2e-3)
-    trainer.update(len(batch[0]))
 
 
 @case
@@ -137,36 +109,15 @@ def rows(replicas, trainer, batch, differs):
     step(replicas, trainer, next(iter(batches)))
 
 
-class Subset:
-    """As ``torch.utils.data.random_split`` makes them."""
-
-    def __init__(self, dataset, indices):
-        self.dataset, self.indices = dataset, indices
-
-    def __len__(self):
-        return len(self.indices)
-
-    def __getitem__(self, i):
-        return self.dataset[self.indices[i]]
-
-
-def of_subset(indices, change=lambda x: x):
-    """The first batch of a part of a data set whose examples are alike."""
+def alike(change=lambda x: x):
+    """The first batch of a data set whose examples are alike."""
     pair = np.ones((1, 8, 8)), 1
-    return next(iter(mgpu.datasets.IndexedIterator(
-        Subset([change(pair)] * 32, indices), 8)))
-
-
-@case
-def subset(replicas, trainer, batch, differs):
-    step(replicas, trainer, of_subset(range(16, 32) if differs
-                                      else range(16)))
+    return next(iter(mgpu.datasets.IndexedIterator([change(pair)] * 16, 8)))
 
 
 @case
 def some_labels(replicas, trainer, batch, differs):
-    step(replicas, trainer, of_subset(
-        range(16), lambda pair: (pair[0], pair[1] + differs)))
+    step(replicas, trainer, alike(lambda x: (x[0], x[1] + differs)))
 
 
 @case
@@ -187,15 +138,6 @@ def no_size(replicas, trainer, batch, differs):
 
 
 @case
-def no_size_added(replicas, trainer, batch, differs):
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
-    for p in replicas.params():
-        p.grad_req = "add"
-    step(replicas, trainer, batch)
-    no_size(replicas, trainer, batch, differs)
-
-
-@case
 def no_sizes(replicas, trainer, batch, differs):
     """No row of a batch counts."""
     X_shards, y_shards = mgpu.split_batch(*batch, replicas.devices)
@@ -204,13 +146,6 @@ def no_sizes(replicas, trainer, batch, differs):
                   for pred, y in zip(replicas(X_shards), y_shards)]
     mgpu.backward(losses)
     trainer.step(0)
-
-
-@case
-def no_size_of_sums(replicas, trainer, batch, differs):
-    passes(replicas, batch)
-    trainer.allreduce_grads()
-    trainer.update(0 if differs else 8)
 
 
 def norm_layer(epsilon):
@@ -240,12 +175,6 @@ def evaluated_data(replicas, trainer, batch, differs):
 
 
 @case
-def fewer_tests(replicas, trainer, batch, differs):
-    mgpu.evaluate_accuracy_gpus(replicas, mgpu.datasets.BatchIterator(
-        np.ones((16 - differs, 1, 8, 8)), np.arange(16 - differs) % 10, 8))
-
-
-@case
 def last_batch(replicas, trainer, batch, differs):
     mgpu.train(replicas, mgpu.datasets.BatchIterator(
         np.ones((15, 1, 8, 8)), np.arange(15) % 10, 8, drop_last=differs),
@@ -268,17 +197,6 @@ def setting(replicas, trainer, batch, differs):
 
 
 @case
-def mode(replicas, trainer, batch, differs):
-    """Gluon's layers have none: there an option of another layer."""
-    if hasattr(replicas.net, "eval"):
-        if differs:
-            replicas.net.eval()
-        mgpu.evaluate_accuracy_gpus(replicas, data()[1])
-    else:
-        setting(replicas, trainer, batch, differs)
-
-
-@case
 def no_pass(replicas, trainer, batch, differs):
     if not differs:
         passes(replicas, batch)
@@ -289,7 +207,7 @@ def no_pass(replicas, trainer, batch, differs):
 def changing_labels(replicas, trainer, batch, differs):
     """As random targets are, where one rank happens to read the same."""
     reads = itertools.count()
-    step(replicas, trainer, of_subset(range(16), lambda pair: Changing(
+    step(replicas, trainer, alike(lambda pair: Changing(
         pair, reads if differs else itertools.repeat(0))))
 
 
@@ -306,6 +224,44 @@ class Changing(tuple):
             next(self.reads) % 7 if i == 1 else 0)
 
 
+@case
+def label(replicas, trainer, batch, differs):
+    X, y = batch
+    step(replicas, trainer, (X, [10] * len(y) if differs else y))
+
+
+@case
+def two_trainers(replicas, trainer, batch, differs):
+    order = [trainer, mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})]
+    for one in order[::-1] if differs else order:
+        step(replicas, one, batch)
+
+
+@case
+def device(replicas, trainer, batch, differs):
+    """What was queued on MXNet's device fails later, when it is read."""
+    mgpu.train_batch(*batch, replicas, lambda pred, y: LOSS(pred, y) * (
+        late_failure(pred, 0) if differs else 1), trainer)
+
+
+#: torch's work fails at once
+device.on = "mxnet"
+
+
+def other_network(what):
+    def differing(replicas, trainer, batch, differs):
+        replicas = mgpu.initialize(
+            different(mgpu.get_backend(), what if differs else None),
+            [mgpu.cpu(0)], init="xavier", seed=1)
+        mgpu.Trainer(replicas, "sgd", {
+            "learning_rate": 0.2 if differs and what == "option" else 0.1})
+    return differing
+
+
+OTHER = ("count", "shape", "dtype", "name", "order", "option")
+CASES |= {f"other {what}": other_network(what) for what in OTHER}
+
+
 def passes(replicas, batch):
     X_shards, y_shards = mgpu.split_batch(*batch, replicas.devices)
     with mgpu.record():
@@ -313,11 +269,12 @@ def passes(replicas, batch):
     mgpu.backward(losses)
 
 
-def main(backend, folder):
-    mgpu.set_backend(backend)
-    mgpu.distributed.init(timeout=30)
-    rank, told = mgpu.distributed.rank(), {}
+def report(rank):
+    told = {}
+    backend = mgpu.get_backend().name
     for name, function in CASES.items():
+        if backend != getattr(function, "on", backend):
+            continue
         replicas, trainer = made([mgpu.cpu(0)])
         batches = iter(data()[0])
         step(replicas, trainer, next(batches))
@@ -327,11 +284,7 @@ def main(backend, folder):
             told[name] = None
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
-        same = all(np.array_equal(x, mgpu.to_numpy(p.data()))
-                   for x, p in zip(before, replicas.params()))
-        told[f"{name}: unchanged"] = same
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        told[f"{name}: unchanged"] = all(
+            np.array_equal(x, mgpu.to_numpy(p.data()))
+            for x, p in zip(before, replicas.params()))
+    return told

@@ -1,6 +1,6 @@
-"""A program that runs in one process, and in several with as many devices in
-all: ``equality.py BACKEND COUNTS FOLDER [DTYPE]``, where COUNTS has the number
-of devices of each rank, such as 1,2,1.
+"""Scenarios for one process, and for several with as many devices in all:
+``equality.py BACKEND COUNTS FOLDER [DTYPE]``, where COUNTS has the number of
+devices of each rank, such as 1,2,1.
 
 Each scenario is a function that is given this rank's devices and returns
 arrays by name, which must not depend on how many processes there are.
@@ -52,7 +52,7 @@ def values(replicas, statistics=False):
     return found
 
 
-def trained(devices, batch_norm="per_device", epochs=2, **options):
+def trained(devices, batch_norm="per_device", epochs=1, **options):
     replicas, trainer = made(devices, batch_norm, **options)
     history = mgpu.train(replicas, *data(), LOSS, trainer, epochs,
                          progress=False)
@@ -63,7 +63,7 @@ def trained(devices, batch_norm="per_device", epochs=2, **options):
 
 @scenario
 def per_device(devices):
-    return trained(devices)
+    return trained(devices, epochs=2)
 
 
 class _Dicts:
@@ -81,7 +81,7 @@ def dicts(devices):
     replicas, trainer = made(devices)
     history = mgpu.train(
         replicas, *map(_Dicts, data()),
-        lambda output, batch: LOSS(output, batch["label"]), trainer, 2,
+        lambda output, batch: LOSS(output, batch["label"]), trainer, 1,
         progress=False)
     return {**values(replicas), "losses": history.loss_per_step,
             "means": history.train_loss, "accuracy": history.test_acc}
@@ -230,20 +230,35 @@ def dropout(devices):
 dropout.on = ["torch"]
 
 
-def main(backend, counts, folder, dtype="float64"):
+def found_by(devices, dtype="float64"):
+    """(Name, arrays) of each scenario that the backend has."""
     global DTYPE
     DTYPE = dtype
+    for name, function in SCENARIOS.items():
+        if mgpu.get_backend().name in getattr(
+                function, "on", ("torch", "mxnet")):
+            mgpu.seed(5)
+            yield name, function(devices)
+
+
+def refused():
+    """The error of float64 where a parameter server adds in float32."""
+    try:
+        made([mgpu.cpu(0)])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def main(backend, counts, folder, dtype="float64"):
     mgpu.set_backend(backend)
     mgpu.distributed.init(timeout=30)
-    rank = mgpu.distributed.rank()
-    counts = [int(n) for n in counts.split(",")]
-    devices = [mgpu.cpu(i) for i in range(counts[rank])]
-    for name, function in SCENARIOS.items():
-        found = {}
-        if not getattr(function, "on", None) or backend in function.on:
-            mgpu.seed(5)
-            found = function(devices)
-        np.savez(Path(folder) / f"{name}-{rank}.npz", **found)
+    rank, folder = mgpu.distributed.rank(), Path(folder)
+    if dtype == "float32":
+        (folder / f"refused-{rank}.txt").write_text(refused())
+    devices = [mgpu.cpu(i) for i in range(int(counts.split(",")[rank]))]
+    for name, found in found_by(devices, dtype):
+        np.savez(folder / f"{name}-{rank}.npz", **found)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Jobs of several processes: start one, and read what each rank says.
 
 `start` begins the processes by hand, without torchrun, which costs seconds.
-A job runs a file as ``python FILE ARGUMENTS``; `Job.wait` has the output of
-each rank.
+A job runs a file as ``python FILE BACKEND ARGUMENTS``; `Job.wait` has the
+output of each rank.
 """
 import os
 import socket
@@ -60,15 +60,17 @@ def environment(rank, size, port, **more):
             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", **more}
 
 
-def start(folder, size, file, *arguments, **more):
+def start(folder, size, file, backend, *arguments, **more):
     """A `Job` of `size` ranks that run `file`; their output goes to files in
-    `folder`. `more`: further variables of the environment."""
+    `folder`. `more`: further variables of the environment. The tests' modules
+    load no other backend there, which takes seconds."""
     port, processes, files = free_port(), [], []
     for rank in range(size):
         files.append(Path(folder) / f"rank-{rank}.txt")
         with open(files[-1], "w") as out:
             processes.append(subprocess.Popen(
-                [sys.executable, str(file), *map(str, arguments)],
+                [sys.executable, str(file), backend, *map(str, arguments)],
                 stdout=out, stderr=subprocess.STDOUT, cwd=folder,
-                env=environment(rank, size, port, **more)))
+                env=environment(rank, size, port, MGPU_TEST_BACKENDS=backend,
+                                **more)))
     return Job(processes, files)

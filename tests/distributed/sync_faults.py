@@ -1,12 +1,9 @@
-"""``batch_norm="sync"`` on two ranks, of which rank 1 does what it must not:
-``sync_faults.py BACKEND [END]``. After each case both ranks train a step, and
-then they hold the same bits. Prints a line of JSON: the errors by case. With
-END, rank 1 ends in the middle of the first pass.
+"""``batch_norm="sync"`` on two ranks, of which rank 1 does what it must not: a
+part of `two_ranks`. After each case both ranks train a step, and then they
+hold the same bits.
 """
 import hashlib
-import json
 import os
-import sys
 
 import numpy as np
 
@@ -151,20 +148,22 @@ def network_itself(X, y, replicas, trainer):
     trainer.step(len(X))
 
 
-def main(backend, end=""):
-    mgpu.set_backend(backend)
-    mgpu.distributed.init(timeout=20)
-    rank = mgpu.distributed.rank()
+def training(rank):
+    """A batch, replicas on one device more than the rank, their trainer."""
     devices = [mgpu.cpu(i) for i in range(rank + 1)]
-    replicas = mgpu.initialize(network(backend), devices, init="xavier",
-                               seed=1, dtype="float64", batch_norm="sync")
+    replicas = mgpu.initialize(
+        network(mgpu.get_backend().name), devices, init="xavier", seed=1,
+        dtype="float64", batch_norm="sync")
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
     X, y = next(iter(mgpu.datasets.synthetic(
         9, num_train=9, num_test=9, shape=(1, 8, 8), dtype="float64")[0]))
-    given, found = (X, y, replicas, trainer), {}
-    PLAN["case"] = end if rank == 1 else ""
-    if end:
-        step(*given)
+    return X, y, replicas, trainer
+
+
+def report(rank):
+    """The error of each case, and whether it has changed something."""
+    given, found = training(rank), {}
+    replicas = given[2]
 
     def values():
         return [mgpu.to_numpy(x) for p in (
@@ -191,8 +190,10 @@ def main(backend, end=""):
     # As many arrays on each device, whatever their number.
     found["equal"] = told[0] == told[1]
     attempt("network itself", network_itself)
-    print("FOUND", json.dumps(found))
+    return found
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def end_in_a_pass(rank):
+    given = training(rank)
+    PLAN["case"] = "end" if rank == 1 else ""
+    step(*given)

@@ -1,42 +1,30 @@
 """One process and several processes with as many devices in all train the
 same."""
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
+import mgpu
 from conftest import BACKENDS
 from distributed import equality, jobs
+from helpers import on
 
 PROGRAM = jobs.ROOT / "tests" / "distributed" / "equality.py"
 #: devices of each rank; four in all, of which the last has no row of the
 #: last batch
-COUNTS = ("2,2", "1,2,1")
+COUNTS = {"torch": "1,2,1", "mxnet": "2,2"}
 
 
-def run_alone(backend, folder, dtype):
-    subprocess.run([sys.executable, PROGRAM, backend, "4", folder, dtype],
-                   check=True, cwd=folder, timeout=200, env={
-                       k: v for k, v in jobs.environment(0, 1, 0).items()
-                       if k != "RANK"})
+def run_alone(backend, dtype="float64"):
+    """What one process finds in each scenario."""
+    with mgpu.using_backend(backend):
+        return {name: {key: np.array(x) for key, x in found.items()}
+                for name, found in equality.found_by(on(0, 1, 2, 3), dtype)}
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def alone(request, tmp_path_factory):
-    """The folder of the run in one process, and the backend."""
-    folder = tmp_path_factory.mktemp("alone")
-    run_alone(request.param, folder, "float64")
-    return request.param, folder
-
-
-@pytest.fixture(scope="module", params=COUNTS)
-def together(request, alone, tmp_path_factory):
-    """The folder of the run in several processes, and their number."""
-    folder, size = tmp_path_factory.mktemp("job"), request.param.count(",") + 1
-    jobs.start(folder, size, PROGRAM, alone[0], request.param,
-               folder).said(200)
-    return folder, size
+def read(folder, size, scenarios):
+    """What each rank has found in each scenario."""
+    return {name: [dict(np.load(folder / f"{name}-{rank}.npz"))
+                   for rank in range(size)] for name in scenarios}
 
 
 def difference(one, other):
@@ -55,45 +43,50 @@ def difference(one, other):
     return worst
 
 
-@pytest.mark.parametrize("name", equality.SCENARIOS)
-def test_processes_change_nothing(alone, together, name):
-    (backend, expected), (folder, size) = alone, together
-    function = equality.SCENARIOS[name]
-    one = dict(np.load(expected / f"{name}-0.npz"))
-    assert bool(one) == (backend in getattr(function, "on", BACKENDS))
-    runs = [dict(np.load(folder / f"{name}-{rank}.npz"))
-            for rank in range(size)]
-    for other in runs:
-        # of the largest number: sums in another order round differently
-        assert difference(one, other) <= 1e-12
-        # All ranks hold the same bits.
-        for key, x in other.items():
-            assert x.tobytes() == runs[0][key].tobytes(), key
+@pytest.mark.parametrize("name", BACKENDS)
+def test_processes_change_nothing(name, tmp_path):
+    counts = COUNTS[name]
+    size = counts.count(",") + 1
+    job = jobs.start(tmp_path, size, PROGRAM, name, counts, tmp_path)
+    expected = run_alone(name)
+    job.said(600)
+    assert expected.keys() == equality.SCENARIOS.keys() - {
+        scenario for scenario, function in equality.SCENARIOS.items()
+        if name not in getattr(function, "on", BACKENDS)}
+    for scenario, runs in read(tmp_path, size, expected).items():
+        for found in runs:
+            # of the largest number: sums in another order round differently
+            assert difference(expected[scenario], found) <= 1e-12, scenario
+            # All ranks hold the same bits.
+            for key, x in found.items():
+                assert x.tobytes() == runs[0][key].tobytes(), (scenario, key)
 
 
-@pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet's KVStore")
-def test_a_parameter_server_changes_nothing(tmp_path_factory):
-    """To the rounding of float32, which it adds in."""
-    expected, folder = (tmp_path_factory.mktemp(x) for x in ("alone", "job"))
-    run_alone("mxnet", expected, "float32")
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The folder of a job of MXNet's parameter server, which adds up in
+    float32."""
+    if "mxnet" not in BACKENDS:
+        pytest.skip("about MXNet's KVStore")
+    folder = tmp_path_factory.mktemp("server")
     jobs.start(folder, 2, PROGRAM, "mxnet", "2,2", folder, "float32",
-               MGPU_ENGINE="kvstore").said(200)
-    for name in equality.SCENARIOS:
-        one = dict(np.load(expected / f"{name}-0.npz"))
-        for rank in range(2):
-            other = dict(np.load(folder / f"{name}-{rank}.npz"))
-            assert difference(one, other) <= 2e-6, name
+               MGPU_ENGINE="kvstore").said(600)
+    return folder
 
 
-@pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet's KVStore")
-def test_a_parameter_server_refuses_what_it_would_round(tmp_path):
-    job = jobs.start(tmp_path, 2, PROGRAM, "mxnet", "1,1", tmp_path,
-                     MGPU_ENGINE="kvstore")
-    for status, text in job.wait(60):
-        assert status == 1
-        assert "ValueError: the engine 'kvstore' adds up in float32; " \
-            "received 0.weight of float64 and 9 others. Use " \
-            "engine='torch'" in text
+def test_a_parameter_server_changes_nothing(server):
+    """To the rounding of float32."""
+    expected = run_alone("mxnet", "float32")
+    for scenario, runs in read(server, 2, expected).items():
+        for found in runs:
+            assert difference(expected[scenario], found) <= 2e-6, scenario
+
+
+def test_a_parameter_server_refuses_what_it_would_round(server):
+    for rank in range(2):
+        assert "the engine 'kvstore' adds up in float32; received 0.weight " \
+            "of float64 and 9 others. Use engine='torch'" \
+            in (server / f"refused-{rank}.txt").read_text()
 
 
 @pytest.mark.parametrize("changed", ["value a", "loss"])

@@ -38,15 +38,11 @@ def own_environment(folder, **more):
 def run(folder, *arguments, options=("-n", 2), **more):
     done = subprocess.run(
         [*command(*options), *map(str, arguments)], capture_output=True,
-        text=True, timeout=120, cwd=folder,
+        text=True, timeout=300, cwd=folder,
         env=own_environment(folder, **more))
     said = [line.removeprefix("mgpu: ") for line in done.stderr.splitlines()
             if line.startswith("mgpu: ")]
     return done, said
-
-
-def logs(folder):
-    return sorted(path.name for path in folder.glob("mgpu-launch-*/*"))
 
 
 def test_a_job_that_ends_well(tmp_path):
@@ -61,44 +57,37 @@ def test_a_job_that_ends_well(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_rank_that_raises_is_named_first(tmp_path):
-    done, said = run(tmp_path, "raises", 5)
-    assert done.returncode == 1
-    assert said[1].startswith(
-        "rank 1 ended with status 1: ValueError: rank 1 has a fault; the end")
-    assert said[2].startswith("rank 0 ended with status 1: mgpu.errors."
-                              "WorkerFailed: rank 1 failed before 'step'")
-    trace = done.stderr.split("the end of ")[1]
-    assert "launched.py" in trace and "\nValueError: rank 1 has" in trace
-    assert logs(tmp_path) == ["rank-0.err", "rank-0.out", "rank-1.err",
-                              "rank-1.out"]
-    assert str(next(tmp_path.glob("mgpu-launch-*"))) in said[-1]
-
-
-def test_the_rank_that_ends_early_is_named_first(tmp_path):
-    done, said = run(tmp_path, "ends early", 5)
-    assert done.returncode == 1
-    assert said[1].startswith("rank 1 ended with status 1; the end of")
-    assert said[2].startswith("rank 1 has ended while other ranks go on")
-    assert said[3].startswith("rank 0 ended with status 1: mgpu.errors."
-                              "UnevenWork")
-
-
-def test_restarts(tmp_path):
+def test_the_rank_that_fails_is_named_first(tmp_path):
+    """It raises, then ends early, then is killed; a job starts again as often
+    as it may, and shows the log of the last failure."""
     (tmp_path / "logs").mkdir()         # of an earlier job
     (tmp_path / "logs/rank-1.restart-7.out").touch()
-    done, said = run(tmp_path, "killed", 5, options=(
-        "-n", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs"))
-    assert done.returncode == 0, done.stderr
-    assert said[1].startswith("rank 1 was ended by SIGKILL")
-    assert said[2].startswith("rank 0 ended with status 1: mgpu.errors."
-                              "WorkerLost")
-    assert said[3:] == ["all processes start again, restart 1 of 1"]
-    assert done.stdout.count("rank 0 of 2") == 2
-    assert done.stdout.endswith("the end\n")
+    done, said = run(tmp_path, "raises,ends early,killed", 5, options=(
+        "-n", 2, "--max-restarts", 2, "--log-dir", tmp_path / "logs"))
+    assert done.returncode == 1
+    assert said[0].startswith("starts 2 processes")
+    starts = [k for k, line in enumerate(said) if line.startswith(
+        "all processes start again, restart ")]
+    assert len(starts) == 2
+    raised, left, killed = (said[a + 1:b] for a, b in zip(
+        (0, *starts), (*starts, -1)))
+    assert raised[0].startswith(
+        "rank 1 ended with status 1: ValueError: rank 1 has a fault; the end")
+    assert left[0].startswith("rank 1 ended with status 1; the end of")
+    assert left[1].startswith("rank 1 has ended while other ranks go on")
+    assert killed[0].startswith("rank 1 was ended by SIGKILL")
+    for lines, error in ((raised, "WorkerFailed"), (left, "UnevenWork"),
+                         (killed, "WorkerLost")):
+        # A slow machine ends rank 0 before it has ended by itself.
+        assert lines[-1].startswith((
+            f"rank 0 ended with status 1: mgpu.errors.{error}",
+            "rank 0 still ran"))
+    trace = done.stderr.split("the end of ")[1]
+    assert "launched.py" in trace and "\nValueError: rank 1 has" in trace
+    assert str(tmp_path / "logs") in said[-1]
     names = {path.name for path in (tmp_path / "logs").iterdir()}
     assert names == {f"rank-{rank}{restart}.{end}" for rank in (0, 1)
-                     for restart in ("", ".restart-1")
+                     for restart in ("", ".restart-1", ".restart-2")
                      for end in ("out", "err")}
 
 
@@ -138,7 +127,7 @@ def listening(pids):
 
 @linux
 @pytest.mark.parametrize("how, status", [
-    (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+    (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_ends_all_processes(tmp_path, how, status):
     with open(tmp_path / "out", "w+") as out:
         process = subprocess.Popen(
@@ -146,7 +135,7 @@ def test_a_signal_ends_all_processes(tmp_path, how, status):
             stderr=subprocess.STDOUT, env=own_environment(tmp_path))
         everyone = [process.pid]
         try:
-            end = time.monotonic() + 60
+            end = time.monotonic() + 200
             while (tmp_path / "out").read_text().count("here") < 2:
                 assert process.poll() is None and time.monotonic() < end
                 time.sleep(0.1)
@@ -155,8 +144,8 @@ def test_a_signal_ends_all_processes(tmp_path, how, status):
             found = listening(everyone)
             assert found and set(found) == {"0100007F"}     # 127.0.0.1
             process.send_signal(how)
-            assert process.wait(20) == status
-            end = time.monotonic() + 20
+            assert process.wait(60) == status
+            end = time.monotonic() + 60
             while any(map(runs, everyone)) and time.monotonic() < end:
                 time.sleep(0.05)
             assert not [pid for pid in everyone if runs(pid)]
@@ -181,7 +170,7 @@ def test_two_machines_with_different_numbers_of_processes(tmp_path):
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=own_environment(tmp_path / str(n))))
     try:
-        texts = [process.communicate(timeout=120)[0] for process in started]
+        texts = [process.communicate(timeout=300)[0] for process in started]
     finally:
         for process in started:
             process.kill()
@@ -195,18 +184,17 @@ def test_two_machines_with_different_numbers_of_processes(tmp_path):
 def test_the_machine_with_the_store_leaves_last(monkeypatch, others_leave):
     """Else the others find their store gone, and print where in C++."""
     agent = importlib.import_module("mgpu.distributed._torchrun")
-    if not others_leave:
-        monkeypatch.setattr(agent, "_LEAVE", 0.4)
+    monkeypatch.setattr(agent, "_LEAVE", 60 if others_leave else 0.4)
     job = launch.Job("script.py", [], 1, 0, 2,
                      ("127.0.0.1", jobs.free_port()), 30.0, {})
     first, other = agent._meeting(job), agent._meeting(job)
     leaving = threading.Thread(target=first.shutdown, daemon=True)
     leaving.start()
-    leaving.join(0.3)
-    assert leaving.is_alive()
     if others_leave:
+        leaving.join(0.3)
+        assert leaving.is_alive()       # it waits 60 s for the other one
         assert other.shutdown()
-    leaving.join(60)
+    leaving.join(50)
     assert not leaving.is_alive()
 
 
@@ -223,7 +211,7 @@ def test_torchrun_itself(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone",
          "--nproc-per-node", "2", PROGRAM, "ends well", "3"],
-        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        capture_output=True, text=True, timeout=300, cwd=tmp_path,
         env=own_environment(tmp_path, OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the end") == 2
@@ -234,14 +222,15 @@ def test_a_question_without_an_answer_is_known_at_the_end(monkeypatch):
     ends, which aborts the process: it has to be left at once."""
     pytest.importorskip("torch")
     from mgpu.distributed import _gloo
-    monkeypatch.setattr(_gloo, "_ANSWER", 0.1)
     for answered in (True, False):
+        monkeypatch.setattr(_gloo, "_ANSWER", 0.1)
         engine, free = object.__new__(_gloo.Gloo), threading.Event()
         engine._asking, engine.pending = None, False
         engine._serves = False
         assert engine._ask(lambda: free.wait(20), "none") == "none"
         if answered:
             free.set()
+            monkeypatch.setattr(_gloo, "_ANSWER", 60)
         engine.close(True)
         assert engine.pending is not answered
         free.set()
@@ -249,11 +238,12 @@ def test_a_question_without_an_answer_is_known_at_the_end(monkeypatch):
 
 # -- the example --------------------------------------------------------------
 
-def test_the_example_ends_with_the_weights_of_one_process(backend, tmp_path):
+def test_the_example_ends_with_the_weights_of_one_process(tmp_path):
     """The second batch has one row: two of three processes have none."""
+    pytest.importorskip("torch")
     example = jobs.ROOT / "examples" / "multiple_gpus_concise.py"
-    own = ("--backend", backend.name, "--dtype", "float64", "--epochs", "1",
-           "--limit", "9", "--batch-size", "2", "--lr", "0.01")
+    own = ("--backend", "torch", "--dtype", "float64", "--epochs", "1",
+           "--limit", "5", "--batch-size", "1", "--lr", "0.01")
     kept = {}
     for devices, begin in (("4", [sys.executable, str(example)]),
                            ("1:2:1", command("-n", 3, program=example))):

@@ -23,7 +23,8 @@ from faults import cases, driver, hosts
 
 RESTARTS = {
     6: "the server or the scheduler of a KVStore is killed or stands still; "
-       "the job ends with WorkerLost, and no process stays",
+       "all ranks raise WorkerLost, the job is started again and ends with "
+       "the same bits, and no process stays",
     8: "a process is killed in a step drawn at random, and the job is started "
        "again; it goes on from a checkpoint, and ends with the same bits"}
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"

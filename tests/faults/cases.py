@@ -1,5 +1,8 @@
 """The cases, by the row of the table in docs/reliability.md. Rows 6 (roles of
-a parameter server), 8, and 21 to 28 (checkpoints) have tests of their own."""
+a parameter server), 8, and 21 to 28 (checkpoints) have tests of their own.
+The ordinary tests run those that are `short`, in which a process ends; rows
+10, 12, 14 and 16 are in distributed/differing.py too, 11 and 15 in
+distributed/equality.py, 29 in distributed/test_launch.py."""
 import re
 import signal
 from dataclasses import replace
@@ -81,22 +84,20 @@ def lost(rank, size=2, others="WorkerLost", own="-"):
     return {r: own if r == rank else others for r in range(size)}
 
 
-TORCH, BOTH = ("torch",), ("torch", "mxnet")
 CASES = [
-    Case(1, "killed", ((1, 3, "before", "kill"),), lost(1), 1, limit=5,
-         short=BOTH),
+    Case(1, "killed", ((1, 3, "before", "kill"),), lost(1), 1, limit=5),
     Case(1, "rank 0 killed", ((0, 3, "before", "kill"),), lost(0), 0,
-         limit=5),
+         limit=5, short=True),
     Case(1, "killed in a pass", ((1, 3, "pass", "kill"),), lost(1), 1,
          limit=5),
     Case(1, "one of three killed", ((2, 3, "between", "kill"),), lost(2, 3),
          2, size=3, limit=5, options={"by_hand": True}),
     Case(2, "in a pass", ((1, 3, "pass", "raise"),),
-         lost(1, 2, "WorkerFailed", "ValueError"), 1, short=BOTH),
+         lost(1, 2, "WorkerFailed", "ValueError"), 1),
     Case(2, "between steps", ((1, 3, "before", "raise"),),
-         lost(1, 2, "WorkerLost", "ValueError"), 1),
+         lost(1, 2, "WorkerLost", "ValueError"), 1, short=True),
     Case(2, "rank 0 of three, between steps", ((0, 3, "before", "raise"),),
-         lost(0, 3, "WorkerLost", "ValueError"), 0, size=3, short=TORCH),
+         lost(0, 3, "WorkerLost", "ValueError"), 0, size=3),
     Case(2, "between allreduce_grads and update",
          ((1, 3, "between", "raise"),),
          lost(1, 2, "WorkerLost", "ValueError"), 1,
@@ -108,19 +109,19 @@ CASES = [
     Case(2, "in both", (("all", 3, "pass", "raise"),),
          {0: "ValueError", 1: "ValueError"}),
     Case(3, "rank 1", ((1, 3, "before", "stop"),), lost(1), 1, limit=6.5,
-         short=TORCH),
+         short=True),
     Case(3, "rank 0", ((0, 3, "before", "stop"),), lost(0), 0, limit=6.5),
     Case(3, "in a pass, of three", ((2, 3, "pass", "stop"),), lost(2, 3), 2,
          size=3, limit=6.5),
     Case(4, "fewer steps", ((1, 0, "steps", "3"),),
-         lost(1, 2, "UnevenWork", None), 1, status={1: 1}, short=TORCH),
+         lost(1, 2, "UnevenWork", None), 1, status={1: 1}, short=True),
     Case(4, "rank 0, fewer steps", ((0, 0, "steps", "3"),),
          lost(0, 2, "UnevenWork", None), 0, status={0: 1}),
     Case(4, "exit 0", ((1, 3, "before", "exit 0"),),
          lost(1, 2, "UnevenWork", "SystemExit"), 1, status={1: 1}),
     Case(4, "os._exit", ((1, 3, "before", "_exit"),), lost(1), 1),
     Case(5, "rank 2 of 3 is not there", (), lost(2, 3), 2, size=3, limit=30,
-         environment={2: None}, options={"start_timeout": 6}, short=TORCH),
+         environment={2: None}, options={"start_timeout": 6}, short=True),
     Case(5, "a closed port", (), {0: "WorkerLost", 1: "WorkerLost"},
          limit=30, environment={1: {"MASTER_PORT": "closed"}},
          options={"start_timeout": 6}),
@@ -145,12 +146,12 @@ CASES = [
     Case(7, "SIGTERM of one process", (), lost(1), 1,
          signal=(1, signal.SIGTERM), options={"pause": 0.3}),
     Case(10, "six differences", (), {0: None, 1: None}, work="models",
-         told=told_models, limit=30, short=TORCH),
+         told=told_models, limit=30),
     Case(11, "another seed", ((1, 0, "model", "seed"),), {0: None, 1: None},
-         limit=30, short=TORCH),
+         limit=30),
     Case(12, "two trainers", ((1, 2, "order", ""),),
          {0: "UnevenWork", 1: "UnevenWork"}, right=False,
-         options={"trainers": 2}, short=TORCH),
+         options={"trainers": 2}),
     Case(13, "three processes", (), {0: None, 1: None, 2: None}, size=3,
          limit=30, options={"delay": 0.05}),
     Case(14, "one process", ((0, 3, "pass", "device"),),
@@ -158,18 +159,17 @@ CASES = [
          options={"devices": 2}, told=told_device),
     Case(14, "two processes", ((1, 3, "pass", "device"),),
          lost(1, 2, "WorkerFailed", "DeviceError"), 1, backends=("mxnet",),
-         options={"devices": 2}, told=told_device, short=("mxnet",)),
+         options={"devices": 2}, told=told_device),
     Case(15, "raise", ((1, 3, "pass", "nan"),),
          {0: "NonFiniteGradient", 1: "NonFiniteGradient"},
          options={"nonfinite": "raise"}),
     Case(15, "skip", ((1, 3, "pass", "nan"),), {0: None, 1: None},
-         right=False, told=told_skipped(1), options={"nonfinite": "skip"},
-         short=BOTH),
+         right=False, told=told_skipped(1), options={"nonfinite": "skip"}),
     Case(15, "ignore", ((1, 3, "pass", "nan"),), {0: None, 1: None},
          right=False, told=told_skipped(0),
          options={"nonfinite": "ignore"}),
     Case(16, "too large", ((1, 3, "labels", "10"),),
-         lost(1, 2, "WorkerFailed", "LabelError"), 1, short=BOTH),
+         lost(1, 2, "WorkerFailed", "LabelError"), 1),
     Case(16, "negative", ((0, 3, "labels", "-1"),),
          lost(0, 2, "WorkerFailed", "LabelError"), 0),
     Case(17, "a device twice", ((1, 0, "model", "twice"),),
@@ -177,7 +177,7 @@ CASES = [
     Case(17, "no device", ((1, 0, "model", "none"),),
          lost(1, 2, "WorkerLost", "ValueError"), 1),
     Case(29, "listening sockets", (), {0: None, 1: None}, work="sockets",
-         told=told_sockets, limit=30, short=TORCH),
+         told=told_sockets, limit=30),
 ]
 #: a training without a fault
 REFERENCE = Case(0, "reference", expect={0: None, 1: None}, limit=60)

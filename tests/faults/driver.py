@@ -67,7 +67,7 @@ class Case:
     environment: dict = field(default_factory=dict)
     status: dict = field(default_factory=dict)
     right: bool = True
-    short: tuple = ()       # the backends of the ordinary tests
+    short: bool = False     # one of the ordinary tests, on torch
     backends: tuple = ("torch", "mxnet")
     options: dict = field(default_factory=dict)
     told: object = None     # a check of what ranks have written down

@@ -10,17 +10,16 @@ from conftest import BACKENDS
 from faults import restarts
 
 
-@pytest.mark.parametrize("backend, engine", [
-    x for x in restarts.COMBINATIONS if x[0] in BACKENDS])
-def test_a_job_that_loses_a_process_ends_with_the_same_bits(
-        backend, engine, tmp_path):
-    found = restarts.killed(backend, engine, 1, tmp_path, random.Random(1))
+def test_a_job_that_loses_a_process_ends_with_the_same_bits(tmp_path):
+    pytest.importorskip("torch")
+    found = restarts.killed("torch", "torch", 1, tmp_path, random.Random(1))
     assert found["wrong"] == []
     assert found["resumed"] == found["right"] == 1
 
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet's KVStore")
-def test_a_job_without_its_parameter_server_ends(tmp_path):
+def test_a_job_that_loses_its_parameter_server_ends_with_the_same_bits(
+        tmp_path):
     found = restarts.without_roles(1, tmp_path, random.Random(1))
     assert found["wrong"] == [] and found["right"] == 1
 
@@ -30,8 +29,10 @@ def test_other_bits_and_processes_that_stay_are_seen(tmp_path, monkeypatch):
     stays = subprocess.Popen([sys.executable, "-c",
                               "import time; time.sleep(60)"])
     try:
-        time.sleep(0.1)
-        assert stays.pid in restarts.left(tmp_path, patience=0)
+        # until the child has its own environment, not this process's
+        end = time.monotonic() + 60
+        while stays.pid not in restarts.left(tmp_path, patience=0):
+            assert time.monotonic() < end
         assert restarts.left(tmp_path / "other", patience=0) == []
     finally:
         stays.kill()

@@ -15,3 +15,14 @@ def mx():
 def path(tmp_path):
     """Of a file that is not there yet."""
     return str(tmp_path / "file")
+
+
+@pytest.fixture
+def training(tmp_path):
+    """Begins a `Training` whose files are in a folder of its own."""
+    from .trainings import Training
+
+    def make(*arguments, **options):
+        with mgpu.using_backend("mxnet"):
+            return Training(tmp_path, *arguments, **options)
+    return make
