@@ -1,7 +1,6 @@
-"""Wrong implementations of mgpu's functions, and the tests that reject them.
+"""Wrong implementations of mgpu's functions, each rejected by some test.
 
-Each file of an area (`collectives.py`, `losses.py`, ...) has a list
-``MUTANTS``; a new file with such a list is found by itself. `planting.py`
-says what a mutant is, `runner.py` judges them, `test_mutants.py` makes a test
-of each.
+The modules ``of_*`` have a list ``MUTANTS`` each; a new one is found by
+itself. `planting` says what a mutant is, `runner` judges them, `test_mutants`
+makes a test of each.
 """

@@ -1,63 +1,41 @@
 """Mutants with a known verdict: they judge the harness."""
-import contextlib
+from mutants.planting import Mutant, mutant
 
-from mutants.planting import Mutant, edit
-
-EXACT = ("test_collectives.py::"
-         "test_allreduce_is_exact_and_in_place[torch-naive-sum-2]",)
-WHERE, OLD = "mgpu.collectives.strategies:combine", "into += other"
-
-_KEPT = []
+_EXACT = "test_collectives.py::test_allreduce_is_exact_and_in_place"
+_BOUNDS = "test_split.py::test_bounds"
+_ADDED = "A += B"
 
 
-def _for_good():
-    _KEPT.append(edit(WHERE, OLD, "into -= other")())
-    _KEPT[-1].__enter__()
-    return contextlib.nullcontext()
+def _combine(name: str, breaks: str, *texts: str, killer: str = _EXACT
+             ) -> Mutant:
+    return mutant("control: " + name, breaks, "strategies:combine", *texts,
+                  killer=killer)
 
 
-#: by the verdict that they must get
+#: by the verdict that they must get from their killer alone
 CONTROLS = {
     "survived": [
-        Mutant("no-op", "nothing: the code stays", contextlib.nullcontext,
-               EXACT),
-        Mutant("same code", "nothing: the same text compiled again",
-               edit(WHERE, OLD, OLD), EXACT),
-        Mutant("seen elsewhere", "sums, which a test of bounds cannot see",
-               edit(WHERE, OLD, "into -= other"),
-               ("test_split.py::test_bounds",)),
-    ],
+        _combine("no-op", "nothing", _ADDED, _ADDED),
+        _combine("seen elsewhere", "sums, which a test of bounds cannot see",
+                 _ADDED, "A -= B", killer=_BOUNDS)],
     "killed": [
-        Mutant("subtracts", "the sum is a difference",
-               edit(WHERE, OLD, "into -= other"), EXACT),
-        Mutant("refuses", "an error of mgpu's own where there is none",
-               edit("mgpu.backends.messages:check_apart", "begin < end",
-                    "True"), EXACT),
-    ],
+        _combine("subtracts", "the sum is a difference", _ADDED, "A -= B"),
+        mutant("control: refuses", "an error of mgpu's own where there is "
+               "none", "messages:check_apart", "begin < end", "True",
+               killer=_EXACT)],
     "not planted": [
-        Mutant("old text", "the code has moved on",
-               edit(WHERE, "into -= other", OLD), EXACT),
-        Mutant("no function", "the function has moved on",
-               edit("mgpu.collectives:_gone", OLD, OLD), EXACT),
-        Mutant("no syntax", "the new text is no Python",
-               edit(WHERE, OLD, "into +="), EXACT),
-    ],
+        _combine("no place", "nothing", "A -= B", _ADDED),
+        _combine("several places", "nothing", "A", "B"),
+        mutant("control: no function", "nothing", "gone", "A", "B",
+               killer=_EXACT),
+        _combine("no syntax", "nothing", _ADDED, "A +=")],
     "crashed": [
-        Mutant("unknown name", "the new text has a typing mistake",
-               edit(WHERE, OLD, "into += othr"), EXACT),
-        Mutant("unknown function", "an error of Python in the new text",
-               edit(WHERE, OLD, "into.no_such_method()"), EXACT),
-    ],
+        _combine("unknown name", "a typing mistake", _ADDED, "A += othr"),
+        _combine("unknown method", "an error of Python", _ADDED,
+                 "A.no_such_method()")],
     "no such test": [
-        Mutant("lost test", "the test was renamed",
-               edit(WHERE, OLD, "into -= other"),
-               ("test_collectives.py::test_that_is_gone",)),
-        Mutant("lost file", "the file was renamed",
-               edit(WHERE, OLD, "into -= other"),
-               ("test_that_is_gone.py::test_bounds",)),
-    ],
-    "fails without": [      # last, since it never ends
-        Mutant("for good", "the sum is a difference from now on",
-               _for_good, EXACT),
-    ],
+        _combine("lost test", "sums", _ADDED, "A -= B",
+                 killer="test_collectives.py::test_that_is_gone"),
+        _combine("lost file", "sums", _ADDED, "A -= B",
+                 killer="test_that_is_gone.py::test_bounds")],
 }

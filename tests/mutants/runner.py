@@ -1,15 +1,15 @@
-"""Judges mutants: ``python -m mutants.runner OUT NAME...`` in tests/.
+"""Judges mutants: ``python -m mutants.runner OUT [--any] NAME...`` in tests/.
 
 One process for all of them, apart from that of the other tests: a mutant may
-leave an engine in any state, or hang. It collects the test files once. It
-runs the tests that a mutant names, with it, until one fails, and that one
-again without it. That the others pass without it is for the ordinary run to
-say. Verdicts are added to the file OUT, a JSON line each.
+leave an engine in any state, or hang. A mutant's killer runs with it until a
+case fails, and that case once more without it. With ``--any`` the fast tests
+of the killer's file follow, then all fast tests. Verdicts are added to the
+file OUT, a JSON line each.
 """
-import contextlib
 import dis
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,20 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from mutants.controls import CONTROLS
-from mutants.planting import Mutant, all_mutants
+from mutants.planting import Mutant, NotPlanted, all_mutants
 
 TESTS = Path(__file__).resolve().parents[1]
+
+#: seconds after which no further test is tried with a mutant
+_LIMIT = 120
+
+#: these start processes, which no mutant reaches
+_APART = ("mutants", "distributed", "faults", "studies", "ports")
 
 
 def _rejects(error: Any) -> bool:
     """Whether a test failed because it noticed: by an assertion, or since
-    mgpu itself refused. A `NameError` in the mutant is no achievement."""
+    mgpu itself raised. A `NameError` in the mutant is no achievement."""
     if isinstance(error.value, (AssertionError, pytest.fail.Exception)) or \
             type(error.value).__module__.partition(".")[0] == "mgpu":
         return True
@@ -40,76 +46,76 @@ def _rejects(error: Any) -> bool:
 class Judge:
     """A pytest plugin that runs the tests in its own order."""
 
-    def __init__(self, mutants: list[Mutant], out: str):
-        self._mutants, self._out = mutants, out
+    def __init__(self, mutants: list[Mutant], out: str, any_test: bool):
+        self._mutants, self._out, self._any = mutants, out, any_test
         self._errors: list[Any] = []
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
-        if call.excinfo is not None:
+        if call.excinfo is not None and not call.excinfo.errisinstance(
+                pytest.skip.Exception):
             self._errors.append(call.excinfo)
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        for one in self._mutants:
+            verdict = self._judge(one, self._tests(one, session.items))
+            with open(self._out, "a") as file:
+                print(json.dumps([one.name, *verdict]), file=file)
+        return True
 
     def _failures(self, item: Any) -> list[Any]:
         self._errors = []
         runtestprotocol(item, log=False, nextitem=None)
         return self._errors
 
-    def pytest_runtestloop(self, session: Any) -> bool:
-        for mutant in self._mutants:
-            self._write(mutant, *self._judge(mutant, [
-                self._find(session.items, test) for test in mutant.tests]))
-        return True
+    def _tests(self, one: Mutant, items: list[Any]) -> list[Any]:
+        names = [f"{item.path.relative_to(TESTS).as_posix()}::"
+                 f"{item.nodeid.partition('::')[2].partition('[')[0]}"
+                 for item in items]
+        file = one.killer.partition("::")[0]
+        chosen = [item for name, item in zip(names, items)
+                  if name == one.killer]
+        if self._any:
+            fast = [(name, item) for name, item in zip(names, items)
+                    if item.get_closest_marker("fast")]
+            fast.sort(key=lambda pair: not pair[0].startswith(file))
+            chosen += [item for _, item in fast]
+        return chosen
 
-    def _write(self, mutant: Mutant, verdict: str, why: str) -> None:
-        with open(self._out, "a") as file:
-            print(json.dumps([mutant.name, verdict, why]), file=file)
-
-    @staticmethod
-    def _find(items: list[Any], test: str) -> list[Any]:
-        def fits(item: Any) -> bool:
-            name = (f"{item.path.relative_to(TESTS).as_posix()}::"
-                    f"{item.nodeid.partition('::')[2]}")
-            if test.endswith("*"):
-                return name.startswith(test[:-1])
-            return name == test or name.partition("[")[0] == test
-        return list(filter(fits, items))
-
-    def _judge(self, mutant: Mutant, wanted: list[list[Any]]
-               ) -> tuple[str, str]:
-        for test, items in zip(mutant.tests, wanted, strict=True):
-            if not items:
-                return "no such test", test
-        crash = ""
-        for item in sum(wanted, []):
-            with contextlib.ExitStack() as stack:
-                try:
-                    stack.enter_context(mutant.plant())
-                except Exception as error:
-                    return "not planted", f"{type(error).__name__}: {error}"
-                errors = self._failures(item)
+    def _judge(self, one: Mutant, items: list[Any]) -> tuple[str, str]:
+        if not items:
+            return "no such test", one.killer
+        crash, began = "", time.monotonic()
+        for number, item in enumerate(items):
+            try:
+                with one.planted():
+                    errors = self._failures(item)
+            except NotPlanted as error:
+                return "not planted", str(error)
             if any(map(_rejects, errors)):
-                # It says nothing if it fails without the mutant too, or
-                # with what this one or an earlier one has left behind.
-                errors = self._failures(item)
-                return ("fails without", f"{item.nodeid}: "
-                        f"{errors[0].exconly()}") if errors \
-                    else ("killed", item.nodeid)
-            if errors:
+                # It says nothing if it fails without the mutant too.
+                if not self._failures(item):
+                    return "killed", item.nodeid
+            elif errors:
                 crash = crash or f"{item.nodeid}: {errors[0].exconly()}"
+            if time.monotonic() - began > _LIMIT:
+                return "survived", f"{number + 1} of {len(items)} tests"
         return ("crashed", crash) if crash else (
-            "survived", f"{sum(map(len, wanted))} tests pass")
+            "survived", f"{len(items)} tests pass")
 
 
-def main(out: str, *names: str) -> int:
+def main(out: str, *words: str) -> int:
+    any_test = "--any" in words
     every = [*all_mutants(), *(m for ms in CONTROLS.values() for m in ms)]
-    mutants = [m for m in every if m.name in names]
-    files = sorted({test.partition("::")[0]
-                    for mutant in mutants for test in mutant.tests})
-    files = [str(TESTS / name) for name in files if (TESTS / name).is_file()]
+    mutants = [one for one in every if one.name in words]
+    files = sorted({one.killer.partition("::")[0] for one in mutants})
+    files = ["."] if any_test else [
+        name for name in files if (TESTS / name).is_file()]
     # No timeout: its clock starts in a hook that is passed over here. The
     # caller has one for all.
-    return pytest.main(["--tb=line", "-p", "no:cacheprovider",
-                        "-o", "addopts=-m 'not gpu'", *files],
-                       plugins=[Judge(mutants, out)])
+    return pytest.main(
+        ["--tb=line", "-p", "no:cacheprovider", "-o", "addopts=",
+         *(f"--ignore={name}" for name in _APART), *files],
+        plugins=[Judge(mutants, out, any_test)])
 
 
 if __name__ == "__main__":
