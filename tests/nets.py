@@ -87,15 +87,33 @@ def bricks(engine):
     return nn.Module, nn.Linear
 
 
-def dense_norm(engine, epsilon):
-    """Rows of 5 numbers: dense, batch norm, dense."""
+def gated(engine):
+    """Rows of 6 numbers in 3 classes: a layer `body`, then the layer `left` or
+    `right`, by the sign of the first number of the first row."""
+    base, dense = bricks(engine)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.body = dense(6, 3)
+            self.left, self.right = dense(3, 3), dense(3, 3)
+
+        def forward(self, x):
+            y = self.body(x)
+            return self.left(y) if mgpu.to_numpy(x)[0, 0] < 0 \
+                else self.right(y)
+    return Net()
+
+
+def dense_norm(engine, epsilon=1e-5, columns=5):
+    """Rows of so many numbers in 3 classes: dense, batch norm, dense."""
     if engine == "mxnet":
         return gluon(lambda nn: [
-            nn.Dense(8, in_units=5), nn.BatchNorm(in_channels=8,
-                                                  epsilon=epsilon),
-            nn.Dense(3, in_units=8)])()
+            nn.Dense(8, in_units=columns), nn.BatchNorm(
+                in_channels=8, epsilon=epsilon), nn.Dense(3, in_units=8)])()
     return torch(lambda nn: [
-        nn.Linear(5, 8), nn.BatchNorm1d(8, epsilon), nn.Linear(8, 3)])()
+        nn.Linear(columns, 8), nn.BatchNorm1d(8, epsilon),
+        nn.Linear(8, 3)])()
 
 
 # -- pairs of any size, with the same parameters, names and order -------------
