@@ -61,19 +61,19 @@ def two_convs_torch(dropout=0.5, eps=1e-5, pool=None):
         nn.Flatten(), nn.Linear(16, 3)])()
 
 
-def conv_gluon(batch_norm=True):
-    """Pictures of (1, 6, 6) in 3 classes: a convolution, batch norm or tanh,
-    ReLU, dropout, dense."""
+def conv_gluon(batch_norm=True, dropout=0.5, channels=1):
+    """Pictures of (channels, 6, 6) in 3 classes: a convolution, batch norm or
+    tanh, ReLU, dropout, dense."""
     return gluon(lambda nn: [
-        nn.Conv2D(3, 3, in_channels=1), nn.BatchNorm(in_channels=3)
+        nn.Conv2D(3, 3, in_channels=channels), nn.BatchNorm(in_channels=3)
         if batch_norm else nn.Activation("tanh"), nn.Activation("relu"),
-        nn.Dropout(0.5), nn.Flatten(), nn.Dense(3, in_units=48)])()
+        nn.Dropout(dropout), nn.Flatten(), nn.Dense(3, in_units=48)])()
 
 
-def conv_torch(eps=1e-5, batch_norm=True):
+def conv_torch(eps=1e-5, batch_norm=True, dropout=0.5, channels=1):
     return torch(lambda nn: [
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, eps) if batch_norm
-        else nn.Tanh(), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(),
+        nn.Conv2d(channels, 3, 3), nn.BatchNorm2d(3, eps) if batch_norm
+        else nn.Tanh(), nn.ReLU(), nn.Dropout(dropout), nn.Flatten(),
         nn.Linear(48, 3)], seed=0)()
 
 

@@ -581,6 +581,7 @@ def test_the_objects_own_step_and_states_are_refused_while_a_trainer_has_it(
         late.step(8)
     with pytest.raises(ValueError, match="another Trainer has stepped with"):
         mgpu.Trainer(pair.replicas, optimizer)
+    pair.replicas.zero_grad()
     del pair, call, late    # the replicas, which know their last trainer, too
     gc.collect()
     optimizer.step()
