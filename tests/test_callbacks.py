@@ -75,16 +75,6 @@ def test_accumulated_batches_are_one_step_of_the_joined_batch(
     assert sum(len(x) for x in losses[0] if x is not None) == 9
 
 
-def test_the_gradients_after_it_are_the_sums(backend):
-    run, joined = made(backend, on(0, 1)), made(backend, on(0, 1))
-    mgpu.train_batch(X, LABELS, run[0], LOSS, run[1], accumulate=4)
-    mgpu.train_batch(X, LABELS, joined[0], LOSS, joined[1])
-    for p, q in zip(run[0].params(), joined[0].params()):
-        for g, expected in zip(p.list_grad(), q.list_grad()):
-            np.testing.assert_allclose(mgpu.to_numpy(g),
-                                       mgpu.to_numpy(expected), atol=1e-12)
-
-
 def test_what_one_batch_reaches_is_updated(backend):
     """Also where the last one does not reach it."""
     first, second = X[:4].copy(), X[4:10].copy()

@@ -256,31 +256,6 @@ def test_a_change_between_steps_that_no_update_follows_is_refused(
     assert_unmoved(pair.nets[1], before)
 
 
-def test_a_group_added_between_sum_and_update_is_refused(on_torch):
-    net = network()
-    optimizer = optim.SGD(net[2].parameters(), 0.1)
-    replicas = mgpu.initialize(net, on(0, 1))
-    trainer = mgpu.Trainer(replicas, optimizer)
-    backward(replicas, *batch(8))
-    trainer.allreduce_grads()
-    optimizer.add_param_group({"params": net[0].parameters()})
-    assert trainer.learning_rate == 0.1     # a look
-    with pytest.raises(RuntimeError, match="other parameters since"):
-        trainer.update(8)
-
-
-def test_zero_grad_of_the_object_before_a_step_is_refused(on_torch, devices):
-    """It clears replica 0's gradients alone."""
-    pair = Pair(plain_sgd, devices)
-    before = values_of(pair.nets[1])
-    for set_to_none in (True, False):
-        backward(pair.replicas, *batch(8))
-        pair.optimizers[1].zero_grad(set_to_none=set_to_none)
-        with pytest.raises(RuntimeError, match="Replicas.zero_grad is of all"):
-            pair.trainer.step(8)
-    assert_unmoved(pair.nets[1], before)
-
-
 def test_an_optimiser_of_the_users_steps_by_summed_gradients(
         on_torch, devices):
     """After `allreduce_grads`, and after a pass of its own."""
@@ -360,23 +335,6 @@ def after_a_whole_pass(replicas, optimizer):
     optimizer.step()
 
 
-def in_its_closure(replicas, optimizer):
-    optimizer.step(lambda: backward(replicas, *batch(8)))
-
-
-def in_a_closure_of_lbfgs(replicas, optimizer):
-    optim.LBFGS(replicas.parameters()).step(
-        closure=lambda: backward(replicas, *batch(8)))
-
-
-def in_a_hook(replicas, optimizer):
-    """Torch's recipe: the last gradient to arrive on the first device."""
-    last = replicas.net[0].weight
-    last.register_post_accumulate_grad_hook(
-        lambda x: optimizer.step() if x is last else None)
-    mgpu.backward(losses_of(replicas, *batch(8)))
-
-
 def on_the_last_device(replicas, optimizer):
     X, y = batch(8)
     with mgpu.record():
@@ -405,8 +363,7 @@ def by_inputs(replicas, optimizer):
 
 
 @pytest.mark.parametrize("way", [
-    after_a_whole_pass, in_its_closure, in_a_closure_of_lbfgs, in_a_hook,
-    on_the_last_device, by_hand, by_inputs])
+    after_a_whole_pass, on_the_last_device, by_hand, by_inputs])
 def test_no_way_to_step_by_the_gradients_of_one_device(
         on_torch, devices, way):
     net = network()

@@ -265,18 +265,21 @@ ADAM = ({"beta1": 0.5, "beta2": 0.75, "epsilon": 2.0 ** -10}, {})
 
 
 @BOTH
-@pytest.mark.parametrize("family", ["sgd", "adam"])
-def test_steps_under_a_schedule_of_mxnets(backend, family):
+@pytest.mark.parametrize("kind", ["sgd", "adam", "object"])
+def test_steps_under_a_schedule_of_mxnets(backend, kind):
     mx = mgpu.mxnet_compat()
 
-    def options():
-        return {**ADAM[family == "sgd"], "lr_scheduler": mx.lr_scheduler
-                .FactorScheduler(2, 0.5, base_lr=0.25)}
+    def made():
+        schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.25)
+        if kind == "object":    # whose rate is its own, 0.001
+            return [mx.optimizer.Adam(**ADAM[0], lr_scheduler=schedule)]
+        return kind, {**ADAM[kind == "sgd"], "lr_scheduler": schedule}
     replicas = initialize(mlp(backend), on(0, 1))
-    train(replicas, mgpu.Trainer(replicas, family, options()), DYADIC)
+    trainer = mgpu.Trainer(replicas, *made())
+    train(replicas, trainer, DYADIC)
+    assert trainer.learning_rate == (0.001 if kind == "object" else 0.25) / 4
     assert_close(values(replicas), trained_by_gluon(lambda net: [real(
-        net.collect_params(), family, options())]), 1e-6
-        if family == "adam" else 1e-12)
+        net.collect_params(), *made())]), 1e-12 if kind == "sgd" else 1e-6)
 
 
 # -- objects of MXNet's -------------------------------------------------------
@@ -338,22 +341,6 @@ def test_an_optimiser_object_of_mxnets(name):
                 "Adam", "RMSProp", "Ftrl", "LAMB", "LARS") else 1e-12)
             assert ours.num_update == 0
             assert ours.rescale_grad == OBJECTS[name].get("rescale_grad", 1.0)
-
-
-@BOTH
-def test_a_schedule_in_an_optimiser_object(backend):
-    mx = mgpu.mxnet_compat()
-
-    def made():
-        return mx.optimizer.Adam(**ADAM[0], lr_scheduler=mx.lr_scheduler
-                                 .FactorScheduler(2, 0.5, base_lr=0.25))
-    replicas = initialize(mlp(backend), on(0, 1))
-    trainer = mgpu.Trainer(replicas, made())
-    assert trainer.learning_rate == 0.001
-    train(replicas, trainer, DYADIC)
-    assert trainer.learning_rate == 0.00025
-    assert_close(values(replicas), trained_by_gluon(lambda net: [
-        real(net.collect_params(), made())]), 1e-6)
 
 
 @BOTH
@@ -614,23 +601,19 @@ def test_hybridize_is_the_option_of_initialize(backend):
 
 def test_names_of_a_block_say_what_mgpu_calls(backend):
     replicas = initialize(mlp(backend), on(0))
-    p = replicas.params()[0]
+    p, params = replicas.params()[0], replicas.collect_params()
     for thing, name, use in (
             (replicas, "reset_ctx", "mgpu.initialize(net, devices, force"),
-            (replicas, "initialize", "mgpu.initialize(net, devices, force"),
             (replicas, "cast", "mgpu.initialize(net, devices, dtype=...)"),
             (replicas, "forward", "replicas(shards)"),
             (replicas, "apply", "replicas.net.apply(fn)"),
-            (replicas, "summary", "repr(replicas)"),
             (replicas, "export", "replicas.net.export"),
             (replicas, "save_params", "Replicas.save_parameters"),
             (replicas[0], "collect_params", "Replicas.collect_params"),
-            (replicas.collect_params(), "initialize", "mgpu.initialize("),
-            (replicas.collect_params(), "save", "Replicas.save_parameters"),
-            (p, "reset_ctx", "mgpu.initialize(net, devices, force"),
+            (params, "initialize", "mgpu.initialize("),
+            (params, "save", "Replicas.save_parameters"),
             (p, "cast", "mgpu.initialize(net, devices, dtype="),
-            (p, "initialize", "mgpu.initialize("), (p, "var", "the network"),
-            (p, "ctx", "Parameter.list_devices()")):
+            (p, "var", "the network"), (p, "ctx", "Parameter.list_devices()")):
         with pytest.raises(AttributeError) as caught:
             getattr(thing, name)
         assert f"no attribute {name!r}. Use {use}" in str(caught.value)

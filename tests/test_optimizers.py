@@ -369,15 +369,12 @@ WRONG = [
     (ValueError, "unknown optimiser; received 'lion'. Use one of sgd, nag, "
      "adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta, ftrl, signum",
      "lion", "gluon", {}),
-    (ValueError, "unknown optimiser; received None", None, "gluon", {}),
     (ValueError, "unknown semantics; received 'keras'. Use 'gluon' or",
      "sgd", "keras", {}),
     (ValueError, "torch has no optimiser 'ftrl'", "ftrl", "torch", {}),
     (ValueError, "'sgd' has no option 'beta1' with semantics='gluon'. Use "
      "learning_rate, wd, clip_gradient, momentum", "sgd", "gluon",
      {"beta1": 0.5}),
-    (ValueError, "'sgd' has no option 'lr' with", "sgd", "gluon",
-     {"lr": 0.5}),
     (ValueError, "'adam' has no option 'beta1', 'epsilon' with semantics="
      "'torch'. Use lr, weight_decay", "adam", "torch",
      {"beta1": 0.5, "epsilon": 1e-8}),
@@ -385,14 +382,10 @@ WRONG = [
      {"lr": 0.5, "learning_rate": 0.5}),
     (ValueError, "learning_rate must be a finite number, 0 or more; received "
      "-0.5", "sgd", "gluon", {"learning_rate": -0.5}),
-    (ValueError, "learning_rate must be .* received inf", "sgd", "torch",
-     {"lr": float("inf")}),
     (ValueError, "wd must be .* received nan", "sgd", "gluon",
      {"wd": float("nan")}),
     (ValueError, "clip_gradient must be a finite number above 0 .None: off.; "
      "received 0", "adam", "gluon", {"clip_gradient": 0}),
-    (ValueError, "clip_weights must be .* received -1", "rmsprop", "gluon",
-     {"clip_weights": -1}),
     (ValueError, "beta1 must be a number from 0 to below 1; received 1",
      "adam", "gluon", {"beta1": 1}),
     (ValueError, "betas must be a number from 0 to below 1; received 1.5",
@@ -411,8 +404,6 @@ WRONG = [
      "gluon", {"learning_rate": "0.1"}),
     (TypeError, "momentum must be .* received True", "sgd", "gluon",
      {"momentum": True}),
-    (TypeError, "learning_rate must be .* received None", "sgd", "gluon",
-     {"learning_rate": None}),
     (TypeError, "centered must be True or False; received 1", "rmsprop",
      "gluon", {"centered": 1}),
     (TypeError, "betas must be two numbers; received 0.9", "adam", "torch",
@@ -420,7 +411,6 @@ WRONG = [
     (ValueError, "momentum_correction=False", "lars", "gluon",
      {"momentum": 0.9}),
     (ValueError, "has no decay", "groupadagrad", "gluon", {"wd": 0.1}),
-    (ValueError, "above 0", "ftml", "gluon", {"learning_rate": 0.0}),
     (ValueError, "a whole number", "sgld", "gluon", {"seed": 0.5}),
     (ValueError, "counts batches itself", "lbsgd", "gluon", {}),
     (ValueError, "no option 'momentum'", "dcasgd", "gluon",

@@ -310,44 +310,6 @@ def test_ctrl_c_leaves_no_half_update(backend, devices):
             assert_bit_equal(copy, copies[0])
 
 
-def wide_convolutions(backend):
-    """MXNet's convolution libraries bring such weights into an order of
-    their own for predictions."""
-    if backend.name == "mxnet":
-        from mxnet.gluon import nn
-        net = nn.Sequential()
-        net.add(nn.Conv2D(32, 3, padding=1, in_channels=16),
-                nn.Conv2D(32, 3, in_channels=32), nn.GlobalAvgPool2D())
-        return net
-    from torch import nn
-    return nn.Sequential(nn.Conv2d(16, 32, 3, padding=1),
-                         nn.Conv2d(32, 32, 3), nn.AdaptiveAvgPool2d(1))
-
-
-def test_a_prediction_that_nobody_has_read(backend):
-    """It may still be running when the weights are written."""
-    found, devices = [], on(0, 1)
-    for waits in (True, False):
-        replicas = mgpu.initialize(wide_convolutions(backend), devices,
-                                   "xavier", seed=1)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        rng = np.random.default_rng(0)
-        few, many = (mgpu.split_and_load(rng.normal(
-            size=(n, 16, 20, 20)).astype("float32"), devices)
-            for n in (4, 128))
-        for _ in range(2):
-            with mgpu.record():
-                losses = [(out * out).sum() for out in replicas(few)]
-            mgpu.backward(losses)
-            trainer.allreduce_grads()
-            replicas(many)
-            if waits:
-                mgpu.synchronize(devices)
-            trainer.update(4)
-        found.append(values(replicas))
-    assert_unchanged(found[1], found[0])
-
-
 # -- arguments ----------------------------------------------------------------
 
 def test_a_wrong_batch_size_is_refused(backend):

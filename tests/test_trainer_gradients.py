@@ -103,8 +103,8 @@ def test_a_skipped_gradient_is_zero_until_the_user_writes_it(engine, devices):
 def test_an_edit_that_leaves_zeros_is_none(engine, devices, stepped,
                                            request_):
     """Clipping multiplies all gradients of the network, also those that the
-    batch did not reach: these stay skipped, and what it did reach is scaled.
-    What is written there counts, on any number of devices."""
+    batch did not reach: these stay skipped, and what it did reach is
+    scaled."""
     class Clipping(mgpu.Trainer):
         def update(self, batch_size):
             for p in self.replicas.params():
@@ -136,17 +136,6 @@ def test_an_edit_that_leaves_zeros_is_none(engine, devices, stepped,
             assert_bit_equal(found[-1][name][0], before[name][0])
         assert_replicas_equal(found[-1])
     assert_close(*found)
-    backward(replicas, X, y)
-    trainer.allreduce_grads(ignore_stale_grad=True)
-    before = values(replicas)
-    bias, = [p for p in replicas.params() if p.name == "left.bias"]
-    with mgpu.no_grad():
-        bias.list_grad()[0][:] += 2
-    trainer.update(4)
-    after = values(replicas)
-    assert_replicas_equal(after)
-    assert not np.array_equal(after["left.bias"][0], before["left.bias"][0])
-    assert_bit_equal(after["left.weight"][0], before["left.weight"][0])
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="needs torch")
@@ -558,15 +547,6 @@ def test_a_step_calls_what_a_subclass_overrides(backend, devices, overridden,
             assert_replicas_equal(gradients(replicas))
     assert_replicas_equal(found[0])
     assert_close(*found)
-
-
-def test_a_change_of_another_devices_sum_is_refused(backend, devices):
-    replicas, trainer = sgd(backend, devices)
-    backward(replicas, *batch(8))
-    trainer.allreduce_grads()
-    replicas.params()[0].list_grad()[1][:] = 7.0
-    with pytest.raises(RuntimeError, match="on replica 0, or on all"):
-        trainer.update(8)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="a habit of torch")

@@ -105,12 +105,6 @@ def test_a_frameworks_attribute_is_not_set_for_nothing(backend):
                 call()
     trainer.note = 0.5                              # of the user's own
 
-    class Own(mgpu.Trainer):
-        lr = 0.25
-    own = Own(trainer.replicas, "sgd")
-    own.lr = 0.5
-    assert own.lr == 0.5
-
 
 def test_a_wrong_learning_rate_is_refused(backend):
     _, trainer = sgd(backend, on(0, 1))

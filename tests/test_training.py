@@ -6,14 +6,13 @@ import random
 import re
 import sys
 import types
-import weakref
 
 import numpy as np
 import pytest
 
 import conftest
 import mgpu
-from helpers import (BACKENDS, assert_bit_equal, bricks, convnet,
+from helpers import (assert_bit_equal, bricks, convnet,
                      foreign_array, mlp, on, refusal_of_foreign,
                      relative_difference)
 from mgpu import functional as F
@@ -33,26 +32,6 @@ def set_up(engine, devices, lr=0.125, **options):
 
 # -- pieces -------------------------------------------------------------------
 
-def test_put_and_back(engine):
-    for x in (np.arange(6).reshape(2, 3), np.float32([1.5]),
-              np.float64([[2.0]]), np.int32([1]), np.uint8([255])):
-        copy = mgpu.put(x, mgpu.cpu(1))
-        assert_bit_equal(mgpu.to_numpy(copy), x)
-        again = mgpu.put(copy, mgpu.cpu(1))     # where it is already
-        with mgpu.no_grad():
-            again[:] = 0
-        assert_bit_equal(mgpu.to_numpy(copy), x)
-        assert_bit_equal(mgpu.to_numpy(mgpu.put(x, copy)), x)
-    assert mgpu.to_numpy(mgpu.put(np.ones(2), "cpu:3", dtype="float32")
-                         ).dtype == np.float32
-
-
-def test_put_refuses_what_is_no_device(backend):
-    with pytest.raises(ValueError, match=r"gpu\(99\) is not there"):
-        mgpu.put(np.ones(2), "gpu:99")
-    with pytest.raises(TypeError, match="expected a device"):
-        mgpu.put(np.ones(2), on(0, 1))
-
 
 def flags():
     backend = mgpu.get_backend()
@@ -63,24 +42,17 @@ def test_scopes_nest_and_come_back(backend):
     assert flags() == (False, False)
     with mgpu.record():
         assert flags() == (True, True)
-        with mgpu.no_grad():
-            assert flags() == (False, False)
-            with mgpu.record(train_mode=False):
-                assert flags() == (True, False)
-            assert flags() == (False, False)
-        assert flags() == (True, True)
+        with mgpu.no_grad(), mgpu.record(train_mode=False):
+            assert flags() == (True, False)
         with pytest.raises(KeyError), mgpu.no_grad():
+            assert flags() == (False, False)
             raise KeyError
         assert flags() == (True, True)
     assert flags() == (False, False)
-    with pytest.raises(KeyError), mgpu.record():
-        raise KeyError
-    assert flags() == (False, False)
     scope = mgpu.record()
-    for _ in range(2):
-        with scope, scope:      # one object, again and inside itself
-            assert flags() == (True, True)
-        assert flags() == (False, False)
+    with scope, scope:      # one object, inside itself
+        assert flags() == (True, True)
+    assert flags() == (False, False)
 
 
 def leaf(value):
@@ -470,26 +442,6 @@ def test_a_leaf_that_all_losses_share(engine, devices):
                 assert_bit_equal(copy, copies[0])
 
 
-@pytest.mark.parametrize("name", [n for n in BACKENDS if n == "torch"])
-def test_a_loss_of_another_replicas_parameters(name):
-    """MXNet queues all passes, and goes through them together."""
-    with mgpu.using_backend(name) as engine:
-        replicas, _, trainer = set_up(engine, on(0, 1))
-        first = replicas.params()[0]
-
-        def loss(out, y):
-            return F.sum(out, axis=1) + F.sum(mgpu.put(first.data(), y))
-        before = values(replicas)
-        refuse(lambda: mgpu.train_batch(*batch(4), replicas, loss, trainer),
-               RuntimeError,
-               "the loss of a device depends on the parameters of its own "
-               "replica; received one of device number 1 that reaches those "
-               "of number 0. Compute it from the replica's own parameters, "
-               "or call replicas(shards), mgpu.backward and Trainer.step "
-               "yourself.")
-        assert_unchanged(values(replicas), before)
-
-
 def refuse(call, error, text):
     with pytest.raises(error) as caught:
         call()
@@ -498,53 +450,37 @@ def refuse(call, error, text):
 
 def test_wrong_batches_and_losses_change_nothing(engine):
     """And the next batch, of one row, is trained as if nothing was."""
-    devices = on(0, 1, 2)
-    replicas, loss, trainer = set_up(engine, devices)
+    replicas, loss, trainer = set_up(engine, on(0, 1, 2))
     before = values(replicas)
     X, y = batch(6)
     foreign, name = foreign_array(engine)
-
-    def step(X=X, y=y, loss=loss):
-        return lambda: mgpu.train_batch(X, y, replicas, loss, trainer)
-    rows = ("X and y must have equally many rows; received {}. Cut them to "
-            "one length.")
-    shape = ("the loss must return one value per example, shape (2,); "
-             "received {}. Use a loss of mgpu.losses, or wrap one that "
-             "averages: mgpu.losses.per_example(loss); on torch also "
-             "reduction='none'.")
     # (A zero-dimensional array exists only in MXNet's NumPy mode.)
     legacy = engine.name == "mxnet" and not type(
         mgpu.put(X, mgpu.cpu(0))).__module__.startswith("mxnet.numpy")
-    scalar = "(1,)" if legacy else "()"
-    for call, error, text in (
-            (step(y=y[:5]), ValueError, rows.format("6 and 5")),
-            (step(X=X[:1]), ValueError, rows.format("1 and 6")),
-            (step(X[:0], y[:0]), ValueError, "a batch needs at least one "
-             "row; received an empty one. Leave it out."),
-            (step(X=foreign, y=y[:3]), TypeError,
-             refusal_of_foreign(engine, name)),
-            (step(X=X[:3], y=foreign), TypeError,
-             refusal_of_foreign(engine, name)),
-            (step(loss=lambda out, y: loss(out, y).sum()), ValueError,
-             shape.format(f"shape {scalar}")),
-            (step(loss=lambda out, y: loss(out, y).mean()), ValueError,
-             shape.format(f"shape {scalar}")),
-            (step(loss=lambda out, y: loss(out, y)[:1]), ValueError,
-             shape.format("shape (1,)")),
-            (step(loss=lambda out, y: out), ValueError,
-             shape.format("shape (2, 3)")),
-            (step(loss=lambda out, y: 0.5), ValueError,
-             shape.format("a float")),
-            (step(loss=lambda out, y: None), ValueError,
-             shape.format("None")),
-            (step(y=y + 2), ValueError, None)):
-        if text is None:
-            with pytest.raises(error, match="labels must be class numbers 0 "
-                               "to 2; received"):
-                call()
-        else:
-            refuse(call, error, text)
+    for (X_, y_), error, text in (
+            ((X, y[:5]), ValueError, "X and y must have equally many rows; "
+             "received 6 and 5. Cut them to one length."),
+            ((X[:0], y[:0]), ValueError, "a batch needs at least one row; "
+             "received an empty one. Leave it out."),
+            ((foreign, y[:3]), TypeError, refusal_of_foreign(engine, name)),
+            ((X[:3], foreign), TypeError, refusal_of_foreign(engine, name))):
+        refuse(lambda: mgpu.train_batch(X_, y_, replicas, loss, trainer),
+               error, text)
+    for wrong, received in (
+            (lambda out, y: loss(out, y).mean(), "shape (1,)" if legacy
+             else "shape ()"),
+            (lambda out, y: loss(out, y)[:1], "shape (1,)"),
+            (lambda out, y: out, "shape (2, 3)"),
+            (lambda out, y: 0.5, "a float"), (lambda out, y: None, "None")):
+        refuse(lambda: mgpu.train_batch(X, y, replicas, wrong, trainer),
+               ValueError, "the loss must return one value per example, "
+               f"shape (2,); received {received}. Use a loss of mgpu.losses, "
+               "or wrap one that averages: mgpu.losses.per_example(loss); on "
+               "torch also reduction='none'.")
         assert flags() == (False, False)
+    with pytest.raises(ValueError, match="labels must be class numbers 0 to "
+                       "2; received"):
+        mgpu.train_batch(X, y + 2, replicas, loss, trainer)
     assert_unchanged(values(replicas), before)
     assert trainer.num_update == 0
     one = set_up(engine, on(0))
@@ -769,25 +705,6 @@ def test_the_window_changes_no_number(backend, devices):
     for other, other_weights in others:
         assert other == losses
         assert_unchanged(other_weights, weights)
-
-
-def test_losses_outside_the_window_are_let_go(backend):
-    class Losses(list):     # which has weak references
-        pass
-    for window in (1, 2, 4):
-        replicas, loss, trainer = set_up(backend, on(0, 1))
-        alive, counts = weakref.WeakValueDictionary(), []
-
-        def step(X, y):
-            counts.append(len(alive))
-            found = Losses(mgpu.train_batch(X, y, replicas, loss, trainer))
-            alive[len(counts)] = found
-            return found
-        history = mgpu.train_epochs(step, batches(*[4] * 6), 2, on(0, 1),
-                                    max_inflight=window)
-        # Each step finds those of the steps before it that are in the window.
-        assert counts == [min(i, window - 1) for i in range(6)] * 2
-        assert not alive and len(history.loss_per_step) == 12
 
 
 def test_wrong_loops_are_refused(backend):
