@@ -793,9 +793,6 @@ def test_rows_are_a_batch_on_all_contexts(backend, devices):
     assert rows.context == rows.ctx == devices
     assert np.array_equal(rows.asnumpy(), x)
     assert rows.as_in_ctx(devices) is rows
-    for others in ([names.cpu(7)], [*devices, names.cpu(7)]):
-        with pytest.raises(ValueError, match="stay on the devices"):
-            rows.as_in_context(others)
     weights = np.array([1, 0, 2, 0.5, 1, 3])
     loss = names.gluon.loss.L2Loss()
     got = loss(rows, rows_of(x[::-1], devices),
@@ -826,7 +823,7 @@ def test_rows_for_fewer_rows_than_contexts(backend):
 
 
 def test_what_stands_beside_rows_in_a_loss(backend, devices):
-    """One row is the same for all; what may be of the rows is refused."""
+    """One row is the same for all."""
     x = np.arange(1.0, 13).reshape(4, 3) / 10
     rows, loss = rows_of(x, devices), names.gluon.loss.SigmoidBCELoss()
     factors = np.array([[1.0, 2, 3]])
@@ -835,12 +832,6 @@ def test_what_stands_beside_rows_in_a_loss(backend, devices):
     for found in (loss(rows, rows, None, factors),
                   loss(rows, rows, pos_weight=factors)):
         assert np.allclose(found.asnumpy(), mgpu.to_numpy(expected), 1e-13)
-    for wrong in (factors[0], x, x[:, :1], mgpu.put(x, devices[0]),
-                  [1.0] * len(devices)):
-        with pytest.raises(TypeError, match="of one row"):
-            loss(rows, rows, None, wrong)
-        with pytest.raises(TypeError, match="of one row"):
-            loss(rows, rows, sample_weight=wrong)
     assert type(rows.asnumpy()) is np.ndarray
     host = x.view(names.HostArray)
     for number in (host.sum(), host.mean(), host.max(), (2 * host).sum()):
@@ -863,20 +854,35 @@ def test_rows_compute_as_one_array(backend, devices):
     metric = names.metric.Loss()
     metric.update(None, a + 2 * b)
     assert metric.get()[1] == pytest.approx((x + 2 * y).mean(), 1e-15)
+
+
+def test_what_is_not_of_these_rows_is_refused(backend, devices):
+    x = np.arange(1.0, 13).reshape(4, 3) / 10
+    rows, loss = rows_of(x, devices), names.gluon.loss.SigmoidBCELoss()
+    for others in ([names.cpu(7)], [*devices, names.cpu(7)]):
+        with pytest.raises(ValueError, match="stay on the devices"):
+            rows.as_in_context(others)
+    for wrong in (np.ones(3), x, x[:, :1], mgpu.put(x, devices[0]),
+                  [1.0] * len(devices)):
+        with pytest.raises(TypeError, match="of one row"):
+            loss(rows, rows, None, wrong)
+        with pytest.raises(TypeError, match="of one row"):
+            loss(rows, rows, sample_weight=wrong)
     for wrong in (np.ones(6), [1, 2], None):
         with pytest.raises(TypeError, match="as_in_context"):
-            a + wrong
-    for wrong in (y[:5], y[:, None]):
+            rows + wrong
+    for wrong in (x[:3], x[:, 0]):
         with pytest.raises(ValueError, match="as many axes"):
-            a * rows_of(wrong, devices)
-    for wrong in (bool, list, lambda rows: rows[0], lambda rows: rows == b,
-                  lambda rows: 2 > rows):
+            rows * rows_of(wrong, devices)
+    for call in (bool, list, lambda rows: rows[0], lambda rows: rows == rows,
+                 lambda rows: 2 > rows):
         with pytest.raises(TypeError, match="asnumpy"):
-            wrong(a)
+            call(rows)
     whole = rows_of(np.arange(6), devices)
-    for wrong in (lambda: whole / 2, lambda: a + whole):
+    ones = rows_of(np.ones(6), devices)
+    for call in (lambda: whole / 2, lambda: ones + whole):
         with pytest.raises(TypeError, match="compute in floats"):
-            wrong()
+            call()
 
 
 @BOTH

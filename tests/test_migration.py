@@ -42,8 +42,7 @@ def printed(tmp_path_factory):
     for name in ORDER:
         start = ["-c", ALONE] if name in RETIRED else []
         done = subprocess.run([sys.executable, *start, STEPS / f"{name}.py"],
-                              cwd=folder, capture_output=True, text=True,
-                              timeout=200)
+                              cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}\n{done.stderr}"
         found[name] = done.stdout
     return found
