@@ -106,17 +106,13 @@ def check_as_on_one_device(engine, devices, go, make=sgd):
 
 # -- passes of the framework's own --------------------------------------------
 
-def native_backward(loss):
-    (loss.sum() if hasattr(loss, "grad_fn") else loss).backward()
-
-
 def train_natively(replicas, X, y):
     """Passes as in Gluon's own loop, ``net(x)`` for each shard."""
     with mgpu.record():
         losses = [LOSS(replicas.net(x), label) for x, label in zip(
             *mgpu.split_batch(X, y, replicas.devices)) if len(x)]
     for one in losses:
-        native_backward(one)
+        (one.sum() if hasattr(one, "grad_fn") else one).backward()
 
 
 def trained_by_gluon(make, between=lambda i: None, steps=None):

@@ -15,7 +15,6 @@ import mgpu
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, convnet, foreign_array, mlp,
                      on, relative_difference, using_engine)
-from mgpu.collectives.strategies import Balanced
 from steps import (DYADIC, LOSS, ROWS, assert_close, assert_replicas_equal,
                    assert_unchanged, backward, batch, gradients, initialize,
                    sgd, train, train_natively, trained_by_gluon, values)
@@ -51,22 +50,6 @@ def test_k_devices_are_one_device(backend, k, name, options):
     for label in start:     # and all moved
         move = np.abs(results[0][label][0] - start[label][0]).max()
         assert move > 1e-3, label
-
-
-@pytest.mark.device_counts(3, 4)
-def test_every_strategy_trains_as_one_device(backend, devices):
-    """The order of additions is another one, and nothing else. NCCL, torch's
-    "native", refuses CPU devices: tests/test_gpu.py has it."""
-    one, trainer = sgd(backend, on(0), momentum=0.5)
-    train(one, trainer)
-    strategies = ["naive", "tree", "ring", "sharded", Balanced()]
-    for strategy in strategies + ["native"] * (backend.name == "mxnet"):
-        replicas = initialize(mlp(backend), devices)
-        train(replicas, mgpu.Trainer(
-            replicas, "sgd", {"learning_rate": 0.125, "momentum": 0.5},
-            allreduce=strategy))
-        assert_replicas_equal(values(replicas))
-        assert_close(values(replicas), values(one))
 
 
 @pytest.mark.crosses_devices("of work in the host's memory, which the mode "
