@@ -15,7 +15,6 @@ import pytest
 import mgpu
 from helpers import (BACKENDS, assert_bit_equal, convnet, mlp, on,
                      relative_difference, using_engine, worst)
-from mgpu import files, trainer_states
 from mgpu import functional as F
 from mgpu.loss_scale import LossScale
 from nets import conv_gluon, conv_torch
@@ -496,29 +495,6 @@ def test_a_dynamic_scale_is_saved(backend, tmp_path):
     _, static = start(mlp(backend), on(0), loss_scale=8.0)
     static.load_states(file)        # it keeps its own options
     assert (static.loss_scale, static.skipped_steps) == (8.0, 1)
-
-
-def _rewrite(file, **changes):
-    """`file` with other entries in its header; None: without them."""
-    header, arrays = files.read_arrays(
-        file, trainer_states.FORMATS, "states", lambda *both: both)
-    header |= changes
-    files.write_arrays(file, {k: v for k, v in header.items()
-                              if v is not None}, arrays)
-
-
-def test_files_from_before_loss_scales_load(backend, tmp_path):
-    file = tmp_path / "states"
-    _, trainer = start(mlp(backend), on(0), optimizer="adam")
-    trainer.save_states(file)
-    _rewrite(file, loss_scale=None, good_steps=None, skipped_steps=None)
-    _, other = start(mlp(backend), on(0), loss_scale="dynamic",
-                     optimizer="adam")
-    other.load_states(file)
-    assert (other.loss_scale, other.skipped_steps) == (2.0 ** 16, 0)
-    _rewrite(file, loss_scale=-1.0)
-    with pytest.raises(ValueError, match="is damaged .loss_scale must be"):
-        other.load_states(file)
 
 
 # -- refusals -----------------------------------------------------------------

@@ -38,6 +38,11 @@ def flags():
     return backend.is_recording(), backend.is_training()
 
 
+def test_put_takes_a_dtype(backend):
+    x = mgpu.put(np.array([1.5, 2]), "cpu:3", dtype="float32")
+    assert_bit_equal(mgpu.to_numpy(x), np.float32([1.5, 2]))
+
+
 def test_scopes_nest_and_come_back(backend):
     assert flags() == (False, False)
     with mgpu.record():
