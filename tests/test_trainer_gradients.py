@@ -359,7 +359,7 @@ def test_a_gradient_that_is_changed_between_two_passes_of_a_step(
     check_as_on_one_device(engine, devices, go, adding)
 
 
-def test_a_gradient_of_one_device_changed_between_two_passes_is_refused(
+def test_a_gradient_that_is_changed_between_two_passes_of_a_step_on_one_device(
         engine, devices):
     for edit in ("scale", "row"):
         replicas, trainer = adding(engine, devices)
