@@ -447,6 +447,20 @@ def test_what_is_added_on_a_device_without_rows_counts(engine, devices):
     check_as_on_one_device(engine, devices, go)
 
 
+def test_a_change_of_replica_0s_sum_reaches_all(engine, devices):
+    """Between all-reduce and update, where the framework clips."""
+    def go(replicas, trainer):
+        for rows in ROWS:
+            backward(replicas, *batch(rows))
+            trainer.allreduce_grads()
+            for p in replicas.params():
+                g = p.list_grad()[0]
+                g *= 0.5
+            trainer.update(rows)
+        assert_replicas_equal(gradients(replicas))
+    check_as_on_one_device(engine, devices, go)
+
+
 @pytest.mark.skipif("torch" not in BACKENDS, reason="a habit of torch")
 @pytest.mark.parametrize("k, when", [(1, "before the sum"),
                                      (3, "after the sum")])
