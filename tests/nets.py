@@ -63,19 +63,19 @@ def two_convs_torch(dropout=0.5, eps=1e-5, pool=None):
         nn.Flatten(), nn.Linear(16, 3)])()
 
 
-def conv_gluon(batch_norm=True):
-    """Pictures of (1, 6, 6) in 3 classes: a convolution, batch norm or tanh,
-    ReLU, dropout, dense."""
+def conv_gluon(batch_norm=True, dropout=0.5, channels=1):
+    """Pictures of (channels, 6, 6) in 3 classes: a convolution, batch norm or
+    tanh, ReLU, dropout, dense."""
     return gluon(lambda nn: [
-        nn.Conv2D(3, 3, in_channels=1), nn.BatchNorm(in_channels=3)
+        nn.Conv2D(3, 3, in_channels=channels), nn.BatchNorm(in_channels=3)
         if batch_norm else nn.Activation("tanh"), nn.Activation("relu"),
-        nn.Dropout(0.5), nn.Flatten(), nn.Dense(3, in_units=48)])()
+        nn.Dropout(dropout), nn.Flatten(), nn.Dense(3, in_units=48)])()
 
 
-def conv_torch(eps=1e-5, batch_norm=True):
+def conv_torch(eps=1e-5, batch_norm=True, dropout=0.5, channels=1):
     return torch(lambda nn: [
-        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, eps) if batch_norm
-        else nn.Tanh(), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(),
+        nn.Conv2d(channels, 3, 3), nn.BatchNorm2d(3, eps) if batch_norm
+        else nn.Tanh(), nn.ReLU(), nn.Dropout(dropout), nn.Flatten(),
         nn.Linear(48, 3)], seed=0)()
 
 
@@ -89,15 +89,33 @@ def bricks(engine):
     return nn.Module, nn.Linear
 
 
-def dense_norm(engine, epsilon):
-    """Rows of 5 numbers: dense, batch norm, dense."""
+def gated(engine):
+    """Rows of 6 numbers in 3 classes: a layer `body`, then the layer `left` or
+    `right`, by the sign of the first number of the first row."""
+    base, dense = bricks(engine)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.body = dense(6, 3)
+            self.left, self.right = dense(3, 3), dense(3, 3)
+
+        def forward(self, x):
+            y = self.body(x)
+            return self.left(y) if mgpu.to_numpy(x)[0, 0] < 0 \
+                else self.right(y)
+    return Net()
+
+
+def dense_norm(engine, epsilon=1e-5, columns=5):
+    """Rows of so many numbers in 3 classes: dense, batch norm, dense."""
     if engine == "mxnet":
         return gluon(lambda nn: [
-            nn.Dense(8, in_units=5), nn.BatchNorm(in_channels=8,
-                                                  epsilon=epsilon),
-            nn.Dense(3, in_units=8)])()
+            nn.Dense(8, in_units=columns), nn.BatchNorm(
+                in_channels=8, epsilon=epsilon), nn.Dense(3, in_units=8)])()
     return torch(lambda nn: [
-        nn.Linear(5, 8), nn.BatchNorm1d(8, epsilon), nn.Linear(8, 3)])()
+        nn.Linear(columns, 8), nn.BatchNorm1d(8, epsilon),
+        nn.Linear(8, 3)])()
 
 
 # -- pairs of any size, with the same parameters, names and order -------------

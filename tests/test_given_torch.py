@@ -1,17 +1,18 @@
 """torch's optimiser and schedule objects, and names of its optimisers, on a
 `Trainer`: the numbers of torch's own loop in float64, or a refusal by name."""
 import contextlib
-import copy
-import dataclasses
 import gc
+import itertools
 import warnings
 
 import numpy as np
 import pytest
 
 import mgpu
+import steps
 from conftest import BACKENDS
 from helpers import mlp, on, relative_difference
+from steps import backward
 
 if "torch" not in BACKENDS:
     pytest.skip("torch's objects", allow_module_level=True)
@@ -41,19 +42,7 @@ def network():
 
 
 def batch(rows, seed=0):
-    rng = np.random.default_rng([rows, seed])
-    return (torch.tensor(rng.normal(size=(rows, 6))),
-            torch.tensor(rng.integers(0, 3, rows)))
-
-
-def ours(replicas, X, y):
-    """The losses of a batch and their backward passes, no step."""
-    loss = mgpu.losses.SoftmaxCrossEntropyLoss()
-    Xs, ys = mgpu.split_batch(X, y, replicas.devices)
-    with mgpu.record():
-        losses = [None if out is None else loss(out, label)
-                  for out, label in zip(replicas(Xs), ys)]
-    mgpu.backward(losses)
+    return tuple(map(torch.tensor, steps.batch(rows, seed)))
 
 
 def gap(one, other):
@@ -79,7 +68,7 @@ class Pair:
         optimizer.zero_grad()
         other.zero_grad()       # as a script does that goes over to mgpu
         nn.functional.cross_entropy(net(X), y).backward()
-        ours(self.replicas, X, y)
+        backward(self.replicas, X, y)
         norms = None
         if clip:
             self.trainer.allreduce_grads()
@@ -93,6 +82,19 @@ class Pair:
 
     def gap(self):
         return gap(*self.nets)
+
+
+def plain_sgd(net):
+    return optim.SGD(net.parameters(), 0.1)
+
+
+def values_of(net):
+    return {name: x.clone() for name, x in net.state_dict().items()}
+
+
+def assert_unmoved(net, before):
+    assert all(torch.equal(x, before[name])
+               for name, x in net.state_dict().items())
 
 
 def two_groups(cls, **options):
@@ -170,13 +172,13 @@ SCHEDULES = {
     "averages": lambda o: optim.swa_utils.SWALR(o, 0.01, 3)}
 
 
-@pytest.mark.parametrize("cls, options", [
-    (optim.SGD, {"momentum": 0.9}), (optim.AdamW, {})])
-@pytest.mark.parametrize("kind", SCHEDULES)
+@pytest.mark.parametrize("kind, make", [*zip(SCHEDULES, itertools.cycle([
+    two_groups(optim.SGD, momentum=0.9), two_groups(optim.AdamW)]))],
+    ids=lambda x: x if isinstance(x, str) else "")
 def test_a_schedule_that_is_stepped_as_in_torch_gives_torchs_numbers(
-        on_torch, kind, cls, options):
+        on_torch, kind, make):
     """And no warning of torch's, which look for optimizer.step()."""
-    pair = Pair(two_groups(cls, **options), on(0, 1), SCHEDULES[kind])
+    pair = Pair(make, on(0, 1), SCHEDULES[kind])
     for number in range(7):
         pair.step(8, number)
         with warnings.catch_warnings(record=True) as told:
@@ -190,31 +192,26 @@ def test_a_schedule_that_is_stepped_as_in_torch_gives_torchs_numbers(
     assert pair.trainer.learning_rate == one.param_groups[0]["lr"]
 
 
+@pytest.mark.device_counts(1, 3)
 def test_clip_grad_norm_is_torchs_between_backward_of_a_mean_loss_and_step(
         on_torch, devices):
     pair = Pair(lambda net: optim.SGD(net.parameters(), 0.5), devices)
     for number, (rows, limit) in enumerate(((8, 1e-3), (3, 0.1), (7, 1e3))):
         norm, own = pair.step(rows, number, limit)
         assert abs(norm - own) < 1e-12 and pair.gap() < 1e-12
-    X, y = batch(4)
-    ours(pair.replicas, X, y)
-    pair.trainer.allreduce_grads()
-    with pytest.raises(ValueError, match="batch_size must be.*None"):
-        pair.trainer.clip_grad_norm_(1.0)
 
 
 def test_what_is_in_no_group_is_not_moved(on_torch, devices, tmp_path):
     """A head is trained; gradients of the rest are no stale ones, and no step
     that is not done."""
     pair = Pair(lambda net: optim.Adam(net[2].parameters(), 0.1), devices)
-    before = copy.deepcopy(pair.nets[1][0].state_dict())
+    before = values_of(pair.nets[1][0])
     for rows in (8, 3):
         pair.step(rows)
         mgpu.save_checkpoint(tmp_path / "c", pair.replicas, pair.trainer)
     pair.replicas.check_equal()
     assert pair.gap() < 1e-12
-    assert all(torch.equal(x, before[name])
-               for name, x in pair.nets[1][0].state_dict().items())
+    assert_unmoved(pair.nets[1][0], before)
     assert pair.trainer.export_states().counts == {"2.weight": 2, "2.bias": 2}
 
 
@@ -228,27 +225,54 @@ def test_a_group_may_be_added_and_a_layer_unfrozen(on_torch):
         pair.step(5, number)
         assert pair.gap() < 1e-12
     assert pair.trainer.export_states().counts["0.weight"] == 2
-    X, y = batch(8)
-    ours(pair.replicas, X, y)
-    pair.trainer.allreduce_grads()
-    pair.trainer.update(8)
-    pair.optimizers[1].param_groups.pop()
-    with pytest.raises(ValueError, match="stay in it"):
-        ours(pair.replicas, X, y)
+
+
+def another_parameter(pair):
+    pair.nets[1][0].weight = nn.Parameter(torch.ones(5, 6))
+
+
+def set_in_the_rule(pair):
+    pair.trainer.optimizer.wd = 0.5
+
+
+def in_a_group(**options):
+    return lambda pair: pair.optimizers[1].param_groups[1].update(options)
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda pair: pair.optimizers[1].param_groups.pop(), "stay in it"),
+    (another_parameter, "of its network"),
+    (set_in_the_rule, "Change the object"),
+    (in_a_group(momentum=0.9), "remembers the same things")])
+def test_a_change_between_steps_that_no_update_follows_is_refused(
+        on_torch, change, words):
+    pair = Pair(two_groups(optim.SGD), on(0, 1))
+    pair.step()
+    change(pair)
+    before = values_of(pair.nets[1])
+    backward(pair.replicas, *batch(8))
+    with pytest.raises(ValueError, match=words):
         pair.trainer.step(8)
+    assert_unmoved(pair.nets[1], before)
 
 
-def test_a_group_added_between_sum_and_update_is_refused(on_torch):
-    net = network()
-    optimizer = optim.SGD(net[2].parameters(), 0.1)
-    replicas = mgpu.initialize(net, on(0, 1))
-    trainer = mgpu.Trainer(replicas, optimizer)
-    ours(replicas, *batch(8))
+def test_an_optimiser_of_the_users_steps_by_summed_gradients(
+        on_torch, devices):
+    """After `allreduce_grads`, and after a pass of its own."""
+    net, other = network(), network()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    backward(replicas, *batch(8))
     trainer.allreduce_grads()
-    optimizer.add_param_group({"params": net[0].parameters()})
-    assert trainer.learning_rate == 0.1     # a look
-    with pytest.raises(RuntimeError, match="other parameters since"):
-        trainer.update(8)
+    nn.functional.cross_entropy(other(batch(8)[0]), batch(8)[1],
+                                reduction="sum").backward()
+    for n in (net, other):
+        optimizer = plain_sgd(n)
+        optimizer.step()
+        optimizer.zero_grad()
+        n(batch(3)[0]).sum().backward()
+        optimizer.step()
+    assert gap(net, other) < 1e-12
 
 
 def test_tied_lazy_and_frozen_parameters_in_another_dtype(on_torch):
@@ -280,7 +304,7 @@ def test_tied_lazy_and_frozen_parameters_in_another_dtype(on_torch):
         optimizers[0].zero_grad()
         nn.functional.cross_entropy(net(X), y).backward()
         optimizers[0].step()
-        ours(replicas, X, y)
+        backward(replicas, X, y)
         trainer.step(8)
     assert gap(net, own) < 1e-12
 
@@ -299,76 +323,6 @@ def test_two_objects_of_one_network_step_from_one_pass(on_torch):
         assert pair.gap() < 1e-12
 
 
-def test_what_one_trainer_has_summed_is_not_the_others_to_update(on_torch):
-    net = network()
-    replicas = mgpu.initialize(net, on(0, 1))
-    pair = [mgpu.Trainer(replicas, optim.SGD(part.parameters(), 0.1))
-            for part in (net[0], net[2])]
-    ours(replicas, *batch(6))
-    for trainer in pair:
-        trainer.allreduce_grads()
-    with pytest.raises(RuntimeError, match="those of another trainer's"):
-        pair[0].update(6)
-
-
-def test_zero_grad_of_the_object_before_a_step_leaves_nothing_to_apply(
-        on_torch, devices):
-    """As in torch; where replica 0's alone are cleared, it is refused."""
-    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), devices)
-    before = copy.deepcopy(pair.nets[1].state_dict())
-    for set_to_none in (True, False):
-        ours(pair.replicas, *batch(8))
-        pair.optimizers[1].zero_grad(set_to_none=set_to_none)
-        if len(devices) == 1:
-            pair.trainer.step(8)
-            continue
-        with pytest.raises(RuntimeError, match="Replicas.zero_grad is of all"):
-            pair.trainer.step(8)
-    assert all(torch.equal(x, before[name])
-               for name, x in pair.nets[1].state_dict().items())
-
-
-def test_a_step_by_the_gradients_of_one_device_is_refused(on_torch, devices):
-    """An optimiser of the user's steps after `allreduce_grads`, and after a
-    pass of its own."""
-    net = network()
-    replicas = mgpu.initialize(net, devices)
-    trainer = mgpu.Trainer(replicas, "sgd")
-    optimizer = optim.SGD(replicas.parameters(), 0.1)
-    before = replicas.export_numpy()
-    ours(replicas, *batch(8))
-    if len(devices) > 1:
-        with pytest.raises(RuntimeError, match="those of one, after a "
-                           f"backward pass on {len(devices)}"):
-            optimizer.step()
-        assert all((x == before[name]).all()
-                   for name, x in replicas.export_numpy().items())
-        closed = optim.LBFGS(replicas.parameters())
-        replicas.zero_grad()
-        for arguments, options in (((lambda: ours(replicas, *batch(8)),), {}),
-                                   ((), {"closure": lambda: ours(
-                                       replicas, *batch(8))})):
-            for one in (optimizer, closed):
-                with pytest.raises(RuntimeError, match="those of one, after"):
-                    one.step(*arguments, **options)
-        assert all((x == before[name]).all()
-                   for name, x in replicas.export_numpy().items())
-        trainer.allreduce_grads()
-    optimizer.step()
-    other = network()
-    loss = nn.functional.cross_entropy(other(batch(8)[0]), batch(8)[1],
-                                       reduction="sum")
-    loss.backward()
-    optim.SGD(other.parameters(), 0.1).step()
-    assert gap(net, other) < 1e-12
-    for n, one in ((net, optimizer), (other, optim.SGD(other.parameters(),
-                                                       0.1))):
-        one.zero_grad()
-        n(batch(3)[0]).sum().backward()
-        one.step()
-    assert gap(net, other) < 1e-12
-
-
 def losses_of(replicas, X, y):
     shards = mgpu.split_batch(X, y, replicas.devices)
     with mgpu.record():
@@ -376,23 +330,13 @@ def losses_of(replicas, X, y):
                 for out, label in zip(replicas(shards[0]), shards[1])]
 
 
-def in_a_hook(replicas, optimizer):
-    """Torch's recipe: the last gradient to arrive on the first device."""
-    last = replicas.net[0].weight
-    last.register_post_accumulate_grad_hook(
-        lambda x: optimizer.step() if x is last else None)
-    mgpu.backward(losses_of(replicas, *batch(8)))
-
-
-def in_a_hook_of_a_whole_pass(replicas, optimizer):
-    last = replicas.net[0].weight
-    last.register_post_accumulate_grad_hook(
-        lambda x: optimizer.step() if x is last else None)
-    ours(replicas, *batch(8))
+def after_a_whole_pass(replicas, optimizer):
+    backward(replicas, *batch(8))
+    optimizer.step()
 
 
 def on_the_last_device(replicas, optimizer):
-    X, y = map(torch.as_tensor, batch(8))
+    X, y = batch(8)
     with mgpu.record():
         loss = nn.functional.cross_entropy(
             replicas([None] * (len(replicas) - 1) + [X])[-1], y)
@@ -418,87 +362,17 @@ def by_inputs(replicas, optimizer):
     optimizer.step()
 
 
-def after_an_error(replicas, optimizer):
-    losses = losses_of(replicas, *batch(8))
-
-    def fails(_):
-        raise ArithmeticError
-    losses[-1].register_hook(fails)
-    with pytest.raises(ArithmeticError):
-        mgpu.backward(losses)
-    optimizer.step()
-
-
-def before_a_pass_of_the_last(replicas, optimizer):
-    """The first device's gradients are of the pass before."""
-    ours(replicas, *batch(8))
-    with mgpu.record():
-        loss = replicas[len(replicas) - 1](torch.as_tensor(batch(2)[0])).sum()
-    mgpu.backward([loss])
-    optimizer.step()
-
-
-def before_a_pass_of_its_own(replicas, optimizer):
-    """Which does not reach the last layer."""
-    ours(replicas, *batch(8))
-    replicas.net[0](torch.as_tensor(batch(2)[0])).sum().backward()
-    optimizer.step()
-
-
-def by_the_first_loss(replicas, optimizer):
-    losses_of(replicas, *batch(8))[0].backward()
-    optimizer.step()
-
-
-def of_an_output_that_is_not_seen(replicas, optimizer):
-    """In an object without a __dict__."""
-    @dataclasses.dataclass(slots=True)
-    class Output:
-        scores: object
-    forward = type(replicas.net).forward
-
-    class Wraps(type(replicas.net)):
-        def forward(self, x):
-            return Output(forward(self, x))
-    net = copy.deepcopy(replicas.net)
-    net.__class__ = Wraps
-    other = mgpu.initialize(net, replicas.devices)
-    X, y = mgpu.split_batch(*batch(8), replicas.devices)
-    with mgpu.record():
-        losses = [nn.functional.cross_entropy(out.scores, label)
-                  for out, label in zip(other(X), y)]
-    before = copy.deepcopy(net.state_dict())
-    losses[0].backward()
-    own = optim.SGD(net.parameters(), 0.1)
-    try:
-        own.step()
-    except RuntimeError:
-        assert all((x == before[name]).all()
-                   for name, x in net.state_dict().items())
-        raise
-    replicas.net.load_state_dict(net.state_dict())
-
-
 @pytest.mark.parametrize("way", [
-    by_the_first_loss, of_an_output_that_is_not_seen, in_a_hook,
-    in_a_hook_of_a_whole_pass, on_the_last_device, by_hand, by_inputs,
-    after_an_error, before_a_pass_of_the_last, before_a_pass_of_its_own])
+    after_a_whole_pass, on_the_last_device, by_hand, by_inputs])
 def test_no_way_to_step_by_the_gradients_of_one_device(
         on_torch, devices, way):
     net = network()
     replicas = mgpu.initialize(net, devices)
-    optimizer = optim.SGD(net.parameters(), 0.1)
-    before = copy.deepcopy(net.state_dict())
-    if len(devices) == 1:
-        way(replicas, optimizer)
-        assert way is after_an_error or any(
-            (x != before[name]).any() for name, x in net.state_dict().items())
-        return
+    before = values_of(net)
     with pytest.raises(RuntimeError, match="those of one, after a backward "
                        f"pass on {len(devices)} devices"):
-        way(replicas, optimizer)
-    assert all((x == before[name]).all()
-               for name, x in net.state_dict().items())
+        way(replicas, plain_sgd(net))
+    assert_unmoved(net, before)
 
 
 @pytest.mark.parametrize("request_", ["write", "add"])
@@ -508,7 +382,7 @@ def test_a_step_after_a_pass_of_the_users_own_is_right(
     net, other = network(), network()
     replicas = mgpu.initialize(net, devices)
     replicas.params()[0].grad_req = request_
-    pair = [(n, optim.SGD(n.parameters(), 0.1)) for n in (net, other)]
+    pair = [(n, plain_sgd(n)) for n in (net, other)]
 
     def closure(n, optimizer):
         optimizer.zero_grad()
@@ -516,7 +390,7 @@ def test_a_step_after_a_pass_of_the_users_own_is_right(
         loss.backward()
         return loss
     for number in range(4):
-        ours(replicas, *batch(8))
+        backward(replicas, *batch(8))
         if request_ == "add":   # on all devices: they are added up
             replicas.zero_grad()
         for n, optimizer in pair:
@@ -545,13 +419,13 @@ def test_without_a_backward_pass_there_is_no_gradient(
             with mgpu.record():
                 replicas(given)
         assert all(x.grad is None for x in net.parameters())
-        ours(replicas, *batch(8))
+        backward(replicas, *batch(8))
         trainer.step(8)
         net.zero_grad()
 
 
-@pytest.mark.parametrize("between", ["predict", "call", "record"])
-@pytest.mark.parametrize("thawed", [True, False])
+@pytest.mark.parametrize("thawed, between", [
+    (True, "predict"), (False, "call"), (True, "record")])
 def test_a_layer_that_is_thawed_or_frozen_keeps_its_gradient(
         on_torch, devices, thawed, between):
     """Of the user's own pass, before a look by all devices."""
@@ -569,29 +443,9 @@ def test_a_layer_that_is_thawed_or_frozen_keeps_its_gradient(
     with mgpu.record() if between == "record" else contextlib.nullcontext():
         replicas.predict(X) if between == "predict" else replicas(shards)
     for n in (net, other):
-        optim.SGD(n.parameters(), 0.1).step()
+        plain_sgd(n).step()
     assert gap(net, other) < 1e-12
     assert gap(net, network()) > 1e-3
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_a_step_of_another_network_is_left_alone(on_torch, named):
-    """Its closure comes as it is, whatever it takes."""
-    class Own(optim.Optimizer):
-        def step(self, closure=None):
-            return closure
-
-    def closure(backward):
-        return backward
-    for params, left in ((network().parameters(), True), *(
-            (mgpu.initialize(network(), devices).parameters(), len(devices)
-             == 1) for devices in (on(0, 1), on(0)))):
-        own = Own(params, {})
-        given = own.step(closure=closure) if named else own.step(closure)
-        assert (given is closure) is left
-        assert given.__name__ == "closure" and given(backward=3) == 3
-        model = network()       # of optimisers that take one
-        assert own.step(model) is model
 
 
 def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):
@@ -608,160 +462,108 @@ class Own(optim.SGD):
     """Of a user's, perhaps with another step."""
 
 
-def stepped(net):
-    optimizer = optim.SGD(net.parameters(), 0.1, momentum=0.5)
-    net(batch(2)[0]).sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-def hooked(net):
-    optimizer = optim.SGD(net.parameters(), 0.1)
-    optimizer.register_step_post_hook(lambda *_: None)
-    return optimizer
-
-
-def patched(net):
-    optimizer = optim.SGD(net.parameters(), 0.1)
-    optimizer.step = lambda: None
-    return optimizer
-
-
-def mixed(net):
-    return optim.Adam([{"params": net[0].parameters(),
-                        "decoupled_weight_decay": True},
-                       {"params": net[2].parameters()}])
-
-
-@pytest.mark.parametrize("make, words", [
-    *((lambda net, cls=cls: cls(net.parameters()), cls.__name__)
-      for cls in (optim.LBFGS, optim.SparseAdam, optim.Rprop, optim.ASGD,
-                  optim.RAdam, optim.Adafactor, Own)),
-    (lambda net: optim.SGD(net.parameters(), maximize=True), "maximize=True"),
-    (lambda net: optim.Adam(net.parameters(), differentiable=True),
-     "differentiable=True"),
-    (lambda net: optim.Adam, "the class torch.optim.Adam"),
-    (lambda net: optim.SGD(nn.LazyLinear(2).parameters()),
-     "received others: group 0, number 0; group 0, number 1"),
-    (lambda net: optim.SGD(net.parameters(), torch.tensor(0.1)),
-     "learning_rate must be a finite number.*tensor"),
-    (lambda net: optim.SGD(network().parameters()),
-     r"received others: group 0, number 0, of shape \(5, 6\)"),
-    (lambda net: optim.SGD([*net.parameters(), nn.Parameter(torch.ones(2))]),
-     r"received others: group 0, number 4, of shape \(2,\)"),
-    (stepped, "a state of its own"), (hooked, "hooks on its step"),
-    (patched, "a step put in the place"), (mixed, "one formula")])
-def test_what_has_no_counterpart_is_refused_by_name(on_torch, make, words):
+def test_what_has_no_counterpart_is_refused_by_name(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))
-    with pytest.raises((ValueError, TypeError), match=f"(?s){words}"):
-        mgpu.Trainer(replicas, make(net))
+    one_too_many = [*net.parameters(), nn.Parameter(torch.ones(2))]
+    stepped, hooked, patched = (plain_sgd(net) for _ in range(3))
+    net(batch(2)[0]).sum().backward()
+    stepped.state[net[0].weight] = {"momentum_buffer": torch.ones(5, 6)}
+    hooked.register_step_post_hook(lambda *_: None)
+    patched.step = lambda: None
+    for wrong, words in (
+            *((cls(net.parameters()), cls.__name__) for cls in (
+                optim.LBFGS, optim.SparseAdam, optim.Rprop, optim.ASGD,
+                optim.RAdam, optim.Adafactor, Own)),
+            (optim.SGD(net.parameters(), maximize=True), "maximize=True"),
+            (optim.Adam(net.parameters(), differentiable=True),
+             "differentiable=True"),
+            (optim.Adam, "the class torch.optim.Adam"),
+            (optim.SGD(nn.LazyLinear(2).parameters()),
+             "received others: group 0, number 0; group 0, number 1"),
+            (optim.SGD(net.parameters(), torch.tensor(0.1)),
+             "learning_rate must be a finite number.*tensor"),
+            (optim.SGD(network().parameters()),
+             r"received others: group 0, number 0, of shape \(5, 6\)"),
+            (optim.SGD(one_too_many),
+             r"received others: group 0, number 4, of shape \(2,\)"),
+            (stepped, "a state of its own"), (hooked, "hooks on its step"),
+            (patched, "a step put in the place"),
+            (optim.Adam([{"params": net[0].parameters(),
+                          "decoupled_weight_decay": True},
+                         {"params": net[2].parameters()}]), "one formula")):
+        with pytest.raises((ValueError, TypeError), match=f"(?s){words}"):
+            mgpu.Trainer(replicas, wrong)
 
 
 @pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_the_decay_is_that_of_the_group(on_torch, devices, cls, decoupled):
-    """Not that of the class; it stays what it was at first."""
+    """Not that of the class."""
     pair = Pair(lambda net: cls([{
         "params": net.parameters(), "decoupled_weight_decay": decoupled}],
         0.1, weight_decay=0.25), devices)
     for _ in range(3):
         pair.step()
     assert pair.gap() < 1e-12
-    before = copy.deepcopy(pair.nets[1].state_dict())
-    pair.optimizers[1].param_groups[0]["decoupled_weight_decay"] = \
-        not decoupled
+
+
+def test_a_decay_stays_what_it_was_at_first(on_torch):
+    pair = Pair(lambda net: optim.AdamW(net.parameters()), on(0, 1))
+    pair.step()
+    before = values_of(pair.nets[1])
+    pair.optimizers[1].param_groups[0]["decoupled_weight_decay"] = False
     with pytest.raises(ValueError, match="keeps its formula"):
         pair.step()
-    assert all((x == before[name]).all()
-               for name, x in pair.nets[1].state_dict().items())
+    assert_unmoved(pair.nets[1], before)
 
 
 def test_the_objects_own_step_and_states_are_refused_while_a_trainer_has_it(
         on_torch):
-    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0, 1))
+    pair = Pair(plain_sgd, on(0, 1))
     optimizer = pair.optimizers[1]
     state = optimizer.__getstate__()
+    late = mgpu.Trainer(pair.replicas, optimizer)
     pair.step()
-    before = copy.deepcopy(pair.nets[1].state_dict())
+    before = values_of(pair.nets[1])
     for call, cure in ((optimizer.step, "trainer.step"),
                        (optimizer.state_dict, "trainer.state_dict"),
                        (lambda: optimizer.load_state_dict(state),
                         "trainer.load_state_dict")):
         with pytest.raises(RuntimeError, match=cure):
             call()
-    assert all(torch.equal(x, before[name])
-               for name, x in pair.nets[1].state_dict().items())
+    assert_unmoved(pair.nets[1], before)
+    backward(pair.replicas, *batch(8))
+    with pytest.raises(ValueError, match="another Trainer has stepped with"):
+        late.step(8)
     with pytest.raises(ValueError, match="another Trainer has stepped with"):
         mgpu.Trainer(pair.replicas, optimizer)
-    del pair, call      # the replicas, which know their last trainer, too
+    pair.replicas.zero_grad()
+    del pair, call, late    # the replicas, which know their last trainer, too
     gc.collect()
     optimizer.step()
 
 
-def test_one_object_for_two_trainers_is_refused_at_the_second_ones_step(
-        on_torch):
-    net = network()
-    replicas = mgpu.initialize(net, on(0, 1))
-    optimizer = optim.SGD(net.parameters(), 0.1)
-    one, other = (mgpu.Trainer(replicas, optimizer) for _ in range(2))
-    ours(replicas, *batch(8))
-    one.step(8)
-    ours(replicas, *batch(8))
-    with pytest.raises(ValueError, match="another Trainer has stepped with"):
-        other.step(8)
-
-
-def test_another_parameter_in_the_networks_place_is_refused(on_torch):
-    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0,))
-    pair.step()
-    pair.nets[1][0].weight = nn.Parameter(torch.ones(5, 6))
-    ours(pair.replicas, *batch(8))
-    with pytest.raises(ValueError, match="of its network"):
-        pair.trainer.step(8)
-
-
-def test_an_option_that_is_changed_in_the_trainers_rule_is_refused(on_torch):
-    """It would be forgotten: the object has the options."""
-    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0, 1))
-    pair.trainer.optimizer.wd = 0.5
-    ours(pair.replicas, *batch(8))
-    with pytest.raises(ValueError, match="Change the object"):
-        pair.trainer.step(8)
-
-
-def test_a_momentum_that_begins_late_is_refused(on_torch):
-    pair = Pair(two_groups(optim.SGD, momentum=0.0), on(0, 1))
-    pair.step()
-    pair.optimizers[1].param_groups[1]["momentum"] = 0.9
-    ours(pair.replicas, *batch(8))
-    with pytest.raises(ValueError, match="remembers the same things"):
-        pair.trainer.step(8)
-
-
-def test_set_learning_rate_writes_to_the_groups_where_they_have_one_rate(
-        on_torch):
-    pair = Pair(lambda net: optim.SGD(net.parameters(), 0.1), on(0, 1))
+def test_set_learning_rate_writes_to_the_groups(on_torch):
+    pair = Pair(plain_sgd, on(0, 1))
     pair.trainer.set_learning_rate(0.25)
     pair.optimizers[0].param_groups[0]["lr"] = 0.25
     pair.step()
     assert pair.optimizers[1].param_groups[0]["lr"] == 0.25
     assert pair.trainer.learning_rate == 0.25 and pair.gap() < 1e-12
+
+
+def test_other_rates_than_those_of_the_object_are_refused(on_torch):
     pair = Pair(two_groups(optim.SGD), on(0, 1))
     with pytest.raises(ValueError, match="rates of their own"):
         pair.trainer.set_learning_rate(0.25)
-
-
-def test_a_schedule_as_lr_scheduler_is_refused(on_torch):
-    net = network()
-    replicas = mgpu.initialize(net, on(0, 1))
-    optimizer = optim.SGD(net.parameters(), 0.1)
-    schedule = lr_scheduler.StepLR(optimizer, 1)
+    optimizer = pair.optimizers[1]
     for rule in (optimizer, "sgd"):
         with pytest.raises(TypeError, match="StepLR as lr_scheduler"):
-            mgpu.Trainer(replicas, rule, lr_scheduler=schedule)
+            mgpu.Trainer(pair.replicas, rule,
+                         lr_scheduler=lr_scheduler.StepLR(optimizer, 1))
     with pytest.raises(ValueError, match="have its rates"):
-        mgpu.Trainer(replicas, optimizer, lr_scheduler=lambda n: 0.1)
+        mgpu.Trainer(pair.replicas, optimizer, lr_scheduler=lambda n: 0.1)
 
 
 def begin(devices):
@@ -774,7 +576,7 @@ def begin(devices):
 
 def go_on(replicas, trainer, schedule, numbers):
     for number in numbers:
-        ours(replicas, *batch(8, number))
+        backward(replicas, *batch(8, number))
         trainer.step(8)
         schedule.step()
 
@@ -826,8 +628,8 @@ def test_states_of_other_groups_are_refused_and_nothing_changes(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))
     grouped = mgpu.Trainer(replicas, two_groups(optim.SGD, momentum=0.5)(net))
-    whole = mgpu.Trainer(replicas, optim.SGD(net.parameters(), 0.1,
-                                             momentum=0.5))
+    optimizer = optim.SGD(net.parameters(), 0.1, momentum=0.5)
+    whole = mgpu.Trainer(replicas, optimizer)
     plain = mgpu.Trainer(replicas, "sgd", {"lr": 0.2, "momentum": 0.5},
                          semantics="torch")
     for one, other in ((grouped, whole), (whole, grouped), (grouped, plain),
@@ -837,8 +639,7 @@ def test_states_of_other_groups_are_refused_and_nothing_changes(on_torch):
             other.import_states(one.export_states())
         assert other.export_states() == before
     whole.import_states(plain.export_states())      # the rate is the file's
-    assert whole.learning_rate == 0.2
-    assert whole._given.object.param_groups[0]["lr"] == 0.2
+    assert whole.learning_rate == optimizer.param_groups[0]["lr"] == 0.2
 
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="a network of MXNet's")
@@ -860,39 +661,43 @@ def on_both(backend, **options):
 def test_state_dict_is_what_load_state_dict_takes_on_both_engines(backend):
     replicas, trainer = on_both(backend)
     X, y = (x.numpy() for x in batch(8))
-    ours(replicas, X, y)
+    backward(replicas, X, y)
     trainer.step(8)
     state, (_, other) = trainer.state_dict(), on_both(backend)
     other.load_state_dict(state)
     one, two = trainer.export_states(), other.export_states()
     assert one._replace(slots=0) == two._replace(slots=0)
     assert all((x == two.slots[key]).all() for key, x in one.slots.items())
-    for wrong in ({"state": {}, "param_groups": []}, {**state, "slots": 1}):
-        with pytest.raises(ValueError, match="Trainer.state_dict"):
-            other.load_state_dict(wrong)
-    for wrong in ([], None):
-        with pytest.raises(TypeError, match="state_dict must be a dict"):
-            other.load_state_dict(wrong)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_is_harmless_before_a_pass_and_voids_one(backend,
-                                                           set_to_none):
+def test_wrong_calls_by_torchs_names_are_refused(backend):
     replicas, trainer = on_both(backend)
-    X, y = (x.numpy() for x in batch(8))
-    trainer.zero_grad(set_to_none=set_to_none)
-    ours(replicas, X, y)
-    trainer.zero_grad(set_to_none)
-    with pytest.raises(mgpu.StaleGradientError):
-        trainer.step(8)
-
-
-def test_a_step_without_a_batch_size_says_what_divides(backend):
-    _, trainer = on_both(backend)
+    for wrong, error, words in (
+            ({"state": {}, "param_groups": []}, ValueError,
+             "Trainer.state_dict"),
+            ({**trainer.state_dict(), "slots": 1}, ValueError,
+             "Trainer.state_dict"),
+            ([], TypeError, "state_dict must be a dict")):
+        with pytest.raises(error, match=words):
+            trainer.load_state_dict(wrong)
     with pytest.raises(ValueError, match="batch_size must be.*received None. "
                        "Pass the rows of the whole batch"):
         trainer.step()
     with pytest.raises(ValueError, match="batch_size must be.*function"):
         trainer.step(lambda: 0.0)
-    with pytest.raises(AttributeError, match="torch.optim object"):
-        print(trainer.param_groups)
+    backward(replicas, *(x.numpy() for x in batch(8)))
+    trainer.allreduce_grads()
+    with pytest.raises(ValueError, match="batch_size must be.*None"):
+        trainer.clip_grad_norm_(1.0)
+
+
+def test_zero_grad_is_harmless_before_a_pass_and_voids_one(backend):
+    replicas, trainer = on_both(backend)
+    for set_to_none in (True, False):
+        trainer.zero_grad(set_to_none=set_to_none)
+        backward(replicas, *(x.numpy() for x in batch(8)))
+        trainer.zero_grad(set_to_none)
+        with pytest.raises(mgpu.StaleGradientError):
+            trainer.step(8)
+
+

@@ -31,17 +31,18 @@ if set(BACKENDS) < {"mxnet", "torch"}:
     pytest.skip("they need two engines", allow_module_level=True)
 
 import torch                                        # noqa: E402
+from safetensors.torch import load_model            # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What each step printed."""
-    folder, found = tmp_path_factory.mktemp("migration"), {}
+    """What each step printed, and the folder where all ran."""
+    folder = tmp_path_factory.mktemp("migration")
+    found = {"folder": folder}
     for name in ORDER:
         start = ["-c", ALONE] if name in RETIRED else []
         done = subprocess.run([sys.executable, *start, STEPS / f"{name}.py"],
-                              cwd=folder, capture_output=True, text=True,
-                              timeout=200)
+                              cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, f"{name}\n{done.stderr}"
         found[name] = done.stdout
     return found
@@ -69,10 +70,20 @@ def test_training_goes_on_from_the_weights(printed):
     assert "running statistics" in printed["resumed"]
 
 
-def test_the_last_step_predicts_as_the_one_before(printed):
-    accuracy = [re.search(r"accuracy (\S+)", printed[name])[1]
-                for name in ("resumed", "retired")]
-    assert accuracy[0] == accuracy[1]
+def test_the_exported_network_predicts_as_the_trained_one(printed):
+    """Which `resumed` has written: device 0's, with its statistics."""
+    folder = printed["folder"]
+    net = mgpu.from_gluon(folder / "net-symbol.json",
+                          folder / "net-0000.params")
+    load_model(net, folder / "trained.safetensors")
+    exported = torch.export.load(folder / "trained.pt2").module()
+    X = next(iter(mgpu.datasets.digits(64, resize=16)[1]))[0]
+    with torch.no_grad():
+        found, wanted = (run(torch.from_numpy(X)).numpy()
+                         for run in (exported, net.eval()))
+    # float32, in another order of operations
+    assert relative_difference(found, wanted) < 1e-5
+    assert re.search(r"accuracy 0\.\d+", printed["retired"])
 
 
 # -- three scripts, each in both forms ----------------------------------------

@@ -115,7 +115,8 @@ NO_NUMBERS = {
                      "Parameter.replicas"), _READS),
     **dict.fromkeys(("Replicas.count", "Replicas.index"), _READS),
     **dict.fromkeys(("Parameter.lr_mult", "Parameter.wd_mult"),
-                    "what `Trainer.multipliers` reads; tests/test_trainer.py"),
+                    "what `Trainer.multipliers` reads; "
+                    "tests/test_trainer_rates.py"),
     **dict.fromkeys(("Trainer.clip_grad_norm_", "Trainer.load_state_dict",
                      "Trainer.state_dict", "Trainer.zero_grad"),
                     "tests/test_given_torch.py compares them with torch's"),

@@ -1,0 +1,209 @@
+"""States of a `Trainer` in files: resumed training, and what is refused."""
+import json
+import pickle
+import re
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import ENGINES, mlp, on, using_engine
+from mgpu import files
+from steps import (ROWS, assert_close, assert_replicas_equal,
+                   assert_unchanged, initialize, sgd, train, values)
+
+SAVED = [("sgd", {"momentum": 0.5}), ("adam", {}), ("nadam", {}),
+         ("ftrl", {}), ("sgd", {})]
+
+
+@pytest.mark.parametrize("name, options", SAVED, ids=[
+    "momentum", "adam", "nadam", "ftrl", "sgd"])
+def test_a_resumed_training_is_the_uninterrupted_one(
+        devices, tmp_path, name, options):
+    """Bit for bit on the same engine and devices, the schedule's position
+    and the rate included."""
+    def trainer_of(replicas):
+        return mgpu.Trainer(
+            replicas, name, {"learning_rate": 0.125, **options},
+            lr_scheduler=mgpu.lr_scheduler.FactorScheduler(2, 0.5))
+    for engine in ENGINES:
+        with using_engine(engine) as backend:
+            whole = initialize(mlp(backend), devices)
+            trainer = trainer_of(whole)
+            train(whole, trainer, ROWS[:3])
+            trainer.save_states(tmp_path / "states")
+            checkpoint = whole.export_numpy()
+            train(whole, trainer, ROWS[3:], first=3)
+            resumed = mgpu.initialize(mlp(backend), devices, "uniform",
+                                      dtype="float64")
+            resumed.import_numpy(checkpoint)
+            again = trainer_of(resumed)
+            again.load_states(str(tmp_path / "states"))
+            assert again.num_update == 3
+            train(resumed, again, ROWS[3:], first=3)
+            assert_unchanged(values(resumed), values(whole))
+            assert again.learning_rate == trainer.learning_rate
+
+
+@pytest.mark.parametrize("source, target, k, other", [
+    *((a, b, *counts) for a, b, counts in zip(
+        BACKENDS * 2, BACKENDS * 1 + BACKENDS[::-1],
+        [(1, 3), (3, 1), (2, 2), (3, 2)]))])
+def test_states_cross_engines_and_device_counts(
+        source, target, k, other, tmp_path):
+    with mgpu.using_backend(source) as backend:
+        whole, trainer = sgd(backend, on(*range(k)), momentum=0.5)
+        train(whole, trainer, ROWS[:3])
+        trainer.set_learning_rate(0.25)
+        trainer.save_states(tmp_path / "states")
+        checkpoint = whole.export_numpy()
+        train(whole, trainer, ROWS[3:], first=3)
+        wanted = values(whole)
+    with mgpu.using_backend(target) as backend:
+        resumed, again = sgd(backend, on(*range(other)), momentum=0.5)
+        resumed.import_numpy(checkpoint)
+        again.load_states(tmp_path / "states")
+        assert again.learning_rate == 0.25
+        train(resumed, again, ROWS[3:], first=3)
+        assert_close(values(resumed), wanted)
+        assert_replicas_equal(values(resumed))
+
+
+def test_states_of_a_parameter_that_was_frozen_later(backend, tmp_path):
+    found = []
+    for saves in (False, True):
+        replicas = initialize(mlp(backend), on(0))
+        trainer = mgpu.Trainer(replicas, "adam")
+        for _ in range(2):
+            train(replicas, trainer, [4])
+            replicas.params()[0].grad_req = "null"
+        if saves:
+            trainer.save_states(tmp_path / "states")
+            trainer.load_states(tmp_path / "states")
+        train(replicas, trainer, [4])
+        assert trainer.num_update == 3
+        found.append(values(replicas))
+    assert_unchanged(*found)
+
+
+def test_a_file_of_states_holds_numbers_alone(backend, tmp_path):
+    """No pickle: whatever reads it executes nothing."""
+    replicas = initialize(mlp(backend), on(0, 1))
+    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+    train(replicas, trainer, [4])
+    trainer.save_states(tmp_path / "states")
+    header, kinds = files.read_arrays(
+        tmp_path / "states", ["mgpu trainer states 2"], "states",
+        lambda header, arrays: (header, {
+            name: x.dtype.kind for name, x in arrays.items()}))
+    assert kinds == {f"{p.name}|momentum": "f" for p in replicas.params()}
+    assert header["optimizer"] == "SGD"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["states"]
+
+
+class Attack:
+    """Unpickling it would leave a mark."""
+
+    marks = []
+
+    def __reduce__(self):
+        return (Attack.marks.append, (1,))
+
+
+def damaged(folder, trainer, kind):
+    """A file that is no whole file of this trainer's states."""
+    path = folder / "states"
+    trainer.save_states(path)
+    whole = path.read_bytes()
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes(whole[:len(whole) // 2])
+    elif kind == "flipped":
+        at = len(whole) - 40    # in the data: the digest does not fit
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 255])
+                         + whole[at + 1:])
+    elif kind == "pickle":
+        path.write_bytes(pickle.dumps(Attack()))
+    else:
+        header = {"format": kind, "optimizer": "SGD"}
+        with open(path, "wb") as file:
+            np.savez(file, header=np.array(json.dumps(header)))
+    return path
+
+
+def test_a_damaged_file_is_refused_and_nothing_changes(backend, tmp_path):
+    (replicas, trainer), (twin, other) = (
+        sgd(backend, on(0, 1), momentum=0.5) for _ in range(2))
+    train(replicas, trainer)
+    train(twin, other)
+    for kind in ("empty", "truncated", "flipped", "pickle",
+                 "mgpu trainer states 1"):
+        path = damaged(tmp_path, trainer, kind)
+        with pytest.raises(ValueError) as caught:
+            trainer.load_states(path)
+        text = str(caught.value)
+        if kind == "pickle":
+            assert text.startswith(
+                "expected a file of Trainer.save_states of mgpu; received "
+                f"{str(path)!r}, which looks")
+            assert "mgpu.resume_from_gluon" in text
+        else:
+            assert text.startswith(
+                "expected a file of Trainer.save_states; "
+                f"{str(path)!r} is not one, or is damaged (")
+            assert text.endswith("). Use a whole file.")
+        assert not Attack.marks
+    with pytest.raises(FileNotFoundError):
+        trainer.load_states(tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        trainer.save_states(tmp_path / "absent" / "states")
+    train(replicas, trainer)
+    train(twin, other)
+    assert_unchanged(values(replicas), values(twin))
+
+
+def test_states_of_something_else_are_refused(backend, tmp_path):
+    replicas, trainer = sgd(backend, on(0, 1), momentum=0.5)
+    train(replicas, trainer)
+    trainer.save_states(tmp_path / "states")
+    for units, name, options, text in (
+            ((6, 5, 3), "adam", {}, "the state of SGD instead of Adam"),
+            ((6, 7, 3), "sgd", {"momentum": 0.5},
+             "momentum of 0.weight with shape (5, 6) instead of (7, 6)"),
+            ((6, 5, 3), "sgd", {}, "unused momentum of 0.weight"),
+            ((6, 3), "sgd", {"momentum": 0.5},
+             "unknown parameter 2.bias; unknown parameter 2.weight")):
+        replicas = initialize(mlp(backend, units), on(0))
+        trainer = mgpu.Trainer(replicas, name, {"learning_rate": 0.5,
+                                                **options})
+        train(replicas, trainer, [4])
+        with pytest.raises(ValueError, match="must hold the states of this "
+                           f"trainer; received .*{re.escape(text)}"):
+            trainer.load_states(tmp_path / "states")
+        assert (trainer.num_update, trainer.learning_rate) == (1, 0.5)
+        train(replicas, trainer)
+    replicas, trainer = sgd(backend, on(0))
+    train(replicas, trainer)
+    trainer.save_states(tmp_path / "states")
+    with pytest.raises(ValueError, match="received no momentum of 0.weight; "
+                       "no momentum of 0.bias; .* Load it into a trainer"):
+        sgd(backend, on(0), momentum=0.5)[1].load_states(tmp_path / "states")
+
+
+def test_a_states_file_may_begin_like_a_pickle(backend, tmp_path):
+    """Its first byte is of a length; a pickle begins with 0x80 too."""
+    replicas = initialize(mlp(backend), on(0))
+    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
+    first = set()
+    for n in range(300):    # headers of other lengths
+        trainer._counts = {"x" * n: 1}
+        trainer.save_states(tmp_path / "states")
+        first.add((tmp_path / "states").read_bytes()[0])
+        if 0x80 in first:
+            break
+    assert 0x80 in first
+    with pytest.raises(ValueError) as caught:
+        trainer.load_states(tmp_path / "states")
+    assert "x" * n in str(caught.value)     # read, and no parameter has it
