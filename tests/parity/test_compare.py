@@ -227,15 +227,14 @@ def test_predictions_are_compared_too(devices, training, stage):
         assert not result.causes
 
 
-@pytest.mark.parametrize("mode", ("lockstep", "free"))
 @pytest.mark.parametrize("case, reason", [
     ("rate", "no parameter moved"), ("nan", "no step had a finite loss")])
-def test_dead_runs_prove_nothing(case, reason, mode):
+def test_dead_runs_prove_nothing(case, reason):
     data = batches()
     if case == "nan":
         data = [(X * np.nan, y) for X, y in data]
     result = parity.compare(
-        torch_net, torch_net, batches=data, mode=mode, optimizer_params={
+        torch_net, torch_net, batches=data, optimizer_params={
             "learning_rate": 0.0 if case == "rate" else 0.1})
     assert result.verdict == "no proof" and not result.same
     assert reason in result.reason and reason in str(result)
@@ -988,12 +987,6 @@ def test_a_dead_network_is_no_proof_with_float32_either():
     assert result.verdict == "no proof" and result.float32
 
 
-def test_strict_is_of_lock_step():
-    with pytest.raises(ValueError, match="strict.*received mode='free'"):
-        parity.compare(relu, relu, batches=batches(), mode="free",
-                       strict=True)
-
-
 def test_gluonized_and_native_is_the_same():
     net = parity.gluonize(port())
     assert parity.compare(gluon, net, batches=batches(), native=True,
@@ -1286,19 +1279,6 @@ def test_the_networks_are_given_back(backend):
         assert (after[name] == value).all(), name
 
 
-# -- free ---------------------------------------------------------------------
-
-def test_free_running_beside_the_chaos_floor(devices):
-    result = parity.compare(gluon, port, batches=batches(), steps=6,
-                            mode="free", devices=devices)
-    assert result.same
-    assert len(result.curves["distance"]) == len(result.curves["floor"]) == 6
-    assert max(result.curves["distance"]) < EXACT
-    other = parity.compare(gluon, lambda: port(eps=1e-3), steps=6,
-                           batches=batches(), mode="free", devices=devices)
-    assert other.verdict == "different" and other.first.step == 1
-
-
 # -- refused ------------------------------------------------------------------
 
 def test_random_numbers_of_a_networks_own_are_refused():
@@ -1315,8 +1295,7 @@ def test_random_numbers_of_a_networks_own_are_refused():
 
 
 @pytest.mark.parametrize("option, value", [
-    ("mode", "lock"), ("weights", "c"), ("dropout", "on"),
-    ("dtype", "float16")])
+    ("weights", "c"), ("dropout", "on"), ("dtype", "float16")])
 def test_unknown_options(option, value):
     with pytest.raises(ValueError, match=f"unknown {option}"):
         parity.compare(gluon, port, batches=batches(), **{option: value})
