@@ -154,7 +154,7 @@ if "mxnet" in BACKENDS:
         for allow, code in (([], 1), (["--allow-mxnet-float32"], 0)):
             result = mgpu_command(
                 "convert", "net-symbol.json", "net-0000.params", "-o",
-                "net.safetensors", "--input", "12", "--check", *allow)
+                "net.py", "--plain", "--input", "12", "--check", *allow)
             assert result.exit_code == code, result.output
             assert "SAME BUT FOR MXNET'S FLOAT32" in result.output
 
