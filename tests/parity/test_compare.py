@@ -658,9 +658,11 @@ def test_layers_with_each_others_names_are_noted(backend):
 def renamed_towers(style, exchanged=False):
     """The same with other names, or in one layer whose halves they are."""
     def forward(net, x):
-        found = net.both(x).chunk(2, 1) if style == "fused" \
-            else (net.x(x), net.y(x))
-        left, right = found[::-1] if exchanged else found
+        if style == "fused":
+            left, right = net.both(x).chunk(2, 1)[::-1 if exchanged else 1]
+        else:
+            left, right = (layer(x) for layer in (
+                (net.y, net.x) if exchanged else (net.x, net.y)))
         return left ** 2 + right
     return torch_block(lambda nn: {"both": nn.Linear(6, 6)}
                        if style == "fused" else {

@@ -95,9 +95,10 @@ def test_a_side_that_float32_does_not_suit_is_named(sides):
     """Where the first one alone runs there, the second one is another
     network."""
     import torch
-    double = torch_layer(lambda x: x @ torch.eye(5, dtype=torch.float64))
     result = parity.compare(*(
-        partial(two_dense, double if side in sides else torch.nn.Identity())
+        partial(two_dense, torch_layer(
+            lambda x, wrong=side in sides:
+            x @ torch.eye(5, dtype=torch.float64) if wrong else x))
         for side in "ab"), batches=pictures())
     assert result.same == (sides != "b")
     assert result.same or "b does not run in float32" in result.reason
