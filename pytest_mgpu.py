@@ -36,7 +36,7 @@ def pytest_runtest_makereport(item, call):
                      None)
     if report.failed and result is not None:    # not an expected failure
         words = str(result.first) if result.first is not None \
-            else f"{result.verdict} ({result.mode})"
+            else f"{result.verdict} (lockstep)"
         if result.verdict == "not compared":
             words += ": " + result.reason.splitlines()[0]
         page = _write(result, item)

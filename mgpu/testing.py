@@ -11,7 +11,7 @@ from typing import Any
 
 from mgpu.backends import using_backend
 from mgpu.errors import ParityError
-from mgpu.parity.comparison import MODES, Result, compare
+from mgpu.parity.comparison import Result, compare
 from mgpu.parity.matching import MatchError, Plan
 from mgpu.parity.result import joined
 from mgpu.parity.side import Side, network_of
@@ -73,7 +73,6 @@ def assert_parity(a: Any, b: Any, *, allow_mxnet_float32: bool = False,
 def _refused(a: Any, b: Any, options: dict[str, Any], error: Exception
              ) -> Result:
     """What there is to say of two networks that could not be compared."""
-    mode = options.get("mode")
     if isinstance(error, MatchError):
         notes = [
             f"left in b: {joined(names, 8) or 'nothing'}" if not name else
@@ -86,8 +85,8 @@ def _refused(a: Any, b: Any, options: dict[str, Any], error: Exception
         notes = ["To see where the error comes from, give the first batch to "
                  "each network by itself."]
     return Result(
-        mode if mode in MODES else "lockstep", "not compared", [],
-        Plan("", []), {"a": _described(a), "b": _described(b)}, {},
+        "not compared", [], Plan("", []),
+        {"a": _described(a), "b": _described(b)}, {},
         {name: value if isinstance(value, (str, int, float, list, tuple))
          else repr(value) for name, value in options.items()
          if name != "batches"}, notes=notes,

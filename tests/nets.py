@@ -118,6 +118,56 @@ def dense_norm(engine, epsilon=1e-5, columns=5):
         nn.Linear(8, 3)])()
 
 
+# -- networks of named parts --------------------------------------------------
+
+def torch_block(parts, forward):
+    """A function that makes a torch network: ``parts(nn)`` are its layers by
+    name, ``forward(net, x)`` is what it computes."""
+    def make():
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                for name, layer in parts(nn).items():
+                    setattr(self, name, layer)
+
+            def forward(self, x):
+                return forward(self, x)
+        return Net()
+    return make
+
+
+def gluon_block(parts, forward):
+    """The same in Gluon; ``forward(net, F, x)``."""
+    def make():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn
+
+        class Net(nn.HybridBlock):
+            def __init__(self):
+                super().__init__()
+                for name, layer in parts(nn).items():
+                    setattr(self, name, layer)
+
+            def hybrid_forward(self, F, x):
+                return forward(self, F, x)
+        return Net()
+    return make
+
+
+def torch_layer(function):
+    """A layer of torch without parameters: ``function(x)``."""
+    return torch_block(lambda nn: {}, lambda net, x: function(x))()
+
+
+def two_dense(*between):
+    """In torch, for pictures of (1, 8, 8) in 3 classes: flatten, dense, what
+    is given, dense."""
+    return torch(lambda nn: [nn.Flatten(), nn.Linear(64, 5), *between,
+                             nn.Linear(5, 3)])()
+
+
 # -- pairs of any size, with the same parameters, names and order -------------
 
 def mlp(backend, units=(6, 5, 3), deferred=False):

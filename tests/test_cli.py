@@ -254,8 +254,8 @@ def python_m_mgpu(*arguments, without=()):
 
 
 #: all that is optional, but for the engines
-OPTIONAL = ("click", "rich", "tqdm", "matplotlib", "scipy", "jinja2",
-            "safetensors", "pooch")
+OPTIONAL = ("click", "rich", "tqdm", "matplotlib", "jinja2", "safetensors",
+            "pooch")
 
 
 @pytest.mark.parametrize("without", [(), OPTIONAL], ids=len)

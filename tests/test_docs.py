@@ -140,8 +140,10 @@ def test_shell_blocks_run(page, todo, tmp_path):
     for block in todo:
         result = child(["bash", "-euo", "pipefail", "-c", block.text],
                        tmp_path)
-        # 1: `mgpu parity` found a difference, which the page shows
-        expected = (0, 1) if "DIFFERENT" in (block.output or "") else (0,)
+        # 1: `mgpu lint` lists something, or `mgpu parity` found a
+        # difference, which the page shows
+        expected = (1,) if "mgpu lint" in block.text else (0, 1) \
+            if "DIFFERENT" in (block.output or "") else (0,)
         assert result.returncode in expected, \
             f"{page.name}:{block.line}\n{result.stdout}{result.stderr}"
         check_output(page, block, result.stdout)

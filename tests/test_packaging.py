@@ -29,14 +29,14 @@ BUILD = "import sys, setuptools.build_meta as backend\n" \
         "getattr(backend, 'build_' + sys.argv[1])(sys.argv[2])"
 
 
-def run(*command, cwd, expected=(0,), **environment):
+def run(*command, cwd, **environment):
     """Output of a process that knows nothing of the checkout."""
     env = {k: v for k, v in os.environ.items()
            if not k.startswith(("MGPU_", "PYTHON"))}
     done = subprocess.run([*map(str, command)], cwd=cwd, text=True,
                           env={**env, **environment}, timeout=300,
                           capture_output=True)
-    assert done.returncode in expected, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
@@ -194,8 +194,7 @@ def test_the_wheel_without_extras(environment, tmp_path):
 @pytest.mark.parametrize("engine", BACKENDS[-1:])
 def test_the_extra_cli_is_enough_for_the_commands(environment, engine,
                                                   tmp_path):
-    """`trace record`, `parity --report` and accuracies ask for packages of
-    their own."""
+    """`trace record` and `parity --report` ask for packages of their own."""
     command = environment(engine, "cli") / "mgpu"
     file = {"torch": "torch_nets.py", "mxnet": "gluon_nets.py"}[engine]
     net = f"{ROOT / 'examples' / 'port' / file}:lenet"
@@ -205,8 +204,3 @@ def test_the_extra_cli_is_enough_for_the_commands(environment, engine,
     run(command, "parity", "a.trace", net, "--report", "page.html",
         cwd=tmp_path)
     assert "<svg" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    # Any verdict: the networks draw their own values.
-    run(command, "parity", net, net, *shape, "--mode", "accuracy", "--seeds",
-        "2", "--limit", "32", "--json", "accuracy.json", cwd=tmp_path,
-        expected=(0, 1, 2))
-    assert (tmp_path / "accuracy.json").exists()

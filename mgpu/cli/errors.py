@@ -1,7 +1,8 @@
 """Every error of a command is one line on standard error, with exit status 2.
 
-Status 1 has a meaning of its own: `mgpu parity` has found a difference, or
-`mgpu doctor` a fault. After Ctrl-C the status is 130, and 141 where nobody
+Status 1 has a meaning of its own: a comparison has found a difference (see
+`STATUS`), `mgpu lint` something to list, or `mgpu doctor` a fault. After
+Ctrl-C the status is 130, and 141 where nobody
 reads on what is printed (``mgpu inspect FILE | head``).
 """
 import contextlib
@@ -25,6 +26,24 @@ _EXPLAINED = (ValueError, ImportError, OSError, FloatingPointError)
 
 #: the status that a shell gives for a closed pipe
 _PIPE = 141
+#: the exit status of each verdict, in every command that compares
+STATUS = {
+    "same": 0, "exact": 0,
+    "same but for MXNet's float32": 1, "same but for named formulas": 1,
+    "same but for named formulas, and MXNet's float32": 1,
+    "different": 1, "wrong": 1, "batch statistics": 1,
+    "no proof": 2, "not compared": 2}
+
+
+def exit_status(found: Any, *, allow_mxnet_float32: bool = False,
+                allow_formulas: bool = False) -> int:
+    """The exit status of a `mgpu.parity.Result` or `InvarianceReport`: that
+    of its verdict in `STATUS`, or 0 where the verdict is "same but for" what
+    is allowed."""
+    if found.verdict.startswith("same but for") \
+            and found.proves(allow_mxnet_float32, allow_formulas):
+        return 0
+    return STATUS[found.verdict]
 
 
 class Refused(click.ClickException):

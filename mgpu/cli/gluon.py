@@ -19,7 +19,7 @@ import mgpu
 from mgpu import environment, files, inspection
 from mgpu.cli import checking
 from mgpu.cli import options as shared
-from mgpu.cli.errors import Command, Refused
+from mgpu.cli.errors import Command, Refused, exit_status
 from mgpu.cli.options import Parsed
 from mgpu.cli.tables import print_table, print_text
 from mgpu.gluon_io import load_graph
@@ -178,18 +178,19 @@ def _parse_input(text: str, name: str) -> tuple[tuple[int, ...], str | None]:
         f"in lock-step, for {checking.STEPS} steps on random data in float64, "
         f"{checking.LARGER:g} times as large in the last. Values are compared "
         "too, and dropout, which is off, by its rates and places. Exit "
-        "status 1 if they differ.")
+        "status as for mgpu parity.")
 @option("--trace", type=_FILE, metavar="FILE", help="Check against a file of "
         "mgpu trace record, and its first values, for which MXNet is not "
         "needed.")
 @option("--check-only", is_flag=True, help="Write nothing, and check the "
         "FILE that is there: a source with edits of yours.")
+@shared.declare("--allow-mxnet-float32")
 @shared.output("--report", "Write a page of what was checked, .html.")
 @click.pass_context
 def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
             force: bool, dtype: str | None, plain: bool, inputs: Sequence[Any],
             check: bool, trace: str | None, check_only: bool,
-            report_file: str | None) -> None:
+            allow_mxnet_float32: bool, report_file: str | None) -> None:
     """Write a network that Gluon has exported as something else.
 
     \b
@@ -274,8 +275,8 @@ def convert(ctx: click.Context, symbol: str, params: str | None, output: str,
             report.write_html(found, report_file,
                               command=ctx.meta["mgpu.command"])
             shared.say_written(report_file)
-        ctx.exit(0 if found.verdict in ("exact", "same")
-                 or found.proves(True, False) else 1)
+        ctx.exit(exit_status(found,
+                             allow_mxnet_float32=allow_mxnet_float32))
 
 
 def _check_mxnet(symbol: str) -> None:

@@ -198,8 +198,7 @@ _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
     "--devices": (Parsed(one_run), "1", "N|cpu:0,cpu:1",
                   "The number of devices, or their names."),
     # how it is trained
-    "--steps": (IntRange(1), None, None, "The number of training steps. "
-                f"Default: {STEPS}; for accuracies all batches."),
+    "--steps": (IntRange(1), STEPS, None, "The number of training steps."),
     "--batch-norm": (Choice(["per_device", "average", "sync"]), "per_device",
                      None, "How batch statistics are made on several "
                      "devices."),
@@ -209,10 +208,14 @@ _OPTIONS: dict[str, tuple[Any, Any, str | None, str]] = {
                     "whose update rules the optimiser follows."),
     "--dropout": (Choice(["masks", "off"]), "masks", None, "masks gives both "
                   "networks the same dropout masks; off drops nothing."),
-    "--data": (str, None, "random|digits|fashion-mnist|FOLDER|MODULE:NAME",
+    "--data": (str, "random", "random|digits|fashion-mnist|FOLDER|MODULE:NAME",
                "The data. MODULE:NAME stands for batches (X, y), for a "
-               "function that returns them, or for (training, test) batches. "
-               "Default: random; for accuracies digits."),
+               "function that returns them, or for (training, test) "
+               "batches."),
+    # what a verdict means
+    "--allow-mxnet-float32": (
+        bool, False, None, "Exit with 0 too where nothing differs but what "
+        "MXNet computes in float32."),
 }
 PLOT = "Draw the results into this file, .png or .svg."
 NETWORK = ("--input", "--classes", "--batch-size", "--loss", "--optimizer",

@@ -1,7 +1,8 @@
 """`mgpu parity`, `mgpu trace` and `mgpu lint`.
 
-Exit status: 0, the networks train the same; 1, they do not; 2, they could
-not be compared, and a line on standard error says what to do.
+The exit status of a verdict: `mgpu.cli.errors.STATUS`. `mgpu lint` exits with
+1 if it lists anything, else with 0. What could not be compared exits with 2,
+and a line on standard error says what to do.
 """
 import contextlib
 import importlib
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from mgpu.cli import find
 from mgpu.cli import options as shared
-from mgpu.cli.errors import Command, Group
+from mgpu.cli.errors import Command, Group, exit_status
 from mgpu.cli.options import Parsed
 from mgpu.gluon_io.script import ScriptLine, lint_script
 from mgpu.progress import ProgressBar
@@ -38,9 +39,6 @@ else:
             return getattr(importlib.import_module(self._name), attribute)
 
     api, report = _OnUse("mgpu.parity"), _OnUse("mgpu.parity.report")
-
-#: `mgpu.parity.MODES`, which nobody loads for a ``--help``
-MODES = ("lockstep", "free", "accuracy")
 
 @contextlib.contextmanager
 def _ready() -> Iterator[Callable[[int, int], None]]:
@@ -61,17 +59,12 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
 @option("--devices", default="1", metavar="N|cpu:0,cpu:1",
         help="The number of devices, or their names.")
 @shared.declare(*shared.TRAINING, dtype="float64")
-@option("--mode", type=Choice(MODES), default="lockstep",
-        help="lockstep gives both networks the same state before each step. "
-        "free lets both train on their own. accuracy compares several "
-        "trainings of each by test accuracy.")
 @option("--invariance", is_flag=True, help="Compare one network with itself "
         "on several numbers of devices, which --devices names: 1,2,4,8.")
 @option("--tolerance", type=float, help="The largest relative difference "
         "that counts as the same. Default: 1e-10 in float64, 1e-5 in "
         "float32.")
-@option("--allow-mxnet-float32", is_flag=True, help="Exit with 0 too where "
-        "nothing differs but what MXNet computes in float32.")
+@shared.declare("--allow-mxnet-float32")
 @option("--allow-formulas", is_flag=True, help="Exit with 0 too where "
         "nothing differs but formulas that the frameworks have in different "
         "forms (see --step-b).")
@@ -90,8 +83,6 @@ def _ready() -> Iterator[Callable[[int, int], None]]:
         "scalers and averages of the weights.")
 @option("--step-b", metavar="MODULE:FUNCTION",
         help="The same for b.")
-@option("--seeds", type=IntRange(1), default=5, metavar="N",
-        help="The number of trainings of each network in accuracy mode.")
 @shared.output("--report", "Write a page for the browser, .html.")
 @shared.output("--json", "Write all differences to this file.")
 @option("--details", is_flag=True, help="Also print the sides, the largest "
@@ -104,14 +95,15 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
            plan: bool, invariance: bool, **options: Any) -> None:
     """Compare how two networks train.
 
-    They are of MXNet/Gluon, of PyTorch, or one of each. MODULE:FACTORY is a
-    function that makes a network, in a module of the current folder or an
-    installed one; FILE.py:FACTORY works too. TRACE is a file of `mgpu trace
-    record`, which stands for the first network.
+    Before each step both get the same state. They are of MXNet/Gluon, of
+    PyTorch, or one of each. MODULE:FACTORY is a function that makes a
+    network, in a module of the current folder or an installed one;
+    FILE.py:FACTORY works too. TRACE is a file of `mgpu trace record`, which
+    stands for the first network.
 
     Exit status: 0, they train the same; 1, they do not (also: the same but
-    for MXNet's float32); 2, they could not be compared, or nothing was on
-    trial.
+    for MXNet's float32, or for named formulas); 2, they could not be
+    compared, or nothing was on trial.
     """
     shared.check_folders(report=report_file, json=json_file)
     if (b is None) is not invariance:
@@ -137,10 +129,9 @@ def parity(ctx: click.Context, a: str, b: str | None, *,
     if json_file is not None:
         report.write_json(found, json_file)
     shared.say_written(report_file, json_file)
-    proven = not invariance and found.proves(
-        options["allow_mxnet_float32"], options["allow_formulas"])
-    ctx.exit(0 if proven else {"exact": 0, "same": 0, "no proof": 2}.get(
-        found.verdict, 1))
+    ctx.exit(exit_status(
+        found, allow_mxnet_float32=options["allow_mxnet_float32"],
+        allow_formulas=options["allow_formulas"]))
 
 
 _SETTINGS = ("optimizer", "optimizer_params", "semantics", "batch_norm",
@@ -155,20 +146,12 @@ def _settings(options: dict[str, Any]) -> dict[str, Any]:
 
 def _training(options: dict[str, Any]) -> dict[str, Any]:
     """What every training takes."""
-    settings, accuracy = _settings(options), options.get("mode") == "accuracy"
-    name = options["data"] or ("digits" if accuracy else "random")
-    steps = options["steps"] or (None if accuracy else shared.STEPS)
+    settings, steps = _settings(options), options["steps"]
     data = find.find_data(
-        name, options["input"], options["classes"], options["batch_size"],
-        steps or shared.STEPS, settings["loss"], options["seed"],
+        options["data"], options["input"], options["classes"],
+        options["batch_size"], steps, settings["loss"], options["seed"],
         options["dtype"], options["limit"])
-    if accuracy and data.test is None:
-        raise ValueError(
-            f"accuracies need examples to test on; received --data {name}. "
-            "Use a data set, or MODULE:NAME of a function that returns "
-            "(training, test) batches.")
-    return {**settings, "batches": data.batches, "steps": steps,
-            **({"test": data.test} if accuracy else {})}
+    return {**settings, "batches": data.batches, "steps": steps}
 
 
 def _refuse(wrong: set[str], why: str) -> None:
@@ -190,10 +173,9 @@ def _compare(a: str, b: Any, given: set[str], options: dict[str, Any],
         _refuse(given & {"optimizer", "optimizer_params", "semantics"},
                 "steps of your own have optimisers of their own")
     return api.compare(
-        find.factory(a, options["kwargs_a"]), other, mode=options["mode"],
+        find.factory(a, options["kwargs_a"]), other,
         devices=shared.one_run(options["devices"]), progress=progress,
-        seeds=range(options["seeds"]), weights=options["weights"],
-        strict=options["strict"], **steps,
+        weights=options["weights"], strict=options["strict"], **steps,
         **options["map"] or {}, **_training(options))
 
 
@@ -221,9 +203,9 @@ def _compare_trace(file: str, b: Any, given: set[str],
 def _invariance(a: str, b: Any, given: set[str], options: dict[str, Any],
                 progress: Any) -> Any:
     _refuse({name for name in given if name.startswith("b_")}
-            | given & {"kwargs_b", "map", "mode", "weights", "seeds",
-                       "strict", "allow_mxnet_float32", "allow_formulas",
-                       "step_a", "step_b"},
+            | given & {"kwargs_b", "map", "weights", "strict",
+                       "allow_mxnet_float32", "allow_formulas", "step_a",
+                       "step_b"},
             "--invariance compares one network with itself")
     devices = shared.parse_counts(
         options["devices"] if "devices" in given else "1,2,4,8", "--devices")
@@ -281,20 +263,24 @@ def lint(ctx: click.Context, net: str, kwargs: dict[str, Any],
     Looks at one network and its training; with --input also at what depends
     on shapes. SCRIPT.py, without a colon, is a training script: the lines of
     it that are Gluon's, and what they become in mgpu and in plain PyTorch.
-    Nothing in it is imported or run."""
+    Nothing in it is imported or run.
+
+    Exit status: 1 if anything is listed, else 0."""
     if net.endswith(".py") and ":" not in net:
         _refuse(shared.given(ctx) - {"net"}, "a script says itself what is "
                 "trained")
-        print_script(lint_script(net), Console())
-        return
+        lines = lint_script(net)
+        print_script(lines, Console())
+        ctx.exit(1 if lines else 0)
     draw = np.random.default_rng(0).standard_normal
     rows = batch_size if "batch_size" in shared.given(ctx) else None
     with find.engines():
-        findings = api.lint(
+        findings = list(api.lint(
             find.factory(net, kwargs), loss=find.find_loss(loss),
             sample=None if input is None else draw((batch_size, *input)),
-            batch_size=rows, **options)
+            batch_size=rows, **options))
     print_findings(findings, Console())
+    ctx.exit(1 if findings else 0)
 
 
 def print_findings(findings: "Iterable[api.Finding]", console: Console

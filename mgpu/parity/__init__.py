@@ -3,7 +3,7 @@ import copy
 from typing import Any
 
 from mgpu.backends import backend_of, using_backend
-from mgpu.parity.comparison import MODES, TOLERANCE, Result, compare
+from mgpu.parity.comparison import TOLERANCE, Result, compare
 from mgpu.parity.diagnosis import Cause
 from mgpu.parity.invariance import InvarianceReport, invariance
 from mgpu.parity.lint import Finding, lint
@@ -12,10 +12,9 @@ from mgpu.parity.measure import Gap
 from mgpu.parity.side import Side
 from mgpu.parity.trace import Recording, compare_trace, record
 
-__all__ = ["Cause", "Finding", "Gap", "InvarianceReport", "MODES",
-           "MatchError", "Plan", "Recording", "Result", "Side", "TOLERANCE",
-           "compare", "compare_trace", "gluonize", "invariance", "lint",
-           "record"]
+__all__ = ["Cause", "Finding", "Gap", "InvarianceReport", "MatchError",
+           "Plan", "Recording", "Result", "Side", "TOLERANCE", "compare",
+           "compare_trace", "gluonize", "invariance", "lint", "record"]
 
 
 def gluonize(net: Any, *, inplace: bool = True, undo: bool = False) -> Any:

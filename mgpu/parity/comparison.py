@@ -13,7 +13,6 @@ from mgpu.backends import give_back
 from mgpu.backends.base import AVERAGE
 from mgpu.nested import map_leaves
 from mgpu.parity import keys, matching, measure
-from mgpu.parity.accuracy import compare_accuracy
 from mgpu.parity.averages import Averages
 from mgpu.parity.batches import Batches, endless, first_rows
 from mgpu.parity.constants import Constants
@@ -37,11 +36,10 @@ from mgpu.parity.run import (Arrays, Calls, Run, State, StepResult,
 from mgpu.parity.side import check_common, complete
 from mgpu.parity.spill import spilled_state, spilled_step
 
-__all__ = ["CHAOS", "Comparison", "Evidence", "Location", "MODES", "NUDGES",
-           "Result", "STAGES", "TOLERANCE", "check_deterministic", "compare",
+__all__ = ["CHAOS", "Comparison", "Evidence", "Location", "NUDGES", "Result",
+           "STAGES", "TOLERANCE", "check_deterministic", "compare",
            "endless", "joined", "locate"]
 
-MODES = ("lockstep", "free", "accuracy")
 #: the changes of the last bits that are tried, in units in the last place
 NUDGES = (4, 8, 16, 32)
 #: what rounding moves, a change so many times as large moves further, by a
@@ -61,29 +59,20 @@ def compare(a: Any, b: Any, *, batches: Batches,
             semantics: str = "gluon", devices: Any = 1,
             batch_norm: str = "per_device", native: bool = False,
             steps: int | None = None, dtype: str = "float64",
-            mode: str = "lockstep", weights: str = "a",
+            weights: str = "a",
             map: Mapping[str, matching.Target] | None = None,
             rules: matching.Rules = (), dropout: str = "masks",
             tolerance: float | None = None, strict: bool = False,
-            seed: int = 0, test: Batches | None = None,
-            seeds: Sequence[int] = range(5),
-            step_a: Callable[[Any], Any] | None = None,
+            seed: int = 0, step_a: Callable[[Any], Any] | None = None,
             step_b: Callable[[Any], Any] | None = None,
             progress: Callable[[int, int], None] | None = None) -> Result:
-    """Compare how two networks train.
+    """Compare how two networks train, in lock-step.
 
-    ``mode="lockstep"`` is the proof. Before every step both sides get the
-    same state: weights, running statistics, the optimiser's memory. One step
-    is taken on each. Then outputs, the loss of each example, every gradient,
-    every updated weight, the optimiser's memory and all statistics are
-    compared. The proof holds for a whole training, however chaotic.
-
-    ``mode="free"``: both start alike and run on their own. Their distance is
-    judged against the *chaos floor*: the distance of `a` from itself after a
-    change of the last bits at the start.
-
-    ``mode="accuracy"``: each of `seeds` trains `a` and, from another draw,
-    `b`. The accuracies on `test` go through Welch's two-sample test.
+    Before every step both sides get the same state: weights, running
+    statistics, the optimiser's memory. One step is taken on each. Then
+    outputs, the loss of each example, every gradient, every updated weight,
+    the optimiser's memory and all statistics are compared. The proof holds
+    for a whole training, however chaotic.
 
     Parameters
     ----------
@@ -107,15 +96,12 @@ def compare(a: Any, b: Any, *, batches: Batches,
     tolerance : float, optional
         Default: `TOLERANCE` of the dtype.
     strict : bool
-        Lock-step: options of layers that differ, and whose difference these
+        Options of layers that differ, and whose difference these
         batches do not reach, count as different. So do values of what is not
         trained, where they may not be constants.
-    test, seeds
-        Accuracy mode: the batches to count on, and the seeds of each side.
-        `a` and `b` must be functions, so that each seed gets a new net.
     step_a, step_b : callable, optional
-        Lock-step: the training step of the user's own code on that side; see
-        `step` of `Side`.
+        The training step of the user's own code on that side; see `step` of
+        `Side`.
     progress : callable, optional
         ``progress(done, steps)`` after each step.
 
@@ -137,33 +123,20 @@ def compare(a: Any, b: Any, *, batches: Batches,
     back. On MXNet they stay initialised on the devices, and its random
     streams go on from a number that they gave: their state cannot be read.
     """
-    one_of("mode", mode, MODES)
     one_of("weights", weights, ("a", "b", "own"))
     check_common(dropout, dtype)
-    if strict and mode != "lockstep":
-        raise ValueError(
-            "only lock-step pairs the layers, whose options `strict` "
-            f"compares; received mode={mode!r}. Leave one of the two out.")
     sides = [complete(
         side, devices=1 if step or getattr(side, "step", None) else devices,
         loss=loss, optimizer=optimizer, optimizer_params=optimizer_params,
         semantics=semantics, batch_norm=batch_norm, native=native, seed=seed,
         step=step) for side, step in ((a, step_a), (b, step_b))]
-    if mode != "lockstep" and any(side.step for side in sides):
-        raise ValueError(
-            "a step of the user's own is compared in lock-step; received "
-            f"mode={mode!r}. Leave the mode out.")
-    if mode == "accuracy":
-        return compare_accuracy(*sides, batches=batches, test=test,
-                                seeds=list(seeds), steps=steps, dtype=dtype,
-                                progress=progress)
     with closing(Comparison(
             *sides, batches=batches, steps=steps, dtype=dtype, seed=seed,
             dropout=dropout, tolerance=tolerance, strict=strict,
             weights=weights, given=map, rules=rules, progress=progress
             )) as work:
         try:
-            return work.lockstep() if mode == "lockstep" else work.free()
+            return work.lockstep()
         except Exception as error:
             work.check_outputs(error)
             raise
@@ -438,7 +411,7 @@ class Comparison:
             evidence = [self._evidence(number, X, y, before, one, two,
                                        earlier[:-1], [])[0]]
         self._note_keys()
-        result = self._result("lockstep", gaps, losses)
+        result = self._result(gaps, losses)
         result.float32 = float32.found
         result.formulas = list(formulas.found.values())
         if result.same and (result.float32 or result.formulas):
@@ -819,8 +792,8 @@ class Comparison:
         return Evidence(number, X, y, before, one, two, earlier, location,
                         predicting, self.a, self.b, self.plan), gaps
 
-    def _result(self, mode: str, gaps: list[Gap],
-                losses: dict[str, list[float]]) -> Result:
+    def _result(self, gaps: list[Gap], losses: dict[str, list[float]]
+                ) -> Result:
         wrong = [g for g in gaps if g.status == "different"]
         order = {e.name: i for i, e in enumerate(self.a.entries)}
 
@@ -829,64 +802,10 @@ class Comparison:
             return (g.step, STAGES.index(g.stage),
                     -layer if g.stage == "gradient" else layer)
         return Result(
-            mode, "different" if wrong else "same", gaps, self.plan,
+            "different" if wrong else "same", gaps, self.plan,
             {"a": self.a.options(), "b": self.b.options()}, losses,
             self.settings, min(wrong, key=place, default=None),
             notes=list(self.notes))
-
-    # -- free run -----------------------------------------------------------
-
-    def free(self) -> Result:
-        """Let both run on their own, and `a` once more from nudged values."""
-        batches = list(self.batches)
-        start = self.a.state()
-        self.load_b(start)
-        signs = np.random.default_rng(0)
-        nudged = start._replace(values={
-            name: self._nudged(value, 1, signs)
-            for name, value in start.values.items()})
-        done = itertools.count(1)
-
-        def train(run: Run) -> list[StepResult]:
-            results = []
-            for number, (X, y) in enumerate(batches, 1):
-                result = run.step(X, y, number, predict=False)
-                result.outputs, result.gradients = [], {}
-                results.append(result)
-                self.progress(next(done), 3 * len(batches))
-            return results
-        one = train(self.a)
-        self.a.load(nudged)
-        near = train(self.a)
-        two = [self.in_terms_of_a(step) for step in train(self.b)]
-        curves: dict[str, Any] = {"distance": [], "floor": []}
-        gaps, floor = self._constants(start, one[0], two[0]), self.epsilon
-        for number, (x, *others) in enumerate(zip(one, two, near), 1):
-            apart, own = ([
-                g for g in self.compare_results(number, x, other)
-                if g.stage in ("loss", "weight", "statistic")]
-                for other in others)
-            floor = max([floor, *(g.relative for g in own)])
-            worst = max(apart, key=lambda g: g.relative)
-            curves["distance"].append(worst.relative)
-            curves["floor"].append(floor)
-            far = worst.relative > max(self.tolerance, CHAOS * floor)
-            gaps += [g._replace(own=floor, status="different" if far
-                                and g is worst else "same") for g in apart]
-        result = self._result("free", gaps, {
-            side: [float(np.mean(r.losses)) for r in results]
-            for side, results in (("a", one), ("b", two))})
-        result.curves = curves
-        seen = Coverage(self.a, self.b, self.plan)
-        for before, step, other in zip(
-                [start, *(x.after for x in one)], one, two):
-            seen.add(before, step, other)
-        result.prove_nothing(seen.nothing())
-        result.notes.append(
-            "the distance is judged against the chaos floor, that of a from "
-            "itself after a change of the last bits at the start; where the "
-            "floor is large a free run proves little, lock-step does")
-        return result
 
 
 def _different(gaps: Sequence[Gap]) -> set[str]:

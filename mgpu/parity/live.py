@@ -325,14 +325,6 @@ class LiveRun(Run):
         backward([x for x in losses if x is not None])
         return outputs, losses, rows
 
-    def train(self, X: Any, y: Any, step: int = 0) -> np.ndarray:
-        """Take one step of training and return only the losses."""
-        with using_backend(self.name):
-            _, losses, rows = self._backward(X, y, step)
-            self.trainer.allreduce_grads(ignore_stale_grad=True)
-            self.trainer.update(self.side.divisor or sum(rows))
-            return self.joined(losses)[0]
-
     def step(self, X: Any, y: Any, step: int = 0, predict: bool = True
              ) -> StepResult:
         ran: dict[str, None] = {}

@@ -332,9 +332,6 @@ class OwnRun(LiveRun):
                 f"{type(value).__name__}. Return loss.")
         return np.atleast_1d(np.asarray(value, np.float64))
 
-    def train(self, X: Any, y: Any, step: int = 0) -> np.ndarray:
-        return self.step(X, y, step, predict=False).losses
-
     @contextlib.contextmanager
     def _once(self) -> Iterator[None]:
         """What happens in the block leaves the parts as they are."""

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 
 from mgpu import environment, files
 from mgpu.parity import tables
@@ -79,21 +78,16 @@ def to_html(result: Result, *, command: str | None = None) -> str:
         undefined=jinja2.StrictUndefined).get_template("report.html.j2")
     return template.render(
         result=result, tables=tables, charts=_charts(result),
-        mode=tables.MODE_WORDS[result.mode],
         stages=tables.stage_table(result), layers=tables.layer_table(result),
-        accuracy=tables.accuracy_rows(result), command=command)
+        command=command)
 
 
 # -- the charts ---------------------------------------------------------------
 
 def _charts(result: Result) -> list[dict[str, str]]:
-    """The charts of the mode: title, SVG."""
+    """The charts: title, SVG."""
     charts = []
-    if result.mode == "accuracy":
-        charts.append(("Test accuracy of each seed", _draw_accuracies(result)))
-    if result.mode == "free" and result.curves:
-        charts.append(("Distance, and the chaos floor", _draw_free(result)))
-    if result.gaps and result.mode != "accuracy":
+    if result.gaps:
         charts.append(("Largest difference in each step", _draw_steps(result)))
         if tables.by_layer(result)[0]:
             charts.append(("Largest difference in each layer",
@@ -142,8 +136,7 @@ def _figure(xlabel: str, ylabel: str) -> tuple[Any, Any]:
     axes = style.plain_axes(figure.add_subplot())
     axes.set_xlabel(xlabel, color=style.INK)
     axes.set_ylabel(ylabel, color=style.INK)
-    if xlabel != "side":
-        style.whole_numbers(axes)
+    style.whole_numbers(axes)
     return figure, axes
 
 
@@ -225,39 +218,6 @@ def _draw_losses(result: Result) -> str:
                 "step. " + " ".join(
                     f"{side}: from {line[0]:.6g} to {line[-1]:.6g}."
                     for side, line in (("a", a), ("b", b)) if line))
-
-
-def _draw_free(result: Result) -> str:
-    distance, floor = result.curves["distance"], result.curves["floor"]
-    figure, axes = _figure("step", "relative distance")
-    scale = LogAxis([*distance, *floor], *_tolerance_line(axes, result))
-    _two(axes, range(1, len(distance) + 1), scale.place(floor),
-         scale.place(distance), ("chaos floor: a from a nudged a",
-                                 "distance: a from b"))
-    scale.apply(axes)
-    return _svg(figure, "Line chart: the distance of b from a, at the end "
-                f"{distance[-1]:.1e}, and that of a from itself after a "
-                f"change of the last bits, at the end {floor[-1]:.1e}.", 1)
-
-
-def _draw_accuracies(result: Result) -> str:
-    curves = [list(result.curves.get(side, ())) for side in "ab"]
-    figure, axes = _figure("side", "test accuracy")
-    for place, (values, colour) in enumerate(zip(curves, style.PALETTE)):
-        # side by side: seeds of the same accuracy hide each other
-        spread = np.linspace(-0.2, 0.2, len(values)) \
-            if len(values) > 1 else [0.0]
-        axes.plot([place + s for s in spread], values, "o", color=colour,
-                  markersize=6)
-        if values:
-            axes.hlines(np.mean(values), place - 0.3, place + 0.3,
-                        color=colour, linewidth=1.5)
-    axes.set_xticks([0, 1], ["a", "b"])
-    axes.set_xlim(-0.6, 1.6)
-    return _svg(figure, "Dot chart: the test accuracy of each seed, and the "
-                "mean as a line. " + " ".join(
-                    f"{side}: {', '.join(f'{v:.4f}' for v in values)}."
-                    for side, values in zip("ab", curves)))
 
 
 def _svg(figure: Any, alt: str, columns: int = 3) -> str:

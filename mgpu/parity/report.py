@@ -9,15 +9,15 @@ from mgpu import environment, files
 from mgpu.parity.measure import STAGES
 from mgpu.parity.page import check_packages, check_page, to_html, write_html
 from mgpu.parity.result import SHORT, Result
-from mgpu.parity.tables import (MODE_WORDS, Rows, Table, accuracy_rows,
-                                first_rows, layer_table, location_rows,
-                                plan_table, sentence, short_rows, side_table,
-                                stage_table, text, versions)
+from mgpu.parity.tables import (Rows, Table, first_rows, layer_table,
+                                location_rows, plan_table, sentence,
+                                short_rows, side_table, stage_table, text,
+                                versions)
 
-__all__ = ["STAGES", "accuracy_rows", "check_packages", "check_page",
-           "first_rows", "layer_table", "location_rows", "plan_table",
-           "print_result", "sentence", "short_rows", "side_table",
-           "stage_table", "to_html", "versions", "write_html", "write_json"]
+__all__ = ["STAGES", "check_packages", "check_page", "first_rows",
+           "layer_table", "location_rows", "plan_table", "print_result",
+           "sentence", "short_rows", "side_table", "stage_table", "to_html",
+           "versions", "write_html", "write_json"]
 
 
 def print_result(result: Result, console: Any = None, *,
@@ -79,7 +79,7 @@ def print_result(result: Result, console: Any = None, *,
 
     most = None if details else SHORT
     trial = result.on_trial(most)
-    show(f"{result.verdict.upper()} ({MODE_WORDS[result.mode]})",
+    show(f"{result.verdict.upper()} (lock-step)",
          style="bold green" if result.agrees else "bold red")
     show(sentence(result))
     keys = ("network", "engine", "devices", "optimizer", "batch_norm")
@@ -97,7 +97,6 @@ def print_result(result: Result, console: Any = None, *,
         items("Likely causes", [f"{number}. {cause}" for number, cause
                                 in enumerate(result.causes, 1)])
         items("Also different", result.further_lines())
-        pairs("Test accuracy", accuracy_rows(result))
     else:
         pairs("First difference", short_rows(result))
         items("Likely cause", result.likely())

@@ -77,30 +77,30 @@ class Result:
 
     Attributes
     ----------
-    mode : str
     verdict : str
-        "same", "different", "same but for MXNet's float32", or "no proof":
-        nothing differs, and for a `reason` that proves nothing.
+        "same", "different", "same but for MXNet's float32", "same but for
+        named formulas", or "no proof": nothing differs, and for a `reason`
+        that proves nothing.
     reason : str or None
         Of "no proof", and of "different" where no number differs.
     coverage : dict
-        Lock-step: "parameters", how many a gradient moved, of how many;
+        "parameters", how many a gradient moved, of how many;
         "layers_a" and "layers_b", how many layers ran, of how many;
         "not_on_trial", what no step reached, in words; "options", the
         options of layers that differ, in words: if nothing else differs, no
         step reached the difference.
     float32 : list of dict
-        Lock-step in float64: what MXNet computes in float32, and which was
+        In float64: what MXNet computes in float32, and which was
         put into the other side before the search went on: "function", "text",
         "layers" (paths; empty for calls outside of layers), and "size", the
         largest relative difference that it explains.
     formulas : list of dict
-        Lock-step with a step of the user's own: formulas that Gluon and
+        With a step of the user's own: formulas that Gluon and
         PyTorch have in different forms, and that explain all differences
         where they act, proven by computing one side's update with the
         other's: "text", and "size", the largest relative difference.
     gaps : list of Gap
-        Lock-step: one for each tensor, stage and step.
+        One for each tensor, stage and step.
     first : Gap or None
         The first difference: by step, then stage, then layer (the backward
         pass goes from the last layer to the first, and so does the order
@@ -126,14 +126,10 @@ class Result:
         tolerance, dtype, seed, steps, dropout, weights.
     notes : list of str
         What a reader must know to believe the verdict.
-    curves : dict
-        Free mode: "distance" and "floor", relative, one value a step.
-        Accuracy mode: "a" and "b", one value a seed, and "test".
     evidence : Evidence or None
         Not in `to_dict`.
     """
 
-    mode: str
     verdict: str
     gaps: list[Gap]
     plan: Plan
@@ -145,7 +141,6 @@ class Result:
     causes: list[Cause] = field(default_factory=list)
     further: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    curves: dict[str, Any] = field(default_factory=dict)
     reason: str | None = None
     coverage: dict[str, Any] = field(default_factory=dict)
     float32: list[dict[str, Any]] = field(default_factory=list)
@@ -226,7 +221,7 @@ class Result:
             self.verdict, self.reason = "no proof", reason
 
     def _head(self, causes: int) -> list[str]:
-        lines = [f"{self.verdict} ({self.mode}, "
+        lines = [f"{self.verdict} (lockstep, "
                  f"{self.settings['steps']} steps, "
                  f"{self.settings['dtype']})"]
         if self.reason is not None:
@@ -268,8 +263,7 @@ class Result:
         """The best cause, and the names of the others; or that there is none
         where one was looked for."""
         if not self.causes:
-            return [NO_CAUSE] * (
-                self.first is not None and self.mode == "lockstep")
+            return [NO_CAUSE] * (self.first is not None)
         others = [cause.name for cause in self.causes[1:]]
         return [str(self.causes[0])] + [
             f"other likely causes: {joined(others, SHORT)}"] * bool(others)
@@ -284,8 +278,8 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Everything but `evidence`, as lists, dicts, text and numbers."""
         return {
-            "format": "mgpu parity 1", "mode": self.mode,
-            "verdict": self.verdict, "reason": self.reason,
+            "format": "mgpu parity 1", "verdict": self.verdict,
+            "reason": self.reason,
             "coverage": self.coverage, "float32": self.float32,
             "formulas": self.formulas,
             "first": self.first and self.first._asdict(),
@@ -299,8 +293,7 @@ class Result:
             "plan": {**self.plan._asdict(),
                      "pairs": [p.to_dict() for p in self.plan.pairs]},
             "sides": self.sides, "losses": self.losses,
-            "settings": self.settings, "notes": self.notes,
-            "curves": self.curves}
+            "settings": self.settings, "notes": self.notes}
 
 
 def _some(what: str, texts: list[str], most: int | None) -> list[str]:

@@ -28,15 +28,6 @@ STAGE_WORDS = {
     "statistic": ("running statistics", "the running statistic"),
     "prediction": ("outputs in prediction mode",
                    "the output in prediction mode")}
-_TEST_WORDS = {
-    "means": "means of a and b", "deviations": "standard deviations",
-    "statistic": "Welch's t", "df": "degrees of freedom",
-    "p": "p-value (Welch)", "mann_whitney_p": "p-value (Mann and Whitney)",
-    "alpha": "different below a p-value of",
-    "detectable": "difference that is found",
-    "power": "with a probability of", "rows": "test examples"}
-MODE_WORDS = {"lockstep": "lock-step", "free": "free run",
-              "accuracy": "accuracies"}
 NETWORK = "(the network)"       # instead of an empty path
 
 
@@ -51,15 +42,6 @@ def sentence(result: Result) -> str:
     steps = result.settings.get("steps")
     times = f"{steps} step{'s' * (steps != 1)}" if steps else "all steps"
     each = "the one step" if steps == 1 else f"each of {times}"
-    if result.mode == "accuracy":
-        seeds = len(result.curves.get("a", ()))
-        return f"Over {seeds} seeds of each side, the test accuracies " + (
-            "differ by no more than chance explains." if result.same
-            else "differ by more than chance explains.")
-    if result.mode == "free":
-        return f"Left alone for {times}, the sides move apart " + (
-            "no further than rounding alone takes them." if result.same
-            else "further than rounding alone takes them.")
     if result.first is not None:
         gap = result.first
         what = f"{STAGE_WORDS[gap.stage][1]} {gap.name}".rstrip()
@@ -172,16 +154,6 @@ def setting_rows(result: Result) -> Rows:
     """The settings of the comparison, as (name, value)."""
     return [(name.replace("_", " "), text(value))
             for name, value in result.settings.items()]
-
-
-def accuracy_rows(result: Result) -> Rows:
-    """The test of the accuracies, as (name, value)."""
-    rows = [(f"each seed of {side}", text(list(result.curves[side])))
-            for side in "ab" if result.mode == "accuracy"
-            and side in result.curves]
-    return rows + [
-        (_TEST_WORDS.get(name, name.replace("_", " ")), text(value))
-        for name, value in (result.curves.get("test") or {}).items()]
 
 
 def versions(result: Result) -> Rows:

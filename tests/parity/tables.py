@@ -1,6 +1,7 @@
 """Networks that add tables of their own to the input, in Gluon and in
 torch."""
 import mgpu
+from nets import torch_block
 
 
 def in_gluon(tables, kind="constant", use="broadcast_add", freeze=False):
@@ -37,29 +38,22 @@ def in_gluon(tables, kind="constant", use="broadcast_add", freeze=False):
 
 
 def in_torch(tables, kind="buffer", use="add", freeze=False):
+    def forward(net, x):
+        import torch
+        for name in tables:
+            x = torch.tanh(getattr(torch, use)(x, getattr(net, name)))
+        return net.out(net.hidden(x).mean(1))
+
     def make():
         import torch
-        from torch import nn
-
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                for name, value in tables.items():
-                    value = torch.tensor(value)
-                    if kind == "frozen":
-                        setattr(self, name, nn.Parameter(
-                            value, requires_grad=False))
-                    else:
-                        self.register_buffer(
-                            name, value, persistent=kind == "buffer")
-                self.hidden, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
-
-            def forward(self, x):
-                for name in tables:
-                    x = torch.tanh(getattr(torch, use)(x, getattr(
-                        self, name)))
-                return self.out(self.hidden(x).mean(1))
-        net = Net()
+        net = torch_block(lambda nn: {
+            **{name: nn.Parameter(torch.tensor(value), requires_grad=False)
+               for name, value in tables.items() if kind == "frozen"},
+            "hidden": nn.Linear(6, 6), "out": nn.Linear(6, 3)}, forward)()
+        if kind != "frozen":
+            for name, value in tables.items():
+                net.register_buffer(name, torch.tensor(value),
+                                    persistent=kind == "buffer")
         if freeze:
             net.hidden.requires_grad_(False)
         return net

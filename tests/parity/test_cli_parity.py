@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from conftest import BACKENDS
 from mgpu import cli, losses
 from mgpu import backends as registry
-from mgpu.cli import find
+from mgpu.cli import errors, find
 from mgpu.cli.options import parse_params
 
 NETS = {
@@ -141,26 +141,22 @@ def port():
         assert "Same but for MXNet" in page
 
 
-def test_accuracies(folder):
-    (folder / "own.py").write_text('''
-import numpy as np
-
-def data():
-    rng = np.random.default_rng(0)
-    batch = rng.random((6, 12)), rng.integers(0, 3, 6).astype("int32")
-    return [batch], [batch]
-''')
-    result = mgpu_command(
-        "parity", A, B, "--mode", "accuracy", "--seeds", "3", "--steps", "2",
-        "--data", "own.py:data", "--report", "x.html", "--json", "x.json",
-        "--details")
-    assert result.exit_code in (0, 1), result.output    # chance decides
-    assert result.stdout.startswith(("SAME", "DIFFERENT")[result.exit_code]
-                                    + " (accuracies)")
-    found = json.loads((folder / "x.json").read_text())
-    assert len(found["curves"]["a"]) == len(found["curves"]["b"]) == 3
-    assert "p-value (Welch)" in result.stdout
-    assert "p-value (Welch)" in (folder / "x.html").read_text()
+if "mxnet" in BACKENDS:
+    def test_a_check_of_a_conversion_has_the_status_of_its_verdict(folder):
+        import mxnet as mx
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        net.add(nn.Dense(4, in_units=12), nn.LeakyReLU(0.1), nn.Dense(3))
+        net.initialize()
+        net.hybridize()
+        net(mx.nd.ones((1, 12)))
+        net.export("net")
+        for allow, code in (([], 1), (["--allow-mxnet-float32"], 0)):
+            result = mgpu_command(
+                "convert", "net-symbol.json", "net-0000.params", "-o",
+                "net.py", "--plain", "--input", "12", "--check", *allow)
+            assert result.exit_code == code, result.output
+            assert "SAME BUT FOR MXNET'S FLOAT32" in result.output
 
 
 def test_a_module_of_the_current_folder(folder):
@@ -236,13 +232,19 @@ def test_a_trace(folder):
 
 
 if "mxnet" in BACKENDS:
-    def test_lint():
-        result = mgpu_command("lint", "nets_mxnet.py:make", "--input", "12",
-                              "--batch-size", "5")
-        assert result.exit_code == 0, result.output
-        assert "mgpu.parity.gluonize(net)" in result.stdout
-        assert result.stdout.splitlines()[-1].endswith(
-            "differences to PyTorch")
+    def test_lint(folder):
+        (folder / "relu.py").write_text(
+            "from mxnet.gluon import nn\n"
+            "relu = lambda: nn.Activation('relu')\nloss = lambda y, z: y")
+        for net, status, last in (
+                ("nets_mxnet.py:make", 1, "differences to PyTorch"),
+                ("relu.py:relu", 0, "0 differences to PyTorch")):
+            result = mgpu_command("lint", net, "--input", "12",
+                                  "--batch-size", "5", "--loss",
+                                  "relu.py:loss")
+            assert result.exit_code == status, result.output
+            assert result.stdout.splitlines()[-1].endswith(last)
+            assert ("mgpu.parity.gluonize(net)" in result.stdout) == status
 
 
 # -- status 2 -----------------------------------------------------------------
@@ -263,7 +265,7 @@ if "mxnet" in BACKENDS:
     ([A, B, "--optimizer-params", "momentum"], "NAME=VALUE"),
     ([A, B, "--loss", "l3"], "unknown loss"),
     ([A, B, "--data", "nowhere"], "unknown data set"),
-    ([A, B, "--mode", "accuracy", "--data", "random"], "examples to test on"),
+    ([A, B, "--mode", "free"], "No such option '--mode'"),
     ([A, B, "--report", "no/folder/x.html"], "the folder of --report"),
     ([A, B, "--report", "x.pdf"], "x.pdf"),
     ([A, B, "--b-devices", "1,2"], "--b-devices takes a number or devices"),
@@ -314,6 +316,27 @@ def test_traceback_on_request():
                           '{"width": 3}', "--traceback")
     assert result.exit_code == 2
     assert "Traceback (most recent call last)" in result.stderr
+
+
+# -- the table of statuses ----------------------------------------------------
+
+def test_each_verdict_has_one_status():
+    from mgpu.parity import result
+    from mgpu.parity.invariance import STATUSES
+    both = result.FORMULAS + ", and MXNet's float32"
+    for verdict, float32, formulas, statuses in (
+            ("same", [], [], "0000"), ("different", [], [], "1111"),
+            ("no proof", [], [], "2222"), ("not compared", [], [], "2222"),
+            # nothing allowed, formulas, float32, both
+            (result.FLOAT32, [{}], [], "1100"), (both, [{}], [{}], "1110"),
+            (result.FORMULAS, [], [{}], "1010")):
+        found = result.Result(verdict, [], None, {}, {}, {}, float32=float32,
+                              formulas=formulas)
+        assert statuses == "".join(str(errors.exit_status(
+            found, allow_mxnet_float32=x, allow_formulas=y))
+            for x in (False, True) for y in (False, True)), verdict
+    assert {x: errors.STATUS[x] for x in STATUSES} == {
+        "exact": 0, "not compared": 2, "batch statistics": 1, "wrong": 1}
 
 
 # -- parts --------------------------------------------------------------------

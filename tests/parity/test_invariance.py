@@ -53,11 +53,10 @@ def test_synchronised_training_is_that_of_one_device(backend):
             "prediction"}
 
 
-@pytest.mark.parametrize("optimizer", ("adam", "nag"))
-def test_without_batch_norm_every_policy_is_exact(backend, optimizer):
+def test_without_batch_norm_every_policy_is_exact(backend):
     report = parity.invariance(
         lambda: network(backend, batch_norm=False), batches=batches(5, 2),
-        devices=(1, 2, 3), optimizer=optimizer)
+        devices=(1, 2, 3), optimizer="adam")
     assert report.exact and not report.synced
 
 
@@ -174,11 +173,10 @@ def never():
     raise AssertionError("a network was made")
 
 
-@pytest.mark.parametrize("numbers", ((1,), (), (1, 1), (0, 1), (1, True),
-                                     (1, 2.0)), ids=str)
-def test_numbers_of_devices(numbers):
-    with pytest.raises(ValueError, match="different numbers of devices"):
-        parity.invariance(never, batches=batches(2), devices=numbers)
+def test_numbers_of_devices():
+    for numbers in ((1,), (), (1, 1), (0, 1), (1, True), (1, 2.0)):
+        with pytest.raises(ValueError, match="different numbers of devices"):
+            parity.invariance(never, batches=batches(2), devices=numbers)
 
 
 def test_a_network_is_no_factory(backend):

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 import mgpu
+from conftest import BACKENDS
 from mgpu import parity
 from mgpu.parity import keys, trace
+from nets import bricks, torch_block
 
 RNG = np.random.default_rng(0)
 BATCHES = [(RNG.normal(size=(5, 4)), RNG.normal(size=(5, 3)))
@@ -40,33 +42,19 @@ def sum_of(output, y):
 
 
 def two_heads(engine, form):
-    def gluons():
-        with mgpu.using_backend("mxnet"):
-            from mxnet.gluon import nn
+    def make():
+        with mgpu.using_backend(engine) as backend:
+            base, dense = bricks(backend)
 
-        class Net(nn.Block):
+        class Net(base):
             def __init__(self):
                 super().__init__()
-                with self.name_scope():
-                    self.mu = nn.Dense(3, in_units=4)
-                    self.var = nn.Dense(3, in_units=4)
+                self.mu, self.var = dense(4, 3), dense(4, 3)
 
             def forward(self, x):
                 return form(self.mu(x), self.var(x))
         return Net()
-
-    def torchs():
-        from torch import nn
-
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.mu, self.var = nn.Linear(4, 3), nn.Linear(4, 3)
-
-            def forward(self, x):
-                return form(self.mu(x), self.var(x))
-        return Net()
-    return gluons if engine == "mxnet" else torchs
+    return make
 
 
 def judged(result):
@@ -77,21 +65,19 @@ def judged(result):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_outputs_are_compared_by_key(name, backend, devices, tmp_path):
+def test_outputs_are_compared_by_key(name, devices, tmp_path):
     """Also with a loss that would not tell, and from a trace."""
     form, verdict = FORMS[name]
-    options = {"loss": sum_of, "devices": devices}
+    options = {"batches": BATCHES, "loss": sum_of, "devices": devices}
     a = two_heads("mxnet", FORMS["equal"][0])
     file = str(tmp_path / "a.safetensors")
-    b = two_heads(backend.name, form)
-    result = parity.compare(a, b, batches=BATCHES, **options)
-    assert judged(result) == verdict, result
-    if len(devices) == 2:
-        result = parity.compare(b, a, batches=BATCHES, **options)
-        assert judged(result) == verdict, result
-        trace.record(b, batches=BATCHES, file=file, **options)
-        result = trace.compare_trace(file, a, loss=sum_of)
-        assert judged(result) == verdict, result
+    for engine in BACKENDS:
+        b = two_heads(engine, form)
+        trace.record(b, file=file, **options)
+        for result in (parity.compare(a, b, **options),
+                       parity.compare(b, a, **options),
+                       trace.compare_trace(file, a, loss=sum_of)):
+            assert judged(result) == verdict, (engine, result)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -117,20 +103,14 @@ def test_outputs_of_an_own_step_are_compared_by_key(name):
 
 def test_keys_of_a_pass_are_those_of_its_mode():
     """A network may return other things where it does not train."""
-    from torch import nn
-
     def net(turned):
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.mu, self.var = nn.Linear(4, 3), nn.Linear(4, 3)
-
-            def forward(self, x):
-                m, v = self.mu(x), self.var(x)
-                own = [("m", m), ("v", v)] if self.training \
-                    else [("a", m), ("b", v), ("c", m * v)]
-                return dict(own[::-1] if turned else own)
-        return Net
+        def forward(net, x):
+            m, v = net.mu(x), net.var(x)
+            own = [("m", m), ("v", v)] if net.training \
+                else [("a", m), ("b", v), ("c", m * v)]
+            return dict(own[::-1] if turned else own)
+        return torch_block(lambda nn: {"mu": nn.Linear(4, 3),
+                                       "var": nn.Linear(4, 3)}, forward)
     result = parity.compare(net(False), net(True), batches=BATCHES,
                             loss=sum_of)
     assert result.same and not result.notes, result

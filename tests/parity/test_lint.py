@@ -146,13 +146,12 @@ def test_every_rule_is_tested_and_a_harmless_network_is_silent():
     assert lint(layers(lambda nn: nn.Activation("relu"))) == []
 
 
-@pytest.mark.parametrize("optimizer", (
-    "sgd", "nag", "adam", "adamw", "adamax", "nadam", "rmsprop", "adagrad",
-    "adadelta", "ftrl", "signum"))
-def test_every_optimiser_is_known(optimizer):
-    found = lint(layers(lambda nn: nn.Activation("relu")),
-                 optimizer=optimizer)
-    assert bool(found) is (optimizer not in ("sgd", "nag"))
+def test_every_optimiser_is_known():
+    net = layers(lambda nn: nn.Activation("relu"))
+    for optimizer in ("sgd", "nag", "adam", "adamw", "adamax", "nadam",
+                      "rmsprop", "adagrad", "adadelta", "ftrl", "signum"):
+        found = lint(net, optimizer=optimizer)
+        assert bool(found) is (optimizer not in ("sgd", "nag")), optimizer
 
 
 @pytest.mark.parametrize("norm", ["BatchNorm", "LayerNorm"])

@@ -89,7 +89,7 @@ def made_up(**changes):
     side = {"engine": "mxnet 1.9.1", "network": "A & B <i>",
             "devices": ["cpu(0)"]}
     values = dict(
-        mode="lockstep", verdict="different", gaps=gaps, first=wrong,
+        verdict="different", gaps=gaps, first=wrong,
         plan=Plan("order and shape", [Pair((LONG,), ("fc.weight",),
                                           (Turn((1, 0)),))],
                   {"a": ["scale"], "b": ["offset"]}, False, ["shared in a"]),
@@ -155,24 +155,6 @@ def test_the_page_of_a_difference(different, tmp_path):
     captions = [c["aria-label"].partition(":")[0] for c in page.all("svg")]
     assert captions == ["Line chart", "Dot chart", "Line chart"]
     assert os.listdir(tmp_path) == ["x.html"]
-
-
-def test_the_page_of_a_free_run():
-    page = check_page(report.to_html(compared(mode="free")))
-    assert "Distance, and the chaos floor" in page.text
-    assert "chaos floor: a from a nudged a" in page.text    # of the legend
-
-
-def test_the_page_of_accuracies():
-    result = made_up(
-        mode="accuracy", verdict="same", gaps=[], first=None, losses={},
-        plan=Plan("", []), curves={"a": [0.5, 0.75], "b": [0.625, 0.625],
-                                   "test": {"p": 0.8125, "rows": 2}})
-    page = check_page(report.to_html(result))
-    assert "p-value (Welch) 0.8125" in page.text
-    assert "0.5000, 0.7500" in page.all("svg")[0]["aria-label"]
-    words = printed(result, details=True)
-    assert "0.8125" in words and "0.5, 0.75" in words
 
 
 def test_a_page_with_infinities_and_markup():
@@ -282,9 +264,8 @@ def test_a_difference_without_a_cause_says_so():
     result = made_up(causes=[])
     for text in (printed(result), str(result)):
         assert "none that mgpu knows" in text
-    # none was looked for, or one was found
-    for result in (made_up(causes=[], mode="free"), made_up()):
-        assert "none that mgpu knows" not in printed(result) + str(result)
+    result = made_up()
+    assert "none that mgpu knows" not in printed(result) + str(result)
 
 
 def test_options_of_a_layer_whose_input_differs_explain_nothing():
@@ -304,11 +285,7 @@ def test_options_of_a_layer_whose_input_differs_explain_nothing():
         Gap(1, "loss", "", 1e-9, 1e-9, 1.0, "rounding", (), 1.0, 1.0),
         Gap(1, "output", "", 1e-12, 1e-12, 1.0, "same", (), 1.0, 1.0)]},
      "up to a relative 1.0e-12 (1e-10 is tolerated) and 1 larger difference "
-     "that rounding explains."),
-    ({"mode": "free"}, "further than rounding alone takes them"),
-    ({"mode": "free", "verdict": "same"},
-     "no further than rounding alone takes them"),
-    ({"mode": "accuracy", "curves": {"a": [1, 2, 3]}}, "Over 3 seeds")])
+     "that rounding explains.")])
 def test_the_verdict_in_a_sentence(changes, words):
     assert words in report.sentence(made_up(**changes))
 
@@ -332,10 +309,10 @@ def test_json_is_valid_and_whole(different, tmp_path):
 
 def test_json_has_text_for_what_it_does_not_know(tmp_path):
     file = tmp_path / "x.json"
-    report.write_json(made_up(curves={
+    report.write_json(made_up(settings={
         "x": np.float32(0.5), "y": np.array([1, 2]), "z": -np.inf}), file)
     found = json.loads(file.read_text(), parse_constant=no_constant)
     assert found["first"]["absolute"] == "Infinity"
     assert found["first"]["b"] == found["losses"]["b"][1] == "NaN"
-    assert found["curves"] == {"x": 0.5, "y": [1, 2], "z": "-Infinity"}
+    assert found["settings"] == {"x": 0.5, "y": [1, 2], "z": "-Infinity"}
     assert found["plan"]["pairs"][0]["axes"] == [1, 0]

@@ -134,7 +134,7 @@ def test_draws():
                   batches=batches())
 
 def test_option():
-    assert_parity(make, make, batches=batches(), mode="lock-step")
+    assert_parity(make, make, batches=batches(), weights="c")
 
 def test_broken():
     assert_parity(make, broken, batches=batches())
@@ -167,7 +167,7 @@ def test_a_refusal_has_a_page_too(pytester):
                       f"({BACKENDS[0]} ", "devices 2"],
             "draws": ["both sides must draw the same random numbers",
                       "Use dropout layers", "Noisy (torch ", "devices - 2"],
-            "option": ["unknown mode"],
+            "option": ["unknown weights"],
             "broken": ["RuntimeError: no weights <here>", "against broken, "
                        "lock-step", "give the first batch"]}.items():
         text = pages[f"{name}.html"].text
@@ -209,8 +209,8 @@ def test_what_cannot_be_compared_is_no_failed_assertion():
                        "mgpu.parity.compare; received 'input_shape'. Use "
                        "batches, "):
         testing.assert_parity(None, None, input_shape=(20,))
-    with pytest.raises(ValueError, match="unknown mode"):
-        testing.assert_parity(None, None, batches=[], mode="lock-step")
+    with pytest.raises(ValueError, match="unknown weights"):
+        testing.assert_parity(None, None, batches=[], weights="c")
 
 
 def test_mxnets_float32_may_be_allowed():

@@ -185,12 +185,6 @@ def elu(p):
     p.wrong(n.name, alpha=0.5)
 
 
-@mistake("activation missing", "activation")
-def missing_activation(p):
-    n = p.pick("act")
-    p.wrong(n.name, "nothing")
-
-
 @mistake("activation added", "activation")
 def extra_activation(p):
     n = p.pick("dense", "conv", where=lambda n: all(
@@ -250,12 +244,6 @@ def dropout_rate(p):
     p.wrong(n.name, rate=p.rng.choice([0.1, 0.2, 0.75]))
 
 
-@mistake("dropout missing", "dropout rate")
-def no_dropout(p):
-    n = p.pick("dropout")
-    p.wrong(n.name, "nothing")
-
-
 @mistake("dropout added", "dropout rate")
 def more_dropout(p):
     n = p.pick("act")
@@ -294,12 +282,6 @@ def padding_mode(p):
     n = p.pick("conv", where=lambda n: n.kernel > 1 and n.dims == 2)
     p.both(n.name, pad=1)
     p.wrong(n.name, mode=p.rng.choice(["reflect", "replicate", "circular"]))
-
-
-@mistake("padding of a transposed convolution", "layer options")
-def transposed_convolution(p):
-    n = p.pick("conv_t")
-    p.wrong(n.name, pad=0)
 
 
 @mistake("mean for maximum", "kind of pooling")
@@ -343,12 +325,6 @@ def global_pooling(p):
 def functional_pooling(p):
     n = p.pick("mean", "max")
     p.wrong(n.name, "max" if n.kind == "mean" else "mean")
-
-
-@mistake("sum for mean", "constant factor")
-def sum_pooling(p):
-    n = p.pick("mean")
-    p.wrong(n.name, "sum")
 
 
 # -- normalisation ------------------------------------------------------------
@@ -491,12 +467,6 @@ def channels_last(p):
     p.wrong(n.name, "channels_last")
 
 
-@mistake("axis of the softmax", "softmax axis")
-def axis(p):
-    n = p.pick("softmax")
-    p.wrong(n.name, axis=1)
-
-
 @mistake("mask missing", "attention mask")
 def no_mask(p):
     n = p.pick("scale")
@@ -508,12 +478,6 @@ def no_mask(p):
     m = p.pick("mask")
     p.b = p.a.without(m.name)
     p.at(m.name)
-
-
-@mistake("scale of attention missing", "attention scale")
-def no_scale(p):
-    n = p.pick("scale")
-    p.wrong(n.name, "nothing")
 
 
 @mistake("scale of attention by another width", "attention scale")
@@ -757,60 +721,15 @@ def _loss(p, loss, plain="cross-entropy"):
     p.stages = ("loss",)
 
 
-@mistake("mean over the batch", "loss reduction")
-def mean_loss(p):
-    _loss(p, "mean")
-
-
-@mistake("sum over the batch", "loss reduction")
-def sum_loss(p):
-    _loss(p, "sum")
-
-
-@mistake("label smoothing", "label smoothing")
-def smoothing(p):
-    _loss(p, "smoothed")
-
-
-@mistake("class weights", "class weights")
-def class_weights(p):
-    _loss(p, "weighted")
-
-
-@mistake("ignore_index", "ignore_index")
-def ignored(p):
-    _loss(p, "ignoring")
-
-
-@mistake("weight of the loss", "loss weight")
-def loss_weight(p):
-    _loss(p, "twice")
-
-
 @mistake("labels of the next row", "shifted labels")
 def shifted(p):
     p.options["devices"] = 1
     _loss(p, "rolled")
 
 
-@mistake("L2 loss without the half", "L2 loss")
-def squares(p):
-    _loss(p, "squares", "l2")
-
-
 @mistake("mean of squares over the batch", "L2 loss", "loss reduction")
 def mean_of_squares(p):
     _loss(p, "mean squares", "l2")
-
-
-@mistake("softmax in the loss", "softmax in the loss")
-def softmax_in_loss(p):
-    _loss(p, "softmax first")
-
-
-@mistake("absolute values for squares", "loss formula")
-def absolute(p):
-    _loss(p, "l1", "l2")
 
 
 # -- gradients ----------------------------------------------------------------
@@ -989,11 +908,6 @@ def late(p):
 def warm_up(p):
     p.sides["a"]["lr_scheduler"] = Steps(0.125, warm=3)
     _update(p, lr_scheduler=Steps(0.125))
-
-
-@mistake("not divided by the batch", "batch divisor")
-def not_divided(p):
-    _update(p, divisor=1)
 
 
 @mistake("short batch divided by a full one", "batch divisor")
@@ -1185,11 +1099,6 @@ def shuffled(X, y):
     return X[order], y[order]
 
 
-@mistake("another order of the examples", "data order")
-def order(p):
-    _prepared(p, shuffled)
-
-
 @mistake("labels shuffled alone", "data order")
 def labels(p):
     _prepared(p, lambda X, y: (X, np.roll(y, 1, 0)), ("loss",))
@@ -1218,6 +1127,43 @@ def draw(p):
     p.sides["a"].update(init="xavier", seed=1)
     p.sides["b"].update(init="xavier", seed=2)
     p.stages = ("initial",)
+
+
+# -- mistakes of one expression -----------------------------------------------
+
+#: name: (cause, what it does to a pair)
+ONE = {
+    "activation missing": (
+        "activation", lambda p: p.wrong(p.pick("act").name, "nothing")),
+    "dropout missing": (
+        "dropout rate", lambda p: p.wrong(p.pick("dropout").name, "nothing")),
+    "padding of a transposed convolution": (
+        "layer options", lambda p: p.wrong(p.pick("conv_t").name, pad=0)),
+    "sum for mean": (
+        "constant factor", lambda p: p.wrong(p.pick("mean").name, "sum")),
+    "axis of the softmax": (
+        "softmax axis", lambda p: p.wrong(p.pick("softmax").name, axis=1)),
+    "scale of attention missing": (
+        "attention scale", lambda p: p.wrong(p.pick("scale").name, "nothing")),
+    "mean over the batch": ("loss reduction", lambda p: _loss(p, "mean")),
+    "sum over the batch": ("loss reduction", lambda p: _loss(p, "sum")),
+    "label smoothing": ("label smoothing", lambda p: _loss(p, "smoothed")),
+    "class weights": ("class weights", lambda p: _loss(p, "weighted")),
+    "ignore_index": ("ignore_index", lambda p: _loss(p, "ignoring")),
+    "weight of the loss": ("loss weight", lambda p: _loss(p, "twice")),
+    "L2 loss without the half": (
+        "L2 loss", lambda p: _loss(p, "squares", "l2")),
+    "softmax in the loss": (
+        "softmax in the loss", lambda p: _loss(p, "softmax first")),
+    "absolute values for squares": (
+        "loss formula", lambda p: _loss(p, "l1", "l2")),
+    "not divided by the batch": (
+        "batch divisor", lambda p: _update(p, divisor=1)),
+    "another order of the examples": (
+        "data order", lambda p: _prepared(p, shuffled)),
+}
+for _name, (_cause, _plant) in ONE.items():
+    mistake(_name, _cause)(_plant)
 
 
 def kinds(names: Sequence[str] = ()) -> list[Mistake]:

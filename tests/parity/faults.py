@@ -1,0 +1,1032 @@
+"""Faults for `test_diagnosis`: pairs of networks and how they train, with
+the cause that the diagnosis must name; and pairs that train the same."""
+import numpy as np
+
+import mgpu
+from mgpu import losses
+from mgpu.parity import Side
+from nets import gluon, gluon_block, torch_block, torch_layer
+from nets import torch as torch_
+from parity.steps import gluon_step, torch_step
+from parity.tables import in_gluon, in_torch
+
+RNG = np.random.default_rng(0)
+#: rows that 2, 3 and 4 devices share unevenly or not, and whose factors
+#: (rows, devices, powers of two) cannot be confused
+N = 7
+IMAGES = [(RNG.random((N, 2, 8, 8)), RNG.integers(0, 3, N).astype("int32"))
+          for _ in range(3)]
+ROWS = [(RNG.normal(size=(N, 6)), RNG.integers(0, 3, N).astype("int32"))
+        for _ in range(3)]
+TARGETS = [(X, RNG.normal(size=(N, 3))) for X, _ in ROWS]
+SERIES = [(np.random.default_rng(i).normal(size=(N, 2, 3)), y)
+          for i, (_, y) in enumerate(ROWS)]
+ATTENDED = [(np.random.default_rng(i).normal(size=(N, 5, 4)), y)
+            for i, (_, y) in enumerate(ROWS)]
+FULL_THEN_SHORT = [ROWS[0], tuple(x[:5] for x in ROWS[1])]
+SLOW = {"learning_rate": 0.125}
+
+
+def conv_g(**bn):
+    return gluon(lambda nn: [
+        nn.Conv2D(4, 3, in_channels=2), nn.BatchNorm(in_channels=4, **bn),
+        nn.Activation("relu"), nn.GlobalAvgPool2D(), nn.Flatten(),
+        nn.Dense(3, in_units=4)])
+
+
+def conv_t(**bn):
+    return torch_(lambda nn: [
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4, **bn), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)])
+
+
+def dense_g(*middle, activation="relu"):
+    def make(nn):
+        return [nn.Dense(5, in_units=6, activation=activation),
+                *(m(nn) for m in middle), nn.Dense(3, in_units=5)]
+    return gluon(make)
+
+
+def dense_t(*middle, activation="ReLU"):
+    def make(nn):
+        return [nn.Linear(6, 5),
+                *([getattr(nn, activation)()] if activation else []),
+                *(m(nn) for m in middle), nn.Linear(5, 3)]
+    return torch_(make)
+
+
+def half_at_zero(nn):
+    """ReLU, with a derivative of 1/2 at 0."""
+    return torch_layer(lambda x: x.maximum(x.new_zeros(())))
+
+
+def image_net(layers_g, layers_t, units):
+    """Two networks around a layer under test."""
+    return (gluon(lambda nn: [*layers_g(nn), nn.Flatten(),
+                              nn.Dense(3, in_units=units)]),
+            torch_(lambda nn: [*layers_t(nn), nn.Flatten(),
+                               nn.Linear(units, 3)]))
+
+
+def enlarged(function, layer=False, **options):
+    """Networks that double the size of pictures, by a layer of torch's or a
+    function."""
+    def port(nn):
+        double = nn.Upsample(scale_factor=2, **options) if layer \
+            else torch_layer(lambda x: nn.functional.interpolate(
+                x, scale_factor=2, **options))
+        return [nn.Conv2d(2, 4, 7), double, nn.Conv2d(4, 4, 3)]
+    return image_net(lambda nn: [
+        nn.Conv2D(4, 7, in_channels=2), nn.HybridLambda(function),
+        nn.Conv2D(4, 3, in_channels=4)], port, 16)
+
+
+def attention(scale, pooled="mean", skip="x", wide=False, turned=False,
+              mask=0.0):
+    """A block of a transformer, in torch."""
+    def parts(nn):
+        class Norm(nn.LayerNorm):
+            def forward(self, x):
+                return nn.functional.layer_norm(
+                    x, x.shape[1:]) * self.weight + self.bias \
+                    if wide else super().forward(x)
+        return {**{name: nn.Linear(4, 4) for name in "qkv"}, "norm": Norm(4),
+                "act": nn.Tanh(), "head": nn.Linear(8, 3)}
+
+    def forward(net, x):
+        import torch
+        q, k, v = net.q(x), net.k(x), net.v(x)
+        later = torch.ones(5, 5, dtype=x.dtype).triu(1)
+        y = torch.softmax(scale * q @ k.mT - mask * later, 2) @ v
+        y = net.norm(y) + x if skip == "behind" \
+            else net.norm(y + {"x": x, "v": v, None: 0 * x}[skip])
+        y = net.act(y)
+        found = [getattr(y, pooled)(1), y[:, 0]]
+        return net.head(torch.cat(found[::-1] if turned else found, 1))
+    return torch_block(parts, forward)
+
+
+def of_heads(scale, among_rows=False, mask=0.0):
+    """Attention of two heads, which may stand among the rows."""
+    def forward(net, x):
+        import torch
+        later = torch.ones(5, 5, dtype=x.dtype).triu(1)
+        q, k, v = (f(x).unflatten(2, (2, 2)).transpose(1, 2)
+                   for f in (net.q, net.k, net.v))
+        if among_rows:
+            q, k, v = (z.flatten(0, 1) for z in (q, k, v))
+        y = torch.softmax(scale * q @ k.mT - mask * later, -1) @ v
+        return net.head(y.reshape(len(x), 20))
+    return torch_block(lambda nn: {
+        **{name: nn.Linear(4, 4) for name in "qkv"},
+        "head": nn.Linear(20, 3)}, forward)
+
+
+def one_score(axis, squeezed=False):
+    """Attention with one score for each time, and a softmax along `axis`."""
+    def forward(net, x):
+        import torch
+        shares = net.score(x)
+        if squeezed:
+            shares = torch.softmax(shares[..., 0], axis)[..., None]
+        else:
+            shares = torch.softmax(shares, axis)
+        return net.head((shares * x).sum(1))
+    return torch_block(lambda nn: {"score": nn.Linear(4, 1),
+                                   "head": nn.Linear(4, 3)}, forward)
+
+
+def padded(mode, dropout=0.0):
+    """A convolution of what ``F.pad`` has made larger."""
+    def forward(net, x):
+        from torch.nn.functional import pad
+        how = mode
+        if mode in ("first", "last"):   # column, that is cut off
+            x = pad(x[..., 1:], (1, 0)) if mode == "first" \
+                else pad(x[..., :-1], (0, 1))
+            how = "constant"
+        x = net.conv(pad(x, (1,) * 4, mode=how))
+        return net.head(net.dropout(x.tanh().flatten(1)))
+    return torch_block(lambda nn: {
+        "conv": nn.Conv2d(2, 4, 5), "head": nn.Linear(144, 3),
+        "dropout": nn.Dropout(dropout) if dropout else nn.Identity()},
+        forward)
+
+
+def joined_heads(order):
+    """Four heads in two sizes, as of a detector, with the channels last."""
+    def forward(net, x):
+        import torch
+        fine = net.fine(x).tanh()
+        maps = [fine, net.coarse(fine)]
+        return torch.cat([
+            net.heads[i](maps[i % 2]).permute(0, 2, 3, 1).flatten(1)
+            for i in order], 1)
+    return torch_block(lambda nn: {
+        "fine": nn.Conv2d(2, 4, 3), "coarse": nn.Conv2d(4, 4, 3),
+        "heads": nn.ModuleList(nn.Conv2d(4, n, 1) for n in (2, 3, 2, 3))},
+        forward)
+
+
+def features(engine):
+    """A last layer is trained, behind a batch norm in training mode."""
+    def freeze(made):
+        for layer in list(made._children.values() if engine == "mxnet"
+                          else made.children())[:-1]:
+            if engine == "mxnet":
+                layer.collect_params().setattr("grad_req", "null")
+            else:
+                layer.requires_grad_(False)
+        return made
+    net = dense_g(lambda nn: nn.BatchNorm(in_channels=5)) \
+        if engine == "mxnet" else dense_t(lambda nn: nn.BatchNorm1d(5))
+    return lambda: freeze(net())
+
+
+def rate(n):
+    """A schedule with a jump at the third update."""
+    return 0.125 if n < 3 else 0.0625
+
+
+def cross_entropy(**options):
+    """torch's own, which has 64-bit labels."""
+    def loss(output, y):
+        from torch.nn import functional
+        return functional.cross_entropy(output, y.long(), **options)
+    return loss
+
+
+def weighted(output, y):
+    return cross_entropy(reduction="none", weight=output.new_tensor(
+        [0.5, 1.0, 2.0]))(output, y)
+
+
+def times(nn, number):
+    return torch_layer(lambda x: number * x)
+
+
+def transposed(nn):
+    class Transposed(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight.T, self.bias)
+    return Transposed(6, 6)
+
+
+def single(dtype, activation="ReLU"):
+    """A network whose first layer computes in a smaller dtype."""
+    def make():
+        from torch import nn
+
+        class Single(nn.Linear):
+            def forward(self, x):
+                own = [getattr(t, dtype)() for t in (
+                    x, self.weight, self.bias)]
+                return nn.functional.linear(*own).to(x.dtype)
+        return nn.Sequential(Single(6, 5), getattr(nn, activation)(),
+                             nn.Linear(5, 3))
+    return make
+
+
+def cast(nn):
+    return torch_layer(lambda x: x.float().to(x.dtype))
+
+
+def mean_square(output, y):
+    return ((output - y) ** 2).mean(1)
+
+
+def huber(output, y):
+    """torch's, which is rho times Gluon's."""
+    from torch.nn import functional
+    return functional.huber_loss(output, y, delta=2.0,
+                                 reduction="none").mean(1)
+
+
+def gluon_cross_entropy(output, y):
+    import mxnet as mx
+    return mx.gluon.loss.SoftmaxCrossEntropyLoss()(output, y)
+
+
+def patch_sum(patch, engine, wrong):
+    """On one engine gradients are reduced by ``wrong(columns, right)``."""
+    right = mgpu.trainer.allreduce_many
+
+    def reduce(columns, algorithm):
+        if mgpu.get_backend().name == engine:
+            wrong(columns, right)
+        else:
+            right(columns)
+    patch.setattr("mgpu.trainer.allreduce_many", reduce)
+
+
+def average(columns, right):
+    right(columns, op="mean")
+
+
+def aliased(columns, right):
+    """The sum of the text's first listing, over a list that holds one array
+    k times because nothing was copied."""
+    right(columns)
+    for column in columns:
+        data = [column[0]] * len(column)
+        for i in range(1, len(data)):
+            data[0] += data[i]
+        for copy in column[1:]:
+            copy[:] = mgpu.backends.get_backend().put(data[0], copy)
+
+
+def no_broadcast(columns, right):
+    for column in columns:
+        mgpu.reduce(column)
+
+
+def left_out(columns, right):
+    for column in columns:
+        column[-1] *= 0.0
+    right(columns)
+
+
+def stale_once():
+    """The second step applies the gradients of the first."""
+    kept = []
+
+    def wrong(columns, right):
+        right(columns)
+        backend = mgpu.get_backend()
+        if not kept:
+            kept.extend(backend.to_numpy(c[0]) for c in columns)
+        elif len(kept) == len(columns):
+            for column, old in zip(columns, kept):
+                for copy in column:
+                    copy[:] = backend.put(old, copy)
+    return wrong
+
+
+def accumulated():
+    """No step sets the gradient to zero."""
+    kept = {}
+
+    def wrong(columns, right):
+        right(columns)
+        backend = mgpu.get_backend()
+        for i, column in enumerate(columns):
+            for copy in column:
+                if i in kept:
+                    copy += backend.put(kept[i], copy)
+            kept[i] = backend.to_numpy(column[0])
+    return wrong
+
+
+def accumulating():
+    net = dense_g()()
+    net.initialize()
+    net.collect_params().setattr("grad_req", "add")
+    return net
+
+
+def halved(columns, right):
+    right(columns)
+    for column in columns:
+        for copy in column:
+            copy *= 0.375
+
+
+def other_masks(patch):
+    """torch's dropout layers get the masks of other elements."""
+    from mgpu.backends._torch.network import TorchNetwork as Network
+    right = Network.use_masks
+
+    def dropout(self, rule):
+        return right(self, lambda x, rate, axes, index: rule(
+            x, rate, axes, index).flip(-1))
+    patch.setattr(Network, "use_masks", dropout)
+
+
+def still(patch):
+    """torch's batch norm leaves the running statistics alone."""
+    from mgpu.backends._torch import replica
+    right = replica.gluon_batch_norm
+
+    def wrong(call, index=0):
+        return right(call._replace(
+            running_mean=call.running_mean.clone(),
+            running_var=call.running_var.clone()), index)
+    patch.setattr(replica, "gluon_batch_norm", wrong)
+
+
+def fixed_gamma(patch, scale):
+    """A torch network whose stored gamma is not 1."""
+    def net():
+        made = conv_t()()
+        made[1].weight.data.fill_(2.0)
+        return made
+    return conv_g(scale=scale), net
+
+
+def shuffled(X, y):
+    order = np.random.default_rng(1).permutation(len(X))
+    return X[order], y[order]
+
+
+def labels_shuffled(X, y):
+    return X, np.roll(y, 1)
+
+
+def channels_last(nn):
+    """Flattens (rows, channels, height, width) with channels last."""
+    return torch_layer(lambda x: x.permute(0, 2, 3, 1).flatten(1))
+
+
+def recurrent(kind, **options):
+    """Gluon's layer, on sequences."""
+    def make():
+        with mgpu.using_backend("mxnet"):
+            from mxnet.gluon import nn, rnn
+        layer = getattr(rnn, kind)(4, layout="NTC", input_size=3, **options)
+        net = nn.HybridSequential()
+        net.add(layer, nn.Flatten(), nn.Dense(3, in_units=2 * 4 * layer._dir))
+        return net
+    return make
+
+
+def recurrent_port(kind, order, **options):
+    """torch's layer, with the blocks of its weights in another order."""
+    def make():
+        import torch
+        from torch import nn
+
+        class Port(getattr(nn, kind)):
+            def forward(self, x):
+                own = self._flat_weights
+                self._flat_weights = [torch.cat([
+                    w.chunk(len(order))[k] for k in order]) for w in own]
+                y, _ = super().forward(x)
+                self._flat_weights = own
+                return y
+        layer = Port(3, 4, batch_first=True, **options)
+        return nn.Sequential(layer, nn.Flatten(), nn.Linear(
+            2 * 4 * (1 + layer.bidirectional), 3))
+    return make
+
+
+def permuted_values(order):
+    """torch's layer, whose values are blocks in another order."""
+    def make():
+        import torch
+        torch.manual_seed(0)
+        net = recurrent_port("LSTM", range(4))()
+        for p in net[0].parameters():
+            p.data = torch.cat([p.data.chunk(4)[k] for k in order])
+        return net
+    return make
+
+
+def one_cell():
+    """Gluon's cell, one step of it."""
+    with mgpu.using_backend("mxnet"):
+        from mxnet.gluon import rnn
+
+    def forward(net, F, x):
+        zero = 0 * F.slice_axis(x, axis=1, begin=0, end=5)
+        return net.head(net.cell(x, [zero, zero])[0])
+    return gluon_block(lambda nn: {
+        "cell": rnn.LSTMCell(5, input_size=6),
+        "head": nn.Dense(3, in_units=5)}, forward)()
+
+
+def cell_port():
+    """As a sum of forget, input, output gates and new value."""
+    import torch
+    from torch import nn
+
+    class Cell(nn.LSTMCell):
+        def forward(self, x):
+            y = x @ self.weight_ih.T + self.bias_ih + self.bias_hh
+            _, i, o, new = y.chunk(4, 1)
+            return o.sigmoid() * (i.sigmoid() * new.tanh()).tanh()
+
+    torch.manual_seed(0)
+    return torch_block(
+        lambda nn: {"cell": Cell(6, 5), "head": nn.Linear(5, 3)},
+        lambda net, x: net.head(net.cell(x)))()
+
+
+def gru_port(how):
+    def make():
+        from ports.nets import Node
+        from ports.torch_side import HandGRU
+        from torch import nn
+        return nn.Sequential(
+            HandGRU(3, Node("", "gru", (), {
+                "hidden": 4, "inputs_": 3, "how": how})),
+            nn.Flatten(), nn.Linear(8, 3))
+    return make
+
+
+def three(swapped=False):
+    """Three dense layers, two of one shape, and those two exchanged."""
+    def port():
+        made = torch_(lambda nn: [
+            nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Tanh(),
+            nn.Linear(6, 3)], seed=1)()
+        if swapped:
+            one, two = ({n: v.clone() for n, v in made[i].state_dict().items()}
+                        for i in (0, 2))
+            made[0].load_state_dict(two)
+            made[2].load_state_dict(one)
+        return made
+    return port
+
+
+def of_torch(make):
+    """The Gluon network with `three`'s values."""
+    net, values = make(), three()().state_dict()
+    with mgpu.using_backend("mxnet"):
+        net.initialize()
+        for (_, p), v in zip(net.collect_params().items(), values.values()):
+            p.set_data(mgpu.put(v.numpy(), mgpu.cpu()))
+    return net
+
+
+def three_g():
+    return gluon(lambda nn: [
+        nn.Dense(6, in_units=6, activation="relu"),
+        nn.Dense(6, in_units=6, activation="tanh"),
+        nn.Dense(3, in_units=6)])()
+
+
+#: `dense_t`, the last layer registered first
+reordered_t = torch_block(
+    lambda nn: {"b": nn.Linear(5, 3), "a": nn.Linear(6, 5)},
+    lambda net, x: net.b(net.a(x).relu()))
+
+
+def frozen(activation="ReLU"):
+    net = dense_t(activation=activation)()
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+def frozen_g():
+    """Its biases are zero: a ReLU's kink is near, and not at fault."""
+    net = dense_g()()
+    net[0].weight.grad_req = "null"
+    return net
+
+
+def out_of_range():
+    X, y = ROWS[0]
+    y = y.copy()
+    y[[1, 4]] = -1
+    return [(X, y)]
+
+
+SGD_WD = {"learning_rate": 0.125, "wd": 0.125}
+BARE = {"1.gamma": 0.0, "1.beta": 0.0, "0.bias": 0.0, "5.bias": 0.0}
+
+def steps(port, batches=ROWS, **options):
+    """A loop of Gluon's with `options`, and one of PyTorch's with `port`;
+    rates and options that float32 holds, for MXNet rounds them."""
+    def plant(patch):
+        sides = (dense_g(lambda nn: nn.Dropout(0.5)),
+                 dense_t(lambda nn: nn.Dropout(0.5)))
+        return *sides, batches, {
+            "step_a": gluon_step(learning_rate=0.125, **options),
+            "step_b": torch_step(lr=0.125, **port)}
+    return plant
+
+
+def halving(optimizer):
+    import torch
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def gluons_halving():
+    import mxnet as mx
+    return mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.125)
+
+
+#: numbers that float32 has rounded
+RATIOS = (np.arange(1.0, 7.0)[None] / 7).astype("float32").astype(float)
+
+#: name: (cause, plant); ``plant(patch)`` -> a, b, batches, options of compare
+FAULTS = {
+    # in the user's own steps
+    "eval mode": ("training mode", steps({"mode": "eval"})),
+    "no clipping": ("clipping", steps({}, clip=0.01)),
+    "another norm": ("clipping", steps({"clip": 0.02}, clip=0.01)),
+    "clips scaled gradients": ("clipping", steps(
+        {"clip": 0.01, "scaler": 64.0, "unscale": False}, clip=0.01)),
+    "schedule ahead": ("schedule", steps(
+        {"schedule": halving, "before": True}, schedule=gluons_halving)),
+    "no schedule": ("schedule", steps({}, schedule=gluons_halving)),
+    "not divided by the parts": ("gradient scale", steps(
+        {"parts": 3, "divide": False}, [tuple(x[:6] for x in ROWS[0])])),
+    "two updates": ("updates in a step", steps({"updates": 2})),
+    "no update": ("left out of the update", steps({"updates": 0})),
+    "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
+    "relu before batch norm": ("order of layers", lambda patch: (
+        conv_g(), torch_(lambda nn: [
+            nn.Conv2d(2, 4, 3), nn.ReLU(), nn.BatchNorm2d(4),
+            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]),
+        IMAGES, {})),
+    # what is not trained
+    "table of positions": ("constant", lambda patch: (
+        in_gluon({"pe": np.ones((2, 6))}), in_torch({"pe": np.eye(2, 6)}),
+        [(np.stack([X, X], 1), y) for X, y in ROWS], {})),
+    "a factor for a divisor": ("constant in float32", lambda patch: (
+        in_gluon({"s": RATIOS}, use="broadcast_div"), in_torch(
+            {"s": (1 / RATIOS).astype("float32").astype(float)}, use="mul"),
+        [(np.stack([X, X], 1), y) for X, y in ROWS], {})),
+    "frozen table": ("constant", lambda patch: (
+        in_gluon({"pe": np.ones((2, 6))}, freeze=True),
+        in_torch({"pe": np.eye(2, 6)}, "frozen", freeze=True),
+        [(np.stack([X, X], 1), y) for X, y in ROWS], {"strict": True})),
+    "AdamW in the step": ("coupled weight decay", steps(
+        {"optimizer": "AdamW", "weight_decay": 0.125}, optimizer="adam",
+        wd=0.125)),
+    "AdamW's own decay in the step": ("optimizer formula", steps(
+        {"optimizer": "AdamW"}, optimizer="adam")),
+    "epsilon in the step": ("optimizer options", steps(
+        {"optimizer": "Adam", "eps": 1e-7}, optimizer="adam")),
+    "dampening in the step": ("optimizer options", steps(
+        {"momentum": 0.5, "dampening": 0.5},
+        # rows whose inverse float32 holds
+        [tuple(x[:4] for x in batch) for batch in ROWS], momentum=0.5)),
+    # batch norm
+    "unbiased variance": ("unbiased variance", lambda patch: (
+        conv_g(momentum=0.875), conv_t(momentum=0.125), IMAGES,
+        {"native": True})),
+    "unbiased in a": ("unbiased variance", lambda patch: (
+        Side(conv_t(), native=True), Side(conv_t(), native=False), IMAGES,
+        {})),
+    "momentum": ("statistics momentum", lambda patch: (
+        conv_g(momentum=0.9), conv_t(momentum=0.9), IMAGES, {})),
+    "cumulative statistics": ("cumulative statistics", lambda patch: (
+        conv_g(momentum=0.9), conv_t(momentum=None), IMAGES, {})),
+    "cumulative statistics in a": ("cumulative statistics", lambda patch: (
+        Side(conv_t(momentum=None), native=True),
+        Side(conv_t(momentum=0.5), native=True), IMAGES, {})),
+    "statistics frozen": ("statistics updates", lambda patch: (
+        still(patch) or conv_g(), conv_t(), IMAGES, {})),
+    "frozen features": ("statistics updates", lambda patch: (
+        features("mxnet"), features("torch"), ROWS, {})),
+    "frozen features in b": ("statistics updates", lambda patch: (
+        features("torch"), features("mxnet"), ROWS, {})),
+    "epsilon": ("normalisation epsilon", lambda patch: (
+        conv_g(), conv_t(eps=1e-3), IMAGES, {})),
+    "epsilon in a, 3 devices": ("normalisation epsilon", lambda patch: (
+        conv_g(epsilon=1e-3), conv_t(), IMAGES, {"devices": 3})),
+    "layer norm epsilon": ("normalisation epsilon", lambda patch: (
+        dense_g(lambda nn: nn.LayerNorm(in_channels=5)),
+        dense_t(lambda nn: nn.LayerNorm(5, eps=1e-3)), ROWS, {})),
+    "fix_gamma": ("fix_gamma", lambda patch: (
+        *fixed_gamma(patch, False), IMAGES, {"weights": "b"})),
+    "fix_gamma, gamma still 1": ("fix_gamma", lambda patch: (
+        conv_g(scale=False), conv_t(), IMAGES, {})),
+    "policy": ("batch-norm policy", lambda patch: (
+        conv_g(), Side(conv_t(), batch_norm="average"), IMAGES,
+        {"devices": 2})),
+    "1 and 2 devices": ("batch-norm policy", lambda patch: (
+        Side(conv_g(), devices=1), Side(conv_t(), devices=2), IMAGES, {})),
+    "global statistics": ("batch-norm mode", lambda patch: (
+        conv_g(use_global_stats=True), conv_t(), IMAGES, {})),
+    # other layers
+    "window in the padding": ("windows in the padding", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 2, in_channels=2), nn.AvgPool2D(
+                2, 2, 1, ceil_mode=True), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 2), nn.AvgPool2d(
+                2, 2, 1, ceil_mode=True), nn.AdaptiveAvgPool2d(1)], 4),
+        IMAGES, {})),
+    "ceil_mode": ("pooling ceil_mode", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 2, in_channels=2), nn.MaxPool2D(
+                2, 2, ceil_mode=True), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 2), nn.MaxPool2d(2, 2),
+                        nn.AdaptiveAvgPool2d(1)], 4), IMAGES, {})),
+    "count_include_pad": ("count_include_pad", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 3, in_channels=2),
+            nn.AvgPool2D(2, 2, 1, count_include_pad=False)],
+            lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2, 2, 1)], 64),
+        IMAGES, {})),
+    "padding of a convolution": ("layer options", lambda patch: (
+        *image_net(lambda nn: [
+            nn.Conv2D(4, 3, padding=1, in_channels=2), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1)], 4),
+        IMAGES, {})),
+    "flatten order": ("dense flatten", lambda patch: (
+        gluon(lambda nn: [nn.Conv2D(4, 7, in_channels=2), nn.Flatten(),
+                          nn.Dense(3, in_units=16)]),
+        torch_(lambda nn: [nn.Conv2d(2, 4, 7), channels_last(nn),
+                           nn.Linear(16, 3)]), IMAGES, {})),
+    "flatten": ("dense flatten", lambda patch: (
+        gluon(lambda nn: [nn.Dense(5, in_units=6), nn.Dense(1, in_units=5)]),
+        torch_(lambda nn: [nn.Unflatten(1, (1, 6)), nn.Linear(6, 5),
+                           nn.Linear(5, 1)]),
+        [(X, y[:, :1]) for X, y in TARGETS], {"loss": losses.L2Loss()})),
+    "missing activation": ("activation", lambda patch: (
+        dense_g(), dense_t(activation=None), ROWS, {})),
+    "slope": ("activation", lambda patch: (
+        dense_g(lambda nn: nn.LeakyReLU(0.25), activation=None),
+        dense_t(lambda nn: nn.LeakyReLU(0.125), activation=None),
+        ROWS, {})),
+    "gelu": ("activation", lambda patch: (
+        dense_g(lambda nn: nn.GELU(), activation=None),
+        dense_t(lambda nn: nn.GELU(approximate="tanh"), activation=None),
+        # where the two part by more than MXNet's erf is off, about 1e-7
+        [(20 * X, y) for X, y in ROWS], {})),
+    "selu": ("SELU's gradient", lambda patch: (
+        dense_g(lambda nn: nn.SELU(), activation=None),
+        dense_t(lambda nn: nn.SELU(), activation=None), ROWS, {})),
+    "softmax axis": ("softmax axis", lambda patch: (
+        dense_g(lambda nn: nn.HybridLambda(
+            lambda F, x: F.softmax(x, axis=1)), activation=None),
+        dense_t(lambda nn: nn.Softmax(0), activation=None), ROWS, {})),
+    "twice a layer": ("constant factor", lambda patch: (
+        dense_g(), dense_t(lambda nn: times(nn, 2)), ROWS, {})),
+    "twice what is negative": ("constant factor", lambda patch: (
+        dense_t(lambda nn: nn.LogSigmoid(), activation=None),
+        dense_t(lambda nn: nn.LogSigmoid(), lambda nn: times(nn, 2),
+                activation=None), ROWS, {})),
+    "transposed weight": ("transposed weight", lambda patch: (
+        gluon(lambda nn: [nn.Dense(6, in_units=6), nn.Dense(3, in_units=6)]),
+        torch_(lambda nn: [transposed(nn), nn.Linear(6, 3)]), ROWS, {})),
+    "another pooling": ("kind of pooling", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 3, in_channels=2),
+                               nn.MaxPool2D(2)],
+                   lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2)], 36),
+        IMAGES, {})),
+    "global pooling": ("kind of pooling", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 3, in_channels=2),
+                               nn.GlobalAvgPool2D()],
+                   lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveMaxPool2d(1)],
+                   4), IMAGES, {})),
+    "a layer in float32": ("dtype", lambda patch: (
+        dense_g(), single("float"), ROWS, {})),
+    "a layer in float16, then tanh": ("dtype", lambda patch: (
+        dense_g(activation="tanh"), single("half", "Tanh"), ROWS, {})),
+    "in bfloat16 within float32": ("dtype", lambda patch: (
+        dense_g(), single("bfloat16"), ROWS, {"dtype": "float32"})),
+    "a cast between layers, in a": ("dtype", lambda patch: (
+        dense_t(cast), dense_t(), ROWS, {})),
+    "the loss in float32": ("dtype", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: cross_entropy(
+                reduction="none")(output.float(), y).double()), ROWS, {})),
+    "attention scale": ("attention scale", lambda patch: (
+        attention(0.5), attention(1.0), ATTENDED, {})),
+    "attention scale beside a mask": ("attention scale", lambda patch: (
+        of_heads(0.5, mask=1e18), of_heads(0.75, mask=1e18), ATTENDED, {})),
+    "attention scale, heads among rows": ("attention scale", lambda patch: (
+        of_heads(0.5, True), of_heads(1.0), ATTENDED, {})),
+    "attention scale, heads among rows of b": ("attention scale",
+                                               lambda patch: (
+        of_heads(0.5, mask=1e9), of_heads(0.25, True, 1e9), ATTENDED, {})),
+    "no mask, heads among rows": ("attention mask", lambda patch: (
+        of_heads(0.5, True, 1e9), of_heads(0.5), ATTENDED, {})),
+    "no mask": ("attention mask", lambda patch: (
+        attention(0.5, mask=1e9), attention(0.5), ATTENDED, {})),
+    "a mask of 8": ("attention mask", lambda patch: (
+        attention(0.5), attention(0.5, mask=8.0), ATTENDED, {})),
+    "softmax along an axis of one": ("softmax axis", lambda patch: (
+        one_score(1), one_score(2), ATTENDED, {})),
+    "softmax along another axis, of one": ("softmax axis", lambda patch: (
+        one_score(1, True), one_score(2), ATTENDED, {})),
+    "a mean for a maximum": ("kind of pooling", lambda patch: (
+        attention(0.5), attention(0.5, "amax"), ATTENDED, {})),
+    "no skip": ("residual connection", lambda patch: (
+        attention(0.5), attention(0.5, skip=None), ATTENDED, {})),
+    "another skip": ("residual connection", lambda patch: (
+        attention(0.5), attention(0.5, skip="v"), ATTENDED, {})),
+    "norm before the sum": ("order of layers", lambda patch: (
+        attention(0.5), attention(0.5, skip="behind"), ATTENDED, {})),
+    "norm over all axes": ("normalisation axis", lambda patch: (
+        attention(0.5), attention(0.5, wide=True), ATTENDED, {})),
+    "columns": ("order of columns", lambda patch: (
+        attention(0.5), attention(0.5, turned=True), ATTENDED, {})),
+    "heads": ("order of columns", lambda patch: (
+        joined_heads((0, 1, 2, 3)), joined_heads((0, 2, 1, 3)),
+        [(X, np.random.default_rng(0).normal(size=(N, 240)))
+         for X, _ in IMAGES],
+        {"loss": losses.L2Loss()})),
+    "groups": ("layer options", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 7, in_channels=2),
+                               nn.GroupNorm(4)],
+                   lambda nn: [nn.Conv2d(2, 4, 7), nn.GroupNorm(2, 4)], 16),
+        IMAGES, {})),
+    "alpha": ("activation", lambda patch: (
+        dense_g(lambda nn: nn.ELU(1.0), activation=None),
+        dense_t(lambda nn: nn.ELU(0.5), activation=None), ROWS, {})),
+    "bilinear": ("interpolation", lambda patch: (
+        *enlarged(lambda F, x: F.UpSampling(
+            x, scale=2, sample_type="nearest"), mode="bilinear"),
+        IMAGES, {})),
+    "align_corners": ("interpolation", lambda patch: (
+        *enlarged(lambda F, x: F.contrib.BilinearResize2D(
+            x, height=4, width=4), mode="bilinear"), IMAGES, {})),
+    "align_corners of a layer": ("interpolation", lambda patch: (
+        enlarged(None, mode="bilinear", layer=True)[1], enlarged(
+            None, mode="bilinear", layer=True, align_corners=True)[1],
+        IMAGES, {})),
+    "padding mode": ("layer options", lambda patch: (
+        *image_net(lambda nn: [nn.Conv2D(4, 3, padding=1, in_channels=2)],
+                   lambda nn: [nn.Conv2d(2, 4, 3, padding=1,
+                                         padding_mode="reflect")], 256),
+        IMAGES, {})),
+    "gates of an LSTM": ("permuted gates", lambda patch: (
+        recurrent("LSTM"), recurrent_port("LSTM", (0, 2, 1, 3)), SERIES,
+        {"dtype": "float32"})),
+    "gates of a GRU in a": ("permuted gates", lambda patch: (
+        recurrent_port("GRU", (1, 0, 2)), recurrent("GRU"), SERIES,
+        {"dtype": "float32"})),
+    "gates of stacked layers": ("permuted gates", lambda patch: (
+        recurrent("LSTM", num_layers=2, bidirectional=True), recurrent_port(
+            "LSTM", (1, 0, 3, 2), num_layers=2, bidirectional=True), SERIES,
+        {"dtype": "float32"})),
+    "gates of a cell": ("permuted gates", lambda patch: (
+        one_cell, cell_port, ROWS, {})),
+    "gates of the values": ("permuted gates", lambda patch: (
+        permuted_values((0, 1, 2, 3)), permuted_values((0, 2, 1, 3)),
+        SERIES, {"weights": "own"})),
+    "reset gate": ("GRU variant", lambda patch: (
+        recurrent("GRU"), gru_port("before"), SERIES, {"dtype": "float32"})),
+    "values of another layer": ("order of parameters", lambda patch: (
+        three_g, three(), ROWS, {"map": {
+            "0.weight": "2.weight", "0.bias": "2.bias",
+            "1.weight": "0.weight", "1.bias": "0.bias"}})),
+    "padding_idx": ("padding_idx", lambda patch: (
+        gluon(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
+                          nn.Dense(3, in_units=12)]),
+        torch_(lambda nn: [nn.Embedding(9, 4, padding_idx=2), nn.Flatten(),
+                           nn.Linear(12, 3)]),
+        [(RNG.integers(0, 9, (N, 3)), y) for _, y in ROWS], {})),
+    "maximum": ("derivative at a kink", lambda patch: (
+        dense_g(), dense_t(half_at_zero, activation=None), [
+            (x * (np.arange(len(x)) > 1)[:, None], y) for x, y in ROWS], {})),
+    "maximum in a": ("derivative at a kink", lambda patch: (
+        dense_t(half_at_zero, activation=None), dense_g(), [
+            (0 * x, y) for x, y in ROWS], {"weights": "b"})),
+    "dropout masks": ("dropout masks", lambda patch: (
+        other_masks(patch) or dense_g(lambda nn: nn.Dropout(0.5),
+                                      activation=None),
+        dense_t(lambda nn: nn.Dropout(0.5), activation=None), ROWS, {})),
+    "dropout rate": ("dropout rate", lambda patch: (
+        dense_g(lambda nn: nn.Dropout(0.5)),
+        dense_t(lambda nn: nn.Dropout(0.25)), ROWS, {})),
+    # data
+    "data order": ("data order", lambda patch: (
+        conv_g(), Side(conv_t(), prepare=shuffled), IMAGES, {})),
+    "labels shuffled": ("data order", lambda patch: (
+        dense_g(), Side(dense_t(), prepare=labels_shuffled), ROWS, {})),
+    "preparation": ("input preparation", lambda patch: (
+        conv_g(), Side(conv_t(), prepare=lambda X, y: (255 * X, y)), IMAGES,
+        {})),
+    "label clipping": ("labels out of range", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy),
+        Side(dense_t(), loss=cross_entropy(
+            reduction="none", ignore_index=-1)), out_of_range(), {})),
+    "label smoothing": ("label smoothing", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(dense_t(),
+        loss=cross_entropy(reduction="none", label_smoothing=0.1)), ROWS,
+        {})),
+    "class weights": ("class weights", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy),
+        Side(dense_t(), loss=weighted), ROWS, {})),
+    "shifted labels": ("shifted labels", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: cross_entropy(reduction="none")(
+                output, y.roll(1))), ROWS, {})),
+    "ignored class": ("ignore_index", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy),
+        Side(dense_t(), loss=cross_entropy(
+            reduction="none", ignore_index=1)), ROWS, {})),
+    "softmax twice": ("softmax in the loss", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: cross_entropy(
+                reduction="none")(output.softmax(1), y)), ROWS, {})),
+    "L1 for L2": ("loss formula", lambda patch: (
+        dense_g(), Side(dense_t(), loss=losses.L1Loss()), TARGETS,
+        {"loss": losses.L2Loss()})),
+    "twice the entropy": ("loss weight", lambda patch: (
+        Side(dense_g(), loss=gluon_cross_entropy), Side(
+            dense_t(), loss=lambda output, y: 2 * cross_entropy(
+                reduction="none")(output, y)), ROWS, {})),
+    # losses
+    "L2 loss": ("L2 loss", lambda patch: (
+        dense_g(), Side(dense_t(), loss=mean_square), TARGETS,
+        {"loss": losses.L2Loss()})),
+    "Huber": ("loss weight", lambda patch: (
+        Side(dense_g(), loss=losses.HuberLoss(rho=2)), Side(
+            dense_t(), loss=huber), [(X, 4 * y) for X, y in TARGETS], {})),
+    "mean": ("loss reduction", lambda patch: (
+        dense_g(), Side(dense_t(), loss=cross_entropy()), ROWS, {})),
+    "mean, spread": ("loss reduction", lambda patch: (
+        dense_g(), Side(dense_t(), loss=losses.per_example(
+            lambda o, y: cross_entropy()(o, y))), ROWS, {})),
+    "mean square, one number": ("loss reduction", lambda patch: (
+        dense_g(), Side(dense_t(), loss=lambda o, y: ((o - y) ** 2).mean()),
+        TARGETS, {"loss": losses.L2Loss()})),
+    "weight": ("loss weight", lambda patch: (
+        dense_g(), Side(dense_t(), loss=losses.SoftmaxCELoss(weight=0.75)),
+        ROWS, {})),
+    # devices
+    "mean over devices": ("sum or mean over devices", lambda patch: (
+        patch_sum(patch, "torch", average) or dense_g(), dense_t(), ROWS,
+        {"devices": 3})),
+    "aliased": ("aliased replicas", lambda patch: (
+        patch_sum(patch, "torch", aliased) or dense_g(), dense_t(), ROWS,
+        {"devices": 3})),
+    # 2 devices: 2^(k-1) is k, and nothing can tell the two apart
+    "aliased, 2 devices": ("aliased replicas", lambda patch: (
+        patch_sum(patch, "torch", aliased) or dense_g(), dense_t(), ROWS,
+        {"devices": 2})),
+    "no broadcast": ("missing broadcast", lambda patch: (
+        patch_sum(patch, "torch", no_broadcast) or dense_g(), dense_t(),
+        ROWS, {"devices": 3})),
+    "device left out": ("device left out", lambda patch: (
+        patch_sum(patch, "torch", left_out) or dense_g(), dense_t(), ROWS,
+        {"devices": 4})),
+    # gradients
+    "stale": ("stale gradient", lambda patch: (
+        patch_sum(patch, "torch", stale_once()) or dense_g(), dense_t(),
+        ROWS, {"devices": 2})),
+    "accumulated": ("stale gradient", lambda patch: (
+        patch_sum(patch, "torch", accumulated()) or dense_g(), dense_t(),
+        ROWS, {})),
+    "accumulated in a": ("stale gradient", lambda patch: (
+        accumulating, dense_t(), ROWS, {})),
+    "frozen": ("frozen parameter", lambda patch: (
+        dense_g(), frozen, ROWS, {})),
+    "frozen, of zeros": ("frozen parameter", lambda patch: (
+        dense_g(), frozen, [(X * (np.arange(N) > 1)[:, None], y)
+                            for X, y in ROWS], {})),
+    "frozen in a linear network": ("frozen parameter", lambda patch: (
+        dense_g(activation=None), lambda: frozen(None), ROWS, {})),
+    "frozen in Gluon": ("frozen parameter", lambda patch: (
+        frozen_g, dense_t(), ROWS, {})),
+    "frozen in Gluon, in b": ("frozen parameter", lambda patch: (
+        dense_t(), frozen_g, ROWS, {"weights": "b"})),
+    "scaled": ("gradient scale", lambda patch: (
+        patch_sum(patch, "torch", halved) or dense_g(), dense_t(), ROWS,
+        {})),
+    "mean over devices, against 1": (
+        "sum or mean over devices", lambda patch: (
+            patch_sum(patch, "torch", average) or Side(
+                dense_g(), devices=1), Side(dense_t(), devices=3), ROWS,
+            {})),
+    # updates
+    "Adam": ("Adam epsilon", lambda patch: (
+        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
+        {"optimizer": "adam", "optimizer_params": {}})),
+    "Adam, torch alone": ("Adam epsilon", lambda patch: (
+        Side(dense_t(), semantics="torch"), dense_t(), ROWS,
+        {"optimizer": "adam", "optimizer_params": {}})),
+    "velocity": ("rate inside the velocity", lambda patch: (
+        Side(dense_g(), lr_scheduler=rate), Side(
+            dense_t(), lr_scheduler=rate, semantics="torch"), ROWS,
+        {"optimizer_params": {"momentum": 0.5}})),
+    "decay of biases": ("weight decay on biases", lambda patch: (
+        conv_g(), Side(conv_t(), wd_mult=BARE), IMAGES,
+        {"optimizer_params": SGD_WD})),
+    "decay of biases in b": ("weight decay on biases", lambda patch: (
+        Side(conv_g(), wd_mult=BARE), conv_t(), IMAGES,
+        {"optimizer_params": SGD_WD})),
+    "decoupled": ("coupled weight decay", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer="adamw"), ROWS,
+        {"optimizer": "adam", "optimizer_params": SGD_WD})),
+    "short batch": ("batch divisor", lambda patch: (
+        dense_g(), Side(dense_t(), divisor=N), FULL_THEN_SHORT,
+        {"optimizer_params": SLOW})),
+    "learning rate": ("learning rate", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer_params={
+            "learning_rate": 0.25}), ROWS, {"optimizer_params": SLOW})),
+    "float32 rate": ("float32 hyper-parameters", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer_params={
+            "learning_rate": float(np.float32(0.1))}), ROWS,
+        {"optimizer_params": {"learning_rate": 0.1}})),
+    "multiplier": ("multipliers", lambda patch: (
+        Side(dense_g(), lr_mult={"0.weight": 2.0}), dense_t(), ROWS,
+        {"optimizer_params": SLOW})),
+    "beta": ("optimizer options", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer_params={"beta1": 0.5}), ROWS,
+        {"optimizer": "adam", "optimizer_params": {}})),
+    "RMSProp": ("optimizer formula", lambda patch: (
+        dense_g(), Side(dense_t(), semantics="torch", optimizer_params={
+            "alpha": 0.9, "lr": 0.001}), ROWS,
+        {"optimizer": "rmsprop", "optimizer_params": {}})),
+    "NAG with decay": ("optimizer formula", lambda patch: (
+        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
+        {"optimizer": "nag", "optimizer_params": {
+            **SGD_WD, "momentum": 0.5}})),
+    "another optimiser": ("optimizer formula", lambda patch: (
+        dense_g(), Side(dense_t(), optimizer="adam"), ROWS,
+        {"optimizer_params": SLOW})),
+    "not divided": ("batch divisor", lambda patch: (
+        dense_g(), Side(dense_t(), divisor=1), ROWS,
+        {"optimizer_params": SLOW})),
+    "order of Nadam": ("order of parameters", lambda patch: (
+        dense_g(), reordered_t, ROWS, {
+            "optimizer": "nadam", "optimizer_params": SLOW})),
+    # the start
+    "values by position": ("order of parameters", lambda patch: (
+        of_torch(three_g), three(swapped=True), ROWS, {"weights": "own"})),
+    "initialiser": ("initialiser", lambda patch: (
+        conv_g(), conv_t(), IMAGES, {"weights": "own"})),
+    "biases": ("initialiser", lambda patch: (
+        Side(conv_g(), init="xavier"), conv_t(), IMAGES,
+        {"weights": "own"})),
+    "other draw": ("initial draw", lambda patch: (
+        Side(dense_g(), init="xavier", seed=1),
+        Side(dense_t(), init="xavier", seed=2), ROWS, {"weights": "own"})),
+}
+
+#: networks that train the same
+CONTROLS = {
+    "conv": lambda: (conv_g(), conv_t(), IMAGES, {"devices": 1}),
+    "conv, 2 devices": lambda: (conv_g(), conv_t(), IMAGES, {
+        "devices": 2, "optimizer_params": {**SGD_WD, "momentum": 0.5}}),
+    "conv, sync": lambda: (conv_g(), conv_t(), IMAGES, {
+        "devices": 2, "batch_norm": "sync"}),
+    "dyadic native mean": lambda: (
+        dense_g(), dense_t(), ROWS, {"native": True}),
+    "max pooling": lambda: (*image_net(
+        lambda nn: [nn.Conv2D(4, 3, in_channels=2), nn.MaxPool2D(
+            2, 2, ceil_mode=True)],
+        lambda nn: [nn.Conv2d(2, 4, 3), nn.MaxPool2d(
+            2, 2, ceil_mode=True)], 36), IMAGES, {}),
+    "dense": lambda: (dense_g(), dense_t(), ROWS, {"devices": 4}),
+    "nearest": lambda: (*enlarged(lambda F, x: F.UpSampling(
+        x, scale=2, sample_type="nearest")), IMAGES, {}),
+    "bilinear": lambda: (
+        *enlarged(lambda F, x: F.contrib.BilinearResize2D(
+            x, height=4, width=4, align_corners=False), mode="bilinear"),
+        IMAGES, {"strict": True}),
+    "embedding": lambda: (
+        gluon(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
+                          nn.Dense(3, in_units=12)]),
+        torch_(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
+                           nn.Linear(12, 3)]),
+        [(RNG.integers(0, 9, (N, 3)), y) for _, y in ROWS],
+        {"devices": 2, "optimizer": "adagrad", "optimizer_params": {}}),
+    "layer norm": lambda: (
+        # MXNet keeps this epsilon as float32: one that float32 holds
+        dense_g(lambda nn: nn.LayerNorm(epsilon=2 ** -17, in_channels=5)),
+        dense_t(lambda nn: nn.LayerNorm(5, eps=2 ** -17)), ROWS,
+        {"devices": 2}),
+    "dropout": lambda: (
+        dense_g(lambda nn: nn.Dropout(0.5)),
+        dense_t(lambda nn: nn.Dropout(0.5)), ROWS, {"devices": 3}),
+    "short batch": lambda: (dense_g(), dense_t(), FULL_THEN_SHORT, {
+        "devices": 2, "optimizer": "nag",
+        "optimizer_params": {"momentum": 0.5}}),
+    "schedule": lambda: (
+        Side(dense_g(), lr_scheduler=rate), Side(
+            dense_t(), lr_scheduler=rate), ROWS,
+        {"optimizer_params": {"momentum": 0.5}}),
+    "float32": lambda: (conv_g(), conv_t(), IMAGES, {"dtype": "float32"}),
+    "torch's momentum, one rate": lambda: (
+        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
+        {"optimizer_params": {"learning_rate": 0.125, "momentum": 0.5}}),
+}
