@@ -4,6 +4,8 @@ They are written here, not by `mgpu`, so that a test compares `mgpu` with
 something that it did not write itself. Frameworks are imported inside
 functions: the backend must load them first.
 """
+import numpy as np
+
 import mgpu
 
 
@@ -208,3 +210,65 @@ def branched(backend, count=3, unused=False):
                 return self.head(every[1] + every[2]), every[0]
             return self.head(sum(every[1:], every[0]))
     return Branched()
+
+
+# -- training them, and their values -------------------------------------------
+
+def shards_of(x, replicas):
+    return mgpu.split_and_load(x, replicas.devices, even_split=False)
+
+
+def train(replicas, x, steps=1, **options):
+    """A few steps on the sum of squares of the outputs."""
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125,
+                                             **options})
+    for _ in range(steps):
+        with mgpu.record():
+            losses = [(out * out).reshape((len(out), -1)).sum(1)
+                      for out in replicas(shards_of(x, replicas))
+                      if out is not None]
+        mgpu.backward(losses)
+        trainer.step(len(x))
+
+
+def on_each(replicas):
+    """Name -> the values on every device, as NumPy arrays."""
+    return {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
+            for p in (*replicas.params(), *replicas.statistics())}
+
+
+def with_values(engine, net, seed=1):
+    """Give a native network values of its own, by the engine's own means."""
+    rng = np.random.default_rng(seed)
+    if engine.name == "mxnet":
+        net.initialize()
+        for p in net.collect_params().values():
+            p.set_data(engine.put(
+                rng.uniform(1, 9, p.shape).astype("float32"), mgpu.cpu(0)))
+    else:
+        for tensor in net.state_dict().values():
+            tensor.copy_(engine.put(np.array(
+                rng.uniform(1, 9, tensor.shape)), mgpu.cpu(0)))
+    return net
+
+
+def native_values(engine, net):
+    """Name -> value, as the framework itself has them."""
+    if engine.name == "mxnet":
+        return {name: p.data(p.list_ctx()[0]).asnumpy() for name, p
+                in net._collect_params_with_prefix().items()}
+    return {name: engine.to_numpy(t) for name, t in net.state_dict().items()}
+
+
+def several_inputs(engine, forward, columns=(6, 3)):
+    """A network whose forward is ``forward(dense layer, *inputs)``."""
+    base, dense = bricks(engine)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.dense = dense(*columns)
+
+        def forward(self, *inputs):
+            return forward(self.dense, *inputs)
+    return Net()
