@@ -212,7 +212,7 @@ def branched(backend, count=3, unused=False):
     return Branched()
 
 
-# -- training them, and their values -------------------------------------------
+# -- training them, and their values ------------------------------------------
 
 def shards_of(x, replicas):
     return mgpu.split_and_load(x, replicas.devices, even_split=False)
@@ -272,3 +272,29 @@ def several_inputs(engine, forward, columns=(6, 3)):
         def forward(self, *inputs):
             return forward(self.dense, *inputs)
     return Net()
+
+
+def sequential(engine, layers):
+    if engine.name == "mxnet":
+        from mxnet.gluon.nn import Sequential
+        net = Sequential()
+        net.add(*layers)
+        return net
+    from torch.nn import Sequential
+    return Sequential(*layers)
+
+
+def dense_pair(engine, tie):
+    """Two dense layers (4, 4) that share weight and bias, or not."""
+    if engine.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        first = nn.Dense(4, in_units=4)
+        net.add(first, nn.Activation("relu"), nn.Dense(
+            4, in_units=4, params=first.params if tie else None))
+        return net
+    from torch import nn
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    if tie:
+        net[2].weight, net[2].bias = net[0].weight, net[0].bias
+    return net
