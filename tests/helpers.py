@@ -94,6 +94,13 @@ def assert_bit_equal(a, b):
             f"{a.ravel()[first]!r} and {b.ravel()[first]!r}")
 
 
+def assert_all_equal(a, b):
+    """Two dicts of arrays: the same names, and the same bits."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert_bit_equal(a[name], b[name])
+
+
 def worst(ours, reference):
     """The largest relative difference of two dicts of arrays, and where:
     the measure of `mgpu.parity` (docs/internals/parity.md)."""

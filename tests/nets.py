@@ -326,3 +326,91 @@ def trains_as_plain(make, devices, prepare=None, steps=2):
     assert plain.keys() == found.keys()
     for name, value in plain.items():
         assert np.abs(found[name] - value).max() < 1e-12, name
+
+
+# -- training them, and their values ------------------------------------------
+
+def shards_of(x, replicas):
+    return mgpu.split_and_load(x, replicas.devices, even_split=False)
+
+
+def train(replicas, x, steps=1, **options):
+    """A few steps on the sum of squares of the outputs."""
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125,
+                                             **options})
+    for _ in range(steps):
+        with mgpu.record():
+            losses = [(out * out).reshape((len(out), -1)).sum(1)
+                      for out in replicas(shards_of(x, replicas))
+                      if out is not None]
+        mgpu.backward(losses)
+        trainer.step(len(x))
+
+
+def on_each(replicas):
+    """Name -> the values on every device, as NumPy arrays."""
+    return {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
+            for p in (*replicas.params(), *replicas.statistics())}
+
+
+def with_values(engine, net, seed=1):
+    """Give a native network values of its own, by the engine's own means."""
+    rng = np.random.default_rng(seed)
+    if engine.name == "mxnet":
+        net.initialize()
+        for p in net.collect_params().values():
+            p.set_data(engine.put(
+                rng.uniform(1, 9, p.shape).astype("float32"), mgpu.cpu(0)))
+    else:
+        for tensor in net.state_dict().values():
+            tensor.copy_(engine.put(np.array(
+                rng.uniform(1, 9, tensor.shape)), mgpu.cpu(0)))
+    return net
+
+
+def native_values(engine, net):
+    """Name -> value, as the framework itself has them."""
+    if engine.name == "mxnet":
+        return {name: p.data(p.list_ctx()[0]).asnumpy() for name, p
+                in net._collect_params_with_prefix().items()}
+    return {name: engine.to_numpy(t) for name, t in net.state_dict().items()}
+
+
+def several_inputs(engine, forward, columns=(6, 3)):
+    """A network whose forward is ``forward(dense layer, *inputs)``."""
+    base, dense = bricks(engine)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.dense = dense(*columns)
+
+        def forward(self, *inputs):
+            return forward(self.dense, *inputs)
+    return Net()
+
+
+def sequential(engine, layers):
+    if engine.name == "mxnet":
+        from mxnet.gluon.nn import Sequential
+        net = Sequential()
+        net.add(*layers)
+        return net
+    from torch.nn import Sequential
+    return Sequential(*layers)
+
+
+def dense_pair(engine, tie):
+    """Two dense layers (4, 4) that share weight and bias, or not."""
+    if engine.name == "mxnet":
+        from mxnet.gluon import nn
+        net = nn.HybridSequential()
+        first = nn.Dense(4, in_units=4)
+        net.add(first, nn.Activation("relu"), nn.Dense(
+            4, in_units=4, params=first.params if tie else None))
+        return net
+    from torch import nn
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    if tie:
+        net[2].weight, net[2].bias = net[0].weight, net[0].bias
+    return net

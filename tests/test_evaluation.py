@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import mgpu
-from helpers import (ENGINES, assert_bit_equal, bricks, convnet, foreign_array,
-                     mlp, on, refusal_of_foreign, using_engine)
+from batches import classes, pictures, rows
+from helpers import (ENGINES, assert_all_equal, assert_bit_equal, convnet,
+                     foreign_array, mlp, on, refusal_of_foreign, using_engine)
+from nets import native_values, several_inputs
 
 #: rows of the batches: uneven, and fewer than the devices
 ROWS = (16, 7, 3, 1)
@@ -71,52 +73,60 @@ def test_accuracy_counts(engine):
     assert mgpu.accuracy(big, big - 1) == 0
 
 
-@pytest.mark.parametrize("y_hat, y", [
-    (np.ones((3, 2)), np.ones(2)), (np.ones((3, 1)), np.ones((3, 4))),
-    (np.ones((3, 2)), np.ones((3, 2))), (np.ones((3, 2, 2)), np.ones(3)),
-    (np.float32(1), np.float32(1)), (np.ones(4), np.ones((2, 2)))],
-    ids=lambda x: str(x.shape))
-def test_accuracy_of_shapes_that_do_not_fit(engine, y_hat, y):
-    with pytest.raises(ValueError) as caught:
-        mgpu.accuracy(y_hat, y)
-    assert str(caught.value) == (
-        "accuracy compares scores (n, classes) or class numbers (n,) with "
-        f"class numbers (n,); received shapes {y_hat.shape} and {y.shape}. "
-        "Cut or reshape them.")
+def test_accuracy_of_shapes_that_do_not_fit(engine):
+    for y_hat, y in ((np.ones((3, 2)), np.ones(2)),
+                     (np.ones((3, 1)), np.ones((3, 4))),
+                     (np.ones((3, 2)), np.ones((3, 2))),
+                     (np.ones((3, 2, 2)), np.ones(3)),
+                     (np.float32(1), np.float32(1)),
+                     (np.ones(4), np.ones((2, 2)))):
+        with pytest.raises(ValueError) as caught:
+            mgpu.accuracy(y_hat, y)
+        assert str(caught.value) == (
+            "accuracy compares scores (n, classes) or class numbers (n,) with"
+            f" class numbers (n,); received shapes {y_hat.shape} and "
+            f"{y.shape}. Cut or reshape them.")
 
 
-@pytest.mark.parametrize("wrong", [1.5, -0.5, np.nan])
-def test_accuracy_refuses_labels_that_are_no_class_numbers(engine, wrong):
+def test_accuracy_refuses_labels_that_are_no_class_numbers(engine):
     """They would count as wrong predictions."""
-    y = np.array([1, wrong])
-    with pytest.raises(ValueError, match=f"are whole; received {wrong}. "):
-        mgpu.accuracy(mgpu.put(np.eye(2), mgpu.cpu(0)), y)
+    for wrong in (1.5, -0.5, np.nan):
+        with pytest.raises(ValueError, match=f"are whole; received {wrong}."):
+            mgpu.accuracy(mgpu.put(np.eye(2), mgpu.cpu(0)),
+                          np.array([1, wrong]))
 
 
-@pytest.mark.parametrize("shape", [(4,), (4, 1)], ids=str)
-def test_scores_of_a_single_output_are_no_class_numbers(engine, devices,
-                                                        shape):
-    """They would be compared with 0 and 1: an accuracy of 0."""
-    X = np.random.default_rng(0).normal(size=(4, 6))
-    net = mlp(engine, units=(6, 1))
-    replicas = mgpu.initialize(net, devices, "xavier", seed=1,
-                               dtype="float64")
-    scores = np.concatenate([mgpu.to_numpy(x) for x in replicas(
-        mgpu.split_batch(X, np.zeros(4), devices)[0])])
-    y = (scores[:, 0] > 0).reshape(-1).astype("float64")
+def one_output(engine, devices):
+    """Replicas with one score each, four rows, and labels of which one is not
+    ``score > 0``."""
+    X = rows(4, dtype="float64")
+    replicas = mgpu.initialize(mlp(engine, units=(6, 1)), devices, "xavier",
+                               seed=1, dtype="float64")
+    scores = replicas.predict(X)
+    y = (scores[:, 0] > 0).astype("float64")
     y[2] = 1 - y[2]
-    with pytest.raises(ValueError, match="class numbers .n,., which are "
-                       "whole; received .* in an output of shape .4") as no:
-        mgpu.accuracy(scores.reshape(shape), y)
-    assert "accuracy(y_hat > 0, y)" in str(no.value)
+    return replicas, X, scores, y
+
+
+def test_scores_of_a_single_output_are_no_class_numbers(engine, devices):
+    """They would be compared with 0 and 1: an accuracy of 0."""
+    replicas, X, scores, y = one_output(engine, devices)
+    for given in (scores, scores[:, 0]):
+        with pytest.raises(ValueError, match=(
+                "class numbers .n,., which are whole; received .* in an "
+                r"output of shape .4.*accuracy\(y_hat > 0, y\)")):
+            mgpu.accuracy(given, y)
+    for evaluate in (mgpu.evaluate_accuracy_gpus, mgpu.evaluate_accuracy_gpu):
+        with pytest.raises(ValueError, match="which are whole"):
+            evaluate(replicas, [(X, y)])
+
+
+def test_answers_of_a_single_output_are_class_numbers(engine, devices):
+    replicas, X, scores, y = one_output(engine, devices)
     assert mgpu.accuracy(mgpu.put(scores, mgpu.cpu(0)) > 0, y) == 3
-    with pytest.raises(ValueError, match="which are whole"):
-        mgpu.evaluate_accuracy_gpus(replicas, [(X, y)])
-    with pytest.raises(ValueError, match="which are whole"):
-        mgpu.evaluate_accuracy_gpu(replicas, [(X, y)])
     assert mgpu.evaluate_accuracy_gpus(
         [lambda x, run=run: run(x) > 0 for run in replicas], [(X, y)],
-        devices=replicas.devices) == 0.75
+        devices=devices) == 0.75
 
 
 def test_accuracy_refuses_the_other_frameworks_arrays(engine):
@@ -158,31 +168,24 @@ def native(engine, devices):
     return net
 
 
-def test_native_networks(engine, devices):
+def test_forms_of_net(engine, devices):
     """A Gluon Block runs on the contexts that it was initialised on; of a
     torch module every device that is named gets a copy."""
-    net = native(engine, devices)
-    assert mgpu.evaluate_accuracy_gpus(net, data()) == exact()
-    assert mgpu.evaluate_accuracy_gpus(net, data(), devices=devices) \
-        == exact()
-    assert mgpu.evaluate_accuracy_gpu(net, data()) == exact()
-    assert mgpu.evaluate_accuracy_gpu(net, data(), devices[-1]) == exact()
+    net, replicas = native(engine, devices), linear(engine, devices)
+    for form, options in (
+            (net, {}), (net, {"devices": devices}),
+            (list(replicas), {"devices": devices}),
+            (tuple(replicas), {"devices": devices}),
+            ([lambda x, r=r: r(x) for r in replicas], {"devices": devices}),
+            ([replicas[0]], {"device": devices[0]})):
+        assert mgpu.evaluate_accuracy_gpus(form, data(), **options) == exact()
+    for form, *device in ((net,), (net, devices[-1]),
+                          ([replicas[0]], devices[0])):
+        assert mgpu.evaluate_accuracy_gpu(form, data(), *device) == exact()
 
 
-def test_lists_of_callables(engine, devices):
-    replicas = linear(engine, devices)
-    for nets in (list(replicas), tuple(replicas),
-                 [lambda x, r=r: r(x) for r in replicas]):
-        assert mgpu.evaluate_accuracy_gpus(
-            nets, data(), devices=devices) == exact()
-    assert mgpu.evaluate_accuracy_gpus(
-        [replicas[0]], data(), device=devices[0]) == exact()
-    assert mgpu.evaluate_accuracy_gpu(
-        [replicas[0]], data(), devices[0]) == exact()
-
-
-def test_some_of_the_devices(engine):
-    replicas = linear(engine, on(0, 1, 2))
+def test_some_of_the_devices(backend):
+    replicas = linear(backend, on(0, 1, 2))
     for which, wanted in (({"devices": on(2, 0)}, {0, 2}),
                           ({"device": "cpu:1"}, {1}),
                           ({"devices": "cpu:1"}, {1})):
@@ -211,8 +214,7 @@ def test_a_split_of_ones_own(engine, devices):
 def test_flags_statistics_and_gradients_stay(engine, devices):
     """In prediction mode, also inside `record`; a torch user's own flags are
     as they were, each of them."""
-    rng = np.random.default_rng(0)
-    X, y = rng.normal(size=(9, 2, 6, 6)), rng.integers(0, 3, 9)
+    X, y = pictures(9, dtype="float64"), classes(9)
     replicas = mgpu.initialize(convnet(engine), devices, "xavier",
                                dtype="float64")
     with mgpu.record():
@@ -220,39 +222,36 @@ def test_flags_statistics_and_gradients_stay(engine, devices):
     mgpu.backward(outputs)
     if engine.name == "torch":
         replicas.net[1].eval()
-        modes = [m.training for m in replicas.net.modules()]
-    before = {p.name: [mgpu.to_numpy(x) for x in p.list_data()]
-              for p in (*replicas.params(), *replicas.buffers())}
-    gradients = [mgpu.to_numpy(g) for p in replicas.params()
-                 for g in p.list_grad()]
-    nets = [(replicas, {}), (replicas, {"device": devices[-1]}),
-            (replicas.net, {})]
-    found = []
-    for net, options in nets:
+
+    def arrays():
+        return [mgpu.to_numpy(x) for p in replicas.all_parameters()
+                for x in p.list_data()] + [mgpu.to_numpy(g) for p in
+                                           replicas.params()
+                                           for g in p.list_grad()]
+
+    def flags():
+        return engine.name == "torch" and [m.training for m in
+                                           replicas.net.modules()]
+    before, found = (arrays(), flags()), []
+    for net, options in ((replicas, {}), (replicas, {"device": devices[-1]}),
+                         (replicas.net, {})):
         for scope in (mgpu.record, mgpu.no_grad):
             with scope():
-                state = engine.is_recording(), engine.is_training()
+                modes = engine.is_recording(), engine.is_training()
                 found.append(mgpu.evaluate_accuracy_gpus(
                     net, [(X, y)] * 2, **options))
-                assert state == (engine.is_recording(),
-                                 engine.is_training())
+                assert modes == (engine.is_recording(), engine.is_training())
     assert len(set(found)) == 1
-    for p in (*replicas.params(), *replicas.buffers()):
-        for a, b in zip(p.list_data(), before[p.name]):
-            assert_bit_equal(mgpu.to_numpy(a), b)
-    for a, b in zip((g for p in replicas.params() for g in p.list_grad()),
-                    gradients):
-        assert_bit_equal(mgpu.to_numpy(a), b)
-    if engine.name == "torch":
-        assert [m.training for m in replicas.net.modules()] == modes
+    for a, b in zip(arrays(), before[0], strict=True):
+        assert_bit_equal(a, b)
+    assert flags() == before[1]
 
 
 def test_each_device_judges_by_its_own_statistics(engine):
     """With ``batch_norm="per_device"``; `device` gives one device's answer,
     which is the same for every number of devices that then evaluates."""
     replicas = mgpu.initialize(convnet(engine), on(0, 1), "xavier")
-    rng = np.random.default_rng(0)
-    X = rng.normal(size=(40, 2, 6, 6)).astype("float32")
+    X = pictures(40)
     for p in replicas.statistics():
         if p.kind == "running_mean":
             with mgpu.no_grad():
@@ -276,8 +275,8 @@ def test_each_device_judges_by_its_own_statistics(engine):
 
 # -- wrong arguments ----------------------------------------------------------
 
-def test_wrong_arguments_are_refused(engine):
-    replicas = linear(engine, on(1, 2))
+def test_wrong_arguments_are_refused(backend):
+    replicas = linear(backend, on(1, 2))
     f = replicas[0]
 
     def refused(error, text, *args, **options):
@@ -304,73 +303,59 @@ def test_wrong_arguments_are_refused(engine):
                 "none. Use a data iterator that can be gone through again, "
                 "such as a list.", replicas, source)
     wanted = {"mxnet": "gluon.Block", "torch": "torch.nn.Module"}
-    refused(TypeError, f"the {engine.name} backend takes a "
-            f"{wanted[engine.name]}; received builtins.int. Choose the "
+    refused(TypeError, f"the {backend.name} backend takes a "
+            f"{wanted[backend.name]}; received builtins.int. Choose the "
             "engine with mgpu.set_backend before the network is made.", 3,
             data())
     X, y = data()[0]
     refused(ValueError, "X and y must have equally many rows; received 16 "
             "and 15. Cut them to one length.", replicas, [(X, y[:15])])
-    foreign, name = foreign_array(engine)
-    refused(TypeError, refusal_of_foreign(engine, name), replicas,
-            [(foreign, np.zeros(3))])
-    with pytest.raises(ValueError, match="each device may be named once"):
-        mgpu.evaluate_accuracy_gpus(replicas, data(), devices=on(1, 1))
 
 
 def test_a_network_of_two_outputs_is_named(engine, devices):
     """An auxiliary head: which of the two is the accuracy of?"""
-    base, dense = bricks(engine)
-
-    class Aux(base):
-        def __init__(self):
-            super().__init__()
-            self.out, self.aux = dense(8, 3), dense(8, 5)
-
-        def forward(self, x):
-            return self.out(x), self.aux(x)
-    replicas = mgpu.initialize(Aux(), devices, "xavier")
-    X, y = np.ones((6, 8), "float32"), np.arange(6) % 3
+    replicas = mgpu.initialize(several_inputs(
+        engine, lambda dense, x: (dense(x), x)), devices, "xavier")
+    X, y = rows(6), np.arange(6) % 3
     with pytest.raises(TypeError, match="whose output is a tuple of 2 arrays"
                        ". Choose one: pass devices= and a list"):
         mgpu.evaluate_accuracy_gpus(replicas, [(X, y)])
+
+
+def test_one_of_two_outputs_is_evaluated(engine, devices):
+    replicas = mgpu.initialize(several_inputs(
+        engine, lambda dense, x: (dense(x), x)), devices, "xavier")
+    X = rows(6)
+    y = replicas.predict(X)[0].argmax(1)
+    y[1] = (y[1] + 1) % 3
     assert mgpu.evaluate_accuracy_gpus(
         [lambda x, run=run: run(x)[0] for run in replicas], [(X, y)],
-        devices=devices) == 1 / 3
+        devices=devices) == 5 / 6
 
 
-def test_a_block_is_evaluated_where_it_is(engine):
+def test_a_block_is_evaluated_where_it_is(backend):
     """Contexts are real on MXNet; on torch every CPU device is the CPU."""
-    net = native(engine, on(1, 2))
-    if engine.name == "torch":
-        assert mgpu.evaluate_accuracy_gpus(net, data(), devices=on(0, 3)) \
+    net = native(backend, on(1, 2))
+    with contextlib.nullcontext() if backend.name == "torch" else \
+            pytest.raises(ValueError, match=(
+                r"the network is on \[cpu\(1\), cpu\(2\)\]; received \[cpu"
+                r"\(0\)\]. Evaluate where")):
+        assert mgpu.evaluate_accuracy_gpus(net, data(), device="cpu:0") \
             == exact()
-        return
-    with pytest.raises(ValueError, match=r"the network is on \[cpu\(1\), "
-                       r"cpu\(2\)\]; received \[cpu\(0\)\]. Evaluate where"):
-        mgpu.evaluate_accuracy_gpus(net, data(), device="cpu:0")
 
 
 def test_a_list_of_native_networks_predicts(engine):
     """Training mode and statistics of each network stay as they are."""
-    from helpers import convnet
-    devices = [mgpu.cpu(0), mgpu.cpu(1)]
+    devices = on(0, 1)
     nets = [convnet(engine) for _ in devices]
     for net, device in zip(nets, devices):
         mgpu.initialize(net, [device], "xavier", seed=3)
-    rng = np.random.default_rng(0)
-    X = rng.random((8, 2, 6, 6), dtype="float32")
-    y = rng.integers(0, 3, 8)
-    before = [engine.network(net).values() for net in nets]
-    both = mgpu.evaluate_accuracy_gpus(nets, [(X, y)], devices=devices)
-    one = mgpu.evaluate_accuracy_gpus(nets[:1], [(X, y)],
-                                      devices=devices[:1])
-    assert both == one
+    batch = [(pictures(8), classes(8))]
+    before = [native_values(engine, net) for net in nets]
+    assert mgpu.evaluate_accuracy_gpus(nets, batch, devices=devices) \
+        == mgpu.evaluate_accuracy_gpus(nets[:1], batch, devices=devices[:1])
     for old, net in zip(before, nets):
-        new = engine.network(net).values()
-        assert all((old[name] == new[name]).all() for name in old)
-    with pytest.raises(TypeError, match="received builtins.str"):
-        mgpu.evaluate_accuracy_gpus(["a"], [(X, y)], devices=devices[:1])
+        assert_all_equal(native_values(engine, net), old)
 
 
 @pytest.mark.parametrize("engine_name", [

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import mgpu
+from batches import pictures, rows
 from conftest import BACKENDS
-from helpers import assert_bit_equal, convnet, foreign_array, mlp, on
+from helpers import (assert_all_equal, assert_bit_equal, convnet,
+                     foreign_array, mlp, on)
+from nets import on_each, several_inputs
 
-rng = np.random.default_rng(0)
-X = rng.normal(size=(23, 6))
+X = rows(23, dtype="float64")
 LOSS = mgpu.losses.SoftmaxCrossEntropyLoss()
 
 
@@ -21,13 +23,13 @@ def made(backend, devices, net=None):
                            "uniform", seed=3, dtype="float64")
 
 
-def expected(replicas, rows=X):
+def expected(replicas, X=X):
     """Of the values alone, in NumPy."""
     w0, b0, w1, b1 = replicas.export_numpy().values()
-    return np.maximum(rows @ w0.T + b0, 0) @ w1.T + b1
+    return np.maximum(X @ w0.T + b0, 0) @ w1.T + b1
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 5, 23, 99])
+@pytest.mark.parametrize("batch_size", [None, 1, 5, 99])
 def test_rows_come_out_in_their_order(engine, devices, batch_size):
     """Also of fewer rows than devices."""
     replicas = made(engine, devices)
@@ -39,37 +41,25 @@ def test_rows_come_out_in_their_order(engine, devices, batch_size):
     assert replicas.predict(X[:1]).shape == (1, 3)
 
 
+def batches_of(backend):
+    yield iter([X[:16], X[16:17], X[17:]])
+    yield (x[None] for x in X)
+    if backend.name == "mxnet":
+        mx = mgpu.mxnet_compat()
+        data = mx.io.NDArrayIter(mx.nd.array(X, dtype="float64"), None, 5)
+        yield data
+        yield data      # once more
+
+
 def test_batches_of_an_iterable(backend):
     replicas = made(backend, on(0, 1, 2))
-    for batches in (iter([X[:16], X[16:17], X[17:]]), (x[None] for x in X)):
+    for batches in batches_of(backend):
         np.testing.assert_allclose(replicas.predict(batches),
                                    expected(replicas), atol=1e-13)
 
 
-def several(backend, make):
-    """A network whose forward is ``make(first input, ...)``."""
-    if backend.name == "mxnet":
-        from mxnet import gluon
-
-        class Net(gluon.Block):
-            def __init__(self):
-                super().__init__()
-                with self.name_scope():
-                    self.one = gluon.nn.Dense(2, in_units=6)
-
-            def forward(self, *inputs):
-                return make(self.one, *inputs)
-    else:
-        from torch import nn
-
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.one = nn.Linear(6, 2)
-
-            def forward(self, *inputs):
-                return make(self.one, *inputs)
-    return Net()
+def several(backend, forward):
+    return several_inputs(backend, forward, (6, 2))
 
 
 Pair = collections.namedtuple("Pair", "left right")
@@ -91,37 +81,37 @@ def test_inputs_and_outputs_are_nested(backend):
 def test_nothing_else_changes(backend):
     """It predicts, in `record` too: no dropout, no statistics, no graph, no
     gradient of the step that waits."""
-    pictures = rng.normal(size=(7, 2, 8, 8)).astype("float32")
+    images = pictures(7)
     replicas = mgpu.initialize(convnet(backend), on(0, 1), "uniform")
     trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
-    mgpu.train_batch(pictures, np.arange(7) % 3, replicas, LOSS, trainer)
+    mgpu.train_batch(images, np.arange(7) % 3, replicas, LOSS, trainer)
     before = replicas.export_numpy(all_devices=True)
-    first = replicas.predict(pictures, device=mgpu.cpu(1))
+    first = replicas.predict(images, device=mgpu.cpu(1))
     with mgpu.record():
-        assert_bit_equal(replicas.predict(pictures, device=mgpu.cpu(1)),
+        assert_bit_equal(replicas.predict(images, device=mgpu.cpu(1)),
                          first)
     after = replicas.export_numpy(all_devices=True)
-    for name, x in before.items():
-        assert_bit_equal(after[name], x)
-    assert not any(replicas.recorded)
+    assert_all_equal(after, before)
     # each device judges by its own statistics
-    both = replicas.predict(pictures)
-    assert_bit_equal(both[4:], replicas.predict(pictures[4:],
+    both = replicas.predict(images)
+    assert_bit_equal(both[4:], replicas.predict(images[4:],
                                                 device=mgpu.cpu(1)))
 
 
-@pytest.mark.parametrize("X, options, kind, words", [
-    (X[:0], {}, ValueError, "one row or more"),
-    ([], {}, ValueError, "one row or more|no batch"),
-    (iter([]), {}, ValueError, "received no batch"),
-    ((X, X[:3]), {}, ValueError, "received 3 or 23"),
-    (3, {}, TypeError, "an iterable of batches"),
-    (iter([X]), {"batch_size": 3}, TypeError, "iterator and batch_size"),
-    (X, {"batch_size": 0}, ValueError, "batch_size must be an integer"),
-    (X, {"device": mgpu.cpu(5)}, ValueError, "Predict where it is")])
-def test_what_is_no_rows_is_refused(backend, X, options, kind, words):
-    with pytest.raises(kind, match=words):
-        made(backend, on(0, 1)).predict(X, **options)
+def test_what_is_no_rows_is_refused(backend):
+    replicas = made(backend, on(0, 1))
+    for wrong, options, kind, words in (
+            (X[:0], {}, ValueError, "one row or more"),
+            ([], {}, ValueError, "one row or more|no batch"),
+            (iter([]), {}, ValueError, "received no batch"),
+            ((X, X[:3]), {}, ValueError, "received 3 or 23"),
+            (3, {}, TypeError, "an iterable of batches"),
+            (iter([X]), {"batch_size": 3}, TypeError,
+             "iterator and batch_size"),
+            (X, {"batch_size": 0}, ValueError, "batch_size must be an int"),
+            (X, {"device": mgpu.cpu(5)}, ValueError, "Predict where it is")):
+        with pytest.raises(kind, match=words):
+            replicas.predict(wrong, **options)
 
 
 def test_foreign_rows_and_outputs_without_rows_are_refused(backend):
@@ -134,37 +124,38 @@ def test_foreign_rows_and_outputs_without_rows_are_refused(backend):
         replicas.predict(X)
 
 
-@pytest.mark.parametrize("k, rows, batch_size", [
-    (2, 4, None), (1, 4, 2), (2, 8, 4), (3, 6, None), (1, 1, None)])
+@pytest.mark.parametrize("k, size, batch_size", [
+    (2, 4, None), (1, 4, 2), (2, 8, 4), (3, 6, None)])
 def test_an_output_that_has_as_many_rows_by_chance_is_refused(
-        backend, k, rows, batch_size):
-    """A constant beside the rows. Equal rows are rows."""
-    first = 2 if rows > 1 else 1
-    constant = several(backend, lambda one, a: (
-        one(a), one(a[:1] * 0).reshape((2,) if first == 2 else (1, 2))))
-    one = made(backend, on(*range(k)), constant)
-    if rows == 1:       # these are the outputs themselves
-        assert one.predict(X[:1])[1].shape == (1, 2)
-        two = made(backend, on(0, 1), several(
-            backend, lambda one, a: (one(a), one(a[:1] * 0))))
-        with pytest.raises(ValueError, match=r"of shape \(1, 2\) for 2 rows"):
-            two.predict(X[:2])
-        return
-    with pytest.raises(ValueError, match=r"of shape \(2,\) for \d rows"):
-        one.predict(X[:rows], batch_size)
-    turned = made(backend, on(*range(k)), several(
-        backend, lambda one, a: one(a).T))
-    with pytest.raises(ValueError, match=r"of shape \(2, \d\) for \d rows"):
-        turned.predict(X[:rows], batch_size)
-    replicas = made(backend, on(*range(k)))
-    same = np.ones((rows, 6))
-    np.testing.assert_allclose(replicas.predict(same, batch_size),
+        backend, k, size, batch_size):
+    """A constant beside the rows, or rows on another axis."""
+    for forward, words in (
+            (lambda one, a: (one(a), one(a[:1] * 0).reshape((2,))),
+             r"of shape \(2,\) for \d rows"),
+            (lambda one, a: one(a).T, r"of shape \(2, \d\) for \d rows")):
+        replicas = made(backend, on(*range(k)), several(backend, forward))
+        with pytest.raises(ValueError, match=words):
+            replicas.predict(X[:size], batch_size)
+
+
+def test_one_row_beside_the_rows_is_refused(backend):
+    """Not where there is one row: these are the outputs themselves."""
+    def forward(one, a):
+        return one(a), one(a[:1] * 0)
+    assert made(backend, on(0), several(backend, forward)).predict(
+        X[:1])[1].shape == (1, 2)
+    with pytest.raises(ValueError, match=r"of shape \(1, 2\) for 2 rows"):
+        made(backend, on(0, 1), several(backend, forward)).predict(X[:2])
+
+
+def test_equal_rows_are_rows(backend):
+    replicas, same = made(backend, on(0, 1)), np.ones((8, 6))
+    np.testing.assert_allclose(replicas.predict(same, 4),
                                expected(replicas, same), atol=1e-13)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch's outputs")
-@pytest.mark.parametrize("batch_size", [None, 3])
-def test_outputs_that_are_no_arrays_are_refused(batch_size):
+def test_outputs_that_are_no_arrays_are_refused():
     """Else the rows of the first device would be all."""
     from torch import nn
 
@@ -180,21 +171,23 @@ def test_outputs_that_are_no_arrays_are_refused(batch_size):
         for wrap, name in ((Output, "Output"), (lambda x: (x, 0.5), "float"),
                            (lambda x: (x, ["a"] * len(x)), "str")):
             replicas = mgpu.initialize(Net(wrap), on(0, 1))
-            with pytest.raises(TypeError, match=f"received a {name} in the"):
-                replicas.predict(X.astype("float32"), batch_size)
-        rows, labels = X.astype("float32"), np.zeros(23, "int32")
+            for batch_size in (None, 3):
+                with pytest.raises(TypeError,
+                                   match=f"received a {name} in the"):
+                    replicas.predict(X.astype("float32"), batch_size)
+        inputs, labels = X.astype("float32"), np.zeros(23, "int32")
         replicas = mgpu.initialize(Net(Output), on(0, 1))
         with pytest.raises(TypeError, match="of numbers; received Output"):
-            mgpu.evaluate_accuracy_gpus(replicas, [(rows, labels)])
+            mgpu.evaluate_accuracy_gpus(replicas, [(inputs, labels)])
         with pytest.raises(ValueError, match="example.*received a Output"):
-            mgpu.train_batch(rows, labels, replicas, lambda out, _: out,
+            mgpu.train_batch(inputs, labels, replicas, lambda out, _: out,
                              mgpu.Trainer(replicas, "sgd"))
         with pytest.raises(TypeError, match="received bool as flag"):
-            replicas([rows, rows], flag=True)
+            replicas([inputs, inputs], flag=True)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="lists go to forward")
-@pytest.mark.parametrize("batch_size", [None, 1, 5])
+@pytest.mark.parametrize("batch_size", [None, 5])
 def test_lists_are_cut_with_the_rows(devices, batch_size):
     import torch
 
@@ -210,21 +203,17 @@ def test_lists_are_cut_with_the_rows(devices, batch_size):
         replicas = mgpu.initialize(net, devices, init="keep")
         found = replicas.predict((X, texts), batch_size)
         np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.skipif("torch" not in BACKENDS, reason="lists go to forward")
+def test_lists_of_another_length_are_refused():
+    with mgpu.using_backend("torch") as backend:
+        replicas = made(backend, on(0, 1), several(
+            backend, lambda one, a, names: one(a)))
+        texts = ["a"] * len(X)
         for wrong in (tuple(texts), texts[1:], texts + ["b"]):
             with pytest.raises(ValueError, match="an entry for each row"):
-                replicas.predict((X, wrong), batch_size)
-
-
-@pytest.mark.skipif("mxnet" not in BACKENDS, reason="MXNet's iterators")
-def test_rows_of_a_data_iterator(backend):
-    mx = mgpu.mxnet_compat()
-    if backend.name != "mxnet":
-        return
-    replicas = made(backend, on(0, 1))
-    data = mx.io.NDArrayIter(mx.nd.array(X, dtype="float64"), None, 5)
-    for _ in range(2):
-        np.testing.assert_allclose(replicas.predict(data), expected(replicas),
-                                   atol=1e-13)
+                replicas.predict((X, wrong))
 
 
 # -- files --------------------------------------------------------------------
@@ -239,9 +228,8 @@ def test_a_file_has_the_same_bits_on_any_devices(backend, tmp_path):
             again = mgpu.initialize(mlp(other, units=(6, 4, 3)), on(0, 1),
                                     "uniform", seed=9, dtype="float64")
             again.load(tmp_path / "net")
-            again.check_equal()
-            for key, x in again.export_numpy().items():
-                assert_bit_equal(x, values[key])
+            for key, copies in on_each(again).items():
+                assert_bit_equal(copies, [values[key]] * 2)
 
 
 def test_other_programs_read_and_write_it(backend, tmp_path):
@@ -259,9 +247,8 @@ def test_other_programs_read_and_write_it(backend, tmp_path):
     safetensors.save_file({names[name]: x for name, x in changed.items()},
                           tmp_path / "other")
     replicas.load(tmp_path / "other")
-    replicas.check_equal()
-    for name, x in replicas.export_numpy().items():
-        assert_bit_equal(x, changed[name])
+    for name, copies in on_each(replicas).items():
+        assert_bit_equal(copies, [changed[name]] * 2)
 
 
 def test_what_does_not_fit_is_refused_whole(backend, tmp_path):
@@ -277,17 +264,12 @@ def test_what_does_not_fit_is_refused_whole(backend, tmp_path):
         replicas.load(tmp_path / "whole")
     data = bytearray((tmp_path / "other").read_bytes())
     data[-50] ^= 1
-    (tmp_path / "damaged").write_bytes(data)
-    for bits, dtype in ((data, "F64"), (b"", "BF16")):
-        if not bits:
-            head = (f'{{"0.weight":{{"dtype":"{dtype}","shape":[1],'
-                    '"data_offsets":[0,2]}}}').replace("}}}", "}}").encode()
-            bits = struct.pack("<Q", len(head)) + head + b"\0\0"
-        (tmp_path / "damaged").write_bytes(bits)
+    head = b'{"0.weight":{"dtype":"BF16","shape":[1],"data_offsets":[0,2]}}'
+    for damaged in (data, struct.pack("<Q", len(head)) + head + b"\0\0"):
+        (tmp_path / "damaged").write_bytes(damaged)
         with pytest.raises(mgpu.errors.CheckpointCorrupt,
                            match="does not fit its digest|BF16"):
             replicas.load(tmp_path / "damaged")
     with pytest.raises(FileNotFoundError):
         replicas.load(tmp_path / "nothing")
-    for name, x in replicas.export_numpy().items():
-        assert_bit_equal(x, before[name])
+    assert_all_equal(replicas.export_numpy(), before)

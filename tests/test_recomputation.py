@@ -4,6 +4,7 @@ the forward pass has computed, and the gradients are those without them.
 Networks are in float64, and the judge is plain torch without checkpoints,
 with the masks of the forward pass.
 """
+import contextlib
 import copy
 
 import numpy as np
@@ -105,22 +106,26 @@ def judges(replicas):
 
 
 @REENTRANT
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("rate, functional", [
-    (0.0, False), (0.5, False), (0.5, True)])
+@pytest.mark.parametrize("options, apart", [
+    (dict(rate=0.0), True), (dict(rate=0.0), False), (dict(), False),
+    (dict(functional=True), True), (dict(first=True), True)], ids=str)
+@pytest.mark.device_counts(1, 3)
 def test_gradients_and_statistics_are_those_without_checkpoints(
-        devices, reentrant, apart, rate, functional):
+        devices, reentrant, options, apart):
+    """Functional dropout, too: all threads share torch's default stream,
+    which checkpoints set."""
     k = len(devices)
-    replicas, trainer = start(network(
-        reentrant, rate=rate, functional=functional), k)
-    shards = batch(k)
-    for _ in range(2):
+    replicas, trainer = start(network(reentrant, **options), k)
+    X, y = batch(k)
+    for x in X if options.get("first") else ():
+        x.requires_grad_(reentrant)     # which torch needs then
+    for _ in range(4):
         plain = judges(replicas)
-        forward_backward(replicas, shards, apart)
+        forward_backward(replicas, (X, y), apart)
         for i, (judge, replica) in enumerate(zip(plain, replicas.of_engine())):
             module = replica.module
             judge.given = list(module.masks)
-            loss_of(judge(shards[0][i]), shards[1][i]).sum().backward()
+            loss_of(judge(X[i].detach()), y[i]).sum().backward()
             for expected, p in zip(judge.parameters(), module.parameters()):
                 assert relative_difference(p.grad, expected.grad) < 1e-12
             for expected, b in zip(judge.buffers(), module.buffers()):
@@ -133,61 +138,24 @@ def test_gradients_and_statistics_are_those_without_checkpoints(
 
 
 @REENTRANT
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_checkpoint_may_be_the_first_layer(k, reentrant):
-    """With a reentrant one torch needs an input with a gradient."""
-    replicas, trainer = start(network(reentrant, first=True), k)
-    X, y = batch(k)
-    for x in X:
-        x.requires_grad_(reentrant)
-    plain = judges(replicas)
-    forward_backward(replicas, (X, y), True)
-    for i, (judge, replica) in enumerate(zip(plain, replicas.of_engine())):
-        judge.given = list(replica.module.masks)
-        loss_of(judge(X[i].detach()), y[i]).sum().backward()
-        for expected, p in zip(judge.parameters(),
-                               replica.module.parameters()):
-            assert relative_difference(p.grad, expected.grad) < 1e-12
-    trainer.step(11)
-
-
-@REENTRANT
-def test_replicas_that_draw_in_checkpoints_take_turns(reentrant):
-    """All threads share torch's default stream, which checkpoints set."""
-    replicas, _ = start(network(reentrant, functional=True), 4)
-    shards, modules = batch(4), [r.module for r in replicas.of_engine()]
-    for _ in range(40):
-        judges(replicas)
-        forward_backward(replicas, shards, True)
-        for module in modules:
-            again = module.masks_again[::-1]
-            assert len(again) in (0, len(module.masks))
-            assert all((a == b).all() for a, b in zip(module.masks, again))
-
-
-@REENTRANT
-@pytest.mark.parametrize("k", [1, 2])
-def test_given_masks_are_used_again(k, reentrant):
-    replicas, _ = start(network(reentrant), k)
-    shards, masks = batch(k), Masks(seed=0)
-    masks.begin(0, [len(x) for x in shards[0]])
-    judges(replicas)
-    with replicas.network.use_masks(masks):
-        forward_backward(replicas, shards, False)
-    masks.begin(0, [len(x) for x in shards[0]])
-    plain, _ = start(network(reentrant), k)
-    for replica in plain.of_engine():
-        replica.module.checkpointed = False
-    with plain.network.use_masks(masks):
-        forward_backward(plain, shards, False)
-    for p, expected in zip(replicas.params(), plain.params()):
-        for g, h in zip(p.list_grad(), expected.list_grad()):
-            assert relative_difference(g, h) < 1e-12
+def test_given_masks_are_used_again(reentrant):
+    """Those that `mgpu.parity` gives to both networks."""
+    found, shards = [], batch(2)
+    for checkpointed in (True, False):
+        replicas, _ = start(network(reentrant), 2)
+        masks = Masks(seed=0)
+        masks.begin(0, [len(x) for x in shards[0]])
+        for replica in replicas.of_engine():
+            replica.module.checkpointed = checkpointed
+        with replicas.network.use_masks(masks):
+            forward_backward(replicas, shards, False)
+        found.append([g for p in replicas.params() for g in p.list_grad()])
+    for g, h in zip(*found):
+        assert relative_difference(g, h) < 1e-12
 
 
 @pytest.mark.parametrize("wrap", ["attribute", "mapping"])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_outputs_in_an_object_of_the_users(k, wrap):
+def test_outputs_in_an_object_of_the_users(devices, wrap):
     """The backward pass finds the tensors there: it counts no batch again."""
     from collections import UserDict
     from types import SimpleNamespace
@@ -205,7 +173,7 @@ def test_outputs_in_an_object_of_the_users(k, wrap):
             return SimpleNamespace(out=y) if wrap == "attribute" \
                 else UserDict(out=y)
     net = Network().double()
-    replicas, trainer = start(net, k)
+    replicas, trainer = start(net, len(devices))
     mgpu.train_batch(
         np.random.default_rng(0).normal(size=(8, 6)), np.zeros(8), replicas,
         lambda output, y: (vars(output).get("out") if wrap == "attribute"
@@ -214,7 +182,7 @@ def test_outputs_in_an_object_of_the_users(k, wrap):
 
 
 @REENTRANT
-def test_a_network_is_as_it_was_after_a_pass(reentrant):
+def test_flags_are_as_they_were_after_a_pass(reentrant):
     """Also after an error in the backward pass."""
     net = network(reentrant)
     net.norm.eval()
@@ -223,44 +191,35 @@ def test_a_network_is_as_it_was_after_a_pass(reentrant):
     for fails in (False, True, False):
         handle = net.start.weight.register_hook(
             lambda g, fails=fails: 1 / (1 - fails) and None)
-        if fails:
-            with pytest.raises(ZeroDivisionError):
-                forward_backward(replicas, batch(2), False)
-        else:
+        with contextlib.suppress(ZeroDivisionError):
             forward_backward(replicas, batch(2), False)
             trainer.step(11)
         handle.remove()
         assert [m.training for m in net.modules()] == modes
-        assert not any("forward" in vars(m) for m in net.modules())
+    assert trainer.num_update == 2
+
+
+def test_layers_that_meet_in_a_checkpoint_are_refused():
+    for reentrant in (True, False):
+        replicas, _ = start(network(reentrant, rate=0.0), 2,
+                            batch_norm="sync")
+        with pytest.raises(RuntimeError, match="Use batch_norm='per_device'"):
+            forward_backward(replicas, batch(2), False)
 
 
 @REENTRANT
-def test_layers_that_meet_in_a_checkpoint_are_refused(reentrant):
-    replicas, _ = start(network(reentrant, rate=0.0), 2, batch_norm="sync")
-    with pytest.raises(RuntimeError, match="Use batch_norm='per_device'"):
-        forward_backward(replicas, batch(2), False)
-
-
-@REENTRANT
-@pytest.mark.parametrize("k", [1, 2])
-def test_a_dropout_layer_may_not_move_into_a_checkpoint(k, reentrant):
+def test_a_dropout_layer_may_not_move_into_a_checkpoint(reentrant):
     """For one step: the other replicas did not wait for this one."""
     net = network(reentrant)
     net.checkpointed = False
-    replicas, trainer = start(net, k)
-    modules = [r.module for r in replicas.of_engine()]
+    replicas, trainer = start(net, 2)
     for _ in range(2):
-        forward_backward(replicas, batch(k), False)
+        forward_backward(replicas, batch(2), False)
         trainer.step(11)
-    for module in modules:
-        module.checkpointed = True
-    if k > 1:
-        with pytest.raises(RuntimeError, match="Run this step again"):
-            forward_backward(replicas, batch(k), False)
-    plain = judges(replicas)
-    forward_backward(replicas, batch(k), False)
-    for i, (judge, module) in enumerate(zip(plain, modules)):
-        judge.given = list(module.masks)
-        loss_of(judge(batch(k)[0][i]), batch(k)[1][i]).sum().backward()
-        assert relative_difference(module.shared.weight.grad,
-                                   judge.shared.weight.grad) < 1e-12
+    for replica in replicas.of_engine():
+        replica.module.checkpointed = True
+    with pytest.raises(RuntimeError, match="Run this step again"):
+        forward_backward(replicas, batch(2), False)
+    forward_backward(replicas, batch(2), False)
+    trainer.step(11)
+    assert trainer.num_update == 3

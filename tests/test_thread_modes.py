@@ -4,14 +4,14 @@ the default device. Networks are in float64; the judge is the plain loop.
 """
 import contextlib
 import copy
-import time
+import threading
 
 import numpy as np
 import pytest
 
 import mgpu
 from conftest import BACKENDS
-from helpers import mlp, on
+from helpers import assert_all_equal, mlp, on
 
 pytestmark = pytest.mark.parametrize("name", [
     name for name in BACKENDS if name == "torch"])
@@ -105,21 +105,20 @@ def test_what_a_mode_counts_is_that_of_the_whole_batch(engine, devices):
         trained(engine, on(*range(k)), around)
         found.append([mode.flop_counts for mode in modes])
     assert found[0] == found[1] and found[0][0]["Global"]
-    packed = []
+    # two threads would meet inside of a hook; one waits there in vain
+    meeting, met = threading.Barrier(2), []
 
     def pack(x):
-        number = len(packed)
-        time.sleep(0.002)       # another device would meet the same number
-        packed.append(number)
-        return number, x
-
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meeting.wait(0.5)
+            met.append(x)
+        return x
     replicas = mgpu.initialize(mlp(engine), devices)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x[1]), \
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), \
             mgpu.record():
-        losses = mgpu.parallel(lambda x: (x * x).sum(1), replicas(
+        mgpu.parallel(lambda x: (x * x).sum(1), replicas(
             [mgpu.put(np.ones((2, 6), "float32"), d) for d in devices]))
-    mgpu.backward(losses)
-    assert packed == list(range(len(packed))) and packed
+    assert meeting.broken and not met
 
 
 def test_the_default_device_is_that_of_the_calling_thread(devices):
@@ -147,22 +146,25 @@ def test_dropout_inside_hooks_draws_the_same_masks(devices):
 
 
 @pytest.mark.parametrize("around", [scaling, rounding])
-def test_modes_around_devices_that_meet_are_refused(devices, around):
+def test_modes_around_devices_that_meet_are_refused(around):
     import torch
-    replicas = mgpu.initialize(
-        torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3)),
-        devices, batch_norm="sync")
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
     X = np.ones((8, 6), "float32")
-
-    def step():
-        mgpu.train_batch(X, X[:, 0], replicas, lambda o, y: o.sum(1), trainer)
-    with around():
-        if len(devices) == 1:
-            return step()
+    for k in (1, 3):
+        replicas = mgpu.initialize(torch.nn.Sequential(
+            torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3)), on(*range(k)),
+            batch_norm="sync")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
         before = replicas.export_numpy()
-        with pytest.raises(RuntimeError, match="one device after the other"):
+
+        def step(replicas=replicas, trainer=trainer):
+            mgpu.train_batch(X, X[:, 0], replicas, lambda o, y: o.sum(1),
+                             trainer)
+        if k == 1:      # it meets nobody
+            with around():
+                step()
+            continue
+        with around(), pytest.raises(RuntimeError,
+                                     match="one device after the other"):
             step()
-    for name, value in replicas.export_numpy().items():
-        np.testing.assert_array_equal(value, before[name])
-    step()
+        assert_all_equal(replicas.export_numpy(), before)
+        step()

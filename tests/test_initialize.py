@@ -1,0 +1,648 @@
+"""`mgpu.initialize`: which values the users' own native networks start from,
+on every device."""
+import copy
+import warnings
+
+import numpy as np
+import pytest
+
+import mgpu
+from batches import pictures, rows
+from conftest import BACKENDS
+from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
+                     convnet, mlp, on, using_engine)
+from mgpu import initializers
+from nets import (native_values, on_each, sequential, shards_of, train,
+                  with_values)
+
+MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
+TORCH = [engine for engine in ENGINES if engine == "torch"]
+#: names, kinds and shapes of `helpers.convnet`, in the order of the layers
+CONVNET = [
+    ("0.weight", "weight", (4, 2, 3, 3)), ("0.bias", "bias", (4,)),
+    ("1.gamma", "gamma", (4,)), ("1.beta", "beta", (4,)),
+    ("4.weight", "weight", (5, 4, 3, 3)), ("4.bias", "bias", (5,)),
+    ("5.gamma", "gamma", (5,)), ("5.beta", "beta", (5,)),
+    ("9.weight", "weight", (3, 5)), ("9.bias", "bias", (3,)),
+    ("1.running_mean", "running_mean", (4,)),
+    ("1.running_var", "running_var", (4,)),
+    ("5.running_mean", "running_mean", (5,)),
+    ("5.running_var", "running_var", (5,))]
+
+
+# -- drawn values -------------------------------------------------------------
+
+@pytest.mark.parametrize("init", ["uniform", initializers.Orthogonal()],
+                         ids=str)
+def test_every_device_and_engine_start_from_the_drawn_bits(
+        engine, devices, init):
+    """What NumPy draws for (seed, number) is what stands on every device: so
+    any two devices, and any two engines, have the same bits."""
+    replicas = mgpu.initialize(convnet(engine), devices, init, seed=3)
+    found = on_each(replicas)
+    assert list(found) == [name for name, *_ in CONVNET]
+    by_kind = {"bias": 0, "gamma": 1, "beta": 0, "running_mean": 0,
+               "running_var": 1}
+    for number, (name, kind, shape) in enumerate(CONVNET):
+        wanted = initializers.draw_parameter(
+            kind, shape, "float32", init, seed=3, index=number)
+        assert_bit_equal(found[name], np.stack([wanted] * len(devices)))
+        if kind in by_kind:
+            assert (wanted == by_kind[kind]).all()
+        else:
+            assert len(np.unique(wanted)) > shape[0]    # truly drawn
+    assert [p.kind for p in replicas.params() + replicas.statistics()] \
+        == [kind for _, kind, _ in CONVNET]
+    assert len(replicas) == len(devices) and replicas.devices == devices
+
+
+def test_devices_do_not_share_memory(engine):
+    """Two logical devices share one RAM, and their values must not."""
+    replicas = mgpu.initialize(convnet(engine), on(0, 1, 2), "uniform")
+    for p in replicas.params() + replicas.statistics():
+        with mgpu.no_grad():
+            p.list_data()[1][:] = 7
+        for i, value in enumerate(map(mgpu.to_numpy, p.list_data())):
+            assert (value == 7).all() == (i == 1), (p.name, i)
+
+
+def test_dtype_casts_parameters_and_statistics(engine, devices):
+    """float32 is the float64 draw, rounded once."""
+    replicas = mgpu.initialize(
+        convnet(engine, deferred=True), devices, "uniform", seed=2,
+        dtype="float64", sample=pictures(2))
+    assert {p.dtype for p in replicas.all_parameters()} >= {"float64"}
+    rounded = on_each(mgpu.initialize(convnet(engine), devices,
+                                      "uniform", seed=2))
+    for name, values in on_each(replicas).items():
+        assert values[0].dtype == np.float64
+        assert_bit_equal(np.float32(values), np.stack(rounded[name]))
+    outputs = replicas(shards_of(pictures(4, dtype="float64"), replicas))
+    assert mgpu.to_numpy(outputs[0]).dtype == np.float64
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_layers_own_gluon_initialiser_wins(name, devices):
+    own = [("0.weight", ("xavier", {"magnitude": 2})),
+           ("0.bias", ("constant", {"value": 0.5})),
+           ("1.alpha", ("constant", {"value": 0.25}))]
+    with using_engine(name):
+        import mxnet as mx
+        net = mx.gluon.nn.HybridSequential()
+        net.add(mx.gluon.nn.Dense(
+            5, in_units=6, bias_initializer=mx.init.Constant(0.5),
+            weight_initializer=mx.init.Xavier(magnitude=2)),
+            mx.gluon.nn.PReLU())
+        found = on_each(mgpu.initialize(net, devices, "orthogonal", seed=1))
+    assert list(found) == [name for name, _ in own]
+    for number, (name, init) in enumerate(own):
+        wanted = initializers.draw_parameter(
+            "weight", found[name][0].shape, "float32", None, seed=1,
+            index=number, own=init)
+        assert_bit_equal(found[name], [wanted] * len(devices))
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_layers_own_initialiser_that_numpy_does_not_have(name):
+    """Is refused, before a change: silence would draw something else."""
+    with using_engine(name) as engine:
+        import mxnet as mx
+
+        class Own(mx.init.Initializer):
+            def _init_weight(self, _, arr):
+                arr[:] = 5
+        net = mx.gluon.nn.Dense(3, in_units=6, weight_initializer=Own(f=len))
+        with_values(engine, net)
+        before = native_values(engine, net)
+        for each in (net, mx.gluon.nn.Dense(3, weight_initializer=Own())):
+            with pytest.raises(ValueError, match=(      # at once, not late
+                    "parameter 'weight': unknown initialiser; received 'own'"
+                    ".* initialize the network first, and pass no init=")):
+                mgpu.initialize(each, on(0, 1), "uniform")
+        assert_all_equal(native_values(engine, net), before)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_prelu_starts_as_in_gluon(name):
+    with using_engine(name):
+        import torch
+        replicas = mgpu.initialize(torch.nn.PReLU(), on(0), "normal")
+        assert replicas.export_numpy() == {"weight": np.float32(0.25)}
+
+
+def scaled_net(engine):
+    """A dense layer, and what scales it: a vector and a number."""
+    base, dense = bricks(engine)
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.dense = dense(6, 5)
+            for name, shape in (("gamma", (5,)), ("logit_scale", (1,))):
+                setattr(self, name, self.params.get(name, shape=shape) if
+                        engine.name == "mxnet" else Parameter(ones(shape)))
+
+        def forward(self, x):
+            x = self.dense(x)
+            if engine.name == "mxnet":
+                return x * self.gamma.data(x.ctx) * self.logit_scale.data(
+                    x.ctx)
+            return x * self.gamma * self.logit_scale
+    if engine.name == "torch":
+        from torch import ones
+        from torch.nn import Parameter
+    return Net()
+
+
+@pytest.mark.parametrize("options", [
+    dict(init="xavier"), dict(force_reinit=True)], ids=str)
+def test_parameters_of_unknown_kinds_keep_their_values(
+        engine, devices, options):
+    """No framework draws the scale of a layer as it does weights."""
+    net = with_values(engine, scaled_net(engine))
+    own = native_values(engine, net)
+    replicas = mgpu.initialize(net, devices, **options)
+    for number, p in enumerate(replicas.params()):
+        if p.name.startswith("dense"):
+            wanted = initializers.draw_parameter(
+                p.kind, p.shape, "float32", options.get("init"), seed=0,
+                index=number)
+        else:
+            wanted = own[p.name]
+            assert p.kind == "unknown"
+        for value in p.list_data():
+            assert_bit_equal(mgpu.to_numpy(value), wanted)
+    assert "2 drawn by" in repr(replicas)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_weights_of_torchs_layers_are_drawn(name):
+    """Those that have another name, too; the parts of a weight norm are
+    not weights."""
+    with using_engine(name):
+        from torch import nn
+        from torch.nn.utils import parametrizations
+        net = nn.ModuleList([
+            nn.Embedding(3, 4), nn.LSTM(4, 4, 2, proj_size=2),
+            nn.GRUCell(4, 4), nn.MultiheadAttention(4, 2, add_bias_kv=True),
+            nn.Bilinear(2, 3, 4), parametrizations.weight_norm(
+                nn.Linear(3, 4))])
+        kinds = {p.name: p.kind
+                 for p in mgpu.initialize(net, on(0), "xavier").params()}
+        unknown = {n for n, kind in kinds.items() if kind == "unknown"}
+        assert unknown == {f"5.parametrizations.weight.original{i}"
+                           for i in (0, 1)}
+        assert all(kind == ("bias" if "bias" in n else "weight")
+                   for n, kind in kinds.items() if n not in unknown)
+
+
+# -- unknown shapes -----------------------------------------------------------
+
+def first_pass(replicas, x):
+    replicas(shards_of(x, replicas))
+
+
+def passes_in_threads(replicas, x):
+    """What torch draws while it completes lazy layers is no number that
+    threads share."""
+    mgpu.parallel(lambda replica, shard: replica(shard), replicas,
+                  shards_of(x, replicas))
+
+
+def native_call(replicas, x):
+    """As ``net(x)`` after ``net.initialize()`` does in Gluon; on torch a pass
+    in training moves the statistics."""
+    if replicas.backend.name == "torch":
+        replicas.net.eval()
+    replicas.net(mgpu.put(x, replicas.devices[-1]))
+    if replicas.backend.name == "torch":
+        replicas.net.train()
+
+
+@pytest.mark.filterwarnings("error:numbers were drawn")
+@pytest.mark.parametrize("way", [
+    "sample", "native sample", first_pass, passes_in_threads, native_call])
+def test_unknown_shapes_are_completed_with_the_same_values(
+        engine, devices, way):
+    wanted = mgpu.initialize(convnet(engine), devices, "uniform", seed=5)
+    sample, x = None, pictures(4)
+    if isinstance(way, str):
+        sample = x[:1] if way == "sample" else mgpu.put(x[:1], devices[0])
+    replicas = mgpu.initialize(convnet(engine, deferred=True), devices,
+                               "uniform", seed=5, sample=sample)
+    if sample is None:
+        early = replicas.params()[0]
+        assert early.shape is None
+        way(replicas, x)
+    assert_all_equal(on_each(replicas), on_each(wanted))
+    assert sample is not None or early.shape == (4, 2, 3, 3)
+    for one in (replicas, wanted):      # and not drawn again
+        train(one, x)
+    assert_all_equal(on_each(replicas), on_each(wanted))
+
+
+def test_values_of_unknown_shapes_are_not_available(engine):
+    replicas = mgpu.initialize(mlp(engine, deferred=True), on(0, 1))
+    early = replicas.params()[0]
+    for read in (early.data, early.list_grad, replicas.export_numpy,
+                 replicas[0].arrays, lambda: early.set_data(0),
+                 lambda: replicas.import_numpy({})):
+        with pytest.raises(RuntimeError, match="a shape is unknown until the "
+                           "first forward pass. Run one, replicas."):
+            read()
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_what_inference_mode_completes_is_trained(name, devices):
+    with using_engine(name) as engine:
+        import torch
+        x, found = rows(8, dtype="float64"), []
+        for mode in (torch.inference_mode, torch.no_grad):
+            replicas = mgpu.initialize(mlp(engine, deferred=True), devices,
+                                       "uniform", dtype="float64")
+            with mode():
+                replicas(shards_of(x, replicas))
+            train(replicas, x)
+            found.append(on_each(replicas))
+        assert_all_equal(*found)
+
+
+@pytest.mark.parametrize("init", [None, "uniform"])
+def test_what_is_loaded_before_the_first_pass_stays(engine, devices, init):
+    """Also where shapes are not known yet; the last layer is not loaded."""
+    net, source = convnet(engine, deferred=True), convnet(engine)
+    with_values(engine, source)
+    own = native_values(engine, source)
+    replicas = mgpu.initialize(net, devices, init)
+    loaded = [name for name in own if not name.startswith("9")]
+    if engine.name == "mxnet":
+        parameters = net._collect_params_with_prefix()
+        for name in loaded:
+            parameters[name].set_data(engine.put(own[name], mgpu.cpu(0)))
+    else:
+        state = source.state_dict()
+        net.load_state_dict({name: state[name] for name in loaded},
+                            strict=False)
+    replicas(shards_of(pictures(4), replicas))
+    found = native_values(engine, net)
+    assert_all_equal({name: found[name] for name in loaded},
+                     {name: own[name] for name in loaded})
+    if init is not None:
+        assert_bit_equal(found["9.weight"], initializers.draw_parameter(
+            "weight", (3, 5), "float32", init, seed=0, index=8))
+
+
+def test_a_sample_that_does_not_fit_leaves_the_network(engine):
+    """The first layers know their shapes when the last one refuses; the
+    network forgets them."""
+    net = convnet(engine, deferred=True)
+    before = engine.network(net).specs(), [*map(type, net)]
+
+    def refuse(*_):
+        raise ZeroDivisionError
+    hook = net[9].register_forward_pre_hook(refuse)
+    for init in (None, "uniform"):
+        with pytest.raises(ZeroDivisionError):
+            mgpu.initialize(net, on(0), init, dtype="float64",
+                            sample=np.ones((1, 7, 6, 6)))
+        assert (engine.network(net).specs(), [*map(type, net)]) == before
+    getattr(hook, "detach" if engine.name == "mxnet" else "remove")()
+    found = mgpu.initialize(net, on(0, 1), "uniform", sample=pictures(1))
+    assert_all_equal(on_each(found), on_each(mgpu.initialize(
+        convnet(engine), on(0, 1), "uniform")))
+
+
+def test_a_layer_without_a_shape_that_is_never_called(engine):
+    base, _ = bricks(engine)
+    if engine.name == "mxnet":
+        from mxnet.gluon.nn import Dense as lazy
+    else:
+        from torch.nn import LazyLinear as lazy
+
+    class Net(base):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = lazy(3), lazy(4)
+
+        def forward(self, x):
+            return self.used(x)
+    replicas = mgpu.initialize(Net(), on(0, 1), "uniform")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"calls no layer of \['idle.weig"
+                           r"ht.*\]. Give these layers their input size"):
+            train(replicas, rows(8))
+        assert not replicas.complete
+
+
+# -- values that are there ----------------------------------------------------
+
+def test_values_that_are_there_stay(engine, devices):
+    """On every device, running statistics too; the repr says so."""
+    for init in (None, "keep"):
+        net = with_values(engine, convnet(engine))
+        own = native_values(engine, net)
+        replicas = mgpu.initialize(net, devices, init)
+        assert_all_equal(native_values(engine, net), own)
+        for p in replicas.all_parameters():
+            name = p.name if engine.name == "mxnet" else \
+                p.name.replace("gamma", "weight").replace("beta", "bias")
+            for value in p.list_data():
+                assert_bit_equal(mgpu.to_numpy(value), own[name])
+        assert repr(replicas).endswith("; 10 parameters kept, 0 drawn)")
+
+
+def test_an_initialiser_draws_everything(engine):
+    wanted = on_each(mgpu.initialize(convnet(engine), on(0), "uniform"))
+    replicas = mgpu.initialize(with_values(engine, convnet(engine)), on(0),
+                               "uniform")
+    assert_all_equal(on_each(replicas), wanted)
+    assert repr(replicas).endswith(
+        "; 0 parameters kept, 10 drawn by Uniform(scale=0.07))")
+
+
+def test_what_has_no_value_is_drawn(engine, devices):
+    """One layer of mgpu's own network is given values; the others draw
+    theirs by their numbers."""
+    net = mgpu.models.lenet()
+    with_values(engine, net[0])
+    own = native_values(engine, net[0])
+    replicas = mgpu.initialize(net, devices, seed=2)
+    for number, p in enumerate(replicas.params()):
+        wanted = own[p.name[2:]] if number < 2 else \
+            initializers.draw_parameter(p.kind, p.shape, "float32", None,
+                                        seed=2, index=number)
+        for value in p.list_data():
+            assert_bit_equal(mgpu.to_numpy(value), wanted)
+    assert "2 parameters kept, 6 drawn" in repr(replicas)
+
+
+def test_a_seed_where_nothing_is_drawn(engine):
+    for init in (None, "keep"):
+        net = with_values(engine, mlp(engine))
+        before = native_values(engine, net)
+        with pytest.raises(ValueError, match="a seed is for values that are "
+                           "drawn; received seed=3 .* Pass init="):
+            mgpu.initialize(net, on(1), init, seed=3, dtype="float64")
+        assert_all_equal(native_values(engine, net), before)
+
+
+def test_keep_wants_a_value_for_each_parameter(engine):
+    net = mgpu.models.lenet()
+    with_values(engine, net[0])
+    with pytest.raises(RuntimeError, match="init='keep' needs a network that "
+                       "has values; received none of .*'9.bias'.*. Load or "
+                       "initialize these first"):
+        mgpu.initialize(net, on(0), "keep")
+
+
+def written_through_data(net):
+    for p in net.parameters():
+        p.data[...] = 0.5
+    return net
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_model_has_values_when_something_is_written_to_it(name):
+    with using_engine(name) as engine:
+        from mgpu.backends._torch.models import MODELS
+        state = MODELS["lenet"](10, 1).state_dict()
+        loaded = mgpu.models.lenet()
+        loaded.load_state_dict(state)
+        written = written_through_data(mgpu.models.lenet())
+        for net in (loaded, written, copy.deepcopy(written)):
+            own = native_values(engine, net)
+            assert_all_equal(mgpu.initialize(net, on(0, 1)).export_numpy(),
+                             own)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_model_without_values_has_none_after_copies_and_casts(name):
+    with using_engine(name):
+        wanted = mgpu.initialize(mgpu.models.lenet(), on(0), "uniform",
+                                 dtype="float64").export_numpy()
+        net = copy.deepcopy(mgpu.models.lenet()).double()
+        assert_all_equal(mgpu.initialize(net, on(0, 1)).export_numpy(),
+                         wanted)
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_a_deferred_initialize_is_carried_out_by_gluon(name, devices):
+    with using_engine(name) as engine:
+        import mxnet as mx
+
+        class Own(mx.init.Initializer):     # that NumPy does not have
+            def _init_weight(self, _, arr):
+                arr[:] = mx.nd.random.normal(shape=arr.shape).asnumpy()
+
+        def build():
+            net = convnet(engine, deferred=True)
+            net.initialize(Own())
+            net[-1].weight.lr_mult = 2.0
+            mx.random.seed(7)
+            return net
+        plain = build()
+        plain(engine.put(pictures(1), mgpu.cpu(0)))
+        wanted = native_values(engine, plain)
+        for init, sample in ((None, pictures(1)), ("keep", None)):
+            net = build()
+            replicas = mgpu.initialize(net, devices, init, sample=sample)
+            if sample is None:
+                replicas(shards_of(pictures(4), replicas))
+            for found, *others in on_each(replicas).values():
+                for other in others:
+                    assert_bit_equal(found, other)
+            assert_all_equal(native_values(engine, net), wanted)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_lazy_layers_keep_what_torch_gives_them(name, devices):
+    with using_engine(name) as engine:
+        import torch
+        torch.manual_seed(5)
+        plain = convnet(engine, deferred=True)
+        plain.eval()(torch.zeros(1, 2, 6, 6))
+        for init, sample in ((None, pictures(1)), ("keep", None)):
+            torch.manual_seed(5)
+            net = convnet(engine, deferred=True)
+            replicas = mgpu.initialize(net, devices, init, sample=sample)
+            if sample is None:
+                replicas(shards_of(pictures(4), replicas))
+            assert_all_equal(native_values(engine, replicas.net),
+                             native_values(engine, plain))
+            assert "10 parameters kept" in repr(replicas)
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("init, ran", [(None, True), ("keep", False)])
+def test_a_symbol_block_keeps_the_values_that_were_loaded(
+        name, init, ran, devices, tmp_path):
+    """Its parameters have values and no shapes."""
+    with using_engine(name) as engine:
+        import mxnet as mx
+        net = with_values(engine, convnet(engine))
+        net.hybridize()
+        x = engine.put(pictures(4), mgpu.cpu(0))
+        wanted = mgpu.to_numpy(net(x))
+        net.export(str(tmp_path / "net"))
+        block = mx.gluon.SymbolBlock.imports(
+            str(tmp_path / "net-symbol.json"), ["data"],
+            str(tmp_path / "net-0000.params"))
+        if ran:
+            assert_bit_equal(mgpu.to_numpy(block(x)), wanted)
+        replicas = mgpu.initialize(block, devices, init)
+        for replica in replicas:
+            assert_bit_equal(mgpu.to_numpy(replica(mgpu.put(
+                pictures(4), replica.device))), wanted)
+
+
+def test_keep_goes_on_from_a_trained_network(engine):
+    """Elsewhere, with more devices and in float64."""
+    replicas = mgpu.initialize(mlp(engine), on(0), "uniform")
+    train(replicas, rows(4))
+    trained = replicas.export_numpy()
+    again = mgpu.initialize(replicas.net, on(1, 2), "keep",
+                            force_reinit=True, dtype="float64")
+    assert again.devices == on(1, 2)
+    for name, values in on_each(again).items():
+        for value in values:
+            assert_bit_equal(value, trained[name].astype("float64"))
+
+
+# -- once more ----------------------------------------------------------------
+
+def test_a_second_initialize_is_refused_and_changes_nothing(engine):
+    net = mlp(engine)
+    replicas = mgpu.initialize(net, on(1, 2), "uniform")
+    train(replicas, rows(4))
+    before = on_each(replicas)
+    with pytest.raises(RuntimeError, match=(
+            r"the network is initialized already, on \[cpu\(1\), cpu\(2\)\]; "
+            "pass force_reinit=True to draw it again, and init='keep' with it"
+            " to keep its values")):
+        mgpu.initialize(net, on(0), "uniform", dtype="float64")
+    assert_all_equal(on_each(replicas), before)
+
+
+def test_force_reinit_redraws_a_trained_network(engine, devices):
+    """Weights and running statistics, as if it had never been trained."""
+    net = convnet(engine)
+    replicas = mgpu.initialize(net, on(0, 1), "uniform", seed=4)
+    fresh = replicas.export_numpy()
+    train(replicas, pictures(6), steps=2)
+    with warnings.catch_warnings():     # the devices' statistics differ
+        warnings.simplefilter("ignore", UserWarning)
+        trained = replicas.export_numpy()
+    for name in ("0.weight", "5.running_mean", "1.running_var"):
+        assert (trained[name] != fresh[name]).any()
+    again = mgpu.initialize(net, devices, "uniform", seed=4, force_reinit=True)
+    assert again.net is net and again.devices == devices
+    redrawn = again.export_numpy()
+    assert_all_equal(redrawn, fresh)    # torch's batch counters too
+
+
+
+@pytest.mark.parametrize("name", MXNET)
+def test_values_that_gluon_has_moved_are_asked_for(name):
+    with using_engine(name) as engine:
+        net = mlp(engine)
+        replicas = mgpu.initialize(net, on(0, 1), "uniform")
+        net.initialize(force_reinit=True)
+        with pytest.raises(RuntimeError, match="'.*weight' without a value on "
+                           r"cpu\(1\).*force_reinit=True"):
+            replicas.export_numpy()
+        again = mgpu.initialize(net, on(0, 1), init="keep", force_reinit=True)
+        again.export_numpy()
+
+
+def test_a_part_of_an_initialized_network_is_refused(engine):
+    """Its replicas would be others than those of the whole."""
+    net = mlp(engine)
+    mgpu.initialize(net, on(0, 1), "xavier", seed=1)
+    with pytest.raises(ValueError, match="belongs to one network that is "
+                       "initialized; received 'weight', 'bias'"):
+        mgpu.initialize(net[0], on(0, 1), "xavier")
+
+
+def trained_layers(engine, devices):
+    """The layers but for the last one, the replicas, and their trainer."""
+    net = mlp(engine)
+    replicas = mgpu.initialize(net, devices, "xavier", seed=1)
+    trainer = mgpu.Trainer(replicas, "sgd")
+    train(replicas, rows(8))
+    return list(net)[:-1], replicas, trainer
+
+
+def test_a_later_network_on_trained_layers(engine, devices):
+    """Fine-tuning: with `force_reinit` it trains as on copies of them."""
+    found = []
+    for options in ({}, {"force_reinit": True}):
+        layers, _old, _ = trained_layers(engine, devices)
+        later = sequential(engine, layers if options else
+                           copy.deepcopy(layers))
+        replicas = mgpu.initialize(later, devices, "keep", **options)
+        train(replicas, rows(8), steps=2)
+        found.append(on_each(replicas))
+    assert_all_equal(*found)
+
+
+def test_layers_of_an_earlier_network_are_refused(engine):
+    """`force_reinit` takes them away from it."""
+    layers, old, trainer = trained_layers(engine, on(0, 1))
+    later = sequential(engine, layers)
+    with pytest.raises(ValueError, match="Pass force_reinit=True if .* or "
+                       "give the new one copy.deepcopy of the layers"):
+        mgpu.initialize(later, on(0, 1), "keep")
+    train(old, rows(8))         # nothing has changed
+    mgpu.initialize(later, on(0, 1), "keep", force_reinit=True)
+    for call in (lambda: trainer.step(1),
+                 lambda: old[0](mgpu.put(rows(2), mgpu.cpu(0)))):
+        with pytest.raises(RuntimeError, match="these replicas are void: the "
+                           "network, or one with parameters of it, was "
+                           "initialized again"):
+            call()
+
+
+# -- wrong arguments ----------------------------------------------------------
+
+WRONG = [
+    (dict(batch_norm="joint"), ValueError,
+     "unknown batch_norm; received 'joint'. Use one of 'per_device', "
+     "'average', 'sync'."),
+    (dict(dtype="int32"), ValueError,
+     "unknown dtype; received 'int32'. Use one of 'float16', 'float32', "
+     "'float64'."),
+    (dict(seed=-1), ValueError,
+     "seed must be an integer of 0 or more; received -1."),
+    (dict(seed=1.5), ValueError,
+     "seed must be an integer of 0 or more; received 1.5."),
+    (dict(init="kaiming"), ValueError, "'kaiming'"),
+    (dict(init=0.01), TypeError, "0.01"),
+    (dict(init="bilinear", dtype="float64"), ValueError,
+     "Bilinear needs a weight of four axes"),
+    (dict(devices=[]), ValueError, "at least one device is needed"),
+    (dict(devices=["cpu:1", "cpu:0", "cpu:1"]), ValueError,
+     "each device may be named once; received [cpu(1), cpu(0), cpu(1)]"),
+    (dict(devices=["cpu:0", "gpu:99"]), ValueError, "gpu(99) is not there"),
+    (dict(devices="tpu"), ValueError, "unknown device; received 'tpu'")]
+
+
+def test_wrong_arguments_are_refused_before_a_change(backend):
+    net = with_values(backend, mlp(backend))
+    before = native_values(backend, net)
+    for wrong, error, text in WRONG:
+        with pytest.raises(error) as caught:
+            mgpu.initialize(**{"net": net, "devices": on(0, 1), **wrong})
+        assert text in str(caught.value)
+        assert_all_equal(native_values(backend, net), before)
+    mgpu.initialize(net, on(0, 1), "uniform")      # it was not initialised
+
+
+@pytest.mark.parametrize("ours, other", [(a, b) for a in BACKENDS
+                                         for b in BACKENDS if a != b])
+def test_the_other_frameworks_network_is_refused(ours, other):
+    with mgpu.using_backend(other) as backend:
+        net = mlp(backend)
+    with mgpu.using_backend(ours), pytest.raises(TypeError, match=(
+            f"the {ours} backend takes a .*; received {other}.*Sequential. "
+            "Choose the engine with mgpu.set_backend")):
+        mgpu.initialize(net, on(0), "uniform")

@@ -1,0 +1,469 @@
+"""What users write to their network between passes reaches all devices; what
+a pass writes to a buffer belongs to its device."""
+import warnings
+
+import numpy as np
+import pytest
+
+import mgpu
+from batches import rows
+from conftest import ENGINES
+from helpers import (assert_all_equal, assert_bit_equal, mlp, on,
+                     relative_difference, using_engine)
+from nets import on_each, shards_of, train
+
+MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
+TORCH = [engine for engine in ENGINES if engine == "torch"]
+on_torch = pytest.mark.parametrize("engine_name", TORCH)
+
+
+# -- parameters ---------------------------------------------------------------
+
+def set_data(net, value):
+    next(iter(net.collect_params().values())).set_data(
+        mgpu.put(value, mgpu.cpu()))
+
+
+def in_another_order(net, value):
+    """The number of strides changes, and torch counts no write."""
+    import torch
+    weight = net[0].weight
+    if weight.is_contiguous():
+        weight.data = weight.data.t().contiguous().t()
+    weight.data.copy_(torch.from_numpy(value))
+
+
+def load(net, value, assign=False):
+    import torch
+    net.load_state_dict({**net.state_dict(),
+                         "0.weight": torch.from_numpy(value.copy())},
+                        assign=assign)
+
+
+def assign(net, value):
+    load(net, value, assign=True)
+
+
+def replace(net, value):
+    import torch
+    net[0].weight = torch.nn.Parameter(torch.from_numpy(value.copy()))
+
+
+@pytest.mark.filterwarnings("ignore:'0.weight' differed")
+@pytest.mark.parametrize("engine_name, edit", [
+    *((name, set_data) for name in MXNET),
+    *((name, edit) for name in TORCH
+      for edit in (in_another_order, load, assign, replace))])
+def test_what_is_written_to_the_network_reaches_all(engine_name, edit,
+                                                    devices):
+    """K devices train as one that is edited alike between steps."""
+    found = []
+    with using_engine(engine_name) as engine:
+        for places in (on(0), devices):
+            net = mlp(engine)
+            replicas = mgpu.initialize(net, places, "xavier",
+                                       dtype="float64")
+            trainer = mgpu.Trainer(replicas, "sgd", {
+                "learning_rate": 0.125, "momentum": 0.5})
+            for step in range(3):
+                shards = shards_of(rows(7, dtype="float64", seed=step),
+                                   replicas)
+                with mgpu.record():
+                    losses = [(out * out).sum() for out in replicas(shards)]
+                mgpu.backward(losses)
+                trainer.step(7)
+                edit(net, np.random.default_rng(step).normal(size=(5, 6)))
+            outputs = [one(x) for one, x in zip(replicas, shards_of(
+                rows(8, dtype="float64"), replicas))]
+            found.append((on_each(replicas), np.concatenate(
+                [mgpu.to_numpy(x) for x in outputs])))
+    (one, output), (several, outputs) = found
+    for name, values in several.items():
+        for value in values:
+            assert relative_difference(value, one[name][0]) < 1e-12
+    assert relative_difference(outputs, output) < 1e-12
+
+
+@on_torch
+@pytest.mark.filterwarnings("ignore:'weight' differed")
+def test_what_is_written_in_bfloat16_reaches_all(engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(torch.nn.Linear(6, 3).bfloat16(), devices)
+        replicas.net.weight.data.mul_(2)
+        outputs = replicas([torch.ones(2, 6).bfloat16() for _ in devices])
+        for out in outputs:
+            assert out.tolist() == outputs[0].tolist()
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_what_is_written_between_two_replicas_calls(engine_name, devices):
+    """Each replica is called by itself, and the network is loaded in
+    between."""
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        shards = shards_of(np.ones((8, 6), "float32"), replicas)
+        for step, (replica, x) in enumerate(zip(replicas, shards)):
+            net.load_state_dict({**net.state_dict(), **{
+                "running_mean": torch.full((6,), float(step)),
+                "bias": torch.full((6,), float(step))}})
+            out = mgpu.to_numpy(replica(x))
+            # (1 - step) / sqrt(1 + 1e-5) + step, in float32
+            assert np.abs(out - 1.0).max() < 1e-4
+        for x in replicas.statistics()[0].list_data():
+            assert mgpu.to_numpy(x).tolist() == [len(devices) - 1.0] * 6
+
+
+@on_torch
+@pytest.mark.parametrize("between", ["backward", "allreduce_grads"])
+def test_what_is_written_before_the_update_reaches_all(
+        engine_name, between, devices):
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
+        with mgpu.record():
+            losses = replicas(shards_of(rows(8), replicas))
+        mgpu.backward(losses)
+        if between == "allreduce_grads":
+            trainer.allreduce_grads()
+        with torch.no_grad():
+            for x in (net.weight, net.running_mean):
+                x.fill_(3.0)
+        if between == "backward":
+            trainer.allreduce_grads()
+        trainer.update(8)
+        for p in (replicas.params()[0], replicas.statistics()[0]):
+            for x in p.list_data():
+                assert mgpu.to_numpy(x).tolist() == [3.0] * 6
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_what_is_written_to_the_network_is_exported(engine_name, devices):
+    """Before it has reached the other devices."""
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        with torch.no_grad():
+            for x in (net.weight, net.running_mean):
+                x.fill_(3.0)
+        for options in ({}, {"device": devices[-1]}, {"all_devices": True}):
+            values = replicas.export_numpy(**options)
+            for p in (replicas.params()[0], replicas.statistics()[0]):
+                assert (values[p.name] == 3.0).all()
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_a_parameter_in_the_place_of_a_frozen_one_trains(
+        engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        net = torch.nn.Linear(6, 3)
+        net.weight.requires_grad_(False)
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 1.0})
+        net.weight = torch.nn.Parameter(torch.zeros(3, 6))
+        with mgpu.record():
+            losses = replicas(shards_of(np.ones((8, 6), "float32"), replicas))
+        mgpu.backward(losses)
+        trainer.step(8)
+        assert replicas.params()[0].grad_req == "write"
+        for x in replicas.params()[0].list_data():
+            assert (mgpu.to_numpy(x) == -1.0).all()
+
+
+@on_torch
+def test_a_write_to_another_replica_only_is_an_error(engine_name, devices):
+    import torch
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(torch.nn.Linear(6, 3), devices, "xavier")
+        with torch.no_grad():
+            replicas.params()[0].list_data()[-1].add_(1.0)
+        with pytest.raises(RuntimeError, match=r"'weight' only on cpu\(\d\)"):
+            replicas(shards_of(rows(8), replicas))
+
+
+@on_torch
+def test_attributes_of_parameters_reach_all(engine_name, devices):
+    import torch
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * getattr(self.weight, "factor", 1.0)
+    with using_engine(engine_name):
+        net, x = Scaled(6, 3), rows(8)
+        net.weight.factor = 0.5
+        replicas = mgpu.initialize(net, devices)
+        for factor in (0.5, 0.25, None):
+            if factor is None:
+                del net.weight.factor
+            else:
+                net.weight.factor = factor
+            found = np.concatenate([mgpu.to_numpy(out) for out in
+                                    replicas(shards_of(x, replicas))])
+            want = mgpu.to_numpy(net(torch.from_numpy(x)).detach())
+            assert relative_difference(found, want) < 1e-6
+
+
+# -- weights that a forward pass writes ---------------------------------------
+
+def max_norm():
+    """Its forward pass writes its weights, from nothing else."""
+    import torch
+
+    class MaxNorm(torch.nn.Linear):
+        def forward(self, x):
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+            return super().forward(x)
+    torch.manual_seed(3)
+    return MaxNorm(6, 3).double()
+
+
+@on_torch
+@pytest.mark.parametrize("last", ["prediction", "one row", "one by one",
+                                  "the network itself"])
+def test_weights_that_a_prediction_writes_are_no_edit_of_the_users(
+        engine_name, devices, last):
+    """As in plain torch: the user edits, or puts the best weights back, after
+    the prediction."""
+    import torch
+    x = torch.from_numpy(rows(8, dtype="float64"))
+    seen = x[:1] if last == "one row" else x
+
+    def loss(output, _=None):
+        return output.square().sum(1)
+    with using_engine(engine_name):
+        net, plain = max_norm(), max_norm()
+        replicas = mgpu.initialize(net, devices)
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        best = {name: t.clone() for name, t in net.state_dict().items()}
+        for number in range(3):
+            shards = shards_of(seen, replicas)
+            if last == "one by one":
+                for replica, shard in zip(replicas, shards):
+                    replica(shard)
+            else:
+                replicas(shards)
+            plain(seen)
+            for one in (net, plain):
+                if last == "the network itself":
+                    one(x)
+                elif number == 1:
+                    one.load_state_dict(best)
+                else:
+                    with torch.no_grad():
+                        one.weight.mul_(3)
+            mgpu.train_batch(x, torch.zeros(8), replicas, loss, trainer)
+            plain.zero_grad()
+            loss(plain(x)).sum().backward()
+            with torch.no_grad():
+                for p in plain.parameters():
+                    p -= 0.125 / 8 * p.grad
+        found = on_each(replicas)
+    for name, p in plain.state_dict().items():
+        for value in found[name]:
+            assert relative_difference(value, p) < 1e-12
+
+
+def initialised_by_data():
+    """ActNorm of Glow: its first pass writes its weights."""
+    import torch
+
+    class ActNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.shift = torch.nn.Parameter(torch.zeros(6))
+            self.there = False
+
+        def forward(self, x):
+            if not self.there:
+                with torch.no_grad():
+                    self.shift.copy_(-x.mean(0))
+                self.there = True
+            return x + self.shift
+    return ActNorm()
+
+
+@on_torch
+@pytest.mark.parametrize("recorded", [True, False])
+def test_weights_that_a_pass_makes_of_its_rows_are_refused(engine_name,
+                                                           recorded):
+    """Also where the user has written to them since."""
+    import torch
+    with using_engine(engine_name):
+        net = initialised_by_data()
+        replicas = mgpu.initialize(net, on(0, 1))
+        shards = shards_of(rows(8), replicas)
+        if not recorded:
+            replicas(shards)
+            with torch.no_grad():
+                net.shift.mul_(2)
+        with pytest.raises(RuntimeError, match="writes the same values.*"
+                           "others of 'shift' on .*0.* and on .*1"):
+            train(replicas, rows(8)) if recorded else replicas(shards)
+
+
+# -- buffers ------------------------------------------------------------------
+
+@on_torch
+@pytest.mark.parametrize("how", ["in place", "replaced", "assigned",
+                                 "through .data", "own forward"])
+def test_buffers_follow_only_where_the_user_wrote_replica_0s(
+        engine_name, how, devices):
+    """Statistics differ by device, and stay so; what the user writes to the
+    network's reaches all."""
+    import torch
+
+    def write(net, new):
+        if how == "in place":
+            net.running_mean.copy_(new)
+        elif how == "replaced":
+            net.running_mean = new.clone()
+        elif how == "through .data":
+            net.running_mean.data.copy_(new)
+        elif how == "own forward":          # torch counts no write there
+            net.train()
+            net(new.expand(8, 6))
+        else:
+            net.load_state_dict({**net.state_dict(), "running_mean": new},
+                                assign=True)
+    with using_engine(engine_name):
+        net = torch.nn.BatchNorm1d(6)
+        replicas = mgpu.initialize(net, devices, "xavier")
+        shards = shards_of(rows(8), replicas)
+        with mgpu.record():
+            replicas(shards)
+        own = on_each(replicas)
+        replicas(shards)
+        assert_all_equal(on_each(replicas), own)
+        for value in (3.0, 4.0):
+            write(net, torch.full((6,), value))
+            new = net.running_mean.clone()
+            replicas(shards)
+            for x in replicas.statistics()[0].list_data():
+                assert_bit_equal(mgpu.to_numpy(x), new.numpy())
+
+
+@pytest.mark.parametrize("engine_name", TORCH)
+def test_a_buffer_that_a_pass_replaces_is_its_devices(engine_name, devices):
+    import torch
+
+    class Last(torch.nn.Linear):
+        def forward(self, x):
+            if self.training:
+                self.last = x[:1].clone()
+            return super().forward(x)
+    with using_engine(engine_name):
+        net = Last(6, 3)
+        net.register_buffer("last", torch.zeros(1, 6))
+        replicas = mgpu.initialize(net, devices, "xavier")
+        shards = shards_of(rows(8), replicas)
+        with mgpu.record():
+            replicas(shards)
+        for _ in range(2):
+            replicas(shards)
+            for x, shard in zip(replicas.buffers()[0].list_data(), shards):
+                assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(shard[:1]))
+
+
+def centred():
+    """Its passes write a buffer, a mean of the rows."""
+    import torch
+
+    class Centred(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(6, 3)
+            self.register_buffer("centre", torch.zeros(6))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.centre.lerp_(x.mean(0), 0.5)
+            return super().forward(x - self.centre)
+    return Centred()
+
+
+@on_torch
+def test_buffers_of_every_device_come_back(engine_name, devices):
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(centred(), devices)
+        centre, = replicas.buffers()
+        train(replicas, rows(8))
+        every = replicas.export_numpy(all_devices=True)
+        before = [mgpu.to_numpy(x) for x in centre.list_data()]
+        train(replicas, rows(8))
+        replicas.import_numpy(every)
+        for x, old in zip(centre.list_data(), before):
+            assert_bit_equal(mgpu.to_numpy(x), old)
+
+
+@on_torch
+def test_an_export_names_buffers_that_differ(engine_name, devices):
+    with using_engine(engine_name):
+        replicas = mgpu.initialize(centred(), devices)
+        train(replicas, rows(8))
+        with pytest.warns(UserWarning, match="1 buffers that forward passes "
+                          "write differ between"):
+            values = replicas.export_numpy()
+        assert_bit_equal(values["centre"],      # the network's own
+                         mgpu.to_numpy(replicas.net.centre))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            replicas.export_numpy(device=devices[0])
+
+
+# -- what a pass of MXNet sets ------------------------------------------------
+
+def spectral_norm(mx):
+    """As in MXNet's example sn_gan: a pass keeps the vector of the power
+    iteration by ``set_data``."""
+    numpy = mx.util.is_np_array()
+
+    def dot(a, b):
+        return mx.np.dot(a, b) if numpy else mx.nd.dot(a, b)
+
+    class Net(mx.gluon.Block):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.params.get("weight", shape=(3, 4))
+            self.u = self.params.get("u", shape=(1, 3), grad_req="null")
+
+        def forward(self, x):
+            w, u = self.weight.data(x.ctx), self.u.data(x.ctx)
+            v = dot(u, w)
+            v = v / (v * v).sum() ** 0.5
+            u = dot(v, w.T)
+            u = u / (u * u).sum() ** 0.5
+            with mx.autograd.pause():
+                self.u.set_data(u)
+            return dot(x, (w / (dot(u, w) * v).sum()).T)
+    return Net()
+
+
+@pytest.mark.parametrize("name", MXNET)
+@pytest.mark.parametrize("size", [6, 1])
+def test_what_a_pass_sets_is_set_once_a_step(name, devices, size):
+    """Not once per device, on devices without rows too; outside of passes
+    ``set_data`` writes to all, as in Gluon."""
+    import mxnet as mx
+    rng, found = np.random.default_rng(0), []
+    start = {"weight": rng.normal(size=(3, 4)), "u": rng.normal(size=(1, 3))}
+    X, y = rng.normal(size=(size, 4)), np.arange(size) % 3
+    with using_engine(name) as engine:
+        for some in (devices[:1], devices):
+            net = spectral_norm(mx)
+            replicas = mgpu.initialize(net, some, "uniform", dtype="float64")
+            for key, value in start.items():
+                getattr(net, key).set_data(engine.put(value, mgpu.cpu(0)))
+            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+            for _ in range(3):
+                mgpu.train_batch(X, y, replicas, mgpu.losses.
+                                 SoftmaxCrossEntropyLoss(), trainer)
+            found.append({p.name: list(map(mgpu.to_numpy, p.list_data()))
+                          for p in replicas.all_parameters()})
+        for key, (one,) in found[0].items():
+            for copies in found[1][key]:
+                assert relative_difference(copies, one) < 1e-12
