@@ -146,6 +146,16 @@ def test_native_collectives_refuse_what_they_cannot_do(backend):
 # -- the others ---------------------------------------------------------------
 
 
+def test_reduce_leaves_the_others(backend, devices):
+    for op, shape, root in itertools.product(OPS, SHAPES, range(3)):
+        hosts = integers(len(devices), shape)
+        data = put(backend, hosts)
+        assert reduce(data, op=op, root=root) is None
+        for i, x in enumerate(data):
+            assert_bit_equal(backend.to_numpy(x), reduced(hosts, op)
+                             if i == root else hosts[i])
+
+
 def test_allgather(backend):
     """Lengths along the axis differ, one of them 0."""
     for axis in (0, 1, -1, -2):
