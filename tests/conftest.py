@@ -10,7 +10,8 @@ does not load is a failure, never a skip.
 (``pytest -m "equality"``). A function that the list lacks is an error.
 
 ``pytest`` runs the fast tier: the first case of each test function on each
-engine. ``pytest -m ""`` runs all cases.
+engine, without the functions that are marked ``slow``: they start jobs,
+environments or whole trainings. ``pytest -m ""`` runs all cases.
 
 ``--strict-devices``, or ``MGPU_STRICT_DEVICES=1``, runs every test inside
 `mgpu.strict_devices`, and the processes that tests start too. A test that is
@@ -195,6 +196,8 @@ def _mark_fast(items):
     """The first case of each test function on each engine is fast."""
     seen = set()
     for item in items:
+        if item.get_closest_marker("slow"):
+            continue
         params = item.callspec.params if hasattr(item, "callspec") else {}
         key = *_place(item), params.get("engine", params.get("backend"))
         if key not in seen:
