@@ -70,18 +70,6 @@ def test_a_report(backend, devices):
         4 * 5 + 5 + 5 * 3 + 3)
 
 
-def test_contenders_take_turns(backend, monkeypatch):
-    turns = []
-    steps = bench._Contender.steps
-    monkeypatch.setattr(bench._Contender, "steps", lambda self, n, rows: (
-        turns.append((len(self.devices), n, rows)), steps(self, n, rows))[1])
-    report = run(devices=[1, 2, [mgpu.cpu(1), mgpu.cpu(3), mgpu.cpu(2)]])
-    assert [k for k, _, _ in turns] == [1, 2, 3, 3, 2, 1, 1, 2, 3]
-    assert {(n, rows) for _, n, rows in turns} == {(2, 8)}
-    assert report["contenders"][2]["devices"] == ["cpu(1)", "cpu(3)",
-                                                  "cpu(2)"]
-
-
 def test_a_prediction_without_a_contender_on_one_device(backend):
     """One is made, on the first device of the largest contender."""
     report = run(devices=[2], batch_size=1)     # one batch size: no line

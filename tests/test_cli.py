@@ -128,26 +128,6 @@ if {"mxnet", "torch"} <= set(BACKENDS):     # these compare the two
             assert float(re.search(r"loss (\S+) ", line).group(1)) < 1e-10
 
 
-def test_the_difference_between_engines():
-    def run(backend, devices, loss, acc):
-        return {"backend": backend, "devices": devices, "dtype": "float64",
-                "loss_per_step": loss, "test_acc": acc}
-    one, two = ["cpu(0)"], ["cpu(0)", "cpu(1)"]
-    lines = cli.differences([
-        run("mxnet", one, [2.0, 1.5], [0.5]), run("mxnet", two, [9.0], [0.9]),
-        run("torch", one, [2.0, 1.25], [0.75])])
-    assert lines == ["mxnet against torch on [cpu(0)]: largest difference of "
-                     "the loss 2.5e-01 (step 2 of 2), of the test accuracy "
-                     "0.2500"]
-
-
-def test_parse_devices():
-    for text, devices in (
-            ("2", [2]), (" 1 , 4 ", [1, 4]), ("gpu:0", ["gpu:0"]),
-            ("cpu:0,cpu:1", ["cpu:0", "cpu:1"])):
-        assert cli.parse_devices(text) == devices
-
-
 @pytest.mark.parametrize("arguments, words", [
     (["--devices", "1,cpu:0"], "numbers or devices, not both"),
     (["--devices", "1,,2"], "empty entry"),
@@ -177,16 +157,6 @@ def test_errors_are_one_line_and_status_2(default, arguments, words, tmp_path,
     assert os.listdir(tmp_path) == [], "nothing is written"
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--devices", "1"], "compares two devices"),
-    (["--size", "0"], "--size must be an integer of 1 or more; received 0"),
-    (["--epochs", "3"], "--epochs is not an option of auto-parallelism"),
-])
-def test_errors_of_auto_parallelism(default, arguments, words):
-    assert words in refused(mgpu_command("reproduce", "auto-parallelism",
-                                         *arguments))
-
-
 @pytest.mark.parametrize("code", ["raise SystemExit(0)",
                                   "import sys; sys.exit('done')"])
 def test_a_script_that_ends_the_program_is_no_answer(tmp_path, code):
@@ -205,13 +175,6 @@ def test_ctrl_c_is_neither_an_answer_nor_an_error_of_a_command(tmp_path):
     result = mgpu_command("parity", f"{script}:net", f"{script}:net",
                           "--input", "6", "--classes", "3")
     assert result.exit_code == 130 and "Aborted!" in result.stderr
-
-
-def test_a_missing_backend_is_one_line(absent, patch):
-    patch.setenv("MGPU_BACKEND", absent)
-    message = refused(mgpu_command("reproduce", "lenet"))
-    assert "pip install absent" in message
-    assert "set_backend(" in message
 
 
 def test_finished_runs_are_kept_when_a_later_one_fails(backend, tmp_path,
@@ -504,29 +467,6 @@ def test_ctrl_c_leaves_no_part_of_a_file(tmp_path, patch, moment):
                 press()
     assert list(tmp_path.iterdir()) == [file]
     assert file.read_text() == ("[1]" if moment == "replace" else "")
-
-
-@pytest.mark.parametrize("before", [KeyboardInterrupt, RuntimeError])
-def test_an_error_that_ctrl_c_causes_is_ctrl_c(tmp_path, before):
-    """Code that it interrupts may raise something else; what was being
-    handled before has nothing to do with it."""
-    with pytest.raises(KeyboardInterrupt) as seen:
-        with files.part_of(tmp_path / "file"):
-            try:
-                raise KeyboardInterrupt
-            finally:
-                raise ValueError("seek of closed file")
-    assert isinstance(seen.value.__cause__, ValueError)
-    with pytest.raises(ValueError, match="of its own"):
-        try:
-            try:
-                raise KeyboardInterrupt
-            finally:
-                raise before
-        except before:
-            with files.part_of(tmp_path / "file"):
-                raise ValueError("of its own")   # noqa: B904
-    assert not list(tmp_path.iterdir())
 
 
 if __name__ == "__main__":

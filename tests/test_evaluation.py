@@ -129,14 +129,6 @@ def test_answers_of_a_single_output_are_class_numbers(engine, devices):
         devices=devices) == 0.75
 
 
-def test_accuracy_refuses_the_other_frameworks_arrays(engine):
-    foreign, name = foreign_array(engine)
-    for pair in ((foreign, np.ones(3)), (np.ones(3), foreign)):
-        with pytest.raises(TypeError) as caught:
-            mgpu.accuracy(*pair)
-        assert str(caught.value) == refusal_of_foreign(engine, name)
-
-
 # -- the same count on any number of devices ----------------------------------
 
 def test_integer_networks_have_the_exact_count(engine, devices):
@@ -182,19 +174,6 @@ def test_forms_of_net(engine, devices):
     for form, *device in ((net,), (net, devices[-1]),
                           ([replicas[0]], devices[0])):
         assert mgpu.evaluate_accuracy_gpu(form, data(), *device) == exact()
-
-
-def test_some_of_the_devices(backend):
-    replicas = linear(backend, on(0, 1, 2))
-    for which, wanted in (({"devices": on(2, 0)}, {0, 2}),
-                          ({"device": "cpu:1"}, {1}),
-                          ({"devices": "cpu:1"}, {1})):
-        ran = set()
-        with replicas.network.watch_layers(
-                lambda path, inputs, outputs, index: ran.add(index)):
-            assert mgpu.evaluate_accuracy_gpus(replicas, data(), **which) \
-                == exact()
-        assert ran == wanted
 
 
 def test_a_split_of_ones_own(engine, devices):

@@ -17,17 +17,6 @@ from nets import (native_values, on_each, sequential, shards_of, train,
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 TORCH = [engine for engine in ENGINES if engine == "torch"]
-#: names, kinds and shapes of `helpers.convnet`, in the order of the layers
-CONVNET = [
-    ("0.weight", "weight", (4, 2, 3, 3)), ("0.bias", "bias", (4,)),
-    ("1.gamma", "gamma", (4,)), ("1.beta", "beta", (4,)),
-    ("4.weight", "weight", (5, 4, 3, 3)), ("4.bias", "bias", (5,)),
-    ("5.gamma", "gamma", (5,)), ("5.beta", "beta", (5,)),
-    ("9.weight", "weight", (3, 5)), ("9.bias", "bias", (3,)),
-    ("1.running_mean", "running_mean", (4,)),
-    ("1.running_var", "running_var", (4,)),
-    ("5.running_mean", "running_mean", (5,)),
-    ("5.running_var", "running_var", (5,))]
 
 
 # -- drawn values -------------------------------------------------------------

@@ -621,16 +621,6 @@ def test_sequences_are_trained_alike_on_any_number_of_devices():
             assert relative_difference(a, b) < 1e-12
 
 
-def test_a_loss_of_all_rows_is_refused_in_several_processes(backend,
-                                                            monkeypatch):
-    x, y = (backend.put(a, cpu(0)) for a in (FLAT, NEAR))
-    losses.SDMLLoss()(x, y)
-    monkeypatch.setattr(mgpu.distributed, "current", lambda: argparse.
-                        Namespace(size=3))
-    with pytest.raises(ValueError, match="received its rows in 3 parts"):
-        losses.SDMLLoss()(x, y)
-
-
 def test_outputs_of_a_network_as_a_tuple(backend):
     x, y, z, label = (backend.put(a, cpu(0)) for a in (FLAT, NEAR, FAR,
                                                        PAIRED))
@@ -653,14 +643,6 @@ def test_a_scalar_is_no_batch(backend):
     with pytest.raises(ValueError, match=r"received shapes \(\) and \(\)"):
         losses.L2Loss()(backend.put(np.array(1.0), cpu(0)),
                         backend.put(np.array(1.0), cpu(0)))
-
-
-def test_check_classes_in_numpy():
-    check_classes(np.array([0, 4]), 5)
-    check_classes(np.zeros((0,)), 5)
-    check_classes(np.array([True, False]), 2)
-    with pytest.raises(ValueError, match="received 2 in row 1"):
-        check_classes(np.array([[0, 1], [2, 0]]), 2)
 
 
 # -- adapters -----------------------------------------------------------------
@@ -688,28 +670,6 @@ class MeanSquare:
                 "mean": lambda: ops.mean(terms),
                 "batchmean": lambda: ops.sum(terms) / len(pred)}[
                     self.reduction]()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean", "none"])
-def test_per_example_of_an_object_with_a_reduction(backend, reduction):
-    """The sum over rows, which `backward` takes, is the loss times n (or the
-    loss itself, for "sum")."""
-    loss = MeanSquare(reduction)
-    for pred, label in ((PRED, TARGET), (PRED[:, 0, 0], TARGET[:, 0, 0])):
-        values, gradient = value_and_gradient(backend, per_example(loss),
-                                              pred, label)
-        assert loss.reduction == reduction          # it was copied
-        assert values.shape == (5,)
-        terms = ((pred - label) ** 2).reshape(5, -1)
-        adds = reduction in ("sum", "batchmean")
-        expected = terms.sum(1) if adds else terms.mean(1)
-        assert relative_difference(values, expected) < SAME
-        if reduction != "none":
-            whole, slope = value_and_gradient(backend, loss, pred, label)
-            times = 1 if reduction == "sum" else 5
-            assert relative_difference(values.sum(), times * whole.sum()) \
-                < SAME
-            assert relative_difference(gradient, times * slope) < SAME
 
 
 @pytest.mark.parametrize("wrong, received", [
@@ -827,26 +787,6 @@ def test_per_example_takes_means_with_their_rounding(engine, dtype):
     for wrong in (np.nan, np.inf):
         x[3] = wrong
         squares(engine.put(x, cpu(0)), engine.put(x * 2, cpu(0)))
-
-
-def test_per_example_calls_what_keeps_something_once_a_step(engine):
-    """Or draws: nothing tells of it that it is a mean."""
-    ops, counts = engine.ops, []
-
-    def counting(pred, label):
-        counts.append(len(pred))
-        return ops.mean(pred) ** 0.5
-
-    def noise(x):
-        return x * len(counts)
-
-    def drawing(pred, label):
-        return ops.mean(noise(pred)) ** 0.5
-    x = engine.put(np.ones((4, 3)), cpu(0))
-    for _ in range(5):
-        per_example(counting)(x, x)
-        per_example(drawing)(x, x)
-    assert counts == [4] * 5
 
 
 def test_per_example_of_an_output_that_is_no_array_of_rows(backend):

@@ -462,49 +462,6 @@ def test_a_rate_of_zero_for_one_parameter_leaves_all_as_they_are(backend,
     assert trainer.num_update == 1
 
 
-def test_what_a_class_says_of_itself(backend):
-    """By what two updates do to the weight and to the state."""
-    def updated(rule, wd, *rates):
-        w = backend.put(np.ones((1, 2)), Device("cpu", 0))
-        state = rule.create_state(w, backend.ops)
-        for t, lr in enumerate(rates, 1):
-            rule.update(w, backend.put(np.ones((1, 2)), w), state, lr=lr,
-                        wd=wd, t=t, ops=backend.ops)
-        return backend.to_numpy(w).flat[0], [
-            backend.to_numpy(x).flat[0] for x in state.values()
-            if backend.is_native(x)]
-    for semantics, rules in optimizers.RULES.items():
-        for family in rules:
-            rule = optimizers.create(family.upper(), semantics, **{
-                "sgd": {"momentum": 0.5}, "nag": {"momentum": 0.5},
-                "lars": {"momentum": 0.5, "eps": 0.5,
-                         "momentum_correction": False}}.get(family, {}))
-            assert (rule.family, rule.semantics) == (family, semantics)
-            assert optimizers.counterpart(type(rule), semantics) is type(rule)
-            states = [updated(rule, wd, 0.5)[1] for wd in (0.0, 0.125)]
-            assert (states[0] == states[1]) is rule.decoupled_decay
-            if family in ("sgd", "nag", "lars"):
-                moved = updated(rule, 0.0, 0.5, 0.0)[0] \
-                    != updated(rule, 0.0, 0.5)[0]
-                assert bool(moved) is rule.rate_in_velocity
-            else:
-                assert not rule.rate_in_velocity
-
-
-def test_counterparts():
-    """The same family of the other library; only the classes of mgpu."""
-    of = optimizers.counterpart
-    assert of(optimizers.Nadam, "torch") is optimizers.TorchNAdam
-    assert of(optimizers.TorchNAG, "gluon") is optimizers.NAG
-    assert of(optimizers.Ftrl, "torch") is None
-
-    class Own(optimizers.Nadam):
-        """Has a `begin_step`, by inheritance."""
-    assert of(Own, "torch") is of(optimizers.Optimizer, "torch") is None
-    assert not Own().elementwise and optimizers.Nadam().elementwise
-    assert Own.has_begin_step and not optimizers.TorchNAdam.has_begin_step
-
-
 # -- rules with noise, and with rows ----------------------------------------
 
 def test_sgld_is_half_a_step_and_noise_of_the_variance_of_the_rate(backend):

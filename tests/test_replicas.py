@@ -270,14 +270,6 @@ def masks(replicas, seed, passes=2, rows=200):
     return found
 
 
-def dropout(engine, rate):
-    if engine.name == "mxnet":
-        from mxnet.gluon import nn
-        return nn.Dropout(rate)
-    from torch import nn
-    return nn.Dropout(rate)
-
-
 def test_dropout_is_reproducible_and_differs_between_devices(
         engine, devices):
     replicas = mgpu.initialize(dropout(engine, 0.25), devices, "uniform")

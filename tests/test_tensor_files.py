@@ -304,21 +304,6 @@ def test_parts_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path):
     assert len(os.listdir(tmp_path)) == len(others) + 3
 
 
-def test_a_part_that_was_swept_before_it_was_locked(tmp_path, monkeypatch):
-    """Is made again."""
-    lock, swept = fcntl.flock, []
-
-    def late(stream, how):
-        if how == fcntl.LOCK_EX and not swept:
-            swept.append(True)
-            files.sweep(str(tmp_path))
-        lock(stream, how)
-    monkeypatch.setattr(fcntl, "flock", late)
-    write(tmp_path / "x")
-    assert swept and read(tmp_path / "x")
-    assert os.listdir(tmp_path) == ["x"]
-
-
 # -- faults of the system -----------------------------------------------------
 
 @contextlib.contextmanager
