@@ -132,12 +132,6 @@ def test_to_numpy_of_a_recorded_array(backend):
     assert gradient(backend, x) == [3, 3]
 
 
-def test_is_native(backend):
-    assert backend.is_native(backend.put([1.0], cpu(0)))
-    for x in (np.ones(2), [1.0], 1.0, None, "x", foreign_array(backend)[0]):
-        assert not backend.is_native(x)
-
-
 def test_arrays_of_the_other_framework_are_refused(backend):
     x, name = foreign_array(backend)
     for take in (backend.to_numpy, lambda x: backend.put(x, cpu(0))):

@@ -373,17 +373,6 @@ def test_asking_for_gradients_changes_none(backend, grad_req):
     assert not backend.edited(x)
 
 
-@TORCH
-@pytest.mark.parametrize("inputs", [False, True])
-def test_torchs_own_backward_writes_too(backend, inputs):
-    x, y = leaf(backend, [1.0]), leaf(backend, [1.0])
-    for n in range(1, 3):
-        loss, = losses_of(backend, [[x * n, y]])
-        loss.sum().backward(inputs=[x] if inputs else None)
-        assert gradient(backend, x) == [2 * n]
-        assert fresh(backend, [[x, y]]) == [True, not inputs]
-
-
 UNRECORDED = ("backward needs losses that were computed inside mgpu.record() "
               "from arrays with gradients attached; received one that was "
               "not. Put the forward pass inside `with mgpu.record():`.")

@@ -466,15 +466,6 @@ def test_a_download_is_limited(server, cache, env, limit):
     assert os.listdir(cache) == []
 
 
-def test_nothing_is_left_after_ctrl_c(server, cache, env):
-    def press(*_):
-        raise KeyboardInterrupt
-    env.setattr(datasets._Limits, "update", press)
-    with pytest.raises(KeyboardInterrupt):
-        datasets.fashion_mnist(16)
-    assert os.listdir(cache) == []
-
-
 def test_a_download_says_when_pooch_is_missing(server, cache, env):
     env.setitem(sys.modules, "pooch", None)     # import refuses
     with pytest.raises(ImportError) as error:
@@ -554,14 +545,6 @@ def test_a_folder_that_was_named_is_never_replaced(by, have, tmp_path, env,
     for name in FILES:
         assert (name in message) == (name not in (have or []))
     assert server.log == []
-
-
-def test_bad_arguments_are_refused_before_a_download(server, cache):
-    for bad in ({"limit": 0}, {"dtype": "int8"}, {"seed": -1},
-                {"resize": -3}):
-        with pytest.raises(ValueError, match=next(iter(bad))):
-            datasets.fashion_mnist(16, **bad)
-    assert server.log == [] and not cache.exists()
 
 
 # -- digits, synthetic, load ------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import mgpu
 from batches import classes, pictures, rows
 from helpers import (ENGINES, assert_all_equal, assert_bit_equal, convnet,
-                     foreign_array, mlp, on, refusal_of_foreign, using_engine)
+                     mlp, on, using_engine)
 from nets import native_values, several_inputs
 
 #: rows of the batches: uneven, and fewer than the devices

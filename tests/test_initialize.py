@@ -21,30 +21,6 @@ TORCH = [engine for engine in ENGINES if engine == "torch"]
 
 # -- drawn values -------------------------------------------------------------
 
-@pytest.mark.parametrize("init", ["uniform", initializers.Orthogonal()],
-                         ids=str)
-def test_every_device_and_engine_start_from_the_drawn_bits(
-        engine, devices, init):
-    """What NumPy draws for (seed, number) is what stands on every device: so
-    any two devices, and any two engines, have the same bits."""
-    replicas = mgpu.initialize(convnet(engine), devices, init, seed=3)
-    found = on_each(replicas)
-    assert list(found) == [name for name, *_ in CONVNET]
-    by_kind = {"bias": 0, "gamma": 1, "beta": 0, "running_mean": 0,
-               "running_var": 1}
-    for number, (name, kind, shape) in enumerate(CONVNET):
-        wanted = initializers.draw_parameter(
-            kind, shape, "float32", init, seed=3, index=number)
-        assert_bit_equal(found[name], np.stack([wanted] * len(devices)))
-        if kind in by_kind:
-            assert (wanted == by_kind[kind]).all()
-        else:
-            assert len(np.unique(wanted)) > shape[0]    # truly drawn
-    assert [p.kind for p in replicas.params() + replicas.statistics()] \
-        == [kind for _, kind, _ in CONVNET]
-    assert len(replicas) == len(devices) and replicas.devices == devices
-
-
 def test_devices_do_not_share_memory(engine):
     """Two logical devices share one RAM, and their values must not."""
     replicas = mgpu.initialize(convnet(engine), on(0, 1, 2), "uniform")

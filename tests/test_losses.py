@@ -1,6 +1,5 @@
 """Losses: Gluon's values and gradients on both engines, against Gluon's own
 losses and torch's functions (against formulas in NumPy: tests/oracle)."""
-import argparse
 import inspect
 import itertools
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from conftest import BACKENDS
 from helpers import (ENGINES, assert_bit_equal, foreign_array, mlp,
                      refusal_of_foreign, relative_difference, using_engine)
 from mgpu import cpu, losses
-from mgpu.losses import check_classes, check_per_example, per_example
+from mgpu.losses import check_per_example, per_example
 
 # float64, formulas of a few operations that differ in the order of rounding
 SAME = 1e-13

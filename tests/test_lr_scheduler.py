@@ -102,13 +102,6 @@ def test_a_value_depends_on_the_update_alone():
         assert used.base_lr == options["base_lr"]
 
 
-def test_base_lr_may_change_between_calls():
-    used = FactorScheduler(step=2, factor=0.5, base_lr=1.0)
-    assert used(7) == 0.125
-    used.base_lr = 8.0
-    assert used(7) == 1.0 and used(1) == 8.0
-
-
 @pytest.mark.parametrize("scheduler, values", [
     # By hand, from update 0 on; all numbers are dyadic, hence exact.
     (FactorScheduler(2, 0.5, 0.25, 1.0), [1, 1, 1, .5, .5, .25, .25, .25]),

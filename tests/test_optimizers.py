@@ -355,16 +355,6 @@ def test_adamax_without_any_gradient(backend, semantics, finite):
     assert list(np.isfinite(backend.to_numpy(w))) == [finite, True]
 
 
-def test_torch_options_have_two_names():
-    rule = optimizers.create("adamw", "torch", lr=0.5, weight_decay=0.25)
-    same = optimizers.create("adamw", "torch", learning_rate=0.5, wd=0.25)
-    assert (rule.learning_rate, rule.wd) == (0.5, 0.25)
-    assert (same.learning_rate, same.wd) == (0.5, 0.25)
-    # NumPy's numbers become Python's: arrays must not meet NumPy scalars.
-    rule = optimizers.create("sgd", learning_rate=np.float32(0.5), wd=1)
-    assert type(rule.learning_rate) is float and type(rule.wd) is float
-
-
 WRONG = [
     (ValueError, "unknown optimiser; received 'lion'. Use one of sgd, nag, "
      "adam, adamw, adamax, nadam, rmsprop, adagrad, adadelta, ftrl, signum",

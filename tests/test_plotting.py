@@ -243,13 +243,6 @@ def test_a_missing_field_is_named(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_only_seeds_are_averaged(tmp_path):
-    for name, value in (("batch_size", 512), ("lr", 0.4),
-                        ("dtype", "float64")):
-        with pytest.raises(ValueError, match=f"have {name} .* and .*Plot"):
-            plot_runs([RUN, {**RUN, name: value}], tmp_path / "runs.png")
-
-
 # -- plot_timings -----------------------------------------------------------
 
 NAMES = ("GPU1 time", "GPU2 time", "GPU1 & GPU2", "Run on GPU1",

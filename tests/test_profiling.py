@@ -293,17 +293,6 @@ def test_verdict(cores, parts, text):
     assert made(parts).verdict() == text
 
 
-def test_verdict_counts_cores(cores, monkeypatch):
-    cores(3)
-    # 4 devices have room for 3: 10 / (10 + 0 - 9 (1 - 2/3)) = 1.43
-    assert made((0, 1, 9, 0, 0, 0), devices=2).verdict().endswith(
-        "4 devices can give up to 1.4x (room for 3 on the cores).")
-    monkeypatch.setenv("MGPU_THREADS_PER_DEVICE", "2")
-    assert made((0, 1, 9, 0, 0, 0)).verdict().endswith(
-        "More devices will not help: the cores have room for 1, which "
-        "compute already.")
-
-
 def test_verdict_of_several_batches(cores):
     """6 ms and 0.5 ms a row: equal at 12 rows."""
     cores(1)

@@ -90,16 +90,6 @@ def test_replicas_without_rows_do_not_run(engine, devices):
             assert out is None or tuple(out.shape) == (1, 3)
 
 
-def test_a_shard_without_elements_has_no_rows(engine, devices):
-    """Cut along another axis, as sequences of words are."""
-    replicas = mgpu.initialize(mlp(engine), devices, "uniform")
-    shards = mgpu.split_and_load(np.ones((6, 1), "float32"), devices, 1,
-                                 even_split=False)
-    shards = [x.reshape((x.shape[1], 6)) if x.shape[1] else x
-              for x in shards]
-    assert [out is None for out in replicas(shards)] == [False, True, True]
-
-
 def test_a_first_input_without_rows_and_a_second_with_some(engine):
     """Of a text without words and where its sentences begin, perhaps."""
     replicas = mgpu.initialize(two_inputs(engine), on(0, 1), "xavier")
@@ -268,25 +258,6 @@ def masks(replicas, seed, passes=2, rows=200):
         with mgpu.record():
             found += [mgpu.to_numpy(out) for out in replicas(x)]
     return found
-
-
-def test_dropout_is_reproducible_and_differs_between_devices(
-        engine, devices):
-    replicas = mgpu.initialize(dropout(engine, 0.25), devices, "uniform")
-    first = masks(replicas, 5)
-    for _ in range(10):     # however the devices' threads interleave
-        for a, b in zip(first, masks(replicas, 5)):
-            assert_bit_equal(a, b)
-    assert all((a != b).any() for a, b in zip(first, masks(replicas, 6)))
-    for i, a in enumerate(first):
-        assert set(np.unique(a)) == {np.float32(0), np.float32(1 / 0.75)}
-        # 2000 draws: the kept share is 0.75 +- 5 standard deviations
-        assert abs((a > 0).mean() - 0.75) < 5 * (0.75 * 0.25 / 2000) ** 0.5
-        for b in first[:i]:     # other devices, and the pass before
-            assert (a != b).any()
-    x = np.ones((3, 10), "float32")     # prediction leaves it as it is
-    for i, device in enumerate(devices):
-        assert_bit_equal(mgpu.to_numpy(replicas[i](mgpu.put(x, device))), x)
 
 
 @pytest.mark.parametrize("batch_norm", ["per_device", "sync"])

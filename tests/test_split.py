@@ -3,7 +3,6 @@ arrays of both families of MXNet and for NumPy's."""
 import argparse
 import array
 import collections
-import inspect
 import itertools
 import re
 import types

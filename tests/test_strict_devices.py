@@ -247,19 +247,6 @@ def test_bytes_of_a_split(engine, devices):
         for i, d in enumerate(devices)}
 
 
-def test_bytes_of_initialize(backend, devices):
-    """One copy of all parameters and statistics for each device. Gluon fills
-    parameters on cpu(0) first and copies those."""
-    with mgpu.strict_devices() as ledger:
-        replicas = mgpu.initialize(convnet(backend), devices, "uniform")
-    own = sum(int(np.prod(p.shape)) * np.dtype(p.dtype).itemsize
-              for p in (*replicas.params(), *replicas.buffers()))
-    wanted = {("host", d): own for d in devices}
-    if backend.name == "mxnet":
-        wanted.update({(A, d): own for d in devices[1:]})
-    assert ledger.copied == wanted
-
-
 def test_bytes_of_allreduce(engine, devices):
     a, b, c = devices
     for algorithm, wanted in (
