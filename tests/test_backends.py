@@ -120,22 +120,6 @@ def test_a_missing_framework_is_one_line(patch, ask, name, other):
     assert registry._chosen is None and name not in registry._instances
 
 
-def test_there_is_no_fallback(patch):
-    """From an engine that is named: neither silently, nor after a failure."""
-    remove(patch, "mxnet")
-    install(patch, "torch", Engine)
-    patch.setenv("MGPU_BACKEND", "mxnet")
-    for _ in range(2):
-        with pytest.raises(BackendNotAvailable):
-            get_backend()
-        with pytest.raises(BackendNotAvailable):
-            mgpu.put([1.0], mgpu.cpu())
-    set_backend("torch")
-    with pytest.raises(BackendNotAvailable):
-        set_backend("mxnet")
-    assert isinstance(get_backend(), Engine)    # the choice stays
-
-
 @pytest.mark.parametrize("name, other", [("mxnet", "torch"),
                                          ("torch", "mxnet")])
 def test_with_nothing_installed_it_does_not_send_in_circles(patch, name,

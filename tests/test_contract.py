@@ -224,14 +224,6 @@ def test_the_process_keeps_its_mode(backend, devices):
 
 # -- the rest -----------------------------------------------------------------
 
-def test_synchronize_waits_and_returns_nothing(backend, devices):
-    x = backend.put(np.ones((64, 64)), devices[-1])
-    y = backend.ops.dot(x, x)
-    assert backend.synchronize(devices) is None
-    assert backend.synchronize([]) is None
-    assert backend.to_numpy(y)[0, 0] == 64
-
-
 def test_what_is_no_network_is_refused(backend):
     wanted = {"mxnet": "gluon.Block", "torch": "torch.nn.Module"}
     for net in (None, 3, mlp, np.ones(2), SimpleNamespace()):

@@ -578,17 +578,12 @@ WRONG = [
      "'float64'."),
     (dict(seed=-1), ValueError,
      "seed must be an integer of 0 or more; received -1."),
-    (dict(seed=1.5), ValueError,
-     "seed must be an integer of 0 or more; received 1.5."),
     (dict(init="kaiming"), ValueError, "'kaiming'"),
     (dict(init=0.01), TypeError, "0.01"),
     (dict(init="bilinear", dtype="float64"), ValueError,
      "Bilinear needs a weight of four axes"),
-    (dict(devices=[]), ValueError, "at least one device is needed"),
     (dict(devices=["cpu:1", "cpu:0", "cpu:1"]), ValueError,
-     "each device may be named once; received [cpu(1), cpu(0), cpu(1)]"),
-    (dict(devices=["cpu:0", "gpu:99"]), ValueError, "gpu(99) is not there"),
-    (dict(devices="tpu"), ValueError, "unknown device; received 'tpu'")]
+     "each device may be named once; received [cpu(1), cpu(0), cpu(1)]")]
 
 
 def test_wrong_arguments_are_refused_before_a_change(backend):

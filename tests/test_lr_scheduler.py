@@ -153,7 +153,6 @@ def test_the_base_class_has_no_schedule():
 
 BAD = [
     (lambda: LRScheduler(base_lr=-1), "base_lr must .* received -1"),
-    (lambda: LRScheduler(base_lr=float("nan")), "base_lr must .* nan"),
     (lambda: LRScheduler(base_lr="0.1"), "base_lr must .* '0.1'"),
     (lambda: LRScheduler(0.1, 1.5), "warmup_steps must .* 1.5"),
     (lambda: LRScheduler(0.1, 5, 0.2), "warmup_begin_lr=0.2 and base_lr=0.1"),
@@ -162,15 +161,11 @@ BAD = [
     (lambda: FactorScheduler(1, 1.1), "factor must .* 1 or less.* 1.1"),
     (lambda: FactorScheduler(1, 0.5, -1), "stop_factor_lr must .* -1"),
     (lambda: MultiFactorScheduler([]), r"step must be a list .* \[\]"),
-    (lambda: MultiFactorScheduler([0, 1]), "each step must .* received 0"),
     (lambda: MultiFactorScheduler([2, 2]), r"must increase .* \[2, 2\]"),
     (lambda: PolyScheduler(0), "max_update must .* 0"),
     (lambda: PolyScheduler(9, pwr=-1), "pwr must .* -1"),
-    (lambda: PolyScheduler(9, final_lr=-1), "final_lr must .* -1"),
     (lambda: PolyScheduler(5, warmup_steps=5), "=5 and warmup_steps=5"),
-    (lambda: CosineScheduler(4, warmup_steps=5), "=4 and warmup_steps=5"),
     (lambda: CosineScheduler(9)(-1), "num_update must .* -1"),
-    (lambda: CosineScheduler(9)(1.5), "num_update must .* 1.5"),
 ]
 
 

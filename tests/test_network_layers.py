@@ -30,19 +30,6 @@ def ten_layers(backend):
         nn.Dense(3, in_units=4)])
 
 
-def tied(backend):
-    if backend.name == "torch":
-        net = nets.torch(lambda nn: [nn.Linear(3, 3), nn.Tanh(),
-                                     nn.Linear(3, 3)])()
-        net[2].weight, net[2].bias = net[0].weight, net[0].bias
-        return net
-    from mxnet.gluon import nn
-    first = nn.Dense(3, in_units=3)
-    return nets.gluon(lambda nn: [
-        first, nn.Activation("tanh"),
-        nn.Dense(3, in_units=3, params=first.params)])()
-
-
 def test_layers_in_words_of_no_framework(backend):
     layers = backend.network(ten_layers(backend)).layers()
     assert [(layer.path, layer.kind) for layer in layers] == [

@@ -310,23 +310,6 @@ def test_verdict_of_several_batches(cores):
     assert "is proportional to its rows" in made(*none).verdict()
 
 
-@pytest.mark.parametrize("kind, advice", [
-    ("cpu", ". Logical CPU devices are equally fast, so their shards differ "
-     "in size or other work keeps a core busy."),
-    ("gpu", "; split_batch takes weights for devices of unequal power.")])
-def test_verdict_of_uneven_devices(cores, kind, advice):
-    cores(8)
-    profile = made((0, 1, 5, 0, 0, 0), devices=2)
-    profile.spans = [s._replace(device=s.device.replace("cpu", kind))
-                     for s in profile.spans]
-    assert "Uneven" not in profile.verdict()
-    profile.spans.append(Span(0, "compute", "backward", "compute",
-                              f"{kind}(1)", 0.006, 0.002))
-    assert profile.verdict().endswith(
-        f"Uneven: {kind}(1) computes 7.0 ms a step, {kind}(0) computes 5.0 "
-        f"ms{advice}")
-
-
 # -- the trace ----------------------------------------------------------------
 
 def test_chrome_trace(backend, devices, tmp_path):

@@ -144,9 +144,6 @@ def test_wrong_calls_are_refused(backend):
                 f"received {type(bare).__name__}. Use replicas(split_and_load("
                 "x, replicas.devices)), or replicas[i](x) for the replica on "
                 "device i.", lambda: replicas(bare))
-    refused(ValueError, "2 replicas take 2 shards; received 1. Use "
-            "mgpu.split_batch, which always makes one per device.",
-            lambda: replicas([x]))
     for shards in ([None, None], [x[:0], None]):
         refused(ValueError, "at least one shard must hold rows; received 2 "
                 "empty ones. Leave an empty batch out.",
@@ -160,8 +157,6 @@ def test_wrong_calls_are_refused(backend):
         refused(TypeError, f"replica 1 on cpu(1) {arrays} "
                 f"{type(wrong).__name__}. Use mgpu.put(x, cpu(1)).",
                 lambda: replicas[1](wrong))
-    refused(TypeError, f"replica 1 on cpu(1) {arrays} float. Use mgpu.put(x, "
-            "cpu(1)).", lambda: replicas([x, 1.5]))
     refused(TypeError, f"replica 1 on cpu(1) {arrays} no input, which says "
             "what is on this device: let a network without inputs take one "
             "that it does not use. Use mgpu.put(x, cpu(1)).",
