@@ -378,33 +378,22 @@ def test_confident_scores_keep_their_small_losses(backend):
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", ["L2Loss", "L1Loss", "HuberLoss",
-                                  "SigmoidBCELoss", "KLDivLoss"])
-def test_labels_take_the_dtype_of_pred(backend, name):
-    label, loss = np.array([[0, 1], [1, 1], [0, 0]]), getattr(losses, name)()
+@pytest.mark.parametrize("name, label", [
+    ("SoftmaxCrossEntropyLoss", [0, 1, 1]), *(
+        (name, [[0, 1], [1, 1], [0, 0]]) for name in (
+            "L2Loss", "L1Loss", "HuberLoss", "SigmoidBCELoss", "KLDivLoss"))])
+def test_labels_of_any_dtype(backend, name, label):
+    label, loss = np.array(label), getattr(losses, name)()
     for dtype in ("float32", "float64"):
         pred = RNG.standard_normal((3, 2)).astype(dtype)
-        same, _ = value_and_gradient(backend, loss, pred, label.astype(dtype))
-        for given in ("float32", "float64", "int32", "int64", "uint8",
-                      "bool"):
-            made, gradient = value_and_gradient(backend, loss, pred,
-                                                label.astype(given))
-            assert_bit_equal(made, same)
-            assert made.dtype == gradient.dtype == dtype
-
-
-def test_class_numbers_of_any_dtype(backend):
-    pred, label = RNG.standard_normal((3, 2)), np.array([0, 1, 1])
-    loss = losses.SoftmaxCrossEntropyLoss()
-    for dtype in ("float32", "float64"):
-        x = pred.astype(dtype)
-        same = value_and_gradient(backend, loss, x, label)
-        assert same[0].dtype == dtype
-        for given in ("float16", "float32", "float64", "int32", "uint8",
-                      "bool"):
-            made = value_and_gradient(backend, loss, x, label.astype(given))
+        same = value_and_gradient(backend, loss, pred, label.astype(dtype))
+        for given in ("float16", "float32", "float64", "int32", "int64",
+                      "uint8", "bool"):
+            made = value_and_gradient(backend, loss, pred,
+                                      label.astype(given))
             for a, b in zip(made, same):
                 assert_bit_equal(a, b)
+                assert a.dtype == dtype
 
 
 def test_sample_weights_take_the_dtype_of_pred(backend):
@@ -465,70 +454,45 @@ def test_what_is_not_native_is_refused(backend, name):
             f"{received}. Use mgpu.put(x, device).")
 
 
-LENGTHS_TEXT = ("pred and label must have a row for each example; received "
-                "shapes {} and {}. Give each row of pred its label.")
-ELEMENTS_TEXT = ("pred and label must have equally many elements; received "
-                 "shapes {} and {}. Give each output its label.")
+CE = "SoftmaxCrossEntropyLoss"
+#: a loss, its options, the shapes of its arguments, and what is said of them
+UNFIT = [
+    *[(name, {}, shapes, "pred and label must have a row for each example; "
+       "received shapes {} and {}. Give each row of pred its label.")
+      for name, *shapes in ((CE, (3, 2), (4,)), (CE, (4, 2), (3,)),
+                            ("L2Loss", (3, 2), (2, 3)),
+                            ("KLDivLoss", (2,), (3,)))],
+    *[(name, {}, shapes, "pred and label must have equally many elements; "
+       "received shapes {} and {}. Give each output its label.")
+      for name, *shapes in (("L2Loss", (3, 2), (3,)),
+                            ("HingeLoss", (3,), (3, 2)),
+                            ("PoissonNLLLoss", (3, 2, 1), (3, 3)))],
+    *[(CE, {"axis": axis}, shapes, f"expected class numbers of shape {wanted} "
+       "for pred of shape {}; received {}. Use sparse_label=False for "
+       "probabilities.")
+      for axis, wanted, *shapes in ((-1, (3,), (3, 2), (3, 2)),
+                                    (-1, (3, 2), (3, 2, 4), (3,)),
+                                    (1, (3, 4), (3, 2, 4), (3, 2)))],
+    *[(CE, {"axis": axis}, (shape, (3,)), "pred of shape {} has no axis of "
+       f"classes {axis} behind its axis of examples, 0. Use an axis that it "
+       "has.")
+      for shape, axis in (((3, 3), 0), ((3, 3), -2), ((3, 3), 2),
+                          ((3, 3), -3), ((3,), -1))],
+    # (n,) against (n, 1) would give n * n values
+    *[(name, {}, ((3, 3), (3,) if name == CE else (3, 3), given),
+       f"sample_weight must broadcast to the shape {wanted} of the loss; "
+       "received shape {2}. For one weight per example use (3, 1).")
+      for name, given, wanted in (
+          (CE, (3,), (3, 1)), (CE, (3, 3), (3, 1)), ("L2Loss", (2, 1), (3, 3)),
+          ("L1Loss", (1, 3, 3), (3, 3)), ("KLDivLoss", (4,), (3, 3)))]]
 
 
-@pytest.mark.parametrize("name, pred, label, text", [
-    ("SoftmaxCrossEntropyLoss", (3, 2), (4,), LENGTHS_TEXT),
-    ("SoftmaxCrossEntropyLoss", (4, 2), (3,), LENGTHS_TEXT),
-    ("L2Loss", (3, 2), (2, 3), LENGTHS_TEXT),
-    ("KLDivLoss", (2,), (3,), LENGTHS_TEXT),
-    ("L2Loss", (3, 2), (3,), ELEMENTS_TEXT),
-    ("HingeLoss", (3,), (3, 2), ELEMENTS_TEXT),
-    ("PoissonNLLLoss", (3, 2, 1), (3, 3), ELEMENTS_TEXT)])
-def test_labels_of_another_number_are_refused(name, pred, label, text):
-    for engine in ENGINES:
-        with using_engine(engine) as backend:
-            x, y = (backend.put(np.zeros(shape), cpu(0))
-                    for shape in (pred, label))
-            with pytest.raises(ValueError) as refused:
-                getattr(losses, name)()(x, y)
-        assert str(refused.value) == text.format(pred, label)
-
-
-def test_class_numbers_of_another_shape_are_refused(backend):
-    for pred, label, axis, wanted in (
-            ((3, 2), (3, 2), -1, (3,)), ((3, 2, 4), (3,), -1, (3, 2)),
-            ((3, 2, 4), (3, 2), 1, (3, 4))):
+def test_shapes_that_do_not_fit_are_refused(backend):
+    for name, options, shapes, text in UNFIT:
+        arrays = [backend.put(np.zeros(shape), cpu(0)) for shape in shapes]
         with pytest.raises(ValueError) as refused:
-            losses.SoftmaxCrossEntropyLoss(axis=axis)(
-                backend.put(np.zeros(pred), cpu(0)),
-                backend.put(np.zeros(label), cpu(0)))
-        assert str(refused.value) == (
-            f"expected class numbers of shape {wanted} for pred of shape "
-            f"{pred}; received {label}. Use sparse_label=False for "
-            "probabilities.")
-
-
-def test_an_axis_of_classes_that_is_not_there(backend):
-    label = backend.put(np.zeros(3), cpu(0))
-    for shape, axis in (((3, 3), 0), ((3, 3), -2), ((3, 3), 2), ((3, 3), -3),
-                        ((3,), -1)):
-        pred = backend.put(np.zeros(shape), cpu(0))
-        with pytest.raises(ValueError) as refused:
-            losses.SoftmaxCrossEntropyLoss(axis=axis)(pred, label)
-        assert str(refused.value) == (
-            f"pred of shape {shape} has no axis of classes {axis} behind its "
-            "axis of examples, 0. Use an axis that it has.")
-
-
-def test_a_sample_weight_that_would_change_the_shape(backend):
-    """(n,) against (n, 1) would give n * n values."""
-    for name, given, shape in (
-            ("SoftmaxCrossEntropyLoss", (3,), (3, 1)),
-            ("SoftmaxCrossEntropyLoss", (3, 3), (3, 1)),
-            ("L2Loss", (2, 1), (3, 3)), ("L1Loss", (1, 3, 3), (3, 3)),
-            ("KLDivLoss", (4,), (3, 3))):
-        label = np.zeros(3) if "Softmax" in name else np.zeros((3, 3))
-        with pytest.raises(ValueError) as refused:
-            getattr(losses, name)()(*(backend.put(x, cpu(0)) for x in (
-                np.zeros((3, 3)), label, np.ones(given))))
-        assert str(refused.value) == (
-            f"sample_weight must broadcast to the shape {shape} of the loss; "
-            f"received shape {given}. For one weight per example use (3, 1).")
+            getattr(losses, name)(**options)(*arrays)
+        assert str(refused.value) == text.format(*shapes)
 
 
 @pytest.mark.parametrize("name, arrays, options, text", [

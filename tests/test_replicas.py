@@ -12,12 +12,11 @@ import pytest
 
 import mgpu
 from batches import pictures, rows
-from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
-                     convnet, foreign_array, mlp, on, refusal_of_foreign,
-                     relative_difference, using_engine)
+from helpers import (assert_all_equal, assert_bit_equal, bricks,
+                     convnet, foreign_array, mlp, on, on_torch,
+                     refusal_of_foreign, relative_difference)
 from nets import on_each, shards_of, train
 
-TORCH = [engine for engine in ENGINES if engine == "torch"]
 
 
 # -- inputs -------------------------------------------------------------------
@@ -213,32 +212,31 @@ def test_outside_of_record_a_replica_predicts(engine, devices):
     mgpu.backward(outputs(not_training))    # a prediction with a graph
 
 
-@pytest.mark.parametrize("engine_name", TORCH)
-def test_no_graph_where_the_user_wants_none(engine_name, devices):
+@on_torch
+def test_no_graph_where_the_user_wants_none(engine, devices):
     """The target of a consistency loss, inside `record`."""
     import torch
-    with using_engine(engine_name):
-        x, z = (torch.from_numpy(rows(8, dtype="float64", seed=seed))
-                for seed in (0, 1))
-        net = torch.nn.Linear(6, 3).double()
-        weight = net.weight.detach().clone().requires_grad_()
-        target = (x @ weight.T + net.bias).detach()
-        ((z @ weight.T + net.bias.detach() - target) ** 2).sum().backward()
-        replicas = mgpu.initialize(net, devices)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        before = net.weight.detach().clone()
-        for each in (lambda xs: replicas(xs), lambda xs: [
-                replica(shard) for replica, shard in zip(replicas, xs)]):
-            with mgpu.record():
-                with torch.no_grad():
-                    targets = each(shards_of(x, replicas))
-                assert not any(t.requires_grad for t in targets)
-                losses = [((a - b) ** 2).sum(1) for a, b in zip(
-                    replicas(shards_of(z, replicas)), targets)]
-            mgpu.backward(losses)
-        trainer.step(8)
-        assert relative_difference(net.weight.detach(),
-                                   before - 0.125 * weight.grad / 8) < 1e-12
+    x, z = (torch.from_numpy(rows(8, dtype="float64", seed=seed))
+            for seed in (0, 1))
+    net = torch.nn.Linear(6, 3).double()
+    weight = net.weight.detach().clone().requires_grad_()
+    target = (x @ weight.T + net.bias).detach()
+    ((z @ weight.T + net.bias.detach() - target) ** 2).sum().backward()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    before = net.weight.detach().clone()
+    for each in (lambda xs: replicas(xs), lambda xs: [
+            replica(shard) for replica, shard in zip(replicas, xs)]):
+        with mgpu.record():
+            with torch.no_grad():
+                targets = each(shards_of(x, replicas))
+            assert not any(t.requires_grad for t in targets)
+            losses = [((a - b) ** 2).sum(1) for a, b in zip(
+                replicas(shards_of(z, replicas)), targets)]
+        mgpu.backward(losses)
+    trainer.step(8)
+    assert relative_difference(net.weight.detach(),
+                               before - 0.125 * weight.grad / 8) < 1e-12
 
 
 # -- dropout ------------------------------------------------------------------
@@ -256,46 +254,44 @@ def masks(replicas, seed, passes=2, rows=200):
 
 
 @pytest.mark.parametrize("batch_norm", ["per_device", "sync"])
-@pytest.mark.parametrize("name", TORCH)
-def test_functional_dropout_is_reproducible_too(name, batch_norm):
+@on_torch
+def test_functional_dropout_is_reproducible_too(engine, batch_norm):
     """It draws from the one stream that all of torch's threads share; joint
     statistics let the replicas wait for each other in between."""
-    with using_engine(name):
-        import torch
+    import torch
 
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.norm = torch.nn.BatchNorm1d(10)
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(10)
 
-            def forward(self, x):
-                for _ in range(2):
-                    x = self.norm(torch.nn.functional.dropout(
-                        x, 0.5, self.training))
-                return x
-        replicas = mgpu.initialize(Net(), on(0, 1, 2, 3), "uniform",
-                                   batch_norm=batch_norm)
-        first = masks(replicas, 2)
-        assert all((a != b).any() for i, a in enumerate(first)
-                   for b in first[:i])
-        for _ in range(20):
-            torch.rand(3)       # what the user draws in between
-            for a, b in zip(first, masks(replicas, 2)):
-                assert_bit_equal(a, b)
+        def forward(self, x):
+            for _ in range(2):
+                x = self.norm(torch.nn.functional.dropout(
+                    x, 0.5, self.training))
+            return x
+    replicas = mgpu.initialize(Net(), on(0, 1, 2, 3), "uniform",
+                               batch_norm=batch_norm)
+    first = masks(replicas, 2)
+    assert all((a != b).any() for i, a in enumerate(first)
+               for b in first[:i])
+    for _ in range(20):
+        torch.rand(3)       # what the user draws in between
+        for a, b in zip(first, masks(replicas, 2)):
+            assert_bit_equal(a, b)
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_channel_dropout_drops_channels(name):
-    with using_engine(name):
-        from torch import nn
-        replicas = mgpu.initialize(nn.Dropout2d(0.5), on(0, 1), "uniform")
-        mgpu.seed(0)
-        with mgpu.record():
-            outputs = replicas(shards_of(np.ones((8, 16, 3, 3), "float32"),
-                                         replicas))
-        for out in map(mgpu.to_numpy, outputs):
-            assert (out == out[:, :, :1, :1]).all()
-            assert set(np.unique(out)) == {0, 2}
+@on_torch
+def test_channel_dropout_drops_channels(engine):
+    from torch import nn
+    replicas = mgpu.initialize(nn.Dropout2d(0.5), on(0, 1), "uniform")
+    mgpu.seed(0)
+    with mgpu.record():
+        outputs = replicas(shards_of(np.ones((8, 16, 3, 3), "float32"),
+                                     replicas))
+    for out in map(mgpu.to_numpy, outputs):
+        assert (out == out[:, :, :1, :1]).all()
+        assert set(np.unique(out)) == {0, 2}
 
 
 # -- the object ---------------------------------------------------------------
