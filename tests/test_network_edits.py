@@ -219,7 +219,7 @@ def max_norm():
 @pytest.mark.parametrize("last", ["prediction", "one row", "one by one",
                                   "the network itself"])
 def test_weights_that_a_prediction_writes_are_no_edit_of_the_users(
-        engine_name, devices, last):
+        engine, devices, last):
     """As in plain torch: the user edits, or puts the best weights back, after
     the prediction."""
     import torch
@@ -228,34 +228,33 @@ def test_weights_that_a_prediction_writes_are_no_edit_of_the_users(
 
     def loss(output, _=None):
         return output.square().sum(1)
-    with using_engine(engine_name):
-        net, plain = max_norm(), max_norm()
-        replicas = mgpu.initialize(net, devices)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        best = {name: t.clone() for name, t in net.state_dict().items()}
-        for number in range(3):
-            shards = shards_of(seen, replicas)
-            if last == "one by one":
-                for replica, shard in zip(replicas, shards):
-                    replica(shard)
+    net, plain = max_norm(), max_norm()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    best = {name: t.clone() for name, t in net.state_dict().items()}
+    for number in range(3):
+        shards = shards_of(seen, replicas)
+        if last == "one by one":
+            for replica, shard in zip(replicas, shards):
+                replica(shard)
+        else:
+            replicas(shards)
+        plain(seen)
+        for one in (net, plain):
+            if last == "the network itself":
+                one(x)
+            elif number == 1:
+                one.load_state_dict(best)
             else:
-                replicas(shards)
-            plain(seen)
-            for one in (net, plain):
-                if last == "the network itself":
-                    one(x)
-                elif number == 1:
-                    one.load_state_dict(best)
-                else:
-                    with torch.no_grad():
-                        one.weight.mul_(3)
-            mgpu.train_batch(x, torch.zeros(8), replicas, loss, trainer)
-            plain.zero_grad()
-            loss(plain(x)).sum().backward()
-            with torch.no_grad():
-                for p in plain.parameters():
-                    p -= 0.125 / 8 * p.grad
-        found = on_each(replicas)
+                with torch.no_grad():
+                    one.weight.mul_(3)
+        mgpu.train_batch(x, torch.zeros(8), replicas, loss, trainer)
+        plain.zero_grad()
+        loss(plain(x)).sum().backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.125 / 8 * p.grad
+    found = on_each(replicas)
     for name, p in plain.state_dict().items():
         for value in found[name]:
             assert relative_difference(value, p) < 1e-12
