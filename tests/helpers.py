@@ -5,11 +5,18 @@ import contextlib
 import re
 
 import numpy as np
+import pytest
 
 import mgpu
 from conftest import BACKENDS, ENGINES  # noqa: F401, for the tests
 from mgpu.parity import measure
 from nets import bricks, convnet, mlp  # noqa: F401, for the tests
+
+#: a test that takes the fixture `engine`, on one framework only
+on_mxnet, on_torch = (pytest.mark.parametrize(
+    "engine", [name for name in ENGINES if name.startswith(framework)],
+    indirect=True) for framework in ("mxnet", "torch"))
+
 
 @contextlib.contextmanager
 def using_engine(engine):

@@ -67,12 +67,6 @@ def test_set_backend_by_name_and_alias(patch, name):
         assert same is engine
 
 
-def test_the_default_is_mxnet(patch):
-    for name in ("mxnet", "torch"):
-        install(patch, name, type(name, (Engine,), {}))
-    assert type(get_backend()).__name__ == "mxnet"
-
-
 @pytest.mark.parametrize("value, name", [
     ("torch", "torch"), ("pytorch", "torch"), ("mxnet", "mxnet"),
     ("gluon", "mxnet"), ("", "mxnet")])
@@ -126,22 +120,6 @@ def test_a_missing_framework_is_one_line(patch, ask, name, other):
     assert registry._chosen is None and name not in registry._instances
 
 
-def test_there_is_no_fallback(patch):
-    """From an engine that is named: neither silently, nor after a failure."""
-    remove(patch, "mxnet")
-    install(patch, "torch", Engine)
-    patch.setenv("MGPU_BACKEND", "mxnet")
-    for _ in range(2):
-        with pytest.raises(BackendNotAvailable):
-            get_backend()
-        with pytest.raises(BackendNotAvailable):
-            mgpu.put([1.0], mgpu.cpu())
-    set_backend("torch")
-    with pytest.raises(BackendNotAvailable):
-        set_backend("mxnet")
-    assert isinstance(get_backend(), Engine)    # the choice stays
-
-
 @pytest.mark.parametrize("name, other", [("mxnet", "torch"),
                                          ("torch", "mxnet")])
 def test_with_nothing_installed_it_does_not_send_in_circles(patch, name,
@@ -182,15 +160,6 @@ def test_a_framework_that_does_not_load_is_not_available(patch, tmp_path,
             "the 'torch' backend cannot be loaded (libcudart.so.12 is not "
             "there). Run pip install torch, or switch with ")):
         set_backend("torch")
-
-
-def test_a_framework_may_be_installed_later(patch):
-    remove(patch, "torch")
-    with pytest.raises(BackendNotAvailable):
-        set_backend("torch")
-    install(patch, "torch", Engine)
-    set_backend("torch")
-    assert isinstance(get_backend(), Engine)
 
 
 def test_available_backends(patch):
@@ -243,15 +212,6 @@ def test_tasks_inherit_the_engine_and_keep_their_own(patch):
     assert asyncio.run(main()) == [("torch", "mxnet"), ("torch", "torch")]
 
 
-def test_parallel_inherits_the_engine(patch, backend, devices):
-    other = next(n for n in ("torch", "mxnet") if n != backend.name)
-    install(patch, other, Engine)
-    set_backend(other)
-    assert mgpu.parallel(lambda d: (get_backend().name, d), devices) \
-        == [(backend.name, d) for d in devices]
-    assert in_thread(get_backend) is not backend
-
-
 def test_an_engine_is_made_once_by_however_many_threads(patch):
     made = []
 
@@ -277,14 +237,6 @@ def test_an_engine_is_made_once_by_however_many_threads(patch):
 
 
 # -- the object ---------------------------------------------------------------
-
-def test_the_backend_object(backend):
-    framework = sys.modules[backend.name]
-    assert backend.version == framework.__version__
-    assert get_backend() is backend
-    assert isinstance(backend, mgpu.backends.base.Backend)
-    assert isinstance(backend.ops, mgpu.backends.base.Ops)
-
 
 _FAULTS = """
 import resource, sys, threading

@@ -70,18 +70,6 @@ def test_a_report(backend, devices):
         4 * 5 + 5 + 5 * 3 + 3)
 
 
-def test_contenders_take_turns(backend, monkeypatch):
-    turns = []
-    steps = bench._Contender.steps
-    monkeypatch.setattr(bench._Contender, "steps", lambda self, n, rows: (
-        turns.append((len(self.devices), n, rows)), steps(self, n, rows))[1])
-    report = run(devices=[1, 2, [mgpu.cpu(1), mgpu.cpu(3), mgpu.cpu(2)]])
-    assert [k for k, _, _ in turns] == [1, 2, 3, 3, 2, 1, 1, 2, 3]
-    assert {(n, rows) for _, n, rows in turns} == {(2, 8)}
-    assert report["contenders"][2]["devices"] == ["cpu(1)", "cpu(3)",
-                                                  "cpu(2)"]
-
-
 def test_a_prediction_without_a_contender_on_one_device(backend):
     """One is made, on the first device of the largest contender."""
     report = run(devices=[2], batch_size=1)     # one batch size: no line
@@ -204,17 +192,13 @@ def test_end_to_end(tmp_path):
 
 @pytest.mark.parametrize("arguments, text", [
     (["--predict", "0"], "--predict takes numbers, from 1 on"),
-    (["--predict", "1,,2"], "--predict takes numbers, from 1 on"),
     (["--devices", "1,1"], "each number once"),
     (["--rounds", "1"], "rounds must be an integer of 2 or more"),
     (["--model", "vgg"], "MODULE:FACTORY"),
     (["--model", "lenet", "--input", "3x28x28"], "LeNet takes"),
-    (["--input", "5"], "LeNet takes"),
     (["--model", "resnet18", "--input", "5"], "ResNet-18 takes pictures of "
      "(channels, height, width); received (5,)"),
     (["--json", "/none/x.json"], "the folder of --json must exist"),
-    (["--trace", "/none/x.json"], "the folder of --trace must exist"),
-    (["--plot", "/none/x.png"], "the folder of a figure must exist"),
     (["--plot", "x.pdf"], "PNG or SVG")])
 def test_refused_in_one_line(arguments, text):
     result = command("--backend", BACKENDS[0], *arguments)

@@ -190,14 +190,6 @@ def test_reducescatter(backend, devices):
             assert_bit_equal(backend.to_numpy(x), host)
 
 
-@pytest.mark.parametrize("backend", [
-    engine for engine in ENGINES if engine != "torch"], indirect=True)
-def test_results_are_where_the_elements_are(backend):
-    for function in (allgather, reducescatter):
-        data = put(backend, [np.ones((4, 2))] * 3)
-        assert [y.ctx for y in function(data)] == [x.ctx for x in data]
-
-
 # -- errors -------------------------------------------------------------------
 
 EVERY = [allreduce, broadcast, reduce, allgather, reducescatter]
@@ -459,27 +451,7 @@ def test_many_lists_of_different_lengths_are_refused(backend):
     assert (mgpu.to_numpy(two[0]) == 1).all()
 
 
-def test_many_lists_are_checked_before_one_changes(backend):
-    x, y, z = (mgpu.put(np.ones(2, "float32"), mgpu.cpu(i)) for i in range(3))
-    for algorithm in ALGORITHMS:
-        for lists in ([[x, y], [z, z]], [[x, y], [z, x]]):
-            with pytest.raises(ValueError, match="must not overlap"):
-                mgpu.allreduce_many(lists, algorithm=algorithm)
-        assert (mgpu.to_numpy(x) == 1).all()
-
-
 # -- the seam that training uses ----------------------------------------------
-
-def test_buckets_join_arrays_of_one_dtype(backend):
-    """A bucket is full before the next array would not fit; an array larger
-    than a bucket has one of its own."""
-    lists = put(backend, [np.ones(n, dtype) for n, dtype in (
-        (2, "float32"), (3, "float64"), (2, "float32"), (1, "float32"),
-        (9, "float64"))])
-    buckets = Buckets(bucket_bytes=16).pack([[x] for x in lists])
-    assert [[tuple(data[0].shape) for data in bucket]
-            for bucket in buckets] == [[(2,), (2,)], [(3,)], [(1,)], [(9,)]]
-
 
 @pytest.mark.parametrize("engine, strategy", [
     (engine, strategy) for engine in ENGINES

@@ -59,12 +59,6 @@ def test_signatures_are_those_of_the_specification(backend):
     assert checked > 70
 
 
-def test_what_a_backend_must_write_is_little():
-    """Everything else has a default that fits any engine."""
-    assert sum(len(part.__abstractmethods__) for part in (
-        base.Backend, base.Ops, base.Network, base.Replica)) <= 50
-
-
 # -- put and to_numpy ---------------------------------------------------------
 
 def test_put_keeps_the_dtype_or_converts(backend, devices):
@@ -136,12 +130,6 @@ def test_to_numpy_of_a_recorded_array(backend):
         assert backend.to_numpy(y).tolist() == [3, 6]
     backend.backward([y])
     assert gradient(backend, x) == [3, 3]
-
-
-def test_is_native(backend):
-    assert backend.is_native(backend.put([1.0], cpu(0)))
-    for x in (np.ones(2), [1.0], 1.0, None, "x", foreign_array(backend)[0]):
-        assert not backend.is_native(x)
 
 
 def test_arrays_of_the_other_framework_are_refused(backend):
@@ -236,14 +224,6 @@ def test_the_process_keeps_its_mode(backend, devices):
 
 # -- the rest -----------------------------------------------------------------
 
-def test_synchronize_waits_and_returns_nothing(backend, devices):
-    x = backend.put(np.ones((64, 64)), devices[-1])
-    y = backend.ops.dot(x, x)
-    assert backend.synchronize(devices) is None
-    assert backend.synchronize([]) is None
-    assert backend.to_numpy(y)[0, 0] == 64
-
-
 def test_what_is_no_network_is_refused(backend):
     wanted = {"mxnet": "gluon.Block", "torch": "torch.nn.Module"}
     for net in (None, 3, mlp, np.ones(2), SimpleNamespace()):
@@ -253,11 +233,6 @@ def test_what_is_no_network_is_refused(backend):
             f"the {backend.name} backend takes a {wanted[backend.name]}; "
             f"received {type(net).__module__}.{type(net).__name__}. Choose "
             "the engine with mgpu.set_backend before the network is made.")
-
-
-def test_doctor_gives_levels_and_texts(backend):
-    for level, text in backend.doctor():
-        assert level in ("info", "warning", "error") and text
 
 
 @pytest.mark.parametrize("value", ["0", "many"]

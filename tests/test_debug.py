@@ -94,19 +94,6 @@ def test_statistics_where_the_policy_promises_them(backend):
                 replicas.check_equal()
 
 
-def test_replicas_that_share_memory(backend):
-    replicas, _ = made(backend)
-    weight = replicas.params()[0]
-    first, second = weight.list_data()
-    if backend.name == "mxnet":
-        replicas.network.entries[weight.number][1]._data[1] = first
-    else:
-        second.data = first.data
-    with pytest.raises(mgpu.ReplicaMismatchError, match=(
-            r"(?s)0.weight.*cpu\(0\).*cpu\(1\).*share.*mgpu.put")):
-        replicas.check_equal()
-
-
 def test_before_the_first_forward_pass(backend):
     replicas = mgpu.initialize(convnet(backend, deferred=True), on(0, 1),
                                "uniform")

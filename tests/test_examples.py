@@ -184,9 +184,7 @@ def test_list_loads_no_framework(tmp_path):
 
 
 @pytest.mark.parametrize("script, wrong, said", [
-    ("exercises", "--list nonsense --sizes 3", "--sizes"),
     ("exercises", "nonsense", "nonsense"),
-    ("auto_parallelism", "--sizes 3", "--sizes"),
     ("multiple_gpus", "--epoch_s 3", "--epoch_s"),
 ])
 def test_a_wrong_argument_is_refused(script, wrong, said, tmp_path):

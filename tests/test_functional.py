@@ -6,8 +6,7 @@ import pytest
 
 import mgpu
 from batches import pictures
-from helpers import (ENGINES, assert_bit_equal, foreign_array,
-                     numerical_gradient, refusal_of_foreign,
+from helpers import (ENGINES, assert_bit_equal, numerical_gradient,
                      relative_difference, using_engine)
 from mgpu import cpu
 from mgpu import functional as F
@@ -62,36 +61,10 @@ def all_sums(xs, op="sum"):
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
-def test_allreduce_values(backend, devices, op):
-    hosts = random(*[(2, 3)] * len(devices))
-    xs = leaves(backend, hosts)
-    for recorded in (False, True):
-        with backend.scope(recording=recorded):
-            ys = F.allreduce(xs, op=op)
-        assert len(ys) == len(devices)
-        for y, expected in zip(ys, all_sums(hosts, op)):
-            # The same additions in the same order, so the same bits.
-            assert_bit_equal(backend.to_numpy(y), expected)
-    for x, host in zip(xs, hosts):
-        assert_bit_equal(backend.to_numpy(x), host)
-
-
-@pytest.mark.parametrize("op", ["sum", "mean"])
 def test_allreduce_gradients(backend, devices, op):
     check_gradients(backend, lambda xs: F.allreduce(xs, op=op),
                     lambda xs: all_sums(xs, op),
                     random(*[(2, 3)] * len(devices)))
-
-
-def test_allreduce_where_one_result_is_used(backend, devices):
-    """The gradient of every element is that of the one result."""
-    for used in range(len(devices)):
-        xs = leaves(backend, [np.ones(2)] * len(devices))
-        with mgpu.record():
-            loss = F.allreduce(xs)[used] * 3
-        mgpu.backward(loss)
-        for x in xs:
-            assert backend.to_numpy(mgpu.grad(x)).tolist() == [3, 3]
 
 
 def test_results_are_new_arrays_on_their_devices(backend, devices):
@@ -137,30 +110,6 @@ def test_ops_without_a_gradient_are_refused(backend):
             F.allreduce(xs, op=op)
         assert str(refused.value) == (
             f"unknown op; received {op!r}. Use one of 'sum', 'mean'.")
-
-
-@pytest.mark.parametrize("function", [F.allreduce, F.allgather])
-def test_bad_lists_are_refused(backend, function):
-    x = backend.put(np.ones(3), cpu(0))
-    foreign, name = foreign_array(backend)
-    with pytest.raises(TypeError) as refused:
-        function([x, foreign])
-    assert str(refused.value) == refusal_of_foreign(backend, name)
-    for data, error, text in (
-            (x, TypeError, "one array per device"),
-            ([], ValueError, "at least one"),
-            ([x, np.ones(3)], TypeError, "received ndarray"),
-            ([x, backend.put(np.ones((2, 2)), cpu(1))], ValueError,
-             r"received \(3,\) float64, \(2, 2\) float64"),
-            ([x, backend.put(np.ones(3, "float32"), cpu(1))], ValueError,
-             r"received \(3,\) float64, \(3,\) float32")):
-        with pytest.raises(error, match=text):
-            function(data)
-
-
-def test_an_axis_that_is_not_there(backend):
-    with pytest.raises(ValueError, match="has no axis 1 to join along"):
-        F.allgather(leaves(backend, [np.ones(2)] * 2), axis=1)
 
 
 # -- the engine's functions ---------------------------------------------------

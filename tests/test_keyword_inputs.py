@@ -107,13 +107,6 @@ def test_gluons_blocks_take_names():
                           for batch in (mgpu.Kwargs(mask=M, ids=X), (X, M))))
 
 
-def test_strict_devices_and_a_sample_by_name(backend):
-    wanted = trained(backend, 1, (X, M), Y)
-    with mgpu.strict_devices():
-        assert_same(trained(backend, 2, *FORMS[0], sample=mgpu.Kwargs(
-            ids=X, mask=M)), wanted)
-
-
 def test_plain_calls_take_names(backend):
     replicas, _ = start(backend, 2)
     xs, ms = shards_of(X, replicas), shards_of(M, replicas)

@@ -128,11 +128,6 @@ def test_what_has_another_meaning_is_refused(backend, make, labels, preds,
         assert np.isnan(own.get()[1]).all()     # nothing was counted
 
 
-def test_lists_of_other_lengths_are_refused(backend):
-    with pytest.raises(ValueError, match="received 1 and 2"):
-        metrics.Accuracy().update([LABELS], [SCORES, SCORES])
-
-
 @pytest.mark.parametrize("make", [
     metrics.Accuracy, lambda: metrics.TopK(2),
     lambda: metrics.F1(average="micro")])

@@ -11,11 +11,11 @@ import pytest
 import mgpu
 from batches import pictures, rows
 from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
-                     convnet, mlp, on, relative_difference, using_engine)
+                     convnet, mlp, on, on_mxnet, on_torch, relative_difference,
+                     using_engine)
 from nets import native_values, on_each, sequential, shards_of, train
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
-TORCH = [engine for engine in ENGINES if engine == "torch"]
 
 
 # -- Gluon --------------------------------------------------------------------
@@ -71,24 +71,23 @@ def test_a_network_runs_in_the_family_of_its_input(name):
                 assert_bit_equal(mgpu.to_numpy(a), b)
 
 
-@pytest.mark.parametrize("name", MXNET)
-def test_what_gluon_saves_are_the_bits_of_replica_0(name, devices, tmp_path):
+@on_mxnet
+def test_what_gluon_saves_are_the_bits_of_replica_0(engine, devices, tmp_path):
     """Gluon's own mean over 3 contexts changes last bits."""
-    with using_engine(name) as engine:
-        from mxnet import gluon
-        net = gluon.nn.HybridSequential()
-        net.add(gluon.nn.Dense(30, in_units=30))
-        mgpu.initialize(net, devices, "uniform", dtype="float64")
-        net[0].bias.data()[:] = 4       # no pass has followed it
-        apart = copy.deepcopy(net)
-        apart[0].bias.data()[:] = 2
-        for one in (net, apart):
-            wanted = native_values(engine, one)
-            one.save_parameters(str(tmp_path / "net"))
-            for x in one.collect_params().values():
-                x.set_data(x.data() * 0)
-            one.load_parameters(str(tmp_path / "net"))
-            assert_all_equal(native_values(engine, one), wanted)
+    from mxnet import gluon
+    net = gluon.nn.HybridSequential()
+    net.add(gluon.nn.Dense(30, in_units=30))
+    mgpu.initialize(net, devices, "uniform", dtype="float64")
+    net[0].bias.data()[:] = 4       # no pass has followed it
+    apart = copy.deepcopy(net)
+    apart[0].bias.data()[:] = 2
+    for one in (net, apart):
+        wanted = native_values(engine, one)
+        one.save_parameters(str(tmp_path / "net"))
+        for x in one.collect_params().values():
+            x.set_data(x.data() * 0)
+        one.load_parameters(str(tmp_path / "net"))
+        assert_all_equal(native_values(engine, one), wanted)
 
 
 def loose(way):
@@ -170,40 +169,38 @@ def test_all_that_gluons_own_trainer_trains_is_trained(name, devices, way):
 
 
 @no_warning
-@pytest.mark.parametrize("name", MXNET)
-def test_a_parameter_that_comes_later_is_refused(name):
-    with using_engine(name) as engine:
-        net = loose("fetched")
-        replicas = mgpu.initialize(net, on(0, 1), "xavier")
-        net.params.get("late", shape=(2,)).initialize()
-        with pytest.raises(RuntimeError, match="received others under "
-                           "'late'"):
-            replicas[0](engine.put(np.ones((2, 4)), mgpu.cpu(0)))
+@on_mxnet
+def test_a_parameter_that_comes_later_is_refused(engine):
+    net = loose("fetched")
+    replicas = mgpu.initialize(net, on(0, 1), "xavier")
+    net.params.get("late", shape=(2,)).initialize()
+    with pytest.raises(RuntimeError, match="received others under "
+                       "'late'"):
+        replicas[0](engine.put(np.ones((2, 4)), mgpu.cpu(0)))
 
 
-@pytest.mark.parametrize("name", MXNET)
-def test_what_gluons_own_trainer_leaves_out_is_refused(name):
+@on_mxnet
+def test_what_gluons_own_trainer_leaves_out_is_refused(engine):
     """Unless it is frozen."""
-    with using_engine(name):
-        import mxnet as mx
+    import mxnet as mx
 
-        class Net(mx.gluon.nn.Block):
-            def __init__(self):
-                super().__init__()
-                self.scale = mx.gluon.Parameter("scale", shape=(3,))
-                self.end = mx.gluon.nn.Dense(3, in_units=6)
+    class Net(mx.gluon.nn.Block):
+        def __init__(self):
+            super().__init__()
+            self.scale = mx.gluon.Parameter("scale", shape=(3,))
+            self.end = mx.gluon.nn.Dense(3, in_units=6)
 
-            def forward(self, x):
-                return self.end(x) * self.scale.data(x.ctx)
-        net = Net()
-        net.initialize()
-        net.scale.initialize(mx.init.One())
-        for wanted in ("xavier", "keep"):
-            with pytest.raises(ValueError, match="parameters that it leaves "
-                               "out: 'scale'. Make a parameter with self"):
-                mgpu.initialize(net, on(0, 1), wanted)
-        net.scale.grad_req = "null"
-        train(mgpu.initialize(net, on(0, 1), "keep"), rows(8))
+        def forward(self, x):
+            return self.end(x) * self.scale.data(x.ctx)
+    net = Net()
+    net.initialize()
+    net.scale.initialize(mx.init.One())
+    for wanted in ("xavier", "keep"):
+        with pytest.raises(ValueError, match="parameters that it leaves "
+                           "out: 'scale'. Make a parameter with self"):
+            mgpu.initialize(net, on(0, 1), wanted)
+    net.scale.grad_req = "null"
+    train(mgpu.initialize(net, on(0, 1), "keep"), rows(8))
 
 
 # -- torch, and both ----------------------------------------------------------
@@ -246,48 +243,47 @@ def test_other_buffers_are_copied_as_they_are(engine, devices):
     replicas.import_numpy(values)       # the other engine may not have it
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_a_torch_users_module_stays_an_ordinary_module(name):
+@on_torch
+def test_a_torch_users_module_stays_an_ordinary_module(engine):
     """Its keys, flags, members, classes and hooks, after errors too."""
-    with using_engine(name):
-        import torch
-        from torch import nn
+    import torch
+    from torch import nn
 
-        class Block(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.bn, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
-                self.fail = False
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.5)
+            self.fail = False
 
-            def forward(self, x):
-                if self.fail:
-                    raise KeyError("the user's own")
-                return self.drop(self.bn(x))
+        def forward(self, x):
+            if self.fail:
+                raise KeyError("the user's own")
+            return self.drop(self.bn(x))
 
-        def outside():
-            return [list(net.state_dict()), [
-                (type(m), m.training, sorted(vars(m)), m.forward.__func__)
-                for m in net.modules()]]
-        net = nn.Sequential(Block(), nn.Linear(6, 3))
-        net[0].bn.eval()        # a mixture of flags
-        hooked = []
-        net[1].register_forward_hook(lambda *_: hooked.append(1))
-        before = outside()
-        replicas = mgpu.initialize(net, on(0, 1), "uniform")
-        train(replicas, rows(5))
-        replicas(shards_of(rows(5), replicas))
-        mgpu.evaluate_accuracy_gpus(replicas, [(rows(5), np.zeros(5))])
-        assert len(hooked) == 6             # hooks on replicas
-        net[0].fail = True
-        for scope in (mgpu.record, mgpu.no_grad):
-            with scope(), contextlib.suppress(KeyError):
-                replicas(shards_of(rows(5), replicas))
-        assert outside() == before
-        net[0].fail = False
-        twin = copy.deepcopy(net)
-        twin.load_state_dict(net.state_dict())
-        assert torch.equal(twin.eval()(torch.ones(2, 6)),
-                           net.eval()(torch.ones(2, 6)))
+    def outside():
+        return [list(net.state_dict()), [
+            (type(m), m.training, sorted(vars(m)), m.forward.__func__)
+            for m in net.modules()]]
+    net = nn.Sequential(Block(), nn.Linear(6, 3))
+    net[0].bn.eval()        # a mixture of flags
+    hooked = []
+    net[1].register_forward_hook(lambda *_: hooked.append(1))
+    before = outside()
+    replicas = mgpu.initialize(net, on(0, 1), "uniform")
+    train(replicas, rows(5))
+    replicas(shards_of(rows(5), replicas))
+    mgpu.evaluate_accuracy_gpus(replicas, [(rows(5), np.zeros(5))])
+    assert len(hooked) == 6             # hooks on replicas
+    net[0].fail = True
+    for scope in (mgpu.record, mgpu.no_grad):
+        with scope(), contextlib.suppress(KeyError):
+            replicas(shards_of(rows(5), replicas))
+    assert outside() == before
+    net[0].fail = False
+    twin = copy.deepcopy(net)
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(twin.eval()(torch.ones(2, 6)),
+                       net.eval()(torch.ones(2, 6)))
 
 
 # -- layers that cannot be trained --------------------------------------------
@@ -337,7 +333,7 @@ def complex_weight(nn):
     return layer
 
 
-@pytest.mark.parametrize("name", TORCH)
+@on_torch
 @pytest.mark.parametrize("make, words, single", [
     (scripted, r"received TorchScript in \['0'\]", False),
     (proxy, r"weakref.proxy as \['0.itself'\]. Keep .* in a list", False),
@@ -347,40 +343,38 @@ def complex_weight(nn):
      r"received scale_grad_by_freq=True in \['0'\]", True),
     (lambda nn: nn.Embedding(4, 3, max_norm=1.0),
      r"received max_norm in \['0'\]", True)])
-def test_layers_that_do_not_fit_are_refused(name, make, words, single):
+def test_layers_that_do_not_fit_are_refused(engine, make, words, single):
     """`single`: one device has them."""
-    with using_engine(name):
-        from torch import nn
-        for k in (1, 2):
-            with contextlib.nullcontext() if single and k == 1 else \
-                    pytest.raises(ValueError, match=words):
-                mgpu.initialize(nn.Sequential(make(nn)), on(*range(k)))
+    from torch import nn
+    for k in (1, 2):
+        with contextlib.nullcontext() if single and k == 1 else \
+                pytest.raises(ValueError, match=words):
+            mgpu.initialize(nn.Sequential(make(nn)), on(*range(k)))
 
 
-@pytest.mark.parametrize("name", TORCH)
+@on_torch
 @pytest.mark.device_counts(1, 3)
-def test_a_sparse_gradient_of_the_networks_own_code(name, devices):
+def test_a_sparse_gradient_of_the_networks_own_code(engine, devices):
     """It is seen in the first step, which changes nothing; one device has
     nothing to add up."""
     import torch
-    with using_engine(name):
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.ones(5, 3))
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(5, 3))
 
-            def forward(self, x):
-                return torch.nn.functional.embedding(
-                    x, self.weight, sparse=True)
-        replicas = mgpu.initialize(Net(), devices)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        with contextlib.nullcontext() if len(devices) == 1 else pytest.raises(
-                ValueError, match="received a sparse tensor. Use x.to_dense"):
-            mgpu.train_batch(np.arange(4), np.zeros(4, "int64"), replicas,
-                             mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
-        for x in on_each(replicas)["weight"]:
-            moved = (x != 1).any(axis=1)
-            assert moved.tolist() == [len(devices) == 1] * 4 + [False]
+        def forward(self, x):
+            return torch.nn.functional.embedding(
+                x, self.weight, sparse=True)
+    replicas = mgpu.initialize(Net(), devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    with contextlib.nullcontext() if len(devices) == 1 else pytest.raises(
+            ValueError, match="received a sparse tensor. Use x.to_dense"):
+        mgpu.train_batch(np.arange(4), np.zeros(4, "int64"), replicas,
+                         mgpu.losses.SoftmaxCrossEntropyLoss(), trainer)
+    for x in on_each(replicas)["weight"]:
+        moved = (x != 1).any(axis=1)
+        assert moved.tolist() == [len(devices) == 1] * 4 + [False]
 
 
 def slopes(kind):
@@ -470,33 +464,31 @@ def test_windows_that_mxnet_computes_wrongly_are_refused(name, kind, options,
             mgpu.initialize(net, on(0, 1))
 
 
-@pytest.mark.parametrize("name", MXNET)
-def test_recurrent_layers_of_mxnet_are_refused_in_float64(name):
+@on_mxnet
+def test_recurrent_layers_of_mxnet_are_refused_in_float64(engine):
     """Their gradients there are wrong, without mgpu too."""
-    with using_engine(name) as engine:
-        def make(kind, dtype="float32"):
-            return layers_of(engine, lambda gluon: [
-                gluon.nn.Dense(3, flatten=False),
-                getattr(gluon.rnn, kind)(4, layout="NTC", dtype=dtype)], None)
-        for net, dtype in ((make("RNN"), "float64"), (make("GRU"), "float64"),
-                           (make("LSTM", "float64"), None)):
-            with pytest.raises(ValueError, match=r"received float64 for "
-                               r"\['1'\]. Use dtype='float32'"):
-                mgpu.initialize(net, on(0, 1), dtype=dtype)
-        mgpu.initialize(make("LSTM", "float64"), on(0, 1), dtype="float32")
+    def make(kind, dtype="float32"):
+        return layers_of(engine, lambda gluon: [
+            gluon.nn.Dense(3, flatten=False),
+            getattr(gluon.rnn, kind)(4, layout="NTC", dtype=dtype)], None)
+    for net, dtype in ((make("RNN"), "float64"), (make("GRU"), "float64"),
+                       (make("LSTM", "float64"), None)):
+        with pytest.raises(ValueError, match=r"received float64 for "
+                           r"\['1'\]. Use dtype='float32'"):
+            mgpu.initialize(net, on(0, 1), dtype=dtype)
+    mgpu.initialize(make("LSTM", "float64"), on(0, 1), dtype="float32")
 
 
-@pytest.mark.parametrize("name", MXNET)
-def test_gluons_own_joint_batch_norm_is_refused(name):
+@on_mxnet
+def test_gluons_own_joint_batch_norm_is_refused(engine):
     """It waits for all devices, also for those without rows."""
-    with using_engine(name):
-        from mxnet.gluon.contrib.nn import SyncBatchNorm
-        for k in (1, 2):
-            net = SyncBatchNorm(in_channels=3, num_devices=k)
-            with contextlib.nullcontext() if k == 1 else pytest.raises(
-                    ValueError, match="SyncBatchNorm of Gluon waits for ever "
-                    ".*Use gluon.nn.BatchNorm and batch_norm='sync'"):
-                mgpu.initialize(net, on(*range(k)))
+    from mxnet.gluon.contrib.nn import SyncBatchNorm
+    for k in (1, 2):
+        net = SyncBatchNorm(in_channels=3, num_devices=k)
+        with contextlib.nullcontext() if k == 1 else pytest.raises(
+                ValueError, match="SyncBatchNorm of Gluon waits for ever "
+                ".*Use gluon.nn.BatchNorm and batch_norm='sync'"):
+            mgpu.initialize(net, on(*range(k)))
 
 
 # -- dtypes -------------------------------------------------------------------

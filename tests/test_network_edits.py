@@ -8,13 +8,12 @@ import pytest
 import mgpu
 from batches import rows
 from conftest import ENGINES
-from helpers import (assert_all_equal, assert_bit_equal, mlp, on,
-                     relative_difference, using_engine)
+from helpers import (assert_all_equal, assert_bit_equal, mlp, on, on_mxnet,
+                     on_torch, relative_difference, using_engine)
 from nets import on_each, shards_of, train
 
 MXNET = [engine for engine in ENGINES if engine.startswith("mxnet")]
 TORCH = [engine for engine in ENGINES if engine == "torch"]
-on_torch = pytest.mark.parametrize("engine_name", TORCH)
 
 
 # -- parameters ---------------------------------------------------------------
@@ -86,127 +85,120 @@ def test_what_is_written_to_the_network_reaches_all(engine_name, edit,
 
 @on_torch
 @pytest.mark.filterwarnings("ignore:'weight' differed")
-def test_what_is_written_in_bfloat16_reaches_all(engine_name, devices):
+def test_what_is_written_in_bfloat16_reaches_all(engine, devices):
     import torch
-    with using_engine(engine_name):
-        replicas = mgpu.initialize(torch.nn.Linear(6, 3).bfloat16(), devices)
-        replicas.net.weight.data.mul_(2)
-        outputs = replicas([torch.ones(2, 6).bfloat16() for _ in devices])
-        for out in outputs:
-            assert out.tolist() == outputs[0].tolist()
+    replicas = mgpu.initialize(torch.nn.Linear(6, 3).bfloat16(), devices)
+    replicas.net.weight.data.mul_(2)
+    outputs = replicas([torch.ones(2, 6).bfloat16() for _ in devices])
+    for out in outputs:
+        assert out.tolist() == outputs[0].tolist()
 
 
-@pytest.mark.parametrize("engine_name", TORCH)
-def test_what_is_written_between_two_replicas_calls(engine_name, devices):
+@on_torch
+def test_what_is_written_between_two_replicas_calls(engine, devices):
     """Each replica is called by itself, and the network is loaded in
     between."""
     import torch
-    with using_engine(engine_name):
-        net = torch.nn.BatchNorm1d(6)
-        replicas = mgpu.initialize(net, devices, "xavier")
-        shards = shards_of(np.ones((8, 6), "float32"), replicas)
-        for step, (replica, x) in enumerate(zip(replicas, shards)):
-            net.load_state_dict({**net.state_dict(), **{
-                "running_mean": torch.full((6,), float(step)),
-                "bias": torch.full((6,), float(step))}})
-            out = mgpu.to_numpy(replica(x))
-            # (1 - step) / sqrt(1 + 1e-5) + step, in float32
-            assert np.abs(out - 1.0).max() < 1e-4
-        for x in replicas.statistics()[0].list_data():
-            assert mgpu.to_numpy(x).tolist() == [len(devices) - 1.0] * 6
+    net = torch.nn.BatchNorm1d(6)
+    replicas = mgpu.initialize(net, devices, "xavier")
+    shards = shards_of(np.ones((8, 6), "float32"), replicas)
+    for step, (replica, x) in enumerate(zip(replicas, shards)):
+        net.load_state_dict({**net.state_dict(), **{
+            "running_mean": torch.full((6,), float(step)),
+            "bias": torch.full((6,), float(step))}})
+        out = mgpu.to_numpy(replica(x))
+        # (1 - step) / sqrt(1 + 1e-5) + step, in float32
+        assert np.abs(out - 1.0).max() < 1e-4
+    for x in replicas.statistics()[0].list_data():
+        assert mgpu.to_numpy(x).tolist() == [len(devices) - 1.0] * 6
 
 
 @on_torch
 @pytest.mark.parametrize("between", ["backward", "allreduce_grads"])
 def test_what_is_written_before_the_update_reaches_all(
-        engine_name, between, devices):
+        engine, between, devices):
     import torch
-    with using_engine(engine_name):
-        net = torch.nn.BatchNorm1d(6)
-        replicas = mgpu.initialize(net, devices, "xavier")
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
-        with mgpu.record():
-            losses = replicas(shards_of(rows(8), replicas))
-        mgpu.backward(losses)
-        if between == "allreduce_grads":
-            trainer.allreduce_grads()
-        with torch.no_grad():
-            for x in (net.weight, net.running_mean):
-                x.fill_(3.0)
-        if between == "backward":
-            trainer.allreduce_grads()
-        trainer.update(8)
-        for p in (replicas.params()[0], replicas.statistics()[0]):
-            for x in p.list_data():
-                assert mgpu.to_numpy(x).tolist() == [3.0] * 6
+    net = torch.nn.BatchNorm1d(6)
+    replicas = mgpu.initialize(net, devices, "xavier")
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.0})
+    with mgpu.record():
+        losses = replicas(shards_of(rows(8), replicas))
+    mgpu.backward(losses)
+    if between == "allreduce_grads":
+        trainer.allreduce_grads()
+    with torch.no_grad():
+        for x in (net.weight, net.running_mean):
+            x.fill_(3.0)
+    if between == "backward":
+        trainer.allreduce_grads()
+    trainer.update(8)
+    for p in (replicas.params()[0], replicas.statistics()[0]):
+        for x in p.list_data():
+            assert mgpu.to_numpy(x).tolist() == [3.0] * 6
 
 
-@pytest.mark.parametrize("engine_name", TORCH)
-def test_what_is_written_to_the_network_is_exported(engine_name, devices):
+@on_torch
+def test_what_is_written_to_the_network_is_exported(engine, devices):
     """Before it has reached the other devices."""
     import torch
-    with using_engine(engine_name):
-        net = torch.nn.BatchNorm1d(6)
-        replicas = mgpu.initialize(net, devices, "xavier")
-        with torch.no_grad():
-            for x in (net.weight, net.running_mean):
-                x.fill_(3.0)
-        for options in ({}, {"device": devices[-1]}, {"all_devices": True}):
-            values = replicas.export_numpy(**options)
-            for p in (replicas.params()[0], replicas.statistics()[0]):
-                assert (values[p.name] == 3.0).all()
+    net = torch.nn.BatchNorm1d(6)
+    replicas = mgpu.initialize(net, devices, "xavier")
+    with torch.no_grad():
+        for x in (net.weight, net.running_mean):
+            x.fill_(3.0)
+    for options in ({}, {"device": devices[-1]}, {"all_devices": True}):
+        values = replicas.export_numpy(**options)
+        for p in (replicas.params()[0], replicas.statistics()[0]):
+            assert (values[p.name] == 3.0).all()
 
 
-@pytest.mark.parametrize("engine_name", TORCH)
+@on_torch
 def test_a_parameter_in_the_place_of_a_frozen_one_trains(
-        engine_name, devices):
+        engine, devices):
     import torch
-    with using_engine(engine_name):
-        net = torch.nn.Linear(6, 3)
-        net.weight.requires_grad_(False)
-        replicas = mgpu.initialize(net, devices)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 1.0})
-        net.weight = torch.nn.Parameter(torch.zeros(3, 6))
-        with mgpu.record():
-            losses = replicas(shards_of(np.ones((8, 6), "float32"), replicas))
-        mgpu.backward(losses)
-        trainer.step(8)
-        assert replicas.params()[0].grad_req == "write"
-        for x in replicas.params()[0].list_data():
-            assert (mgpu.to_numpy(x) == -1.0).all()
+    net = torch.nn.Linear(6, 3)
+    net.weight.requires_grad_(False)
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 1.0})
+    net.weight = torch.nn.Parameter(torch.zeros(3, 6))
+    with mgpu.record():
+        losses = replicas(shards_of(np.ones((8, 6), "float32"), replicas))
+    mgpu.backward(losses)
+    trainer.step(8)
+    assert replicas.params()[0].grad_req == "write"
+    for x in replicas.params()[0].list_data():
+        assert (mgpu.to_numpy(x) == -1.0).all()
 
 
 @on_torch
-def test_a_write_to_another_replica_only_is_an_error(engine_name, devices):
+def test_a_write_to_another_replica_only_is_an_error(engine, devices):
     import torch
-    with using_engine(engine_name):
-        replicas = mgpu.initialize(torch.nn.Linear(6, 3), devices, "xavier")
-        with torch.no_grad():
-            replicas.params()[0].list_data()[-1].add_(1.0)
-        with pytest.raises(RuntimeError, match=r"'weight' only on cpu\(\d\)"):
-            replicas(shards_of(rows(8), replicas))
+    replicas = mgpu.initialize(torch.nn.Linear(6, 3), devices, "xavier")
+    with torch.no_grad():
+        replicas.params()[0].list_data()[-1].add_(1.0)
+    with pytest.raises(RuntimeError, match=r"'weight' only on cpu\(\d\)"):
+        replicas(shards_of(rows(8), replicas))
 
 
 @on_torch
-def test_attributes_of_parameters_reach_all(engine_name, devices):
+def test_attributes_of_parameters_reach_all(engine, devices):
     import torch
 
     class Scaled(torch.nn.Linear):
         def forward(self, x):
             return super().forward(x) * getattr(self.weight, "factor", 1.0)
-    with using_engine(engine_name):
-        net, x = Scaled(6, 3), rows(8)
-        net.weight.factor = 0.5
-        replicas = mgpu.initialize(net, devices)
-        for factor in (0.5, 0.25, None):
-            if factor is None:
-                del net.weight.factor
-            else:
-                net.weight.factor = factor
-            found = np.concatenate([mgpu.to_numpy(out) for out in
-                                    replicas(shards_of(x, replicas))])
-            want = mgpu.to_numpy(net(torch.from_numpy(x)).detach())
-            assert relative_difference(found, want) < 1e-6
+    net, x = Scaled(6, 3), rows(8)
+    net.weight.factor = 0.5
+    replicas = mgpu.initialize(net, devices)
+    for factor in (0.5, 0.25, None):
+        if factor is None:
+            del net.weight.factor
+        else:
+            net.weight.factor = factor
+        found = np.concatenate([mgpu.to_numpy(out) for out in
+                                replicas(shards_of(x, replicas))])
+        want = mgpu.to_numpy(net(torch.from_numpy(x)).detach())
+        assert relative_difference(found, want) < 1e-6
 
 
 # -- weights that a forward pass writes ---------------------------------------
@@ -227,7 +219,7 @@ def max_norm():
 @pytest.mark.parametrize("last", ["prediction", "one row", "one by one",
                                   "the network itself"])
 def test_weights_that_a_prediction_writes_are_no_edit_of_the_users(
-        engine_name, devices, last):
+        engine, devices, last):
     """As in plain torch: the user edits, or puts the best weights back, after
     the prediction."""
     import torch
@@ -236,34 +228,33 @@ def test_weights_that_a_prediction_writes_are_no_edit_of_the_users(
 
     def loss(output, _=None):
         return output.square().sum(1)
-    with using_engine(engine_name):
-        net, plain = max_norm(), max_norm()
-        replicas = mgpu.initialize(net, devices)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        best = {name: t.clone() for name, t in net.state_dict().items()}
-        for number in range(3):
-            shards = shards_of(seen, replicas)
-            if last == "one by one":
-                for replica, shard in zip(replicas, shards):
-                    replica(shard)
+    net, plain = max_norm(), max_norm()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    best = {name: t.clone() for name, t in net.state_dict().items()}
+    for number in range(3):
+        shards = shards_of(seen, replicas)
+        if last == "one by one":
+            for replica, shard in zip(replicas, shards):
+                replica(shard)
+        else:
+            replicas(shards)
+        plain(seen)
+        for one in (net, plain):
+            if last == "the network itself":
+                one(x)
+            elif number == 1:
+                one.load_state_dict(best)
             else:
-                replicas(shards)
-            plain(seen)
-            for one in (net, plain):
-                if last == "the network itself":
-                    one(x)
-                elif number == 1:
-                    one.load_state_dict(best)
-                else:
-                    with torch.no_grad():
-                        one.weight.mul_(3)
-            mgpu.train_batch(x, torch.zeros(8), replicas, loss, trainer)
-            plain.zero_grad()
-            loss(plain(x)).sum().backward()
-            with torch.no_grad():
-                for p in plain.parameters():
-                    p -= 0.125 / 8 * p.grad
-        found = on_each(replicas)
+                with torch.no_grad():
+                    one.weight.mul_(3)
+        mgpu.train_batch(x, torch.zeros(8), replicas, loss, trainer)
+        plain.zero_grad()
+        loss(plain(x)).sum().backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p -= 0.125 / 8 * p.grad
+    found = on_each(replicas)
     for name, p in plain.state_dict().items():
         for value in found[name]:
             assert relative_difference(value, p) < 1e-12
@@ -290,21 +281,20 @@ def initialised_by_data():
 
 @on_torch
 @pytest.mark.parametrize("recorded", [True, False])
-def test_weights_that_a_pass_makes_of_its_rows_are_refused(engine_name,
+def test_weights_that_a_pass_makes_of_its_rows_are_refused(engine,
                                                            recorded):
     """Also where the user has written to them since."""
     import torch
-    with using_engine(engine_name):
-        net = initialised_by_data()
-        replicas = mgpu.initialize(net, on(0, 1))
-        shards = shards_of(rows(8), replicas)
-        if not recorded:
-            replicas(shards)
-            with torch.no_grad():
-                net.shift.mul_(2)
-        with pytest.raises(RuntimeError, match="writes the same values.*"
-                           "others of 'shift' on .*0.* and on .*1"):
-            train(replicas, rows(8)) if recorded else replicas(shards)
+    net = initialised_by_data()
+    replicas = mgpu.initialize(net, on(0, 1))
+    shards = shards_of(rows(8), replicas)
+    if not recorded:
+        replicas(shards)
+        with torch.no_grad():
+            net.shift.mul_(2)
+    with pytest.raises(RuntimeError, match="writes the same values.*"
+                       "others of 'shift' on .*0.* and on .*1"):
+        train(replicas, rows(8)) if recorded else replicas(shards)
 
 
 # -- buffers ------------------------------------------------------------------
@@ -313,7 +303,7 @@ def test_weights_that_a_pass_makes_of_its_rows_are_refused(engine_name,
 @pytest.mark.parametrize("how", ["in place", "replaced", "assigned",
                                  "through .data", "own forward"])
 def test_buffers_follow_only_where_the_user_wrote_replica_0s(
-        engine_name, how, devices):
+        engine, how, devices):
     """Statistics differ by device, and stay so; what the user writes to the
     network's reaches all."""
     import torch
@@ -331,25 +321,24 @@ def test_buffers_follow_only_where_the_user_wrote_replica_0s(
         else:
             net.load_state_dict({**net.state_dict(), "running_mean": new},
                                 assign=True)
-    with using_engine(engine_name):
-        net = torch.nn.BatchNorm1d(6)
-        replicas = mgpu.initialize(net, devices, "xavier")
-        shards = shards_of(rows(8), replicas)
-        with mgpu.record():
-            replicas(shards)
-        own = on_each(replicas)
+    net = torch.nn.BatchNorm1d(6)
+    replicas = mgpu.initialize(net, devices, "xavier")
+    shards = shards_of(rows(8), replicas)
+    with mgpu.record():
         replicas(shards)
-        assert_all_equal(on_each(replicas), own)
-        for value in (3.0, 4.0):
-            write(net, torch.full((6,), value))
-            new = net.running_mean.clone()
-            replicas(shards)
-            for x in replicas.statistics()[0].list_data():
-                assert_bit_equal(mgpu.to_numpy(x), new.numpy())
+    own = on_each(replicas)
+    replicas(shards)
+    assert_all_equal(on_each(replicas), own)
+    for value in (3.0, 4.0):
+        write(net, torch.full((6,), value))
+        new = net.running_mean.clone()
+        replicas(shards)
+        for x in replicas.statistics()[0].list_data():
+            assert_bit_equal(mgpu.to_numpy(x), new.numpy())
 
 
-@pytest.mark.parametrize("engine_name", TORCH)
-def test_a_buffer_that_a_pass_replaces_is_its_devices(engine_name, devices):
+@on_torch
+def test_a_buffer_that_a_pass_replaces_is_its_devices(engine, devices):
     import torch
 
     class Last(torch.nn.Linear):
@@ -357,17 +346,16 @@ def test_a_buffer_that_a_pass_replaces_is_its_devices(engine_name, devices):
             if self.training:
                 self.last = x[:1].clone()
             return super().forward(x)
-    with using_engine(engine_name):
-        net = Last(6, 3)
-        net.register_buffer("last", torch.zeros(1, 6))
-        replicas = mgpu.initialize(net, devices, "xavier")
-        shards = shards_of(rows(8), replicas)
-        with mgpu.record():
-            replicas(shards)
-        for _ in range(2):
-            replicas(shards)
-            for x, shard in zip(replicas.buffers()[0].list_data(), shards):
-                assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(shard[:1]))
+    net = Last(6, 3)
+    net.register_buffer("last", torch.zeros(1, 6))
+    replicas = mgpu.initialize(net, devices, "xavier")
+    shards = shards_of(rows(8), replicas)
+    with mgpu.record():
+        replicas(shards)
+    for _ in range(2):
+        replicas(shards)
+        for x, shard in zip(replicas.buffers()[0].list_data(), shards):
+            assert_bit_equal(mgpu.to_numpy(x), mgpu.to_numpy(shard[:1]))
 
 
 def centred():
@@ -387,32 +375,30 @@ def centred():
 
 
 @on_torch
-def test_buffers_of_every_device_come_back(engine_name, devices):
-    with using_engine(engine_name):
-        replicas = mgpu.initialize(centred(), devices)
-        centre, = replicas.buffers()
-        train(replicas, rows(8))
-        every = replicas.export_numpy(all_devices=True)
-        before = [mgpu.to_numpy(x) for x in centre.list_data()]
-        train(replicas, rows(8))
-        replicas.import_numpy(every)
-        for x, old in zip(centre.list_data(), before):
-            assert_bit_equal(mgpu.to_numpy(x), old)
+def test_buffers_of_every_device_come_back(engine, devices):
+    replicas = mgpu.initialize(centred(), devices)
+    centre, = replicas.buffers()
+    train(replicas, rows(8))
+    every = replicas.export_numpy(all_devices=True)
+    before = [mgpu.to_numpy(x) for x in centre.list_data()]
+    train(replicas, rows(8))
+    replicas.import_numpy(every)
+    for x, old in zip(centre.list_data(), before):
+        assert_bit_equal(mgpu.to_numpy(x), old)
 
 
 @on_torch
-def test_an_export_names_buffers_that_differ(engine_name, devices):
-    with using_engine(engine_name):
-        replicas = mgpu.initialize(centred(), devices)
-        train(replicas, rows(8))
-        with pytest.warns(UserWarning, match="1 buffers that forward passes "
-                          "write differ between"):
-            values = replicas.export_numpy()
-        assert_bit_equal(values["centre"],      # the network's own
-                         mgpu.to_numpy(replicas.net.centre))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", UserWarning)
-            replicas.export_numpy(device=devices[0])
+def test_an_export_names_buffers_that_differ(engine, devices):
+    replicas = mgpu.initialize(centred(), devices)
+    train(replicas, rows(8))
+    with pytest.warns(UserWarning, match="1 buffers that forward passes "
+                      "write differ between"):
+        values = replicas.export_numpy()
+    assert_bit_equal(values["centre"],      # the network's own
+                     mgpu.to_numpy(replicas.net.centre))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        replicas.export_numpy(device=devices[0])
 
 
 # -- what a pass of MXNet sets ------------------------------------------------
@@ -443,27 +429,26 @@ def spectral_norm(mx):
     return Net()
 
 
-@pytest.mark.parametrize("name", MXNET)
+@on_mxnet
 @pytest.mark.parametrize("size", [6, 1])
-def test_what_a_pass_sets_is_set_once_a_step(name, devices, size):
+def test_what_a_pass_sets_is_set_once_a_step(engine, devices, size):
     """Not once per device, on devices without rows too; outside of passes
     ``set_data`` writes to all, as in Gluon."""
     import mxnet as mx
     rng, found = np.random.default_rng(0), []
     start = {"weight": rng.normal(size=(3, 4)), "u": rng.normal(size=(1, 3))}
     X, y = rng.normal(size=(size, 4)), np.arange(size) % 3
-    with using_engine(name) as engine:
-        for some in (devices[:1], devices):
-            net = spectral_norm(mx)
-            replicas = mgpu.initialize(net, some, "uniform", dtype="float64")
-            for key, value in start.items():
-                getattr(net, key).set_data(engine.put(value, mgpu.cpu(0)))
-            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-            for _ in range(3):
-                mgpu.train_batch(X, y, replicas, mgpu.losses.
-                                 SoftmaxCrossEntropyLoss(), trainer)
-            found.append({p.name: list(map(mgpu.to_numpy, p.list_data()))
-                          for p in replicas.all_parameters()})
-        for key, (one,) in found[0].items():
-            for copies in found[1][key]:
-                assert relative_difference(copies, one) < 1e-12
+    for some in (devices[:1], devices):
+        net = spectral_norm(mx)
+        replicas = mgpu.initialize(net, some, "uniform", dtype="float64")
+        for key, value in start.items():
+            getattr(net, key).set_data(engine.put(value, mgpu.cpu(0)))
+        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+        for _ in range(3):
+            mgpu.train_batch(X, y, replicas, mgpu.losses.
+                             SoftmaxCrossEntropyLoss(), trainer)
+        found.append({p.name: list(map(mgpu.to_numpy, p.list_data()))
+                      for p in replicas.all_parameters()})
+    for key, (one,) in found[0].items():
+        for copies in found[1][key]:
+            assert relative_difference(copies, one) < 1e-12

@@ -6,7 +6,6 @@ import pytest
 import mgpu
 import nets
 from conftest import BACKENDS
-from helpers import on
 
 
 def stack(backend, torch_layers, gluon_layers):
@@ -31,19 +30,6 @@ def ten_layers(backend):
         nn.Dense(3, in_units=4)])
 
 
-def tied(backend):
-    if backend.name == "torch":
-        net = nets.torch(lambda nn: [nn.Linear(3, 3), nn.Tanh(),
-                                     nn.Linear(3, 3)])()
-        net[2].weight, net[2].bias = net[0].weight, net[0].bias
-        return net
-    from mxnet.gluon import nn
-    first = nn.Dense(3, in_units=3)
-    return nets.gluon(lambda nn: [
-        first, nn.Activation("tanh"),
-        nn.Dense(3, in_units=3, params=first.params)])()
-
-
 def test_layers_in_words_of_no_framework(backend):
     layers = backend.network(ten_layers(backend)).layers()
     assert [(layer.path, layer.kind) for layer in layers] == [
@@ -62,60 +48,6 @@ def test_layers_in_words_of_no_framework(backend):
     assert layers[0].parameters == ("0.weight", "0.bias")
     assert layers[1].parameters[:4] == (
         "1.gamma", "1.beta", "1.running_mean", "1.running_var")
-
-
-def test_shared_tensors(backend):
-    network = backend.network(tied(backend))
-    assert network.aliases() == {"0.weight": ["0.weight", "2.weight"],
-                                 "0.bias": ["0.bias", "2.bias"]}
-    assert backend.network(ten_layers(backend)).aliases() == {}
-
-
-def test_watch_is_told_of_every_call(backend, devices):
-    x = np.random.default_rng(0).normal(size=(5, 2, 8, 8)).astype("float32")
-    replicas = mgpu.initialize(ten_layers(backend), devices, "uniform",
-                               sample=x)
-    shards, _ = mgpu.split_batch(x, np.zeros(5, "int32"), devices)
-    seen = []
-    with replicas.network.watch_layers(
-            lambda path, inputs, output, index: seen.append(
-                (index, path, tuple(inputs[0].shape), tuple(output.shape)))):
-        outputs = replicas(shards)
-    for i, shard in enumerate(shards):
-        mine = [entry for entry in seen if entry[0] == i]
-        assert [path for _, path, *_ in mine] == [str(n) for n in range(10)]
-        assert mine[0][2] == tuple(shard.shape)
-        assert mine[-1][3] == tuple(outputs[i].shape)
-    seen.clear()
-    replicas(shards)
-    assert not seen     # no longer
-
-
-def test_dropout_takes_the_rules_masks(backend):
-    places = on(0, 1)
-    net = stack(backend, lambda nn: [nn.Dropout(0.5), nn.Dropout2d(0.5)],
-                lambda nn: [nn.Dropout(0.5), nn.Dropout(0.5, axes=(2, 3))])
-    x = np.ones((2, 4, 3, 3), "float32")
-    replicas = mgpu.initialize(net, places, "uniform", sample=x)
-    calls = []
-
-    def rule(array, rate, axes, index):
-        calls.append((index, rate, axes))
-        return backend.put(np.full((1, 1, 1, 1), 3.0 + index, "float32"),
-                           array)
-    shards = mgpu.split_and_load(x, places)
-    with replicas.network.use_masks(rule):
-        with mgpu.record():
-            training = replicas(shards)
-        predicted = replicas(shards)
-    assert sorted(calls) == [(0, 0.5, ()), (0, 0.5, (2, 3)),
-                             (1, 0.5, ()), (1, 0.5, (2, 3))]
-    assert (mgpu.to_numpy(training[0]) == 9).all()
-    assert (mgpu.to_numpy(training[1]) == 16).all()
-    assert (mgpu.to_numpy(predicted[0]) == 1).all()     # no dropout there
-    with mgpu.record():
-        again = mgpu.to_numpy(replicas(shards)[0])
-    assert set(np.unique(again)) <= {0.0, 2.0, 4.0}     # its own masks again
 
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="needs MXNet")

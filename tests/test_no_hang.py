@@ -58,17 +58,3 @@ def test_two_contexts_finish(order, threads):
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[1024.0, 4096.0]"
-
-
-@pytest.mark.parametrize("order", ["mgpu"] if "mxnet" in BACKENDS else [])
-def test_the_environment_is_left_alone(order):
-    """OMP_NUM_THREADS is hidden from MXNet's import and put back."""
-    script = ("import os; before = os.environ.get('OMP_NUM_THREADS')\n"
-              "import mgpu; mgpu.set_backend('mxnet')\n"
-              "assert os.environ.get('OMP_NUM_THREADS') == before == '2'\n"
-              "assert 'MXNET_OMP_MAX_THREADS' not in os.environ\n"
-              "import numpy; assert 'bool' not in vars(numpy)\n")
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    environment.pop("MXNET_OMP_MAX_THREADS", None)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True,
-                   env=environment, timeout=300)

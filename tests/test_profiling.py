@@ -70,25 +70,6 @@ def test_every_stage_on_every_device(backend, devices):
                 assert begin >= end - 1e-9, "spans of one place overlap"
 
 
-def test_every_second_step_is_left_alone(backend, monkeypatch):
-    replicas, trainer = trained(backend, [mgpu.cpu(0), mgpu.cpu(1)])
-    waits = []
-    wait = type(backend).synchronize
-    monkeypatch.setattr(type(backend), "synchronize", lambda self, devices: (
-        waits.append(list(devices)), wait(self, devices)))
-    with Profile() as profile:
-        counts = []
-        for _ in range(4):
-            mgpu.train_batch(*batch(), replicas, LOSS, trainer)
-            counts.append(len(waits))
-    assert [s.staged for s in profile.steps] == [True, False, True, False]
-    assert {s.step for s in profile.spans} == {0, 2}
-    # Before and after a step; and at the end of each stage.
-    assert list(np.diff([0, *counts])) == [2 + len(PIECES), 2] * 2
-    assert all(devices == replicas.devices for devices in waits)
-    assert profile.cost() > 0
-
-
 @pytest.mark.parametrize("policy", ["per_device", "sync"])
 def test_numbers_do_not_change(backend, devices, policy):
     """The last of three batches has a row for one device only."""
@@ -312,17 +293,6 @@ def test_verdict(cores, parts, text):
     assert made(parts).verdict() == text
 
 
-def test_verdict_counts_cores(cores, monkeypatch):
-    cores(3)
-    # 4 devices have room for 3: 10 / (10 + 0 - 9 (1 - 2/3)) = 1.43
-    assert made((0, 1, 9, 0, 0, 0), devices=2).verdict().endswith(
-        "4 devices can give up to 1.4x (room for 3 on the cores).")
-    monkeypatch.setenv("MGPU_THREADS_PER_DEVICE", "2")
-    assert made((0, 1, 9, 0, 0, 0)).verdict().endswith(
-        "More devices will not help: the cores have room for 1, which "
-        "compute already.")
-
-
 def test_verdict_of_several_batches(cores):
     """6 ms and 0.5 ms a row: equal at 12 rows."""
     cores(1)
@@ -338,33 +308,6 @@ def test_verdict_of_several_batches(cores):
     assert "Dispatch-bound at all of these batches" in made(*same).verdict()
     none = [((0, 0, n, 0, 0, 0), n, True) for n in (8, 16)]
     assert "is proportional to its rows" in made(*none).verdict()
-
-
-@pytest.mark.parametrize("kind, advice", [
-    ("cpu", ". Logical CPU devices are equally fast, so their shards differ "
-     "in size or other work keeps a core busy."),
-    ("gpu", "; split_batch takes weights for devices of unequal power.")])
-def test_verdict_of_uneven_devices(cores, kind, advice):
-    cores(8)
-    profile = made((0, 1, 5, 0, 0, 0), devices=2)
-    profile.spans = [s._replace(device=s.device.replace("cpu", kind))
-                     for s in profile.spans]
-    assert "Uneven" not in profile.verdict()
-    profile.spans.append(Span(0, "compute", "backward", "compute",
-                              f"{kind}(1)", 0.006, 0.002))
-    assert profile.verdict().endswith(
-        f"Uneven: {kind}(1) computes 7.0 ms a step, {kind}(0) computes 5.0 "
-        f"ms{advice}")
-
-
-@pytest.mark.parametrize("rows, seconds, line", [
-    ([1, 3], [5, 9], (3, 2)),
-    ([0, 1, 2], [0, 3, 3], (0.5, 1.5)),     # residuals -0.5, 1, -0.5
-    ([1, 2], [1, 4], (0, 9 / 5)),           # -2 + 3 n has no meaning
-    ([1, 2], [4, 1], (2.5, 0))])            # nor has 7 - 3 n
-def test_fit(rows, seconds, line):
-    assert np.allclose(profiling.fit(rows, seconds), line, rtol=1e-12,
-                       atol=1e-12)      # rounding of float64
 
 
 # -- the trace ----------------------------------------------------------------

@@ -12,12 +12,11 @@ import pytest
 
 import mgpu
 from batches import pictures, rows
-from helpers import (ENGINES, assert_all_equal, assert_bit_equal, bricks,
-                     convnet, foreign_array, mlp, on, refusal_of_foreign,
-                     relative_difference, using_engine)
+from helpers import (assert_all_equal, assert_bit_equal, bricks,
+                     convnet, foreign_array, mlp, on, on_torch,
+                     refusal_of_foreign, relative_difference)
 from nets import on_each, shards_of, train
 
-TORCH = [engine for engine in ENGINES if engine == "torch"]
 
 
 # -- inputs -------------------------------------------------------------------
@@ -90,16 +89,6 @@ def test_replicas_without_rows_do_not_run(engine, devices):
             assert out is None or tuple(out.shape) == (1, 3)
 
 
-def test_a_shard_without_elements_has_no_rows(engine, devices):
-    """Cut along another axis, as sequences of words are."""
-    replicas = mgpu.initialize(mlp(engine), devices, "uniform")
-    shards = mgpu.split_and_load(np.ones((6, 1), "float32"), devices, 1,
-                                 even_split=False)
-    shards = [x.reshape((x.shape[1], 6)) if x.shape[1] else x
-              for x in shards]
-    assert [out is None for out in replicas(shards)] == [False, True, True]
-
-
 def test_a_first_input_without_rows_and_a_second_with_some(engine):
     """Of a text without words and where its sentences begin, perhaps."""
     replicas = mgpu.initialize(two_inputs(engine), on(0, 1), "xavier")
@@ -154,9 +143,6 @@ def test_wrong_calls_are_refused(backend):
                 f"received {type(bare).__name__}. Use replicas(split_and_load("
                 "x, replicas.devices)), or replicas[i](x) for the replica on "
                 "device i.", lambda: replicas(bare))
-    refused(ValueError, "2 replicas take 2 shards; received 1. Use "
-            "mgpu.split_batch, which always makes one per device.",
-            lambda: replicas([x]))
     for shards in ([None, None], [x[:0], None]):
         refused(ValueError, "at least one shard must hold rows; received 2 "
                 "empty ones. Leave an empty batch out.",
@@ -170,8 +156,6 @@ def test_wrong_calls_are_refused(backend):
         refused(TypeError, f"replica 1 on cpu(1) {arrays} "
                 f"{type(wrong).__name__}. Use mgpu.put(x, cpu(1)).",
                 lambda: replicas[1](wrong))
-    refused(TypeError, f"replica 1 on cpu(1) {arrays} float. Use mgpu.put(x, "
-            "cpu(1)).", lambda: replicas([x, 1.5]))
     refused(TypeError, f"replica 1 on cpu(1) {arrays} no input, which says "
             "what is on this device: let a network without inputs take one "
             "that it does not use. Use mgpu.put(x, cpu(1)).",
@@ -228,32 +212,31 @@ def test_outside_of_record_a_replica_predicts(engine, devices):
     mgpu.backward(outputs(not_training))    # a prediction with a graph
 
 
-@pytest.mark.parametrize("engine_name", TORCH)
-def test_no_graph_where_the_user_wants_none(engine_name, devices):
+@on_torch
+def test_no_graph_where_the_user_wants_none(engine, devices):
     """The target of a consistency loss, inside `record`."""
     import torch
-    with using_engine(engine_name):
-        x, z = (torch.from_numpy(rows(8, dtype="float64", seed=seed))
-                for seed in (0, 1))
-        net = torch.nn.Linear(6, 3).double()
-        weight = net.weight.detach().clone().requires_grad_()
-        target = (x @ weight.T + net.bias).detach()
-        ((z @ weight.T + net.bias.detach() - target) ** 2).sum().backward()
-        replicas = mgpu.initialize(net, devices)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        before = net.weight.detach().clone()
-        for each in (lambda xs: replicas(xs), lambda xs: [
-                replica(shard) for replica, shard in zip(replicas, xs)]):
-            with mgpu.record():
-                with torch.no_grad():
-                    targets = each(shards_of(x, replicas))
-                assert not any(t.requires_grad for t in targets)
-                losses = [((a - b) ** 2).sum(1) for a, b in zip(
-                    replicas(shards_of(z, replicas)), targets)]
-            mgpu.backward(losses)
-        trainer.step(8)
-        assert relative_difference(net.weight.detach(),
-                                   before - 0.125 * weight.grad / 8) < 1e-12
+    x, z = (torch.from_numpy(rows(8, dtype="float64", seed=seed))
+            for seed in (0, 1))
+    net = torch.nn.Linear(6, 3).double()
+    weight = net.weight.detach().clone().requires_grad_()
+    target = (x @ weight.T + net.bias).detach()
+    ((z @ weight.T + net.bias.detach() - target) ** 2).sum().backward()
+    replicas = mgpu.initialize(net, devices)
+    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
+    before = net.weight.detach().clone()
+    for each in (lambda xs: replicas(xs), lambda xs: [
+            replica(shard) for replica, shard in zip(replicas, xs)]):
+        with mgpu.record():
+            with torch.no_grad():
+                targets = each(shards_of(x, replicas))
+            assert not any(t.requires_grad for t in targets)
+            losses = [((a - b) ** 2).sum(1) for a, b in zip(
+                replicas(shards_of(z, replicas)), targets)]
+        mgpu.backward(losses)
+    trainer.step(8)
+    assert relative_difference(net.weight.detach(),
+                               before - 0.125 * weight.grad / 8) < 1e-12
 
 
 # -- dropout ------------------------------------------------------------------
@@ -270,74 +253,45 @@ def masks(replicas, seed, passes=2, rows=200):
     return found
 
 
-def dropout(engine, rate):
-    if engine.name == "mxnet":
-        from mxnet.gluon import nn
-        return nn.Dropout(rate)
-    from torch import nn
-    return nn.Dropout(rate)
-
-
-def test_dropout_is_reproducible_and_differs_between_devices(
-        engine, devices):
-    replicas = mgpu.initialize(dropout(engine, 0.25), devices, "uniform")
-    first = masks(replicas, 5)
-    for _ in range(10):     # however the devices' threads interleave
-        for a, b in zip(first, masks(replicas, 5)):
-            assert_bit_equal(a, b)
-    assert all((a != b).any() for a, b in zip(first, masks(replicas, 6)))
-    for i, a in enumerate(first):
-        assert set(np.unique(a)) == {np.float32(0), np.float32(1 / 0.75)}
-        # 2000 draws: the kept share is 0.75 +- 5 standard deviations
-        assert abs((a > 0).mean() - 0.75) < 5 * (0.75 * 0.25 / 2000) ** 0.5
-        for b in first[:i]:     # other devices, and the pass before
-            assert (a != b).any()
-    x = np.ones((3, 10), "float32")     # prediction leaves it as it is
-    for i, device in enumerate(devices):
-        assert_bit_equal(mgpu.to_numpy(replicas[i](mgpu.put(x, device))), x)
-
-
 @pytest.mark.parametrize("batch_norm", ["per_device", "sync"])
-@pytest.mark.parametrize("name", TORCH)
-def test_functional_dropout_is_reproducible_too(name, batch_norm):
+@on_torch
+def test_functional_dropout_is_reproducible_too(engine, batch_norm):
     """It draws from the one stream that all of torch's threads share; joint
     statistics let the replicas wait for each other in between."""
-    with using_engine(name):
-        import torch
+    import torch
 
-        class Net(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.norm = torch.nn.BatchNorm1d(10)
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(10)
 
-            def forward(self, x):
-                for _ in range(2):
-                    x = self.norm(torch.nn.functional.dropout(
-                        x, 0.5, self.training))
-                return x
-        replicas = mgpu.initialize(Net(), on(0, 1, 2, 3), "uniform",
-                                   batch_norm=batch_norm)
-        first = masks(replicas, 2)
-        assert all((a != b).any() for i, a in enumerate(first)
-                   for b in first[:i])
-        for _ in range(20):
-            torch.rand(3)       # what the user draws in between
-            for a, b in zip(first, masks(replicas, 2)):
-                assert_bit_equal(a, b)
+        def forward(self, x):
+            for _ in range(2):
+                x = self.norm(torch.nn.functional.dropout(
+                    x, 0.5, self.training))
+            return x
+    replicas = mgpu.initialize(Net(), on(0, 1, 2, 3), "uniform",
+                               batch_norm=batch_norm)
+    first = masks(replicas, 2)
+    assert all((a != b).any() for i, a in enumerate(first)
+               for b in first[:i])
+    for _ in range(20):
+        torch.rand(3)       # what the user draws in between
+        for a, b in zip(first, masks(replicas, 2)):
+            assert_bit_equal(a, b)
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_channel_dropout_drops_channels(name):
-    with using_engine(name):
-        from torch import nn
-        replicas = mgpu.initialize(nn.Dropout2d(0.5), on(0, 1), "uniform")
-        mgpu.seed(0)
-        with mgpu.record():
-            outputs = replicas(shards_of(np.ones((8, 16, 3, 3), "float32"),
-                                         replicas))
-        for out in map(mgpu.to_numpy, outputs):
-            assert (out == out[:, :, :1, :1]).all()
-            assert set(np.unique(out)) == {0, 2}
+@on_torch
+def test_channel_dropout_drops_channels(engine):
+    from torch import nn
+    replicas = mgpu.initialize(nn.Dropout2d(0.5), on(0, 1), "uniform")
+    mgpu.seed(0)
+    with mgpu.record():
+        outputs = replicas(shards_of(np.ones((8, 16, 3, 3), "float32"),
+                                     replicas))
+    for out in map(mgpu.to_numpy, outputs):
+        assert (out == out[:, :, :1, :1]).all()
+        assert set(np.unique(out)) == {0, 2}
 
 
 # -- the object ---------------------------------------------------------------

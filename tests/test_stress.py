@@ -150,53 +150,6 @@ def test_ctrl_c_ends_a_training(name, options):
     assert "\nKeyboardInterrupt\n" in err and "in train" in err
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("threads, wanted", [("devices", 2),
-                                             ("prefetch", 1)])
-def test_the_interpreter_ends_after_the_work_of_threads(name, threads,
-                                                         wanted):
-    """Work that two Ctrl-C have left, thunks that wait for each other, and a
-    batch that is drawn; under torch's own code the end is an abort."""
-    assert run(name, """
-    xs = [mgpu.put(np.ones((256, 256), "float32"), mgpu.cpu(i))
-          for i in range(2)]
-    begun, ends, meeting = [], [], threading.Barrier(2)
-
-    def work(i):
-        meeting.wait()
-        begun.append(i)
-        mgpu.attach_grad(xs[i])
-        while not ends or time.monotonic() < ends[0]:
-            with mgpu.record():
-                y = mgpu.functional.dot(xs[i], xs[i])
-            mgpu.backward(y)
-            mgpu.to_numpy(xs[i])
-        sys.stdout.write("done\\n")      # one write: print has two
-
-    def press():
-        while not ends:
-            if len(begun) == 2:     # raise_signal would wake this thread
-                signal.pthread_kill(threading.main_thread().ident,
-                                    signal.SIGINT)
-            time.sleep(0.2)
-    if THREADS == "prefetch":
-        batches = mgpu.prefetch(map(work, [0]))
-        meeting = threading.Barrier(1)
-        threading.Timer(0.2, lambda: ends.append(time.monotonic() + 0.3)
-                        ).start()
-        threading.Thread(target=list, args=(batches,), daemon=True).start()
-        while not begun:
-            time.sleep(0.01)
-    else:
-        threading.Thread(target=press, daemon=True).start()
-        try:
-            backend.parallel([lambda: work(0), lambda: work(1)],
-                             rendezvous=True)
-        except KeyboardInterrupt:
-            ends.append(time.monotonic() + 0.5)
-    """.replace("THREADS", repr(threads))) == "done\n" * wanted
-
-
 # -- the threads themselves ---------------------------------------------------
 
 def test_a_thread_that_is_about_to_end_loses_no_work():

@@ -156,11 +156,6 @@ def test_a_circle_is_seen():
     assert circles({**wrong, c: "import numpy"}) == []
 
 
-def test_a_module_without_a_layer_is_seen():
-    with pytest.raises(AssertionError, match="mgpu.attic is in no layer"):
-        upward({"mgpu.attic": "import mgpu.split"})
-
-
 # -- private names stay at home -----------------------------------------------
 
 def is_private(name):

@@ -149,30 +149,21 @@ HOSTILE = {
                         + b"0]}"),
     "many values inside": raw({}, about={
         "header": "[" + "0," * (LONG // 2 - 999) + "0]"}),
-    "many values, hidden": raw({}, text=(
-        b'{"__metadata__":{"format":"test 1","digests":"{}","header":"['
-        + b"0\\u002c" * (LONG // 7 - 99) + b'0]"},"sha256":{"dtype":"U8",'
-        b'"shape":[32],"data_offsets":[0,32]}}')),
     "huge number": raw({"a": entry(0, 8)}, EIGHT, text=b'{"a":' + b"9" * 9999
                        + b"}"),
     "twice": raw({}, EIGHT, text=b'{"a":1,"a":1}'),
     "twice inside": raw({}, EIGHT, text=(
         b'{"a":{"dtype":"U8","dtype":"I8","shape":[8],'
         b'"data_offsets":[0,8]}}')),
-    "twice in the digests": raw({"a": entry(0, 8)}, EIGHT, about={
-        "digests": '{"a": "1", "a": "2"}'}),
     "no entry": raw({"a": 1}, EIGHT), "list": raw({"a": [1, 2]}, EIGHT),
     "no shape": raw({"a": {"dtype": "U8", "data_offsets": [0, 8]}}, EIGHT),
     "dtype": raw({"a": entry(0, 8, dtype="F128")}, EIGHT),
     "list of dtypes": raw({"a": entry(0, 8, dtype=["U8"])}, EIGHT),
     "negative": raw({"a": entry(0, 8, [-8])}, EIGHT),
-    "negative product": raw({"a": entry(0, 8, [-2, -4])}, EIGHT),
-    "half": raw({"a": entry(0, 8, [8.0])}, EIGHT),
     "flag": raw({"a": entry(0, 8, [8, True])}, EIGHT),
     "huge": raw({"a": entry(0, 8, [2 ** 40])}, EIGHT),
     "huge and there": raw({"a": entry(0, 2 ** 40)}, EIGHT),
     "overflow": raw({"a": entry(0, 8, [2 ** 32, 2 ** 32], "F64")}, EIGHT),
-    "overflow to it": raw({"a": entry(0, 8, [2 ** 61 + 1], "F64")}, EIGHT),
     "beyond": raw({"a": entry(0, 8, [2 ** 70, 0])}, EIGHT),
     "dimensions": raw({"a": entry(0, 8, [1] * 32 + [8])}, EIGHT),
     "backwards": raw({"a": {"dtype": "U8", "shape": [8],
@@ -182,7 +173,6 @@ HOSTILE = {
     "overlap": raw({"a": entry(0, 8), "b": entry(0, 8)}, EIGHT),
     "part of another": raw({"a": entry(0, 8), "b": entry(4, 6)}, EIGHT),
     "hole": raw({"a": entry(0, 2), "b": entry(4, 8)}, EIGHT),
-    "hole before": raw({"a": entry(4, 8)}, EIGHT),
     "hole behind": raw({"a": entry(0, 4)}, EIGHT),
     "metadata": raw({"__metadata__": {"header": 1}}),
     "no metadata": raw({"__metadata__": None}),
@@ -190,10 +180,7 @@ HOSTILE = {
                              about={"digests": "{}"}),
     "digest of another": raw({"a": entry(0, 8)}, EIGHT, about={
         "digests": json.dumps({"a": hashlib.sha256(b"").hexdigest()})}),
-    "digest is a number": raw({"a": entry(0, 8)}, EIGHT, about={
-        "digests": '{"a": 1}'}),
     "header is a list": raw({}, about={"header": "[]"}),
-    "no format": raw({}, about={"header": "{}"}),
     "another format": raw({}, about={"header": '{"format": ["x"]}'}),
     "pickle": b"\x80\4\x95" + bytes(99), "zip": b"PK\3\4" + bytes(99),
 }
@@ -302,21 +289,6 @@ def test_parts_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_path):
     files.sweep(str(tmp_path))
     assert not living.exists()
     assert len(os.listdir(tmp_path)) == len(others) + 3
-
-
-def test_a_part_that_was_swept_before_it_was_locked(tmp_path, monkeypatch):
-    """Is made again."""
-    lock, swept = fcntl.flock, []
-
-    def late(stream, how):
-        if how == fcntl.LOCK_EX and not swept:
-            swept.append(True)
-            files.sweep(str(tmp_path))
-        lock(stream, how)
-    monkeypatch.setattr(fcntl, "flock", late)
-    write(tmp_path / "x")
-    assert swept and read(tmp_path / "x")
-    assert os.listdir(tmp_path) == ["x"]
 
 
 # -- faults of the system -----------------------------------------------------
