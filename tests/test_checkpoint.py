@@ -355,18 +355,6 @@ def test_extra_states_of_one_device_go_to_any(backend, devices, tmp_path):
         == [4] * len(devices)
 
 
-@pytest.mark.parametrize("backend", TORCH, indirect=True)
-def test_extra_states_that_differ_belong_to_as_many_devices(
-        backend, devices, tmp_path):
-    run = training(backend, devices, None, net=counting(extra_state))
-    go_on(run, 4, 4, tmp_path / "saved")
-    other = training(backend, on(0, 1), None, net=counting(extra_state))
-    before = everything(other)
-    with pytest.raises(ValueError, match="extra states of 3 devices"):
-        mgpu.load_checkpoint(tmp_path / "saved", *other, seed=0)
-    assert_same(everything(other), before)
-
-
 def set_rate(net, rate):
     """Of the dropout layer."""
     for layer in getattr(net, "body", net):
@@ -462,29 +450,6 @@ def test_a_save_between_the_halves_of_a_step_is_refused(engine, tmp_path):
     refused("Save after Replicas.zero_grad")
     replicas.zero_grad()
     mgpu.save_checkpoint(tmp_path / "saved", *run)
-
-
-def test_a_batch_that_is_cleared_is_not_applied(engine, devices, tmp_path):
-    """As those that a generator's pass leaves in the discriminator: the
-    training may be saved then, and a step is stale."""
-    replicas, trainer, data = run = plain(engine, devices)
-    X, y = next(iter(data))
-    shards, labels = mgpu.split_batch(X, y, devices)
-    with mgpu.record():
-        losses = mgpu.parallel(
-            lambda out, label: None if out is None else LOSS(out, label),
-            replicas(shards), labels)
-    mgpu.backward(losses)
-    frozen = replicas.params()[0]
-    frozen.grad_req = "null"
-    replicas.zero_grad()        # and nothing to do there
-    before = replicas.export_numpy(all_devices=True)
-    with pytest.raises(mgpu.StaleGradientError):
-        trainer.step(len(X))
-    mgpu.save_checkpoint(tmp_path / "saved", *run)
-    mgpu.load_checkpoint(tmp_path / "saved", *run)
-    for name, x in replicas.export_numpy(all_devices=True).items():
-        assert_bit_equal(x, before[name])
 
 
 def test_other_data_is_refused(engine, tmp_path):

@@ -16,9 +16,8 @@ from conftest import BACKENDS
 from helpers import assert_bit_equal, mlp, on, using_engine
 from mgpu.compat import mxnet as names
 from nets import dense_norm
-from steps import (DYADIC, assert_close, assert_replicas_equal,
-                   assert_unchanged, backward, batch, gradients, initialize,
-                   train, trained_by_gluon, values)
+from steps import (DYADIC, assert_close, assert_unchanged, backward, batch,
+                   gradients, initialize, train, trained_by_gluon, values)
 
 if "mxnet" in BACKENDS:
     mgpu.mxnet_compat()         # what it sets is no test's
@@ -442,24 +441,6 @@ def test_clip_global_norm_is_gluons(backend):
             np.testing.assert_allclose(mgpu.to_numpy(x), a, rtol=1e-6)
             np.testing.assert_allclose(mgpu.to_numpy(x), b * min(
                 1, bound / (exact + 1e-8)), rtol=1e-15)
-
-
-def test_clipping_by_the_function_reaches_all_devices(backend, devices):
-    """As `Trainer.clip_global_norm`."""
-    found = []
-    for function in (False, True):
-        replicas = initialize(mlp(backend), devices)
-        trainer = mgpu.Trainer(replicas, "sgd", OPTIONS)
-        backward(replicas, *batch(8, 0))
-        trainer.allreduce_grads()
-        if function:
-            mgpu.clip_global_norm([p.grad() for p in replicas.params()], 0.5)
-        else:
-            trainer.clip_global_norm(0.5)
-        trainer.update(8)
-        found.append(values(replicas))
-    assert_unchanged(*found)
-    assert_replicas_equal(found[0])
 
 
 # -- names on Replicas --------------------------------------------------------

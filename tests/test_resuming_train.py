@@ -4,8 +4,6 @@ import functools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -21,9 +19,8 @@ from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   assert_same, everything, kill, made,
                                   stopping, train)
 from helpers import mlp, on
-from mgpu import checkpoint_folder, datasets
-from mgpu.distributed import World, current
-from mgpu.stopping import Stop
+from mgpu import datasets
+from mgpu.distributed import current
 
 
 def signalled(number):
@@ -202,16 +199,6 @@ def test_signals_of_the_program_stay_with_it(backend, tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_signal_after_the_last_check_is_not_lost():
-    """It does what it does by default, after the handlers are back."""
-    job = World()
-    job.size = 2        # which meet no more
-    with pytest.raises(KeyboardInterrupt), Stop(job, True):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 # -- the folder ---------------------------------------------------------------
 
 def test_a_damaged_checkpoint_is_passed_over(engine, tmp_path):
@@ -304,35 +291,6 @@ def test_two_runs_in_one_folder(backend, tmp_path):
     train(other, tmp_path)
 
 
-def test_a_folder_is_free_when_its_process_is_killed(tmp_path):
-    """Also where a child that it has forked lives on."""
-    program = (
-        "import os, signal, sys\n"
-        "from mgpu.checkpoint_folder import _alone\n"
-        "with _alone(sys.argv[1]):\n"
-        "    if os.fork():\n"
-        "        sys.stdin.readline()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        # the child says so, which then has let go of the folder
-        "    print(os.getpid(), flush=True)\n"
-        "    signal.pause()\n")
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as process:
-        child = int(process.stdout.readline())
-        with pytest.raises(BlockingIOError), \
-                checkpoint_folder._alone(tmp_path):
-            pass
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.wait(60) == -signal.SIGKILL
-        try:
-            with checkpoint_folder._alone(tmp_path):
-                pass
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
 def test_a_refused_checkpoint_changes_nothing(backend, tmp_path):
     """One of `save_checkpoint`, and one of a longer run."""
     run = made(on(0))
@@ -414,20 +372,6 @@ def test_a_folder_that_does_not_stay_is_not_mistaken(
     if what != "removed":
         assert {name: (other / name).read_text() for name in names(other)
                 } == dict.fromkeys(step(1, 99), "another run's")
-
-
-def test_a_checkpoint_under_another_name_does_not_count(backend, tmp_path):
-    run = made(on(0))
-    whole = everything(run, train(run, tmp_path / "whole"))
-    place = tmp_path / "run"
-    run_until(place, on(0), 5, kill, Killed)
-    (place / step(4)[0]).rename(place / step(99)[0])
-    run = made(on(0), seed=9)
-    with pytest.warns(RuntimeWarning, match="number of its steps in its name"
-                      ".*step-00000099.*is of 4 steps"):
-        history = train(run, place, keep=1)
-    assert_same(everything(run, history), whole)
-    assert names(place) == step(12, 99)
 
 
 @pytest.mark.parametrize("data", ["list", "prefetched", "ahead", "any"])

@@ -822,16 +822,6 @@ def test_a_training_without_standard_error(backend, monkeypatch):
         assert trainer.num_update == 1
 
 
-def test_the_engine_of_the_replicas_is_used(backend):
-    """Whichever is chosen when the loop runs."""
-    replicas, loss, trainer = set_up(backend, on(0, 1))
-    for name in conftest.BACKENDS:
-        with mgpu.using_backend(name):
-            history = mgpu.train(replicas, batches(4, 1), batches(3), loss,
-                                 trainer, 1, progress=False)
-            assert len(history.loss_per_step) == 2
-
-
 # -- what a review found ------------------------------------------------------
 
 def test_weights_that_are_not_finite_stop_the_training(backend):
