@@ -524,10 +524,8 @@ def test_what_is_filled_anew_is_not_accumulated(backend, filled):
             hot[1, 1001 + i] = 1
             yield hot, y_[:4]
     for batches in (
-            again(lambda i: [f"text {i}"]), again(lambda i: [i, 2, 3]),
-            again(lambda i: [[0.5, i]]), again(lambda i: [bytes([i])]),
-            again(lambda i: [np.array([f"text {i}", None])]),
-            again(lambda i: [np.datetime64(i, "D").astype(object)]), moved()):
+            again(lambda i: [f"text {i}"]), again(lambda i: [[0.5, i]]),
+            again(lambda i: [np.array([f"text {i}", None])]), moved()):
         with pytest.raises(ValueError, match="fills the arrays, or lists, of "
                            "one"):
             train(run, batches, 1, accumulate=2)

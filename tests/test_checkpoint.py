@@ -492,10 +492,6 @@ def change(file, edit):
     files.write_arrays(file, header, arrays)
 
 
-def shorten(arrays, name):
-    arrays[name] = arrays[name][:-1]
-
-
 def of_states(**numbers):
     return lambda header, arrays: header["states"].update(numbers)
 
@@ -507,15 +503,10 @@ def to_slot(slot, value):
 
 HOSTILE = {
     "rate": of_states(learning_rate=float("nan")),
-    "infinite rate": of_states(learning_rate=float("inf")),
-    "huge rate": of_states(learning_rate=10 ** 400),
     "negative rate": of_states(learning_rate=-1.0),
     "updates": of_states(num_update=-1),
-    "huge updates": of_states(num_update=10 ** 400),
-    "half an update": of_states(num_update=1.5),
     "count": of_states(counts={"0.weight": -3}),
     "huge count": of_states(counts={"0.weight": 10 ** 400}),
-    "good steps": of_states(good_steps=5000),
     "skipped": of_states(skipped_steps=-1),
     "scale": of_states(loss_scale=-1.0),
     "variance": to_slot("variance", -1e-9),
@@ -524,37 +515,25 @@ HOSTILE = {
 }
 HOSTILE_CHECKPOINT = {
     "format": lambda header, arrays: header.update(format="mgpu 2"),
-    "numpy": lambda header, arrays: shorten(arrays, "host:0|numpy"),
-    "beyond numpy": lambda header, arrays: header["streams"][0][
-        "numpy"].__setitem__(1, 10 ** 6),
-    "python": lambda header, arrays: shorten(arrays, "host:0|python"),
+    "numpy": lambda header, arrays: arrays.update(
+        {"host:0|numpy": arrays["host:0|numpy"][:-1]}),
     "grad_req": lambda header, arrays: header["grad_req"].update(x="both"),
     "group": lambda header, arrays: arrays.update({"code:x": np.ones(1)}),
     "stream": lambda header, arrays: header["streams"][0]["text"].update(
         seed="-1"),
-    "streams": lambda header, arrays: header["streams"].clear(),
     "ranks": lambda header, arrays: header.update(ranks=[1]),
-    "no ranks": lambda header, arrays: header.pop("ranks"),
-    "loop": lambda header, arrays: header.update(loop={"epochs": -1}),
     "history": lambda header, arrays: header.update(loop={
         "epochs": 0, "sizes": [7], "test_epoch": None,
         "history": {"loss_per_step": []}}),
     "shape": lambda header, arrays: arrays.update(
         {"value:0.weight": np.ones(3)}),
-    "dtype": lambda header, arrays: arrays.update(
-        {"value:0.weight": np.ones((5, 6), "float32")}),
     "missing": lambda header, arrays: arrays.pop("value:0.weight"),
     "batch": lambda header, arrays: header["position"].update(
         position=[0, 77]),
-    "epoch": lambda header, arrays: header["position"].update(
-        position=[-1, 0]),
     "order": lambda header, arrays: header["position"].pop("seed"),
     "extra": lambda header, arrays: header.update(extra={"x": [["set", []]]}),
-    "extra array": lambda header, arrays: header.update(
-        extra={"x": [["array", 0]]}),
-    "unknown extra": lambda header, arrays: header.update(extra={"x": [1]}),
-    "no devices": lambda header, arrays: header.update(devices=None),
     "devices": lambda header, arrays: header.update(devices=[1, 2, 3]),
+    "name": lambda header, arrays: arrays.update({"value:../x": np.ones(1)}),
 }
 
 
@@ -672,23 +651,3 @@ def test_all_that_does_not_fit_is_listed(source, backend, tmp_path):
         for name in wrong:
             assert re.search(SWAPS[name], str(seen.value)), (wrong, name)
         assert_same(everything((replicas, trainer, data)), before)
-
-
-def test_hostile_names_in_a_checkpoint(backend, tmp_path):
-    """Are refused as unknown, and write nothing."""
-    folder = tmp_path / "inner"
-    folder.mkdir()
-    file = folder / "saved"
-    run = plain(backend, on(0))
-    mgpu.save_checkpoint(file, *run)
-    before = everything(run)
-    for name in ("../x", "/tmp/mgpu-x", "a\0b", "x" * 5000, "..", "~"):
-        for group in "value", "slot", "stream", "extra":
-            change(file, lambda header, arrays, key=f"{group}:{name}":
-                   arrays.update({key: np.ones(1)}))
-            with pytest.raises(ValueError):
-                mgpu.load_checkpoint(file, *run)
-            mgpu.save_checkpoint(file, *run)
-    assert_same(everything(run), before)
-    assert [path.name for path in tmp_path.rglob("*")] == ["inner", "saved"]
-    assert not os.path.exists("/tmp/mgpu-x")

@@ -8,7 +8,6 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
-from nets import perceptron
 
 pytestmark = pytest.mark.parametrize("backend", [
     name for name in BACKENDS if name == "torch"], indirect=True)
@@ -23,44 +22,6 @@ def cross_entropy(pred, label):
     import torch
     return torch.nn.functional.cross_entropy(pred, label.long(),
                                              reduction="none")
-
-
-def test_a_generator_that_the_user_seeds_is_seeded_on_every_device(
-        backend, devices):
-    """Each device's own goes on from there. Here all draw as many numbers as
-    one device does."""
-    import torch
-
-    class Noisy(torch.nn.Sequential):
-        def forward(self, x):
-            own, other = self.streams["own"], self.streams["other"][0]
-            return super().forward(x) * (
-                torch.rand((), generator=own, dtype=x.dtype)
-                + torch.rand((), generator=other, dtype=x.dtype))
-    rng = np.random.default_rng(0)
-    X, y = rng.normal(size=(12, 6)), rng.normal(size=(12, 4))
-    loss, found = mgpu.losses.L2Loss(), []
-    for on_devices in (None, devices):
-        net = Noisy(*perceptron())
-        net.streams = {"own": torch.Generator().manual_seed(3),
-                       "other": [torch.Generator().manual_seed(4)]}
-        if on_devices:
-            replicas = mgpu.initialize(net, devices)
-            trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
-        else:
-            optimizer = torch.optim.SGD(net.parameters(), 0.1 / len(X))
-        for seed in (5, 5, 6):
-            net.streams["own"].manual_seed(seed)
-            if on_devices:
-                mgpu.train_batch(X, y, replicas, loss, trainer)
-            else:
-                optimizer.zero_grad()
-                loss(net(torch.from_numpy(X)), torch.from_numpy(y)) \
-                    .sum().backward()
-                optimizer.step()
-        found.append([p.detach().numpy() for p in net.parameters()])
-    for plain, value in zip(*found, strict=True):
-        assert np.abs(value - plain).max() < 1e-12
 
 
 def alone(h):

@@ -182,14 +182,6 @@ def _in_a_dict(net, x, F):
     return net.b(h)
 
 
-class OwnAttributes(dict):
-    """``copy.deepcopy`` leaves it without attributes."""
-
-    def __init__(self, **entries):
-        super().__init__(**entries)
-        self.__dict__ = self
-
-
 class ItemsAsAttributes(dict):
     __getattr__ = dict.__getitem__
     __setattr__ = dict.__setitem__
@@ -206,8 +198,8 @@ WAYS = [(_number, {"count": 0}, "per_device", "step"),
         (_in_a_list, {"counts": lambda: [0], "seen": list},
          "per_device", "single"),
         (_in_an_array, {"array": lambda: np.zeros(2)}, "average", "step"),
-        (_in_a_configuration, {"config": lambda: OwnAttributes(
-            inner=[OwnAttributes(count=0)])}, "per_device", "step"),
+        (_in_a_configuration, {"config": lambda: ItemsAsAttributes(
+            inner=[ItemsAsAttributes(count=0)])}, "per_device", "step"),
         (_state, {"state": None}, "per_device", "step"),
         (_state, {"state": None}, "sync", "step"),
         (_in_a_dict, {"cache": dict}, "per_device", "hand")]
@@ -670,6 +662,26 @@ def test_layers_that_are_not_registered_follow(name, devices):
 
 
 @TORCH
+def test_a_generator_that_the_user_seeds_is_seeded_on_every_device(
+        name, devices):
+    """Each device's own goes on from there. Here all draw as many numbers as
+    one device does."""
+    import torch
+
+    def forward(net, x, F):
+        return net.b(net.a(x)) * sum(
+            F.rand((), generator=generator, dtype=x.dtype)
+            for generator in (net.own, net.several[0]))
+
+    def new():
+        return network(engine, forward, several=[torch.Generator(
+            ).manual_seed(4)], own=torch.Generator().manual_seed(3))
+    with using_engine(name) as engine:
+        trains_as_plain(engine, new, devices,
+                        lambda net: net.own.manual_seed(5))
+
+
+@TORCH
 def test_an_attribute_with_a_history_is_refused(name):
     """A copy would hold the value, and not how it was computed: the gradient
     would end there."""
@@ -785,12 +797,6 @@ def test_buffers_that_predictions_write_reach_devices_without_rows(
         assert relative_difference(x, y) < 1e-12
 
 
-def _adds_state(net, x, F):
-    h = net.a(x) if net.state is None else net.a(x) + net.state
-    net.state = h.detach()
-    return net.b(h)
-
-
 def test_a_carried_state_that_is_put_back_is_that_of_every_device(
         engine, devices):
     """Saved and put back around an evaluation."""
@@ -800,10 +806,10 @@ def test_a_carried_state_that_is_put_back_is_that_of_every_device(
         saved, net.state = net.state, None
         evaluate()
         net.state = saved
-    net = network(engine, _adds_state, state=None)
+    net = network(engine, _state, state=None)
     expected = plain(engine, net, batches(4), LOSS, lambda net: around(
         net, lambda: net(engine.put(X, on(0)[0]))))
-    net = network(engine, _adds_state, state=None)
+    net = network(engine, _state, state=None)
     replicas, trainer = replicated(net, devices)
     for A, y in batches(4):
         step(replicas, trainer, A, y)
@@ -823,7 +829,7 @@ def _half_in_place(net):
 def test_other_values_in_a_carried_state_are_refused(engine, devices, edit):
     """What a pass keeps belongs to each device, and the network shows that
     of the first one. None resets it."""
-    net = network(engine, _adds_state, state=None)
+    net = network(engine, _state, state=None)
     replicas, trainer = replicated(net, devices)
     (X, y), = batches(1)
     step(replicas, trainer, X, y)
@@ -885,11 +891,7 @@ def _trained_leaf(engine, kind, devices, change, how, batch_norm="per_device",
             with mgpu.record():
                 losses = [LOSS(o, y) for o, y in zip(replicas(xs), ys)
                           if o is not None]
-            if how == "hand":
-                mgpu.backward(losses)
-            else:
-                for one in losses:
-                    one.sum().backward()
+            mgpu.backward(losses)
             trainer.step(n)
         if leaf().grad is not None:
             gradients.append(leaf().grad.numpy().copy())
@@ -923,7 +925,6 @@ def _hooked(number, net, leaf, kind):
     ("parameter", "step", _zeroed, (ROWS,) * 5),
     ("object", "step", _added_up, (ROWS,) * 5),
     ("attribute", "hand", _zeroed, (ROWS,) * 5),
-    ("attribute", "each", _zeroed, (ROWS,) * 5),
     ("dict", "step", _zeroed, (8, 2, 8, 1, 3))],
     ids=lambda x: x.__name__ if callable(x) else x if isinstance(x, str)
     else f"{min(x)} rows")
