@@ -13,7 +13,6 @@ import pytest
 
 import mgpu
 import nets
-from conftest import BACKENDS
 from distributed import resuming
 from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   assert_same, everything, kill, made,
@@ -402,43 +401,3 @@ def test_the_curve_is_whole(backend, tmp_path):
     history = train(run, tmp_path, animator=curve)
     assert curve == [(i + 1, [history.train_loss[i], history.test_acc[i]])
                      for i in range(EPOCHS)]
-
-
-# -- elsewhere ----------------------------------------------------------------
-
-@pytest.mark.parametrize("source", BACKENDS)
-def test_a_run_goes_on_elsewhere(source, tmp_path):
-    """On another number of devices, and on the other backend: with new
-    streams, by name."""
-    def made_plain(backend, devices):
-        replicas = mgpu.initialize(mlp(backend), devices, dtype="float64",
-                                   init=mgpu.initializers.Xavier(), seed=1)
-        return (replicas, mgpu.Trainer(replicas, "adam"), [
-            datasets.BatchIterator(ROWS.astype("float64"), resuming.LABELS,
-                                   7, 3), None])
-    with mgpu.using_backend(source) as backend:
-        run = made_plain(backend, on(0, 1))
-        wanted = train(run, tmp_path / "whole")
-        values = run[0].export_numpy()
-        run = made_plain(backend, on(0, 1))
-        with pytest.raises(Killed):
-            train(run, tmp_path / "run", stopping(run[1], 7, kill))
-    files = {name: (tmp_path / "run" / name).read_bytes()
-             for name in names(tmp_path / "run")}
-    for target in BACKENDS:
-        for devices in (on(0), on(0, 1, 2)):
-            place = tmp_path / f"{target}-{len(devices)}"
-            place.mkdir()
-            for name, data in files.items():
-                (place / name).write_bytes(data)
-            with mgpu.using_backend(target) as backend:
-                run = made_plain(backend, devices)
-                with pytest.raises(ValueError, match="Pass resume_seed="):
-                    train(run, place)
-                history = train(run, place, resume_seed=1)
-                found = run[0].export_numpy()
-            np.testing.assert_allclose(history.loss_per_step,
-                                       wanted.loss_per_step, rtol=1e-12)
-            for name, x in values.items():
-                np.testing.assert_allclose(found[name], x, rtol=1e-9,
-                                           atol=1e-12)
