@@ -257,16 +257,6 @@ def test_another_number_of_devices_or_engine(source, target, k, other,
             assert relative_difference(x, wanted[name]) < 1e-12
 
 
-def test_statistics_of_sync_are_one_set_for_any_devices(engine, tmp_path):
-    run = training(engine, on(0, 1), None, batch_norm="sync")
-    go_on(run, 3, 3, tmp_path / "saved")
-    other = training(engine, on(0), None, batch_norm="sync")
-    mgpu.load_checkpoint(tmp_path / "saved", *other, seed=0)
-    found = other[0].export_numpy()
-    for name, x in run[0].export_numpy().items():
-        assert_bit_equal(found[name], x)
-
-
 def test_statistics_that_differ_belong_to_as_many_devices(engine, tmp_path):
     run = training(engine, on(0, 1), None)
     go_on(run, 3, 3, tmp_path / "saved")

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import threading
-import time
 import warnings
 
 import numpy as np
@@ -19,7 +18,6 @@ from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   stopping, train)
 from helpers import mlp, on
 from mgpu import datasets
-from mgpu.distributed import current
 
 
 def signalled(number):
@@ -120,31 +118,6 @@ def test_signals_without_a_folder(backend):
                            KeyboardInterrupt, resume=None,
                            checkpoint_every=None)
     assert run[1].num_update == 3 and len(error.history.loss_per_step) == 2
-
-
-def test_a_second_ctrl_c_does_not_wait(backend, tmp_path, monkeypatch):
-    """But one that comes right after the first may be the same."""
-    monkeypatch.setattr("mgpu.stopping._AGAIN", 60.0)
-
-    def press():
-        # To the thread that handles it: the system may choose this one,
-        # which would not wake the other.
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    def twice():
-        time.sleep(0.1)     # a thread that begins to wait is not woken
-        press()
-        end = time.monotonic() + 10
-        while current().wish is None and time.monotonic() < end:
-            time.sleep(0.001)       # or both are one
-        time.sleep(0.1)
-        press()
-        time.sleep(0.5)
-    run, _ = run_until(tmp_path / "soon", on(0), 3, twice, KeyboardInterrupt)
-    assert names(tmp_path / "soon") == step(2, 4)
-    monkeypatch.setattr("mgpu.stopping._AGAIN", 0.01)
-    run, _ = run_until(tmp_path / "late", on(0), 3, twice, KeyboardInterrupt)
-    assert names(tmp_path / "late") == step(2)
 
 
 def test_signals_of_the_program_stay_with_it(backend, tmp_path):

@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 import mgpu
-from conftest import BACKENDS
 from helpers import ENGINES, mlp, on, using_engine
-from mgpu import files
-from steps import (ROWS, assert_close, assert_replicas_equal,
-                   assert_unchanged, initialize, sgd, train, values)
+from steps import (ROWS, assert_unchanged, initialize, sgd, train, values)
 
 SAVED = [("sgd", {"momentum": 0.5}), ("adam", {}), ("nadam", {}),
          ("ftrl", {}), ("sgd", {})]
@@ -46,30 +43,6 @@ def test_a_resumed_training_is_the_uninterrupted_one(
             assert again.learning_rate == trainer.learning_rate
 
 
-@pytest.mark.parametrize("source, target, k, other", [
-    *((a, b, *counts) for a, b, counts in zip(
-        BACKENDS * 2, BACKENDS * 1 + BACKENDS[::-1],
-        [(1, 3), (3, 1), (2, 2), (3, 2)]))])
-def test_states_cross_engines_and_device_counts(
-        source, target, k, other, tmp_path):
-    with mgpu.using_backend(source) as backend:
-        whole, trainer = sgd(backend, on(*range(k)), momentum=0.5)
-        train(whole, trainer, ROWS[:3])
-        trainer.set_learning_rate(0.25)
-        trainer.save_states(tmp_path / "states")
-        checkpoint = whole.export_numpy()
-        train(whole, trainer, ROWS[3:], first=3)
-        wanted = values(whole)
-    with mgpu.using_backend(target) as backend:
-        resumed, again = sgd(backend, on(*range(other)), momentum=0.5)
-        resumed.import_numpy(checkpoint)
-        again.load_states(tmp_path / "states")
-        assert again.learning_rate == 0.25
-        train(resumed, again, ROWS[3:], first=3)
-        assert_close(values(resumed), wanted)
-        assert_replicas_equal(values(resumed))
-
-
 def test_states_of_a_parameter_that_was_frozen_later(backend, tmp_path):
     found = []
     for saves in (False, True):
@@ -85,21 +58,6 @@ def test_states_of_a_parameter_that_was_frozen_later(backend, tmp_path):
         assert trainer.num_update == 3
         found.append(values(replicas))
     assert_unchanged(*found)
-
-
-def test_a_file_of_states_holds_numbers_alone(backend, tmp_path):
-    """No pickle: whatever reads it executes nothing."""
-    replicas = initialize(mlp(backend), on(0, 1))
-    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
-    train(replicas, trainer, [4])
-    trainer.save_states(tmp_path / "states")
-    header, kinds = files.read_arrays(
-        tmp_path / "states", ["mgpu trainer states 2"], "states",
-        lambda header, arrays: (header, {
-            name: x.dtype.kind for name, x in arrays.items()}))
-    assert kinds == {f"{p.name}|momentum": "f" for p in replicas.params()}
-    assert header["optimizer"] == "SGD"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["states"]
 
 
 class Attack:

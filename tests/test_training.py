@@ -608,23 +608,6 @@ def test_progress_bar(backend, capsys):
         assert drawn.out == ""
 
 
-def test_an_animator_gets_each_epoch(backend):
-    replicas, loss, trainer = set_up(backend, on(0))
-    points = []
-
-    class Animator:
-        def add(self, x, y):
-            points.append((x, y))
-    for test_iter in (batches(3), None):
-        history = mgpu.train(replicas, batches(4), test_iter, loss, trainer,
-                             2, progress=False, animator=Animator())
-        assert points == [
-            (i + 1, [history.train_loss[i],
-                     history.test_acc[i] if test_iter else None])
-            for i in range(2)]
-        points.clear()
-
-
 @pytest.mark.parametrize("epoch, step, window, bad", [
     (0, 0, 2, np.nan), (0, 2, 2, np.inf), (1, 1, 2, np.nan),
     (1, 1, 1, np.inf), (0, 0, 4, np.nan)])
