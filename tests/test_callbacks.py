@@ -401,24 +401,6 @@ def test_an_ema_is_of_replicas(backend):
         average.update(made(backend, on(0))[0])
 
 
-def test_a_state_goes_to_callbacks_with_the_same_options(
-        backend, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    early, best = callbacks.EarlyStopping, callbacks.Checkpoint
-    for i, (before, after) in enumerate((
-            (early(9, "train_loss"), early(9, "train_loss",
-                                           restore_best=True)),
-            (early(9, "train_loss"), early(9)),
-            (best("w", "train_loss"), best("w")))):
-        options = {"checkpoint_dir": tmp_path / f"run{i}", "resume": "auto",
-                   "evaluate": lambda: 0.5}
-        train(made(backend, on(0)), JOINED, 1, callbacks=[before], **options)
-        run = made(backend, on(0))
-        with pytest.raises(ValueError, match="callbacks that it has begun"):
-            train(run, JOINED, 2, callbacks=[after], **options)
-        assert run[1].num_update == 0
-
-
 def test_a_training_that_is_refused_with_its_first_batch_has_not_begun(
         backend, tmp_path):
     run, other = made(backend, on(0, 1)), made(backend, on(0, 1))
@@ -542,10 +524,8 @@ def test_what_is_filled_anew_is_not_accumulated(backend, filled):
             hot[1, 1001 + i] = 1
             yield hot, y_[:4]
     for batches in (
-            again(lambda i: [f"text {i}"]), again(lambda i: [i, 2, 3]),
-            again(lambda i: [[0.5, i]]), again(lambda i: [bytes([i])]),
-            again(lambda i: [np.array([f"text {i}", None])]),
-            again(lambda i: [np.datetime64(i, "D").astype(object)]), moved()):
+            again(lambda i: [f"text {i}"]), again(lambda i: [[0.5, i]]),
+            again(lambda i: [np.array([f"text {i}", None])]), moved()):
         with pytest.raises(ValueError, match="fills the arrays, or lists, of "
                            "one"):
             train(run, batches, 1, accumulate=2)
@@ -680,5 +660,3 @@ def test_averages_are_applied_for_a_block(backend):
     assert_same(replicas.export_numpy(), before)
     np.testing.assert_array_equal(replicas.predict(X), plain)
     replicas.check_equal()
-
-

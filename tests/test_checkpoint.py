@@ -257,16 +257,6 @@ def test_another_number_of_devices_or_engine(source, target, k, other,
             assert relative_difference(x, wanted[name]) < 1e-12
 
 
-def test_statistics_of_sync_are_one_set_for_any_devices(engine, tmp_path):
-    run = training(engine, on(0, 1), None, batch_norm="sync")
-    go_on(run, 3, 3, tmp_path / "saved")
-    other = training(engine, on(0), None, batch_norm="sync")
-    mgpu.load_checkpoint(tmp_path / "saved", *other, seed=0)
-    found = other[0].export_numpy()
-    for name, x in run[0].export_numpy().items():
-        assert_bit_equal(found[name], x)
-
-
 def test_statistics_that_differ_belong_to_as_many_devices(engine, tmp_path):
     run = training(engine, on(0, 1), None)
     go_on(run, 3, 3, tmp_path / "saved")
@@ -353,18 +343,6 @@ def test_extra_states_of_one_device_go_to_any(backend, devices, tmp_path):
     mgpu.load_checkpoint(tmp_path / "saved", *other, seed=0)
     assert [replica.module[3].n for replica in other[0].of_engine()] \
         == [4] * len(devices)
-
-
-@pytest.mark.parametrize("backend", TORCH, indirect=True)
-def test_extra_states_that_differ_belong_to_as_many_devices(
-        backend, devices, tmp_path):
-    run = training(backend, devices, None, net=counting(extra_state))
-    go_on(run, 4, 4, tmp_path / "saved")
-    other = training(backend, on(0, 1), None, net=counting(extra_state))
-    before = everything(other)
-    with pytest.raises(ValueError, match="extra states of 3 devices"):
-        mgpu.load_checkpoint(tmp_path / "saved", *other, seed=0)
-    assert_same(everything(other), before)
 
 
 def set_rate(net, rate):
@@ -464,29 +442,6 @@ def test_a_save_between_the_halves_of_a_step_is_refused(engine, tmp_path):
     mgpu.save_checkpoint(tmp_path / "saved", *run)
 
 
-def test_a_batch_that_is_cleared_is_not_applied(engine, devices, tmp_path):
-    """As those that a generator's pass leaves in the discriminator: the
-    training may be saved then, and a step is stale."""
-    replicas, trainer, data = run = plain(engine, devices)
-    X, y = next(iter(data))
-    shards, labels = mgpu.split_batch(X, y, devices)
-    with mgpu.record():
-        losses = mgpu.parallel(
-            lambda out, label: None if out is None else LOSS(out, label),
-            replicas(shards), labels)
-    mgpu.backward(losses)
-    frozen = replicas.params()[0]
-    frozen.grad_req = "null"
-    replicas.zero_grad()        # and nothing to do there
-    before = replicas.export_numpy(all_devices=True)
-    with pytest.raises(mgpu.StaleGradientError):
-        trainer.step(len(X))
-    mgpu.save_checkpoint(tmp_path / "saved", *run)
-    mgpu.load_checkpoint(tmp_path / "saved", *run)
-    for name, x in replicas.export_numpy(all_devices=True).items():
-        assert_bit_equal(x, before[name])
-
-
 def test_other_data_is_refused(engine, tmp_path):
     replicas, trainer, data = run = plain(engine, on(0))
     go_on(run, 2, 2, tmp_path / "saved")
@@ -527,10 +482,6 @@ def change(file, edit):
     files.write_arrays(file, header, arrays)
 
 
-def shorten(arrays, name):
-    arrays[name] = arrays[name][:-1]
-
-
 def of_states(**numbers):
     return lambda header, arrays: header["states"].update(numbers)
 
@@ -542,15 +493,10 @@ def to_slot(slot, value):
 
 HOSTILE = {
     "rate": of_states(learning_rate=float("nan")),
-    "infinite rate": of_states(learning_rate=float("inf")),
-    "huge rate": of_states(learning_rate=10 ** 400),
     "negative rate": of_states(learning_rate=-1.0),
     "updates": of_states(num_update=-1),
-    "huge updates": of_states(num_update=10 ** 400),
-    "half an update": of_states(num_update=1.5),
     "count": of_states(counts={"0.weight": -3}),
     "huge count": of_states(counts={"0.weight": 10 ** 400}),
-    "good steps": of_states(good_steps=5000),
     "skipped": of_states(skipped_steps=-1),
     "scale": of_states(loss_scale=-1.0),
     "variance": to_slot("variance", -1e-9),
@@ -559,37 +505,25 @@ HOSTILE = {
 }
 HOSTILE_CHECKPOINT = {
     "format": lambda header, arrays: header.update(format="mgpu 2"),
-    "numpy": lambda header, arrays: shorten(arrays, "host:0|numpy"),
-    "beyond numpy": lambda header, arrays: header["streams"][0][
-        "numpy"].__setitem__(1, 10 ** 6),
-    "python": lambda header, arrays: shorten(arrays, "host:0|python"),
+    "numpy": lambda header, arrays: arrays.update(
+        {"host:0|numpy": arrays["host:0|numpy"][:-1]}),
     "grad_req": lambda header, arrays: header["grad_req"].update(x="both"),
     "group": lambda header, arrays: arrays.update({"code:x": np.ones(1)}),
     "stream": lambda header, arrays: header["streams"][0]["text"].update(
         seed="-1"),
-    "streams": lambda header, arrays: header["streams"].clear(),
     "ranks": lambda header, arrays: header.update(ranks=[1]),
-    "no ranks": lambda header, arrays: header.pop("ranks"),
-    "loop": lambda header, arrays: header.update(loop={"epochs": -1}),
     "history": lambda header, arrays: header.update(loop={
         "epochs": 0, "sizes": [7], "test_epoch": None,
         "history": {"loss_per_step": []}}),
     "shape": lambda header, arrays: arrays.update(
         {"value:0.weight": np.ones(3)}),
-    "dtype": lambda header, arrays: arrays.update(
-        {"value:0.weight": np.ones((5, 6), "float32")}),
     "missing": lambda header, arrays: arrays.pop("value:0.weight"),
     "batch": lambda header, arrays: header["position"].update(
         position=[0, 77]),
-    "epoch": lambda header, arrays: header["position"].update(
-        position=[-1, 0]),
     "order": lambda header, arrays: header["position"].pop("seed"),
     "extra": lambda header, arrays: header.update(extra={"x": [["set", []]]}),
-    "extra array": lambda header, arrays: header.update(
-        extra={"x": [["array", 0]]}),
-    "unknown extra": lambda header, arrays: header.update(extra={"x": [1]}),
-    "no devices": lambda header, arrays: header.update(devices=None),
     "devices": lambda header, arrays: header.update(devices=[1, 2, 3]),
+    "name": lambda header, arrays: arrays.update({"value:../x": np.ones(1)}),
 }
 
 
@@ -707,23 +641,3 @@ def test_all_that_does_not_fit_is_listed(source, backend, tmp_path):
         for name in wrong:
             assert re.search(SWAPS[name], str(seen.value)), (wrong, name)
         assert_same(everything((replicas, trainer, data)), before)
-
-
-def test_hostile_names_in_a_checkpoint(backend, tmp_path):
-    """Are refused as unknown, and write nothing."""
-    folder = tmp_path / "inner"
-    folder.mkdir()
-    file = folder / "saved"
-    run = plain(backend, on(0))
-    mgpu.save_checkpoint(file, *run)
-    before = everything(run)
-    for name in ("../x", "/tmp/mgpu-x", "a\0b", "x" * 5000, "..", "~"):
-        for group in "value", "slot", "stream", "extra":
-            change(file, lambda header, arrays, key=f"{group}:{name}":
-                   arrays.update({key: np.ones(1)}))
-            with pytest.raises(ValueError):
-                mgpu.load_checkpoint(file, *run)
-            mgpu.save_checkpoint(file, *run)
-    assert_same(everything(run), before)
-    assert [path.name for path in tmp_path.rglob("*")] == ["inner", "saved"]
-    assert not os.path.exists("/tmp/mgpu-x")

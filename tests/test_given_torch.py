@@ -1,6 +1,5 @@
 """torch's optimiser and schedule objects, and names of its optimisers, on a
 `Trainer`: the numbers of torch's own loop in float64, or a refusal by name."""
-import contextlib
 import gc
 import itertools
 import warnings
@@ -424,30 +423,6 @@ def test_without_a_backward_pass_there_is_no_gradient(
         net.zero_grad()
 
 
-@pytest.mark.parametrize("thawed, between", [
-    (True, "predict"), (False, "call"), (True, "record")])
-def test_a_layer_that_is_thawed_or_frozen_keeps_its_gradient(
-        on_torch, devices, thawed, between):
-    """Of the user's own pass, before a look by all devices."""
-    net, other = network(), network()
-    replicas = mgpu.initialize(net, devices)
-    X = batch(8)[0]
-    for n in (net, other):
-        n[0].requires_grad_(not thawed)
-    replicas.predict(X)
-    for n in (net, other):
-        n[0].requires_grad_(True)
-        n(X).square().sum().backward()
-        n[0].requires_grad_(thawed)
-    shards = mgpu.split_and_load(X, devices, even_split=False)
-    with mgpu.record() if between == "record" else contextlib.nullcontext():
-        replicas.predict(X) if between == "predict" else replicas(shards)
-    for n in (net, other):
-        plain_sgd(n).step()
-    assert gap(net, other) < 1e-12
-    assert gap(net, network()) > 1e-3
-
-
 def test_zero_grad_does_not_clear_what_another_trainer_adds_up(on_torch):
     net = network()
     replicas = mgpu.initialize(net, on(0, 1))
@@ -699,5 +674,3 @@ def test_zero_grad_is_harmless_before_a_pass_and_voids_one(backend):
         trainer.zero_grad(set_to_none)
         with pytest.raises(mgpu.StaleGradientError):
             trainer.step(8)
-
-

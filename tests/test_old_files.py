@@ -106,7 +106,7 @@ def test_a_missing_name_is_seen():
 
 # -- 0.1 ----------------------------------------------------------------------
 # Float64, two devices: after three steps the values, and the states of the
-# trainer; the values after a fourth step; a trace of two steps.
+# trainer; the values after a fourth step.
 
 def next_step(backend, writer, optimizer, states=True):
     """How far a fourth step is from the one that was written."""
@@ -140,18 +140,6 @@ def test_states_of_0_1(backend, writer, optimizer):
     limit = 1e-12 if optimizer == "sgd" else 1e-7
     assert next_step(backend, writer, optimizer) < limit
     assert next_step(backend, writer, optimizer, states=False) > 1e-4
-
-
-@pytest.mark.parametrize("writer", WRITERS)
-def test_traces_of_0_1(backend, writer):
-    file = OLD / f"{writer}.trace"
-    result = parity.compare_trace(file, lambda: network(backend.name))
-    assert result.same and result.plan.confirmed, str(result)
-    assert max(gap.relative for gap in result.gaps) < 1e-10
-    wrong = parity.compare_trace(file, parity.Side(
-        lambda: network(backend.name), optimizer="sgd",
-        optimizer_params={**MOMENTUM, "momentum": 0.25}))
-    assert wrong.verdict == "different" and wrong.first.stage == "weight"
 
 
 # -- 0.2: states of trainers --------------------------------------------------
@@ -548,17 +536,19 @@ def test_converted_source(backend):
         np.load(NEW / "converted.npy")) < LIMIT
 
 
-# -- 0.2: traces --------------------------------------------------------------
+# -- traces of 0.1 and 0.2 ----------------------------------------------------
 
+@pytest.mark.parametrize("folder", [OLD, NEW], ids=["0.1", "0.2"])
 @pytest.mark.parametrize("writer", WRITERS)
-def test_traces(backend, writer):
-    """MXNet's: batch norm, dropout and momentum on two devices. PyTorch's:
-    Adam with a schedule and without batch norm."""
+def test_traces(backend, writer, folder):
+    """0.1's: batch norm and momentum. 0.2's of MXNet: dropout too, on two
+    devices; of PyTorch: Adam with a schedule and without batch norm."""
     def compare(**options):
-        return parity.compare_trace(NEW / f"{writer}.trace",
-                                    lambda: traced(writer, backend), **options)
+        return parity.compare_trace(
+            folder / f"{writer}.trace", lambda: network(backend.name)
+            if folder is OLD else traced(writer, backend), **options)
     result = compare()
-    assert result.same, str(result)
+    assert result.same and result.plan.confirmed, str(result)
     assert max(gap.relative for gap in result.gaps) < 1e-10
     wrong = compare(optimizer="sgd", optimizer_params={"learning_rate": 0.25})
     assert wrong.verdict == "different" and wrong.first.stage == "weight"

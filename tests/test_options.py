@@ -162,26 +162,6 @@ def test_functional_dropout_keeps_its_stream(name):
         assert worst(found[1], found[0])[0] < ROUNDING
 
 
-@pytest.mark.crosses_devices("the mode runs a compiled network by layers")
-@pytest.mark.parametrize("name", TORCH)
-def test_compiled_code_takes_the_threads_of_a_device(name):
-    """Also where the user's own thread runs a replica: its setting comes
-    back, and does not make torch compile again."""
-    with using_engine(name) as backend:
-        import torch
-        replicas, _ = start(mlp(backend), on(0), hybridize=True)
-        x = mgpu.put(np.ones((2, 6)), mgpu.cpu(0))
-        replicas([x])                   # in the device's thread
-        before, own = compilations(), torch.get_num_threads()
-        try:
-            torch.set_num_threads(2)
-            replicas[0](x)              # in this one
-            assert torch.get_num_threads() == 2
-        finally:
-            torch.set_num_threads(own)
-        assert compilations() == before
-
-
 # -- channels_last ------------------------------------------------------------
 
 def test_channels_last_changes_no_number(backend, devices):
@@ -203,24 +183,6 @@ def test_channels_last_changes_no_number(backend, devices):
         for x in replicas.params()[0].list_data():
             assert x.is_contiguous(memory_format=torch.channels_last)
             assert not x.is_contiguous()
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_inputs_come_with_the_channels_last(name):
-    with using_engine(name):
-        import torch
-        from torch import nn
-
-        class Net(nn.Conv2d):
-            def forward(self, x):
-                seen.append(x.is_contiguous(
-                    memory_format=torch.channels_last))
-                return super().forward(x)
-        for wanted in (False, True):
-            seen = []
-            replicas, _ = start(Net(2, 3, 3), on(0, 1), channels_last=wanted)
-            replicas(mgpu.split_and_load(images(4), replicas.devices))
-            assert seen == [wanted, wanted]
 
 
 # -- autocast -----------------------------------------------------------------

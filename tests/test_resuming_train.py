@@ -4,10 +4,7 @@ import functools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-import time
 import warnings
 
 import numpy as np
@@ -15,15 +12,12 @@ import pytest
 
 import mgpu
 import nets
-from conftest import BACKENDS
 from distributed import resuming
 from distributed.resuming import (EPOCHS, LOSS, ROWS, STEPS, Killed,
                                   assert_same, everything, kill, made,
                                   stopping, train)
 from helpers import mlp, on
-from mgpu import checkpoint_folder, datasets
-from mgpu.distributed import World, current
-from mgpu.stopping import Stop
+from mgpu import datasets
 
 
 def signalled(number):
@@ -74,51 +68,15 @@ def test_a_signal_ends_the_step_first(engine, tmp_path, number, kind):
         assert_same(everything(run, train(run, place)), whole)
 
 
-@pytest.mark.parametrize("where", ["data", "evaluation"])
-def test_a_signal_does_not_wait_for_data_or_an_evaluation(
-        backend, tmp_path, where):
-    """One process stops there at once; the epoch goes on from there."""
-    run = made(on(0, 1), kind=0)
-    begun, ended = [], []
-
-    def act():
-        begun.append(True)
-        if len(begun) == (2 if where == "evaluation" else 7):
-            os.kill(os.getpid(), signal.SIGTERM)
-            ended.append(True)
-        return 0.5
-
-    def go(run, folder):
-        replicas, trainer, _ = run
-        data = datasets.BatchIterator(ROWS, resuming.LABELS, 7, 3)
-        if where == "data":
-            data._transform = lambda X: (act(), X)[1]
-        return mgpu.train(
-            replicas, data, None, LOSS, trainer, EPOCHS, progress=False,
-            checkpoint_dir=folder, resume="auto",
-            evaluate=act if where == "evaluation" else lambda: 0.5)
-    with pytest.raises(SystemExit):
-        go(run, tmp_path)
-    assert begun and not ended
-    steps = 8 if where == "evaluation" else 6
-    assert run[1].num_update == steps and names(tmp_path)[-1:] == step(steps)
-    run = made(on(0, 1), seed=9, kind=0)
-    found = everything(run, go(run, tmp_path))
-    begun[:] = [True] * 99
-    run = made(on(0, 1), kind=0)
-    whole = everything(run, go(run, tmp_path / "whole"))
-    if backend.name == "mxnet":     # other saves, other streams: no bits
-        assert found.keys() == whole.keys()
-        return
-    assert_same(found, whole)
-
-
 @pytest.mark.parametrize("where, at", [
     ("data", 6), ("data", 9), ("evaluation", 1), ("evaluation", 2)])
 def test_what_a_signal_cuts_short_draws_the_same_again(
         backend, tmp_path, where, at):
-    """Numbers of NumPy's, of Python's and of torch's own stream. The other
-    evaluations and batches have theirs too."""
+    """A process stops in its data or evaluation at once. Numbers of NumPy's,
+    of Python's and of torch's own stream; the other evaluations and batches
+    have theirs too."""
+    ended = []
+
     def go(folder, at=None, seed=1):
         resuming.disturb(backend)
         calls = []
@@ -130,6 +88,7 @@ def test_what_a_signal_cuts_short_draws_the_same_again(
                 calls[-1] += torch.rand(1).item()
             if len(calls) == at:
                 os.kill(os.getpid(), signal.SIGTERM)
+                ended.append(True)
             return calls[-1]
         replicas = mgpu.initialize(mlp(backend), on(0), seed=seed,
                                    init=mgpu.initializers.Xavier())
@@ -145,6 +104,8 @@ def test_what_a_signal_cuts_short_draws_the_same_again(
     whole = go(tmp_path / "whole")
     with pytest.raises(SystemExit):
         go(tmp_path / "run", at)
+    assert not ended and names(tmp_path / "run")[-1:] == step(
+        at - 1 if where == "data" else STEPS * at)
     assert_same(go(tmp_path / "run", seed=9), whole)
 
 
@@ -157,31 +118,6 @@ def test_signals_without_a_folder(backend):
                            KeyboardInterrupt, resume=None,
                            checkpoint_every=None)
     assert run[1].num_update == 3 and len(error.history.loss_per_step) == 2
-
-
-def test_a_second_ctrl_c_does_not_wait(backend, tmp_path, monkeypatch):
-    """But one that comes right after the first may be the same."""
-    monkeypatch.setattr("mgpu.stopping._AGAIN", 60.0)
-
-    def press():
-        # To the thread that handles it: the system may choose this one,
-        # which would not wake the other.
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    def twice():
-        time.sleep(0.1)     # a thread that begins to wait is not woken
-        press()
-        end = time.monotonic() + 10
-        while current().wish is None and time.monotonic() < end:
-            time.sleep(0.001)       # or both are one
-        time.sleep(0.1)
-        press()
-        time.sleep(0.5)
-    run, _ = run_until(tmp_path / "soon", on(0), 3, twice, KeyboardInterrupt)
-    assert names(tmp_path / "soon") == step(2, 4)
-    monkeypatch.setattr("mgpu.stopping._AGAIN", 0.01)
-    run, _ = run_until(tmp_path / "late", on(0), 3, twice, KeyboardInterrupt)
-    assert names(tmp_path / "late") == step(2)
 
 
 def test_signals_of_the_program_stay_with_it(backend, tmp_path):
@@ -200,16 +136,6 @@ def test_signals_of_the_program_stay_with_it(backend, tmp_path):
         assert run[1].num_update == EPOCHS * STEPS
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_after_the_last_check_is_not_lost():
-    """It does what it does by default, after the handlers are back."""
-    job = World()
-    job.size = 2        # which meet no more
-    with pytest.raises(KeyboardInterrupt), Stop(job, True):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # -- the folder ---------------------------------------------------------------
@@ -256,28 +182,19 @@ def test_only_whole_checkpoints_count(backend, tmp_path):
     assert names(place) == step(12)
 
 
-@pytest.mark.parametrize("what", ["folder", "link", "pipe"])
-def test_what_is_no_file_is_passed_over(backend, tmp_path, what):
+def test_what_is_no_file_is_passed_over(backend, tmp_path):
     """And makes room when its step comes."""
     run_until(tmp_path, on(0), 5, kill, Killed)
     path = tmp_path / step(6)[0]
-    if what == "folder":
-        path.mkdir()
-        (path / "note").write_text("a person's")
-    elif what == "pipe":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("nothing")
+    path.mkdir()
+    (path / "note").write_text("a person's")
     run = made(on(0), seed=9)
     with pytest.warns(RuntimeWarning, match="step-00000006.* no regular file"
                       ".*goes on from the checkpoint before it"):
         train(run, tmp_path, keep=9)
-    kept = [name for name in names(tmp_path) if path.name + "." in name]
-    assert len(kept) == (what == "folder")
-    for name in kept:
-        assert (tmp_path / name / "note").read_text() == "a person's"
-    assert [name for name in names(tmp_path) if name not in kept] == step(
-        2, 4, 6, 8, 10, 12)
+    kept, = (name for name in names(tmp_path) if path.name + "." in name)
+    assert (tmp_path / kept / "note").read_text() == "a person's"
+    assert {*names(tmp_path)} == {kept, *step(2, 4, 6, 8, 10, 12)}
 
 
 def test_two_runs_in_one_folder(backend, tmp_path):
@@ -302,35 +219,6 @@ def test_two_runs_in_one_folder(backend, tmp_path):
     for name, x in other[0].export_numpy().items():
         assert x.tobytes() == before[str((name, 0))].tobytes()
     train(other, tmp_path)
-
-
-def test_a_folder_is_free_when_its_process_is_killed(tmp_path):
-    """Also where a child that it has forked lives on."""
-    program = (
-        "import os, signal, sys\n"
-        "from mgpu.checkpoint_folder import _alone\n"
-        "with _alone(sys.argv[1]):\n"
-        "    if os.fork():\n"
-        "        sys.stdin.readline()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        # the child says so, which then has let go of the folder
-        "    print(os.getpid(), flush=True)\n"
-        "    signal.pause()\n")
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path],
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as process:
-        child = int(process.stdout.readline())
-        with pytest.raises(BlockingIOError), \
-                checkpoint_folder._alone(tmp_path):
-            pass
-        process.stdin.write("\n")
-        process.stdin.flush()
-        assert process.wait(60) == -signal.SIGKILL
-        try:
-            with checkpoint_folder._alone(tmp_path):
-                pass
-        finally:
-            os.kill(child, signal.SIGKILL)
 
 
 def test_a_refused_checkpoint_changes_nothing(backend, tmp_path):
@@ -377,57 +265,23 @@ def test_a_folder_belongs_to_one_run(backend, tmp_path):
     assert names(other) == [*step(2, 4, 6, 8, 10, 12), "step-1.safetensors"]
 
 
-@pytest.mark.parametrize("what", ["moved", "removed", "current folder"])
 def test_a_folder_that_does_not_stay_is_not_mistaken(
-        backend, tmp_path, monkeypatch, what):
+        backend, tmp_path, monkeypatch):
     """Its name may be another run's by then."""
     place = tmp_path / "run"
-    other = tmp_path / ("elsewhere/run" if what == "current folder"
-                        else "run")
     monkeypatch.chdir(tmp_path)
 
     def change():
-        if what == "current folder":
-            os.makedirs(other)
-            os.chdir(tmp_path / "elsewhere")
-        elif what == "moved":
-            place.rename(tmp_path / "old")
-            other.mkdir()
-        else:
-            for file in place.iterdir():
-                file.unlink()
-            place.rmdir()
-            return
+        place.rename(tmp_path / "old")
+        place.mkdir()
         for name in step(1, 99):
-            (other / name).write_text("another run's")
+            (place / name).write_text("another run's")
     run = made(on(0))
-    loss = stopping(run[1], 3, change)
-    if what == "current folder":
-        train(run, "run", loss, keep=1)
-        assert names(place) == step(12)
-    else:
-        with pytest.raises(FileNotFoundError, match="stays where it is; "
-                           f"received '{place}', which was moved or removed"):
-            train(run, "run", loss, keep=1)
-        assert names(tmp_path) == (
-            ["old", "run"] if what == "moved" else [])
-    if what != "removed":
-        assert {name: (other / name).read_text() for name in names(other)
-                } == dict.fromkeys(step(1, 99), "another run's")
-
-
-def test_a_checkpoint_under_another_name_does_not_count(backend, tmp_path):
-    run = made(on(0))
-    whole = everything(run, train(run, tmp_path / "whole"))
-    place = tmp_path / "run"
-    run_until(place, on(0), 5, kill, Killed)
-    (place / step(4)[0]).rename(place / step(99)[0])
-    run = made(on(0), seed=9)
-    with pytest.warns(RuntimeWarning, match="number of its steps in its name"
-                      ".*step-00000099.*is of 4 steps"):
-        history = train(run, place, keep=1)
-    assert_same(everything(run, history), whole)
-    assert names(place) == step(12, 99)
+    with pytest.raises(FileNotFoundError, match="stays where it is; "
+                       f"received '{place}', which was moved or removed"):
+        train(run, "run", stopping(run[1], 3, change), keep=1)
+    assert {name: (place / name).read_text() for name in names(place)
+            } == dict.fromkeys(step(1, 99), "another run's")
 
 
 @pytest.mark.parametrize("data", ["list", "prefetched", "ahead", "any"])
@@ -520,43 +374,3 @@ def test_the_curve_is_whole(backend, tmp_path):
     history = train(run, tmp_path, animator=curve)
     assert curve == [(i + 1, [history.train_loss[i], history.test_acc[i]])
                      for i in range(EPOCHS)]
-
-
-# -- elsewhere ----------------------------------------------------------------
-
-@pytest.mark.parametrize("source", BACKENDS)
-def test_a_run_goes_on_elsewhere(source, tmp_path):
-    """On another number of devices, and on the other backend: with new
-    streams, by name."""
-    def made_plain(backend, devices):
-        replicas = mgpu.initialize(mlp(backend), devices, dtype="float64",
-                                   init=mgpu.initializers.Xavier(), seed=1)
-        return (replicas, mgpu.Trainer(replicas, "adam"), [
-            datasets.BatchIterator(ROWS.astype("float64"), resuming.LABELS,
-                                   7, 3), None])
-    with mgpu.using_backend(source) as backend:
-        run = made_plain(backend, on(0, 1))
-        wanted = train(run, tmp_path / "whole")
-        values = run[0].export_numpy()
-        run = made_plain(backend, on(0, 1))
-        with pytest.raises(Killed):
-            train(run, tmp_path / "run", stopping(run[1], 7, kill))
-    files = {name: (tmp_path / "run" / name).read_bytes()
-             for name in names(tmp_path / "run")}
-    for target in BACKENDS:
-        for devices in (on(0), on(0, 1, 2)):
-            place = tmp_path / f"{target}-{len(devices)}"
-            place.mkdir()
-            for name, data in files.items():
-                (place / name).write_bytes(data)
-            with mgpu.using_backend(target) as backend:
-                run = made_plain(backend, devices)
-                with pytest.raises(ValueError, match="Pass resume_seed="):
-                    train(run, place)
-                history = train(run, place, resume_seed=1)
-                found = run[0].export_numpy()
-            np.testing.assert_allclose(history.loss_per_step,
-                                       wanted.loss_per_step, rtol=1e-12)
-            for name, x in values.items():
-                np.testing.assert_allclose(found[name], x, rtol=1e-9,
-                                           atol=1e-12)

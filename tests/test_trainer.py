@@ -4,7 +4,6 @@ Networks are in float64 and without batch norm unless a test says otherwise,
 so that K devices differ from one by rounding only, about 1e-16 a step, and
 1e-12 leaves no room for another formula.
 """
-import signal
 import threading
 from queue import SimpleQueue
 
@@ -267,32 +266,6 @@ def test_one_thread_at_a_time(backend, devices):
     assert trainer.num_update == 1
 
 
-class Interrupted(mgpu.optimizers.SGD):
-    """Ctrl-C comes while the second weight is updated."""
-    elementwise, calls = True, 0
-
-    def update(self, *arguments, **options):
-        self.calls += 1
-        if self.calls == 2:
-            signal.raise_signal(signal.SIGINT)
-        super().update(*arguments, **options)
-
-
-@pytest.mark.crosses_devices("of updates in the host's memory")
-def test_ctrl_c_leaves_no_half_update(backend, devices):
-    replicas = initialize(mlp(backend), devices)
-    trainer = mgpu.Trainer(replicas, Interrupted(learning_rate=0.125))
-    before = values(replicas)
-    backward(replicas, *batch(6))
-    trainer.allreduce_grads()
-    with pytest.raises(KeyboardInterrupt):
-        trainer.update(6)
-    for name, copies in values(replicas).items():
-        assert (copies[0] != before[name][0]).any()
-        for copy in copies:
-            assert_bit_equal(copy, copies[0])
-
-
 # -- arguments ----------------------------------------------------------------
 
 def test_a_wrong_batch_size_is_refused(backend):
@@ -504,31 +477,6 @@ def test_gluons_own_loop_follows_another_grad_req(name, devices, requests):
 
 
 @pytest.mark.parametrize("name", MXNET[:1])
-def test_a_list_of_gluons_contexts(name, devices, tmp_path):
-    """Serves Gluon's own calls and mgpu's."""
-    import mxnet as mx
-    with using_engine(name) as engine:
-        contexts = [mx.cpu(d.index) for d in devices]
-        net, source = mlp(engine), mlp(engine)
-        source.initialize()
-        source.save_parameters(str(tmp_path / "saved"))
-        net.load_parameters(str(tmp_path / "saved"), ctx=contexts)
-        replicas = mgpu.initialize(net, contexts)
-        trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.125})
-        X, y = batch(4)
-        Xs, ys = mgpu.split_batch(X.astype("float32"), y, contexts)
-        with mx.autograd.record():
-            losses = [LOSS(out, label) for out, label in zip(replicas(Xs), ys)]
-        mgpu.backward(losses)
-        trainer.step(4)
-        assert replicas.devices == devices
-        net.load_parameters(str(tmp_path / "saved"), ctx=contexts)
-        for p, saved in zip(replicas.params(), stored(source)):
-            for x in p.list_data():
-                assert_bit_equal(mgpu.to_numpy(x), saved[0].asnumpy())
-
-
-@pytest.mark.parametrize("name", MXNET[:1])
 def test_gluons_own_loop_refuses_new_layers(name, devices):
     """A step, and a new trainer: it would not train them."""
     with using_engine(name) as engine:
@@ -572,5 +520,3 @@ def test_a_trainer_remembers_its_engine(ours, other, policy, tmp_path):
                 found.append(replicas.export_numpy(all_devices=True))
     for name, x in found[0].items():
         assert_bit_equal(found[1][name], x)
-
-

@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 import mgpu
-from conftest import BACKENDS
 from helpers import ENGINES, mlp, on, using_engine
-from mgpu import files
-from steps import (ROWS, assert_close, assert_replicas_equal,
-                   assert_unchanged, initialize, sgd, train, values)
+from steps import (ROWS, assert_unchanged, initialize, sgd, train, values)
 
 SAVED = [("sgd", {"momentum": 0.5}), ("adam", {}), ("nadam", {}),
          ("ftrl", {}), ("sgd", {})]
@@ -46,30 +43,6 @@ def test_a_resumed_training_is_the_uninterrupted_one(
             assert again.learning_rate == trainer.learning_rate
 
 
-@pytest.mark.parametrize("source, target, k, other", [
-    *((a, b, *counts) for a, b, counts in zip(
-        BACKENDS * 2, BACKENDS * 1 + BACKENDS[::-1],
-        [(1, 3), (3, 1), (2, 2), (3, 2)]))])
-def test_states_cross_engines_and_device_counts(
-        source, target, k, other, tmp_path):
-    with mgpu.using_backend(source) as backend:
-        whole, trainer = sgd(backend, on(*range(k)), momentum=0.5)
-        train(whole, trainer, ROWS[:3])
-        trainer.set_learning_rate(0.25)
-        trainer.save_states(tmp_path / "states")
-        checkpoint = whole.export_numpy()
-        train(whole, trainer, ROWS[3:], first=3)
-        wanted = values(whole)
-    with mgpu.using_backend(target) as backend:
-        resumed, again = sgd(backend, on(*range(other)), momentum=0.5)
-        resumed.import_numpy(checkpoint)
-        again.load_states(tmp_path / "states")
-        assert again.learning_rate == 0.25
-        train(resumed, again, ROWS[3:], first=3)
-        assert_close(values(resumed), wanted)
-        assert_replicas_equal(values(resumed))
-
-
 def test_states_of_a_parameter_that_was_frozen_later(backend, tmp_path):
     found = []
     for saves in (False, True):
@@ -87,21 +60,6 @@ def test_states_of_a_parameter_that_was_frozen_later(backend, tmp_path):
     assert_unchanged(*found)
 
 
-def test_a_file_of_states_holds_numbers_alone(backend, tmp_path):
-    """No pickle: whatever reads it executes nothing."""
-    replicas = initialize(mlp(backend), on(0, 1))
-    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
-    train(replicas, trainer, [4])
-    trainer.save_states(tmp_path / "states")
-    header, kinds = files.read_arrays(
-        tmp_path / "states", ["mgpu trainer states 2"], "states",
-        lambda header, arrays: (header, {
-            name: x.dtype.kind for name, x in arrays.items()}))
-    assert kinds == {f"{p.name}|momentum": "f" for p in replicas.params()}
-    assert header["optimizer"] == "SGD"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["states"]
-
-
 class Attack:
     """Unpickling it would leave a mark."""
 
@@ -116,11 +74,7 @@ def damaged(folder, trainer, kind):
     path = folder / "states"
     trainer.save_states(path)
     whole = path.read_bytes()
-    if kind == "empty":
-        path.write_bytes(b"")
-    elif kind == "truncated":
-        path.write_bytes(whole[:len(whole) // 2])
-    elif kind == "flipped":
+    if kind == "flipped":
         at = len(whole) - 40    # in the data: the digest does not fit
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 255])
                          + whole[at + 1:])
@@ -138,8 +92,7 @@ def test_a_damaged_file_is_refused_and_nothing_changes(backend, tmp_path):
         sgd(backend, on(0, 1), momentum=0.5) for _ in range(2))
     train(replicas, trainer)
     train(twin, other)
-    for kind in ("empty", "truncated", "flipped", "pickle",
-                 "mgpu trainer states 1"):
+    for kind in ("flipped", "pickle", "mgpu trainer states 1"):
         path = damaged(tmp_path, trainer, kind)
         with pytest.raises(ValueError) as caught:
             trainer.load_states(path)
@@ -190,20 +143,3 @@ def test_states_of_something_else_are_refused(backend, tmp_path):
     with pytest.raises(ValueError, match="received no momentum of 0.weight; "
                        "no momentum of 0.bias; .* Load it into a trainer"):
         sgd(backend, on(0), momentum=0.5)[1].load_states(tmp_path / "states")
-
-
-def test_a_states_file_may_begin_like_a_pickle(backend, tmp_path):
-    """Its first byte is of a length; a pickle begins with 0x80 too."""
-    replicas = initialize(mlp(backend), on(0))
-    trainer = mgpu.Trainer(replicas, "sgd", {"momentum": 0.5})
-    first = set()
-    for n in range(300):    # headers of other lengths
-        trainer._counts = {"x" * n: 1}
-        trainer.save_states(tmp_path / "states")
-        first.add((tmp_path / "states").read_bytes()[0])
-        if 0x80 in first:
-            break
-    assert 0x80 in first
-    with pytest.raises(ValueError) as caught:
-        trainer.load_states(tmp_path / "states")
-    assert "x" * n in str(caught.value)     # read, and no parameter has it

@@ -608,23 +608,6 @@ def test_progress_bar(backend, capsys):
         assert drawn.out == ""
 
 
-def test_an_animator_gets_each_epoch(backend):
-    replicas, loss, trainer = set_up(backend, on(0))
-    points = []
-
-    class Animator:
-        def add(self, x, y):
-            points.append((x, y))
-    for test_iter in (batches(3), None):
-        history = mgpu.train(replicas, batches(4), test_iter, loss, trainer,
-                             2, progress=False, animator=Animator())
-        assert points == [
-            (i + 1, [history.train_loss[i],
-                     history.test_acc[i] if test_iter else None])
-            for i in range(2)]
-        points.clear()
-
-
 @pytest.mark.parametrize("epoch, step, window, bad", [
     (0, 0, 2, np.nan), (0, 2, 2, np.inf), (1, 1, 2, np.nan),
     (1, 1, 1, np.inf), (0, 0, 4, np.nan)])
@@ -820,16 +803,6 @@ def test_a_training_without_standard_error(backend, monkeypatch):
         monkeypatch.setattr(sys, "stderr", stream)
         mgpu.train(replicas, batches(2), None, loss, trainer, 1, progress=True)
         assert trainer.num_update == 1
-
-
-def test_the_engine_of_the_replicas_is_used(backend):
-    """Whichever is chosen when the loop runs."""
-    replicas, loss, trainer = set_up(backend, on(0, 1))
-    for name in conftest.BACKENDS:
-        with mgpu.using_backend(name):
-            history = mgpu.train(replicas, batches(4, 1), batches(3), loss,
-                                 trainer, 1, progress=False)
-            assert len(history.loss_per_step) == 2
 
 
 # -- what a review found ------------------------------------------------------

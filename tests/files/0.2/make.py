@@ -1,15 +1,11 @@
 """Made the files of this folder, once, with mgpu 0.2.0, MXNet 1.9.1 and
 PyTorch: ``python tests/files/0.2/make.py``. Later versions read them.
 
-What they are of stands in ``tests/test_old_files.py``.
+What they are of stands in ``tests/test_old_files.py``. (``names.json`` is a
+frozen list, which is edited by hand.)
 """
-import importlib
-import inspect
-import json
 import os
-import pkgutil
 import random
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -194,57 +190,6 @@ def traces(backend):
             "lr_scheduler": FactorScheduler(1, 0.5, base_lr=0.125)}, **common)
 
 
-#: modules of docs/api that have no ``__all__``
-DOCUMENTED = ("backends", "datasets", "environment", "losses", "models")
-
-
-#: modules of docs/api whose classes are for users
-WITH_MEMBERS = ("mgpu", *(f"mgpu.{name}" for name in (
-    "bench", "callbacks", "collectives", "datasets", "environment", "errors",
-    "gluon_io", "initializers", "losses", "lr_scheduler", "metrics",
-    "optimizers", "parity", "plotting", "profiling", "testing")))
-
-
-def public_names():
-    """By module: the names in its ``__all__``, what else is documented, and
-    what 0.1's list had. With those members of documented classes that the
-    guides and examples use, where they are not those of another class."""
-    root = Path(mgpu.__file__).parents[1]
-    used = {"averages", "best", "buffers"} | {
-        word for pattern in ("README.md", "docs/guide/*.md", "docs/api/*.md",
-                             "examples/*.py")
-        for file in root.glob(pattern) if file.stem != "a-training-step"
-        for word in re.findall(r"\w\.([a-z]\w*)",
-                               file.read_text(encoding="utf-8"))}
-    listed = json.loads((old.OLD / "names.json").read_text())
-    names, classes = {}, {}
-    for info in [None, *pkgutil.walk_packages(mgpu.__path__, "mgpu.")]:
-        path = info.name if info else "mgpu"
-        if "._" in path:
-            continue
-        module = importlib.import_module(path)
-        own = {*getattr(module, "__all__", ()),
-               *listed.get(path, "").split()}
-        if path in [f"mgpu.{name}" for name in DOCUMENTED]:
-            own |= {name for name, x in vars(module).items()
-                    if getattr(x, "__module__", None) == path
-                    and not name.startswith("_")}
-        names[path] = own
-        if path in WITH_MEMBERS:
-            classes |= {x: (path, name) for name in sorted(own)
-                        if inspect.isclass(x := getattr(module, name))
-                        and x not in classes}
-    for thing, (path, name) in classes.items():
-        names[path] |= {
-            f"{name}.{inner}" for base in thing.__mro__
-            if base.__module__.startswith("mgpu")
-            and (base is thing or base not in classes)
-            for inner in used.intersection(vars(base))}
-    text = json.dumps({path: " ".join(sorted(own)) for path, own
-                       in sorted(names.items()) if own}, indent=1)
-    (HERE / "names.json").write_text(text + "\n", encoding="utf-8")
-
-
 def main():
     for one in "torch", "mxnet":
         with mgpu.using_backend(one) as backend:
@@ -259,5 +204,4 @@ def main():
 
 if __name__ == "__main__":
     os.chdir(HERE)
-    public_names()
     main()
