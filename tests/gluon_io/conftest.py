@@ -19,10 +19,13 @@ def path(tmp_path):
 
 @pytest.fixture
 def training(tmp_path):
-    """Begins a `Training` whose files are in a folder of its own."""
+    """Begins a `Training` whose files are in a folder of its own, and takes
+    `steps`. What mgpu does in the test it does by PyTorch."""
     from .trainings import Training
 
-    def make(*arguments, **options):
-        with mgpu.using_backend("mxnet"):
-            return Training(tmp_path, *arguments, **options)
-    return make
+    def make(*arguments, steps=0, **options):
+        one = Training(tmp_path, *arguments, **options)
+        one.step(steps)
+        return one
+    with mgpu.using_backend("torch"):
+        yield make
