@@ -11,6 +11,23 @@ def mx():
         yield mxnet
 
 
+def files_in(folder, name="net"):
+    """Those of an export: the graph, and the arrays."""
+    return folder / f"{name}-symbol.json", folder / f"{name}-0000.params"
+
+
+def export(net, folder, *inputs, name="net", init="uniform"):
+    """The two files of a network of Gluon's, after a pass of `inputs`: arrays
+    or the shapes of ones."""
+    import mxnet as mx
+    net.initialize(init)
+    net.hybridize()
+    net(*(mx.nd.ones(x) if isinstance(x, tuple) else x for x in inputs))
+    mx.nd.waitall()
+    net.export(str(folder / name))
+    return files_in(folder, name)
+
+
 @pytest.fixture
 def path(tmp_path):
     """Of a file that is not there yet."""

@@ -16,6 +16,8 @@ from mgpu import cli, gluon_io
 from mgpu.gluon_io import script
 from mgpu.inspection import inspect_file
 
+from .conftest import export, files_in
+
 FILES = Path(__file__).parent.parent / "files" / "gluon"
 both = pytest.mark.skipif(set(BACKENDS) < {"mxnet", "torch"},
                           reason="compares two engines")
@@ -171,11 +173,7 @@ def exported(tmp_path_factory):
                     nn.Dense(6, in_units=6, use_bias=False,
                              params=first.params),
                     nn.Dense(3, in_units=6))
-        net.initialize(mx.init.Xavier())
-        net.hybridize()
-        net(mx.nd.ones((2, 5)))
-        net.export(str(folder / "net"))
-    return folder / "net-symbol.json", folder / "net-0000.params"
+        return export(net, folder, (2, 5), init=mx.init.Xavier())
 
 
 def values(pair):
@@ -262,9 +260,8 @@ def test_pt2_predicts_for_any_number_of_rows(exported, tmp_path):
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch writes it")
 def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
-    files = FILES / "networks" / "lstm"
-    result = command("convert", f"{files}-symbol.json", f"{files}-0000.params",
-                     "-o", tmp_path / "x.pt2", "--input", "6:int64")
+    result = command("convert", *files_in(FILES / "networks", "lstm"), "-o",
+                     tmp_path / "x.pt2", "--input", "6:int64")
     assert result.exit_code == 0, result.output
     assert not [x for x in recwarn if "_flat_weights" in str(x.message)]
 
@@ -322,13 +319,7 @@ def forked(tmp_path_factory):
                 return self.one(x), self.two(x)
 
         mx.random.seed(1)
-        net = Forked()
-        net.initialize(mx.init.Normal(0.5))
-        net.hybridize()
-        net(mx.nd.ones((2, 5)), mx.nd.ones(2))
-        mx.nd.waitall()
-        net.export(str(folder / "net"))
-    return folder / "net-symbol.json", folder / "net-0000.params"
+        return export(Forked(), folder, (2, 5), (2,), init=mx.init.Normal(0.5))
 
 
 def change_weight(net):
@@ -466,13 +457,9 @@ def dropping(tmp_path_factory):
             nn.Activation("relu"), nn.Dropout(0.5),
             nn.Dense(8, activation="tanh"), nn.Dropout(0.5), nn.Dense(3))
         shapes = dict.fromkeys(("lstm", "one", "axes"), (2, 5, 4))
-        for name, net in nets.items():
-            net.initialize(mx.init.Xavier())
-            net.hybridize()
-            net(mx.nd.ones(shapes.get(name, (2, 4))))
-            net.export(str(folder / name))
-    found = {name: (folder / f"{name}-symbol.json", folder /
-                    f"{name}-0000.params") for name in nets}
+        found = {name: export(net, folder, shapes.get(name, (2, 4)), name=name,
+                              init=mx.init.Xavier())
+                 for name, net in nets.items()}
     half = folder / "half-symbol.json"
     half.write_text(found["cast"][0].read_text().replace(
         '"float32"', '"float16"'))
@@ -746,8 +733,7 @@ def test_arrays_of_another_network_are_refused(backend, exported, dropping,
     (lambda net, a, b: mgpu.to_gluon_params(net, "x.pt2"), ValueError)])
 def test_wrong_arguments_of_conversions(call, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = [f"{FILES / 'networks' / 'lstm'}{end}"
-             for end in ("-symbol.json", "-0000.params")]
+    files = files_in(FILES / "networks", "lstm")
     with mgpu.using_backend("torch"):
         net = mgpu.from_gluon(*files)
         with pytest.raises(error, match="received"):
