@@ -70,10 +70,16 @@ def test_states_are_by_index():
     assert {s["updates"] for s in found["states"]} == {2}
 
 
-def test_mgpus_own_files(backend, tmp_path):
-    net = mgpu.models.lenet()
-    replicas = mgpu.initialize(net, [mgpu.cpu(0)], mgpu.initializers.Xavier())
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+@pytest.fixture
+def of_mgpu(backend):
+    """Replicas and their trainer."""
+    replicas = mgpu.initialize(mgpu.models.lenet(), [mgpu.cpu(0)],
+                               mgpu.initializers.Xavier())
+    return replicas, mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+
+
+def test_mgpus_own_files(backend, of_mgpu, tmp_path):
+    replicas, trainer = of_mgpu
     mgpu.save_checkpoint(tmp_path / "a", replicas, trainer)
     trainer.save_states(str(tmp_path / "b"))
     found = inspect_file(tmp_path / "a")
@@ -147,12 +153,9 @@ def test_a_closed_pipe_is_silent(how, monkeypatch):
     assert (result.exit_code, result.output) == (141, "")
 
 
-def test_states_of_gluon_are_told_from_mgpus(backend):
-    net = mgpu.models.lenet()
-    replicas = mgpu.initialize(net, [mgpu.cpu(0)], mgpu.initializers.Xavier())
-    trainer = mgpu.Trainer(replicas, "sgd")
+def test_states_of_gluon_are_told_from_mgpus(of_mgpu):
     with pytest.raises(ValueError, match="mgpu.resume_from_gluon"):
-        trainer.load_states(FILES / "sgd.states")
+        of_mgpu[1].load_states(FILES / "sgd.states")
 
 
 # -- mgpu convert -------------------------------------------------------------
@@ -322,33 +325,34 @@ def forked(tmp_path_factory):
         return export(Forked(), folder, (2, 5), (2,), init=mx.init.Normal(0.5))
 
 
+def first(net, attribute):
+    """The first module that has it."""
+    return next(m for m in net.modules() if hasattr(m, attribute))
+
+
 def change_weight(net):
-    next(m for m in net.modules() if hasattr(m, "num_embeddings")
-         ).weight[8, 1] += 1e-6
+    first(net, "num_embeddings").weight[8, 1] += 1e-6
 
 
 def change_row(net):
     """One is not trained: seen where indices are those of the whole table."""
-    next(m for m in net.modules() if hasattr(m, "num_embeddings")
-         ).padding_idx = 8
+    first(net, "num_embeddings").padding_idx = 8
 
 
 def change_statistics(net):
-    next(m for m in net.modules() if hasattr(m, "running_var")
-         ).running_var.mul_(1 + 1e-6)
+    first(net, "running_var").running_var.mul_(1 + 1e-6)
 
 
 def change_epsilon(net):
-    next(m for m in net.modules() if hasattr(m, "eps")).eps *= 1.01
+    first(net, "eps").eps *= 1.01
 
 
 def change_dropout(net):
-    next(m for m in net.modules() if hasattr(m, "p")).p = 0.25
+    first(net, "p").p = 0.25
 
 
 def change_slope(net):
-    next(m for m in net.modules() if hasattr(m, "negative_slope")
-         ).negative_slope = 0.2499
+    first(net, "negative_slope").negative_slope = 0.2499
 
 
 def exchange_outputs(net):

@@ -143,30 +143,6 @@ def _encoder(numpy):
     return Encoder()
 
 
-def inception():
-    """Of GoogLeNet, ResNet and DenseNet a block each, as the book writes
-    them in the NumPy interface."""
-    from mxnet.gluon import HybridBlock, nn
-
-    class Block(HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Conv2D(2, 1, activation="relu")
-            self.b = nn.Conv2D(3, 3, padding=1, activation="relu")
-            self.pool = nn.MaxPool2D(3, 1, 1)
-            self.norm = nn.BatchNorm()
-            self.c = nn.Conv2D(5, 3, padding=1)
-
-        def hybrid_forward(self, F, x):
-            y = F.np.concatenate((self.a(x), self.b(self.pool(x))), axis=1)
-            return F.npx.relu(self.c(self.norm(y)) + y)
-    return _sequential(
-        nn.Conv2D(4, 3, padding=2, activation="sigmoid"), nn.AvgPool2D(2, 2),
-        Block(), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D(),
-        nn.Flatten(), nn.Dense(5, activation="relu"), nn.Dropout(0),
-        nn.Dense(3))
-
-
 def unrolled(layout, *names, embeds=False):
     """Cells without a begin state, of which the graph knows no batch."""
     def make():
@@ -244,7 +220,6 @@ NETWORKS = {"lenet": (lenet, (2, 2, 9, 8)), "pools": (pools, (2, 2, 15, 15)),
                                    Whole((4, 3)), (2, 3, 5)),
             "encoder": (encoder(False), (3, 4, 6), Whole((3,))),
             "np encoder": (encoder(True), (3, 4, 6), Whole((3,))),
-            "np inception": (inception, (2, 3, 8, 8)),
             "resnet18_v1": (zoo("resnet18_v1"), (2, 3, 64, 64)),
             "resnet18_v2": (zoo("resnet18_v2"), (2, 3, 64, 64)),
             "mobilenetv2_0.25": (zoo("mobilenetv2_0.25"), (2, 3, 64, 64))}
@@ -366,8 +341,8 @@ every = pytest.mark.parametrize("exported", NETWORKS, indirect=True)
 small = pytest.mark.parametrize("exported", ["lenet", "joined"],
                                 indirect=True)
 trained = pytest.mark.parametrize(
-    "exported", ["lenet", "joined", "norms", "gru both ways", "lstm by batch",
-                 "np inception"], indirect=True)
+    "exported", ["lenet", "joined", "norms", "gru both ways", "lstm by batch"],
+    indirect=True)
 
 
 def assert_same(found, expected, tolerance=1e-10):

@@ -327,19 +327,14 @@ def test_an_optimizer_that_is_given(optimizer, options, match):
             optimizer_params=options, lr_scheduler=lambda n: 0.1)
 
 
-@pytest.mark.parametrize("name", ["ftml", "lamb", "lars", "sgld", "dcasgd",
-                                  "own"])
-def test_optimizers_that_mgpu_has_not(name):
+@pytest.mark.parametrize("states, optimizer", [
+    *((name, None) for name in ("ftml", "lamb", "lars", "sgld", "dcasgd",
+                                "own")),
+    # whose states are not read
+    *(("training/net", given) for given in (
+        "groupadagrad", "LAMB", mgpu.optimizers.LARS()))], ids=str)
+def test_optimizers_that_mgpu_has_not(states, optimizer):
     with mgpu.using_backend(BACKENDS[0]), pytest.raises(
             NotImplementedError, match="has no counterpart"):
-        mgpu.resume_from_gluon(*GOLDEN[:2], FILES / f"{name}.states",
-                               [mgpu.cpu(0)])
-
-
-@pytest.mark.parametrize("optimizer", [
-    "groupadagrad", "LAMB", mgpu.optimizers.LARS()], ids=str)
-def test_states_that_are_not_read_are_refused_of_a_given_optimizer_too(
-        optimizer):
-    with mgpu.using_backend(BACKENDS[0]), pytest.raises(
-            NotImplementedError, match="has no counterpart"):
-        mgpu.resume_from_gluon(*GOLDEN, [mgpu.cpu(0)], optimizer=optimizer)
+        mgpu.resume_from_gluon(*GOLDEN[:2], FILES / f"{states}.states",
+                               [mgpu.cpu(0)], optimizer=optimizer)
