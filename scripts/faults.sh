@@ -17,9 +17,9 @@ status=0
 if [ -n "$write" ]; then
     restarts=$(mktemp)
     trap 'rm -f "$restarts"' EXIT
-    "$python" -m faults.restarts "${1:-1}" | tee "$restarts" || status=$?
-    "$python" -m faults "$@" --restarts "$restarts" --write || status=$?
+    "$python" -m studies.faults.restarts "${1:-1}" | tee "$restarts" || status=$?
+    "$python" -m studies.faults "$@" --restarts "$restarts" --write || status=$?
 else
-    "$python" -m faults "$@" || status=$?
+    "$python" -m studies.faults "$@" || status=$?
 fi
 exit $status

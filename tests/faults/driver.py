@@ -67,16 +67,15 @@ class Case:
     environment: dict = field(default_factory=dict)
     status: dict = field(default_factory=dict)
     right: bool = True
-    short: bool = False     # one of the ordinary tests, on torch
     backends: tuple = ("torch", "mxnet")
     options: dict = field(default_factory=dict)
     told: object = None     # a check of what ranks have written down
     signal: tuple = ()      # (rank or "all", number): sent from outside
 
 
-PLAN = {"steps": 6, "devices": 1, "trainers": 1, "by_hand": False,
-        "timeout": 5, "start_timeout": 20, "nonfinite": None, "delay": 0,
-        "pause": 0, "keep": None, "batch_norm": True}
+PLAN = {"steps": 6, "devices": 1, "trainers": 1,
+        "timeout": 5, "start_timeout": 20, "nonfinite": None,
+        "batch_norm": True}
 
 
 @dataclass

@@ -1,25 +1,14 @@
-"""Kill a process while it saves, and damage files in every way:
-``python tests/faults/kill_save.py [--kills 100] [--mutations 3000]``.
-
-Prints, for each backend, how many checkpoints could not be read, how many
-wrong values were loaded, and the peak of memory.
-"""
-import argparse
+"""Kill a process while it saves, and damage files in every way."""
 import os
 import random
 import signal
-import sys
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-
-import mgpu  # noqa: E402
-from conftest import BACKENDS  # noqa: E402
-from nets import rows_gluon, rows_torch  # noqa: E402
+import mgpu
+from nets import rows_gluon, rows_torch
 
 LIMIT = 64 << 20
 
@@ -158,32 +147,3 @@ def _memory(line):
 
 def _begin_peak():
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--mutations", type=int, default=3000)
-    options = parser.parse_args()
-    failed = 0
-    for name in BACKENDS:
-        with tempfile.TemporaryDirectory() as folder, \
-                mgpu.using_backend(name) as backend:
-            begin = time.monotonic()
-            unreadable, parts = kills(backend, options.kills, folder)
-            print(f"{name}: {options.kills} kills while saving, {parts} left "
-                  f"a part: {unreadable} unreadable "
-                  f"({time.monotonic() - begin:.0f} s)", flush=True)
-            begin = time.monotonic()
-            loaded, crashed, grown = mutations(backend, options.mutations,
-                                               folder)
-            print(f"{name}: {options.mutations} mutated files: {loaded} "
-                  f"wrong values, {crashed} crashes, peak of memory "
-                  f"{grown / 2 ** 20:+.1f} MiB beside the file "
-                  f"({time.monotonic() - begin:.0f} s)", flush=True)
-            failed += unreadable + loaded + crashed + (grown > LIMIT)
-    return failed > 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,8 @@
 """What goes wrong in a job is seen, named, and changes no number.
 
-These are a part of `cases.CASES`; ``scripts/faults.sh`` runs all of them.
+``scripts/faults.sh`` runs all cases, also those of studies/faults.
 ``-m "not faults"`` leaves them out.
 """
-import dataclasses
-import json
 import sys
 
 import pytest
@@ -16,8 +14,6 @@ from faults.program import late_failure
 
 pytestmark = pytest.mark.faults
 
-SHORT = [case for case in cases.CASES if case.short]
-
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
@@ -27,7 +23,8 @@ def reference(tmp_path_factory):
                            tmp_path_factory.mktemp("reference"))
 
 
-@pytest.mark.parametrize("case", SHORT, ids=lambda x: f"{x.row} {x.name}")
+@pytest.mark.parametrize("case", cases.CASES,
+                         ids=lambda x: f"{x.row} {x.name}")
 def test_a_fault(case, reference, tmp_path):
     assert case.size == 2 or not case.faults
     outcome = driver.run(case, "torch", "torch", tmp_path)
@@ -200,10 +197,3 @@ def test_every_error_has_a_class_of_the_family():
         error = getattr(sys.modules[place], name)
         assert error is getattr(mgpu.errors, name) and name in names
         assert issubclass(error, base)
-
-
-def test_all_rows_have_a_case():
-    known = {case.row for case in cases.CASES}
-    # 9: two hosts, tests/faults/hosts.py; 30: every message of all others
-    assert known | {9, 30} == set(cases.ROWS)
-    assert json.dumps([dataclasses.asdict(c)["faults"] for c in cases.CASES])

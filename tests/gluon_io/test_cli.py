@@ -16,6 +16,8 @@ from mgpu import cli, gluon_io
 from mgpu.gluon_io import script
 from mgpu.inspection import inspect_file
 
+from .conftest import export, files_in
+
 FILES = Path(__file__).parent.parent / "files" / "gluon"
 both = pytest.mark.skipif(set(BACKENDS) < {"mxnet", "torch"},
                           reason="compares two engines")
@@ -68,10 +70,16 @@ def test_states_are_by_index():
     assert {s["updates"] for s in found["states"]} == {2}
 
 
-def test_mgpus_own_files(backend, tmp_path):
-    net = mgpu.models.lenet()
-    replicas = mgpu.initialize(net, [mgpu.cpu(0)], mgpu.initializers.Xavier())
-    trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+@pytest.fixture
+def of_mgpu(backend):
+    """Replicas and their trainer."""
+    replicas = mgpu.initialize(mgpu.models.lenet(), [mgpu.cpu(0)],
+                               mgpu.initializers.Xavier())
+    return replicas, mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
+
+
+def test_mgpus_own_files(backend, of_mgpu, tmp_path):
+    replicas, trainer = of_mgpu
     mgpu.save_checkpoint(tmp_path / "a", replicas, trainer)
     trainer.save_states(str(tmp_path / "b"))
     found = inspect_file(tmp_path / "a")
@@ -145,12 +153,9 @@ def test_a_closed_pipe_is_silent(how, monkeypatch):
     assert (result.exit_code, result.output) == (141, "")
 
 
-def test_states_of_gluon_are_told_from_mgpus(backend):
-    net = mgpu.models.lenet()
-    replicas = mgpu.initialize(net, [mgpu.cpu(0)], mgpu.initializers.Xavier())
-    trainer = mgpu.Trainer(replicas, "sgd")
+def test_states_of_gluon_are_told_from_mgpus(of_mgpu):
     with pytest.raises(ValueError, match="mgpu.resume_from_gluon"):
-        trainer.load_states(FILES / "sgd.states")
+        of_mgpu[1].load_states(FILES / "sgd.states")
 
 
 # -- mgpu convert -------------------------------------------------------------
@@ -171,11 +176,7 @@ def exported(tmp_path_factory):
                     nn.Dense(6, in_units=6, use_bias=False,
                              params=first.params),
                     nn.Dense(3, in_units=6))
-        net.initialize(mx.init.Xavier())
-        net.hybridize()
-        net(mx.nd.ones((2, 5)))
-        net.export(str(folder / "net"))
-    return folder / "net-symbol.json", folder / "net-0000.params"
+        return export(net, folder, (2, 5), init=mx.init.Xavier())
 
 
 def values(pair):
@@ -262,9 +263,8 @@ def test_pt2_predicts_for_any_number_of_rows(exported, tmp_path):
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch writes it")
 def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
-    files = FILES / "networks" / "lstm"
-    result = command("convert", f"{files}-symbol.json", f"{files}-0000.params",
-                     "-o", tmp_path / "x.pt2", "--input", "6:int64")
+    result = command("convert", *files_in(FILES / "networks", "lstm"), "-o",
+                     tmp_path / "x.pt2", "--input", "6:int64")
     assert result.exit_code == 0, result.output
     assert not [x for x in recwarn if "_flat_weights" in str(x.message)]
 
@@ -322,42 +322,37 @@ def forked(tmp_path_factory):
                 return self.one(x), self.two(x)
 
         mx.random.seed(1)
-        net = Forked()
-        net.initialize(mx.init.Normal(0.5))
-        net.hybridize()
-        net(mx.nd.ones((2, 5)), mx.nd.ones(2))
-        mx.nd.waitall()
-        net.export(str(folder / "net"))
-    return folder / "net-symbol.json", folder / "net-0000.params"
+        return export(Forked(), folder, (2, 5), (2,), init=mx.init.Normal(0.5))
+
+
+def first(net, attribute):
+    """The first module that has it."""
+    return next(m for m in net.modules() if hasattr(m, attribute))
 
 
 def change_weight(net):
-    next(m for m in net.modules() if hasattr(m, "num_embeddings")
-         ).weight[8, 1] += 1e-6
+    first(net, "num_embeddings").weight[8, 1] += 1e-6
 
 
 def change_row(net):
     """One is not trained: seen where indices are those of the whole table."""
-    next(m for m in net.modules() if hasattr(m, "num_embeddings")
-         ).padding_idx = 8
+    first(net, "num_embeddings").padding_idx = 8
 
 
 def change_statistics(net):
-    next(m for m in net.modules() if hasattr(m, "running_var")
-         ).running_var.mul_(1 + 1e-6)
+    first(net, "running_var").running_var.mul_(1 + 1e-6)
 
 
 def change_epsilon(net):
-    next(m for m in net.modules() if hasattr(m, "eps")).eps *= 1.01
+    first(net, "eps").eps *= 1.01
 
 
 def change_dropout(net):
-    next(m for m in net.modules() if hasattr(m, "p")).p = 0.25
+    first(net, "p").p = 0.25
 
 
 def change_slope(net):
-    next(m for m in net.modules() if hasattr(m, "negative_slope")
-         ).negative_slope = 0.2499
+    first(net, "negative_slope").negative_slope = 0.2499
 
 
 def exchange_outputs(net):
@@ -466,13 +461,9 @@ def dropping(tmp_path_factory):
             nn.Activation("relu"), nn.Dropout(0.5),
             nn.Dense(8, activation="tanh"), nn.Dropout(0.5), nn.Dense(3))
         shapes = dict.fromkeys(("lstm", "one", "axes"), (2, 5, 4))
-        for name, net in nets.items():
-            net.initialize(mx.init.Xavier())
-            net.hybridize()
-            net(mx.nd.ones(shapes.get(name, (2, 4))))
-            net.export(str(folder / name))
-    found = {name: (folder / f"{name}-symbol.json", folder /
-                    f"{name}-0000.params") for name in nets}
+        found = {name: export(net, folder, shapes.get(name, (2, 4)), name=name,
+                              init=mx.init.Xavier())
+                 for name, net in nets.items()}
     half = folder / "half-symbol.json"
     half.write_text(found["cast"][0].read_text().replace(
         '"float32"', '"float16"'))
@@ -746,8 +737,7 @@ def test_arrays_of_another_network_are_refused(backend, exported, dropping,
     (lambda net, a, b: mgpu.to_gluon_params(net, "x.pt2"), ValueError)])
 def test_wrong_arguments_of_conversions(call, error, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    files = [f"{FILES / 'networks' / 'lstm'}{end}"
-             for end in ("-symbol.json", "-0000.params")]
+    files = files_in(FILES / "networks", "lstm")
     with mgpu.using_backend("torch"):
         net = mgpu.from_gluon(*files)
         with pytest.raises(error, match="received"):

@@ -11,6 +11,7 @@ import mgpu.testing
 from conftest import BACKENDS
 from helpers import relative_difference
 
+from .conftest import export, files_in
 from .mutations import graph_mutation
 
 if set(BACKENDS) < {"mxnet", "torch"}:
@@ -142,30 +143,6 @@ def _encoder(numpy):
     return Encoder()
 
 
-def inception():
-    """Of GoogLeNet, ResNet and DenseNet a block each, as the book writes
-    them in the NumPy interface."""
-    from mxnet.gluon import HybridBlock, nn
-
-    class Block(HybridBlock):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Conv2D(2, 1, activation="relu")
-            self.b = nn.Conv2D(3, 3, padding=1, activation="relu")
-            self.pool = nn.MaxPool2D(3, 1, 1)
-            self.norm = nn.BatchNorm()
-            self.c = nn.Conv2D(5, 3, padding=1)
-
-        def hybrid_forward(self, F, x):
-            y = F.np.concatenate((self.a(x), self.b(self.pool(x))), axis=1)
-            return F.npx.relu(self.c(self.norm(y)) + y)
-    return _sequential(
-        nn.Conv2D(4, 3, padding=2, activation="sigmoid"), nn.AvgPool2D(2, 2),
-        Block(), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D(),
-        nn.Flatten(), nn.Dense(5, activation="relu"), nn.Dropout(0),
-        nn.Dense(3))
-
-
 def unrolled(layout, *names, embeds=False):
     """Cells without a begin state, of which the graph knows no batch."""
     def make():
@@ -243,7 +220,6 @@ NETWORKS = {"lenet": (lenet, (2, 2, 9, 8)), "pools": (pools, (2, 2, 15, 15)),
                                    Whole((4, 3)), (2, 3, 5)),
             "encoder": (encoder(False), (3, 4, 6), Whole((3,))),
             "np encoder": (encoder(True), (3, 4, 6), Whole((3,))),
-            "np inception": (inception, (2, 3, 8, 8)),
             "resnet18_v1": (zoo("resnet18_v1"), (2, 3, 64, 64)),
             "resnet18_v2": (zoo("resnet18_v2"), (2, 3, 64, 64)),
             "mobilenetv2_0.25": (zoo("mobilenetv2_0.25"), (2, 3, 64, 64))}
@@ -271,8 +247,7 @@ class Exported:
         self.x = self.inputs[0]
         with self.interface():
             self._export(make, folder, mx)
-        self.symbol = folder / "net-symbol.json"
-        self.params = folder / "net-0000.params"
+        self.symbol, self.params = files_in(folder)
 
     @contextlib.contextmanager
     def interface(self):
@@ -366,8 +341,8 @@ every = pytest.mark.parametrize("exported", NETWORKS, indirect=True)
 small = pytest.mark.parametrize("exported", ["lenet", "joined"],
                                 indirect=True)
 trained = pytest.mark.parametrize(
-    "exported", ["lenet", "joined", "norms", "gru both ways", "lstm by batch",
-                 "np inception"], indirect=True)
+    "exported", ["lenet", "joined", "norms", "gru both ways", "lstm by batch"],
+    indirect=True)
 
 
 def assert_same(found, expected, tolerance=1e-10):
@@ -440,8 +415,7 @@ def from_symbol(folder, symbol, arrays):
         f"arg:{name}": mx.nd.array(x, dtype=x.dtype)
         for name, x in arrays.items()})
     with mgpu.using_backend("torch"):
-        return mgpu.from_gluon(folder / "net-symbol.json",
-                               folder / "net-0000.params")
+        return mgpu.from_gluon(*files_in(folder))
 
 
 @pytest.mark.parametrize("axes, mode", [
@@ -613,8 +587,7 @@ def of_whole_numbers(folder, text, numpy):
     def found():
         with mgpu.using_backend("torch"):
             import torch
-            net = mgpu.from_gluon(folder / "net-symbol.json",
-                                  folder / "net-0000.params")
+            net = mgpu.from_gluon(*files_in(folder))
             return net(torch.tensor(WHOLE)).numpy()
     return expected, found
 
@@ -769,8 +742,7 @@ def test_an_array_of_indices_is_not_trained(tmp_path, backend, text, trained):
                              "a": mx.sym.var("a")})
         with mgpu.using_backend("torch"):
             from_symbol(tmp_path, symbol, {"a": np.ones(2, "float32")})
-    net = mgpu.from_gluon(tmp_path / "net-symbol.json",
-                          tmp_path / "net-0000.params")
+    net = mgpu.from_gluon(*files_in(tmp_path))
     replicas = mgpu.initialize(net, [mgpu.cpu(0)], init="keep")
     assert any(p.grad_req != "null" for p in replicas.params()) == trained
 
@@ -810,13 +782,9 @@ def test_a_constant_is_not_trained(tmp_path, backend):
                 x = F.broadcast_mul(self.dense(x), factor)
                 return F.FullyConnected(x, mix, no_bias=True, num_hidden=2)
         net = Net()
-        net.initialize()
-        net.hybridize()
-        net(mx.nd.ones((2, 4)))
-        net.export(str(tmp_path / "net"))
+        files = export(net, tmp_path, (2, 4))
         trained = {name for name, p in net.collect_params().items()
                    if p.grad_req != "null"}
-    files = tmp_path / "net-symbol.json", tmp_path / "net-0000.params"
     replicas = mgpu.initialize(mgpu.from_gluon(*files), [mgpu.cpu(0)],
                                init="keep")
     names = replicas.network.gluon_names()
@@ -893,14 +861,12 @@ def test_inputs_are_in_the_order_of_the_block(tmp_path):
             def hybrid_forward(self, F, a, b, *more):
                 return more[-1] * 100 + b * 10 - a
         net = Net()
-        net.hybridize()
         inputs = [mx.nd.array([float(i)]) for i in range(12)]
+        files = export(net, tmp_path, *inputs)
         expected = net(*inputs).asscalar()
-        net.export(str(tmp_path / "net"))
     for engine in BACKENDS:
         with mgpu.using_backend(engine):
-            net = mgpu.from_gluon(tmp_path / "net-symbol.json",
-                                  tmp_path / "net-0000.params")
+            net = mgpu.from_gluon(*files)
             used = [mgpu.put(np.float32([i]), mgpu.cpu(0)) for i in (0, 1, 11)]
             y = mgpu.initialize(net, [mgpu.cpu(0)], init="keep")[0](*used)
             assert mgpu.to_numpy(y).tolist() == [expected]
@@ -920,15 +886,10 @@ def test_a_layer_that_is_called_twice_is_one_module(tmp_path):
 
             def hybrid_forward(self, F, a, b):
                 return self.norm(a) - F.tanh(self.norm(b))
-        net = Twins()
-        net.initialize()
-        net.hybridize()
-        net(mx.nd.ones((2, 3)), mx.nd.ones((2, 3)))
-        net.export(str(tmp_path / "net"))
+        files = export(Twins(), tmp_path, (2, 3), (2, 3))
     with mgpu.using_backend("torch"):
         with pytest.warns(UserWarning, match="statistics differ from MXNet"):
-            net = mgpu.from_gluon(tmp_path / "net-symbol.json",
-                                  tmp_path / "net-0000.params").double()
+            net = mgpu.from_gluon(*files).double()
         assert len([x for x in net.modules() if not [*x.children()]]) == 1
         x = mgpu.put(np.eye(3), mgpu.cpu(0))
         net.train()(x, x)
@@ -945,8 +906,7 @@ def test_a_dtype_is_that_of_what_the_graph_makes(tmp_path, backend):
         from_symbol(tmp_path, x, {"weight": np.ones((1, 4), "float32")})
     with mgpu.using_backend(backend.name):
         for dtype in ("float64", "float16"):
-            net = mgpu.from_gluon(tmp_path / "net-symbol.json",
-                                  tmp_path / "net-0000.params", dtype=dtype)
+            net = mgpu.from_gluon(*files_in(tmp_path), dtype=dtype)
             y = net(mgpu.put(np.array([1, 2]), mgpu.cpu(0)))
             assert mgpu.to_numpy(y).dtype == dtype
 

@@ -12,7 +12,7 @@ from mgpu.gluon_io import load_trainer_states
 
 from .mutations import FILES
 from .trainings import (OPTIMIZERS, at_start, difference, go_on, live,
-                        lock_step, one_step, values_of)
+                        lock_step, one_step, schedule_of, values_of)
 
 
 @live
@@ -21,10 +21,8 @@ from .trainings import (OPTIMIZERS, at_start, difference, go_on, live,
     # a constant that a block of symbols trains
     ("constant in symbols", "sgd-momentum")])
 def test_every_optimizer_goes_on(training, network, optimizer):
-    one = training(network, optimizer)
-    with mgpu.using_backend("mxnet"):
-        one.step(3)
-    assert lock_step(one, 2, [mgpu.cpu(0)]) < 1e-10
+    one = training(network, optimizer, steps=3)
+    assert lock_step(one, 2) < 1e-10
 
 
 #: whose kernels clip where the limit is above 0
@@ -34,11 +32,8 @@ CLIPPED = [name for name in OPTIMIZERS if name.partition("-")[0] in (
 
 def limited(training, optimizer, limit):
     """A training whose gradients and weights are clipped at `limit`."""
-    one = training("small", optimizer, clip_gradient=limit, **(
+    return training("small", optimizer, steps=2, clip_gradient=limit, **(
         {"clip_weights": limit} if "rmsprop" in optimizer else {}))
-    with mgpu.using_backend("mxnet"):
-        one.step(2)
-    return one
 
 
 @live
@@ -47,7 +42,7 @@ def limited(training, optimizer, limit):
 def test_a_kernel_does_not_clip_at_a_limit_of_0_or_less(training, optimizer,
                                                         limit):
     one = limited(training, optimizer, limit)
-    assert lock_step(one, 1, [mgpu.cpu(0)]) < 1e-10
+    assert lock_step(one, 1) < 1e-10
 
 
 @live
@@ -59,25 +54,21 @@ def test_a_limit_at_which_mxnets_python_clips_is_refused(training, optimizer,
     """To nothing, or to the limit itself."""
     with pytest.raises(ValueError, match="the options in the file of states: "
                        f"clip_gradient must be .*received {limit}"):
-        lock_step(limited(training, optimizer, limit), 1, [mgpu.cpu(0)])
+        lock_step(limited(training, optimizer, limit), 1)
 
 
 @live
 @pytest.mark.parametrize("optimizer", ["sgd-momentum", "nag"])
 def test_a_momentum_that_was_set_to_0(training, optimizer):
-    one = training("small", optimizer)
-    with mgpu.using_backend("mxnet"):
-        one.step(2)
-        one.trainer._optimizer.momentum = 0.0
-    assert lock_step(one, 1, [mgpu.cpu(0)]) < 1e-10
+    one = training("small", optimizer, steps=2)
+    one.trainer._optimizer.momentum = 0.0
+    assert lock_step(one, 1) < 1e-10
 
 
 @live
 @pytest.mark.parametrize("optimizer", ["adam", "nadam"])
 def test_on_devices(training, devices, optimizer):
-    one = training("small", optimizer)
-    with mgpu.using_backend("mxnet"):
-        one.step(3)
+    one = training("small", optimizer, steps=3)
     assert lock_step(one, 2, devices, batch_norm="sync") < 1e-10
 
 
@@ -86,9 +77,7 @@ def test_on_devices(training, devices, optimizer):
     ("sgd-momentum", True), ("adam", False)])
 def test_states_of_two_devices(training, devices, optimizer, store):
     """Whoever updates them: the store, or each device by itself."""
-    one = training("few", optimizer, contexts=2, store=store)
-    with mgpu.using_backend("mxnet"):
-        one.step(3)
+    one = training("few", optimizer, contexts=2, store=store, steps=3)
     assert lock_step(one, 2, devices) < 1e-10
 
 
@@ -97,10 +86,8 @@ def test_states_of_two_devices(training, devices, optimizer, store):
     ("resnet18", "sgd-momentum", 2), ("lstm", "adam", 10), ("mlp", "adam", 10)
 ])
 def test_many_steps_and_as_many_more(training, network, optimizer, steps):
-    one = training(network, optimizer)
-    with mgpu.using_backend("mxnet"):
-        one.step(steps)
-    assert lock_step(one, steps, [mgpu.cpu(0)]) < 1e-10
+    one = training(network, optimizer, steps=steps)
+    assert lock_step(one, steps) < 1e-10
 
 
 @live
@@ -143,12 +130,13 @@ def test_copies_of_float16_parameters(tmp_path, optimizer):
         mgpu.train_batch(
             x.astype("float32"), y.astype("float32"), resumed.replicas,
             lambda out, y: (out * y).sum(1), resumed.trainer)
-        for key, found in values_of(resumed.replicas).items():
-            copy = expected[key.removeprefix("arg:")]
-            assert found.dtype == copy.dtype == np.float32
-            # what is the same after the step is no proof
-            assert relative_difference(before[key], copy) > 1e-5
-            assert relative_difference(found, copy) < 3e-7
+        after = values_of(resumed.replicas)
+    for key, found in after.items():
+        copy = expected[key.removeprefix("arg:")]
+        assert found.dtype == copy.dtype == np.float32
+        # what is the same after the step is no proof
+        assert relative_difference(before[key], copy) > 1e-5
+        assert relative_difference(found, copy) < 3e-7
 
 
 @live
@@ -156,12 +144,10 @@ def test_copies_of_float16_parameters(tmp_path, optimizer):
                                                ("mxnet", "adam")])
 def test_it_goes_on_alone(training, engine, optimizer):
     """Several steps after one another."""
-    one = training("small", optimizer)
-    with mgpu.using_backend("mxnet"):
-        one.step(3)
-        files = one.save()
-        one.step(4)
-        expected = one.values()
+    one = training("small", optimizer, steps=3)
+    files = one.save()
+    one.step(4)
+    expected = one.values()
     with mgpu.using_backend(engine):
         resumed = go_on(files)
         for _ in range(4):
@@ -175,12 +161,10 @@ def test_it_goes_on_alone(training, engine, optimizer):
     ("scaled", "mxnet"), ("scaled in symbols", "torch")])
 def test_nadam_moves_at_a_gamma_that_is_1(training, network, engine):
     """Where MXNet updates it, in each later step too."""
-    one = training(network, "nadam", wd=0.0)
-    with mgpu.using_backend("mxnet"):
-        one.step()
-        files = one.save()
-        one.step(2)
-        expected = one.values()
+    one = training(network, "nadam", wd=0.0, steps=1)
+    files = one.save()
+    one.step(2)
+    expected = one.values()
     with mgpu.using_backend(engine):
         resumed = go_on(files)
         for _ in range(2):
@@ -193,14 +177,11 @@ def test_nadam_moves_at_a_gamma_that_is_1(training, network, engine):
 @live
 def test_nadam_on_devices_in_turn_is_refused(training):
     """One schedule of momentum for all moves at each of them."""
-    one = training("small", "nadam")
-    with mgpu.using_backend("mxnet"):
-        one.step()
-        counts = one.trainer._optimizer._all_index_update_counts
-        counts[1] = dict(counts[0])
-        files = one.save()
-    with mgpu.using_backend("torch"), pytest.raises(
-            ValueError, match="states of 2 devices"):
+    one = training("small", "nadam", steps=1)
+    counts = one.trainer._optimizer._all_index_update_counts
+    counts[1] = dict(counts[0])
+    files = one.save()
+    with pytest.raises(ValueError, match="states of 2 devices"):
         go_on(files)
 
 
@@ -215,22 +196,16 @@ def test_nadam_on_devices_in_turn_is_refused(training):
     ("CosineScheduler", {"max_update": 8, "final_lr": 2 ** -6}, {})])
 def test_schedules_go_on(training, name, arguments, options):
     """Their rates; weights where MXNet's float32 holds them."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        schedule = getattr(mx.lr_scheduler, name)(base_lr=0.5, **arguments)
-    one = training("distinct", "sgd", lr_scheduler=schedule,
+    schedule = schedule_of(name, base_lr=0.5, **arguments)
+    one = training("distinct", "sgd", lr_scheduler=schedule, steps=3,
                    **{"learning_rate": None, **options})
-    with mgpu.using_backend("mxnet"):
-        one.step(3)
-        files = one.save()
-    assert_rates(files, schedule, 4)
+    assert_rates(one.save(), schedule, 4)
 
 
 def assert_rates(files, schedule, begin, **options):
-    with mgpu.using_backend("torch"):
-        trainer = go_on(files, **options).trainer
-        assert [trainer.rate(n) for n in range(begin, begin + 8)] == [
-            schedule(n) for n in range(begin, begin + 8)]
+    trainer = go_on(files, **options).trainer
+    assert [trainer.rate(n) for n in range(begin, begin + 8)] == [
+        schedule(n) for n in range(begin, begin + 8)]
 
 
 @live
@@ -239,17 +214,13 @@ def assert_rates(files, schedule, begin, **options):
 def test_a_schedule_before_the_first_update(training, name, step, asked):
     """With begin_num_update; whether somebody has looked at the rate or
     not."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        schedule = getattr(mx.lr_scheduler, name)(step, 0.5, base_lr=0.125)
+    schedule = schedule_of(name, step, 0.5, base_lr=0.125)
     one = training("distinct", "sgd", lr_scheduler=schedule,
                    learning_rate=None, begin_num_update=10)
-    with mgpu.using_backend("mxnet"):
-        at_start(one)
-        if asked:
-            assert one.trainer.learning_rate < 0.125
-        files, requests = one.save(), one.requests()
-    assert_rates(files, schedule, 11, grad_req=requests)
+    at_start(one)
+    if asked:
+        assert one.trainer.learning_rate < 0.125
+    assert_rates(one.save(), schedule, 11, grad_req=one.requests())
 
 
 @live
@@ -259,18 +230,12 @@ def test_a_schedule_before_the_first_update(training, name, step, asked):
 def test_a_schedule_that_an_optimizer_does_not_set(training, optimizer,
                                                    options, steps):
     """Ftrl has a rate besides, and AdaDelta asks for none."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        schedule = mx.lr_scheduler.MultiFactorScheduler([1, 3], 0.5,
-                                                        base_lr=0.5)
-    one = training("distinct", optimizer, lr_scheduler=schedule, **options)
-    with mgpu.using_backend("mxnet"):
-        if steps:
-            one.step(steps)
-        else:
-            at_start(one)
-        files, requests = one.save(), one.requests()
-    assert_rates(files, schedule, steps + 1, grad_req=requests)
+    schedule = schedule_of("MultiFactorScheduler", [1, 3], 0.5, base_lr=0.5)
+    one = training("distinct", optimizer, lr_scheduler=schedule, steps=steps,
+                   **options)
+    if not steps:
+        at_start(one)
+    assert_rates(one.save(), schedule, steps + 1, grad_req=one.requests())
 
 
 # -- what does not fit --------------------------------------------------------
@@ -362,19 +327,14 @@ def test_an_optimizer_that_is_given(optimizer, options, match):
             optimizer_params=options, lr_scheduler=lambda n: 0.1)
 
 
-@pytest.mark.parametrize("name", ["ftml", "lamb", "lars", "sgld", "dcasgd",
-                                  "own"])
-def test_optimizers_that_mgpu_has_not(name):
+@pytest.mark.parametrize("states, optimizer", [
+    *((name, None) for name in ("ftml", "lamb", "lars", "sgld", "dcasgd",
+                                "own")),
+    # whose states are not read
+    *(("training/net", given) for given in (
+        "groupadagrad", "LAMB", mgpu.optimizers.LARS()))], ids=str)
+def test_optimizers_that_mgpu_has_not(states, optimizer):
     with mgpu.using_backend(BACKENDS[0]), pytest.raises(
             NotImplementedError, match="has no counterpart"):
-        mgpu.resume_from_gluon(*GOLDEN[:2], FILES / f"{name}.states",
-                               [mgpu.cpu(0)])
-
-
-@pytest.mark.parametrize("optimizer", [
-    "groupadagrad", "LAMB", mgpu.optimizers.LARS()], ids=str)
-def test_states_that_are_not_read_are_refused_of_a_given_optimizer_too(
-        optimizer):
-    with mgpu.using_backend(BACKENDS[0]), pytest.raises(
-            NotImplementedError, match="has no counterpart"):
-        mgpu.resume_from_gluon(*GOLDEN, [mgpu.cpu(0)], optimizer=optimizer)
+        mgpu.resume_from_gluon(*GOLDEN[:2], FILES / f"{states}.states",
+                               [mgpu.cpu(0)], optimizer=optimizer)

@@ -7,8 +7,7 @@ import pytest
 import mgpu
 from helpers import relative_difference
 
-from .trainings import difference, live
-
+from .trainings import difference, live, on_mxnet, schedule_of
 
 CROSS = mgpu.losses.SoftmaxCrossEntropyLoss()
 #: of the optimiser of a `module`
@@ -22,10 +21,13 @@ def smooth(out, y):
     return rows
 
 
-def module(mx, folder, fixed=None, momentum=0.5, given="sgd", end=(),
-           dtype="float32", rate=0.125, rows=8, store="local", **options):
+@on_mxnet
+def module(folder, fixed=None, momentum=0.5, given="sgd", end=(),
+           dtype="float64", rate=0.125, rows=8, store="local",
+           of_object=False, **options):
     """A checkpoint of the symbol API after 3 steps, and a step more. The
     names of its weights, batches, and values then."""
+    import mxnet as mx
     x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=5, name="fc1")
     x = mx.sym.Activation(x, act_type="tanh")
     x = mx.sym.FullyConnected(x, num_hidden=3, name="fc2")
@@ -43,8 +45,8 @@ def module(mx, folder, fixed=None, momentum=0.5, given="sgd", end=(),
     options = {key: x for key, x in {
         "learning_rate": rate, "wd": 2 ** -6, "momentum": momentum,
         **options}.items() if x is not None}
-    mod.init_optimizer(store, given if isinstance(given, str)
-                       else given(**options), options)
+    mod.init_optimizer(store, mx.optimizer.SGD(**options) if of_object
+                       else given, options)
     for i in range(4):
         if i == 3:
             mod.save_checkpoint(str(folder / "net"), 10,
@@ -77,9 +79,8 @@ def test_a_module_goes_on(tmp_path, monkeypatch, engine, on_store):
     """It trains in float32, on two devices, and its states have numbers for
     each device, or names. Its end predicts, or gives what enters it."""
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", on_store)
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        data, label, expected, predicted, files = module(mx, tmp_path)
+    data, label, expected, predicted, files = module(
+        tmp_path, dtype="float32")
     with mgpu.using_backend(engine):
         net = mgpu.from_gluon(*files[:2])
         view = mgpu.initialize(net, [mgpu.cpu(0)])
@@ -102,10 +103,7 @@ def test_a_module_goes_on(tmp_path, monkeypatch, engine, on_store):
 def test_a_module_with_fixed_parameters(tmp_path, monkeypatch, fixed):
     """Its states are of as many devices as one wants, if they are empty."""
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        made = module(mx, tmp_path, [f"{fixed}_weight", f"{fixed}_bias"], 0.0,
-                      dtype="float64")
+    made = module(tmp_path, [f"{fixed}_weight", f"{fixed}_bias"], 0.0)
     options = {"optimizer_params": {"learning_rate": 0.125, "wd": 2 ** -6}}
     with pytest.raises(ValueError, match="ways: so many may .*Pass order="):
         goes_on(made, **options)
@@ -120,9 +118,7 @@ def test_a_module_with_fixed_parameters(tmp_path, monkeypatch, fixed):
 @pytest.mark.parametrize("on_store", ["0", "1"])
 def test_all_of_a_module(tmp_path, monkeypatch, on_store):
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", on_store)
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        made = module(mx, tmp_path, momentum=0.0, dtype="float64")
+    made = module(tmp_path, momentum=0.0)
     options = {"optimizer_params": {"learning_rate": 0.125, "wd": 2 ** -6}}
     assert goes_on(made, order="all", **options)[0] < 1e-10
     if on_store == "1":
@@ -135,30 +131,26 @@ def test_all_of_a_module(tmp_path, monkeypatch, on_store):
 @pytest.mark.parametrize("of_object", [False, True])
 def test_multipliers_of_a_module(tmp_path, of_object):
     """MXNet decays biases too where the Module got an object."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        made = module(mx, tmp_path, given=mx.optimizer.SGD if of_object
-                      else "sgd", dtype="float64")
-    options = OPTIONS
-    off, notes = goes_on(made, optimizer_params=options)
+    made = module(tmp_path, of_object=of_object)
+    off, notes = goes_on(made, optimizer_params=OPTIONS)
     assert (off < 1e-10) != of_object
     assert [x for x in notes if "wd_mult as Module gives it to an optimiser "
             "by name; if it had an object, pass wd_mult= with 1" in x]
     assert [x for x in notes if "rescale_grad is one over the rows" in x]
     given = dict.fromkeys(("fc1_bias", "fc2.bias"), float(of_object))
-    mine = mgpu.optimizers.SGD(**options)
+    mine = mgpu.optimizers.SGD(**OPTIONS)
     with pytest.raises(ValueError, match="received an Optimizer and no resc"):
         goes_on(made, optimizer=mine, wd_mult=given)
     if of_object:
         with pytest.raises(ValueError, match="another wd_mult than by "
                            "name for fc1.bias, fc2.bias and no rescale_grad"):
-            goes_on(made, optimizer_params=options, wd_mult=given)
+            goes_on(made, optimizer_params=OPTIONS, wd_mult=given)
     scale = {"rescale_grad": 1.0 if of_object else 1 / 8}
     with pytest.raises(ValueError, match="none to an object of MXNet's; .*"
                        "no wd_mult for"):
         goes_on(made, optimizer=mine, optimizer_params=scale, batch_size=8)
     for how in ({"optimizer": mine, "optimizer_params": scale},
-                {"optimizer_params": {**options, **scale}}):
+                {"optimizer_params": {**OPTIONS, **scale}}):
         off, notes = goes_on(
             made, **how, batch_size=8, wd_mult=given,
             loss=lambda *x: 8 * scale["rescale_grad"] * CROSS(*x))
@@ -170,9 +162,7 @@ def test_multipliers_of_a_module(tmp_path, of_object):
 @pytest.mark.parametrize("rows", [None, 6, 8])
 def test_the_rows_of_a_module_that_float32_does_not_hold(tmp_path, rows):
     """A note says so, where they are not known; where they are, how far."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        made = module(mx, tmp_path, dtype="float64", rows=rows or 6)
+    made = module(tmp_path, rows=rows or 6)
     off, notes = goes_on(made, batch_size=rows, optimizer_params=OPTIONS)
     told = [x for x in notes if "as float32" in x]
     assert (off < 1e-10) == (rows == 8) == (not told)
@@ -184,9 +174,7 @@ def test_the_rows_of_a_module_that_float32_does_not_hold(tmp_path, rows):
 @live
 def test_a_module_whose_devices_differ_is_refused(tmp_path):
     """Without a store each device trains weights of its own."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        made = module(mx, tmp_path, dtype="float64", store=None)
+    made = module(tmp_path, store=None)
     with pytest.raises(ValueError, match="those of 2 devices, which differ: "
                        "with kvstore=None"):
         goes_on(made, optimizer_params={"momentum": 0.5})
@@ -201,20 +189,18 @@ def test_a_module_whose_devices_differ_is_refused(tmp_path):
 def test_options_of_a_module_as_they_were(tmp_path, optimizer, options):
     """Its schedule's rate is that of the optimiser, which MXNet gives to
     adam where nobody has."""
-    def all_of(kinds):
-        return {"rescale_grad": 2 ** -5, "wd": 2 ** -6,
-                "multi_precision": True,
-                "lr_scheduler": kinds.lr_scheduler.FactorScheduler(
-                    2, 0.5, base_lr=2 ** -4), **options}
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        made = module(mx, tmp_path, given=optimizer, momentum=None,
-                      dtype="float64", rate=None, **all_of(mx))
+    given = {"rescale_grad": 2 ** -5, "wd": 2 ** -6, "multi_precision": True,
+             **options}
+    made = module(tmp_path, given=optimizer, momentum=None, rate=None,
+                  lr_scheduler=schedule_of("FactorScheduler", 2, 0.5,
+                                           base_lr=2 ** -4), **given)
+    given["lr_scheduler"] = mgpu.lr_scheduler.FactorScheduler(
+        2, 0.5, base_lr=2 ** -4)
     with pytest.raises(ValueError, match="Pass batch_size=, the rows"):
-        goes_on(made, optimizer=optimizer, optimizer_params=all_of(mgpu))
+        goes_on(made, optimizer=optimizer, optimizer_params=given)
     off, notes = goes_on(
         made, optimizer=optimizer, batch_size=8, optimizer_params={
-            **all_of(mgpu), "begin_num_update": 3},
+            **given, "begin_num_update": 3},
         loss=lambda *x: 0.25 * CROSS(*x))
     assert off < (1e-6 if optimizer == "adam" else 1e-10)
     assert [x for x in notes if "multiply each loss by 0.25" in x]
@@ -236,9 +222,7 @@ def test_options_of_a_module_as_they_were(tmp_path, optimizer, options):
          "preserve_shape"])
 def test_options_of_the_loss_in_the_graph(tmp_path, end, loss):
     """Refused; the loss that the message names does what they did."""
-    with mgpu.using_backend("mxnet"):
-        import mxnet as mx
-        made = module(mx, tmp_path, end=end, dtype="float64")
+    made = module(tmp_path, end=end)
     devices = mgpu.cpu(0), mgpu.cpu(1)      # as many as the Module had
     options = {"optimizer_params": OPTIONS}
     name, value = next(iter(end.items()))

@@ -9,6 +9,7 @@ import pytest
 
 import mgpu
 from conftest import BACKENDS
+from gluon_io.conftest import export, files_in
 from gluon_io.test_from_gluon import (  # noqa: F401
     NETWORKS, exported, from_symbol)
 
@@ -41,8 +42,7 @@ def imported(path):
 
 def written_of(folder, **options):
     """The module that is written for the files of `from_symbol`."""
-    mgpu.gluon_source(folder / "net-symbol.json", folder / "net-0000.params",
-                      folder / "net.py", **options)
+    mgpu.gluon_source(*files_in(folder), folder / "net.py", **options)
     return imported(folder / "net.py")
 
 
@@ -287,12 +287,12 @@ def test_a_block_ends_where_a_person_ends_it(tmp_path, build, classes, parts):
                 ("arg", symbol.list_arguments(), shapes),
                 ("aux", symbol.list_auxiliary_states(), others))
             for name, shape in zip(names, all_shapes) if name != "data"})
-    files = tmp_path / "net-symbol.json", tmp_path / "net-0000.params"
     with mgpu.using_backend("torch"):
         import torch
         net = written_of(tmp_path).load(str(tmp_path / "net.safetensors"))
         x = torch.randn(2, channels, 4, 4)
-        torch.testing.assert_close(net(x), mgpu.from_gluon(*files)(x))
+        torch.testing.assert_close(
+            net(x), mgpu.from_gluon(*files_in(tmp_path))(x))
     text = (tmp_path / "net.py").read_text()
     assert re.findall(r"^class (\w+)", text, re.M) == classes
     assert {part: text.count(part) for part in parts} == parts
@@ -363,12 +363,8 @@ def test_plain_source_of_functions_needs_no_mgpu(tmp_path, text):
 def test_plain_source_of_fixed_statistics_is_refused(tmp_path):
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
-        net = mx.gluon.nn.BatchNorm(use_global_stats=True, in_channels=4)
-        net.initialize()
-        net.hybridize()
-        net(mx.nd.ones((2, 4, 3, 3)))
-        net.export(str(tmp_path / "net"))
-    files = tmp_path / "net-symbol.json", tmp_path / "net-0000.params"
+        files = export(mx.gluon.nn.BatchNorm(
+            use_global_stats=True, in_channels=4), tmp_path, (2, 4, 3, 3))
     with mgpu.using_backend("torch"), pytest.raises(
             NotImplementedError, match="GluonBatchNormOf: write it without"):
         mgpu.gluon_source(*files, tmp_path / "net.py", plain=True)

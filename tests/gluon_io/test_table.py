@@ -16,6 +16,10 @@ X = np.arange(24.0).reshape(6, 4) ** 1.5 - 40
 Y = np.array([0, 1, 2, 0, 1, 2])
 W = np.random.default_rng(0).standard_normal((3, 4)) / 20
 
+#: what cells name
+NUMBERS = {"most": 1.0, "rate": 0.5, "batch_size": 6, "rows": 4, "step": 2,
+           "factor": 0.5, "number": 3}
+
 #: what each column begins with: its packages, a network of known values
 SETUP = {
     "gluon": """
@@ -49,6 +53,12 @@ parameters = list(net.parameters())
 x = torch.tensor([2.5])
 """}
 
+#: what each column ends with
+WEIGHT = {
+    "gluon": 'out["weight"] = net.weight.data(ctx).asnumpy()',
+    "mgpu": 'out["weight"] = replicas.export_numpy()["weight"]',
+    "torch": 'out["weight"] = net.weight.detach().numpy()'}
+
 #: the programs: columns of one name give the same numbers
 PROGRAMS = {
     "arrays": dict.fromkeys(("gluon", "mgpu", "torch"), """
@@ -61,7 +71,6 @@ out["number"] = <to a number>
 """),
     "a step, with its norm clipped": {
         "gluon": """
-most, rate, batch_size = 1.0, 0.5, 6
 trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": rate},
                         update_on_kvstore=False)
 loss = <loss>
@@ -74,9 +83,7 @@ trainer.allreduce_grads()
 arrays = [p.grad() for p in net.collect_params().values()]
 <gradient norm>
 trainer.update(batch_size)
-out["weight"] = net.weight.data(ctx).asnumpy()
 """, "mgpu": """
-most, rate, batch_size = 1.0, 0.5, 6
 trainer = <optimiser>
 loss = <loss>
 shards, labels = mgpu.split_batch(X.astype("f"), Y, devices)
@@ -86,20 +93,16 @@ with mgpu.record():
 <gradient norm:1>
 <gradient norm>
 <gradient norm:2>
-out["weight"] = replicas.export_numpy()["weight"]
 """, "torch": """
-most, rate, batch_size = 1.0, 0.5, 6
 optimizer = <optimiser>
 loss = (<loss>)(net(torch.tensor(X).float()), torch.tensor(Y))
 <backward>
 <gradient norm>
 <step>
-out["weight"] = net.weight.detach().numpy()
 """},
     "steps of several devices, with a schedule": {
         "gluon": """
 <compile>
-step, factor, number, batch_size = 2, 0.5, 3, 6
 <seed of dropout>
 for p in [net.bias]:
     factor = 0.25
@@ -124,9 +127,7 @@ for k in range(5):
     out["rows"] = np.concatenate([y.asnumpy() for y in outputs])
 <wait>
 out["bias"] = net.bias.data(ctx).asnumpy()
-out["weight"] = net.weight.data(ctx).asnumpy()
 """, "mgpu": """
-number, step, factor, batch_size = 3, 2, 0.5, 6
 <seed of dropout>
 schedule = <rate>
 schedule.base_lr = 0.1
@@ -148,12 +149,10 @@ for k in range(5):
     <step>
 out["rows"] = np.concatenate([mgpu.to_numpy(y) for y in outputs])
 <wait>
-found = replicas.export_numpy()
-out["bias"], out["weight"] = found["bias"], found["weight"]
+out["bias"] = replicas.export_numpy()["bias"]
 """},
     "a rate of one's own": {
         "gluon": """
-rate, batch_size = 0.5, 6
 loss = <loss>
 trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
 <a rate of one's own>
@@ -163,36 +162,25 @@ with autograd.record():
         gluon.utils.split_and_load(nd.array(Y), devices))]
 <backward>
 <step>
-out["weight"] = net.weight.data(ctx).asnumpy()
 """, "mgpu": """
-rate, loss = 0.5, <loss>
+loss = <loss>
 trainer = mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.1})
 <a rate of one's own>
 X, y = X.astype("f"), Y
 <the whole step>
-out["weight"] = replicas.export_numpy()["weight"]
 """, "torch": """
-rate = 0.5
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 <a rate of one's own>
 loss = (<loss>)(net(torch.tensor(X).float()), torch.tensor(Y))
 <backward>
 <step>
-out["weight"] = net.weight.detach().numpy()
 """},
     "a schedule": {
-        "gluon": """
-step, factor = 2, 0.5
+        **dict.fromkeys(("gluon", "mgpu"), """
 schedule = <rate>
 schedule.base_lr = 0.1
 out["rates"] = [schedule(k) for k in range(1, 8)]
-""", "mgpu": """
-step, factor = 2, 0.5
-schedule = <rate>
-schedule.base_lr = 0.1
-out["rates"] = [schedule(k) for k in range(1, 8)]
-""", "torch": """
-step, factor = 2, 0.5
+"""), "torch": """
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 schedule, rates = <rate>, []
 for k in range(7):
@@ -203,7 +191,6 @@ out["rates"] = rates
 """},
     "data and a metric": {
         "gluon": """
-rows = 4
 dataset = gluon.data.ArrayDataset(nd.array(X), nd.array(Y))
 batches = list(<data>)
 out["batches"] = np.concatenate([x.asnumpy() for x, _ in batches])
@@ -212,14 +199,13 @@ metric = <metric>
 metric.update(nd.array(Y), nd.array(SCORES))
 out["metric"] = metric.get()[1]
 """, "mgpu": """
-rows, y = 4, Y
+y = Y
 batches = list(<data>)
 out["batches"] = np.concatenate([x for x, _ in batches])
 out["sizes"] = [len(x) for x, _ in batches]
 y_hat, y = (mgpu.put(x, device) for x in (SCORES, Y))
 out["metric"] = <metric>
 """, "torch": """
-rows = 4
 dataset = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
 batches = list(<data>)
 out["batches"] = np.concatenate([x.numpy() for x, _ in batches])
@@ -315,8 +301,10 @@ def run(title, column, folder, engine):
         from mxnet import gluon
         return gluon.nn.Dense(3, in_units=4)
     names = {"mgpu": mgpu, "np": np, "X": X, "Y": Y, "W": W, "out": {},
-             "SCORES": SCORES, "folder": str(folder), "dense": dense}
-    exec(SETUP[column] + filled(PROGRAMS[title][column], column), names)
+             "SCORES": SCORES, "folder": str(folder), "dense": dense,
+             **NUMBERS}
+    exec(SETUP[column] + filled(PROGRAMS[title][column], column)
+         + WEIGHT[column], names)
     return names["out"]
 
 

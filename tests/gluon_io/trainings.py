@@ -158,10 +158,21 @@ GIVEN = {
         net._collect_params_with_prefix().items()}}
 
 
+#: a decorator of what MXNet does, whatever engine is in use
+on_mxnet = mgpu.using_backend("mxnet")
+
+
+@on_mxnet
+def schedule_of(name, *arguments, **options):
+    import mxnet as mx
+    return getattr(mx.lr_scheduler, name)(*arguments, **options)
+
+
 class Training:
     """Of Gluon, in float64. Several devices need a network without batch
     norm."""
 
+    @on_mxnet
     def __init__(self, folder, network="small", optimizer="sgd-momentum",
                  given="sorted", part=None, contexts=1, store=None,
                  **options):
@@ -214,10 +225,12 @@ class Training:
         import mxnet as mx
         return mx.nd.array(x, dtype="float64")
 
+    @on_mxnet
     def freeze(self, name, grad_req):
         self.net.collect_params()[name].grad_req = grad_req
         self.net(self.array(self.x))
 
+    @on_mxnet
     def step(self, count=1):
         from mxnet import autograd
         for _ in range(count):
@@ -232,6 +245,7 @@ class Training:
             autograd.backward(losses)
             self.trainer.step(len(self.y))
 
+    @on_mxnet
     def save(self):
         self.net.export(str(self.folder / "net"))
         self.trainer.save_states(str(self.folder / "net.states"))
@@ -242,6 +256,7 @@ class Training:
         return {p.name: p.grad_req
                 for p in self.net.collect_params().values()}
 
+    @on_mxnet
     def values(self):
         return {name: p.list_data()[0].asnumpy()
                 for name, p in self.net.collect_params().items()}
@@ -259,32 +274,31 @@ def difference(replicas, expected):
                values_of(replicas).items())
 
 
-def one_step(training, resumed):
+def one_step(training, resumed, loss=None):
     mgpu.train_batch(training.x, training.y, resumed.replicas,
-                     mgpu.losses.SoftmaxCrossEntropyLoss(), resumed.trainer)
+                     loss or mgpu.losses.SoftmaxCrossEntropyLoss(),
+                     resumed.trainer)
 
 
-def go_on(files, **options):
+def go_on(files, devices=None, **options):
     """As of a trainer that was given the whole dictionary."""
-    return mgpu.resume_from_gluon(*files, [mgpu.cpu(0)],
+    return mgpu.resume_from_gluon(*files, devices or [mgpu.cpu(0)],
                                   **{"order": "sorted", **options})
 
 
-def lock_step(training, steps, devices, **options):
+def lock_step(training, steps, devices=None, **options):
     """The largest difference after a step of both from MXNet's files."""
-    worst, options = 0.0, {"order": "sorted", **options}
+    worst = 0.0
     for _ in range(steps):
-        with mgpu.using_backend("mxnet"):
-            files = training.save()
-            training.step()
-            expected = training.values()
-        with mgpu.using_backend("torch"):
-            resumed = mgpu.resume_from_gluon(*files, devices, **options)
-            one_step(training, resumed)
-            worst = max(worst, difference(resumed.replicas, expected))
+        files = training.save()
+        training.step()
+        resumed = go_on(files, devices, **options)
+        one_step(training, resumed)
+        worst = max(worst, difference(resumed.replicas, training.values()))
     return worst
 
 
+@on_mxnet
 def at_start(one):
     """A Gluon trainer has no states before its first step."""
     for updater in one.trainer._updaters:

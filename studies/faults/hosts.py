@@ -2,7 +2,8 @@
 slow the link. Needs the right to make them (root); without it the same jobs
 run on loopback, and say so.
 
-``hosts.py BACKEND FOLDER [NAME ...]``: row 9, one line of JSON for each case.
+``python -m studies.faults.hosts BACKEND FOLDER [NAME ...]``: row 9, one line
+of JSON for each case.
 """
 import contextlib
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from distributed import jobs
 from faults import driver
 
+PROGRAM = Path(__file__).with_name("program.py")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 STEPS = 24
 
@@ -91,7 +93,7 @@ def workers(hosts, folder, told):
     told = json.dumps({**told, "folder": str(folder)})
     port = jobs.free_port()
     return [hosts.start(host, [
-        sys.executable, "-W", "ignore", str(driver.PROGRAM), told],
+        sys.executable, "-W", "ignore", str(PROGRAM), told],
         folder / f"rank-{host}.txt", MASTER_PORT=str(port))
         for host in range(2)]
 
@@ -106,7 +108,7 @@ def agent(hosts, host, folder, told, port, nodes):
              f"is_host={1 - host},keep_alive_interval=1,"
              "keep_alive_max_attempt=3,last_call_timeout=2,join_timeout=60",
              "--local-addr", hosts.address(host),
-             str(driver.PROGRAM), json.dumps(told)]
+             str(PROGRAM), json.dumps(told)]
     return hosts.start(host, words, folder / f"agent-{host}.txt",
                        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 

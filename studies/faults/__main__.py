@@ -1,10 +1,10 @@
-"""All cases: ``python -m faults [N] [--backend B] [--engine E] [--row R]
-[--restarts FILE] [--write]``, from the folder tests; see scripts/faults.sh.
+"""All cases: ``python -m studies.faults [N] [--backend B] [--engine E]
+[--row R] [--restarts FILE] [--write]``; see scripts/faults.sh.
 
 Runs each case N times (default 1), a kill at another step each time, and
 prints for each row: runs, detected, hung, worst seconds. `--write` makes
-docs/reliability.md of it, with what `faults.restarts` has printed into FILE.
-Exit status 1 where something was not as promised.
+docs/reliability.md of it, with what `studies.faults.restarts` has printed into
+FILE. Exit status 1 where something was not as promised.
 """
 import argparse
 import importlib.metadata
@@ -19,7 +19,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from faults import cases, driver, hosts
+from faults import driver
+from faults.cases import reference
+from studies.faults import cases, hosts
 
 RESTARTS = {
     6: "the server or the scheduler of a KVStore is killed or stands still; "
@@ -107,18 +109,19 @@ def everything(given, backend, folder, rows):
             if backend not in case.backends \
                     or given.row and case.row not in given.row:
                 continue
-            reference, place = None, folder / f"{len(rows)}-{time.time()}"
+            expected, place = None, folder / f"{len(rows)}-{time.time()}"
             key = case.size, case.options.get("devices", 1)
             if case.work == "train":
                 if key not in references:
-                    references[key] = cases.reference(
+                    references[key] = reference(
                         backend, *key, given.engine, folder / f"{key}")
-                reference = references[key]
+                expected = references[key]
             case = moved(case, number)
             if given.engine == "kvstore" and case.size > 2:
                 case = replace(case, right=False)   # adds as parts arrive
-            outcome = driver.run(case, backend, given.engine, place)
-            found = driver.problems(case, outcome, reference, late=True)
+            outcome = driver.run(case, backend, given.engine, place,
+                                 hosts.PROGRAM)
+            found = driver.problems(case, outcome, expected, late=True)
             report(rows, case.row, f"{backend}, {case.name}", found,
                    *measured(case, outcome))
         if not given.row or 9 in given.row:
