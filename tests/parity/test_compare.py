@@ -60,18 +60,6 @@ def test_a_network_may_be_written_for_so_many_rows(scale, swapped):
         parity.compare(a, b, batches=pictures(rows=5))
 
 
-def test_an_engine_with_itself(backend):
-    make = MAKE[backend.name]
-    result = parity.compare(make, make, batches=pictures())
-    assert result.same and not any(g.absolute for g in result.gaps)
-
-
-def test_float32():
-    result = parity.compare(gluon, port, batches=pictures(), dtype="float32")
-    assert result.same and 0 < result.worst["gradient"].relative < 1e-5
-    assert result.settings["tolerance"] == 1e-5
-
-
 def test_a_side_of_other_devices(backend, devices):
     """K-invariance of a network without batch norm's statistics of a
     shard: dropout masks follow the rows."""
@@ -120,16 +108,6 @@ def test_a_large_network_lies_in_files(options, monkeypatch):
                 assert {type(x) for x in arrays.values()} == {kind}
                 assert kind is np.ndarray or \
                     len({id(x._mmap) for x in arrays.values()}) == 1
-
-
-def test_a_function_between_layers_is_told_from_a_layer():
-    def scaled(factor):
-        return torch_block(
-            lambda nn: {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)},
-            lambda net, x: net.second(net.first(x) * factor))
-    result = parity.compare(scaled(1.0), scaled(1.001), batches=vectors(4))
-    assert result.first.stage == "layer" and result.first.name == "second"
-    assert result.location["inputs_agree"] is False
 
 
 def test_native_batch_norm_is_seen_in_the_statistics():
@@ -445,12 +423,6 @@ def test_a_pass_may_move_a_buffer():
                              devices=(1, 2, 3)).verdict == "exact"
 
 
-def test_gluonized_and_native_is_the_same():
-    net = parity.gluonize(port())
-    assert parity.compare(gluon, net, batches=pictures(), native=True,
-                          devices=2).same
-
-
 def test_the_gradient_pass_runs_backwards():
     """Of several wrong gradients the one nearest to the loss is first."""
     import torch
@@ -693,18 +665,6 @@ def test_own_weights_are_compared_as_they_are():
         parity.Side(port, init=mgpu.initializers.Normal(0.1)),
         batches=pictures(), weights="own")
     assert other.first.stage == "initial"
-
-
-def test_weights_from_the_port():
-    net = port()
-    before = {n: v.detach().numpy().copy()
-              for n, v in net.named_parameters()}
-    result = parity.compare(gluon, net, batches=pictures(count=1),
-                            weights="b")
-    assert result.same
-    after = {n: v.detach().numpy() for n, v in net.named_parameters()}
-    for name, value in before.items():
-        assert (after[name] == value).all() and value.dtype == "float32"
 
 
 def test_the_networks_are_given_back(backend):

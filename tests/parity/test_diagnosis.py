@@ -351,15 +351,6 @@ def test_values_that_are_equal_have_no_other_order():
         c.name for f in result.further for c in f["causes"]], result
 
 
-def test_summaries_cannot_take_the_place_of_outputs(tmp_path):
-    data = [(X[..., :6, :6], y) for X, y in IMAGES]
-    parity.record(pictures_g(), batches=data, file=tmp_path / "a")
-    result = parity.compare_trace(tmp_path / "a",
-                                  pictures_t(eps=1e-3, pool="Avg"))
-    assert [c.name for c in result.causes] == ["normalisation epsilon"]
-    assert result.further == []
-
-
 def test_a_cause_that_predicts_little_is_not_confirmed():
     """A setting differs, and its effect was not computed."""
     port = torch_(lambda nn: [nn.Linear(6, 4), nn.Softshrink(0.25),
@@ -408,7 +399,7 @@ def test_enough_faults_come_first():
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_nothing_is_named_without_a_fault(name):
-    result = compared(*CONTROLS[name]())
+    result = compared(*CONTROLS[name](None))
     assert result.verdict == "same", result
     assert result.causes == []
 
@@ -458,41 +449,6 @@ def test_noise_in_the_forward_pass_has_no_cause(place):
     assert result.causes == []
 
 
-@pytest.mark.parametrize("stage", ("gradient", "weight", "statistic"))
-def test_noise_behind_it_has_no_cause(stage, monkeypatch):
-    """In the gradients of every tensor, in the weights, in the running
-    statistics."""
-    def noise(array):
-        rng = np.random.default_rng(array.shape[0])
-        array += mgpu.get_backend().put(
-            rng.normal(0, 1e-3, tuple(array.shape)), array)
-
-    def gradients(columns, right):
-        right(columns)
-        for column in columns:
-            for copy in column:
-                noise(copy)
-    if stage == "gradient":
-        patch_sum(monkeypatch, "torch", gradients)
-    else:
-        right = mgpu.replicas.Replicas.after_step
-
-        def after_step(self):
-            right(self)
-            if self.backend.name == "torch":
-                for p in (self.params() if stage == "weight"
-                          else self.buffers()):
-                    if "tracked" not in p.name:
-                        for x in p.list_data():
-                            noise(x)
-        monkeypatch.setattr(mgpu.replicas.Replicas, "after_step",
-                            after_step)
-    result = compared(conv_g(), conv_t(), IMAGES, {"devices": 2})
-    assert result.verdict == "different"
-    assert result.first.stage == stage
-    assert result.causes == []
-
-
 def test_two_faults_at_once_are_both_named():
     """In the update and in the running statistics."""
     result = compared(conv_g(), Side(conv_t(), wd_mult=BARE), IMAGES, {
@@ -502,14 +458,6 @@ def test_two_faults_at_once_are_both_named():
             "float32 statistics momentum"} <= set(named)
     # what hardly matters comes last
     assert named[-1] == "float32 statistics momentum"
-
-
-def test_float32_statistics_alone():
-    result = compared(
-        Side(conv_t(), native=False), Side(conv_t(), native=True),
-        IMAGES, {})
-    named = [c.name for c in result.causes]
-    assert named == ["unbiased variance", "float32 statistics momentum"]
 
 
 @pytest.mark.parametrize("devices, rows", ((1, N), (2, 6)))
@@ -524,15 +472,6 @@ def test_clipped_gradients(devices, rows, monkeypatch):
     result = compared(dense_g(), dense_t(), [
         (X[:rows], y[:rows]) for X, y in ROWS], {"devices": devices})
     assert [c.name for c in result.causes] == ["gradient clipping"]
-
-
-def test_the_advice_names_layer_and_side():
-    result = compared(conv_g(), conv_t(eps=1e-3), IMAGES, {})
-    text = str(result.causes[0])
-    for part in ("batch_norm 1", "1e-05 on a (mxnet)", "0.001 on b (torch)",
-                 "epsilon= in Gluon", "eps= on torch"):
-        assert part in text
-    assert f"likely cause: {text}" in str(result)
 
 
 def test_a_fault_that_shows_in_a_later_step_is_named_too():

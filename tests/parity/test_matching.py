@@ -419,15 +419,6 @@ def test_found_by_itself(case):
             or case == "three to three"
 
 
-@pytest.mark.parametrize("case", ("attention", "turned and joined",
-                                  "squares", "packed"))
-def test_found_for_a_trace(case, tmp_path):
-    a, b = FOUND[case]
-    trace.record(a, batches=batches(), file=tmp_path / "a.trace")
-    result = trace.compare_trace(tmp_path / "a.trace", b)
-    assert result.same and result.plan.how == "form and position"
-
-
 def test_found_beside_a_given_map():
     a, b, given = CASES["joined"]
     first = {name: given[name] for name in given if "weight" in name}
