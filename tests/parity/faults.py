@@ -378,14 +378,15 @@ def channels_last(nn):
     return torch_layer(lambda x: x.permute(0, 2, 3, 1).flatten(1))
 
 
-def recurrent(kind, **options):
-    """Gluon's layer, on sequences."""
+def recurrent(kind, head=None, **options):
+    """Gluon's layer, on sequences; `head`: the activation of the last."""
     def make():
         with mgpu.using_backend("mxnet"):
             from mxnet.gluon import nn, rnn
         layer = getattr(rnn, kind)(4, layout="NTC", input_size=3, **options)
         net = nn.HybridSequential()
-        net.add(layer, nn.Flatten(), nn.Dense(3, in_units=2 * 4 * layer._dir))
+        net.add(layer, nn.Flatten(), nn.Dense(
+            3, activation=head, in_units=2 * 4 * layer._dir))
         return net
     return make
 

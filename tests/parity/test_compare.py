@@ -501,20 +501,15 @@ def indexed_gluon():
 
 def indexed_torch():
     import torch
-    from torch import nn
 
-    class Indexed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(7, 4)
-            self.hidden, self.norm = nn.Linear(4, 5), nn.BatchNorm1d(5)
-            self.out = nn.Linear(5, 3)
-            self.register_buffer("order", torch.tensor([2., 0, 1, 3]))
-
-        def forward(self, x):
-            h = self.embed(x.long()).mean(1)[:, self.order.long()]
-            return self.out(torch.tanh(self.norm(self.hidden(h))))
-    return Indexed()
+    def forward(net, x):
+        h = net.embed(x.long()).mean(1)[:, net.order.long()]
+        return net.out(net.norm(net.hidden(h)).tanh())
+    net = torch_block(lambda nn: {
+        "embed": nn.Embedding(7, 4), "hidden": nn.Linear(4, 5),
+        "norm": nn.BatchNorm1d(5), "out": nn.Linear(5, 3)}, forward)()
+    net.register_buffer("order", torch.tensor([2., 0, 1, 3]))
+    return net
 
 
 @pytest.mark.parametrize("dtype", ("float64", "float32"))
@@ -544,25 +539,20 @@ def deciding(kind, fault=1.0):
     """A network that decides by values that are no whole numbers, the same
     in both sides. `fault`: of the gradients of what it decides on."""
     import torch
-    from torch import nn
 
-    class Deciding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.out = nn.Linear(6, 3)
-            self.at = nn.Parameter(torch.full((6,), 0.5))
-            self.table = nn.Parameter(torch.linspace(-1, 1, 6))
-            self.gain = nn.Parameter(torch.tensor(1.5))
-            self.register_buffer("tenths", torch.arange(6) / 8)
-            for p in (self.at, self.table):
-                p.register_hook(lambda g: fault * g)
-
-        def forward(self, x):
-            x = {"threshold": lambda: (x >= 0.5) * self.table,
-                 "index": lambda: x * self.table[(self.tenths * 8).long()],
-                 "kink": lambda: torch.relu(x - self.at)}[kind]()
-            return self.out(self.gain * x)
-    return Deciding()
+    def forward(net, x):
+        x = {"threshold": lambda: (x >= 0.5) * net.table,
+             "index": lambda: x * net.table[(net.tenths * 8).long()],
+             "kink": lambda: torch.relu(x - net.at)}[kind]()
+        return net.out(net.gain * x)
+    net = torch_block(lambda nn: {
+        "out": nn.Linear(6, 3), "at": nn.Parameter(torch.full((6,), 0.5)),
+        "table": nn.Parameter(torch.linspace(-1, 1, 6)),
+        "gain": nn.Parameter(torch.tensor(1.5))}, forward)()
+    net.register_buffer("tenths", torch.arange(6) / 8)
+    for p in (net.at, net.table):
+        p.register_hook(lambda g: fault * g)
+    return net
 
 
 @pytest.mark.parametrize("kind", ("threshold", "index", "kink"))

@@ -2,15 +2,14 @@
 import numpy as np
 import pytest
 
-import mgpu
 from mgpu import parity
 from mgpu.parity import Side, diagnosis
 from mgpu.parity.causes.difference import unexplained
 from nets import gluon, gluon_block, torch_block
 from nets import torch as torch_
-from parity.faults import (ATTENDED, BARE, CONTROLS, FAULTS, IMAGES, N, RNG,
-                           ROWS, SGD_WD, attention, conv_g, conv_t, dense_g,
-                           dense_t, padded, patch_sum, rate, times)
+from parity.faults import (ATTENDED, BARE, CONTROLS, FAULTS, IMAGES, N, ROWS,
+                           SERIES, SGD_WD, attention, conv_g, conv_t, dense_g,
+                           dense_t, padded, patch_sum, rate, recurrent, times)
 
 #: the right cause is among the first three, not the first
 NOT_FIRST = {"aliased, 2 devices"}
@@ -153,24 +152,18 @@ def test_inputs_that_a_layer_overwrites_are_those_that_it_got():
 def test_a_layer_that_returns_its_states_on_one_side_only():
     """torch's recurrent layers always do, Gluon's on request. What comes
     behind them is not blamed on them, nor on the order of equal rows."""
-    def gluon_net():
-        with mgpu.using_backend("mxnet"):
-            from mxnet.gluon import nn, rnn
-        net = nn.HybridSequential()
-        net.add(rnn.GRU(4, layout="NTC", input_size=3), nn.Flatten(),
-                nn.Dense(3, activation="tanh", in_units=8))
-        return net
+    gluon_net = recurrent("GRU", head="tanh")
 
     def port(activation):
         return torch_block(
             lambda nn: {"rnn": nn.GRU(3, 4, batch_first=True),
                         "head": nn.Linear(8, 3)},
             lambda net, x: activation(net.head(net.rnn(x)[0].flatten(1))))
-    data = [(RNG.normal(size=(N, 2, 3)), y) for _, y in ROWS]
     options = {"dtype": "float32"}      # of MXNet's fused layer
-    right = compared(gluon_net, port(lambda x: x.tanh()), data, options)
+    right = compared(gluon_net, port(lambda x: x.tanh()), SERIES, options)
     assert right.verdict == "same"
-    wrong = compared(gluon_net, port(lambda x: x.sigmoid()), data, options)
+    wrong = compared(gluon_net, port(lambda x: x.sigmoid()), SERIES,
+                     options)
     assert wrong.location and wrong.location["a"]["path"] == "2", str(wrong)
     assert [c.name for c in wrong.causes] == ["activation"], wrong
 

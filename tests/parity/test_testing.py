@@ -10,6 +10,7 @@ import mgpu
 from conftest import BACKENDS
 from mgpu import testing
 from mgpu.parity import report
+from nets import gluon, torch
 from test_report import Page
 
 pytest_plugins = ["pytester"]
@@ -214,20 +215,10 @@ def test_what_cannot_be_compared_is_no_failed_assertion():
 
 
 def test_mxnets_float32_may_be_allowed():
-    def original():
-        with mgpu.using_backend("mxnet"):
-            from mxnet.gluon import nn
-        net = nn.HybridSequential()
-        net.add(nn.Dense(4, in_units=5), nn.LeakyReLU(0.1))
-        return net
-
-    def ported():
-        from torch import nn
-        return nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.1))
-
-    def other():
-        from torch import nn
-        return nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.2))
+    original = gluon(lambda nn: [nn.Dense(4, in_units=5), nn.LeakyReLU(0.1)])
+    ported, other = (
+        torch(lambda nn, slope=slope: [nn.Linear(5, 4), nn.LeakyReLU(slope)])
+        for slope in (0.1, 0.2))
     rng = np.random.default_rng(0)
     batches = [(rng.standard_normal((6, 5)),
                 rng.integers(0, 4, 6).astype("int32"))]
