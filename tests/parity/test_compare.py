@@ -333,6 +333,11 @@ def test_options_that_no_data_reaches_are_named(one, two, words, devices):
     options_are_named(one, two, words, devices=devices)
 
 
+PLAIN = {"numpy": np.random.rand, "python": random.random,
+         "numpy, set": lambda: np.random.seed(0),
+         "python, set": lambda: random.seed(0)}
+
+
 def torch_draws(where):
     import torch
 
@@ -352,23 +357,17 @@ def torch_draws(where):
 
         def forward(self, x):
             self.passes += self.training
-            if where == "torch, set":
-                torch.manual_seed(0)
-            elif where == "numpy, set":
-                np.random.seed(0)
-            elif where == "python, set":
-                random.seed(0)
-            if where == "torch" or where == "torch, later" \
+            if where == "torch, put back":
+                with torch.random.fork_rng():
+                    torch.rand(())
+            elif where == "torch" or where == "torch, later" \
                     and self.passes > 3 or where == "torch, float32" \
                     and x.dtype == torch.float32:
                 torch.rand(())
-            elif where == "torch, put back":
-                with torch.random.fork_rng():
-                    torch.rand(())
-            elif where == "numpy":
-                np.random.rand()
-            elif where == "python":
-                random.random()
+            elif where in PLAIN:
+                PLAIN[where]()
+            elif where == "torch, set":
+                torch.manual_seed(0)
             return Backward.apply(x) if where == "torch, backward" else x
     return two_dense(Draws())
 
@@ -645,16 +644,11 @@ def test_layers_in_each_others_place_are_noted_whatever_their_names(
 
 
 def test_own_weights_are_compared_as_they_are():
-    init = mgpu.initializers.Xavier()
-    same = parity.compare(
-        parity.Side(gluon, init=init), parity.Side(port, init=init),
+    """Two draws differ in the faults of test_diagnosis."""
+    same = parity.compare(*(parity.Side(
+        net, init=mgpu.initializers.Xavier()) for net in (gluon, port)),
         batches=pictures(), weights="own")
     assert same.same and same.worst["initial"].absolute == 0
-    other = parity.compare(
-        parity.Side(gluon, init=init),
-        parity.Side(port, init=mgpu.initializers.Normal(0.1)),
-        batches=pictures(), weights="own")
-    assert other.first.stage == "initial"
 
 
 def test_the_networks_are_given_back(backend):
