@@ -39,7 +39,7 @@ def divergence(area, what, reason, mgpu, unit, low, high):
     def register(measure):
         name = measure.__name__.replace("_", " ")
         LEDGER[name] = Divergence(name, area, what, reason, mgpu, unit, low,
-                                  high, measure)
+                                  high, lambda: measure(*frameworks()))
         return measure
     return register
 
@@ -65,8 +65,7 @@ GLUON = "Gluon's by default, torch's with semantics='torch'; both engines"
             "activation would be the price",
             "`train` checks the loss of each step, and the weights after "
             "each epoch", "NaNs that are lost of 1", 1, 1)
-def nan_in_relu():
-    mx, torch = frameworks()
+def nan_in_relu(mx, torch):
     layer = mx.gluon.nn.Activation("relu")
     ours = layer(mx.nd.array([np.nan])).asnumpy()
     assert np.isnan(torch.relu(torch.tensor([np.nan])).numpy()).all()
@@ -78,7 +77,7 @@ def nan_in_relu():
             "drawing in NumPy would cost a transfer at every layer",
             "`mgpu.parity` draws masks in NumPy for both",
             "share of the values that differ (p = 0.5)", 0.4, 0.6)
-def dropout_masks():
+def dropout_masks(mx, torch):
     masks = []
     for name in ("mxnet", "torch"):
         with mgpu.using_backend(name):
@@ -103,7 +102,7 @@ def dropout_masks():
             "frameworks; parity is proved in float64",
             "float32 comparisons use 1e-5", "largest difference, relative",
             1e-8, 1e-5)
-def float32_softmax():
+def float32_softmax(mx, torch):
     x = np.random.default_rng(0).normal(size=(64, 100)).astype("float32")
     found = []
     for name in ("mxnet", "torch"):
@@ -145,9 +144,11 @@ def native_torch(rule, gradients, weight):
     return w.detach().numpy()
 
 
-def moves(gluon, torch, weight):
+def moves(optimizer, rule, given, **options):
     """The difference of two results, as part of Gluon's way."""
-    return float(np.abs(gluon - torch).max() / np.abs(gluon - weight).max())
+    gluon = native_gluon(optimizer, given, W, **options)
+    return float(np.abs(gluon - native_torch(rule, given, W)).max()
+                 / np.abs(gluon - W).max())
 
 
 def gradients(scale=1.0, count=6):
@@ -163,20 +164,20 @@ W = np.linspace(0.5, 1.5, 5)
             "part of MXNet's interface; more exact is closer to the formula",
             "double precision on both engines",
             "relative difference of one step", 1e-9, 1e-7)
-def hyperparameters_as_float32():
-    g = gradients(count=1)
-    return moves(native_gluon("sgd", g, W, "float64", learning_rate=0.1),
-                 W - 0.1 * g[0], W)
+def hyperparameters_as_float32(mx, torch):
+    given = gradients(count=1)
+    way = -0.1 * given[0]
+    found = native_gluon("sgd", given, W, "float64", learning_rate=0.1)
+    return float(np.abs(found - W - way).max() / np.abs(found - W).max())
 
 
 @divergence("Gluon", "batch norm stores its momentum as float32",
             "it is what a Gluon network computes", BOTH,
             "relative difference of the running mean after one step", 1e-8,
             1e-6)
-def momentum_as_float32():
+def momentum_as_float32(mx, torch):
     kept = float(np.float32(0.9))
     x = np.random.default_rng(0).normal(size=(8, 3)) + 5
-    mx, _ = frameworks()
     layer = mx.gluon.nn.BatchNorm(in_channels=3)
     layer.cast("float64")
     layer.initialize()
@@ -192,8 +193,7 @@ def momentum_as_float32():
             "a short last batch is ordinary", "`split_batch` is uneven by "
             "default; `split_and_load` is Gluon's",
             "rows that Gluon refuses of 5 on 2 devices", 5, 5)
-def uneven_batches():
-    mx, _ = frameworks()
+def uneven_batches(mx, torch):
     try:
         mx.gluon.utils.split_and_load(mx.nd.zeros((5, 1)),
                                       [mx.cpu(0), mx.cpu(1)])
@@ -208,8 +208,7 @@ def uneven_batches():
             "larger", "a port must choose; Gluon's trains the same everywhere",
             BOTH + "; `gluonize` for plain PyTorch",
             "relative difference of the batch's part, n = 8", 0.14, 0.15)
-def unbiased_variance():
-    _, torch = frameworks()
+def unbiased_variance(mx, torch):
     x = np.random.default_rng(0).normal(size=(8, 3))
     layer = torch.nn.BatchNorm1d(3, dtype=torch.float64)
     layer(torch.tensor(x))
@@ -222,8 +221,7 @@ def unbiased_variance():
             "step that calls the layer once", "only while recording, on "
             "torch too", "share of the mean that one forward pass takes in",
             0.09, 0.11)
-def statistics_in_forward():
-    _, torch = frameworks()
+def statistics_in_forward(mx, torch):
     x = np.random.default_rng(0).normal(size=(8, 3)) + 5
     layer = torch.nn.BatchNorm1d(3, dtype=torch.float64)
     layer(torch.tensor(x))
@@ -236,8 +234,7 @@ def statistics_in_forward():
             "forward pass", "each engine's own",
             "relative difference of the running mean after two calls", 0.09,
             0.11)
-def statistics_of_two_calls():
-    mx, torch = frameworks()
+def statistics_of_two_calls(mx, torch):
     a = np.random.default_rng(0).normal(size=(8, 1)) + 5
     ours = mx.gluon.nn.BatchNorm(in_channels=1)
     ours.initialize()
@@ -261,8 +258,7 @@ def statistics_of_two_calls():
             "whether a gradient will pass is not known in the forward pass",
             "each engine's own; `mgpu lint` names the first layers of a "
             "network", "share of the mean that torch takes in", 0.09, 0.11)
-def statistics_without_a_gradient():
-    mx, torch = frameworks()
+def statistics_without_a_gradient(mx, torch):
     x = np.random.default_rng(0).normal(size=(8, 3)) + 5
     net = mx.gluon.nn.HybridSequential()
     net.add(mx.gluon.nn.BatchNorm(scale=False, center=False),
@@ -283,59 +279,49 @@ def statistics_without_a_gradient():
             "steps in torch", GLUON,
             "part of the whole way, rate 0.1 to 0.01 after 3 steps", 0.05,
             1.0)
-def momentum_at_a_rate_change():
-    g = gradients()
-    mixed = [(x, 0.1 if i < 3 else 0.01) for i, x in enumerate(g)]
-    return moves(native_gluon("sgd", mixed, W, learning_rate=0.1,
-                              momentum=0.9),
-                 native_torch(lambda o, w: o.SGD(w, 0.1, momentum=0.9),
-                              mixed, W), W)
+def momentum_at_a_rate_change(mx, torch):
+    mixed = [(x, 0.1 if i < 3 else 0.01) for i, x in enumerate(gradients())]
+    return moves("sgd", lambda o, w: o.SGD(w, 0.1, momentum=0.9), mixed,
+                 learning_rate=0.1, momentum=0.9)
 
 
 @divergence("optimisers", "Adam's epsilon: outside the bias correction in "
             "Gluon", "Kingma and Ba have both forms", GLUON,
             "part of the whole way, gradients of 1e-7", 0.3, 5.0)
-def adam_epsilon():
-    g = gradients(1e-7)
-    return moves(native_gluon("adam", g, W, learning_rate=1e-3),
-                 native_torch(lambda o, w: o.Adam(w, 1e-3), g, W), W)
+def adam_epsilon(mx, torch):
+    return moves("adam", lambda o, w: o.Adam(w, 1e-3), gradients(1e-7),
+                 learning_rate=1e-3)
 
 
 @divergence("optimisers", "AdaGrad: decoupled weight decay, epsilon inside "
             "the root", "as published, or not", GLUON,
             "part of the whole way, wd = 0.01", 0.005, 0.5)
-def adagrad_weight_decay():
-    g = gradients()
-    return moves(
-        native_gluon("adagrad", g, W, learning_rate=0.1, wd=0.01),
-        native_torch(lambda o, w: o.Adagrad(w, 0.1, weight_decay=0.01,
-                                            eps=1e-7), g, W), W)
+def adagrad_weight_decay(mx, torch):
+    return moves("adagrad", lambda o, w: o.Adagrad(
+        w, 0.1, weight_decay=0.01, eps=1e-7), gradients(), learning_rate=0.1,
+        wd=0.01)
 
 
 @divergence("optimisers", "RMSProp: decay 0.9 and epsilon inside the root "
             "in Gluon, 0.99 and outside in torch", "defaults", GLUON,
             "part of the whole way", 0.3, 5.0)
-def rmsprop_defaults():
-    g = gradients()
-    return moves(native_gluon("rmsprop", g, W, learning_rate=0.01),
-                 native_torch(lambda o, w: o.RMSprop(w, 0.01), g, W), W)
+def rmsprop_defaults(mx, torch):
+    return moves("rmsprop", lambda o, w: o.RMSprop(w, 0.01), gradients(),
+                 learning_rate=0.01)
 
 
 @divergence("optimisers", "AdaDelta: Gluon ignores the rate and decouples "
             "the weight decay", "as published, or not", GLUON,
             "part of the whole way, wd = 0.01", 0.1, 5.0)
-def adadelta_weight_decay():
-    g = gradients()
-    return moves(
-        native_gluon("adadelta", g, W, wd=0.01),
-        native_torch(lambda o, w: o.Adadelta(w, 1.0, rho=0.9, eps=1e-5,
-                                             weight_decay=0.01), g, W), W)
+def adadelta_weight_decay(mx, torch):
+    return moves("adadelta", lambda o, w: o.Adadelta(
+        w, 1.0, rho=0.9, eps=1e-5, weight_decay=0.01), gradients(), wd=0.01)
 
 
 @divergence("optimisers", "Adamax: Gluon has no epsilon", "0 / 0 for a "
             "gradient that has always been 0", GLUON,
             "NaNs of 1", 1, 1)
-def adamax_epsilon():
+def adamax_epsilon(mx, torch):
     w = native_gluon("adamax", [np.zeros(1)], np.ones(1))
     theirs = native_torch(lambda o, w: o.Adamax(w), [np.zeros(1)],
                           np.ones(1))
@@ -346,8 +332,7 @@ def adamax_epsilon():
 @divergence("losses", "Gluon's L2 loss has a factor 1/2", "its gradient is "
             "the error itself", "`mgpu.losses.L2Loss` is Gluon's",
             "torch's over Gluon's", 2, 2)
-def l2_loss():
-    mx, torch = frameworks()
+def l2_loss(mx, torch):
     a, b = np.arange(4.0).reshape(1, 4), np.ones((1, 4))
     ours = mx.gluon.loss.L2Loss()(mx.nd.array(a), mx.nd.array(b)).asscalar()
     return float(torch.nn.functional.mse_loss(
@@ -357,8 +342,7 @@ def l2_loss():
 @divergence("losses", "Gluon's Huber loss is torch's smooth L1 loss",
             "two definitions of one name", "`mgpu.losses.HuberLoss` is "
             "Gluon's", "torch's huber over Gluon's, rho = 2", 2, 2)
-def huber_loss():
-    mx, torch = frameworks()
+def huber_loss(mx, torch):
     a, b = np.array([[0.5, 5.0]]), np.zeros((1, 2))
     ours = mx.gluon.loss.HuberLoss(rho=2)(
         mx.nd.array(a), mx.nd.array(b)).asscalar()
@@ -369,8 +353,7 @@ def huber_loss():
 @divergence("losses", "labels out of range: Gluon takes the nearest class, "
             "torch raises", "a silent wrong gradient", "`mgpu` raises and "
             "names the label", "labels that Gluon accepts of 2", 2, 2)
-def label_clipping():
-    mx, torch = frameworks()
+def label_clipping(mx, torch):
     loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     values = loss(mx.nd.zeros((2, 5)), mx.nd.array([-1, 7])).asnumpy()
     for label in (-1, 7):
@@ -388,8 +371,7 @@ def label_clipping():
             "`init=` draws, in NumPy, for both engines; without it each "
             "network keeps its own",
             "ratio of the standard deviations, fan in 128", 1.2, 1.3)
-def default_weights():
-    mx, torch = frameworks()
+def default_weights(mx, torch):
     mx.random.seed(0)
     torch.manual_seed(0)
     layer = mx.gluon.nn.Dense(512, in_units=128)
@@ -401,8 +383,7 @@ def default_weights():
 @divergence("initialisation", "default biases: 0 in Gluon, random in torch",
             "each library's habit", "0 on both engines with `init=`",
             "largest bias times sqrt(fan in)", 0.9, 1.0)
-def default_biases():
-    mx, torch = frameworks()
+def default_biases(mx, torch):
     torch.manual_seed(0)
     layer = mx.gluon.nn.Dense(512, in_units=128)
     layer.initialize()
@@ -416,8 +397,7 @@ def default_biases():
             "GELU agrees to this; `mgpu.parity` says *same but for MXNet's "
             "float32*",
             "largest difference", 1e-8, 1e-6)
-def gelu_in_float64():
-    mx, torch = frameworks()
+def gelu_in_float64(mx, torch):
     x = np.linspace(-3, 3, 101)
     layer = mx.gluon.nn.GELU()
     ours = layer(mx.nd.array(x, dtype="float64")).asnumpy()
@@ -431,8 +411,7 @@ def gelu_in_float64():
             "pass agree with mgpu's", "gradients of a prediction, on any "
             "number of devices; Gluon's own in its own loop",
             "of 1 in the gradient of one input", 0.9, 1.1)
-def gradients_of_a_layer_that_predicts():
-    mx, _ = frameworks()
+def gradients_of_a_layer_that_predicts(mx, torch):
     layer = mx.gluon.nn.BatchNorm(epsilon=0, in_channels=1)
     layer.initialize()
     x = mx.nd.array([[-1.0], [1.0]])
@@ -450,8 +429,7 @@ def gradients_of_a_layer_that_predicts():
             "are used as they are", "`mgpu.parity` names it; `lint` warns",
             "windows more along one axis (7 values, kernel 2, stride 2, "
             "padding 1)", 1, 1)
-def ceil_mode_in_the_padding():
-    mx, torch = frameworks()
+def ceil_mode_in_the_padding(mx, torch):
     ours = mx.gluon.nn.MaxPool2D(2, 2, 1, ceil_mode=True)(
         mx.nd.ones((1, 1, 7, 7)))
     theirs = torch.nn.MaxPool2d(2, 2, 1, ceil_mode=True)(
@@ -462,8 +440,7 @@ def ceil_mode_in_the_padding():
 @divergence("layers", "Dense flattens its input, Linear acts on the last "
             "axis", "the frameworks' own layers are used as they are",
             "`lint` warns", "dimensions more in torch's output", 2, 2)
-def dense_flattens():
-    mx, torch = frameworks()
+def dense_flattens(mx, torch):
     layer = mx.gluon.nn.Dense(5)
     layer.initialize()
     ours = layer(mx.nd.ones((2, 3, 7, 7)))
@@ -476,8 +453,7 @@ def dense_flattens():
             "none", "the gradient of the function is none", "each engine's "
             "own; on torch a network of `from_gluon` that needs a gradient "
             "there is refused as it runs", "of 1 in the gradient", 1, 1)
-def gradient_through_whole_numbers():
-    mx, torch = frameworks()
+def gradient_through_whole_numbers(mx, torch):
     ours = mx.nd.array([2.5])
     ours.attach_grad()
     with mx.autograd.record():

@@ -7,7 +7,7 @@ from mgpu import losses
 from mgpu.parity import Side
 from nets import gluon, gluon_block, torch_block, torch_layer
 from nets import torch as torch_
-from parity.steps import gluon_step, torch_step
+from parity.steps import gluon_step, gluons_halving, halving, torch_step
 from parity.tables import in_gluon, in_torch
 
 RNG = np.random.default_rng(0)
@@ -196,6 +196,9 @@ def cross_entropy(**options):
     return loss
 
 
+EACH = cross_entropy(reduction="none")
+
+
 def weighted(output, y):
     return cross_entropy(reduction="none", weight=output.new_tensor(
         [0.5, 1.0, 2.0]))(output, y)
@@ -354,13 +357,11 @@ def still(patch):
     patch.setattr(replica, "gluon_batch_norm", wrong)
 
 
-def fixed_gamma(patch, scale):
+def with_gamma():
     """A torch network whose stored gamma is not 1."""
-    def net():
-        made = conv_t()()
-        made[1].weight.data.fill_(2.0)
-        return made
-    return conv_g(scale=scale), net
+    net = conv_t()()
+    net[1].weight.data.fill_(2.0)
+    return net
 
 
 def shuffled(X, y):
@@ -377,14 +378,15 @@ def channels_last(nn):
     return torch_layer(lambda x: x.permute(0, 2, 3, 1).flatten(1))
 
 
-def recurrent(kind, **options):
-    """Gluon's layer, on sequences."""
+def recurrent(kind, head=None, **options):
+    """Gluon's layer, on sequences; `head`: the activation of the last."""
     def make():
         with mgpu.using_backend("mxnet"):
             from mxnet.gluon import nn, rnn
         layer = getattr(rnn, kind)(4, layout="NTC", input_size=3, **options)
         net = nn.HybridSequential()
-        net.add(layer, nn.Flatten(), nn.Dense(3, in_units=2 * 4 * layer._dir))
+        net.add(layer, nn.Flatten(), nn.Dense(
+            3, activation=head, in_units=2 * 4 * layer._dir))
         return net
     return make
 
@@ -524,6 +526,22 @@ def out_of_range():
 SGD_WD = {"learning_rate": 0.125, "wd": 0.125}
 BARE = {"1.gamma": 0.0, "1.beta": 0.0, "0.bias": 0.0, "5.bias": 0.0}
 
+def pair(a, b, batches=ROWS, sums=None, **options):
+    """Both sides and how they are compared; `sums`: how gradients are
+    reduced on torch."""
+    def plant(patch):
+        if sums:
+            patch_sum(patch, "torch", sums)
+        return a, b, batches, options
+    return plant
+
+
+def entropies(loss, batches=ROWS):
+    """Gluon's own loss, and one of torch."""
+    return pair(Side(dense_g(), loss=gluon_cross_entropy),
+                Side(dense_t(), loss=loss), batches)
+
+
 def steps(port, batches=ROWS, **options):
     """A loop of Gluon's with `options`, and one of PyTorch's with `port`;
     rates and options that float32 holds, for MXNet rounds them."""
@@ -534,16 +552,6 @@ def steps(port, batches=ROWS, **options):
             "step_a": gluon_step(learning_rate=0.125, **options),
             "step_b": torch_step(lr=0.125, **port)}
     return plant
-
-
-def halving(optimizer):
-    import torch
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
-def gluons_halving():
-    import mxnet as mx
-    return mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.125)
 
 
 #: numbers that float32 has rounded
@@ -565,23 +573,22 @@ FAULTS = {
     "two updates": ("updates in a step", steps({"updates": 2})),
     "no update": ("left out of the update", steps({"updates": 0})),
     "no decay in the step": ("optimizer options", steps({}, wd=0.0625)),
-    "relu before batch norm": ("order of layers", lambda patch: (
-        conv_g(), torch_(lambda nn: [
-            nn.Conv2d(2, 4, 3), nn.ReLU(), nn.BatchNorm2d(4),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]),
-        IMAGES, {})),
+    "relu before batch norm": ("order of layers", pair(conv_g(), torch_(
+            lambda nn: [nn.Conv2d(2, 4, 3), nn.ReLU(), nn.BatchNorm2d(4),
+                nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)]),
+        IMAGES)),
     # what is not trained
-    "table of positions": ("constant", lambda patch: (
-        in_gluon({"pe": np.ones((2, 6))}), in_torch({"pe": np.eye(2, 6)}),
-        [(np.stack([X, X], 1), y) for X, y in ROWS], {})),
-    "a factor for a divisor": ("constant in float32", lambda patch: (
+    "table of positions": ("constant", pair(in_gluon({"pe": np.ones((2, 6))}),
+        in_torch({"pe": np.eye(2, 6)}),
+        [(np.stack([X, X], 1), y) for X, y in ROWS])),
+    "a factor for a divisor": ("constant in float32", pair(
         in_gluon({"s": RATIOS}, use="broadcast_div"), in_torch(
             {"s": (1 / RATIOS).astype("float32").astype(float)}, use="mul"),
-        [(np.stack([X, X], 1), y) for X, y in ROWS], {})),
-    "frozen table": ("constant", lambda patch: (
+        [(np.stack([X, X], 1), y) for X, y in ROWS])),
+    "frozen table": ("constant", pair(
         in_gluon({"pe": np.ones((2, 6))}, freeze=True),
         in_torch({"pe": np.eye(2, 6)}, "frozen", freeze=True),
-        [(np.stack([X, X], 1), y) for X, y in ROWS], {"strict": True})),
+        [(np.stack([X, X], 1), y) for X, y in ROWS], strict=True)),
     "AdamW in the step": ("coupled weight decay", steps(
         {"optimizer": "AdamW", "weight_decay": 0.125}, optimizer="adam",
         wd=0.125)),
@@ -594,204 +601,183 @@ FAULTS = {
         # rows whose inverse float32 holds
         [tuple(x[:4] for x in batch) for batch in ROWS], momentum=0.5)),
     # batch norm
-    "unbiased variance": ("unbiased variance", lambda patch: (
-        conv_g(momentum=0.875), conv_t(momentum=0.125), IMAGES,
-        {"native": True})),
-    "unbiased in a": ("unbiased variance", lambda patch: (
-        Side(conv_t(), native=True), Side(conv_t(), native=False), IMAGES,
-        {})),
-    "momentum": ("statistics momentum", lambda patch: (
-        conv_g(momentum=0.9), conv_t(momentum=0.9), IMAGES, {})),
-    "cumulative statistics": ("cumulative statistics", lambda patch: (
-        conv_g(momentum=0.9), conv_t(momentum=None), IMAGES, {})),
-    "cumulative statistics in a": ("cumulative statistics", lambda patch: (
+    "unbiased variance": ("unbiased variance", pair(conv_g(momentum=0.875),
+        conv_t(momentum=0.125), IMAGES, native=True)),
+    "unbiased in a": ("unbiased variance", pair(Side(conv_t(), native=True),
+        Side(conv_t(), native=False), IMAGES)),
+    "momentum": ("statistics momentum", pair(conv_g(momentum=0.9),
+        conv_t(momentum=0.9), IMAGES)),
+    "cumulative statistics": ("cumulative statistics", pair(
+        conv_g(momentum=0.9), conv_t(momentum=None), IMAGES)),
+    "cumulative statistics in a": ("cumulative statistics", pair(
         Side(conv_t(momentum=None), native=True),
-        Side(conv_t(momentum=0.5), native=True), IMAGES, {})),
+        Side(conv_t(momentum=0.5), native=True), IMAGES)),
     "statistics frozen": ("statistics updates", lambda patch: (
         still(patch) or conv_g(), conv_t(), IMAGES, {})),
-    "frozen features": ("statistics updates", lambda patch: (
-        features("mxnet"), features("torch"), ROWS, {})),
-    "frozen features in b": ("statistics updates", lambda patch: (
-        features("torch"), features("mxnet"), ROWS, {})),
-    "epsilon": ("normalisation epsilon", lambda patch: (
-        conv_g(), conv_t(eps=1e-3), IMAGES, {})),
-    "epsilon in a, 3 devices": ("normalisation epsilon", lambda patch: (
-        conv_g(epsilon=1e-3), conv_t(), IMAGES, {"devices": 3})),
-    "layer norm epsilon": ("normalisation epsilon", lambda patch: (
+    "frozen features": ("statistics updates", pair(features("mxnet"),
+        features("torch"))),
+    "frozen features in b": ("statistics updates", pair(features("torch"),
+        features("mxnet"))),
+    "epsilon": ("normalisation epsilon", pair(conv_g(), conv_t(eps=1e-3),
+        IMAGES)),
+    "epsilon in a, 3 devices": ("normalisation epsilon", pair(
+        conv_g(epsilon=1e-3), conv_t(), IMAGES, devices=3)),
+    "layer norm epsilon": ("normalisation epsilon", pair(
         dense_g(lambda nn: nn.LayerNorm(in_channels=5)),
-        dense_t(lambda nn: nn.LayerNorm(5, eps=1e-3)), ROWS, {})),
-    "fix_gamma": ("fix_gamma", lambda patch: (
-        *fixed_gamma(patch, False), IMAGES, {"weights": "b"})),
-    "fix_gamma, gamma still 1": ("fix_gamma", lambda patch: (
-        conv_g(scale=False), conv_t(), IMAGES, {})),
-    "policy": ("batch-norm policy", lambda patch: (
-        conv_g(), Side(conv_t(), batch_norm="average"), IMAGES,
-        {"devices": 2})),
-    "1 and 2 devices": ("batch-norm policy", lambda patch: (
-        Side(conv_g(), devices=1), Side(conv_t(), devices=2), IMAGES, {})),
-    "global statistics": ("batch-norm mode", lambda patch: (
-        conv_g(use_global_stats=True), conv_t(), IMAGES, {})),
+        dense_t(lambda nn: nn.LayerNorm(5, eps=1e-3)))),
+    "fix_gamma": ("fix_gamma", pair(conv_g(scale=False), with_gamma, IMAGES,
+        weights="b")),
+    "fix_gamma, gamma still 1": ("fix_gamma", pair(conv_g(scale=False),
+        conv_t(), IMAGES)),
+    "policy": ("batch-norm policy", pair(conv_g(),
+        Side(conv_t(), batch_norm="average"), IMAGES, devices=2)),
+    "1 and 2 devices": ("batch-norm policy", pair(Side(conv_g(), devices=1),
+        Side(conv_t(), devices=2), IMAGES)),
+    "global statistics": ("batch-norm mode", pair(
+        conv_g(use_global_stats=True), conv_t(), IMAGES)),
     # other layers
-    "window in the padding": ("windows in the padding", lambda patch: (
-        *image_net(lambda nn: [
-            nn.Conv2D(4, 2, in_channels=2), nn.AvgPool2D(
-                2, 2, 1, ceil_mode=True), nn.GlobalAvgPool2D()],
-            lambda nn: [nn.Conv2d(2, 4, 2), nn.AvgPool2d(
-                2, 2, 1, ceil_mode=True), nn.AdaptiveAvgPool2d(1)], 4),
-        IMAGES, {})),
-    "ceil_mode": ("pooling ceil_mode", lambda patch: (
-        *image_net(lambda nn: [
-            nn.Conv2D(4, 2, in_channels=2), nn.MaxPool2D(
-                2, 2, ceil_mode=True), nn.GlobalAvgPool2D()],
+    "window in the padding": ("windows in the padding", pair(*image_net(
+            lambda nn: [nn.Conv2D(4, 2, in_channels=2),
+                nn.AvgPool2D(2, 2, 1, ceil_mode=True), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 2),
+                nn.AvgPool2d(2, 2, 1, ceil_mode=True),
+                nn.AdaptiveAvgPool2d(1)], 4), IMAGES)),
+    "ceil_mode": ("pooling ceil_mode", pair(*image_net(lambda nn: [
+                nn.Conv2D(4, 2, in_channels=2),
+                nn.MaxPool2D(2, 2, ceil_mode=True), nn.GlobalAvgPool2D()],
             lambda nn: [nn.Conv2d(2, 4, 2), nn.MaxPool2d(2, 2),
-                        nn.AdaptiveAvgPool2d(1)], 4), IMAGES, {})),
-    "count_include_pad": ("count_include_pad", lambda patch: (
-        *image_net(lambda nn: [
-            nn.Conv2D(4, 3, in_channels=2),
-            nn.AvgPool2D(2, 2, 1, count_include_pad=False)],
+                nn.AdaptiveAvgPool2d(1)], 4), IMAGES)),
+    "count_include_pad": ("count_include_pad", pair(*image_net(lambda nn: [
+                nn.Conv2D(4, 3, in_channels=2),
+                nn.AvgPool2D(2, 2, 1, count_include_pad=False)],
             lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2, 2, 1)], 64),
-        IMAGES, {})),
-    "padding of a convolution": ("layer options", lambda patch: (
-        *image_net(lambda nn: [
-            nn.Conv2D(4, 3, padding=1, in_channels=2), nn.GlobalAvgPool2D()],
+        IMAGES)),
+    "padding of a convolution": ("layer options", pair(*image_net(lambda nn: [
+                nn.Conv2D(4, 3, padding=1, in_channels=2),
+                nn.GlobalAvgPool2D()],
             lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveAvgPool2d(1)], 4),
-        IMAGES, {})),
-    "flatten order": ("dense flatten", lambda patch: (
-        gluon(lambda nn: [nn.Conv2D(4, 7, in_channels=2), nn.Flatten(),
-                          nn.Dense(3, in_units=16)]),
-        torch_(lambda nn: [nn.Conv2d(2, 4, 7), channels_last(nn),
-                           nn.Linear(16, 3)]), IMAGES, {})),
-    "flatten": ("dense flatten", lambda patch: (
+        IMAGES)),
+    "flatten order": ("dense flatten", pair(gluon(lambda nn: [
+                nn.Conv2D(4, 7, in_channels=2), nn.Flatten(),
+                nn.Dense(3, in_units=16)]), torch_(lambda nn: [
+                nn.Conv2d(2, 4, 7), channels_last(nn), nn.Linear(16, 3)]),
+        IMAGES)),
+    "flatten": ("dense flatten", pair(
         gluon(lambda nn: [nn.Dense(5, in_units=6), nn.Dense(1, in_units=5)]),
         torch_(lambda nn: [nn.Unflatten(1, (1, 6)), nn.Linear(6, 5),
-                           nn.Linear(5, 1)]),
-        [(X, y[:, :1]) for X, y in TARGETS], {"loss": losses.L2Loss()})),
-    "missing activation": ("activation", lambda patch: (
-        dense_g(), dense_t(activation=None), ROWS, {})),
-    "slope": ("activation", lambda patch: (
+                nn.Linear(5, 1)]), [(X, y[:, :1]) for X, y in TARGETS],
+        loss=losses.L2Loss())),
+    "missing activation": ("activation", pair(dense_g(),
+        dense_t(activation=None))),
+    "slope": ("activation", pair(
         dense_g(lambda nn: nn.LeakyReLU(0.25), activation=None),
-        dense_t(lambda nn: nn.LeakyReLU(0.125), activation=None),
-        ROWS, {})),
+        dense_t(lambda nn: nn.LeakyReLU(0.125), activation=None))),
     "gelu": ("activation", lambda patch: (
         dense_g(lambda nn: nn.GELU(), activation=None),
         dense_t(lambda nn: nn.GELU(approximate="tanh"), activation=None),
         # where the two part by more than MXNet's erf is off, about 1e-7
         [(20 * X, y) for X, y in ROWS], {})),
-    "selu": ("SELU's gradient", lambda patch: (
+    "selu": ("SELU's gradient", pair(
         dense_g(lambda nn: nn.SELU(), activation=None),
-        dense_t(lambda nn: nn.SELU(), activation=None), ROWS, {})),
-    "softmax axis": ("softmax axis", lambda patch: (
-        dense_g(lambda nn: nn.HybridLambda(
-            lambda F, x: F.softmax(x, axis=1)), activation=None),
-        dense_t(lambda nn: nn.Softmax(0), activation=None), ROWS, {})),
-    "twice a layer": ("constant factor", lambda patch: (
-        dense_g(), dense_t(lambda nn: times(nn, 2)), ROWS, {})),
-    "twice what is negative": ("constant factor", lambda patch: (
-        dense_t(lambda nn: nn.LogSigmoid(), activation=None),
-        dense_t(lambda nn: nn.LogSigmoid(), lambda nn: times(nn, 2),
-                activation=None), ROWS, {})),
-    "transposed weight": ("transposed weight", lambda patch: (
+        dense_t(lambda nn: nn.SELU(), activation=None))),
+    "softmax axis": ("softmax axis", pair(dense_g(
+            lambda nn: nn.HybridLambda(lambda F, x: F.softmax(x, axis=1)),
+            activation=None),
+        dense_t(lambda nn: nn.Softmax(0), activation=None))),
+    "twice a layer": ("constant factor", pair(dense_g(),
+        dense_t(lambda nn: times(nn, 2)))),
+    "twice what is negative": ("constant factor", pair(
+        dense_t(lambda nn: nn.LogSigmoid(), activation=None), dense_t(
+            lambda nn: nn.LogSigmoid(), lambda nn: times(nn, 2),
+            activation=None))),
+    "transposed weight": ("transposed weight", pair(
         gluon(lambda nn: [nn.Dense(6, in_units=6), nn.Dense(3, in_units=6)]),
-        torch_(lambda nn: [transposed(nn), nn.Linear(6, 3)]), ROWS, {})),
-    "another pooling": ("kind of pooling", lambda patch: (
-        *image_net(lambda nn: [nn.Conv2D(4, 3, in_channels=2),
-                               nn.MaxPool2D(2)],
-                   lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2)], 36),
-        IMAGES, {})),
-    "global pooling": ("kind of pooling", lambda patch: (
-        *image_net(lambda nn: [nn.Conv2D(4, 3, in_channels=2),
-                               nn.GlobalAvgPool2D()],
-                   lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveMaxPool2d(1)],
-                   4), IMAGES, {})),
-    "a layer in float32": ("dtype", lambda patch: (
-        dense_g(), single("float"), ROWS, {})),
-    "a layer in float16, then tanh": ("dtype", lambda patch: (
-        dense_g(activation="tanh"), single("half", "Tanh"), ROWS, {})),
-    "in bfloat16 within float32": ("dtype", lambda patch: (
-        dense_g(), single("bfloat16"), ROWS, {"dtype": "float32"})),
-    "a cast between layers, in a": ("dtype", lambda patch: (
-        dense_t(cast), dense_t(), ROWS, {})),
-    "the loss in float32": ("dtype", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy), Side(
-            dense_t(), loss=lambda output, y: cross_entropy(
-                reduction="none")(output.float(), y).double()), ROWS, {})),
-    "attention scale": ("attention scale", lambda patch: (
-        attention(0.5), attention(1.0), ATTENDED, {})),
-    "attention scale beside a mask": ("attention scale", lambda patch: (
-        of_heads(0.5, mask=1e18), of_heads(0.75, mask=1e18), ATTENDED, {})),
-    "attention scale, heads among rows": ("attention scale", lambda patch: (
-        of_heads(0.5, True), of_heads(1.0), ATTENDED, {})),
-    "attention scale, heads among rows of b": ("attention scale",
-                                               lambda patch: (
-        of_heads(0.5, mask=1e9), of_heads(0.25, True, 1e9), ATTENDED, {})),
-    "no mask, heads among rows": ("attention mask", lambda patch: (
-        of_heads(0.5, True, 1e9), of_heads(0.5), ATTENDED, {})),
-    "no mask": ("attention mask", lambda patch: (
-        attention(0.5, mask=1e9), attention(0.5), ATTENDED, {})),
-    "a mask of 8": ("attention mask", lambda patch: (
-        attention(0.5), attention(0.5, mask=8.0), ATTENDED, {})),
-    "softmax along an axis of one": ("softmax axis", lambda patch: (
-        one_score(1), one_score(2), ATTENDED, {})),
-    "softmax along another axis, of one": ("softmax axis", lambda patch: (
-        one_score(1, True), one_score(2), ATTENDED, {})),
-    "a mean for a maximum": ("kind of pooling", lambda patch: (
-        attention(0.5), attention(0.5, "amax"), ATTENDED, {})),
-    "no skip": ("residual connection", lambda patch: (
-        attention(0.5), attention(0.5, skip=None), ATTENDED, {})),
-    "another skip": ("residual connection", lambda patch: (
-        attention(0.5), attention(0.5, skip="v"), ATTENDED, {})),
-    "norm before the sum": ("order of layers", lambda patch: (
-        attention(0.5), attention(0.5, skip="behind"), ATTENDED, {})),
-    "norm over all axes": ("normalisation axis", lambda patch: (
-        attention(0.5), attention(0.5, wide=True), ATTENDED, {})),
-    "columns": ("order of columns", lambda patch: (
-        attention(0.5), attention(0.5, turned=True), ATTENDED, {})),
+        torch_(lambda nn: [transposed(nn), nn.Linear(6, 3)]))),
+    "another pooling": ("kind of pooling", pair(*image_net(
+            lambda nn: [nn.Conv2D(4, 3, in_channels=2), nn.MaxPool2D(2)],
+            lambda nn: [nn.Conv2d(2, 4, 3), nn.AvgPool2d(2)], 36), IMAGES)),
+    "global pooling": ("kind of pooling", pair(*image_net(
+            lambda nn: [nn.Conv2D(4, 3, in_channels=2), nn.GlobalAvgPool2D()],
+            lambda nn: [nn.Conv2d(2, 4, 3), nn.AdaptiveMaxPool2d(1)], 4),
+        IMAGES)),
+    "a layer in float32": ("dtype", pair(dense_g(), single("float"))),
+    "a layer in float16, then tanh": ("dtype", pair(dense_g(activation="tanh"),
+        single("half", "Tanh"))),
+    "in bfloat16 within float32": ("dtype", pair(dense_g(), single("bfloat16"),
+        dtype="float32")),
+    "a cast between layers, in a": ("dtype", pair(dense_t(cast), dense_t())),
+    "the loss in float32": ("dtype", entropies(
+        lambda output, y: EACH(output.float(), y).double())),
+    "attention scale": ("attention scale", pair(attention(0.5), attention(1.0),
+        ATTENDED)),
+    "attention scale beside a mask": ("attention scale", pair(
+        of_heads(0.5, mask=1e18), of_heads(0.75, mask=1e18), ATTENDED)),
+    "attention scale, heads among rows": ("attention scale", pair(
+        of_heads(0.5, True), of_heads(1.0), ATTENDED)),
+    "attention scale, heads among rows of b": ("attention scale", pair(
+        of_heads(0.5, mask=1e9), of_heads(0.25, True, 1e9), ATTENDED)),
+    "no mask, heads among rows": ("attention mask", pair(
+        of_heads(0.5, True, 1e9), of_heads(0.5), ATTENDED)),
+    "no mask": ("attention mask", pair(attention(0.5, mask=1e9),
+        attention(0.5), ATTENDED)),
+    "a mask of 8": ("attention mask", pair(attention(0.5),
+        attention(0.5, mask=8.0), ATTENDED)),
+    "softmax along an axis of one": ("softmax axis", pair(one_score(1),
+        one_score(2), ATTENDED)),
+    "softmax along another axis, of one": ("softmax axis", pair(
+        one_score(1, True), one_score(2), ATTENDED)),
+    "a mean for a maximum": ("kind of pooling", pair(attention(0.5),
+        attention(0.5, "amax"), ATTENDED)),
+    "no skip": ("residual connection", pair(attention(0.5),
+        attention(0.5, skip=None), ATTENDED)),
+    "another skip": ("residual connection", pair(attention(0.5),
+        attention(0.5, skip="v"), ATTENDED)),
+    "norm before the sum": ("order of layers", pair(attention(0.5),
+        attention(0.5, skip="behind"), ATTENDED)),
+    "norm over all axes": ("normalisation axis", pair(attention(0.5),
+        attention(0.5, wide=True), ATTENDED)),
+    "columns": ("order of columns", pair(attention(0.5),
+        attention(0.5, turned=True), ATTENDED)),
     "heads": ("order of columns", lambda patch: (
         joined_heads((0, 1, 2, 3)), joined_heads((0, 2, 1, 3)),
         [(X, np.random.default_rng(0).normal(size=(N, 240)))
          for X, _ in IMAGES],
         {"loss": losses.L2Loss()})),
-    "groups": ("layer options", lambda patch: (
-        *image_net(lambda nn: [nn.Conv2D(4, 7, in_channels=2),
-                               nn.GroupNorm(4)],
-                   lambda nn: [nn.Conv2d(2, 4, 7), nn.GroupNorm(2, 4)], 16),
-        IMAGES, {})),
-    "alpha": ("activation", lambda patch: (
+    "groups": ("layer options", pair(*image_net(
+            lambda nn: [nn.Conv2D(4, 7, in_channels=2), nn.GroupNorm(4)],
+            lambda nn: [nn.Conv2d(2, 4, 7), nn.GroupNorm(2, 4)], 16), IMAGES)),
+    "alpha": ("activation", pair(
         dense_g(lambda nn: nn.ELU(1.0), activation=None),
-        dense_t(lambda nn: nn.ELU(0.5), activation=None), ROWS, {})),
-    "bilinear": ("interpolation", lambda patch: (
-        *enlarged(lambda F, x: F.UpSampling(
-            x, scale=2, sample_type="nearest"), mode="bilinear"),
-        IMAGES, {})),
-    "align_corners": ("interpolation", lambda patch: (
-        *enlarged(lambda F, x: F.contrib.BilinearResize2D(
-            x, height=4, width=4), mode="bilinear"), IMAGES, {})),
-    "align_corners of a layer": ("interpolation", lambda patch: (
-        enlarged(None, mode="bilinear", layer=True)[1], enlarged(
-            None, mode="bilinear", layer=True, align_corners=True)[1],
-        IMAGES, {})),
-    "padding mode": ("layer options", lambda patch: (
-        *image_net(lambda nn: [nn.Conv2D(4, 3, padding=1, in_channels=2)],
-                   lambda nn: [nn.Conv2d(2, 4, 3, padding=1,
-                                         padding_mode="reflect")], 256),
-        IMAGES, {})),
-    "gates of an LSTM": ("permuted gates", lambda patch: (
-        recurrent("LSTM"), recurrent_port("LSTM", (0, 2, 1, 3)), SERIES,
-        {"dtype": "float32"})),
-    "gates of a GRU in a": ("permuted gates", lambda patch: (
+        dense_t(lambda nn: nn.ELU(0.5), activation=None))),
+    "bilinear": ("interpolation", pair(*enlarged(
+            lambda F, x: F.UpSampling(x, scale=2, sample_type="nearest"),
+            mode="bilinear"), IMAGES)),
+    "align_corners": ("interpolation", pair(*enlarged(
+            lambda F, x: F.contrib.BilinearResize2D(x, height=4, width=4),
+            mode="bilinear"), IMAGES)),
+    "align_corners of a layer": ("interpolation", pair(
+        enlarged(None, mode="bilinear", layer=True)[1],
+        enlarged(None, mode="bilinear", layer=True, align_corners=True)[1],
+        IMAGES)),
+    "padding mode": ("layer options", pair(*image_net(
+            lambda nn: [nn.Conv2D(4, 3, padding=1, in_channels=2)],
+            lambda nn: [nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect")],
+            256), IMAGES)),
+    "gates of an LSTM": ("permuted gates", pair(recurrent("LSTM"),
+        recurrent_port("LSTM", (0, 2, 1, 3)), SERIES, dtype="float32")),
+    "gates of a GRU in a": ("permuted gates", pair(
         recurrent_port("GRU", (1, 0, 2)), recurrent("GRU"), SERIES,
-        {"dtype": "float32"})),
-    "gates of stacked layers": ("permuted gates", lambda patch: (
-        recurrent("LSTM", num_layers=2, bidirectional=True), recurrent_port(
-            "LSTM", (1, 0, 3, 2), num_layers=2, bidirectional=True), SERIES,
-        {"dtype": "float32"})),
-    "gates of a cell": ("permuted gates", lambda patch: (
-        one_cell, cell_port, ROWS, {})),
-    "gates of the values": ("permuted gates", lambda patch: (
-        permuted_values((0, 1, 2, 3)), permuted_values((0, 2, 1, 3)),
-        SERIES, {"weights": "own"})),
-    "reset gate": ("GRU variant", lambda patch: (
-        recurrent("GRU"), gru_port("before"), SERIES, {"dtype": "float32"})),
+        dtype="float32")),
+    "gates of stacked layers": ("permuted gates", pair(
+        recurrent("LSTM", num_layers=2, bidirectional=True),
+        recurrent_port("LSTM", (1, 0, 3, 2), num_layers=2, bidirectional=True),
+        SERIES, dtype="float32")),
+    "gates of a cell": ("permuted gates", pair(one_cell, cell_port)),
+    "gates of the values": ("permuted gates", pair(
+        permuted_values((0, 1, 2, 3)), permuted_values((0, 2, 1, 3)), SERIES,
+        weights="own")),
+    "reset gate": ("GRU variant", pair(recurrent("GRU"), gru_port("before"),
+        SERIES, dtype="float32")),
     "values of another layer": ("order of parameters", lambda patch: (
         three_g, three(), ROWS, {"map": {
             "0.weight": "2.weight", "0.bias": "2.bias",
@@ -802,92 +788,67 @@ FAULTS = {
         torch_(lambda nn: [nn.Embedding(9, 4, padding_idx=2), nn.Flatten(),
                            nn.Linear(12, 3)]),
         [(RNG.integers(0, 9, (N, 3)), y) for _, y in ROWS], {})),
-    "maximum": ("derivative at a kink", lambda patch: (
-        dense_g(), dense_t(half_at_zero, activation=None), [
-            (x * (np.arange(len(x)) > 1)[:, None], y) for x, y in ROWS], {})),
-    "maximum in a": ("derivative at a kink", lambda patch: (
-        dense_t(half_at_zero, activation=None), dense_g(), [
-            (0 * x, y) for x, y in ROWS], {"weights": "b"})),
+    "maximum": ("derivative at a kink", pair(dense_g(),
+        dense_t(half_at_zero, activation=None),
+        [(x * (np.arange(len(x)) > 1)[:, None], y) for x, y in ROWS])),
+    "maximum in a": ("derivative at a kink", pair(
+        dense_t(half_at_zero, activation=None), dense_g(),
+        [(0 * x, y) for x, y in ROWS], weights="b")),
     "dropout masks": ("dropout masks", lambda patch: (
         other_masks(patch) or dense_g(lambda nn: nn.Dropout(0.5),
                                       activation=None),
         dense_t(lambda nn: nn.Dropout(0.5), activation=None), ROWS, {})),
-    "dropout rate": ("dropout rate", lambda patch: (
-        dense_g(lambda nn: nn.Dropout(0.5)),
-        dense_t(lambda nn: nn.Dropout(0.25)), ROWS, {})),
+    "dropout rate": ("dropout rate", pair(dense_g(lambda nn: nn.Dropout(0.5)),
+        dense_t(lambda nn: nn.Dropout(0.25)))),
     # data
-    "data order": ("data order", lambda patch: (
-        conv_g(), Side(conv_t(), prepare=shuffled), IMAGES, {})),
-    "labels shuffled": ("data order", lambda patch: (
-        dense_g(), Side(dense_t(), prepare=labels_shuffled), ROWS, {})),
-    "preparation": ("input preparation", lambda patch: (
-        conv_g(), Side(conv_t(), prepare=lambda X, y: (255 * X, y)), IMAGES,
-        {})),
-    "label clipping": ("labels out of range", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy),
-        Side(dense_t(), loss=cross_entropy(
-            reduction="none", ignore_index=-1)), out_of_range(), {})),
-    "label smoothing": ("label smoothing", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy), Side(dense_t(),
-        loss=cross_entropy(reduction="none", label_smoothing=0.1)), ROWS,
-        {})),
-    "class weights": ("class weights", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy),
-        Side(dense_t(), loss=weighted), ROWS, {})),
-    "shifted labels": ("shifted labels", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy), Side(
-            dense_t(), loss=lambda output, y: cross_entropy(reduction="none")(
-                output, y.roll(1))), ROWS, {})),
-    "ignored class": ("ignore_index", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy),
-        Side(dense_t(), loss=cross_entropy(
-            reduction="none", ignore_index=1)), ROWS, {})),
-    "softmax twice": ("softmax in the loss", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy), Side(
-            dense_t(), loss=lambda output, y: cross_entropy(
-                reduction="none")(output.softmax(1), y)), ROWS, {})),
-    "L1 for L2": ("loss formula", lambda patch: (
-        dense_g(), Side(dense_t(), loss=losses.L1Loss()), TARGETS,
-        {"loss": losses.L2Loss()})),
-    "twice the entropy": ("loss weight", lambda patch: (
-        Side(dense_g(), loss=gluon_cross_entropy), Side(
-            dense_t(), loss=lambda output, y: 2 * cross_entropy(
-                reduction="none")(output, y)), ROWS, {})),
+    "data order": ("data order", pair(conv_g(),
+        Side(conv_t(), prepare=shuffled), IMAGES)),
+    "labels shuffled": ("data order", pair(dense_g(),
+        Side(dense_t(), prepare=labels_shuffled))),
+    "preparation": ("input preparation", pair(conv_g(),
+        Side(conv_t(), prepare=lambda X, y: (255 * X, y)), IMAGES)),
+    "label clipping": ("labels out of range", entropies(
+        cross_entropy(reduction="none", ignore_index=-1), out_of_range())),
+    "label smoothing": ("label smoothing", entropies(
+        cross_entropy(reduction="none", label_smoothing=0.1))),
+    "class weights": ("class weights", entropies(weighted)),
+    "shifted labels": ("shifted labels", entropies(
+        lambda output, y: EACH(output, y.roll(1)))),
+    "ignored class": ("ignore_index", entropies(
+        cross_entropy(reduction="none", ignore_index=1))),
+    "softmax twice": ("softmax in the loss", entropies(
+        lambda output, y: EACH(output.softmax(1), y))),
+    "L1 for L2": ("loss formula", pair(dense_g(),
+        Side(dense_t(), loss=losses.L1Loss()), TARGETS, loss=losses.L2Loss())),
+    "twice the entropy": ("loss weight", entropies(
+        lambda output, y: 2 * EACH(output, y))),
     # losses
-    "L2 loss": ("L2 loss", lambda patch: (
-        dense_g(), Side(dense_t(), loss=mean_square), TARGETS,
-        {"loss": losses.L2Loss()})),
-    "Huber": ("loss weight", lambda patch: (
-        Side(dense_g(), loss=losses.HuberLoss(rho=2)), Side(
-            dense_t(), loss=huber), [(X, 4 * y) for X, y in TARGETS], {})),
-    "mean": ("loss reduction", lambda patch: (
-        dense_g(), Side(dense_t(), loss=cross_entropy()), ROWS, {})),
-    "mean, spread": ("loss reduction", lambda patch: (
-        dense_g(), Side(dense_t(), loss=losses.per_example(
-            lambda o, y: cross_entropy()(o, y))), ROWS, {})),
-    "mean square, one number": ("loss reduction", lambda patch: (
-        dense_g(), Side(dense_t(), loss=lambda o, y: ((o - y) ** 2).mean()),
-        TARGETS, {"loss": losses.L2Loss()})),
-    "weight": ("loss weight", lambda patch: (
-        dense_g(), Side(dense_t(), loss=losses.SoftmaxCELoss(weight=0.75)),
-        ROWS, {})),
+    "L2 loss": ("L2 loss", pair(dense_g(), Side(dense_t(), loss=mean_square),
+        TARGETS, loss=losses.L2Loss())),
+    "Huber": ("loss weight", pair(
+        Side(dense_g(), loss=losses.HuberLoss(rho=2)),
+        Side(dense_t(), loss=huber), [(X, 4 * y) for X, y in TARGETS])),
+    "mean": ("loss reduction", pair(dense_g(),
+        Side(dense_t(), loss=cross_entropy()))),
+    "mean, spread": ("loss reduction", pair(dense_g(), Side(dense_t(),
+            loss=losses.per_example(lambda o, y: cross_entropy()(o, y))))),
+    "mean square, one number": ("loss reduction", pair(dense_g(),
+        Side(dense_t(), loss=lambda o, y: ((o - y) ** 2).mean()), TARGETS,
+        loss=losses.L2Loss())),
+    "weight": ("loss weight", pair(dense_g(),
+        Side(dense_t(), loss=losses.SoftmaxCELoss(weight=0.75)))),
     # devices
-    "mean over devices": ("sum or mean over devices", lambda patch: (
-        patch_sum(patch, "torch", average) or dense_g(), dense_t(), ROWS,
-        {"devices": 3})),
-    "aliased": ("aliased replicas", lambda patch: (
-        patch_sum(patch, "torch", aliased) or dense_g(), dense_t(), ROWS,
-        {"devices": 3})),
+    "mean over devices": ("sum or mean over devices", pair(dense_g(),
+        dense_t(), sums=average, devices=3)),
+    "aliased": ("aliased replicas", pair(dense_g(), dense_t(), sums=aliased,
+        devices=3)),
     # 2 devices: 2^(k-1) is k, and nothing can tell the two apart
-    "aliased, 2 devices": ("aliased replicas", lambda patch: (
-        patch_sum(patch, "torch", aliased) or dense_g(), dense_t(), ROWS,
-        {"devices": 2})),
-    "no broadcast": ("missing broadcast", lambda patch: (
-        patch_sum(patch, "torch", no_broadcast) or dense_g(), dense_t(),
-        ROWS, {"devices": 3})),
-    "device left out": ("device left out", lambda patch: (
-        patch_sum(patch, "torch", left_out) or dense_g(), dense_t(), ROWS,
-        {"devices": 4})),
+    "aliased, 2 devices": ("aliased replicas", pair(dense_g(), dense_t(),
+        sums=aliased, devices=2)),
+    "no broadcast": ("missing broadcast", pair(dense_g(), dense_t(),
+        sums=no_broadcast, devices=3)),
+    "device left out": ("device left out", pair(dense_g(), dense_t(),
+        sums=left_out, devices=4)),
     # gradients
     "stale": ("stale gradient", lambda patch: (
         patch_sum(patch, "torch", stale_once()) or dense_g(), dense_t(),
@@ -895,138 +856,116 @@ FAULTS = {
     "accumulated": ("stale gradient", lambda patch: (
         patch_sum(patch, "torch", accumulated()) or dense_g(), dense_t(),
         ROWS, {})),
-    "accumulated in a": ("stale gradient", lambda patch: (
-        accumulating, dense_t(), ROWS, {})),
-    "frozen": ("frozen parameter", lambda patch: (
-        dense_g(), frozen, ROWS, {})),
-    "frozen, of zeros": ("frozen parameter", lambda patch: (
-        dense_g(), frozen, [(X * (np.arange(N) > 1)[:, None], y)
-                            for X, y in ROWS], {})),
-    "frozen in a linear network": ("frozen parameter", lambda patch: (
-        dense_g(activation=None), lambda: frozen(None), ROWS, {})),
-    "frozen in Gluon": ("frozen parameter", lambda patch: (
-        frozen_g, dense_t(), ROWS, {})),
-    "frozen in Gluon, in b": ("frozen parameter", lambda patch: (
-        dense_t(), frozen_g, ROWS, {"weights": "b"})),
-    "scaled": ("gradient scale", lambda patch: (
-        patch_sum(patch, "torch", halved) or dense_g(), dense_t(), ROWS,
-        {})),
-    "mean over devices, against 1": (
-        "sum or mean over devices", lambda patch: (
-            patch_sum(patch, "torch", average) or Side(
-                dense_g(), devices=1), Side(dense_t(), devices=3), ROWS,
-            {})),
+    "accumulated in a": ("stale gradient", pair(accumulating, dense_t())),
+    "frozen": ("frozen parameter", pair(dense_g(), frozen)),
+    "frozen, of zeros": ("frozen parameter", pair(dense_g(), frozen,
+        [(X * (np.arange(N) > 1)[:, None], y) for X, y in ROWS])),
+    "frozen in a linear network": ("frozen parameter", pair(
+        dense_g(activation=None), lambda: frozen(None))),
+    "frozen in Gluon": ("frozen parameter", pair(frozen_g, dense_t())),
+    "frozen in Gluon, in b": ("frozen parameter", pair(dense_t(), frozen_g,
+        weights="b")),
+    "scaled": ("gradient scale", pair(dense_g(), dense_t(), sums=halved)),
+    "mean over devices, against 1": ("sum or mean over devices", pair(
+        Side(dense_g(), devices=1), Side(dense_t(), devices=3), sums=average)),
     # updates
-    "Adam": ("Adam epsilon", lambda patch: (
-        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
-        {"optimizer": "adam", "optimizer_params": {}})),
-    "Adam, torch alone": ("Adam epsilon", lambda patch: (
-        Side(dense_t(), semantics="torch"), dense_t(), ROWS,
-        {"optimizer": "adam", "optimizer_params": {}})),
-    "velocity": ("rate inside the velocity", lambda patch: (
-        Side(dense_g(), lr_scheduler=rate), Side(
-            dense_t(), lr_scheduler=rate, semantics="torch"), ROWS,
-        {"optimizer_params": {"momentum": 0.5}})),
-    "decay of biases": ("weight decay on biases", lambda patch: (
-        conv_g(), Side(conv_t(), wd_mult=BARE), IMAGES,
-        {"optimizer_params": SGD_WD})),
-    "decay of biases in b": ("weight decay on biases", lambda patch: (
+    "Adam": ("Adam epsilon", pair(dense_g(),
+        Side(dense_t(), semantics="torch"), optimizer="adam",
+        optimizer_params={})),
+    "Adam, torch alone": ("Adam epsilon", pair(
+        Side(dense_t(), semantics="torch"), dense_t(), optimizer="adam",
+        optimizer_params={})),
+    "velocity": ("rate inside the velocity", pair(
+        Side(dense_g(), lr_scheduler=rate),
+        Side(dense_t(), lr_scheduler=rate, semantics="torch"),
+        optimizer_params={"momentum": 0.5})),
+    "decay of biases": ("weight decay on biases", pair(conv_g(),
+        Side(conv_t(), wd_mult=BARE), IMAGES, optimizer_params=SGD_WD)),
+    "decay of biases in b": ("weight decay on biases", pair(
         Side(conv_g(), wd_mult=BARE), conv_t(), IMAGES,
-        {"optimizer_params": SGD_WD})),
-    "decoupled": ("coupled weight decay", lambda patch: (
-        dense_g(), Side(dense_t(), optimizer="adamw"), ROWS,
-        {"optimizer": "adam", "optimizer_params": SGD_WD})),
-    "short batch": ("batch divisor", lambda patch: (
-        dense_g(), Side(dense_t(), divisor=N), FULL_THEN_SHORT,
-        {"optimizer_params": SLOW})),
-    "learning rate": ("learning rate", lambda patch: (
-        dense_g(), Side(dense_t(), optimizer_params={
-            "learning_rate": 0.25}), ROWS, {"optimizer_params": SLOW})),
-    "float32 rate": ("float32 hyper-parameters", lambda patch: (
-        dense_g(), Side(dense_t(), optimizer_params={
-            "learning_rate": float(np.float32(0.1))}), ROWS,
-        {"optimizer_params": {"learning_rate": 0.1}})),
-    "multiplier": ("multipliers", lambda patch: (
-        Side(dense_g(), lr_mult={"0.weight": 2.0}), dense_t(), ROWS,
-        {"optimizer_params": SLOW})),
-    "beta": ("optimizer options", lambda patch: (
-        dense_g(), Side(dense_t(), optimizer_params={"beta1": 0.5}), ROWS,
-        {"optimizer": "adam", "optimizer_params": {}})),
-    "RMSProp": ("optimizer formula", lambda patch: (
-        dense_g(), Side(dense_t(), semantics="torch", optimizer_params={
-            "alpha": 0.9, "lr": 0.001}), ROWS,
-        {"optimizer": "rmsprop", "optimizer_params": {}})),
-    "NAG with decay": ("optimizer formula", lambda patch: (
-        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
-        {"optimizer": "nag", "optimizer_params": {
-            **SGD_WD, "momentum": 0.5}})),
-    "another optimiser": ("optimizer formula", lambda patch: (
-        dense_g(), Side(dense_t(), optimizer="adam"), ROWS,
-        {"optimizer_params": SLOW})),
-    "not divided": ("batch divisor", lambda patch: (
-        dense_g(), Side(dense_t(), divisor=1), ROWS,
-        {"optimizer_params": SLOW})),
-    "order of Nadam": ("order of parameters", lambda patch: (
-        dense_g(), reordered_t, ROWS, {
-            "optimizer": "nadam", "optimizer_params": SLOW})),
+        optimizer_params=SGD_WD)),
+    "decoupled": ("coupled weight decay", pair(dense_g(),
+        Side(dense_t(), optimizer="adamw"), optimizer="adam",
+        optimizer_params=SGD_WD)),
+    "short batch": ("batch divisor", pair(dense_g(),
+        Side(dense_t(), divisor=N), FULL_THEN_SHORT, optimizer_params=SLOW)),
+    "learning rate": ("learning rate", pair(dense_g(),
+        Side(dense_t(), optimizer_params={"learning_rate": 0.25}),
+        optimizer_params=SLOW)),
+    "float32 rate": ("float32 hyper-parameters", pair(dense_g(), Side(
+            dense_t(),
+            optimizer_params={"learning_rate": float(np.float32(0.1))}),
+        optimizer_params={"learning_rate": 0.1})),
+    "multiplier": ("multipliers", pair(
+        Side(dense_g(), lr_mult={"0.weight": 2.0}), dense_t(),
+        optimizer_params=SLOW)),
+    "beta": ("optimizer options", pair(dense_g(),
+        Side(dense_t(), optimizer_params={"beta1": 0.5}), optimizer="adam",
+        optimizer_params={})),
+    "RMSProp": ("optimizer formula", pair(dense_g(), Side(dense_t(),
+            semantics="torch", optimizer_params={"alpha": 0.9, "lr": 0.001}),
+        optimizer="rmsprop", optimizer_params={})),
+    "NAG with decay": ("optimizer formula", pair(dense_g(),
+        Side(dense_t(), semantics="torch"), optimizer="nag",
+        optimizer_params={**SGD_WD, "momentum": 0.5})),
+    "another optimiser": ("optimizer formula", pair(dense_g(),
+        Side(dense_t(), optimizer="adam"), optimizer_params=SLOW)),
+    "not divided": ("batch divisor", pair(dense_g(),
+        Side(dense_t(), divisor=1), optimizer_params=SLOW)),
+    "order of Nadam": ("order of parameters", pair(dense_g(), reordered_t,
+        optimizer="nadam", optimizer_params=SLOW)),
     # the start
-    "values by position": ("order of parameters", lambda patch: (
-        of_torch(three_g), three(swapped=True), ROWS, {"weights": "own"})),
-    "initialiser": ("initialiser", lambda patch: (
-        conv_g(), conv_t(), IMAGES, {"weights": "own"})),
-    "biases": ("initialiser", lambda patch: (
-        Side(conv_g(), init="xavier"), conv_t(), IMAGES,
-        {"weights": "own"})),
-    "other draw": ("initial draw", lambda patch: (
-        Side(dense_g(), init="xavier", seed=1),
-        Side(dense_t(), init="xavier", seed=2), ROWS, {"weights": "own"})),
+    "values by position": ("order of parameters", pair(
+        lambda: of_torch(three_g), three(swapped=True), weights="own")),
+    "initialiser": ("initialiser", pair(conv_g(), conv_t(), IMAGES,
+        weights="own")),
+    "biases": ("initialiser", pair(Side(conv_g(), init="xavier"), conv_t(),
+        IMAGES, weights="own")),
+    "other draw": ("initial draw", pair(Side(dense_g(), init="xavier", seed=1),
+        Side(dense_t(), init="xavier", seed=2), weights="own")),
 }
 
 #: networks that train the same
 CONTROLS = {
-    "conv": lambda: (conv_g(), conv_t(), IMAGES, {"devices": 1}),
-    "conv, 2 devices": lambda: (conv_g(), conv_t(), IMAGES, {
-        "devices": 2, "optimizer_params": {**SGD_WD, "momentum": 0.5}}),
-    "conv, sync": lambda: (conv_g(), conv_t(), IMAGES, {
-        "devices": 2, "batch_norm": "sync"}),
-    "dyadic native mean": lambda: (
-        dense_g(), dense_t(), ROWS, {"native": True}),
-    "max pooling": lambda: (*image_net(
-        lambda nn: [nn.Conv2D(4, 3, in_channels=2), nn.MaxPool2D(
-            2, 2, ceil_mode=True)],
-        lambda nn: [nn.Conv2d(2, 4, 3), nn.MaxPool2d(
-            2, 2, ceil_mode=True)], 36), IMAGES, {}),
-    "dense": lambda: (dense_g(), dense_t(), ROWS, {"devices": 4}),
-    "nearest": lambda: (*enlarged(lambda F, x: F.UpSampling(
-        x, scale=2, sample_type="nearest")), IMAGES, {}),
-    "bilinear": lambda: (
+    "conv": pair(conv_g(), conv_t(), IMAGES, devices=1),
+    "conv, 2 devices": pair(conv_g(), conv_t(), IMAGES, devices=2,
+        optimizer_params={**SGD_WD, "momentum": 0.5}),
+    "conv, sync": pair(conv_g(), conv_t(), IMAGES, devices=2,
+        batch_norm="sync"),
+    "dyadic native mean": pair(dense_g(), dense_t(), native=True),
+    "max pooling": pair(*image_net(lambda nn: [nn.Conv2D(4, 3, in_channels=2),
+                nn.MaxPool2D(2, 2, ceil_mode=True)], lambda nn: [
+                nn.Conv2d(2, 4, 3), nn.MaxPool2d(2, 2, ceil_mode=True)], 36),
+        IMAGES),
+    "dense": pair(dense_g(), dense_t(), devices=4),
+    "nearest": pair(*enlarged(
+            lambda F, x: F.UpSampling(x, scale=2, sample_type="nearest")),
+        IMAGES),
+    "bilinear": lambda patch: (
         *enlarged(lambda F, x: F.contrib.BilinearResize2D(
             x, height=4, width=4, align_corners=False), mode="bilinear"),
         IMAGES, {"strict": True}),
-    "embedding": lambda: (
+    "embedding": lambda patch: (
         gluon(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
                           nn.Dense(3, in_units=12)]),
         torch_(lambda nn: [nn.Embedding(9, 4), nn.Flatten(),
                            nn.Linear(12, 3)]),
         [(RNG.integers(0, 9, (N, 3)), y) for _, y in ROWS],
         {"devices": 2, "optimizer": "adagrad", "optimizer_params": {}}),
-    "layer norm": lambda: (
+    "layer norm": lambda patch: (
         # MXNet keeps this epsilon as float32: one that float32 holds
         dense_g(lambda nn: nn.LayerNorm(epsilon=2 ** -17, in_channels=5)),
         dense_t(lambda nn: nn.LayerNorm(5, eps=2 ** -17)), ROWS,
         {"devices": 2}),
-    "dropout": lambda: (
-        dense_g(lambda nn: nn.Dropout(0.5)),
-        dense_t(lambda nn: nn.Dropout(0.5)), ROWS, {"devices": 3}),
-    "short batch": lambda: (dense_g(), dense_t(), FULL_THEN_SHORT, {
-        "devices": 2, "optimizer": "nag",
-        "optimizer_params": {"momentum": 0.5}}),
-    "schedule": lambda: (
-        Side(dense_g(), lr_scheduler=rate), Side(
-            dense_t(), lr_scheduler=rate), ROWS,
-        {"optimizer_params": {"momentum": 0.5}}),
-    "float32": lambda: (conv_g(), conv_t(), IMAGES, {"dtype": "float32"}),
-    "torch's momentum, one rate": lambda: (
-        dense_g(), Side(dense_t(), semantics="torch"), ROWS,
-        {"optimizer_params": {"learning_rate": 0.125, "momentum": 0.5}}),
+    "dropout": pair(dense_g(lambda nn: nn.Dropout(0.5)),
+        dense_t(lambda nn: nn.Dropout(0.5)), devices=3),
+    "short batch": pair(dense_g(), dense_t(), FULL_THEN_SHORT, devices=2,
+        optimizer="nag", optimizer_params={"momentum": 0.5}),
+    "schedule": pair(Side(dense_g(), lr_scheduler=rate),
+        Side(dense_t(), lr_scheduler=rate),
+        optimizer_params={"momentum": 0.5}),
+    "float32": pair(conv_g(), conv_t(), IMAGES, dtype="float32"),
+    "torch's momentum, one rate": pair(dense_g(),
+        Side(dense_t(), semantics="torch"),
+        optimizer_params={"learning_rate": 0.125, "momentum": 0.5}),
 }

@@ -8,15 +8,14 @@ backend must load them first.
 """
 import math
 
+from nets import gluon, gluon_block, torch, torch_block
+
 # -- 1: digits ----------------------------------------------------------------
 
-def lenet_gluon():
-    from mxnet.gluon import nn
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, activation="relu"), nn.MaxPool2D(2, 2),
-            nn.Conv2D(6, 3, activation="relu"), nn.MaxPool2D(2, 2),
-            nn.Flatten(), nn.Dense(16, activation="relu"), nn.Dense(4))
-    return net
+lenet_gluon = gluon(lambda nn: [
+    nn.Conv2D(4, 3, activation="relu"), nn.MaxPool2D(2, 2),
+    nn.Conv2D(6, 3, activation="relu"), nn.MaxPool2D(2, 2),
+    nn.Flatten(), nn.Dense(16, activation="relu"), nn.Dense(4)])
 
 
 def digits_gluon(net):
@@ -34,12 +33,10 @@ def digits_gluon(net):
     return step, [trainer]
 
 
-def lenet_torch():
-    from torch import nn
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(4, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4))
+lenet_torch = torch(lambda nn: [
+    nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2),
+    nn.Conv2d(4, 6, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+    nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 4)])
 
 
 def digits_torch(net):
@@ -65,32 +62,22 @@ def digits_torch(net):
 WARM, UPDATES = 2, 6
 
 
-def residual_gluon():
-    from mxnet.gluon import nn
+def block_gluon(channels, stride):
+    return gluon_block(lambda nn: {
+        "body": gluon(lambda nn: [
+            nn.Conv2D(channels, 3, stride, 1, use_bias=False),
+            nn.BatchNorm(), nn.Activation("relu"),
+            nn.Conv2D(channels, 3, 1, 1, use_bias=False), nn.BatchNorm()])(),
+        "shortcut": gluon(lambda nn: [
+            nn.Conv2D(channels, 1, stride, use_bias=False),
+            nn.BatchNorm()])()},
+        lambda net, F, x: F.relu(net.body(x) + net.shortcut(x)))()
 
-    class Block(nn.HybridBlock):
-        def __init__(self, channels, stride):
-            super().__init__()
-            with self.name_scope():
-                self.body = nn.HybridSequential()
-                self.body.add(
-                    nn.Conv2D(channels, 3, stride, 1, use_bias=False),
-                    nn.BatchNorm(), nn.Activation("relu"),
-                    nn.Conv2D(channels, 3, 1, 1, use_bias=False),
-                    nn.BatchNorm())
-                self.shortcut = nn.HybridSequential()
-                self.shortcut.add(
-                    nn.Conv2D(channels, 1, stride, use_bias=False),
-                    nn.BatchNorm())
 
-        def hybrid_forward(self, F, x):
-            return F.relu(self.body(x) + self.shortcut(x))
-
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3, 1, 1, use_bias=False), nn.BatchNorm(),
-            nn.Activation("relu"), Block(4, 1), Block(6, 2),
-            nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(4))
-    return net
+residual_gluon = gluon(lambda nn: [
+    nn.Conv2D(4, 3, 1, 1, use_bias=False), nn.BatchNorm(),
+    nn.Activation("relu"), block_gluon(4, 1), block_gluon(6, 2),
+    nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(4)])
 
 
 def pictures_gluon(net):
@@ -120,29 +107,23 @@ def pictures_gluon(net):
     return step, [trainer]
 
 
-def residual_torch():
-    import torch
-    from torch import nn
+def block_torch(ins, channels, stride):
+    return torch_block(lambda nn: {
+        "body": nn.Sequential(
+            nn.Conv2d(ins, channels, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(channels), nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(channels)),
+        "shortcut": nn.Sequential(
+            nn.Conv2d(ins, channels, 1, stride, bias=False),
+            nn.BatchNorm2d(channels))},
+        lambda net, x: (net.body(x) + net.shortcut(x)).relu())()
 
-    class Block(nn.Module):
-        def __init__(self, ins, channels, stride):
-            super().__init__()
-            self.body = nn.Sequential(
-                nn.Conv2d(ins, channels, 3, stride, 1, bias=False),
-                nn.BatchNorm2d(channels), nn.ReLU(),
-                nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
-                nn.BatchNorm2d(channels))
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(ins, channels, 1, stride, bias=False),
-                nn.BatchNorm2d(channels))
 
-        def forward(self, x):
-            return torch.relu(self.body(x) + self.shortcut(x))
-
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
-        Block(4, 4, 1), Block(4, 6, 2), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(6, 4))
+residual_torch = torch(lambda nn: [
+    nn.Conv2d(1, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+    block_torch(4, 4, 1), block_torch(4, 6, 2), nn.AdaptiveAvgPool2d(1),
+    nn.Flatten(), nn.Linear(6, 4)])
 
 
 def pictures_torch(net):
@@ -272,49 +253,42 @@ def language_torch(net):
 WIDTH, HEADS, LENGTH = 8, 2, 6
 
 
+PARTS = ("query", "key", "value", "out")
+
+
+def attention_gluon():
+    def forward(net, F, x):
+        q, k, v = (
+            F.reshape(F.transpose(F.reshape(
+                layer(x), (0, 0, HEADS, -1)), (0, 2, 1, 3)),
+                (-1, 0, 0), reverse=True)
+            for layer in (net.query, net.key, net.value))
+        scores = F.batch_dot(q, k, transpose_b=True) \
+            / math.sqrt(WIDTH // HEADS)
+        mixed = F.batch_dot(net.drop(F.softmax(scores)), v)
+        mixed = F.transpose(F.reshape(
+            mixed, (-1, HEADS, 0, 0), reverse=True), (0, 2, 1, 3))
+        return net.out(F.reshape(mixed, (0, 0, -1)))
+    return gluon_block(lambda nn: {
+        **{name: nn.Dense(WIDTH, flatten=False, in_units=WIDTH)
+           for name in PARTS}, "drop": nn.Dropout(0.1)}, forward)()
+
+
+def transform(net, F, x):
+    x = net.norm1(x + net.drop(net.attention(x)))
+    return net.norm2(x + net.drop(net.outer(net.inner(x))))
+
+
+layer_gluon = gluon_block(lambda nn: {
+    "attention": attention_gluon(), "norm1": nn.LayerNorm(in_channels=WIDTH),
+    "inner": nn.Dense(16, activation="relu", flatten=False, in_units=WIDTH),
+    "outer": nn.Dense(WIDTH, flatten=False, in_units=16),
+    "norm2": nn.LayerNorm(in_channels=WIDTH), "drop": nn.Dropout(0.1)},
+    transform)
+
+
 def encoder_gluon():
     from mxnet.gluon import nn
-
-    class Attention(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.query, self.key, self.value, self.out = (
-                    nn.Dense(WIDTH, flatten=False, in_units=WIDTH)
-                    for _ in range(4))
-                for i, layer in enumerate((self.query, self.key, self.value,
-                                           self.out)):
-                    self.register_child(layer, str(i))
-                self.drop = nn.Dropout(0.1)
-
-        def hybrid_forward(self, F, x):
-            q, k, v = (
-                F.reshape(F.transpose(F.reshape(
-                    layer(x), (0, 0, HEADS, -1)), (0, 2, 1, 3)),
-                    (-1, 0, 0), reverse=True)
-                for layer in (self.query, self.key, self.value))
-            scores = F.batch_dot(q, k, transpose_b=True) \
-                / math.sqrt(WIDTH // HEADS)
-            mixed = F.batch_dot(self.drop(F.softmax(scores)), v)
-            mixed = F.transpose(F.reshape(
-                mixed, (-1, HEADS, 0, 0), reverse=True), (0, 2, 1, 3))
-            return self.out(F.reshape(mixed, (0, 0, -1)))
-
-    class Layer(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.attention = Attention()
-                self.norm1 = nn.LayerNorm(in_channels=WIDTH)
-                self.inner = nn.Dense(16, activation="relu", flatten=False,
-                                      in_units=WIDTH)
-                self.outer = nn.Dense(WIDTH, flatten=False, in_units=16)
-                self.norm2 = nn.LayerNorm(in_channels=WIDTH)
-                self.drop = nn.Dropout(0.1)
-
-        def hybrid_forward(self, F, x):
-            x = self.norm1(x + self.drop(self.attention(x)))
-            return self.norm2(x + self.drop(self.outer(self.inner(x))))
 
     class Encoder(nn.HybridBlock):
         def __init__(self):
@@ -324,7 +298,7 @@ def encoder_gluon():
                 self.place = self.params.get(
                     "place", shape=(1, LENGTH, WIDTH))
                 self.layers = nn.HybridSequential()
-                self.layers.add(Layer())
+                self.layers.add(layer_gluon())
                 self.classes = nn.Dense(3, in_units=WIDTH)
 
         def hybrid_forward(self, F, x, place):
@@ -355,53 +329,36 @@ def sentences_gluon(net):
     return step, [trainer]
 
 
+def attention_torch():
+    def forward(net, x):
+        q, k, v = (layer(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
+                   for layer in (net.query, net.key, net.value))
+        scores = q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS)
+        mixed = net.drop(scores.softmax(-1).flatten(0, 1)).unflatten(
+            0, (-1, HEADS)) @ v
+        return net.out(mixed.transpose(1, 2).flatten(2))
+    return torch_block(lambda nn: {
+        **{name: nn.Linear(WIDTH, WIDTH) for name in PARTS},
+        "drop": nn.Dropout(0.1)}, forward)()
+
+
+layer_torch = torch_block(lambda nn: {
+    "attention": attention_torch(), "norm1": nn.LayerNorm(WIDTH),
+    "inner": nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU()),
+    "outer": nn.Linear(16, WIDTH), "norm2": nn.LayerNorm(WIDTH),
+    "drop": nn.Dropout(0.1)}, lambda net, x: transform(net, None, x))
+
+
 def encoder_torch():
-    import torch
-    from torch import nn
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.query, self.key, self.value, self.out = (
-                nn.Linear(WIDTH, WIDTH) for _ in range(4))
-            self.drop = nn.Dropout(0.1)
-
-        def forward(self, x):
-            q, k, v = (layer(x).unflatten(2, (HEADS, -1)).transpose(1, 2)
-                       for layer in (self.query, self.key, self.value))
-            scores = q @ k.transpose(2, 3) / math.sqrt(WIDTH // HEADS)
-            mixed = self.drop(scores.softmax(-1).flatten(0, 1)).unflatten(
-                0, (-1, HEADS)) @ v
-            return self.out(mixed.transpose(1, 2).flatten(2))
-
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = Attention()
-            self.norm1 = nn.LayerNorm(WIDTH)
-            self.inner = nn.Linear(WIDTH, 16)
-            self.outer = nn.Linear(16, WIDTH)
-            self.norm2 = nn.LayerNorm(WIDTH)
-            self.drop = nn.Dropout(0.1)
-
-        def forward(self, x):
-            x = self.norm1(x + self.drop(self.attention(x)))
-            return self.norm2(x + self.drop(
-                self.outer(torch.relu(self.inner(x)))))
-
-    class Encoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(13, WIDTH)
-            self.place = nn.Parameter(torch.zeros(1, LENGTH, WIDTH))
-            self.layers = nn.Sequential(Layer())
-            self.classes = nn.Linear(WIDTH, 3)
-
-        def forward(self, x):
-            x = self.embed(x) * math.sqrt(WIDTH)
-            x = self.layers(x + self.place)
-            return self.classes(x.mean(1))
-    return Encoder()
+    def forward(net, x):
+        x = net.embed(x) * math.sqrt(WIDTH)
+        return net.classes(net.layers(x + net.place).mean(1))
+    from torch import zeros
+    return torch_block(lambda nn: {
+        "embed": nn.Embedding(13, WIDTH),
+        "place": nn.Parameter(zeros(1, LENGTH, WIDTH)),
+        "layers": nn.Sequential(layer_torch()),
+        "classes": nn.Linear(WIDTH, 3)}, forward)()
 
 
 def sentences_torch(net):

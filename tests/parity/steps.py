@@ -1,11 +1,13 @@
 """Training steps as users of Gluon and PyTorch write them, without mgpu."""
 
-def gluon_step(optimizer="sgd", clip=None, schedule=None, **options):
-    """With a `gluon.Trainer`; `schedule` makes an ``lr_scheduler``."""
+def gluon_step(optimizer="sgd", clip=None, schedule=None, of=None,
+               clipped=None, **options):
+    """With a `gluon.Trainer`; `schedule` makes an ``lr_scheduler``; `of` and
+    `clipped`: parts of the network that are trained, and clipped."""
     def make(net):
         from mxnet import autograd, gluon
         own = {"lr_scheduler": schedule()} if schedule else {}
-        trainer = gluon.Trainer(net.collect_params(), optimizer,
+        trainer = gluon.Trainer((of or net).collect_params(), optimizer,
                                 {**options, **own})
         loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -15,8 +17,8 @@ def gluon_step(optimizer="sgd", clip=None, schedule=None, **options):
             loss.backward()
             if clip:
                 gluon.utils.clip_global_norm(
-                    [p.grad() for p in net.collect_params().values()
-                     if p.grad_req != "null"], clip * len(x))
+                    [p.grad() for p in (clipped or net).collect_params(
+                        ).values() if p.grad_req != "null"], clip * len(x))
             trainer.step(len(x))
             return loss.mean()
         return step, [trainer]
@@ -66,3 +68,12 @@ def torch_step(optimizer="SGD", clip=None, schedule=None, before=False,
                       *[scales] * bool(scaler)]
     return make
 
+
+def halving(optimizer):
+    import torch
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def gluons_halving():
+    import mxnet as mx
+    return mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.125)

@@ -53,13 +53,6 @@ def test_synchronised_training_is_that_of_one_device(backend):
             "prediction"}
 
 
-def test_without_batch_norm_every_policy_is_exact(backend):
-    report = parity.invariance(
-        lambda: network(backend, batch_norm=False), batches=batches(5, 2),
-        devices=(1, 2, 3), optimizer="adam")
-    assert report.exact and not report.synced
-
-
 def test_a_schedule_is_that_of_each_run(backend):
     """One object would count the updates of all runs together."""
     class Schedule:         # Gluon's own schedules do not go back either

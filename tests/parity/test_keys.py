@@ -7,7 +7,7 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from mgpu import parity
-from mgpu.parity import keys, trace
+from mgpu.parity import trace
 from nets import bricks, torch_block
 
 RNG = np.random.default_rng(0)
@@ -114,15 +114,3 @@ def test_keys_of_a_pass_are_those_of_its_mode():
     result = parity.compare(net(False), net(True), batches=BATCHES,
                             loss=sum_of)
     assert result.same and not result.notes, result
-
-
-def test_what_has_no_key_of_the_other_side_is_in_order():
-    x, y, z = (np.full(1, i) for i in range(3))
-    tree = {"a": [x, None, (y,)], "b": z}
-    assert keys.paths(tree) == [("a", 0), ("a", 2, 0), ("b",)]
-    assert keys.paths(x) == [()] and keys.paths([x, y]) == [(0,), (1,)]
-    own, other = [("a",), ("b",), ("c",)], [("d",), ("a",), ("c",)]
-    assert keys.in_order_of([x, y, z], own, other) == [y, x, z]
-    assert [a.size for a in keys.in_order_of([x], [("a",)], other)
-            ] == [0, 1, 0]
-    assert keys.in_order_of([x, y], [(0,), (1,)], other) == [x, y]

@@ -5,20 +5,14 @@ import pytest
 import mgpu
 from mgpu import lr_scheduler
 from mgpu.parity.lint import RULES, lint
+from nets import gluon
 
 SAMPLE = np.zeros((4, 1, 9, 9), "float32")
 
 
 def layers(*make):
     """A factory of a Gluon network: each of `make` is called with `nn`."""
-    def factory():
-        with mgpu.using_backend("mxnet"):
-            from mxnet.gluon import nn
-        net = nn.HybridSequential()
-        for one in make:
-            net.add(one(nn))
-        return net
-    return factory
+    return gluon(lambda nn: [one(nn) for one in make])
 
 
 def dense(nn):

@@ -9,7 +9,7 @@ import mgpu
 from mgpu import parity
 from mgpu.parity import forms, matching, trace
 from mgpu.parity.matching import Entry, MatchError, Pair, Plan
-from nets import gluon, gluon_block, torch_block, torch_layer
+from nets import dense_pair, gluon, gluon_block, torch_block, torch_layer
 from nets import torch as stack
 from parity.batches import vectors
 
@@ -172,13 +172,14 @@ def parts(to, names, kinds=("weight", "bias"), **options):
 
 OUT = {"out.weight": "attention.out_proj.weight",
        "out.bias": "attention.out_proj.bias"}
+JOINED = {f"all.{kind}": {"to": [f"{n}.{kind}" for n in "qkv"]}
+          for kind in ("weight", "bias")}
+RNN = [f"rnn.{n}_l0" for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
 TURNED = {"to": "1.weight", "transpose": [1, 0]}
 #: a, b, the map
 CASES = {
     "joined": (separate, fused, parts("all.{}", "qkv")),
-    "split": (fused, separate, {
-        f"all.{kind}": {"to": [f"{n}.{kind}" for n in "qkv"]}
-        for kind in ("weight", "bias")}),
+    "split": (fused, separate, JOINED),
     "attention": (lambda: separate("vqk"), multihead, {
         **parts("attention.in_proj_{}", "qkv"), **OUT}),
     "turned and joined": (separate, gpt, {
@@ -206,18 +207,14 @@ CASES = {
         "both.{}", ["one", "two"],
         ("gamma", "beta", "running_mean", "running_var"))),
     "gluon and torch": (gluon_separate, fused, parts("all.{}", "qkv")),
-    "torch and gluon": (fused, gluon_separate, {
-        f"all.{kind}": {"to": [f"{n}.{kind}" for n in "qkv"]}
-        for kind in ("weight", "bias")}),
+    "torch and gluon": (fused, gluon_separate, JOINED),
     "gluon and attention": (gluon_separate, multihead, {
         **parts("attention.in_proj_{}", "qkv"), **OUT}),
-    "packed": (gluon_packed, lstm, {"packed_weight": {"to": [
-        f"rnn.{n}" for n in ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0",
-                             "bias_hh_l0")], "reshape": True}}),
+    "packed": (gluon_packed, lstm, {
+        "packed_weight": {"to": RNN, "reshape": True}}),
     "unpacked": (lstm, gluon_packed, {
-        f"rnn.{n}": {"to": "packed_weight", "part": [i, 4], "reshape": True}
-        for i, n in enumerate(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0",
-                               "bias_hh_l0"))}),
+        name: {"to": "packed_weight", "part": [i, 4], "reshape": True}
+        for i, name in enumerate(RNN)}),
 }
 
 
@@ -330,17 +327,15 @@ def test_a_fault_has_its_place(a, b, given, layer, agree):
         or result.causes[0].name == "constant factor"
 
 
-@pytest.mark.parametrize("a, b, given", [
-    ("joined", None, parts("all.{}", "qvk")),
-    ("joined", None, parts("all.{}", "qkv", blocks=[1, 0, 3, 2])),
-    ("joined", None, {**CASES["joined"][2], "out.weight": {
+@pytest.mark.parametrize("a, given", [
+    ("joined", parts("all.{}", "qvk")),
+    ("joined", parts("all.{}", "qkv", blocks=[1, 0, 3, 2])),
+    ("joined", {**CASES["joined"][2], "out.weight": {
         "to": "out.weight", "transpose": [1, 0]}}),
-    ("blocks", None, {"1.weight": "1.weight", "1.bias": "1.bias"}),
-    ("packed", None, {"packed_weight": {"to": [
-        f"rnn.{n}" for n in ("weight_ih_l0", "weight_hh_l0", "bias_hh_l0",
-                             "bias_ih_l0")], "reshape": True,
-        "blocks": [1, 0]}})])
-def test_a_wrong_permutation_is_not_the_same(a, b, given):
+    ("blocks", {"1.weight": "1.weight", "1.bias": "1.bias"}),
+    ("packed", {"packed_weight": {"to": [*RNN[:2], RNN[3], RNN[2]],
+                                  "reshape": True, "blocks": [1, 0]}})])
+def test_a_wrong_permutation_is_not_the_same(a, given):
     one, two, _ = CASES[a]
     result = parity.compare(one, two, batches=batches(), map=given)
     assert result.verdict == "different" and result.plan.confirmed is False
@@ -417,15 +412,6 @@ def test_found_by_itself(case):
         assert result.plan.left == {"a": [], "b": []}
         assert result.plan.how == "form and position" \
             or case == "three to three"
-
-
-@pytest.mark.parametrize("case", ("attention", "turned and joined",
-                                  "squares", "packed"))
-def test_found_for_a_trace(case, tmp_path):
-    a, b = FOUND[case]
-    trace.record(a, batches=batches(), file=tmp_path / "a.trace")
-    result = trace.compare_trace(tmp_path / "a.trace", b)
-    assert result.same and result.plan.how == "form and position"
 
 
 def test_found_beside_a_given_map():
@@ -560,19 +546,8 @@ def test_two_ways_to_match_and_none_confirmed():
 
 def test_a_shared_tensor_is_one(backend):
     def tied():
-        if backend.name == "torch":
-            import torch
-            net = torch.nn.Sequential(torch.nn.Linear(3, 3),
-                                      torch.nn.Tanh(),
-                                      torch.nn.Linear(3, 3))
-            net[2].weight, net[2].bias = net[0].weight, net[0].bias
-            return net
-        from mxnet.gluon import nn
-        net, first = nn.HybridSequential(), nn.Dense(3, in_units=3)
-        net.add(first, nn.Activation("tanh"),
-                nn.Dense(3, in_units=3, params=first.params))
-        return net
-    result = parity.compare(tied, tied, batches=vectors(3))
+        return dense_pair(backend, tie=True)
+    result = parity.compare(tied, tied, batches=vectors(4))
     assert result.same and len(result.plan.pairs) == 2
     assert any("shared in a: 0.weight = 2.weight" in note
                for note in result.plan.notes)

@@ -254,12 +254,6 @@ def test_a_verdict_stays_short(changes):
     assert "'block499.weight'" in page and "note <8>" in page
 
 
-def test_one_that_is_left_is_shown():
-    """It takes no more room than its number."""
-    result = made_up(notes=[f"note {i}" for i in range(4)])
-    assert "note: note 3" in printed(result)
-
-
 def test_a_difference_without_a_cause_says_so():
     result = made_up(causes=[])
     for text in (printed(result), str(result)):

@@ -10,6 +10,7 @@ import mgpu
 from conftest import BACKENDS
 from mgpu import testing
 from mgpu.parity import report
+from nets import gluon, torch
 from test_report import Page
 
 pytest_plugins = ["pytester"]
@@ -19,21 +20,14 @@ import numpy as np
 import pytest
 import mgpu
 from mgpu.testing import assert_parity
+from nets import dense_norm
 
 def make(epsilon=1e-5):
-    with mgpu.using_backend("ENGINE"):
-        if "ENGINE" == "mxnet":
-            from mxnet.gluon import nn
-            net = nn.HybridSequential()
-            net.add(nn.Dense(4, in_units=5),
-                    nn.BatchNorm(in_channels=4, epsilon=epsilon))
-            return net
-        from torch import nn
-        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, epsilon))
+    return dense_norm("ENGINE", epsilon)
 
 def batches():
     rng = np.random.default_rng(0)
-    return [(rng.random((6, 5)), rng.integers(0, 4, 6).astype("int32"))]
+    return [(rng.random((6, 5)), rng.integers(0, 3, 6).astype("int32"))]
 
 def test_same():
     assert assert_parity(make, make, batches=batches()).same
@@ -214,20 +208,10 @@ def test_what_cannot_be_compared_is_no_failed_assertion():
 
 
 def test_mxnets_float32_may_be_allowed():
-    def original():
-        with mgpu.using_backend("mxnet"):
-            from mxnet.gluon import nn
-        net = nn.HybridSequential()
-        net.add(nn.Dense(4, in_units=5), nn.LeakyReLU(0.1))
-        return net
-
-    def ported():
-        from torch import nn
-        return nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.1))
-
-    def other():
-        from torch import nn
-        return nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(0.2))
+    original = gluon(lambda nn: [nn.Dense(4, in_units=5), nn.LeakyReLU(0.1)])
+    ported, other = (
+        torch(lambda nn, slope=slope: [nn.Linear(5, 4), nn.LeakyReLU(slope)])
+        for slope in (0.1, 0.2))
     rng = np.random.default_rng(0)
     batches = [(rng.standard_normal((6, 5)),
                 rng.integers(0, 4, 6).astype("int32"))]

@@ -122,15 +122,6 @@ def test_torchs_momentum_repeats_gluons(golden):
 
 # -- different ----------------------------------------------------------------
 
-def test_another_epsilon(golden):
-    result = trace.compare_trace(golden, lambda: port(1e-3))
-    assert result.verdict == "different"
-    assert (result.first.step, result.first.stage, result.first.name) \
-        == (1, "layer", "1")
-    assert result.location["inputs_agree"]
-    assert result.location["b"]["options"]["epsilon"] == 1e-3
-    assert result.causes[0].name == "normalisation epsilon"
-
 
 def test_a_fault_of_a_later_step(file):
     """Which is kept, and that what is not kept is not compared."""

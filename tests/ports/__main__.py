@@ -15,28 +15,20 @@ def table(rows: list) -> None:
     by_kind = collections.defaultdict(list)
     for row in rows:
         by_kind[row.kind].append(row)
-    print(f"{'kind':42s} pairs  same  refused  layer  right  later  missing"
-          "  wrong")
+    columns = ("pairs", "same", "refused", "layer", "right", "missing",
+               "wrong")
+    print(f"{'kind':42s}", *(f"{name:>8s}" for name in columns))
     total = collections.Counter()
-    for kind, found in by_kind.items():
-        count = collections.Counter(row.cause for row in found)
-        mine = {"pairs": len(found), "same": sum(
+    for kind, found in [*by_kind.items(), ("all", ())]:
+        mine = collections.Counter(row.cause for row in found)
+        mine.update(pairs=len(found), same=sum(
             row.verdict not in ("different", "refused") for row in found),
-            "refused": sum(row.verdict == "refused" for row in found),
-            "layer": sum(row.layer is True for row in found),
-            **{name: count[name] for name in (
-                "right", "none yet", "missing", "wrong")}}
+            refused=sum(row.verdict == "refused" for row in found),
+            layer=sum(row.layer is True for row in found))
         total.update(mine)
-        print(f"{kind:42s} {mine['pairs']:5d} {mine['same']:5d} "
-              f"{mine['refused']:8d} {mine['layer']:6d} {mine['right']:6d} "
-              f"{mine['none yet']:6d} {mine['missing']:8d} "
-              f"{mine['wrong']:6d}")
-    print(f"{'all':42s} {total['pairs']:5d} {total['same']:5d} "
-          f"{total['refused']:8d} {total['layer']:6d} {total['right']:6d} "
-          f"{total['none yet']:6d} {total['missing']:8d} "
-          f"{total['wrong']:6d}")
-    named = [row for row in rows if MISTAKES[row.kind].causes
-             and not MISTAKES[row.kind].later]
+        print(f"{kind:42s}", *(f"{(mine if found else total)[name]:8d}"
+                               for name in columns))
+    named = [row for row in rows if MISTAKES[row.kind].causes]
     placed = [row for row in rows if row.layer is not None]
     for what, right, of in (
             ("right layer", total["layer"], len(placed)),

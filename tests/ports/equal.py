@@ -36,18 +36,25 @@ def _one(net: Net, rng: random.Random, *kinds: str,
     return rng.choice(found) if found else None
 
 
+def rewritten(name: str, *kinds: str, engines: tuple = ("mxnet", "torch"),
+              where: Callable = lambda net, n: True, **options: Any) -> None:
+    """One node gets other options, or is of another `kind`."""
+    def change(net, rng):
+        n = _one(net, rng, *kinds, where=lambda n: where(net, n))
+        return n and net.change(n.name, **options)
+    REWRITINGS[name] = engines, change
+
+
 @rewriting()
 def summands(net, rng):
     n = _one(net, rng, "add")
     return n and net.rewire(n.name, *n.inputs[::-1])
 
 
-@rewriting("torch")
-def added_in_place(net, rng):
-    n = _one(net, rng, "add", where=lambda n: n.inputs[0] != "x" and net[
-        n.inputs[0]].kind in ("conv", "dense", "batch_norm")
-        and len(net.readers(n.inputs[0])) == 1)
-    return n and net.change(n.name, "add_in_place")
+rewritten("added_in_place", "add", engines=("torch",), kind="add_in_place",
+          where=lambda net, n: n.inputs[0] != "x" and net[
+              n.inputs[0]].kind in ("conv", "dense", "batch_norm")
+          and len(net.readers(n.inputs[0])) == 1)
 
 
 @rewriting("torch")
@@ -87,10 +94,8 @@ def fused_attention(net, rng):
                      for m in net if m.name not in gone))
 
 
-@rewriting()
-def mean_by_sum(net, rng):
-    n = _one(net, rng, "mean", where=lambda n: n.axis == 1)
-    return n and net.change(n.name, "mean_by_sum")
+rewritten("mean_by_sum", "mean", where=lambda net, n: n.axis == 1,
+          kind="mean_by_sum")
 
 
 @rewriting()
@@ -106,35 +111,14 @@ def padded_before(net, rng):
         "by": n.pad}), *changed.nodes[at:]))
 
 
-@rewriting()
-def relu_by_maximum(net, rng):
-    n = _one(net, rng, "act", where=lambda n: n.act == "relu")
-    return n and net.change(n.name, act="maximum")
-
-
-@rewriting()
-def softmax_by_exp(net, rng):
-    n = _one(net, rng, "softmax")
-    return n and net.change(n.name, "exp_share")
-
-
-@rewriting("torch")
-def recurrence_by_hand(net, rng):
-    n = _one(net, rng, "lstm", "gru")
-    return n and net.change(n.name, how="plain")
-
-
-@rewriting("torch")
-def stored_transposed(net, rng):
-    n = _one(net, rng, "dense", where=lambda n: not any(
-        m.kind == "again" and m.of == n.name for m in net))
-    return n and net.change(n.name, stored=True)
-
-
-@rewriting("torch")
-def packed_norm(net, rng):
-    n = _one(net, rng, "layer_norm")
-    return n and net.change(n.name, by_hand=True)
+rewritten("relu_by_maximum", "act", where=lambda net, n: n.act == "relu",
+          act="maximum")
+rewritten("softmax_by_exp", "softmax", kind="exp_share")
+rewritten("recurrence_by_hand", "lstm", "gru", engines=("torch",), how="plain")
+rewritten("stored_transposed", "dense", engines=("torch",), stored=True,
+          where=lambda net, n: not any(
+              m.kind == "again" and m.of == n.name for m in net))
+rewritten("packed_norm", "layer_norm", engines=("torch",), by_hand=True)
 
 
 # -- pairs --------------------------------------------------------------------
@@ -231,10 +215,7 @@ def judged(family: str, seed: int) -> Row:
 
 def run(seeds: range, families: list[str]) -> list[Row]:
     """One pair for each seed; the families take turns."""
-    rows = []
-    for seed in seeds:
-        rows.append(judged(families[seed % len(families)], seed))
-    return rows
+    return [judged(families[seed % len(families)], seed) for seed in seeds]
 
 
 def table(rows: list[Row]) -> None:

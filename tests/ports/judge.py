@@ -83,7 +83,7 @@ class Row:
         Whether that is right. None: not on trial.
     causes : list of str
     cause : str
-        "right", "none yet" (its function is to come), "missing", "wrong".
+        "right", "missing", "wrong".
     text : str
         What a reader needs to understand the row.
     """
@@ -365,9 +365,7 @@ def said(row: Row, kind: Mistake, p: Pair, result: Any,
     if top:
         row.cause = "right" if top[0] in kind.causes else "wrong"
     else:
-        row.cause = "none yet" if kind.later else "missing"
-        if not kind.causes:
-            row.cause = "right"
+        row.cause = "missing" if kind.causes else "right"
     return row
 
 

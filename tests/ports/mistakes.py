@@ -100,11 +100,6 @@ class Pair:
         """Options of the port's `Side`."""
         self.sides["b"].update(options)
 
-    def train(self, **options: Any) -> None:
-        """Options of the optimiser of both sides."""
-        self.options["optimizer_params"] = {
-            **self.options["optimizer_params"], **options}
-
 
 @dataclass(frozen=True)
 class Mistake:
@@ -117,22 +112,19 @@ class Mistake:
         ``plant(pair)``; raises `NotHere`.
     causes : tuple of str
         The right names, the best first. Empty: no cause has a function.
-    later : bool
-        The cause has no function yet: no cause is right too.
     """
 
     name: str
     plant: Callable[[Pair], None]
     causes: tuple[str, ...]
-    later: bool = False
 
 
 MISTAKES: dict[str, Mistake] = {}
 
 
-def mistake(name: str, *causes: str, later: bool = False) -> Callable:
+def mistake(name: str, *causes: str) -> Callable:
     def register(plant: Callable[[Pair], None]) -> Callable:
-        MISTAKES[name] = Mistake(name, plant, causes, later)
+        MISTAKES[name] = Mistake(name, plant, causes)
         return plant
     return register
 
@@ -169,22 +161,6 @@ def slope(p):
     p.wrong(n.name, slope=two)
 
 
-@mistake("GELU by tanh", "activation")
-def gelu(p):
-    p.torch()
-    n = p.pick("act")
-    p.both(n.name, act="gelu")
-    p.scale = 3.0
-    p.wrong(n.name, approximate="tanh")
-
-
-@mistake("alpha of ELU", "activation")
-def elu(p):
-    n = p.pick("act")
-    p.both(n.name, act="elu", alpha=1.0)
-    p.wrong(n.name, alpha=0.5)
-
-
 @mistake("activation added", "activation")
 def extra_activation(p):
     n = p.pick("dense", "conv", where=lambda n: all(
@@ -199,14 +175,6 @@ def other_activation(p):
     one, two = p.rng.sample(ACTS, 2)
     p.both(n.name, act=one, alpha=1.0)
     p.wrong(n.name, act=two)
-
-
-@mistake("ReLU6 for ReLU", "activation")
-def relu6(p):
-    n = p.pick("act")
-    p.both(n.name, act="relu")
-    p.scale = 20.0
-    p.wrong(n.name, act="relu6")
 
 
 @mistake("softmax before the loss", "activation")
@@ -238,139 +206,7 @@ def activation_before_sum(p):
     p.at("moved", n.inputs[0], act.name, n.name)
 
 
-@mistake("dropout rate", "dropout rate")
-def dropout_rate(p):
-    n = p.pick("dropout")
-    p.wrong(n.name, rate=p.rng.choice([0.1, 0.2, 0.75]))
-
-
-@mistake("dropout added", "dropout rate")
-def more_dropout(p):
-    n = p.pick("act")
-    p.b = p.a.after(n.name, "dropout", "extra", rate=0.5)
-    p.at("extra", n.name)
-
-
-# -- convolutions and pooling -------------------------------------------------
-
-def _conv(p, **options):
-    n = p.pick("conv", where=lambda n: n.kernel > 1)
-    p.wrong(n.name, **options)
-
-
-@mistake("padding", "layer options")
-def padding(p):
-    n = p.pick("conv", where=lambda n: n.kernel > 1)
-    p.wrong(n.name, pad=1 - min(n.pad, 1))
-
-
-@mistake("stride", "layer options")
-def stride(p):
-    n = p.pick("conv", where=lambda n: n.dims == 2)
-    p.wrong(n.name, stride=3 - n.stride)
-
-
-@mistake("dilation", "layer options")
-def dilation(p):
-    n = p.pick("conv", where=lambda n: n.kernel > 1)
-    p.wrong(n.name, dilation=2, **({"pad": 2} if n.pad else {}))
-
-
-@mistake("padding mode", "layer options")
-def padding_mode(p):
-    p.torch()
-    n = p.pick("conv", where=lambda n: n.kernel > 1 and n.dims == 2)
-    p.both(n.name, pad=1)
-    p.wrong(n.name, mode=p.rng.choice(["reflect", "replicate", "circular"]))
-
-
-@mistake("mean for maximum", "kind of pooling")
-def other_pooling(p):
-    n = p.pick("max_pool", "avg_pool")
-    p.wrong(n.name, "max_pool" if n.kind == "avg_pool" else "avg_pool")
-
-
-@mistake("window of a pooling", "layer options")
-def window(p):
-    n = p.pick("max_pool", "avg_pool")
-    p.wrong(n.name, kernel=n.kernel + 1, pad=1)
-
-
-@mistake("stride of a pooling", "layer options")
-def pooling_stride(p):
-    n = p.pick("max_pool", "avg_pool")
-    p.wrong(n.name, stride=n.stride % 2 + 1)
-
-
-@mistake("ceil_mode", "pooling ceil_mode")
-def ceil(p):
-    n = p.pick("max_pool", "avg_pool")
-    p.wrong(n.name, ceil=not n.ceil)
-
-
-@mistake("count_include_pad", "count_include_pad")
-def count_pad(p):
-    n = p.pick("avg_pool", "max_pool")
-    p.both(n.name, "avg_pool", kernel=3, pad=1)
-    p.wrong(n.name, count=not n.count)
-
-
-@mistake("global mean for maximum", "kind of pooling")
-def global_pooling(p):
-    n = p.pick("gap", "gmp")
-    p.wrong(n.name, "gmp" if n.kind == "gap" else "gap")
-
-
-@mistake("mean for maximum by a function", "kind of pooling")
-def functional_pooling(p):
-    n = p.pick("mean", "max")
-    p.wrong(n.name, "max" if n.kind == "mean" else "mean")
-
-
 # -- normalisation ------------------------------------------------------------
-
-@mistake("epsilon of batch norm", "normalisation epsilon")
-def epsilon(p):
-    n = p.pick("batch_norm")
-    p.wrong(n.name, eps=1e-5 if n.eps == 1e-3 else 1e-3)
-
-
-@mistake("epsilon of another norm", "normalisation epsilon")
-def other_epsilon(p):
-    n = p.pick("layer_norm", "group_norm", "instance_norm")
-    p.wrong(n.name, eps=1e-3 if n.eps != 1e-3 else 1e-5)
-
-
-@mistake("momentum for 1 - momentum", "statistics momentum")
-def momentum(p):
-    n = p.pick("batch_norm")
-    p.both(n.name, momentum=0.75)
-    p.wrong(n.name, momentum=0.25)
-    p.stages = ("statistic",)
-
-
-@mistake("another momentum of statistics", "statistics momentum")
-def other_momentum(p):
-    n = p.pick("batch_norm")
-    p.wrong(n.name, momentum=0.5)
-    p.stages = ("statistic",)
-
-
-@mistake("cumulative statistics", "cumulative statistics")
-def cumulative(p):
-    p.torch()
-    n = p.pick("batch_norm")
-    p.wrong(n.name, momentum=None)
-    p.stages = ("statistic",)
-
-
-@mistake("statistics that stay", "statistics updates", "statistics momentum")
-def still(p):
-    p.torch()
-    n = p.pick("batch_norm")
-    p.wrong(n.name, momentum=1.0)
-    p.stages = ("statistic",)
-
 
 @mistake("unbiased variance", "unbiased variance")
 def unbiased(p):
@@ -393,25 +229,12 @@ def fixed_gamma(p):
     p.stages = ("layer", "output", "gradient")
 
 
-@mistake("batch norm in eval mode", "batch-norm mode")
-def eval_mode(p):
-    n = p.pick("batch_norm")
-    p.wrong(n.name, frozen=True)
-
-
 @mistake("synchronised batch norm", "batch-norm policy")
 def policy(p):
     p.pick("batch_norm")
     p.options["devices"] = 2
     p.port(batch_norm="sync")
     p.at(next(m.name for m in p.a if m.kind == "batch_norm"))
-
-
-@mistake("layer norm over all axes", "normalisation axis")
-def wide_norm(p):
-    p.torch()
-    n = p.pick("layer_norm", where=lambda n: _sequences(p.a, n))
-    p.wrong(n.name, wide=True)
 
 
 def _sequences(net: Net, n: Node) -> bool:
@@ -423,13 +246,6 @@ def _sequences(net: Net, n: Node) -> bool:
         if n.kind == "dense":
             return not n.flatten
     return True
-
-
-@mistake("groups of group norm", "layer options")
-def groups(p):
-    n = p.pick("group_norm")
-    p.torch()
-    p.wrong(n.name, groups=2)
 
 
 @mistake("norm after the sum", "order of layers", "residual connection")
@@ -453,20 +269,6 @@ def post_norm(p):
 
 # -- dense layers, attention, sequences ---------------------------------------
 
-@mistake("transposed weight", "transposed weight")
-def transposed(p):
-    p.torch()
-    n = p.pick("dense", where=lambda n: n.units == n.inputs_)
-    p.wrong(n.name, transposed=True)
-
-
-@mistake("channels last before flatten", "dense flatten")
-def channels_last(p):
-    n = p.pick("flatten", where=lambda n: n.inputs[0] != "x" and p.a[
-        n.inputs[0]].kind not in ("gap", "gmp", "embedding"))
-    p.wrong(n.name, "channels_last")
-
-
 @mistake("mask missing", "attention mask")
 def no_mask(p):
     n = p.pick("scale")
@@ -480,12 +282,6 @@ def no_mask(p):
     p.at(m.name)
 
 
-@mistake("scale of attention by another width", "attention scale")
-def other_scale(p):
-    n = p.pick("scale")
-    p.wrong(n.name, factor=p.rng.choice([0.25, n.factor ** 2 * 1.5]))
-
-
 @mistake("scale of attention after the softmax", "attention scale")
 def late_scale(p):
     n = p.pick("scale")
@@ -495,41 +291,6 @@ def late_scale(p):
     p.at(n.name, s.name, "moved")
 
 
-@mistake("embedding scaled", "constant factor")
-def scaled_embedding(p):
-    n = p.pick("embedding")
-    p.b = p.a.after(n.name, "scale", "extra", factor=n.units ** 0.5)
-    p.at("extra", n.name)
-
-
-@mistake("padding_idx", "padding_idx")
-def padding_idx(p):
-    p.torch()
-    n = p.pick("embedding")
-    p.wrong(n.name, padding=p.rng.choice([1, 2, 3]))
-    p.stages = ("gradient",)
-
-
-@mistake("gates in another order", "permuted gates")
-def gates(p):
-    p.torch()
-    n = p.pick("lstm", "gru")
-    p.wrong(n.name, how="gates")
-
-
-@mistake("reset gate before the product", "GRU variant")
-def reset_before(p):
-    p.torch()
-    p.wrong(p.pick("gru").name, how="before")
-
-
-@mistake("order of a concatenation", "order of columns")
-def concat_order(p):
-    n = p.pick("concat")
-    p.b = p.a.rewire(n.name, *n.inputs[::-1])
-    p.at(n.name)
-
-
 @mistake("skip connection missing", "residual connection")
 def no_skip(p):
     n = p.pick("add")
@@ -537,25 +298,11 @@ def no_skip(p):
     p.at(n.name)
 
 
-@mistake("bias missing", "missing bias")
-def no_bias(p):
-    n = p.pick("dense", "conv", where=lambda n: n.bias)
-    p.wrong(n.name, bias=False)
-    p.refusal = True
-
-
 @mistake("weights not shared", "shared weights")
 def not_shared(p):
     n = p.pick("again")
     p.b = p.a.change(n.name, "dense", **p.a[n.of].options)
     p.refusal = True
-    p.at(n.name)
-
-
-@mistake("query and key exchanged", "order of parameters")
-def exchanged(p):
-    n = p.pick("scores")
-    p.b = p.a.rewire(n.name, *n.inputs[::-1])
     p.at(n.name)
 
 
@@ -567,14 +314,6 @@ def other_skip(p):
         raise NotHere
     p.b = p.a.rewire(n.name, n.inputs[0], before.inputs[0])
     p.at(n.name)
-
-
-@mistake("channels shuffled", "order of columns")
-def shuffled_channels(p):
-    p.torch()
-    n = p.pick("conv", where=lambda n: n.dims == 2)
-    p.b = p.a.after(n.name, "shuffle", "extra")
-    p.at("extra", n.name)
 
 
 # -- without a cause ----------------------------------------------------------
@@ -589,60 +328,12 @@ def reshaped(p):
     p.at("extra", n.name)
 
 
-@mistake("gate added, not multiplied")
-def gate_added(p):
-    p.wrong(p.pick("mul").name, "gate_add")
-
-
-@mistake("max_norm of the embedding")
-def max_norm(p):
-    p.torch()
-    n = p.pick("embedding")
-    p.wrong(n.name, max_norm=1.0)
-    p.stages = ("layer", "output", "weight", "gradient")
-
-
-@mistake("last state for the mean")
-def last_for_mean(p):
-    n = p.pick("mean", "max", where=lambda n: n.axis == 1)
-    p.wrong(n.name, "last", index=-1)
-
-
-@mistake("time backwards")
-def backwards(p):
-    n = p.pick("lstm", "gru")
-    p.b = p.a.after(n.inputs[0], "flip", "extra", axis=1)
-    p.at("extra")
-
-
-@mistake("maps upside down")
-def upside_down(p):
-    n = p.pick("conv", where=lambda n: n.dims == 2 and n.kernel > 1)
-    p.b = p.a.after(n.inputs[0], "flip", "extra", axis=2)
-    p.at("extra")
-
-
-@mistake("the state before the last one")
-def step_before(p):
-    n = p.pick("last")
-    p.wrong(n.name, index=n.index + (1 if n.index == 0 else -1))
-
-
 @mistake("Huber for squares")
 def huber(p):
     if p.task.targets != "numbers":
         raise NotHere
     p.port(loss="huber")
     p.sides["a"]["loss"] = "l2"
-    p.stages = ("loss",)
-
-
-@mistake("focal loss")
-def focal(p):
-    _classes(p)
-    p.torch()
-    p.sides["a"]["loss"] = "cross-entropy"
-    p.port(loss="focal")
     p.stages = ("loss",)
 
 
@@ -668,27 +359,6 @@ def upstream(net: Net, name: str) -> set[str]:
         [upstream(net, net[name].of)] if net[name].kind == "again" else []))
 
 
-@mistake("kernel flipped")
-def flipped(p):
-    p.torch()
-    n = p.pick("conv", where=lambda n: n.kernel > 1 and n.dims == 2)
-    p.wrong(n.name, how="flipped")
-
-
-@mistake("kernel turned")
-def turned_kernel(p):
-    p.torch()
-    n = p.pick("conv", where=lambda n: n.kernel > 1 and n.dims == 2)
-    p.wrong(n.name, how="turned")
-
-
-@mistake("weight standardised")
-def standardised(p):
-    p.torch()
-    n = p.pick("conv", where=lambda n: n.dims == 2)
-    p.wrong(n.name, how="standardised")
-
-
 @mistake("gradient scaled in a branch")
 def scaled_branch(p):
     p.torch()
@@ -698,38 +368,16 @@ def scaled_branch(p):
     p.stages = ("gradient",)
 
 
-@mistake("values clipped")
-def clipped_values(p):
-    n = p.pick("batch_norm", "layer_norm", "add", "concat")
-    p.b = p.a.after(n.name, "clip", "extra", limit=0.5)
-    p.at("extra", n.name)
-
-
 # -- losses -------------------------------------------------------------------
 
-def _classes(p):
-    if p.task.targets != "classes":
-        raise NotHere
-
-
-def _loss(p, loss, plain="cross-entropy"):
+def _loss(p, loss, plain="cross-entropy", **options):
     if (p.task.targets == "classes") is not (plain == "cross-entropy"):
         raise NotHere
     p.sides["a"]["loss"] = plain
     p.torch()
     p.port(loss=loss)
+    p.options.update(options)
     p.stages = ("loss",)
-
-
-@mistake("labels of the next row", "shifted labels")
-def shifted(p):
-    p.options["devices"] = 1
-    _loss(p, "rolled")
-
-
-@mistake("mean of squares over the batch", "L2 loss", "loss reduction")
-def mean_of_squares(p):
-    _loss(p, "mean squares", "l2")
 
 
 # -- gradients ----------------------------------------------------------------
@@ -760,12 +408,13 @@ def loss_scale(p):
     p.stages = ("gradient",)
 
 
-def patched(p, wrong):
-    """Gradients of `b` are reduced by ``wrong(columns, right)``."""
+def patched(p, make):
+    """Gradients of `b` are reduced by the function ``make()`` of (columns,
+    right)."""
     p.torch()
     if p.engines[0] == "torch":
         p.engines = ("mxnet", "torch")
-    p.before = wrong
+    p.before = make
     p.stages = ("gradient",)
 
 
@@ -777,23 +426,19 @@ def _each(columns, change):
 
 @mistake("gradients clipped by value", "gradient clipping")
 def clip_value(p):
-    def wrong():
-        def reduce(columns, right):
-            right(columns)
-            _each(columns, lambda g: g.clamp_(-0.125, 0.125))
-        return reduce
-    patched(p, wrong)
+    def reduce(columns, right):
+        right(columns)
+        _each(columns, lambda g: g.clamp_(-0.125, 0.125))
+    patched(p, lambda: reduce)
 
 
 @mistake("gradients clipped by norm", "gradient clipping", "gradient scale")
 def clip_norm(p):
-    def wrong():
-        def reduce(columns, right):
-            right(columns)
-            norm = sum(float((c[0] ** 2).sum()) for c in columns) ** 0.5
-            _each(columns, lambda g: g.mul_(min(1.0, 0.25 / (norm + 1e-6))))
-        return reduce
-    patched(p, wrong)
+    def reduce(columns, right):
+        right(columns)
+        norm = sum(float((c[0] ** 2).sum()) for c in columns) ** 0.5
+        _each(columns, lambda g: g.mul_(min(1.0, 0.25 / (norm + 1e-6))))
+    patched(p, lambda: reduce)
 
 
 @mistake("gradients accumulated", "stale gradient")
@@ -831,36 +476,30 @@ def stale(p):
 
 @mistake("mean over devices", "sum or mean over devices")
 def mean_over_devices(p):
-    def wrong():
-        return lambda columns, right: right(columns, op="mean")
     p.options["devices"] = p.rng.choice([2, 3])
-    patched(p, wrong)
+    patched(p, lambda: lambda columns, right: right(columns, op="mean"))
 
 
 @mistake("device left out", "device left out")
 def left_out(p):
-    def wrong():
-        def reduce(columns, right):
-            for column in columns:
-                column[-1].mul_(0.0)
-            right(columns)
-        return reduce
+    def reduce(columns, right):
+        for column in columns:
+            column[-1].mul_(0.0)
+        right(columns)
     p.options["devices"] = 3
-    patched(p, wrong)
+    patched(p, lambda: reduce)
 
 
 @mistake("sum only on the first device", "missing broadcast")
 def no_broadcast(p):
-    def wrong():
-        def reduce(columns, right):
-            kept = [[g.clone() for g in column[1:]] for column in columns]
-            right(columns)
-            for column, olds in zip(columns, kept):
-                for g, old in zip(column[1:], olds):
-                    g[:] = old
-        return reduce
+    def reduce(columns, right):
+        kept = [[g.clone() for g in column[1:]] for column in columns]
+        right(columns)
+        for column, olds in zip(columns, kept):
+            for g, old in zip(column[1:], olds):
+                g[:] = old
     p.options["devices"] = 3
-    patched(p, wrong)
+    patched(p, lambda: reduce)
     p.stages = ("devices", "weight", "gradient")
 
 
@@ -869,20 +508,16 @@ def no_broadcast(p):
 UPDATE = ("weight", "memory")
 
 
-def _update(p, *, optimizer="sgd", params=None, **port):
+def _update(p, *, optimizer="sgd", params=None, own=None, port=None,
+            **options):
+    """`own`: the schedule of the original; `port`: the port's optimiser."""
     p.options["optimizer"] = optimizer
     if params is not None:
         p.options["optimizer_params"] = params
-    p.port(**port)
+    if own:
+        p.sides["a"]["lr_scheduler"] = own
+    p.port(**options, **({"optimizer": port} if port else {}))
     p.stages = UPDATE
-
-
-@mistake("learning rate", "learning rate")
-def learning_rate(p):
-    rate = p.options["optimizer_params"]["learning_rate"]
-    _update(p, optimizer_params={
-        **p.options["optimizer_params"],
-        "learning_rate": rate * p.rng.choice([0.1, 10, 2])})
 
 
 class Steps:
@@ -898,71 +533,11 @@ class Steps:
         return self.base * (1.0 if n < 2 else 0.5)
 
 
-@mistake("schedule one step late", "learning rate")
-def late(p):
-    p.sides["a"]["lr_scheduler"] = Steps(0.125)
-    _update(p, lr_scheduler=Steps(0.125, late=1))
-
-
-@mistake("warm-up missing", "learning rate")
-def warm_up(p):
-    p.sides["a"]["lr_scheduler"] = Steps(0.125, warm=3)
-    _update(p, lr_scheduler=Steps(0.125))
-
-
 @mistake("short batch divided by a full one", "batch divisor")
 def short_batch(p):
     rows = len(p.batches[0][0]) if p.batches else 8
     _update(p, divisor=rows)
     p.options["short"] = True
-
-
-@mistake("momentum missing", "optimizer options")
-def no_momentum(p):
-    params = {"learning_rate": 0.125, "momentum": 0.5}
-    _update(p, params=params, optimizer_params={
-        "learning_rate": 0.125, "momentum": 0.0})
-
-
-@mistake("another momentum", "optimizer options")
-def momentum_value(p):
-    _update(p, params={"learning_rate": 0.125, "momentum": 0.5},
-            optimizer_params={"momentum": 0.75})
-    p.sides["b"]["optimizer_params"]["learning_rate"] = 0.125
-
-
-@mistake("Nesterov's momentum", "optimizer formula")
-def nesterov(p):
-    _update(p, params={"learning_rate": 0.125, "momentum": 0.5},
-            optimizer="sgd")
-    p.port(optimizer="nag")
-
-
-@mistake("rate outside the velocity", "rate inside the velocity")
-def velocity(p):
-    p.options["optimizer_params"] = {"momentum": 0.5}
-    p.sides["a"]["lr_scheduler"] = Steps(0.125)
-    _update(p, lr_scheduler=Steps(0.125), semantics="torch")
-
-
-ADAM = {"learning_rate": 0.0625}
-
-
-@mistake("beta of Adam", "optimizer options")
-def beta(p):
-    _update(p, optimizer="adam", params=ADAM, optimizer_params={
-        **ADAM, p.rng.choice(["beta1", "beta2"]): 0.5})
-
-
-@mistake("epsilon of Adam's option", "optimizer options")
-def adam_option(p):
-    _update(p, optimizer="adam", params=ADAM, optimizer_params={
-        **ADAM, "epsilon": 1e-3})
-
-
-@mistake("Adam's epsilon, torch's formula", "Adam epsilon")
-def adam_formula(p):
-    _update(p, optimizer="adam", params=ADAM, semantics="torch")
 
 
 @mistake("layers registered in another order", "order of parameters")
@@ -972,25 +547,6 @@ def registered(p):
     p.reorder = True
 
 
-@mistake("decoupled decay", "coupled weight decay")
-def decoupled(p):
-    params = {"learning_rate": 0.0625, "wd": 0.125}
-    _update(p, optimizer="adam", params=params)
-    p.port(optimizer="adamw")
-
-
-@mistake("weight decay missing", "optimizer options")
-def no_decay(p):
-    params = {"learning_rate": 0.125, "wd": 0.125}
-    _update(p, params=params, optimizer_params={**params, "wd": 0.0})
-
-
-@mistake("another weight decay", "optimizer options")
-def other_decay(p):
-    params = {"learning_rate": 0.125, "wd": 0.125}
-    _update(p, params=params, optimizer_params={**params, "wd": 0.25})
-
-
 @mistake("no decay of biases", "weight decay on biases")
 def bare_biases(p):
     params = {"learning_rate": 0.125, "wd": 0.125}
@@ -998,38 +554,6 @@ def bare_biases(p):
                for n in p.a) or any(n.kind in ("lstm", "gru") for n in p.a):
         raise NotHere
     _update(p, params=params, wd_mult="biases")
-
-
-@mistake("decay of one layer left out", "multipliers")
-def wd_of_a_layer(p):
-    params = {"learning_rate": 0.125, "wd": 0.125}
-    n = p.pick("dense", "conv", "embedding")
-    _update(p, params=params, wd_mult=n.name)
-
-
-@mistake("rate of one layer", "multipliers")
-def rate_of_a_layer(p):
-    n = p.pick("dense", "conv", "embedding")
-    _update(p, lr_mult=n.name)
-
-
-@mistake("RMSProp's formula", "optimizer formula")
-def rmsprop(p):
-    _update(p, optimizer="rmsprop", params={}, semantics="torch",
-            optimizer_params={"alpha": 0.9, "lr": 0.001})
-
-
-@mistake("AdaGrad's formula", "optimizer formula", "optimizer options")
-def adagrad(p):
-    _update(p, optimizer="adagrad", params={"learning_rate": 0.125,
-                                            "wd": 0.125},
-            semantics="torch")
-
-
-@mistake("another optimiser", "optimizer formula")
-def other_optimizer(p):
-    _update(p, params={"learning_rate": 0.125})
-    p.port(optimizer="adam")
 
 
 @mistake("rate rounded to float32", "float32 hyper-parameters")
@@ -1042,47 +566,12 @@ def float32_rate(p):
 
 # -- data ---------------------------------------------------------------------
 
-def _prepared(p, prepare, stages=("layer", "output", "loss")):
+def _prepared(p, prepare, stages=("layer", "output", "loss"), of=None):
+    """`of`: the kinds of inputs for which it is a mistake."""
+    if of and p.task.inputs[0] not in of:
+        raise NotHere
     p.port(prepare=prepare)
     p.stages = stages
-
-
-def _floats(p):
-    if p.task.inputs[0] == "words":
-        raise NotHere
-
-
-@mistake("pixels not divided by 255", "input preparation")
-def pixels(p):
-    _floats(p)
-    _prepared(p, lambda X, y: (255 * X, y))
-
-
-@mistake("inputs not normalised", "input preparation")
-def normalised(p):
-    _floats(p)
-    _prepared(p, lambda X, y: ((X - 0.125) / 0.5, y))
-
-
-@mistake("BGR for RGB", "input preparation")
-def bgr(p):
-    if p.task.inputs[0] != "images":
-        raise NotHere
-    _prepared(p, lambda X, y: (X[:, ::-1].copy(), y))
-
-
-@mistake("height for width", "input preparation")
-def turned(p):
-    if p.task.inputs[0] != "images":
-        raise NotHere
-    _prepared(p, lambda X, y: (X.swapaxes(2, 3).copy(), y))
-
-
-@mistake("words numbered from 1", "input preparation")
-def words(p):
-    if p.task.inputs[0] != "words":
-        raise NotHere
-    _prepared(p, lambda X, y: (np.minimum(X + 1, X.max()), y))
 
 
 @mistake("padding on the other side", "input preparation")
@@ -1099,52 +588,209 @@ def shuffled(X, y):
     return X[order], y[order]
 
 
-@mistake("labels shuffled alone", "data order")
-def labels(p):
-    _prepared(p, lambda X, y: (X, np.roll(y, 1, 0)), ("loss",))
+# -- mistakes of one node, or of one expression -------------------------------
+
+def node(*kinds, where=lambda p, n: True, torch=False, both=None, stages=(),
+         refusal=False, scale=1.0, **options):
+    """One of the nodes of these kinds gets other `options` (or functions of
+    the pair and the node). `both`: what the node is on both sides before."""
+    def plant(p):
+        n = p.pick(*kinds, where=lambda n: where(p, n))
+        if torch:
+            p.torch()
+        if both:
+            p.both(n.name, **both)
+        p.wrong(n.name, **{name: value(p, n) if callable(value) else value
+                           for name, value in options.items()})
+        p.stages = stages or p.stages
+        p.refusal, p.scale = refusal, scale
+    return plant
 
 
-@mistake("last row dropped", "input preparation")
-def dropped(p):
-    _prepared(p, lambda X, y: (X[:-1], y[:-1]))
+def behind(*kinds, new, where=lambda n: True, torch=False, **options):
+    """A new node stands behind one of these kinds."""
+    def plant(p):
+        n = p.pick(*kinds, where=where)
+        if torch:
+            p.torch()
+        p.b = p.a.after(n.name, new, "extra", **{
+            name: value(n) if callable(value) else value
+            for name, value in options.items()})
+        p.at("extra", n.name)
+    return plant
 
 
-# -- initial values -----------------------------------------------------------
+def turned_round(*kinds, axis, where=lambda n: True):
+    """The input of one of these kinds is turned round along an axis."""
+    def plant(p):
+        n = p.pick(*kinds, where=where)
+        p.b = p.a.after(n.inputs[0], "flip", "extra", axis=axis)
+        p.at("extra")
+    return plant
 
-@mistake("initialiser", "initialiser")
-def initialiser(p):
+
+def inputs_exchanged(kind):
+    def plant(p):
+        n = p.pick(kind)
+        p.b = p.a.rewire(n.name, *n.inputs[::-1])
+        p.at(n.name)
+    return plant
+
+
+def one_of(*values):
+    return lambda p, n: p.rng.choice(values)
+
+
+def other(one, two):
+    """A node of one kind is of the other."""
+    return node(one, two, kind=lambda p, n: two if n.kind == one else one)
+
+
+def _drawn(p, init="xavier", seed=1):
     p.pick("dense", "conv")
     p.options["weights"] = "own"
     p.sides["a"].update(init="xavier", seed=1)
-    p.sides["b"].update(init="uniform", seed=1)
+    p.sides["b"].update(init=init, seed=seed)
     p.stages = ("initial",)
 
 
-@mistake("another draw", "initial draw")
-def draw(p):
-    p.pick("dense", "conv")
-    p.options["weights"] = "own"
-    p.sides["a"].update(init="xavier", seed=1)
-    p.sides["b"].update(init="xavier", seed=2)
-    p.stages = ("initial",)
+def large(p, n):
+    return n.kernel > 1
 
 
-# -- mistakes of one expression -----------------------------------------------
+def plane(p, n):
+    return n.dims == 2
 
-#: name: (cause, what it does to a pair)
+
+def large_plane(p, n):
+    return large(p, n) and plane(p, n)
+
+
+FLOATS = ("images", "rows", "series")
+WEIGHTS = ("dense", "conv", "embedding")
+STATISTIC = ("statistic",)
+MOMENTUM = {"learning_rate": 0.125, "momentum": 0.5}
+DECAY = {"learning_rate": 0.125, "wd": 0.125}
+ADAM = {"learning_rate": 0.0625}
+#: name: (cause, or causes, and what it does to a pair)
 ONE = {
-    "activation missing": (
-        "activation", lambda p: p.wrong(p.pick("act").name, "nothing")),
-    "dropout missing": (
-        "dropout rate", lambda p: p.wrong(p.pick("dropout").name, "nothing")),
+    # activations
+    "GELU by tanh": ("activation", node(
+        "act", torch=True, both={"act": "gelu"}, scale=3.0,
+        approximate="tanh")),
+    "alpha of ELU": ("activation", node(
+        "act", both={"act": "elu", "alpha": 1.0}, alpha=0.5)),
+    "ReLU6 for ReLU": ("activation", node(
+        "act", both={"act": "relu"}, scale=20.0, act="relu6")),
+    "activation missing": ("activation", node("act", kind="nothing")),
+    "dropout missing": ("dropout rate", node("dropout", kind="nothing")),
+    "dropout rate": (
+        "dropout rate", node("dropout", rate=one_of(0.1, 0.2, 0.75))),
+    "dropout added": ("dropout rate", behind("act", new="dropout", rate=0.5)),
+    # convolutions and pooling
+    "padding": ("layer options", node(
+        "conv", where=large, pad=lambda p, n: 1 - min(n.pad, 1))),
+    "stride": ("layer options", node(
+        "conv", where=plane, stride=lambda p, n: 3 - n.stride)),
+    "dilation": ("layer options", node(
+        "conv", where=large, dilation=2, pad=lambda p, n: 2 if n.pad else 0)),
+    "padding mode": ("layer options", node(
+        "conv", where=large_plane, torch=True, both={"pad": 1},
+        mode=one_of("reflect", "replicate", "circular"))),
     "padding of a transposed convolution": (
-        "layer options", lambda p: p.wrong(p.pick("conv_t").name, pad=0)),
-    "sum for mean": (
-        "constant factor", lambda p: p.wrong(p.pick("mean").name, "sum")),
-    "axis of the softmax": (
-        "softmax axis", lambda p: p.wrong(p.pick("softmax").name, axis=1)),
+        "layer options", node("conv_t", pad=0)),
+    "mean for maximum": ("kind of pooling", other("max_pool", "avg_pool")),
+    "window of a pooling": ("layer options", node(
+        "max_pool", "avg_pool", kernel=lambda p, n: n.kernel + 1, pad=1)),
+    "stride of a pooling": ("layer options", node(
+        "max_pool", "avg_pool", stride=lambda p, n: n.stride % 2 + 1)),
+    "ceil_mode": ("pooling ceil_mode", node(
+        "max_pool", "avg_pool", ceil=lambda p, n: not n.ceil)),
+    "count_include_pad": ("count_include_pad", node(
+        "avg_pool", "max_pool", both={
+            "kind": "avg_pool", "kernel": 3, "pad": 1},
+        count=lambda p, n: not n.count)),
+    "global mean for maximum": ("kind of pooling", other("gap", "gmp")),
+    "mean for maximum by a function": (
+        "kind of pooling", other("mean", "max")),
+    "sum for mean": ("constant factor", node("mean", kind="sum")),
+    # normalisation
+    "epsilon of batch norm": ("normalisation epsilon", node(
+        "batch_norm", eps=lambda p, n: 1e-5 if n.eps == 1e-3 else 1e-3)),
+    "epsilon of another norm": ("normalisation epsilon", node(
+        "layer_norm", "group_norm", "instance_norm",
+        eps=lambda p, n: 1e-3 if n.eps != 1e-3 else 1e-5)),
+    "momentum for 1 - momentum": ("statistics momentum", node(
+        "batch_norm", both={"momentum": 0.75}, momentum=0.25,
+        stages=STATISTIC)),
+    "another momentum of statistics": ("statistics momentum", node(
+        "batch_norm", momentum=0.5, stages=STATISTIC)),
+    "cumulative statistics": ("cumulative statistics", node(
+        "batch_norm", torch=True, momentum=None, stages=STATISTIC)),
+    "statistics that stay": (
+        ("statistics updates", "statistics momentum"), node(
+            "batch_norm", torch=True, momentum=1.0, stages=STATISTIC)),
+    "batch norm in eval mode": (
+        "batch-norm mode", node("batch_norm", frozen=True)),
+    "layer norm over all axes": ("normalisation axis", node(
+        "layer_norm", where=lambda p, n: _sequences(p.a, n), torch=True,
+        wide=True)),
+    "groups of group norm": (
+        "layer options", node("group_norm", torch=True, groups=2)),
+    # dense layers, attention, sequences
+    "transposed weight": ("transposed weight", node(
+        "dense", where=lambda p, n: n.units == n.inputs_, torch=True,
+        transposed=True)),
+    "channels last before flatten": ("dense flatten", node(
+        "flatten", where=lambda p, n: n.inputs[0] != "x" and p.a[
+            n.inputs[0]].kind not in ("gap", "gmp", "embedding"),
+        kind="channels_last")),
+    "axis of the softmax": ("softmax axis", node("softmax", axis=1)),
     "scale of attention missing": (
-        "attention scale", lambda p: p.wrong(p.pick("scale").name, "nothing")),
+        "attention scale", node("scale", kind="nothing")),
+    "scale of attention by another width": ("attention scale", node(
+        "scale", factor=lambda p, n: p.rng.choice(
+            [0.25, n.factor ** 2 * 1.5]))),
+    "embedding scaled": ("constant factor", behind(
+        "embedding", new="scale", factor=lambda n: n.units ** 0.5)),
+    "padding_idx": ("padding_idx", node(
+        "embedding", torch=True, padding=one_of(1, 2, 3),
+        stages=("gradient",))),
+    "gates in another order": (
+        "permuted gates", node("lstm", "gru", torch=True, how="gates")),
+    "reset gate before the product": (
+        "GRU variant", node("gru", torch=True, how="before")),
+    "order of a concatenation": (
+        "order of columns", inputs_exchanged("concat")),
+    "query and key exchanged": (
+        "order of parameters", inputs_exchanged("scores")),
+    "bias missing": ("missing bias", node(
+        "dense", "conv", where=lambda p, n: n.bias, bias=False,
+        refusal=True)),
+    "channels shuffled": ("order of columns", behind(
+        "conv", new="shuffle", where=lambda n: n.dims == 2, torch=True)),
+    # without a cause
+    "gate added, not multiplied": ((), node("mul", kind="gate_add")),
+    "max_norm of the embedding": ((), node(
+        "embedding", torch=True, max_norm=1.0,
+        stages=("layer", "output", "weight", "gradient"))),
+    "last state for the mean": ((), node(
+        "mean", "max", where=lambda p, n: n.axis == 1, kind="last",
+        index=-1)),
+    "time backwards": ((), turned_round("lstm", "gru", axis=1)),
+    "maps upside down": ((), turned_round(
+        "conv", axis=2, where=lambda n: n.dims == 2 and n.kernel > 1)),
+    "the state before the last one": ((), node(
+        "last", index=lambda p, n: n.index + (1 if n.index == 0 else -1))),
+    "kernel flipped": ((), node(
+        "conv", where=large_plane, torch=True, how="flipped")),
+    "kernel turned": ((), node(
+        "conv", where=large_plane, torch=True, how="turned")),
+    "weight standardised": ((), node(
+        "conv", where=plane, torch=True, how="standardised")),
+    "values clipped": ((), behind(
+        "batch_norm", "layer_norm", "add", "concat", new="clip", limit=0.5)),
+    # losses
     "mean over the batch": ("loss reduction", lambda p: _loss(p, "mean")),
     "sum over the batch": ("loss reduction", lambda p: _loss(p, "sum")),
     "label smoothing": ("label smoothing", lambda p: _loss(p, "smoothed")),
@@ -1157,13 +803,84 @@ ONE = {
         "softmax in the loss", lambda p: _loss(p, "softmax first")),
     "absolute values for squares": (
         "loss formula", lambda p: _loss(p, "l1", "l2")),
+    "labels of the next row": (
+        "shifted labels", lambda p: _loss(p, "rolled", devices=1)),
+    "mean of squares over the batch": (
+        ("L2 loss", "loss reduction"),
+        lambda p: _loss(p, "mean squares", "l2")),
+    "focal loss": ((), lambda p: _loss(p, "focal")),
+    # updates
+    "learning rate": ("learning rate", lambda p: _update(
+        p, optimizer_params={
+            **p.options["optimizer_params"], "learning_rate":
+            p.options["optimizer_params"]["learning_rate"]
+            * p.rng.choice([0.1, 10, 2])})),
+    "schedule one step late": ("learning rate", lambda p: _update(
+        p, own=Steps(0.125), lr_scheduler=Steps(0.125, late=1))),
+    "warm-up missing": ("learning rate", lambda p: _update(
+        p, own=Steps(0.125, warm=3), lr_scheduler=Steps(0.125))),
     "not divided by the batch": (
         "batch divisor", lambda p: _update(p, divisor=1)),
+    "momentum missing": ("optimizer options", lambda p: _update(
+        p, params=MOMENTUM, optimizer_params={**MOMENTUM, "momentum": 0.0})),
+    "another momentum": ("optimizer options", lambda p: _update(
+        p, params=MOMENTUM, optimizer_params={**MOMENTUM, "momentum": 0.75})),
+    "Nesterov's momentum": ("optimizer formula", lambda p: _update(
+        p, params=MOMENTUM, port="nag")),
+    "rate outside the velocity": (
+        "rate inside the velocity", lambda p: _update(
+            p, params={"momentum": 0.5}, own=Steps(0.125),
+            lr_scheduler=Steps(0.125), semantics="torch")),
+    "beta of Adam": ("optimizer options", lambda p: _update(
+        p, optimizer="adam", params=ADAM, optimizer_params={
+            **ADAM, p.rng.choice(["beta1", "beta2"]): 0.5})),
+    "epsilon of Adam's option": ("optimizer options", lambda p: _update(
+        p, optimizer="adam", params=ADAM, optimizer_params={
+            **ADAM, "epsilon": 1e-3})),
+    "Adam's epsilon, torch's formula": ("Adam epsilon", lambda p: _update(
+        p, optimizer="adam", params=ADAM, semantics="torch")),
+    "decoupled decay": ("coupled weight decay", lambda p: _update(
+        p, optimizer="adam", params={**ADAM, "wd": 0.125}, port="adamw")),
+    "weight decay missing": ("optimizer options", lambda p: _update(
+        p, params=DECAY, optimizer_params={**DECAY, "wd": 0.0})),
+    "another weight decay": ("optimizer options", lambda p: _update(
+        p, params=DECAY, optimizer_params={**DECAY, "wd": 0.25})),
+    "decay of one layer left out": ("multipliers", lambda p: _update(
+        p, params=DECAY, wd_mult=p.pick(*WEIGHTS).name)),
+    "rate of one layer": ("multipliers", lambda p: _update(
+        p, lr_mult=p.pick(*WEIGHTS).name)),
+    "RMSProp's formula": ("optimizer formula", lambda p: _update(
+        p, optimizer="rmsprop", params={}, semantics="torch",
+        optimizer_params={"alpha": 0.9, "lr": 0.001})),
+    "AdaGrad's formula": (
+        ("optimizer formula", "optimizer options"), lambda p: _update(
+            p, optimizer="adagrad", params=DECAY, semantics="torch")),
+    "another optimiser": ("optimizer formula", lambda p: _update(
+        p, params={"learning_rate": 0.125}, port="adam")),
+    # data
+    "pixels not divided by 255": ("input preparation", lambda p: _prepared(
+        p, lambda X, y: (255 * X, y), of=FLOATS)),
+    "inputs not normalised": ("input preparation", lambda p: _prepared(
+        p, lambda X, y: ((X - 0.125) / 0.5, y), of=FLOATS)),
+    "BGR for RGB": ("input preparation", lambda p: _prepared(
+        p, lambda X, y: (X[:, ::-1].copy(), y), of=("images",))),
+    "height for width": ("input preparation", lambda p: _prepared(
+        p, lambda X, y: (X.swapaxes(2, 3).copy(), y), of=("images",))),
+    "words numbered from 1": ("input preparation", lambda p: _prepared(
+        p, lambda X, y: (np.minimum(X + 1, X.max()), y), of=("words",))),
     "another order of the examples": (
         "data order", lambda p: _prepared(p, shuffled)),
+    "labels shuffled alone": ("data order", lambda p: _prepared(
+        p, lambda X, y: (X, np.roll(y, 1, 0)), ("loss",))),
+    "last row dropped": ("input preparation", lambda p: _prepared(
+        p, lambda X, y: (X[:-1], y[:-1]))),
+    # initial values
+    "initialiser": ("initialiser", lambda p: _drawn(p, init="uniform")),
+    "another draw": ("initial draw", lambda p: _drawn(p, seed=2)),
 }
-for _name, (_cause, _plant) in ONE.items():
-    mistake(_name, _cause)(_plant)
+for _name, (_causes, _plant) in ONE.items():
+    mistake(_name, *([_causes] if isinstance(_causes, str) else _causes))(
+        _plant)
 
 
 def kinds(names: Sequence[str] = ()) -> list[Mistake]:

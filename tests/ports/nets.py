@@ -165,7 +165,7 @@ class Builder:
 
     def conv(self, channels: int, kernel: int = 3, stride: int = 1,
              pad: int = 0, dilation: int = 1, groups: int = 1,
-             bias: bool = True, dims: int = 2) -> str:
+             bias: bool = True, dims: int = 2, **then: Any) -> str:
         name = self.add("conv", channels=channels, kernel=kernel,
                         stride=stride, pad=pad, dilation=dilation,
                         groups=groups, bias=bias, inputs_=self.channels,
@@ -173,13 +173,22 @@ class Builder:
         self.channels = channels
         self.size = (self.size + 2 * pad - dilation * (kernel - 1) - 1
                      ) // stride + 1
+        self.then(**then)
         return name
 
-    def dense(self, units: int, bias: bool = True, flatten: bool = True
-              ) -> str:
+    def then(self, norm: bool = False, act: str | None = None) -> None:
+        """Batch norm and an activation, of these or of "any" name."""
+        if norm:
+            self.norm()
+        if act:
+            self.act(None if act == "any" else act)
+
+    def dense(self, units: int, bias: bool = True, flatten: bool = True,
+              **then: Any) -> str:
         name = self.add("dense", units=units, inputs_=self.channels,
                         bias=bias, flatten=flatten)
         self.channels = units
+        self.then(**then)
         return name
 
     def norm(self, kind: str = "batch_norm", **options: Any) -> str:
@@ -245,8 +254,7 @@ def mlp(rng: random.Random) -> Task:
     b = Builder(rng, inputs)
     width = rng.randint(4, 7)
     for i in range(rng.randint(2, 3)):
-        b.dense(width)
-        b.act()
+        b.dense(width, act="any")
         if i == 0 and rng.random() < 0.5:
             b.add("dropout", rate=0.5)
     b.dense(classes)
@@ -257,12 +265,9 @@ def mlp(rng: random.Random) -> Task:
 def convnet(rng: random.Random) -> Task:
     channels, size = rng.randint(2, 3), rng.choice([8, 9])
     b = Builder(rng, channels, size)
-    b.conv(rng.randint(3, 5), pad=rng.randint(0, 1))
-    b.norm()
-    b.act("relu")
+    b.conv(rng.randint(3, 5), pad=rng.randint(0, 1), norm=True, act="relu")
     b.pool()
-    b.conv(rng.randint(3, 5), pad=1)
-    b.act()
+    b.conv(rng.randint(3, 5), pad=1, act="any")
     if rng.random() < 0.5:
         b.gap()
     else:
@@ -277,16 +282,11 @@ def convnet(rng: random.Random) -> Task:
 def residual(rng: random.Random) -> Task:
     width = rng.randint(3, 5)
     b = Builder(rng, 3, 6)
-    b.conv(width, pad=1, bias=False)
-    b.norm()
-    b.act("relu")
+    b.conv(width, pad=1, bias=False, norm=True, act="relu")
     for _ in range(rng.randint(1, 2)):
         skip = b.at
-        b.conv(width, pad=1, bias=False)
-        b.norm()
-        b.act("relu")
-        b.conv(width, pad=1, bias=False)
-        b.norm()
+        b.conv(width, pad=1, bias=False, norm=True, act="relu")
+        b.conv(width, pad=1, bias=False, norm=True)
         b.add("add", b.at, skip)
         b.act("relu")
     b.gap()
@@ -298,16 +298,12 @@ def residual(rng: random.Random) -> Task:
 def separable(rng: random.Random) -> Task:
     width = 2 * rng.randint(2, 3)
     b = Builder(rng, 2, 8)
-    b.conv(width, pad=1, stride=rng.randint(1, 2), bias=False)
-    b.norm()
+    b.conv(width, pad=1, stride=rng.randint(1, 2), bias=False, norm=True)
     b.act("relu")
     for out in (width, 2 * width)[:rng.randint(1, 2)]:
-        b.conv(b.channels, pad=1, groups=b.channels, bias=False)
-        b.norm()
+        b.conv(b.channels, pad=1, groups=b.channels, bias=False, norm=True)
         b.act("relu")
-        b.conv(out, kernel=1, bias=False)
-        b.norm()
-        b.act("relu")
+        b.conv(out, kernel=1, bias=False, norm=True, act="relu")
     b.gap()
     b.dense(4)
     return Task(b.net(), ("images", 2, 8), 4)
@@ -321,8 +317,7 @@ def lstm(rng: random.Random) -> Task:
     b.add("lstm", hidden=width + 1, inputs_=width)
     b.add("last", index=-1)
     b.channels = width + 1
-    b.dense(5)
-    b.act("relu")
+    b.dense(5, act="relu")
     b.dense(3)
     return Task(b.net(), ("words", length, 9), 3)
 
@@ -364,8 +359,7 @@ def embedded(rng: random.Random) -> Task:
     else:
         b.add("flatten")
         b.channels = width * length
-    b.dense(5)
-    b.act()
+    b.dense(5, act="any")
     b.dense(3)
     return Task(b.net(), ("words", length, 8), 3)
 
@@ -377,8 +371,7 @@ def norms(rng: random.Random) -> Task:
     b.norm(rng.choice(["group_norm", "instance_norm"]))
     b.act("relu")
     b.pool("avg_pool", 3, 2, 1, count=rng.random() < 0.5)
-    b.conv(4)
-    b.act("relu")
+    b.conv(4, act="relu")
     b.flat()
     b.dense(5)
     b.norm("layer_norm")
@@ -391,11 +384,8 @@ def norms(rng: random.Random) -> Task:
 def regression(rng: random.Random) -> Task:
     inputs = rng.randint(4, 6)
     b = Builder(rng, inputs)
-    b.dense(rng.randint(4, 6))
-    b.norm()
-    b.act()
-    b.dense(5)
-    b.act("tanh")
+    b.dense(rng.randint(4, 6), norm=True, act="any")
+    b.dense(5, act="tanh")
     b.dense(2)
     return Task(b.net(), ("rows", inputs), 2, "numbers")
 
@@ -406,8 +396,7 @@ def regression(rng: random.Random) -> Task:
 def gru(rng: random.Random) -> Task:
     length, width = rng.randint(4, 6), rng.randint(3, 5)
     b = Builder(rng, width)
-    b.dense(4, flatten=False)
-    b.act("tanh")
+    b.dense(4, flatten=False, act="tanh")
     b.add("gru", hidden=5, inputs_=4)
     b.add(rng.choice(["mean", "max"]), axis=1)
     b.channels = 5
@@ -419,8 +408,7 @@ def gru(rng: random.Random) -> Task:
 def inception(rng: random.Random) -> Task:
     """Branches side by side."""
     b = Builder(rng, 3, 8)
-    b.conv(4)
-    b.act("relu")
+    b.conv(4, act="relu")
     start, ends = (b.at, b.channels, b.size), []
     for kernel in (1, 3, 5)[:rng.randint(2, 3)]:
         b.at, b.channels, b.size = start
@@ -435,8 +423,7 @@ def inception(rng: random.Random) -> Task:
     b.add("concat", *(name for name, _ in ends), axis=1)
     b.channels = sum(n for _, n in ends)
     b.pool(None, 3, 2, 1)
-    b.conv(4)
-    b.act("relu")
+    b.conv(4, act="relu")
     b.flat()
     b.dense(3)
     return Task(b.net(), ("images", 3, 8), 3)
@@ -483,8 +470,7 @@ def transformer(rng: random.Random) -> Task:
         b.add("dropout", rate=0.25)
     start = b.add("add", b.at, start)
     b.norm("layer_norm")
-    b.dense(8, flatten=False)
-    b.act(rng.choice(["relu", "gelu"]))
+    b.dense(8, flatten=False, act=rng.choice(["relu", "gelu"]))
     b.dense(width, flatten=False)
     b.add("add", b.at, start)
     b.norm("layer_norm")
@@ -502,8 +488,7 @@ def textcnn(rng: random.Random) -> Task:
     start = b.at
     for kernel in (2, 3):
         b.at, b.channels, b.size = start, width, length
-        b.conv(3, kernel, dims=1)
-        b.act("relu")
+        b.conv(3, kernel, dims=1, act="relu")
         ends.append(b.add("max", axis=2))
     b.add("concat", *ends, axis=1)
     b.channels = 6
@@ -516,15 +501,13 @@ def textcnn(rng: random.Random) -> Task:
 def autoencoder(rng: random.Random) -> Task:
     """Down, up again, and a number for each picture and class."""
     b = Builder(rng, 2, 6)
-    b.conv(4, 3, 2, 1)
-    b.norm()
+    b.conv(4, 3, 2, 1, norm=True)
     b.act(rng.choice(["relu", "tanh"]))
     b.add("conv_t", channels=3, kernel=3, stride=2, pad=1, inputs_=4,
           bias=True)
     b.channels, b.size = 3, 5
     b.act("relu")
-    b.conv(2, 3)
-    b.act("tanh")
+    b.conv(2, 3, act="tanh")
     b.flat()
     b.dense(3)
     return Task(b.net(), ("images", 2, 6), 3, "numbers")
@@ -535,19 +518,15 @@ def squeeze(rng: random.Random) -> Task:
     """Squeeze and excitation."""
     width = rng.randint(4, 6)
     b = Builder(rng, 3, 6)
-    b.conv(width, pad=1)
-    b.norm()
+    b.conv(width, pad=1, norm=True)
     x = b.act("relu")
     b.add("mean", axis=(2, 3))
-    b.dense(3)
-    b.act("relu")
+    b.dense(3, act="relu")
     b.dense(width)
     gate = b.act("sigmoid")
     b.add("mul", x, gate)
     b.channels = width
-    b.conv(4)
-    b.norm()
-    b.act("relu")
+    b.conv(4, norm=True, act="relu")
     b.gap()
     b.dense(3)
     return Task(b.net(), ("images", 3, 6), 3)

@@ -48,16 +48,11 @@ class Stored(nn.Module):
 def dense(n):
     if n.options.get("stored"):
         return Stored(n)
-    layer = nn.Linear(n.inputs_, n.units, bias=n.bias)
-    return Transposed.of(layer) if n.options.get("transposed") else layer
+    kind = Transposed if n.options.get("transposed") else nn.Linear
+    return kind(n.inputs_, n.units, bias=n.bias)
 
 
 class Transposed(nn.Linear):
-    @classmethod
-    def of(cls, layer):
-        layer.__class__ = cls
-        return layer
-
     def forward(self, x):
         return F.linear(x, self.weight.T, self.bias)
 
