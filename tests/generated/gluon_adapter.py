@@ -177,9 +177,10 @@ class Reference:
         if not self.config.adds:
             self.zero_grad()
         with autograd.record():
-            out = self.forward(data)
+            x, *words = map(array, data)
+            out = self.net(x, *words)
             if other is not None:
-                out = other.net(out, *map(array, data[1:]))
+                out = other.net(out + x, *words)
             losses = self.loss(out, array(y))
         losses.backward()
         return losses.asnumpy()

@@ -180,7 +180,8 @@ def record_masks(adapter, net, masks: dict) -> None:
     """Write to `masks` what each dropout layer does to each row.
 
     Rows are known by the network's input, on whichever device they are."""
-    note = masks.setdefault
+    # A pass may run again; its last masks count.
+    note = masks.__setitem__
 
     def hook(layer, inputs, output):
         if adapter.is_training(layer):

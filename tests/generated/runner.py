@@ -223,6 +223,7 @@ class Run:
 
     def _set_up(self) -> None:
         program, why = self.program, self.program.refused
+        mgpu.seed(program.seed)     # of dropout
         self.loss = getattr(mgpu.losses, program.loss)()
 
         def make() -> None:
@@ -460,7 +461,7 @@ class Run:
             All replicas at once, or "one by one".
         other : str
             The second network: its predictions are the labels ("teacher"),
-            or it takes the outputs, and the loss its own ("critic").
+            or it takes outputs + inputs, and the loss its own ("critic").
         clip : str
             "before" the all-reduce on the user's own gradients, by the
             "trainer" after it, on replica "0" after it.
@@ -521,8 +522,8 @@ class Run:
             outputs = replicas(shards)
             if other == "critic":
                 outputs = other_pair.replicas([
-                    None if out is None else (out, *shard[1:])
-                    if isinstance(shard, tuple) else out
+                    out if out is None else (out + shard[0], *shard[1:])
+                    if isinstance(shard, tuple) else out + shard
                     for out, shard in zip(outputs, shards)])
             losses = [None if out is None else loss(out, label)
                       for out, label in zip(outputs, labels)]

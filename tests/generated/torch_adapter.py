@@ -95,6 +95,8 @@ def ready(net, dtype):
 
 def freeze(p, adds, frozen=True):
     p.requires_grad_(not frozen)
+    if frozen:      # as zero_grad of torch's own loop does before a clip
+        p.grad = None
 
 
 def add_hooks(kind, layer):
@@ -213,9 +215,10 @@ class Reference:
     def backward(self, data, y, other=None):
         if not self.config.adds:
             self.zero_grad()
-        out = self.forward(data)
+        x, *words = map(torch.from_numpy, data)
+        out = self.net(x, *words)
         if other is not None:
-            out = other.net(out, *map(torch.from_numpy, data[1:]))
+            out = other.net(out + x, *words)
         losses = LOSSES[self.loss](out, torch.from_numpy(y))
         losses.sum().backward()
         return host(losses)
