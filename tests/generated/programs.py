@@ -38,7 +38,6 @@ class Network(_Short):
     """A network, and how it is trained."""
 
     layers: tuple[Layer, ...] = ("dense",)
-    init: str | None = None         # or "keep", which means the same here
     batch_norm: str = "per_device"
     hybridize: bool = False
     #: whose parameters the trainers get: of the "replicas", the framework's
@@ -131,21 +130,16 @@ EDITS = {"torch": ("in place", "data", "copy", "numpy", "assign", "set_data"),
          "mxnet": ("in place", "copy", "part", "gluon", "set_data")}
 SGD: list[tuple[str, dict[str, Any]]] = [
     ("sgd", {}), ("sgd", {"momentum": 0.5}), ("nag", {"momentum": 0.5})]
+EPS = {"eps": 2.0 ** -10}
 #: dyadic options, which MXNet's float32 scalars hold exactly, and an epsilon
 #: that keeps a rule from dividing noise by noise
 OTHERS: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "mxnet": [("adam", {"beta1": 0.75, "beta2": 0.9375,
                         "epsilon": 2.0 ** -10})],
-    "torch": [("adam", {"eps": 2.0 ** -10}), ("adamw", {"eps": 2.0 ** -10}),
-              ("adam", {"eps": 2.0 ** -10, "amsgrad": True}),
-              ("adagrad", {"eps": 2.0 ** -10}),
-              ("adadelta", {"eps": 2.0 ** -10}),
-              ("adamax", {"eps": 2.0 ** -10}),
-              ("rmsprop", {"eps": 2.0 ** -10, "momentum": 0.5})]}
-#: Gluon keeps their states in float32
-NARROW: list[tuple[str, dict[str, Any]]] = [
-    ("rmsprop", {"gamma1": 0.75, "epsilon": 2.0 ** -10}),
-    ("adagrad", {"eps": 2.0 ** -10}), ("adadelta", {"epsilon": 2.0 ** -10})]
+    "torch": [("adam", {**EPS, "amsgrad": True}),
+              ("rmsprop", {**EPS, "momentum": 0.5}),
+              *((name, EPS) for name in ("adam", "adamw", "adagrad",
+                                         "adadelta", "adamax"))]}
 
 
 def one_in(n: int):
@@ -167,12 +161,11 @@ def layers(leaves, containers, depth: int = 2, most: int = 3):
 
 
 @st.composite
-def networks(draw, engine: str, k: int, dtype: str, leaves, containers):
+def networks(draw, engine: str, k: int, leaves, containers):
     found = Network(("dense", *draw(layers(leaves, containers))))
     normed = "batch_norm" in found.kinds
-    narrow = dtype == "float32" and engine == "mxnet"
-    optimizer, options = draw(st.sampled_from(SGD if normed else [
-        *SGD, *OTHERS[engine], *NARROW * narrow]))
+    optimizer, options = draw(st.sampled_from(
+        SGD if normed else SGD + OTHERS[engine]))
     options = {"learning_rate": draw(st.sampled_from([0.125, 0.0625])),
                **options}
     if draw(one_in(3)):
@@ -180,7 +173,7 @@ def networks(draw, engine: str, k: int, dtype: str, leaves, containers):
     if engine == "mxnet" and draw(one_in(5)):
         options["clip_gradient"] = 0.25
     return Network(
-        found.layers, draw(st.sampled_from([None, "keep"])),
+        found.layers,
         "per_device" if not normed else "sync" if k > 1 else draw(
             st.sampled_from(["per_device", "sync", "average"])),
         engine == "mxnet" and not normed and draw(one_in(4)),
@@ -209,17 +202,14 @@ def programs(draw, engine: str, several: bool = False):
     may_freeze = torch or dtype == "float64"
     if not may_freeze:
         leaves.remove("frozen")
-    nets = tuple(draw(networks(engine, k, dtype, leaves, containers))
+    nets = tuple(draw(networks(engine, k, leaves, containers))
                  for _ in range(1 + several))
     kinds = set().union(*(net.kinds for net in nets))
+    some = actions(engine, nets, may_freeze, others)
     # Ten slots, of which most have an action; when shrunk, few.
-    slot = st.integers(0, 9).flatmap(lambda i: actions(
-        engine, nets, may_freeze, others) if i else st.none())
-    taken = [draw(slot) for _ in range(10)]
-    return Program(
-        engine, nets, tuple(filter(None, taken)),
-        k, draw(st.integers(0, 9)), dtype,
-        draw(one_in(5)) or bool(kinds & EMBEDDINGS), loss)
+    slots = [draw(some) for _ in range(10) if draw(st.integers(0, 9))]
+    return Program(engine, nets, tuple(slots), k, draw(st.integers(0, 9)),
+                   dtype, draw(one_in(5)) or bool(kinds & EMBEDDINGS), loss)
 
 
 @st.composite

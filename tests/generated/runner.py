@@ -104,26 +104,23 @@ class Pair:
         self.net = network(adapter, self.program, self.number)
         record_masks(adapter, self.net, self.masks)
         self.replicas = mgpu.initialize(
-            self.net, [mgpu.cpu(i) for i in range(k)], config.init,
+            self.net, [mgpu.cpu(i) for i in range(k)],
             batch_norm=config.batch_norm)
         if config.hybridize:
             self.net.hybridize()
-        self.objects, self.schedules = [], []
+        own, self.schedules = adapter.parameters(self.net), []
         if config.trainer == "object":
-            found, self.schedules = adapter.optimizer(
-                config, adapter.parameters(self.net))
-            self.objects = [found]
-            self.trainers = [mgpu.Trainer(self.replicas, found,
+            self.optimizer, self.schedules = adapter.optimizer(config, own)
+            self.trainers = [mgpu.Trainer(self.replicas, self.optimizer,
                                           allreduce=config.allreduce)]
         else:
-            self.trainers = [
-                mgpu.Trainer(
-                    self.replicas if config.trainer == "replicas" else some,
-                    config.optimizer, config.options,
-                    semantics=adapter.semantics, allreduce=config.allreduce,
-                    lr_scheduler=config.schedule
-                    and mgpu.lr_scheduler.FactorScheduler(*config.schedule))
-                for some in config.split(adapter.parameters(self.net))]
+            self.trainers = [mgpu.Trainer(
+                self.replicas if config.trainer == "replicas" else some,
+                config.optimizer, config.options,
+                semantics=adapter.semantics, allreduce=config.allreduce,
+                lr_scheduler=config.schedule
+                and mgpu.lr_scheduler.FactorScheduler(*config.schedule))
+                for some in config.split(own)]
         self.adding = {i for i, p in enumerate(self.replicas.params())
                        if config.adds and p.grad_req != "null"}
         for i in self.adding:
@@ -345,18 +342,18 @@ class Run:
 
     def rate(self, rate: float) -> None:
         pair = self.pair
-        for x in pair.objects:
-            self.adapter.set_rate(x, rate)
-        for trainer in () if pair.objects else pair.trainers:
-            trainer.set_learning_rate(rate)
         pair.reference.set_rate(rate)
+        if pair.config.trainer == "object":
+            self.adapter.set_rate(pair.optimizer, rate)
+        else:
+            for trainer in pair.trainers:
+                trainer.set_learning_rate(rate)
 
     def own_states(self) -> None:
         """``optimizer.state_dict()`` of the framework's own object."""
-        for one, other in zip(self.pair.objects,
-                              self.pair.reference.optimizers):
-            self._refuses("own states", lambda: self._same(
-                "states differ", *map(self.adapter.own_states, (one, other))))
+        one, (other,) = self.pair.optimizer, self.pair.reference.optimizers
+        self._refuses("own states", lambda: self._same(
+            "states differ", *map(self.adapter.own_states, (one, other))))
 
     def resume(self, k: int, checkpoint: bool = False) -> None:
         """In networks of their own, as in another process."""
