@@ -1,16 +1,41 @@
 """Random networks, and random things that users do to them between steps.
 
-A `Case` is drawn from one seed: a network, an optimiser, one to four devices,
-and steps with what happens before, in and after each. `run` takes it step by
-step with mgpu and with the plain one-device loop of the framework itself, and
-compares losses, weights and statistics after each step. Either they are equal,
-or mgpu refuses by name and nothing has changed.
+`programs.programs` is the strategy, by hypothesis, of a `Program`: one or two
+networks, one to four devices, and `Action`s. `run` performs the actions with
+mgpu and with the framework's own loop on one device, and compares losses,
+weights, statistics and predictions. Numbers are equal, or mgpu refuses with a
+message of `runner.REFUSALS` and changes nothing. An action is drawn with all
+others known, so that a program is a value: it can be counted without being
+run, it shrinks, and its text is code that runs it again. (A
+``RuleBasedStateMachine`` draws an action when the one before has been run,
+and leaves kinds of actions out at random.)
 
-    python -m tests.generated --cases 300       # both engines
-    python -m tests.generated --engine torch --seed 17
-    python -m tests.generated.interrupts --count 1000
+Run: programs of each kind (engine, one network or two), with the refusals by
+reason; a failure is shrunk and printed as code::
+
+    python -m tests.generated --cases 200
+    python -m tests.generated --engine torch --seed 3 --cases 500
+    python -m pytest tests/generated
+
+Reproduce: the same seed draws the same programs, and pytest draws the same
+ones in every run. Or run the code that was printed::
+
+    from tests.generated import Action, Network, Program, run
+    run(Program(engine='torch', actions=(Action('train_batch', rows=1),)))
+
+Shrink: ``search(programs("torch"), fails, 100)`` returns the smallest program
+for which ``fails(program)`` is true.
+
+Extend: a layer is a kind in `programs`, with an entry of ``LEAVES`` in each
+adapter; an action is a method of `runner.Run`, with its arguments in
+`programs.actions`.
+
+``python -m tests.generated.interrupts --count 1000`` presses Ctrl-C at random
+moments.
 """
-from .cases import Case, Step, draw
-from .lockstep import Failure, run
+from .programs import Action, Network, Program, programs
+from .runner import Failure, run
+from .search import search
 
-__all__ = ["Case", "Failure", "Step", "draw", "run"]
+__all__ = ["Action", "Failure", "Network", "Program", "programs", "run",
+           "search"]

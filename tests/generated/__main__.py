@@ -4,62 +4,61 @@ import collections
 import faulthandler
 import sys
 import time
+import warnings
 
-from . import Case, Failure, draw, run
-from .cases import legal, shrink
-
-
-def outcome(case: Case) -> Failure | list[str]:
-    """The failure, or what was refused."""
-    faulthandler.dump_traceback_later(120, exit=True)   # a case that hangs
-    try:
-        return run(case)
-    except Failure as failure:
-        return failure
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+from . import Failure, Program, programs, run, search
 
 
-def report(engine: str, seed: int, case: Case, failure: Failure) -> None:
-    def fails(less: Case) -> bool:
-        if not legal(less):
-            return False
-        found = outcome(less)
-        return isinstance(found, Failure) and found.kind == failure.kind
-    small = shrink(case, fails)
-    print(f"\n{engine}, seed {seed}: {outcome(small)}\n\n"
-          "from tests.generated import Case, Step, run\n"
-          f"run({small!r})\n", flush=True)
+def explore(engine: str, several: bool, count: int, first: int) -> bool:
+    """Run programs and print what happened; whether there was a failure."""
+    outcomes: dict[str, Failure | list[str]] = {}
+
+    def kind(program: Program) -> str | None:
+        """Of the failure; each program runs once."""
+        text = repr(program)
+        if text not in outcomes:
+            # A program that hangs ends the process.
+            faulthandler.dump_traceback_later(300, exit=True)
+            try:
+                outcomes[text] = run(program)
+            except Failure as failure:
+                outcomes[text] = failure.with_traceback(None)
+            faulthandler.cancel_dump_traceback_later()
+        return getattr(outcomes[text], "kind", None)
+    strategy = programs(engine, several)
+    search(strategy, lambda program: kind(program) and None, count, first)
+    failed = collections.Counter(x.kind for x in outcomes.values()
+                                 if isinstance(x, Failure))
+    refused = collections.Counter(why for x in outcomes.values()
+                                  if isinstance(x, list) for why in set(x))
+    print(f"{engine}, {'two networks' if several else 'one network'}: "
+          f"{len(outcomes)} programs, {sum(failed.values())} failed "
+          f"{dict(failed)}, refusals {dict(refused)}", flush=True)
+    for name in failed:
+        small = search(strategy, lambda program, name=name:
+                       kind(program) == name, count, first)
+        print(f"\n{outcomes[repr(small)]}\n\nfrom tests.generated import "
+              f"Action, Network, Program, run\nrun({small!r})\n", flush=True)
+    return bool(failed)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.generated")
-    parser.add_argument("--cases", type=int, default=300,
-                        help="of all engines together")
+    parser.add_argument("--cases", type=int, default=200,
+                        help="programs of all kinds together")
     parser.add_argument("--engine", choices=["mxnet", "torch"],
                         action="append")
-    parser.add_argument("--seed", type=int, help="of one case; or the first")
+    parser.add_argument("--seed", type=int, default=0,
+                        help="of the first ten programs; the next ten have "
+                        "the next one")
     options = parser.parse_args()
-    engines = options.engine or ["mxnet", "torch"]
-    first, count = options.seed or 0, options.cases // len(engines)
-    if options.seed is not None and "--cases" not in " ".join(sys.argv):
-        count = 1
-    failed, refused, began = 0, collections.Counter(), time.time()
-    for engine in engines:
-        for seed in range(first, first + count):
-            case = draw(engine, seed)
-            if sys.stderr.isatty():     # to know which one hangs
-                print(f"{engine} {seed}", end="\r", file=sys.stderr)
-            found = outcome(case)
-            if isinstance(found, Failure):
-                failed += 1
-                report(engine, seed, case, found)
-            else:
-                refused.update(found[:1])
-    print(f"{count * len(engines)} cases, {failed} failed, "
-          f"{sum(refused.values())} refused by name {dict(refused)}, "
-          f"{time.time() - began:.0f} s")
-    return failed > 0
+    warnings.simplefilter("ignore")     # of what users do
+    engines, began = options.engine or ["mxnet", "torch"], time.time()
+    failed = [explore(engine, several, options.cases // (2 * len(engines)),
+                      options.seed)
+              for engine in engines for several in (False, True)]
+    print(f"{time.time() - began:.0f} s")
+    return any(failed)
 
 
 if __name__ == "__main__":

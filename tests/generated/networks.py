@@ -1,46 +1,89 @@
-"""The networks of a case, once for both engines.
+"""The networks of a program, once for both engines.
 
-Layers take the features `h`, and the rows of the network's inputs, `x` and
-`words`, by which some of them choose. An engine's module says what it spells
-differently: see `torch_side` and `gluon_side`.
+Layers take the features `h`, and the network's inputs `x` and `words`, by
+whose rows some of them choose. An adapter says what an engine spells
+differently: see `torch_adapter` and `gluon_adapter`.
 """
 import numpy as np
 
-from .cases import WIDTH, Case
+from .programs import WIDTH, Program
+
+#: the class of a leaf, where it is not `Leaf`
+WRAPPERS = {"conv": "conv", "embedding": "embedded", "sparse": "embedded",
+            "rnn": "recurrent", "gru": "recurrent", "lstm": "recurrent",
+            "dropout": "dropout", "counter": "counter", "carry": "carry"}
 
 
-def layers_of(side):
-    """The classes of layers over an engine's `Module`."""
-    children, host = side.children, side.host
+def layer_classes(adapter):
+    """The classes of layers over an engine's `Module`, by lowercase name."""
+    children, host = adapter.children, adapter.host
+    is_training = adapter.is_training
 
-    class On(side.Module):
+    class Leaf(adapter.Module):
         """The engine's own layers, one after the other, on `h`."""
 
         def __init__(self, layers):
             super().__init__()
             for i, layer in enumerate(layers):
-                side.add(self, str(i), layer)
+                adapter.add(self, str(i), layer)
 
         def forward(self, h, x, words):
             for layer in children(self):
                 h = layer(h)
             return h
 
-    class Conv(On):
+    class Conv(Leaf):
         def forward(self, h, x, words):
             h = super().forward(h.reshape((-1, 1, WIDTH)), x, words)
             return h.reshape((-1, WIDTH))
 
-    class Recurrent(On):
+    class Recurrent(Leaf):
         def forward(self, h, x, words):
             out = super().forward(h.reshape((-1, 2, 2)), x, words)
             return (out[0] if isinstance(out, tuple) else out).sum(1)
 
-    class Embedded(On):
+    class Embedded(Leaf):
         def forward(self, h, x, words):
             return h + super().forward(words, x, words)
 
-    class Stack(On):
+    class Dropout(Leaf):
+        """Applies `masks`, by row of the input, where they are set."""
+
+        masks = None
+
+        def forward(self, h, x, words):
+            if self.masks is None or not is_training(self):
+                return super().forward(h, x, words)
+            return h * adapter.array(np.stack([
+                self.masks[_row_key(self, row)] for row in host(x)]), h)
+
+    class Counter(Leaf):
+        """Divides by the number of its training passes so far."""
+
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.count = 0
+
+        def forward(self, h, x, words):
+            if is_training(self):
+                self.count += 1
+            return super().forward(h, x, words) / max(self.count, 1)
+
+    class Carry(Leaf):
+        """Adds the output of the last training pass, row by row."""
+
+        def __init__(self, layers):
+            super().__init__(layers)
+            self.state = None
+
+        def forward(self, h, x, words):
+            h = super().forward(h, x, words)
+            if is_training(self):
+                h = h if self.state is None else h + self.state / 2
+                self.state = h.detach()
+            return h
+
+    class Stack(Leaf):
         def forward(self, h, x, words):
             for layer in children(self):
                 h = layer(h, x, words)
@@ -51,32 +94,34 @@ def layers_of(side):
             return h + super().forward(h, x, words)
 
     class Switch(Stack):
-        """Left out where the whole batch says so."""
+        """Runs only if the last column of the batch is positive."""
 
         def forward(self, h, x, words):
             return super().forward(h, x, words) if host(x)[0, 3] > 0 else h
 
-    class Experts(On):
-        """Each row goes one of two ways; it may be that no row goes one."""
+    class Experts(Leaf):
+        """Each row takes one of two branches; a branch may get no row."""
 
         def forward(self, h, x, words):
             first = host(x)[:, 0] > 0
             rows = [np.flatnonzero(first), np.flatnonzero(~first)]
-            parts = [way(side.take(h, some), side.take(x, some),
-                         words if words is None else side.take(words, some))
-                     for way, some in zip(children(self), rows) if len(some)]
-            return side.take(side.join(parts),
-                             np.argsort(np.concatenate(rows)))
+            parts = [branch(adapter.take(h, some), adapter.take(x, some),
+                            None if words is None
+                            else adapter.take(words, some))
+                     for branch, some in zip(children(self), rows)
+                     if len(some)]
+            return adapter.take(adapter.join(parts),
+                                np.argsort(np.concatenate(rows)))
 
     class Checkpoint(Stack):
-        """Computed again in the backward pass, but not in the plain loop."""
+        """Recomputed in the backward pass, but not in the reference."""
 
-        plain, reentrant = False, False
+        reference, reentrant = False, False
 
         def forward(self, h, x, words):
             forward = super().forward
-            return forward(h, x, words) if self.plain else side.checkpoint(
-                forward, h, x, words, self.reentrant)
+            return forward(h, x, words) if self.reference \
+                else adapter.checkpoint(forward, h, x, words, self.reentrant)
 
     class Reentrant(Checkpoint):
         reentrant = True
@@ -92,50 +137,59 @@ def layers_of(side):
             if isinstance(layer, type)}
 
 
-def network(side, case: Case):
-    """The user's network, with the values of the case's seed."""
-    classes, shared = layers_of(side), {}
+def network(adapter, program: Program, number: int):
+    """The user's network `number`, with the values of the program's seed."""
+    classes, made = layer_classes(adapter), {}
 
     def make(layer):
-        kind, _, *inner = layer
-        if kind == "experts":
-            return classes[kind]([classes["stack"](list(map(make, some)))
-                                  for some in inner])
-        if inner:
-            return classes[kind](list(map(make, *inner)))
-        if layer not in shared:     # layers that come twice
-            of = {"conv": "conv", "embedding": "embedded",
-                  "sparse": "embedded", "rnn": "recurrent",
-                  "gru": "recurrent", "lstm": "recurrent"}.get(kind, "on")
-            shared[layer] = classes[of](side.LEAVES[kind]())
-        return shared[layer]
-    net = side.ready(classes["net"]([*map(make, case.layers), side.head()]),
-                     case.dtype)
-    rng = np.random.default_rng(case.seed)
-    for p in side.parameters(net):
-        side.edit(p, "copy", rng.normal(0, 0.5, p.shape))
-    for (kind, _), layer in shared.items():
+        if not isinstance(layer, str):
+            kind, *inside = layer
+            parts = [list(map(make, some)) for some in inside]
+            return classes[kind](parts[0] if len(parts) == 1 else list(map(
+                classes["stack"], parts)))
+        key = layer if layer.startswith("shared ") else len(made)
+        if key not in made:
+            kind = layer.removeprefix("shared ")
+            made[key] = kind, classes[WRAPPERS.get(kind, "leaf")](
+                adapter.LEAVES.get(kind, adapter.dense)())
+        return made[key][1]
+    config = program.networks[number]
+    net = adapter.ready(classes["net"]([*map(make, config.layers),
+                                        adapter.head()]), program.dtype)
+    rng = np.random.default_rng([program.seed, number])
+    for p in adapter.parameters(net):
+        adapter.edit(p, "copy", rng.normal(0, 0.5, p.shape))
+    for i, (kind, layer) in enumerate(made.values()):
+        layer.path = f"{number}.{i}"
         if kind == "frozen":
-            for p in side.parameters(layer):
-                side.freeze(p, case)
-        if kind == "hook":
-            side.hook(layer)
+            for p in adapter.parameters(layer):
+                adapter.freeze(p, config.adds)
+        adapter.add_hooks(kind, layer)
     return net
 
 
-def dropouts(side, net, path=""):
-    """Each dropout layer, and where it is."""
-    for i, layer in enumerate(side.children(net)):
-        if isinstance(layer, side.Dropout):
-            yield f"{path}.{i}", layer
-        yield from dropouts(side, layer, f"{path}.{i}")
+def find_layers(adapter, net, attribute: str):
+    """The layers that have an attribute of this name."""
+    if hasattr(net, attribute):
+        yield net
+    for layer in adapter.children(net):
+        yield from find_layers(adapter, layer, attribute)
 
 
-def watch_dropout(side, net, seen):
-    """Call ``seen((layer, device), mask)`` with each mask that is drawn."""
+def record_masks(adapter, net, masks: dict) -> None:
+    """Write to `masks` what each dropout layer does to each row.
+
+    Rows are known by the network's input, on whichever device they are."""
+    # A pass may run again; its last masks count.
+    note = masks.__setitem__
+
     def hook(layer, inputs, output):
-        if side.is_training(layer):
-            seen((id(layer), side.place(output)), (host(output) != 0) * 2.0)
-    host = side.host
-    for _, layer in dropouts(side, net):
+        if adapter.is_training(layer):
+            for row, out in zip(*map(adapter.host, (inputs[1], output))):
+                note(_row_key(layer, row), (out != 0) * 2.0)
+    for layer in find_layers(adapter, net, "masks"):
         layer.register_forward_hook(hook)
+
+
+def _row_key(layer, row):
+    return layer.path, *np.round(row.astype("float64"), 6)

@@ -1,5 +1,9 @@
-"""A hundred of the generated cases, forty interrupts, and their judges
-judged."""
+"""Some of the generated programs and of the interrupts, and tests that both
+find faults.
+
+The number of programs hangs on the tier: ``pytest -m fast`` runs few.
+"""
+import collections
 import os
 import subprocess
 import sys
@@ -9,84 +13,71 @@ import pytest
 
 from conftest import BACKENDS
 
-from . import Case, Failure, Step, draw, run
-from .cases import kinds, legal, shrink
-
-STEPS = tuple(Step(i, (5,), how="replicas") for i in range(4))
-PLAIN = {"k": 3, "optimizer": "sgd", "steps": STEPS}
+from . import Action, Failure, Network, Program, programs, run, search
+from .programs import EDITS
 
 
 @pytest.mark.filterwarnings("ignore")       # of what users do
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("several", [False, True],
+                         ids=["one network", "several networks"])
 @pytest.mark.parametrize("engine", BACKENDS)
-def test_equal_to_the_plain_loop_or_refused(engine, seed):
-    """The same as one device, whatever the user does; see the package.
-    ``python -m tests.generated --engine torch --seed 17`` shrinks a case."""
-    case = draw(engine, seed)
-    assert legal(case)
-    run(case)
+def test_programs_equal_the_framework_on_one_device(request, engine, several):
+    """Or mgpu refuses by name; see the package. A failure is shrunk, and its
+    program is in the output as code."""
+    def fails(program):
+        try:
+            return run(program) is None
+        except Failure:
+            return True
+    fast = "fast" in request.config.option.markexpr.split()
+    small = search(programs(engine, several), fails, 10 if fast else 30)
+    if small is not None:
+        print(small)
+        run(small)
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
-def test_the_cases_hold_what_they_promise(engine):
-    """All layers and actions come among the hundred, on 1 to 4 devices."""
-    cases = [draw(engine, seed) for seed in range(50)]
-    assert {case.k for case in cases} == {1, 2, 3, 4}
-    layers = {kind for case in cases for kind in kinds(case.layers)}
-    wanted = {"dense", "frozen", "layer_norm", "batch_norm", "conv",
-              "dropout", "embedding", "block", "experts", "switch"}
-    assert layers >= wanted | ({"checkpoint", "reentrant", "hook", "tied",
-                                "weight_norm"} if engine == "torch" else set())
-    steps = [step for case in cases for step in case.steps]
-    assert {step.how for step in steps} == {
-        "train_batch", "replicas", "one by one"}
-    assert {step.clip for step in steps} == {"", "before", "trainer", "0"}
-    assert {step.fate for step in steps} == {
-        "step", "skip", "retry", "look", "refused"}
-    assert {action[0] for step in steps for action in step.before} == {
-        "edit", "load", "freeze", "unfreeze", "save", "restore", "resume",
-        "rate", "predict", *["multiply"] * (engine == "mxnet")}
+def test_each_action_is_in_five_percent_of_the_programs(engine):
+    """Counted without running them."""
+    found: collections.Counter = collections.Counter()
+    for several in (False, True):
+        search(programs(engine, several), lambda program: found.update(
+            {part for action in program.actions for part in _parts(action)}),
+            60)
+    expected = {
+        "load", "load by_mgpu", "freeze", "freeze by_mgpu", "freeze unfreeze",
+        "save", "restore", "resume", "resume checkpoint", "rate", "predict",
+        "reset", "fail", "fail by_hand", "train_batch", "by_hand",
+        "one by one", "critic", "teacher", "before", "trainer", "0", "skip",
+        "look", "refused", "own step", *EDITS[engine],
+        *(["own_states"] if engine == "torch" else ["lr_mult", "wd_mult"])}
+    assert {name: found[name] for name in expected if found[name] < 6} == {}
 
 
-# -- the judge judged ---------------------------------------------------------
+def _parts(action):
+    """What an action is, in words of the test."""
+    yield action.name
+    for name, x in action.arguments.items():
+        if x is True:
+            yield f"{action.name} {name}"
+        elif isinstance(x, str):
+            yield x
+
+
+# -- planted faults are found -------------------------------------------------
 
 def scaled(replicas, moment):
-    """Gradients a billionth too large."""
+    """Gradients are too large by a factor of 1 + 1e-9."""
     for p in replicas.params() if moment == "reduced" else ():
         for g in p.list_grad():
             g *= 1 + 1e-9
 
 
 def one_edited(replicas, moment):
-    """The last replica's weights are its own."""
+    """The last replica has other weights."""
     if moment == "updated":
         with replicas.backend.scope(recording=False):
             replicas.params()[0].list_data()[-1][:] += 1e-9
-
-
-class Stale:
-    """The gradients of the step before."""
-
-    def __init__(self):
-        self.last = None
-
-    def __call__(self, replicas, moment):
-        if moment == "reduced":
-            now = [replicas.backend.to_numpy(p.grad())
-                   for p in replicas.params()]
-            for p, old in zip(replicas.params(), self.last or now):
-                for g in p.list_grad():
-                    g[:] = replicas.backend.put(old, g)
-            self.last = now
-
-
-def twice(replicas, moment):
-    """One step of a parameter is taken twice."""
-    if moment == "updated":
-        p = replicas.params()[1]
-        for x, g in zip(p.list_data(), p.list_grad()):
-            with replicas.backend.scope(recording=False):
-                x -= g * 1e-9
 
 
 def statistics_moved(replicas, moment):
@@ -95,41 +86,45 @@ def statistics_moved(replicas, moment):
             x += 1e-9
 
 
-@pytest.mark.parametrize("fault, kind, options", [
-    (scaled, "weights differ", {}), (Stale, "weights differ", {}),
-    (one_edited, "raised ReplicaMismatchError", {}),
-    (twice, "weights differ", {}),
-    (statistics_moved, "weights differ", {
-        "layers": (("dense", 0), ("batch_norm", 1)), "batch_norm": "sync"})],
-    ids=lambda x: getattr(x, "__name__", ""))
 @pytest.mark.parametrize("engine", BACKENDS)
-def test_a_planted_fault_is_seen(engine, fault, kind, options):
-    case = Case(engine, **{**PLAIN, **options})
-    assert run(case) == []
-    with pytest.raises(Failure) as found:
-        run(case, fault() if isinstance(fault, type) else fault)
-    assert found.value.kind == kind
+def test_a_planted_fault_is_found(engine):
+    program = Program(
+        engine, networks=(Network(("dense", "batch_norm"),
+                                  batch_norm="sync"),), k=3,
+        actions=tuple(Action("by_hand", rows=(5,)) for _ in range(4)))
+    assert run(program) == []
+    for fault, words in ((scaled, "weights differ"),
+                         (one_edited, "raised ReplicaMismatchError"),
+                         (statistics_moved, "weights differ.*running_")):
+        with pytest.raises(Failure, match=words):
+            run(program, fault)
 
 
 @pytest.mark.parametrize("engine", BACKENDS)
-def test_a_failing_case_is_made_small(engine):
-    """To the one layer and the one step that it needs."""
-    def fails(case):
-        return legal(case) and "layer_norm" in case.kinds() and any(
-            ("load",) in step.before for step in case.steps)
-    seed = next(n for n in range(1000) if fails(draw(engine, n)))
-    small = shrink(draw(engine, seed), fails)
-    assert small == eval(repr(small), {"Case": Case, "Step": Step})
-    assert [kind for kind in kinds(small.layers)] == ["dense", "layer_norm"]
-    assert [step.before for step in small.steps] == [(("load",),)]
-    assert small.k == 1 and run(small) == []
+def test_a_program_that_fails_shrinks_to_what_it_needs(engine):
+    def fails(program):
+        if "layer_norm" not in program.kinds:
+            return False
+        try:
+            return run(program, scaled) is None
+        except Failure as failure:
+            return failure.kind == "weights differ"
+    small = search(programs(engine), fails, 100)
+    assert small.k == 1
+    assert small.networks[0].layers == ("dense", "layer_norm")
+    step, = small.actions
+    assert step.name in ("train_batch", "by_hand")
+    again = eval(repr(small))       # it is printed as code
+    with pytest.raises(Failure, match="weights differ"):
+        run(again, scaled)
+    assert run(again) == []
 
 
 # -- Ctrl-C -------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: weights that are moved in two halves
+#: weights that are written in two halves
 TORN = """
 import time
 import mgpu

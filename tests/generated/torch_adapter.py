@@ -9,15 +9,19 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, parametrizations, weight_norm
 from torch.utils import checkpoint as checkpoints
 
-from .cases import CLASSES, WIDTH, WORDS, Case
-from .networks import dropouts, network
+from .networks import find_layers, network
+from .programs import WIDTH, WORDS, Network, Program
 
 SELF = sys.modules[__name__]
-Module, Dropout, join, semantics = nn.Module, nn.Dropout, torch.cat, "torch"
+Module, join, semantics = nn.Module, torch.cat, "torch"
 
 
-def linear(outputs=WIDTH):
-    return nn.Linear(WIDTH, outputs)
+def linear():
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def dense():
+    return [linear(), nn.Tanh()]
 
 
 def legacy_weight_norm():
@@ -41,15 +45,13 @@ def frozen_norm():
     return [norm]
 
 
+#: the others are `dense`
 LEAVES = {
-    "dense": lambda: [linear(), nn.Tanh()], "tied": tied,
-    "frozen": lambda: [linear(), nn.Tanh()],
-    "hook": lambda: [linear(), nn.Tanh()],
+    "tied": tied, "frozen_norm": frozen_norm,
     "weight_norm": lambda: [legacy_weight_norm(), nn.Tanh(),
                             parametrizations.weight_norm(linear())],
     "layer_norm": lambda: [nn.LayerNorm(WIDTH)],
     "batch_norm": lambda: [nn.BatchNorm1d(WIDTH, momentum=0.25)],
-    "frozen_norm": frozen_norm,
     "conv": lambda: [nn.Conv1d(1, 2, 3, 2, padding=1), nn.GroupNorm(1, 2)],
     "dropout": lambda: [nn.Dropout(0.5)],
     "embedding": lambda: [nn.Embedding(WORDS, WIDTH)],
@@ -57,7 +59,7 @@ LEAVES = {
     "rnn": lambda: [nn.RNN(2, WIDTH, batch_first=True)],
     "gru": lambda: [nn.GRU(2, WIDTH, batch_first=True)],
     "lstm": lambda: [nn.LSTM(2, WIDTH, batch_first=True)]}
-head = partial(linear, CLASSES)
+head = linear
 
 
 def add(module, name, layer):
@@ -70,6 +72,10 @@ def children(module):
 
 def host(x):
     return x.detach().numpy()
+
+
+def array(x, like=None):
+    return torch.tensor(x, dtype=None if like is None else like.dtype)
 
 
 def take(x, rows):
@@ -87,37 +93,36 @@ def ready(net, dtype):
     return net.to(getattr(torch, dtype))
 
 
-def freeze(p, case, frozen=True):
+def freeze(p, adds, frozen=True):
     p.requires_grad_(not frozen)
+    if frozen:      # as zero_grad of torch's own loop does before a clip
+        p.grad = None
 
 
-def hook(layer):
-    """A pruning mask."""
-    weight, _ = parameters(layer)
-    mask = torch.arange(WIDTH, dtype=weight.dtype) % 2
-    weight.register_hook(lambda g: g * mask)
+def add_hooks(kind, layer):
+    """A pruning mask, a hook on the gradient, one on a layer's output."""
+    weight = next(layer.parameters(), None)
+    if kind == "mask_hook":
+        mask = torch.arange(WIDTH, dtype=weight.dtype) % 2
+        weight.register_hook(lambda g: g * mask)
+    elif kind == "grad_hook":
+        weight.register_post_accumulate_grad_hook(
+            lambda p: setattr(p, "grad", p.grad / 2))
+    elif kind == "output_hook":
+        layer.register_forward_pre_hook(
+            lambda layer, inputs: (inputs[0] / 2, *inputs[1:]))
+        layer.register_forward_hook(lambda layer, inputs, out: out * 2)
 
 
 def is_training(layer):
     return layer.training
 
 
-def place(x):
-    return 0
-
-
-def places(replicas):
-    """Where a key of `watch_dropout` is: (path, number of the replica)."""
-    return {(id(layer), 0): (path, i)
-            for i, replica in enumerate(replicas.of_engine())
-            for path, layer in dropouts(SELF, replica.module)}
-
-
 def parameters(net):
     return list(net.parameters())
 
 
-def values(net):
+def export(net):
     return {name: host(x).copy() for name, x in net.state_dict().items()}
 
 
@@ -143,9 +148,13 @@ def edit(p, way, new):
             p.mul_(0.5) if way == "in place" else p.copy_(x)
 
 
-def clip(net, max_norm):
-    """The user's habit, on the user's own parameters."""
-    clip_grad_norm_(net.parameters(), max_norm)
+def clip(parameters, max_norm):
+    clip_grad_norm_(parameters, max_norm)
+
+
+def own_step(parameters, n):
+    """The user's own optimizer, after a backward pass of `n` rows."""
+    torch.optim.SGD(parameters, 0.125 / n).step()
 
 
 RULES = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam,
@@ -158,50 +167,82 @@ LOSSES = {"SoftmaxCrossEntropyLoss": lambda out, y: nn.functional
           "L2Loss": lambda out, y: ((out - y) ** 2).mean(1) / 2}
 
 
-class Plain:
+def optimizer(config: Network, parameters):
+    """An optimizer of `config`, and its schedules."""
+    options = {{"learning_rate": "lr", "wd": "weight_decay"}.get(name, name): x
+               for name, x in config.options.items()}
+    if config.trainer == "object":
+        parameters = [{"params": parameters[:2], "lr": options["lr"] / 2},
+                      {"params": parameters[2:]}]
+    found = RULES[config.optimizer](parameters, **options)
+    return found, [torch.optim.lr_scheduler.StepLR(
+        found, *config.schedule)] if config.schedule else []
+
+
+def set_rate(optimizer, rate):
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def own_states(optimizer):
+    """The optimizer's own, as one dict."""
+    return {f"{i} {name}": float(x.sum())
+            for i, slots in optimizer.state_dict()["state"].items()
+            for name, x in slots.items()}
+
+
+class Reference:
     """The loop without mgpu. Checkpoints, which change nothing, are left
-    out; dropout layers take the masks that mgpu drew; batch norm keeps the
-    biased variance, which is mgpu's meaning on both engines."""
+    out; batch norm keeps the biased variance, which is mgpu's meaning on both
+    engines."""
 
-    def __init__(self, case: Case):
-        self.case, self.net, self.masks = case, network(SELF, case), {}
-        for path, layer in dropouts(SELF, self.net):
-            layer.forward = lambda h, path=path, layer=layer: \
-                h * torch.from_numpy(
-                self.masks[path]).to(h.dtype) if layer.training else h
+    def __init__(self, program: Program, number: int):
+        self.config, self.loss = program.networks[number], program.loss
+        self.net = network(SELF, program, number)
+        for layer in find_layers(SELF, self.net, "reference"):
+            layer.reference = True
         for m in self.net.modules():
-            m.plain = True
             if isinstance(m, nn.BatchNorm1d) and m.training:
-                m.register_forward_hook(_biased)
-        self.optimizer = RULES[case.optimizer](self.net.parameters(), **{
-            {"learning_rate": "lr", "wd": "weight_decay"}.get(name, name): x
-            for name, x in case.options.items()})
-        self.schedule = case.schedule and torch.optim.lr_scheduler.StepLR(
-            self.optimizer, *case.schedule)
+                m.register_forward_hook(_keep_biased_variance)
+        made = [optimizer(self.config, some)
+                for some in self.config.split(parameters(self.net))]
+        self.optimizers = [found for found, _ in made]
+        self.schedules = [one for _, some in made for one in some]
 
-    def backward(self, data, y):
-        if not self.case.adds:
+    def forward(self, data):
+        return self.net(*map(torch.from_numpy, data))
+
+    def backward(self, data, y, other=None):
+        if not self.config.adds:
             self.zero_grad()
-        losses = LOSSES[self.case.loss](self.net(*map(torch.from_numpy, data)),
-                                        torch.from_numpy(y))
+        x, *words = map(torch.from_numpy, data)
+        out = self.net(x, *words)
+        if other is not None:
+            out = other.net(out + x, *words)
+        losses = LOSSES[self.loss](out, torch.from_numpy(y))
         losses.sum().backward()
         return host(losses)
 
     def zero_grad(self):
-        self.optimizer.zero_grad(set_to_none=True)
+        self.net.zero_grad(set_to_none=True)
 
     def predict(self, data):
         trains = [m for m in self.net.modules() if m.training]
         self.net.eval()
         with torch.no_grad():
-            out = self.net(*map(torch.from_numpy, data)).numpy()
+            out = self.forward(data).numpy()
         for m in trains:
             m.training = True
         return out
 
+    def trained(self):
+        return [p for optimizer in self.optimizers
+                for group in optimizer.param_groups for p in group["params"]
+                if p.requires_grad]
+
     def gradients(self):
-        """Those that a backward pass has reached, and whether it were all."""
-        trained = [p for p in self.net.parameters() if p.requires_grad]
+        """Those that a backward pass has reached, and whether all were."""
+        trained = self.trained()
         found = [p.grad for p in trained if p.grad is not None]
         for p in self.net.parameters():
             if not p.requires_grad:
@@ -211,27 +252,25 @@ class Plain:
     def step(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # of torch's schedules
-            self.optimizer.step()
-            if self.schedule:
-                self.schedule.step()
+            for x in (*self.optimizers, *self.schedules):
+                x.step()
 
     def set_rate(self, rate):
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            set_rate(optimizer, rate)
 
     def save(self):
-        return copy.deepcopy([x and x.state_dict() for x in self._parts()])
+        return copy.deepcopy([x.state_dict() for x in self._parts()])
 
     def restore(self, saved):
         for x, state in zip(self._parts(), copy.deepcopy(saved)):
-            if x:
-                x.load_state_dict(state)
+            x.load_state_dict(state)
 
     def _parts(self):
-        return self.net, self.optimizer, self.schedule
+        return self.net, *self.optimizers, *self.schedules
 
 
-def _biased(m, inputs, output):
+def _keep_biased_variance(m, inputs, output):
     if m.training:
         x = inputs[0].detach()
         m.running_var.data -= m.momentum * (
