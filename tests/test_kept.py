@@ -67,17 +67,16 @@ def batches(steps, rows=ROWS):
 
 def plain(engine, net, data, loss=LOSS, between=lambda net: None):
     """The frameworks themselves, with an update in NumPy."""
-    device, = on(0)
     if engine.name == "mxnet":
         from mxnet import autograd
         for X, y in data:
             with autograd.record():
-                total = loss(net(engine.put(X, device)),
-                             engine.put(y, device))
+                total = loss(net(engine.put(X, mgpu.cpu(0))),
+                             engine.put(y, mgpu.cpu(0)))
             total.backward()
             for p in net.collect_params().values():
                 p.set_data(engine.put(p.data().asnumpy() - RATE / len(X)
-                                      * p.grad().asnumpy(), device))
+                                      * p.grad().asnumpy(), mgpu.cpu(0)))
             between(net)
     else:
         import torch
@@ -130,8 +129,7 @@ def predicted(replicas, X):
 
 
 def same(found, expected):
-    assert len(found) == len(expected)
-    for x, y in zip(found, expected):
+    for x, y in zip(found, expected, strict=True):
         assert relative_difference(x, y) < 1e-12
 
 
@@ -1192,14 +1190,11 @@ def test_a_weak_reference_to_a_layer_is_one_to_that_of_its_device(
 def test_sparse_matrices_in_attributes(name, devices):
     """Of a graph, which the user changes between steps."""
     import torch
-
-    def forward(net, x, F):
-        return net.b(torch.sparse.mm(net.graph, net.a(x).T).T)
-
-    def edit(net):
-        net.graph.values().mul_(0.5)
+    graph = [[0.0, 1, 0, 2], [1, 0, 0, 0], [0, 0, 3, 0], [0, 1, 0, 1]]
     with using_engine(name) as engine:
         trains_as_plain(engine, lambda: network(
-            engine, forward, graph=lambda: torch.tensor(
-                [[0.0, 1, 0, 2], [1, 0, 0, 0], [0, 0, 3, 0], [0, 1, 0, 1]],
-                dtype=torch.float64).to_sparse_csr()), devices, edit)
+            engine, lambda net, x, F: net.b(
+                torch.sparse.mm(net.graph, net.a(x).T).T),
+            graph=lambda: torch.tensor(
+                graph, dtype=torch.float64).to_sparse_csr()),
+            devices, lambda net: net.graph.values().mul_(0.5))
