@@ -41,7 +41,7 @@ MUTANTS = [
            "measure:_apart",
            "np.where(finite, A, B)",
            "np.where(finite | True, A, B)",
-           killer="parity/test_compare.py::test_what_is_not_finite_differs"),
+           killer="parity/test_measure.py::test_what_is_not_finite_differs"),
     mutant("masks-per-device",
            "each device draws masks of its own",
            "Masks._draw",

@@ -1,6 +1,8 @@
 """Files and operators of Gluon with another meaning."""
 from mutants.planting import mutant
 
+_OPERATOR = "gluon_io/test_operators.py::test_an_operator_computes_as_mxnets"
+
 MUTANTS = [
     mutant("params-order-of-bytes",
            "numbers of big-endian arrays are written as they lie",
@@ -44,62 +46,53 @@ MUTANTS = [
            "by_row",
            "condition.reshape",
            "condition.flip(0).reshape",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[where]"),
     mutant("slice-forwards",
            "a part that is taken backwards is not turned",
            "vision:_slice",
            "A if turned else B",
            "B",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[slice]"),
     mutant("mod-sign",
            "a remainder has the sign of what is divided",
            "mod",
            "torch.remainder",
            "torch.fmod",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[_mod]"),
     mutant("smooth-l1-scale",
            "the scale of a smooth l1 is not squared",
            "_smooth_l1",
            "scalar ** 2",
            "scalar",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[_npx_smooth_l1]"),
     mutant("group-norm-order",
            "groups have the scale of other ones",
            "GluonGroupNorm.forward",
            "self.weight.repeat_interleave(count)",
            "self.weight.repeat(count)",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[GroupNorm]"),
     mutant("sequence-mask-length",
            "a step too many counts",
            "functions:sequence_mask",
            "A < B",
            "A <= B",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[SequenceMask]"),
     mutant("one-hot-out-of-range",
            "an index out of range is the nearest",
            "one_hot",
            "index.long()",
            "index.long().clamp(0, depth - 1)",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[_npx_one_hot]"),
     mutant("operator-wrap",
            "an index out of range is cut where it counts on",
            "layers:take",
            "mode == \"wrap\"",
            "False",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[take]"),
     mutant("rnn-one-state",
            "the states of an LSTM are confused",
            "_rnn",
            "Slot(2 + i)",
            "Slot(3 - i if lstm else 2)",
-           killer="gluon_io/test_operators.py::test_an_operator_computes_as"
-                  "_mxnets"),
+           killer=_OPERATOR + "[RNN]"),
 ]

@@ -44,8 +44,8 @@ class Mutant:
         Pattern and replacement, expressions or statements. Each pattern fits
         exactly one place of the function.
     killer : str
-        A test function that rejects it, ``"test_losses.py::test_x"``: tried
-        first. Any other test may do.
+        A test that rejects it, tried first: ``"test_losses.py::test_x"``, or
+        one case, ``"test_losses.py::test_x[torch]"``. Any other may do.
     """
 
     name: str

@@ -69,11 +69,10 @@ class Judge:
 
     def _tests(self, one: Mutant, items: list[Any]) -> list[Any]:
         names = [f"{item.path.relative_to(TESTS).as_posix()}::"
-                 f"{item.nodeid.partition('::')[2].partition('[')[0]}"
-                 for item in items]
+                 f"{item.nodeid.partition('::')[2]}" for item in items]
         file = one.killer.partition("::")[0]
         chosen = [item for name, item in zip(names, items)
-                  if name == one.killer]
+                  if one.killer in (name, name.partition("[")[0])]
         if self._any:
             fast = [(name, item) for name, item in zip(names, items)
                     if item.get_closest_marker("fast")]
