@@ -73,8 +73,9 @@ def test_training_goes_on_from_the_weights(printed):
 def test_the_exported_network_predicts_as_the_trained_one(printed):
     """Which `resumed` has written: device 0's, with its statistics."""
     folder = printed["folder"]
-    net = mgpu.from_gluon(folder / "net-symbol.json",
-                          folder / "net-0000.params")
+    with mgpu.using_backend("torch"):
+        net = mgpu.from_gluon(folder / "net-symbol.json",
+                              folder / "net-0000.params")
     load_model(net, folder / "trained.safetensors")
     exported = torch.export.load(folder / "trained.pt2").module()
     X = next(iter(mgpu.datasets.digits(64, resize=16)[1]))[0]

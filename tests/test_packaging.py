@@ -106,7 +106,7 @@ def test_metadata(wheel):
     assert about["Description"].startswith("# mgpu\n")
     assert set(about.get_all("Provides-Extra")) == {
         "mxnet", "mxnet-cu112", "torch", "cli", "plot", "data", "report",
-        "trace", "stats", "twins", "docs", "test", "all"}
+        "trace", "twins", "docs", "test", "all"}
     assert {(x.group, x.name) for x in found.entry_points} == {
         ("console_scripts", "mgpu"), ("pytest11", "pytest_mgpu")}
 

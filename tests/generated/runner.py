@@ -77,9 +77,13 @@ def difference(a, b) -> float:
 
 
 def tolerance(program: Program) -> float:
+    if program.dtype == "float32":
+        # Batch norm divides by the spread of few rows, which enlarges the
+        # rounding of float32 tenfold.
+        return 1e-4 if "batch_norm" in program.kinds else 1e-5
     # Gluon's Adam takes the rate with the bias correction as a float32.
-    return 1e-5 if program.dtype == "float32" or program.engine == "mxnet" \
-        and any(net.optimizer == "adam" for net in program.networks) else 1e-12
+    return 1e-5 if program.engine == "mxnet" and any(
+        net.optimizer == "adam" for net in program.networks) else 1e-12
 
 
 class Pair:
