@@ -10,8 +10,8 @@ does not load is a failure, never a skip.
 (``pytest -m "equality"``). A function that the list lacks is an error.
 
 ``pytest`` runs the fast tier: the first case of each test function on each
-engine, without the functions that are marked ``slow``: they start jobs,
-environments or whole trainings. ``pytest -m ""`` runs all cases.
+engine, without the files that start jobs, environments or whole trainings
+(`_SLOW`). ``pytest -m ""`` runs all cases.
 
 ``--strict-devices``, or ``MGPU_STRICT_DEVICES=1``, runs every test inside
 `mgpu.strict_devices`, and the processes that tests start too. A test that is
@@ -34,6 +34,9 @@ import pytest
 
 import mgpu
 from mgpu import backends as registry
+
+# Before tests import them: their assertions then show the values.
+pytest.register_assert_rewrite("helpers", "nets", "steps", "threeway")
 
 ALL_BACKENDS = ("mxnet", "torch")
 BACKENDS = [name.strip() for name in os.environ.get(
@@ -135,13 +138,15 @@ def pytest_addoption(parser):
         help="run every test inside mgpu.strict_devices")
 
 
-#: files and folders with few tests that take long, the longest first
-_LONG = ("mutants", "distributed", "faults", "test_docs", "test_examples",
-         "oracle", "studies", "test_benchmarks", "test_stress",
-         "test_chapters", "test_packaging", "gluon_io/test_networks",
-         "gluon_io/test_resuming",
-         "generated", "test_migration", "test_no_hang", "test_backends",
-         "test_cli", "test_metrics")
+#: files and folders that start jobs, environments or whole trainings, the
+#: longest first: not in the fast tier
+_SLOW = ("mutants", "distributed", "faults", "test_docs", "test_examples",
+         "studies", "test_benchmarks", "test_stress", "test_chapters",
+         "test_packaging", "gluon_io/test_networks", "test_migration",
+         "test_no_hang", "test_old_files")
+#: others with few tests that take long
+_LONG = (*_SLOW, "oracle", "gluon_io/test_resuming", "generated",
+         "test_backends", "test_cli", "test_metrics")
 
 
 @pytest.hookimpl(tryfirst=True)     # before -m selects by marker
@@ -196,7 +201,7 @@ def _mark_fast(items):
     """The first case of each test function on each engine is fast."""
     seen = set()
     for item in items:
-        if item.get_closest_marker("slow"):
+        if _place(item)[0].startswith(_SLOW):
             continue
         params = item.callspec.params if hasattr(item, "callspec") else {}
         key = *_place(item), params.get("engine", params.get("backend"))
