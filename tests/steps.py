@@ -85,7 +85,7 @@ def assert_close(found, wanted, limit=1e-12):
 
 def assert_unchanged(found, before):
     """The same bits on every device."""
-    assert found.keys() == before.keys()
+    assert found.keys() == before.keys(), found.keys() ^ before.keys()
     for name in before:
         for a, b in zip(found[name], before[name], strict=True):
             assert_bit_equal(a, b)

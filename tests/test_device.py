@@ -22,7 +22,7 @@ def gpus(backend, monkeypatch):
 
 # -- names --------------------------------------------------------------------
 
-def test_names():
+def test_as_device_reads_names_and_devices():
     for name, device in (
             ("cpu", cpu(0)), ("cpu:1", cpu(1)), ("cpu(12)", cpu(12)),
             ("gpu", gpu(0)), ("gpu:3", gpu(3)), ("gpu(0)", gpu(0)),
@@ -30,7 +30,7 @@ def test_names():
             (Device("gpu", 1), gpu(1)), (Device("cpu"), cpu()),
             (Device("cpu", np.int64(2)), cpu(2))):
         found = as_device(name)
-        assert found == device
+        assert found == device, name
         assert type(found) is Device and type(found.index) is int
 
 
@@ -44,6 +44,8 @@ def test_a_device_prints_compares_and_hashes_as_a_value():
 
 
 def test_native_handles_there_and_back(backend, monkeypatch):
+    """`as_device` of a handle is its device, and `handle` gives one of the
+    same kind (CPU devices may share one)."""
     if backend.name == "torch":
         import torch
         handles = {"cpu": cpu(0), "cpu:3": cpu(3), "cuda": gpu(0),
@@ -83,7 +85,7 @@ def test_impossible_devices_are_refused(backend):
             make()
 
 
-def test_what_is_no_device_is_refused():
+def test_as_device_refuses_other_types():
     for thing in (None, 0, 1.5, b"cpu", ("cpu", 1), np.zeros(2), object):
         with pytest.raises(TypeError, match=re.escape(
                 f"of type {type(thing).__name__}. Use cpu(i), gpu(i)")):
@@ -101,7 +103,7 @@ def test_as_devices_takes_one_or_many(backend, devices):
     assert as_devices(native) == as_devices(native[0]) == [cpu(0)]
 
 
-def test_the_same_device_twice_and_none_are_refused():
+def test_repeated_devices_and_an_empty_list_are_refused():
     with pytest.raises(ValueError) as refused:
         as_devices(["cpu:0", cpu(1), "cpu", "cpu(1)"])
     assert str(refused.value) == (
@@ -113,7 +115,7 @@ def test_the_same_device_twice_and_none_are_refused():
         as_devices([])
 
 
-def test_a_gpu_that_is_not_there_is_refused(backend, gpus):
+def test_an_absent_gpu_is_refused(backend, gpus):
     for count, sees in ((0, "0 GPUs"), (1, "1 GPU"), (2, "2 GPUs")):
         gpus(count)
         with pytest.raises(ValueError) as refused:
@@ -127,7 +129,9 @@ def test_a_gpu_that_is_not_there_is_refused(backend, gpus):
 # -- what there is ------------------------------------------------------------
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_with_this_many_gpus(backend, gpus, count):
+def test_gpus_are_chosen_up_to_the_number_present(backend, gpus, count):
+    """`try_gpu` takes a CPU device for an absent GPU; `list_devices` takes
+    GPUs if there are enough, else CPU devices."""
     gpus(count)
     present = [gpu(i) for i in range(count)]
     assert num_gpus() == count
@@ -141,7 +145,7 @@ def test_with_this_many_gpus(backend, gpus, count):
             gpu(i) if k <= count else cpu(i) for i in range(k)]
 
 
-def test_impossible_numbers_of_devices(backend):
+def test_list_devices_refuses_impossible_numbers(backend):
     for k in (0, -1, 2.0, "2", None, True):
         with pytest.raises(ValueError) as refused:
             list_devices(k)
@@ -151,6 +155,7 @@ def test_impossible_numbers_of_devices(backend):
 
 
 def test_cpu_devices_are_logical_and_unlimited(backend):
+    """An array on one changes without those on the others."""
     far = [cpu(0), cpu(1), cpu(63), cpu(1000)]
     arrays = [mgpu.put(np.float32([i]), d) for i, d in enumerate(far)]
     with mgpu.no_grad():
@@ -162,7 +167,8 @@ def test_cpu_devices_are_logical_and_unlimited(backend):
     (0, "4"), (1, "4"), (2, "4"), (2, None), (2, "")])
 def test_logical_gpus_share_physical_ones(backend, physical, setting,
                                           monkeypatch):
-    """On torch; MXNet does not know the setting."""
+    """MGPU_LOGICAL_GPUS sets their number on torch, if there is a GPU; MXNet
+    ignores it."""
     seen = physical
     if backend.name == "torch":
         import torch

@@ -1,4 +1,4 @@
-"""The engines stay behind their wall, and NumPy is all that `mgpu` needs."""
+"""Neutral code names no framework, and `mgpu` imports with NumPy alone."""
 import ast
 import os
 import pkgutil
@@ -14,8 +14,8 @@ from conftest import BACKENDS
 from mgpu.backends import base
 
 PACKAGE = Path(mgpu.__file__).parent
-#: `mgpu/distributed/_*.py` carry bytes between processes, each by a
-#: framework's means: they are the entries of that room
+#: `mgpu/distributed/_*.py` carry bytes between processes with a framework,
+#: and are no neutral code
 NEUTRAL = sorted(path for path in PACKAGE.rglob("*.py")
                  if "backends" not in path.relative_to(PACKAGE).parts
                  and not path.match("distributed/_[a-z]*.py"))
@@ -108,7 +108,9 @@ if semantics == 'torch': pass
 """) == []
 
 
-def test_there_is_something_to_look_at():
+def test_neutral_modules_are_found():
+    """`NEUTRAL` has the modules of mgpu, so that the tests of it compare
+    something."""
     names = {path.stem for path in NEUTRAL}
     assert {"split", "strategies", "losses", "replicas", "trainer",
             "training", "evaluation"} <= names and len(names) > 15
@@ -123,7 +125,7 @@ def _engine_names(node):
 
 
 def test_neutral_code_uses_what_the_specification_has():
-    """Not a method that one engine happens to have."""
+    """Each attribute of a backend and of its `ops` is one of `base`."""
     for path in NEUTRAL:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute):
@@ -135,7 +137,9 @@ def test_neutral_code_uses_what_the_specification_has():
 
 # -- the public names ---------------------------------------------------------
 
-def test_all_is_true():
+def test_all_lists_the_public_names():
+    """`__all__` is sorted, lists all names of `mgpu` once, and each has a
+    docstring."""
     assert sorted(mgpu.__all__) == mgpu.__all__
     assert len(set(mgpu.__all__)) == len(mgpu.__all__)
     modules = {name for _, name, _ in pkgutil.iter_modules(mgpu.__path__)}
@@ -188,13 +192,13 @@ def test_import_loads_no_framework():
                         'click', 'scipy'}))
         """)
     available, loaded = out.splitlines()
-    assert all(name in available for name in BACKENDS)
+    assert [name for name in BACKENDS if name not in available] == []
     assert loaded == "[]"
 
 
 def test_every_module_imports_with_numpy_alone():
-    """Optional packages are imported by the functions that need them; only
-    the command line is an extra as a whole, and `python -m mgpu` says so."""
+    """Functions import optional packages when called; only the command lines
+    need theirs as a whole."""
     out = run("""
         import importlib, pkgutil, mgpu
         for module in pkgutil.walk_packages(mgpu.__path__, 'mgpu.'):
@@ -212,7 +216,8 @@ def test_every_module_imports_with_numpy_alone():
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="about MXNet")
 @pytest.mark.parametrize("first", ["", "import mxnet"])
 def test_mxnet_compat(first):
-    """Also where an import has failed before; NumPy stays as it was."""
+    """Imports MXNet where NumPy has no `bool`, also after an import that has
+    failed, and adds nothing to NumPy."""
     out = run(f"""
         try:
             {first or 'print()'}
@@ -242,10 +247,10 @@ def test_mxnet_compat_without_mxnet():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_loading_an_engine_leaves_the_process_as_it_was(name):
-    """NumPy without leftover aliases; the environment (of two variables
-    that loading MXNet needs changed one is set here and one is not) and the
-    framework's process-wide modes as the user has them."""
+def test_loading_an_engine_leaves_the_process_unchanged(name):
+    """NumPy has no new names; environment variables (one that loading MXNet
+    replaces meanwhile is set, one is not) and the framework's modes are the
+    same."""
     out = run(f"""
         import os, sys
         import numpy as np

@@ -288,7 +288,8 @@ def gap(path, expected, weights):
         rounding = 4 * np.finfo(path[0][i].dtype).eps * abs(w).max()
         assert move > 10 * rounding, f"weight {i} stands still"
         for ours, theirs in zip(path, expected):
-            assert ours[i].shape == w.shape and np.isfinite(ours[i]).all()
+            assert ours[i].shape == theirs[i].shape == w.shape
+            assert np.isfinite([ours[i], theirs[i]]).all()
             off = abs(ours[i] - theirs[i]).max() - rounding
             worst = max(worst, off / move)
     return worst
@@ -303,6 +304,8 @@ def numbered(cases=CASES, keep=lambda case: True):
     keep=lambda case: {"gluon": "mxnet", "torch": "torch"}[case.semantics]
     in BACKENDS))
 def test_rule_is_the_library(number):
+    """The trajectory on each engine is that of the library to rounding; the
+    tolerance says which rounding."""
     case = CASES[number]
     weights, grads = library_problem(case)
     if weights[0].dtype == "float32":
@@ -329,7 +332,8 @@ def test_rule_is_the_library(number):
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="compares with Gluon")
 def test_nadam_shares_its_schedule_as_gluon_does(backend):
-    """Also when some weights are left out of some steps."""
+    """All weights have one product of momenta, also when some skip steps;
+    without `begin_step` the trajectory is another."""
     case = Case("gluon", "nadam", {"learning_rate": LR})
     weights, grads = problem()
 
@@ -340,13 +344,13 @@ def test_nadam_shares_its_schedule_as_gluon_does(backend):
     path = by_mgpu(backend, case, weights, grads, used=used)
     assert gap(path, expected, weights) < 1e-12     # float64 rounding
     alone = by_mgpu(backend, case, weights, grads, used=used, hook=False)
-    assert gap(alone, expected, weights) > 0.05     # it matters
+    assert gap(alone, expected, weights) > 0.05
 
 
 @pytest.mark.parametrize("semantics, finite", [("gluon", False),
                                                ("torch", True)])
 def test_adamax_without_any_gradient(backend, semantics, finite):
-    """Gluon's has no epsilon: 0 / 0."""
+    """Gluon's formula has no epsilon and divides 0 by 0; torch's is finite."""
     rule = optimizers.create("adamax", semantics)
     w = backend.put(np.ones(2), Device("cpu", 0))
     rule.update(w, backend.put(np.array([0.0, 1.0]), w),
@@ -395,13 +399,15 @@ WRONG = [
 ]
 
 
-def test_refusals():
+def test_create_refuses_wrong_names_and_options():
     for error, match, name, semantics, options in WRONG:
         with pytest.raises(error, match=match):
             optimizers.create(name, semantics, **options)
 
 
-def test_an_option_that_is_none_is_refused():
+def test_setting_an_unknown_option_raises():
+    """The error names the options; options, and attributes of a subclass, can
+    be set."""
     for semantics in ("gluon", "torch"):
         rule = optimizers.create("sgd", semantics)
         with pytest.raises(AttributeError, match="SGD has the options .*'wd'"
@@ -420,6 +426,8 @@ def test_an_option_that_is_none_is_refused():
 @pytest.mark.parametrize("family", ["ftrl", "ftml"])
 def test_a_rate_of_zero_for_one_parameter_leaves_all_as_they_are(backend,
                                                                  family):
+    """ftrl and ftml divide by the rate: the step raises before any value
+    changes."""
     replicas = mgpu.initialize(nets.mlp(backend, (6, 4, 3)), on(0, 1),
                                "ones", dtype="float64")
     trainer = mgpu.Trainer(replicas, family,
@@ -441,7 +449,9 @@ def test_a_rate_of_zero_for_one_parameter_leaves_all_as_they_are(backend,
 
 # -- rules with noise, and with rows ----------------------------------------
 
-def test_sgld_is_half_a_step_and_noise_of_the_variance_of_the_rate(backend):
+def test_sgld_adds_noise_with_the_variance_of_the_rate(backend):
+    """Half a step of SGD, and noise that depends on the (fixed) seed and not
+    on the decay."""
     w = np.random.default_rng(0).normal(size=(400, 50))
     g = np.ones_like(w)
     found, tops = [], ({}, {"wd": 0.5}, {"seed": 1})
@@ -461,8 +471,9 @@ def test_sgld_is_half_a_step_and_noise_of_the_variance_of_the_rate(backend):
     assert abs(plain.mean()) < 0.02 and abs(plain.std() - 0.5) < 0.01
 
 
-def test_noise_differs_by_parameter_and_step_and_is_that_of_all_devices(
+def test_noise_differs_by_parameter_and_step_not_by_device(
         backend):
+    """Initial weights and gradients are 0, so that a step is its noise."""
     replicas = mgpu.initialize(nets.mlp(backend), on(0, 1, 2),
                                "zeros", dtype="float64")
     trainer = mgpu.Trainer(replicas, "sgld", {"learning_rate": 1.0})
@@ -479,13 +490,14 @@ def test_noise_differs_by_parameter_and_step_and_is_that_of_all_devices(
         assert len({tuple(row) for row in rows}) == len(rows)
         if before is not None:
             steps = [values[name] - before[name] for name in values]
-            assert not any(np.allclose(step, before[name])
-                           for step, name in zip(steps, values))
+            assert [name for step, name in zip(steps, values)
+                    if np.allclose(step, before[name])] == []
         before = values
 
 
-def test_two_trainers_of_one_network_have_noise_of_their_own(backend):
-    """Each of some parameters; also where one of them has no state yet."""
+def test_two_trainers_of_one_network_have_the_noise_of_one(backend):
+    """Each trains some parameters; two weights of equal shape have different
+    noise."""
     steps = []
     for split in (True, False):
         replicas = mgpu.initialize(nets.mlp(backend, (4, 4, 4)),
@@ -534,6 +546,8 @@ def test_norms_of_float16_are_neither_0_nor_infinite(backend, name, options):
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="compares with MXNet")
 def test_groupadagrad_is_the_library(backend):
+    """Weights of MXNet's optimizer after each of three steps, with and without
+    clipping."""
     rng = np.random.default_rng(0)
     w = rng.normal(size=(4, 3)).astype("float32")
     grads = [rng.normal(size=w.shape).astype("float32") for _ in range(3)]

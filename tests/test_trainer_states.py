@@ -16,7 +16,7 @@ SAVED = [("sgd", {"momentum": 0.5}), ("adam", {}), ("nadam", {}),
 
 @pytest.mark.parametrize("name, options", SAVED, ids=[
     "momentum", "adam", "nadam", "ftrl", "sgd"])
-def test_a_resumed_training_is_the_uninterrupted_one(
+def test_resumed_training_equals_uninterrupted_training(
         devices, tmp_path, name, options):
     """Bit for bit on the same engine and devices, the schedule's position
     and the rate included."""
@@ -44,6 +44,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(
 
 
 def test_states_of_a_parameter_that_was_frozen_later(backend, tmp_path):
+    """A trainer of Adam that saves and loads its states, one of a parameter
+    frozen after the first step, takes the same next step."""
     found = []
     for saves in (False, True):
         replicas = initialize(mlp(backend), on(0))
@@ -70,7 +72,8 @@ class Attack:
 
 
 def damaged(folder, trainer, kind):
-    """A file that is no whole file of this trainer's states."""
+    """States with a flipped byte, a pickle, or a header of format `kind`
+    alone."""
     path = folder / "states"
     trainer.save_states(path)
     whole = path.read_bytes()
@@ -88,6 +91,8 @@ def damaged(folder, trainer, kind):
 
 
 def test_a_damaged_file_is_refused_and_nothing_changes(backend, tmp_path):
+    """No pickle is executed, and later steps equal those of a trainer that has
+    loaded nothing."""
     (replicas, trainer), (twin, other) = (
         sgd(backend, on(0, 1), momentum=0.5) for _ in range(2))
     train(replicas, trainer)
@@ -117,7 +122,9 @@ def test_a_damaged_file_is_refused_and_nothing_changes(backend, tmp_path):
     assert_unchanged(values(replicas), values(twin))
 
 
-def test_states_of_something_else_are_refused(backend, tmp_path):
+def test_states_of_another_trainer_are_refused(backend, tmp_path):
+    """Another optimizer, other shapes, options or parameters: the error names
+    each, and the trainer continues."""
     replicas, trainer = sgd(backend, on(0, 1), momentum=0.5)
     train(replicas, trainer)
     trainer.save_states(tmp_path / "states")

@@ -13,6 +13,8 @@ def leaf(backend, *numbers):
 
 
 def test_through_maps_values_and_gradients(backend):
+    """z = y y with y = 3 x: the gradient 2 y is mapped by 5, and reaches x as
+    10 y."""
     x = leaf(backend, 1.0, 2.0)
     with backend.scope(recording=False):
         y, _ = backend.through(x, lambda x: 3 * x, None)
@@ -26,11 +28,12 @@ def test_through_maps_values_and_gradients(backend):
 
 
 def test_gradients_come_back_in_one_order(backend):
-    """Whatever threads have recorded the branches, one at a time."""
+    """The gradient functions run one at a time, in the same order for branches
+    whose later operations other threads recorded in another order."""
     order, inside = [], threading.Lock()
 
     def back(i, dy):
-        assert inside.acquire(blocking=False)
+        assert inside.acquire(blocking=False), "two at a time"
         order.append(i)
         inside.release()
         return dy
@@ -57,12 +60,15 @@ def test_gradients_come_back_in_one_order(backend):
     assert recorded([3, 0, 5, 1, 4, 2]) == first
 
 
-def test_what_no_loss_depends_on_has_no_gradient(backend):
+def test_a_branch_without_loss_has_no_gradient(backend):
+    """Only `after` joins the branch to the loss; its gradient function gets
+    None or is not called."""
     x, z = leaf(backend, 1.0), leaf(backend, 1.0)
-    met = []
+    received = []
     with backend.scope(recording=True):
-        _, after = backend.through(x * 2, lambda x: x, met.append)
+        _, after = backend.through(x * 2, lambda x: x,
+                                   received.append)
         y, _ = backend.through(z * 2, lambda z: z, lambda dy: dy, after)
     backend.backward([y])
     assert backend.to_numpy(backend.grad(z)).tolist() == [2]
-    assert not backend.is_fresh(x) and met in ([], [None])
+    assert not backend.is_fresh(x) and received in ([], [None])

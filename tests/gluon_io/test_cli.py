@@ -43,14 +43,16 @@ def refused(result):
                                 "updates: 2"]),
     (80, "adam-float16.states", ["Adam", "beta2 0.999", "float16"]),
 ])
-def test_what_is_in_a_file(columns, name, shown):
+def test_inspect_shows_the_contents_of_a_file(columns, name, shown):
+    """Format, class, options and dtypes; no line after the first is wider than
+    the terminal."""
     result = command("inspect", FILES / name, columns=columns)
     assert result.exit_code == 0, result.output
-    assert all(text in result.output for text in shown)
+    assert [x for x in shown if x not in result.output] == [], result.output
     assert max(map(len, result.output.splitlines()[1:])) <= columns
 
 
-def test_json_has_every_array(tmp_path):
+def test_inspect_json_lists_every_array(tmp_path):
     file = tmp_path / "x.params"
     arrays = {"b": np.ones((2, 3), "float32"), "a": np.zeros(4, "float16")}
     gluon_io.save_params(file, arrays)
@@ -62,7 +64,7 @@ def test_json_has_every_array(tmp_path):
 
 
 def test_states_are_by_index():
-    """SGD's of parameters 0 and 2; the one between is frozen."""
+    """SGD has states of parameters 0 and 2; parameter 1 is frozen."""
     found = inspect_file(FILES / "sgd-momentum.states")
     states = gluon_io.load_trainer_states(FILES / "sgd-momentum.states")
     assert {s["index"]: s["arrays"][0]["shape"] for s in found["states"]} \
@@ -78,7 +80,9 @@ def of_mgpu(backend):
     return replicas, mgpu.Trainer(replicas, "sgd", {"learning_rate": 0.5})
 
 
-def test_mgpus_own_files(backend, of_mgpu, tmp_path):
+def test_inspect_names_the_kind_of_a_file(backend, of_mgpu, tmp_path):
+    """A checkpoint and trainer states of mgpu, and states of a Module of
+    MXNet."""
     replicas, trainer = of_mgpu
     mgpu.save_checkpoint(tmp_path / "a", replicas, trainer)
     trainer.save_states(str(tmp_path / "b"))
@@ -94,7 +98,7 @@ def test_mgpus_own_files(backend, of_mgpu, tmp_path):
     assert "of a Module of MXNet" in inspect_file(module)["kind"]
 
 
-def test_a_damaged_or_unknown_file_is_one_line(tmp_path):
+def test_a_damaged_or_unknown_file_is_an_error_of_one_line(tmp_path):
     for content in (
             b"", b"nothing of the kind", b"{}", b'{"nodes": 3}', b"PK\3\4",
             b"\x80\4K", b"\x12\1" + bytes(40),
@@ -109,7 +113,7 @@ def test_a_damaged_or_unknown_file_is_one_line(tmp_path):
     ("arrays of NumPy", lambda path: np.savez(path, x=np.ones(3))),
     ("of torch.export", lambda path: _zip_of(path, "x/archive_format")),
     ("of torch.save", lambda path: _zip_of(path, "x/data.pkl"))])
-def test_a_zip_is_called_what_it_is(kind, write, tmp_path):
+def test_inspect_names_the_format_of_a_zip(kind, write, tmp_path):
     write(tmp_path / "x.npz")
     assert kind in " ".join(command("inspect", tmp_path / "x.npz"
                                     ).output.split())
@@ -120,8 +124,8 @@ def _zip_of(path, name):
         archive.writestr(name, "pt2")
 
 
-def test_counts_that_are_none_are_refused(tmp_path):
-    """A whole pickle, whose counts are a text."""
+def test_update_counts_of_another_type_are_refused(tmp_path):
+    """In a valid pickle the dictionary of counts is replaced by a text."""
     file = tmp_path / "x.states"
     data = (FILES / "sgd.states").read_bytes()
     found = pickletools.genops(data)
@@ -138,7 +142,8 @@ def test_counts_that_are_none_are_refused(tmp_path):
 
 @pytest.mark.parametrize("how", ["rich", "click"])
 def test_a_closed_pipe_is_silent(how, monkeypatch):
-    """As rich leaves then, and as the system says it."""
+    """The status is 141, whether rich has turned BrokenPipeError into
+    SystemExit or not."""
     from mgpu.cli import gluon
 
     def closed(*_):
@@ -153,7 +158,8 @@ def test_a_closed_pipe_is_silent(how, monkeypatch):
     assert (result.exit_code, result.output) == (141, "")
 
 
-def test_states_of_gluon_are_told_from_mgpus(of_mgpu):
+def test_load_states_refuses_a_file_of_gluon(of_mgpu):
+    """The error names the function that reads it."""
     with pytest.raises(ValueError, match="mgpu.resume_from_gluon"):
         of_mgpu[1].load_states(FILES / "sgd.states")
 
@@ -180,14 +186,16 @@ def exported(tmp_path_factory):
 
 
 def values(pair):
-    """By torch's names, as `from_gluon` has them."""
+    """The network of `from_gluon`, and copies of its values by name."""
     with mgpu.using_backend("torch"):
         net = mgpu.from_gluon(*pair)
-        return net, {name: x.numpy() for name, x in net.state_dict().items()}
+        return net, {name: x.numpy().copy()
+                     for name, x in net.state_dict().items()}
 
 
 @both
 def test_a_graph_and_its_operators(exported):
+    """`inspect_file` counts the operators with the arrays and without."""
     found = inspect_file(*exported)
     assert found["inputs"] == ["data"] and found["missing"] == []
     assert found["operators"] == {"Activation": 1, "BatchNorm": 1,
@@ -198,7 +206,9 @@ def test_a_graph_and_its_operators(exported):
 
 @both
 @pytest.mark.parametrize("ending", ["safetensors", "params", "pt2", "py"])
-def test_what_is_written_trains_as_mxnets(ending, exported, tmp_path):
+def test_converted_files_train_as_gluons_network(ending, exported,
+                                                 tmp_path):
+    """`convert --check` compares each format with MXNet in training steps."""
     page = tmp_path / "page.html"
     result = command("convert", *exported, "-o", tmp_path / f"x.{ending}",
                      "--input", "5", "--check", "--report", page)
@@ -209,8 +219,8 @@ def test_what_is_written_trains_as_mxnets(ending, exported, tmp_path):
 
 @both
 @pytest.mark.parametrize("options", [{"axes": (1,)}, {"mode": "always"}])
-def test_a_check_drops_nothing_out(tmp_path, options):
-    """Whatever kind of dropout the network has."""
+def test_the_check_turns_dropout_off(tmp_path, options):
+    """Dropout along axes, and dropout that is on in predictions too."""
     with mgpu.using_backend("mxnet"):
         import mxnet as mx
         y = mx.sym.FullyConnected(mx.sym.Dropout(
@@ -227,6 +237,8 @@ def test_a_check_drops_nothing_out(tmp_path, options):
 
 @both
 def test_safetensors_have_shared_tensors_once(exported, tmp_path):
+    """The metadata name the stored tensor of the one that shares it; loading
+    restores both."""
     import safetensors.torch
     file = tmp_path / "x.safetensors"
     assert command("convert", *exported, "-o", file).exit_code == 0
@@ -245,24 +257,25 @@ def test_safetensors_have_shared_tensors_once(exported, tmp_path):
             x.zero_()
         safetensors.torch.load_model(net, file)
     for name, x in net.state_dict().items():
-        assert x.numpy().tobytes() == expected[name].tobytes()
+        assert x.numpy().tobytes() == expected[name].tobytes(), name
 
 
 @both
-def test_pt2_predicts_for_any_number_of_rows(exported, tmp_path):
+def test_pt2_predicts_for_any_batch_size(exported, tmp_path):
     import torch
     file = tmp_path / "x.pt2"
     assert command("convert", *exported, "-o", file, "--input", "5"
                    ).exit_code == 0
     net, _ = values(exported)
     loaded = torch.export.load(str(file)).module()
-    for rows in (1, 7):
-        x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(0))
-        assert torch.equal(loaded(x), net.eval()(x))
+    for n in (1, 7):
+        x = torch.randn(n, 5, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(loaded(x), net.eval()(x)), f"batch size {n}"
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="torch writes it")
-def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
+def test_pt2_of_an_lstm_gives_no_warning(recwarn, tmp_path):
+    """torch.export's warning about `_flat_weights` is filtered."""
     result = command("convert", *files_in(FILES / "networks", "lstm"), "-o",
                      tmp_path / "x.pt2", "--input", "6:int64")
     assert result.exit_code == 0, result.output
@@ -271,8 +284,8 @@ def test_pt2_of_an_lstm_says_nothing(recwarn, tmp_path):
 
 @both
 def test_a_check_against_a_trace(exported, tmp_path):
-    """What was recorded of the live network needs no MXNet later. Other
-    first values than those recorded are seen, and another function."""
+    """`convert --trace` compares with a recorded run, and fails for another
+    activation and for other initial values."""
     def live():
         with mgpu.using_backend("mxnet"):
             return mgpu.from_gluon(*exported)
@@ -335,7 +348,7 @@ def change_weight(net):
 
 
 def change_row(net):
-    """One is not trained: seen where indices are those of the whole table."""
+    """The gradient of one row is 0: seen if the batch has the last index."""
     first(net, "num_embeddings").padding_idx = 8
 
 
@@ -367,7 +380,9 @@ CHANGES = (change_weight, change_row, change_statistics, change_epsilon,
 
 @both
 @pytest.mark.parametrize("change", [None, *CHANGES])
-def test_a_check_sees_what_is_wrong(change, forked, tmp_path, monkeypatch):
+def test_the_check_finds_a_changed_net(change, forked, tmp_path, monkeypatch):
+    """The network that is read back from x.params is changed; without a change
+    the check passes."""
     import torch
 
     from mgpu.cli import gluon
@@ -409,13 +424,16 @@ def test_missing_operators_are_one_list(exported, tmp_path):
 
 @pytest.mark.parametrize("options", [(), ("--plain",)])
 def test_plain_source_is_asked_for(exported, options, tmp_path):
+    """The source imports the Gluon layers of mgpu, unless --plain is given."""
     command("convert", *exported, "-o", tmp_path / "net.py", *options)
     assert ("import Gluon" in (tmp_path / "net.py").read_text()) \
         == (not options)
 
 
 @pytest.mark.skipif("torch" not in BACKENDS, reason="rules are PyTorch's")
-def test_without_shapes_nothing_is_missing_that_is_there():
+def test_every_operator_of_the_stored_graphs_has_a_rule():
+    """`inspect_file` of a graph alone, without shapes, lists no missing
+    rule."""
     files = sorted(FILES.rglob("*-symbol.json"))
     assert files and {file.name: inspect_file(file)["missing"]
                       for file in files} == {file.name: [] for file in files}
@@ -431,7 +449,7 @@ def test_without_shapes_nothing_is_missing_that_is_there():
     (("-o", "x.py", "--input", "3", "--check"), "no PARAMS"),
     (("p", "-o", "x.params", "--plain"), "--plain is about source"),
 ])
-def test_arguments_that_do_not_fit(arguments, said):
+def test_wrong_arguments_of_convert(arguments, said):
     assert said in refused(command("convert", "net-symbol.json", *arguments))
 
 
@@ -487,7 +505,7 @@ def check_edited(files, folder, old, new):
     return command(*arguments, "--check-only")
 
 
-EDITS = {       # a network, and what an edit of its source puts where
+EDITS = {       # a network, a text of its source, and its replacement
     "nothing": ("dense", "nn", "nn"),
     "rates exchanged": ("dense", "nn.Dropout(0.25)(.*?)nn.Dropout()",
                         "nn.Dropout()\\1nn.Dropout(0.25)"),
@@ -534,6 +552,8 @@ EDITS = {       # a network, and what an edit of its source puts where
 @both
 @pytest.mark.parametrize("edit", EDITS)
 def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
+    """`--check-only` returns 0 if the edit changes no result, else 1, and
+    names a changed dropout."""
     name, old, new = EDITS[edit]
     file, arguments = write_source(
         dropping[name], tmp_path,
@@ -541,7 +561,7 @@ def test_a_check_of_an_edited_source(edit, dropping, tmp_path):
     pattern = "(.*?)".join(map(re.escape, old.split("(.*?)")))
     text, count = re.subn(pattern, new, file.read_text(), count=1,
                           flags=re.DOTALL)
-    assert count
+    assert count, f"the source has no {old}"
     file.write_text(text)
     result = command(*arguments, "--check-only")
     same = new == "nn" or edit == "computed again"
@@ -580,8 +600,8 @@ def test_a_source_of_other_outputs(returned, received, dropping, tmp_path):
     "with torch.random.fork_rng():\n            torch.manual_seed(0)\n"
     "            return self.layers(x)"])
 def test_a_source_that_uses_a_random_stream(edit, dropping, tmp_path):
-    """In no pass of the check it draws another number than in the one
-    before, but in one of a million; or each pass has the same masks."""
+    """A source that draws or sets a seed raises, though a draw changes one of
+    a million passes, and a seed gives all the same masks."""
     result = check_edited(dropping["dense"], tmp_path,
                           "return self.layers(x)", edit)
     assert result.exit_code == 2, result.output
@@ -610,7 +630,9 @@ def test_a_path_with_a_null_character_is_refused():
 
 @both
 @pytest.mark.parametrize("damage", ["values", "junk", "function", "rows"])
-def test_a_pt2_is_read_back(damage, exported, tmp_path):
+def test_the_check_reads_the_pt2_file(damage, exported, tmp_path):
+    """`--check-only` finds other values, another function, a fixed batch size,
+    and text in the file."""
     import torch
     file = tmp_path / "x.pt2"
     arguments = ("convert", *exported, "-o", file, "--input", "5")
@@ -644,7 +666,9 @@ def test_a_pt2_is_read_back(damage, exported, tmp_path):
 
 @both
 @pytest.mark.parametrize("ending", ["safetensors", "params", "py"])
-def test_an_edit_is_not_written_over(ending, dropping, tmp_path):
+def test_an_edited_file_is_not_overwritten(ending, dropping, tmp_path):
+    """--force overwrites it; converting again to equal contents needs no
+    --force."""
     file = tmp_path / f"x.{ending}"
     arguments = ("convert", *dropping["dense"], "-o", file)
     for _ in range(2):      # the same again is no loss
@@ -659,7 +683,9 @@ def test_an_edit_is_not_written_over(ending, dropping, tmp_path):
 
 
 @both
-def test_weights_beside_a_source_are_not_written_over(dropping, tmp_path):
+def test_weights_beside_a_source_are_not_overwritten(dropping, tmp_path):
+    """x.py comes with x.safetensors, which exists with other contents: nothing
+    is written."""
     files = dropping["dense"]
     file = tmp_path / "x.safetensors"
     assert command("convert", *files, "-o", file).exit_code == 0
@@ -673,7 +699,9 @@ def test_weights_beside_a_source_are_not_written_over(dropping, tmp_path):
 
 
 @both
-def test_what_is_read_is_not_written_over(dropping, tmp_path):
+def test_input_files_are_not_overwritten(dropping, tmp_path):
+    """`convert` and `gluon_source` refuse an output that is an input; --force
+    does not change that."""
     symbol, params = (tmp_path / f"net{end}" for end in (".py", ".params"))
     for file, source in zip((symbol, params), dropping["dense"]):
         file.write_bytes(source.read_bytes())
@@ -683,8 +711,9 @@ def test_what_is_read_is_not_written_over(dropping, tmp_path):
             "convert", symbol, params, "-o", params, "--dtype", "float16",
             *ending))
     with mgpu.using_backend("torch"):
-        for path in (symbol, tmp_path / "net.json"):
-            with pytest.raises(ValueError, match=r"is read|\.py"):
+        for path, said in ((symbol, "is read"), (tmp_path / "net.json",
+                                                  r"a file \.py")):
+            with pytest.raises(ValueError, match=said):
                 mgpu.gluon_source(symbol, params, path)
         (tmp_path / "folder").mkdir()
         with pytest.raises(IsADirectoryError):
@@ -701,7 +730,7 @@ def test_what_is_read_is_not_written_over(dropping, tmp_path):
     ("dense", ("--input", "4", "--input", "4", "--check"), "inputs data"),
     ("half", ("--input", "4", "--check"), "fixes float16 at the node"),
     ("none", ("--input", "4", "--check"), "without parameters")])
-def test_what_cannot_be_checked_is_not_written(name, arguments, said,
+def test_files_that_cannot_be_checked_are_not_written(name, arguments, said,
                                                dropping, tmp_path):
     assert said in refused(command("convert", *dropping[name], "-o",
                                    tmp_path / "x.py", *arguments))
@@ -747,6 +776,8 @@ def test_wrong_arguments_of_conversions(call, error, tmp_path, monkeypatch):
 
 @pytest.mark.skipif("mxnet" not in BACKENDS, reason="MXNet's message")
 def test_the_other_engine_is_named(tmp_path):
+    """`gluon_source` on MXNet raises, and names the call that selects
+    torch."""
     with mgpu.using_backend("mxnet"), pytest.raises(
             NotImplementedError, match=r"set_backend\('torch'\)"):
         mgpu.gluon_source("a", "b", tmp_path / "x.py")
@@ -789,7 +820,7 @@ TOPICS = {6: "a device, devices", 7: "first weights", 8: "compile",
           24: "a network of the zoo"}
 
 
-def test_lines_of_a_script(tmp_path):
+def test_lint_finds_the_topics_of_each_line(tmp_path):
     file = tmp_path / "train.py"
     file.write_text(SCRIPT)
     found = {}
@@ -803,14 +834,15 @@ def test_lines_of_a_script(tmp_path):
     assert "torch: x.chunk(len(ctx))" in printed
 
 
-def test_a_script_without_mxnet_has_none(tmp_path):
+def test_a_script_without_mxnet_has_no_findings(tmp_path):
     for source in ("import numpy as np\nx.asnumpy()\nnet.collect_params()",
                    "", "import mgpu\nmgpu.losses.L2Loss()\nx.backward()"):
         (tmp_path / "x.py").write_text(source)
-        assert script.lint_script(tmp_path / "x.py") == []
+        assert script.lint_script(tmp_path / "x.py") == [], source
 
 
-def test_what_is_no_script_is_refused(tmp_path):
+def test_lint_refuses_other_text_and_options_of_networks(tmp_path):
+    """Text that does not parse, and --classes, which is about networks."""
     (tmp_path / "x.py").write_bytes(b"def (")
     assert "expected a Python script" in refused(
         command("lint", tmp_path / "x.py"))
@@ -819,6 +851,7 @@ def test_what_is_no_script_is_refused(tmp_path):
 
 
 def test_every_row_has_its_own_topic_and_a_pattern():
+    """The row of the whole step alone has no pattern: its parts have rows."""
     assert len({line.topic for line in script.LINES}) == len(script.LINES)
     assert [line.topic for line in script.LINES
             if script._pattern(line) is None] == ["the whole step"]
@@ -845,7 +878,7 @@ REPLACED = {
     "net.collect_params().reset_ctx(ctx)": ('mgpu.initialize(net, ctx, "keep"',
                                             "net.to(device)"),
     "npx.gpu(2)": ("mgpu.gpu(2)", 'torch.device("cuda", 2)'),
-    # of another case than the cell
+    # without code in the table: the text names the row
     "net.initialize(mx.init.Xavier(magnitude=2.24))": ("first weights",) * 2,
     "net.initialize()": ("first weights",) * 2,
     "gluon.loss.SigmoidBinaryCrossEntropyLoss()": ("loss",) * 2,
@@ -858,6 +891,8 @@ REPLACED = {
 
 
 def test_a_replacement_keeps_what_the_line_says(tmp_path):
+    """The code for mgpu and for torch has the arguments of the line; a call
+    without code names its row of the guide."""
     for source, cells in REPLACED.items():
         (tmp_path / "x.py").write_text(
             "import mxnet as mx\nfrom mxnet import autograd, gluon, npx\n"

@@ -66,5 +66,5 @@ MUTANTS = [
            "LiveRun.restore",
            "values is None",
            "True",
-           killer="parity/test_compare.py::test_the_networks_are_given_back"),
+           killer="parity/test_compare.py::test_user_networks_are_unchanged"),
 ]

@@ -94,8 +94,8 @@ MUTANTS = [
            "Trainer._take",
            "dict(saved.counts)",
            "{}",
-           killer="test_trainer.py::test_a_resumed_training_is_the_uninterr"
-                  "upted_one"),
+           killer="test_trainer_states.py::test_resumed_training_equals_uni"
+                  "nterrupted_training"),
     mutant("buffers-of-one-device",
            "all devices get those of the first",
            "_of_all_ranks",

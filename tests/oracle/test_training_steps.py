@@ -15,7 +15,7 @@ DENSE = {"0.weight": (5, 6), "0.bias": (5,), "2.weight": (3, 5),
          "2.bias": (3,)}
 DENSE_LAYERS = [(oracle.dense, ("0.weight", "0.bias")), (oracle.relu, ()),
                 (oracle.dense, ("2.weight", "2.bias"))]
-#: rows of the batches: whole, uneven, fewer than devices
+#: batch sizes: equal shards, uneven ones, fewer examples than devices
 ROWS = (8, 7, 5, 3, 2, 1, 6, 4, 9, 3)
 
 
@@ -72,14 +72,15 @@ def without_statistics(steps):
     ("sgd", {"learning_rate": 0.125, "momentum": 0.5, "wd": 2.0 ** -6}),
     ("adam", {"learning_rate": 2.0 ** -5})], ids=lambda o: o[0])
 def test_mlp(optimizer, devices):
-    """Ten steps of batches of 1 to 9 rows, so that devices stay idle."""
+    """Losses, gradients and weights after each of ten steps of SGD and Adam;
+    batches of 1 to 9 examples leave devices idle."""
     data, values = batches(ROWS, (6,)), values_of(DENSE)
     k = len(devices)
     wanted = without_statistics(written_out(DENSE_LAYERS, k, data, values,
                                             optimizer))
     agree(lambda backend: without_statistics(stepwise(
         mlp, devices, data, values, optimizer)(backend)), wanted, LOCKSTEP)
-    # a device without rows, a row more or another row are seen
+    # an example less, and examples in another order, are seen
     for X, y in ((data[3][0][:2], data[3][1][:2]), (data[3][0][::-1],
                                                     data[3][1])):
         other = without_statistics(written_out(
@@ -91,8 +92,8 @@ def test_mlp(optimizer, devices):
 
 @covers("train", "train_epochs", "History", "Accumulator")
 def test_train(devices):
-    """Two epochs: the mean loss of each step and epoch, and the accuracy;
-    the loop for networks and the loop around any step."""
+    """The mean losses of steps and epochs, and the accuracies, of two epochs
+    of `train` and of `train_epochs`; the sums of `Accumulator`."""
     data, values = batches((8, 7, 3), (6,)), values_of(DENSE)
     test = batches((9, 4), (6,), seed=7)
 
@@ -196,7 +197,7 @@ def test_batch_norm(network, policy, devices):
     agree(stepwise(make, devices, *arguments, policy), wanted, BATCH_NORM)
     if k > 1:
         for other in POLICIES:
-            if other != policy:     # is what the measure tells from it
+            if other != policy:     # differs by more than 1e-4
                 with pytest.raises(AssertionError):
                     compare(written_out(layers, k, *arguments, other),
                             wanted, 1e-4)
@@ -204,6 +205,8 @@ def test_batch_norm(network, policy, devices):
 
 @pytest.mark.parametrize("network", NETWORKS)
 def test_batch_norm_predicts_from_the_running_statistics(network, devices):
+    """Predictions of 7 examples, with random statistics, equal the
+    oracle's."""
     make, layers, shapes, shape = NETWORKS[network]
     values = values_of(shapes)
     (X, _), = batches((7,), shape)
