@@ -93,7 +93,7 @@ def test_the_first_difference_is_the_layer():
 
 
 @pytest.mark.parametrize("options", ({"optimizer": "adam"}, {"eps": 1e-3}),
-                         ids=["same", "different"])
+                         ids=["weights", "epsilon"])
 def test_a_large_network_lies_in_files(options, monkeypatch):
     """With files for all arrays the result is the same to the bit, and the
     arrays of one mapping share a file, since open files are limited."""
