@@ -455,8 +455,7 @@ def test_folders_of_checkpoints(backend, writer, form, tmp_path):
 def start_ranks(backend, folder, keep=2):
     """Two processes that train, or continue, with a folder ``run``. Returns
     what `train` gives, with the statistics of all three devices."""
-    jobs.start(folder, len(RANKS), __file__, backend, folder,
-               keep, MGPU_TEST_BACKENDS=backend).said()
+    jobs.start(folder, len(RANKS), __file__, backend, folder, keep).said()
     first, second = (dict(np.load(folder / f"rank-{i}.npz"))
                      for i in range(len(RANKS)))
     return {name: np.concatenate([x, second[name][None]])
