@@ -162,7 +162,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _place(item):
     """(file below tests/, name of the test function)"""
-    return (item.path.relative_to(TESTS).as_posix(),
+    return (os.path.relpath(item.path, TESTS),
             item.nodeid.partition("::")[2].partition("[")[0])
 
 
@@ -218,7 +218,7 @@ def _longest_first(items):
     counts = collections.Counter(item.path for item in items)
 
     def rank(item):
-        name = os.path.relpath(item.path, TESTS)
+        name, _ = _place(item)
         return next((i for i, long in enumerate(_LONG)
                      if name.startswith(long)), len(_LONG)), \
             -counts[item.path], name
