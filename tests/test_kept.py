@@ -335,6 +335,21 @@ def lags_nowhere(engine, how, devices):
     same([predicted(replicas, X) for X, _ in data], expected)
 
 
+@TORCH
+def test_the_last_device_alone_has_what_passes_kept(name):
+    """It counts a pass; the first device, alone, then counts on."""
+    with using_engine(name) as engine:
+        plain_net, net = (counting("number", engine) for _ in range(2))
+        replicas, _ = replicated(net, on(0, 1))
+        for X, _ in batches(1, 4) * 3:
+            for i in (1, 0, 1):
+                shards = [None, None]
+                shards[i] = mgpu.put(X, replicas.devices[i])
+                with mgpu.no_grad():
+                    same([mgpu.to_numpy(replicas(shards)[i])], [mgpu.to_numpy(
+                        plain_net(engine.put(X, replicas.devices[0])))])
+
+
 @pytest.mark.parametrize("how", ["number", "array", "list"])
 def test_arrays_that_passes_keep_reach_devices_without_rows(
         engine, devices, how):

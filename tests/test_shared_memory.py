@@ -120,7 +120,8 @@ def caching():
 
 
 def test_buffers_that_passes_make_belong_to_their_device(backend, devices):
-    """All devices have them then."""
+    """All devices have them then. One that the user makes is on one device
+    only, which is refused."""
     import torch
     net, x = caching(), np.eye(6)[:4]
     expected = copy.deepcopy(net)(torch.from_numpy(x)).detach().numpy()
@@ -130,6 +131,9 @@ def test_buffers_that_passes_make_belong_to_their_device(backend, devices):
         found = np.concatenate(
             [mgpu.to_numpy(out) for out in replicas(shards)])
         assert np.abs(found - expected).max() < 1e-12
+    net.register_buffer("late", torch.ones(1))
+    with pytest.raises(RuntimeError, match="others under 'late'"):
+        replicas(shards)
 
 
 def rotating(length=3):

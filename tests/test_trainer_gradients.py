@@ -359,6 +359,19 @@ def test_a_gradient_that_is_changed_between_two_passes_of_a_step(
     check_as_on_one_device(engine, devices, go, adding)
 
 
+def test_a_change_of_one_devices_gradient_between_two_passes_is_refused(
+        engine, devices):
+    replicas, trainer = adding(engine, devices)
+    before = values(replicas)
+    backward(replicas, *batch(8, 0))
+    gradient = replicas.params()[0].list_grad()[0]
+    gradient *= 0.5
+    backward(replicas, *batch(8, 1))
+    with pytest.raises(RuntimeError, match="on some devices"):
+        trainer.step(16)
+    assert_unchanged(values(replicas), before)
+
+
 @pytest.mark.parametrize("loop", ["replicas", "native", "halved",
                                   "with a forward pass for a log"])
 def test_sums_that_grow_are_summed_once(engine, devices, loop):
