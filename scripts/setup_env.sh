@@ -12,6 +12,9 @@
 say() { printf '%s\n' "==> $*"; }
 fail() { printf '%s\n' "error: $*" >&2; exit 1; }
 
+# Tests and examples start hundreds of processes: each would compile mgpu anew.
+unset PYTHONDONTWRITEBYTECODE
+
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=$PWD/.venv/bin/python
 
@@ -74,7 +77,7 @@ make_venv() {
 
 install() {
     if [ -n "$uv" ]; then
-        "$uv" pip install --quiet --python "$python" "$@"
+        "$uv" pip install --quiet --compile-bytecode --python "$python" "$@"
     else
         "$python" -m pip install -qq --disable-pip-version-check "$@"
     fi

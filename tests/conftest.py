@@ -7,11 +7,12 @@ engines (default: those that are installed). An engine that is named there and
 does not load is a failure, never a skip.
 
 ``kinds.txt`` gives each test function a kind, which becomes its marker
-(``pytest -m "equality"``). A function that the list lacks is an error.
+(``pytest -m "equality"``), and says which are slow. A function that the list
+lacks is an error.
 
 ``pytest`` runs the fast tier: the first case of each test function on each
-engine, without the files that start jobs, environments or whole trainings
-(`_SLOW`). ``pytest -m ""`` runs all cases.
+framework, without what is slow and the files that start jobs, environments or
+whole trainings (`_SLOW`). ``pytest -m ""`` runs all cases.
 
 ``--strict-devices``, or ``MGPU_STRICT_DEVICES=1``, runs every test inside
 `mgpu.strict_devices`, and the processes that tests start too. A test that is
@@ -34,6 +35,10 @@ import pytest
 
 import mgpu
 from mgpu import backends as registry
+
+# Tests start hundreds of processes: each would compile mgpu anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Before tests import them: their assertions then show the values.
 pytest.register_assert_rewrite("helpers", "nets", "steps", "threeway")
@@ -167,14 +172,15 @@ def _place(item):
 
 
 def _listed():
-    """The kind of each test function in kinds.txt, by file and name."""
+    """The kind of each test function in kinds.txt, and whether it is slow, by
+    file and name."""
     kinds, file = {}, None
     for line in (TESTS / "kinds.txt").read_text().splitlines():
         if line[:1] not in (" ", "#", ""):
             file = line
         elif line.strip() and line[0] != "#":
-            kind, name = line.split()
-            kinds[file, name] = kind
+            kind, name, *slow = line.split()
+            kinds[file, name] = kind, *slow
     return kinds
 
 
@@ -183,12 +189,11 @@ def _mark_kinds(config, items):
     for item in items:
         if item.path.is_relative_to(TESTS):
             found.add(_place(item))
-            kind = listed.get(_place(item))
-            if kind is not None:
-                item.add_marker(kind)
+            for marker in listed.get(_place(item), ()):
+                item.add_marker(marker)
     wrong = [f"{file}::{name} has no kind there: add a line with "
              f"{', '.join(KINDS)}" for file, name in sorted(found)
-             if listed.get((file, name)) not in KINDS]
+             if (file, name) not in listed]
     if not any("::" in arg for arg in config.args):
         files = {file for file, _ in found}
         wrong += [f"{file}::{name} is there and is no test" for file, name
@@ -198,13 +203,15 @@ def _mark_kinds(config, items):
 
 
 def _mark_fast(items):
-    """The first case of each test function on each engine is fast."""
+    """The first case of each test function on each framework is fast."""
     seen = set()
     for item in items:
-        if _place(item)[0].startswith(_SLOW):
+        if _place(item)[0].startswith(_SLOW) or item.get_closest_marker(
+                "slow"):
             continue
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        key = *_place(item), params.get("engine", params.get("backend"))
+        engine = params.get("engine", params.get("backend")) or ""
+        key = *_place(item), engine.partition("-")[0]
         if key not in seen:
             seen.add(key)
             item.add_marker("fast")

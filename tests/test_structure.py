@@ -1,6 +1,7 @@
 """The rooms of mgpu: imports run downwards, private names stay at home, what
 is public has a docstring, and no file is executed."""
 import ast
+import functools
 import importlib
 import inspect
 import json
@@ -19,6 +20,12 @@ def sources():
                       .parts)).removesuffix(".__init__"):
             path.read_text(encoding="utf-8")
             for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def nodes(source):
+    """All nodes of a source's syntax tree."""
+    return list(ast.walk(ast.parse(source)))
 
 
 # -- imports run downwards ----------------------------------------------------
@@ -69,11 +76,11 @@ ONLY_ANNOTATE = {
 def imports(source, modules):
     """The modules of mgpu that a source imports, wherever it does, each with
     whether that is inside ``if TYPE_CHECKING``."""
-    tree, found = ast.parse(source), []
-    typing = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.If)
+    found = []
+    typing = {id(inner) for node in nodes(source) if isinstance(node, ast.If)
               and ast.unparse(node.test).endswith("TYPE_CHECKING")
               for statement in node.body for inner in ast.walk(statement)}
-    for node in ast.walk(tree):
+    for node in nodes(source):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -165,7 +172,7 @@ def is_private(name):
 def private_members(source):
     """The private names that the classes of a module define."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ClassDef):
             for inner in node.body:
                 if isinstance(inner, (ast.FunctionDef, ast.ClassDef)):
@@ -192,8 +199,8 @@ def borrowed(sources):
     for name, source in sources.items():
         others = set().union(*(names for other, names in own.items()
                                if other != name)) - own[name]
-        tree, modules = ast.parse(source), set(sources)
-        for node in ast.walk(tree):
+        modules = set(sources)
+        for node in nodes(source):
             if isinstance(node, ast.ImportFrom) \
                     and node.module.split(".")[0] == "mgpu":
                 for alias in node.names:
@@ -201,7 +208,7 @@ def borrowed(sources):
                         modules.add(alias.asname or alias.name)
                     elif is_private(alias.name):
                         found.add((name, alias.name))
-        for node in ast.walk(tree):
+        for node in nodes(source):
             if isinstance(node, ast.Attribute):
                 owner, used = node.value, node.attr
             elif isinstance(node, ast.Call) and len(node.args) > 1 and \
@@ -217,10 +224,8 @@ def borrowed(sources):
 
 
 def test_private_names_stay_in_their_module():
-    everything = sources()
-    assert borrowed(everything) == []
     plugin = (PACKAGE.parent / "pytest_mgpu.py").read_text(encoding="utf-8")
-    assert borrowed({**everything, "pytest_mgpu": plugin}) == []
+    assert borrowed({**sources(), "pytest_mgpu": plugin}) == []
 
 
 @pytest.mark.parametrize("source, name", [
@@ -282,9 +287,8 @@ READS_PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle",
 
 def code_from_files(name, source):
     """Where a module could execute what a file says."""
-    tree, found = ast.parse(source), []
-    allowed = PICKLES.get(name, set())
-    for node in ast.walk(tree):
+    found, allowed = [], PICKLES.get(name, set())
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names
                       if alias.name.split(".")[0] in READS_PICKLES

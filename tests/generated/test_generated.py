@@ -1,14 +1,9 @@
-"""Some of the generated programs and of the interrupts, and tests that both
-find faults.
+"""Some of the generated programs, and tests that they find faults.
 
 The number of programs depends on the tier: ten for each item where the marker
 expression has the word "fast", else twenty.
 """
 import collections
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -119,56 +114,3 @@ def test_a_program_that_fails_shrinks_to_what_it_needs(engine):
     with pytest.raises(Failure, match="weights differ"):
         run(again, scaled)
     assert run(again) == []
-
-
-# -- Ctrl-C -------------------------------------------------------------------
-
-ROOT = Path(__file__).resolve().parents[2]
-
-#: weights that are written in two halves
-TORN = """
-import time
-import mgpu
-from tests.generated import interrupts
-
-class Torn(interrupts.Training):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        step = self.trainer.step
-
-        def torn(n, *options):
-            x = self.replicas.params()[0].list_data()[0]
-            with self.replicas.backend.scope(recording=False):
-                x[:] = x * 2
-                time.sleep(0.1)     # most of a step, on a busy machine too
-                x[:] = x / 2
-            step(n, *options)
-        self.trainer.step = torn
-
-interrupts.Training = Torn
-with mgpu.using_backend("{engine}") as backend:
-    print(any(list(interrupts.interrupted(backend, 10, 0))))
-"""
-
-
-def python(*arguments):
-    """What a process of its own prints: Ctrl-C may come anywhere in it."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments], cwd=ROOT, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True)
-    return done.stdout + done.stderr * bool(done.returncode)
-
-
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_ctrl_c_leaves_a_step_whole_or_not_begun(engine):
-    """Twenty times; half of them on strict devices."""
-    out = python("-m", "tests.generated.interrupts", "--count", "20",
-                 "--engine", engine)
-    assert out == (f"{engine}: 0 of 10 wrong\n"
-                   f"{engine}, strict devices: 0 of 10 wrong\n")
-
-
-@pytest.mark.parametrize("engine", BACKENDS)
-def test_a_torn_step_is_seen(engine):
-    assert python("-c", TORN.format(engine=engine)) == "True\n"
