@@ -9,4 +9,4 @@ if [ -z "${MGPU_DATA:-}" ] && [ -d ../shared/data/fashion-mnist ]; then
 fi
 say "all tests on ${MGPU_TEST_BACKENDS:-$engines}: about 25 minutes on two" \
     "cores (a case of each test function: .venv/bin/python -m pytest)"
-exec "$python" -m pytest -m "" "$@"
+exec "$python" -m pytest -m "" -n 3 "$@"

@@ -7,8 +7,8 @@ engines (default: those that are installed). An engine that is named there and
 does not load is a failure, never a skip.
 
 ``kinds.txt`` gives each test function a kind, which becomes its marker
-(``pytest -m "equality"``), and says which are slow. A function that the list
-lacks is an error.
+(``pytest -m "equality"``), and says which are slow, or fast with all cases. A
+function that the list lacks is an error.
 
 ``pytest`` runs the fast tier: the first case of each test function on each
 framework, without what is slow and the files that start jobs, environments or
@@ -212,7 +212,7 @@ def _mark_fast(items):
         params = item.callspec.params if hasattr(item, "callspec") else {}
         engine = params.get("engine", params.get("backend")) or ""
         key = *_place(item), engine.partition("-")[0]
-        if key not in seen:
+        if key not in seen or item.get_closest_marker("cases"):
             seen.add(key)
             item.add_marker("fast")
 

@@ -1312,6 +1312,16 @@ class Backend(ABC):
         those of all processes: random streams go by it. Where the number is
         another one than before, they start again."""
 
+    def data_parallel(self, net: Any, devices: Sequence[Device],
+                      splitter: Callable[[Any, Any], Any],
+                      remake: Callable[[Any], Any]) -> Any:
+        """`mgpu.DataParallel`. ``splitter(forward, arrays)`` makes its
+        `BatchSplit`, ``remake(net)`` the same of another network; it can
+        be pickled."""
+        raise NotImplementedError(
+            f"DataParallel is not supported on {self.name} yet. Use "
+            "mgpu.initialize.")
+
     def through(self, x: Array, forth: Callable[[np.ndarray], np.ndarray],
                 back: Callable[[np.ndarray | None], np.ndarray | None],
                 after: Any = None) -> tuple[Array, Any]:

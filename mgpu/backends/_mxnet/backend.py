@@ -15,6 +15,7 @@ from mgpu import environment, probes
 from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet import gradients, strict
+from mgpu.backends._mxnet.data_parallel import Arrays, DataParallel
 from mgpu.backends._mxnet.dispatch import disjoint
 from mgpu.backends._mxnet.framework import (findings, mx,
                                            native_context, one_thread)
@@ -391,6 +392,12 @@ class MXNetBackend(base.Backend):
         return through
 
     # -- running on several devices -----------------------------------------
+
+    def data_parallel(self, net, devices, splitter, remake):
+        return DataParallel(net, [self.handle(d) for d in devices],
+                            splitter(net.hybrid_forward if "hybrid_forward"
+                                     in vars(type(net)) else net.forward,
+                                     Arrays), remake)
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if not rendezvous or len(thunks) < 2:

@@ -16,6 +16,7 @@ from mgpu.backends import base, messages
 from mgpu.backends._allocator import keep_freed_memory
 from mgpu.backends._torch import modes, strict
 from mgpu.backends._torch.arithmetic import MET, TAKEN
+from mgpu.backends._torch.data_parallel import Arrays, DataParallel
 from mgpu.backends._torch.draws import Draws, default_generators, watch
 from mgpu.backends._torch.graph import in_common, total
 from mgpu.backends._torch.leaves import Leaves, has_hooks, together
@@ -302,6 +303,10 @@ class TorchBackend(Leaves, base.Backend):
         # A backward pass adds in an order that depends on how much each
         # thread has recorded in its life.
         return list(x.expand(count, *x.shape).unbind())
+
+    def data_parallel(self, net, devices, splitter, remake):
+        return DataParallel(net, [self.handle(d) for d in devices], self._run,
+                            splitter(net.forward, Arrays), remake)
 
     def through(self, x, forth, back, after=None):
         if after is None:

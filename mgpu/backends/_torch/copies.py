@@ -1,0 +1,456 @@
+"""Forward and backward passes of one network on several devices.
+
+The network itself is the only state. A pass makes, for each device, a shallow
+copy of the module tree with private leaves for parameters: those of device 0
+share the network's memory, the others are overwritten from it.
+"""
+import functools
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from mgpu.backends import containers
+from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
+                                           Sources, leaves_of)
+from mgpu.backends._torch.tree import Tree, plain_network, redirect, version
+from mgpu.backends._workers import inside_worker
+
+_MISSING = object()
+
+
+class _Held(NamedTuple):
+    """A device's own array or attribute.
+
+    It is valid while the network has `original` at that `version`.
+    """
+
+    original: Any
+    version: int
+    value: Any
+
+
+class _Copy(NamedTuple):
+    """A network for one device and one pass."""
+
+    net: nn.Module
+    leaves: dict[int, torch.Tensor]
+    originals: dict[int, Any]       # id of a copy -> the network's own
+    attributes: dict[int, dict[str, Any]]       # before the pass
+    buffers: dict[int, dict[str, Any]]
+    modules: dict[int, nn.Module]   # id of the network's own -> the copy
+    alive: list[Any]
+
+
+class _Changes(NamedTuple):
+    """(module, name, value) that a forward pass has set."""
+
+    attributes: list[tuple[nn.Module, str, Any]]
+    buffers: list[tuple[nn.Module, str, Any]]
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def on_one_device() -> bool:
+    """Whether the caller allows one device only: it is inside the pass of a
+    device, torch.func, forward-mode derivatives, tracing or compilation."""
+    return (inside_worker() or torch.compiler.is_compiling()
+            or torch._C._functorch.peek_interpreter_stack() is not None
+            or torch.autograd.forward_ad._current_level >= 0
+            or torch.jit.is_tracing())
+
+
+class DeviceCopies:
+    """Runs a network on several devices.
+
+    Parameters
+    ----------
+    net : nn.Module
+        It stays as it is, but for what forward itself writes.
+    devices : sequence of torch.device
+        The first one is the network's.
+    run : Runner
+        Calls thunks, number i for device i, and waits for all of them.
+    """
+
+    def __init__(self, net: nn.Module, devices: Sequence[torch.device],
+                 run: Runner) -> None:
+        self.net, self.devices = plain_network(net), list(devices)
+        self._run = run
+        self._lock = threading.RLock()
+        self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
+        self._attributes: list[dict[tuple[int, str], _Held]] = [
+            {} for _ in devices]
+        self._draws: dict[Any, bool] = {}
+        self._checked: Any = None
+        self._last: list[DeviceGraph] = []
+        self._joint = Joint(self._backward, any(
+            d.type != "cpu" for d in devices), lambda: self._lock)
+
+    def run(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]] |
+                                  None]) -> list[Any]:
+        """Call the network for each device.
+
+        Parameters
+        ----------
+        calls : list of (args, kwargs) or None
+            None for a device without examples.
+
+        Returns
+        -------
+        list
+            What forward returns on each device, or None. The tensors are
+            connected with the network's own parameters: their backward pass
+            adds the sum over the devices to ``.grad``.
+
+        Raises
+        ------
+        RuntimeError
+            Forward makes a layer or a parameter, or leaves a tensor outside
+            of the network that a loss then uses.
+        """
+        out: list[Any] = [None] * len(calls)
+        active = [i for i, call in enumerate(calls) if call is not None]
+        if len(self.devices) == 1 or on_one_device() \
+                or any(map(is_lazy, self.net.parameters())):
+            for i in active:
+                args, kwargs = calls[i] or ((), {})
+                out[i] = self.net(*args, **kwargs)
+            return out
+        with self._lock:
+            for i, x in self._pass(dict(enumerate(calls)), active).items():
+                out[i] = x
+        return out
+
+    def probe(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """What forward returns for `call` on the last device, or None where
+        it raises. It runs without gradients, and nothing that it sets in the
+        network or draws from torch's streams stays."""
+        spare = DeviceCopies(self.net, self.devices[:1] + self.devices[-1:],
+                             self._run)
+        with self._lock, torch.random.fork_rng(), torch.no_grad():
+            spare._attributes[1] = {
+                key: one._replace(value=_clone(one.value, self.devices[-1],
+                                               {}))
+                for key, one in self._attributes[-1].items()}
+            copy = spare._copy(1, Tree(self.net), Sources())
+            args, kwargs = call
+            try:
+                return copy.net(*args, **kwargs)
+            except Exception:
+                return None
+
+    # -- copies ---------------------------------------------------------------
+
+    def _overwrite(self, i: int, arrays: Sequence[torch.Tensor]
+                   ) -> dict[int, Any]:
+        """Device i's copies of `arrays`, by id, with their values."""
+        old, new = self._arrays[i], {}
+        same: tuple[list[Any], list[Any]] = [], []
+        written: tuple[list[Any], list[Any]] = [], []
+        for x in arrays:
+            held, source = old.get(id(x)), x.detach()
+            if held is None or held.original is not x \
+                    or held.value.shape != x.shape \
+                    or held.value.dtype != x.dtype \
+                    or held.value.stride() != x.stride():
+                held = _Held(x, version(x), source.to(self.devices[i],
+                                                      copy=True))
+            else:
+                pair = same if held.version == version(x) \
+                    and not x.is_inference() else written
+                pair[0].append(held.value)
+                pair[1].append(source)
+            new[id(x)] = held._replace(version=version(x))
+        if written[0]:
+            # Graphs that need the earlier values: torch raises in backward.
+            torch._foreach_copy_(*written, non_blocking=True)
+        if same[0]:     # ``p.data`` may have been written to
+            with torch.autograd._unsafe_preserve_version_counter(
+                    tuple(same[0])):
+                torch._foreach_copy_(*same, non_blocking=True)
+        self._arrays[i] = new
+        return {key: held.value for key, held in new.items()}
+
+    def _values(self, i: int, tree: Tree) -> dict[int, torch.Tensor]:
+        """Device i's values of the network's arrays, by id."""
+        if i == 0:
+            return {key: x.detach() if x.requires_grad else x
+                    for key, x in tree.arrays.items()}
+        return self._overwrite(i, list(tree.arrays.values()))
+
+    def _copy(self, i: int, tree: Tree, sources: Sources) -> _Copy:
+        memo: dict[int, Any] = {}
+        leaves, originals = {}, {}
+        for key, value in self._values(i, tree).items():
+            x = tree.arrays[key]
+            if isinstance(x, nn.Parameter):
+                value = torch.Tensor._make_subclass(type(x), value,
+                                                    x.requires_grad)
+                value.__dict__.update(x.__dict__)
+            elif x.requires_grad:
+                value = value.detach().requires_grad_()
+            memo[key] = value
+            if x.requires_grad:
+                leaves[sources.index_of(x)] = value
+            if value is not x:
+                originals[id(value)] = x
+        alive = list(memo.values())
+        modules = {}
+        for module in tree.modules:
+            copy = modules[id(module)] = memo[id(module)] = object.__new__(
+                type(module))
+            originals[id(copy)] = module
+        for module in tree.modules:     # compiled: the module itself
+            if type(module).__name__ == "OptimizedModule":
+                memo[id(module)] = memo[id(module._orig_mod)]
+        clones: dict[int, Any] = {}
+        held: dict[tuple[int, str], _Held] = {}
+        attributes, buffers = {}, {}
+        for module in tree.modules:
+            own = dict(module.__dict__)
+            for name in ("_parameters", "_buffers", "_modules"):
+                own[name] = {key: memo.get(id(x))
+                             for key, x in own[name].items()}
+            own.pop("_compiled_call_impl", None)
+            for name in self._names(i, module, tree):
+                if name not in module.__dict__:
+                    continue
+                x, place = module.__dict__[name], (id(module), name)
+                if i:
+                    one = self._attributes[i].get(place)
+                    if one is None or one.original is not x \
+                            or one.version != version(x):
+                        one = _Held(x, version(x), _clone(
+                            x, self.devices[i], clones)) \
+                            if name in tree.values[id(module)] else None
+                    if one is not None:
+                        held[place], x = one, one.value
+                x = containers.replace(x, is_tensor, functools.partial(
+                    _entered, sources, leaves, memo))
+                own[name] = redirect(x, memo)
+            object.__setattr__(modules[id(module)], "__dict__", own)
+            attributes[id(module)] = dict(own)
+            buffers[id(module)] = dict(own["_buffers"])
+        self._attributes[i] = held
+        return _Copy(modules[id(self.net)], leaves, originals, attributes,
+                     buffers, modules, alive)
+
+    def _names(self, i: int, module: nn.Module, tree: Tree) -> list[str]:
+        """Attributes that a copy does not share with the network."""
+        if i == 0:
+            return tree.references[id(module)]
+        return list(dict.fromkeys([
+            *tree.values[id(module)], *tree.references[id(module)],
+            *(name for key, name in self._attributes[i]
+              if key == id(module))]))
+
+    # -- what forward sets ----------------------------------------------------
+
+    def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
+        found = _Changes([], [])
+        for module in tree.modules:
+            before = copy.attributes[id(module)]
+            after = copy.modules[id(module)].__dict__
+            if any(len(after[name]) != len(vars(module)[name])
+                   for name in ("_modules", "_parameters")):
+                raise RuntimeError(
+                    f"forward of {type(module).__name__} made a layer or a "
+                    "parameter. Call the network once before it runs on "
+                    "several devices.")
+            found.attributes.extend(
+                (module, name, redirect(x, copy.originals))
+                for name, x in after.items()
+                if before.get(name, _MISSING) is not x)
+            found.attributes.extend((module, name, _MISSING)
+                                    for name in before if name not in after)
+            found.buffers.extend(
+                (module, name, x) for name, x in after["_buffers"].items()
+                if copy.buffers[id(module)].get(name, _MISSING) is not x)
+        return found
+
+    def _commit(self, changes: dict[int, _Changes]) -> None:
+        """Device 0's changes are the network's; the others are their
+        device's, until somebody sets the network's."""
+        first = changes.get(0, _Changes([], []))
+        for module, name, x in first.attributes:
+            if x is _MISSING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = x
+        for module, name, x in first.buffers:
+            vars(module)["_buffers"][name] = x
+        for i in range(1, len(self.devices)):
+            held = self._attributes[i]
+            for module, name, x in changes[i].attributes \
+                    if i in changes else ():
+                if x is not _MISSING:
+                    held[id(module), name] = _Held(
+                        module.__dict__.get(name), 0, x)
+            for key, one in held.items():   # written in place on device 0
+                held[key] = one._replace(version=version(one.original))
+
+    # -- passes ---------------------------------------------------------------
+
+    def _pass(self, calls: dict[int, Any], active: list[int]
+              ) -> dict[int, Any]:
+        self._check_last()
+        recorded = torch.is_grad_enabled() \
+            and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.no_grad():
+            tree, sources = Tree(self.net), Sources()
+            copies = {i: self._copy(i, tree, sources) for i in active}
+        if recorded:
+            for i in active:
+                calls[i] = containers.replace(
+                    calls[i], is_tensor, functools.partial(
+                        _entered, sources, copies[i].leaves, {}))
+
+        def forward(i: int) -> Any:
+            args, kwargs = calls[i]
+            return copies[i].net(*args, **kwargs)
+        outputs = dict(zip(active, self._forward(
+            [functools.partial(forward, i) for i in active], tree.key),
+            strict=True))
+        changes = {i: self._changes(tree, copies[i]) for i in active}
+        if recorded:
+            self._join(tree, sources, copies, outputs, changes)
+        self._commit(changes)
+        return outputs
+
+    def _forward(self, thunks: list[Any], key: Any) -> list[Any]:
+        """At the same time, unless the devices draw from one stream: then in
+        turn, as the first pass of each structure and mode, which tells."""
+        draws = self._draws.get(key)
+        before = None if draws else _streams(draws is None)
+        results = [thunk() for thunk in thunks] if draws is not False \
+            else self._run(thunks)
+        if not draws:
+            if len(self._draws) > 16:
+                self._draws.clear()
+            self._draws[key] = _streams(draws is None) != before
+        return results
+
+    def _backward(self, thunks: Sequence[Any]) -> list[Any]:
+        if any(self._draws.values()):
+            return [thunk() for thunk in thunks]
+        # Checkpoints set the default stream, and put it back: in K threads.
+        state = torch.get_rng_state()
+        results = self._run(thunks)
+        torch.set_rng_state(state)
+        return results
+
+    def _join(self, tree: Tree, sources: Sources, copies: dict[int, _Copy],
+              outputs: dict[int, Any], changes: dict[int, _Changes]) -> None:
+        """Connect outputs and attributes with the network's own tensors."""
+        graphs = {}
+        for i, output in outputs.items():
+            roots = _recorded(output)
+            names: list[str | None] = [None] * len(roots)
+            for module, name, x in changes[i].attributes:
+                more = _recorded(x)
+                roots += more
+                names += [f"{type(module).__name__}.{name}"] * len(more)
+            graphs[i] = DeviceGraph(copies[i].leaves, roots, names)
+        if self._checked != tree.key:
+            self._check_references(graphs, tree)
+        inputs = list(sources)
+        if not all(isinstance(x, nn.Parameter) for x in inputs):
+            inputs = _reached(graphs, inputs)
+        self._last = list(graphs.values())
+        joined = self._joint.connect(graphs, inputs)
+        for i in outputs:
+            def take(x: torch.Tensor, i: int = i) -> torch.Tensor:
+                return next(joined[i]) if x.requires_grad else x
+            outputs[i] = containers.replace(outputs[i], is_tensor, take)
+            changes[i] = _Changes(
+                [(module, name, containers.replace(x, is_tensor, take))
+                 for module, name, x in changes[i].attributes],
+                changes[i].buffers)
+
+    # -- checks ---------------------------------------------------------------
+
+    def _check_last(self) -> None:
+        if any(leaf.grad is not None for graph in self._last
+               if not graph.running for leaf in graph.leaves.values()):
+            self._last = []
+            raise RuntimeError(
+                "a loss of the last pass used a tensor that forward left in "
+                "a list, a hook or a closure: its gradient did not reach the "
+                "network. Return the tensor from forward.")
+
+    def _check_references(self, graphs: dict[int, DeviceGraph], tree: Tree
+                          ) -> None:
+        """Refuse a forward that reaches the network's own parameters."""
+        last = max(graphs)
+        found = leaves_of(graphs[last].roots) if last else {}
+        for name, p in self.net.named_parameters():
+            if id(p) in found:
+                raise RuntimeError(
+                    f"forward uses {name} of the network itself on device "
+                    f"{last}, through a global variable or an object. Use it "
+                    "as an attribute of the module.")
+        self._checked = tree.key
+
+
+def _recorded(x: Any) -> list[torch.Tensor]:
+    return [t for t in containers.arrays_in(x, is_tensor) if t.requires_grad]
+
+
+def _entered(sources: Sources, leaves: dict[int, torch.Tensor],
+             known: dict[int, Any], x: torch.Tensor) -> torch.Tensor:
+    """A device's leaf for an input or attribute that requires a gradient."""
+    if not x.requires_grad or id(x) in known:
+        return x
+    leaf = leaves[sources.index_of(x)] = x.detach().requires_grad_()
+    return leaf if x.is_leaf or not torch.is_grad_enabled() \
+        else Alias.apply(leaf)
+
+
+def _reached(graphs: dict[int, DeviceGraph], sources: list[torch.Tensor]
+             ) -> list[torch.Tensor]:
+    """`sources` without the inputs and attributes that no root depends on:
+    a backward pass would run the graphs that they come from."""
+    found = {i: leaves_of(graph.roots) for i, graph in graphs.items()}
+    kept = [n for n, x in enumerate(sources) if isinstance(x, nn.Parameter)
+            or any(n in graph.leaves and id(graph.leaves[n]) in found[i]
+                   for i, graph in graphs.items())]
+    for graph in graphs.values():
+        graph.leaves = {new: graph.leaves[n] for new, n in enumerate(kept)
+                        if n in graph.leaves}
+    return [sources[n] for n in kept]
+
+
+def _clone(x: Any, device: torch.device, memo: dict[int, Any]) -> Any:
+    """Tensors, NumPy arrays and containers of a device's own; other objects
+    are shared."""
+    if id(x) in memo:
+        return memo[id(x)]
+    if isinstance(x, torch.Tensor):
+        new = x.detach().to(device, copy=True)
+    elif isinstance(x, (np.ndarray, bytearray, set)):
+        new = x.copy()
+    else:
+        found = containers.parts(x)
+        if found is None:
+            return x
+        new = containers.rebuild(x, found[0], [
+            _clone(value, device, memo) for value in found[1]])
+    memo[id(x)] = new
+    return new
+
+
+def _streams(others: bool) -> tuple[Any, ...]:
+    """The states of torch's default stream, and of Python's and NumPy's."""
+    own = torch.get_rng_state().numpy().tobytes()
+    if not others:
+        return (own,)
+    numpy: Any = np.random.get_state()
+    return own, random.getstate(), numpy[2]

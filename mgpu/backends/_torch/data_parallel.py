@@ -1,0 +1,144 @@
+"""`mgpu.DataParallel` of a torch module."""
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from mgpu.backends._torch.boundary import Runner
+from mgpu.backends._torch.copies import DeviceCopies, on_one_device
+
+
+class Arrays:
+    """See `mgpu.training.examples.Arrays`."""
+
+    @staticmethod
+    def is_array(x: Any) -> bool:
+        return isinstance(x, (torch.Tensor, np.ndarray))
+
+    @staticmethod
+    def take(x: Any, axis: int, start: int, stop: int, device: torch.device
+             ) -> Any:
+        if isinstance(x, np.ndarray):
+            return x.take(range(start, stop), axis)
+        # A copy: slices of one tensor count writes in place together.
+        return x.narrow(axis, start, stop - start).to(device, copy=True)
+
+    @staticmethod
+    def to(x: Any, device: torch.device) -> Any:
+        return x if isinstance(x, np.ndarray) else x.to(device)
+
+    @staticmethod
+    def concat(arrays: Sequence[torch.Tensor], axis: int,
+               device: torch.device) -> torch.Tensor:
+        return torch.cat([x.to(device) for x in arrays], axis)
+
+
+class DataParallel(nn.Module):
+    """See `mgpu.training.data_parallel.DataParallel`.
+
+    Its parameters, buffers, modules and attributes are the network's own.
+    """
+
+    _copies: DeviceCopies
+    _split: Any                             # a BatchSplit
+    _remake: Callable[[nn.Module], Any]     # of another network
+
+    def __init__(self, net: nn.Module, devices: Sequence[torch.device],
+                 run: Runner, split: Any,
+                 remake: Callable[[nn.Module], Any]) -> None:
+        modes = [(module, module.training) for module in net.modules()]
+        self.__dict__["module"] = net
+        super().__init__()      # sets `training` of the network
+        for module, training in modes:
+            module.training = training
+        self.__dict__.update(
+            {name: vars(net)[name] for name in (
+                "_parameters", "_buffers", "_modules")},
+            _copies=DeviceCopies(net, devices, run), _split=split,
+            _remake=remake)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        copies, split = self._copies, self._split
+        size = None if on_one_device() or any(
+            map(is_lazy, self.module.parameters())) \
+            else split.size(args, kwargs)
+        devices = copies.devices[:size or 1]
+        if len(devices) < 2:
+            return self.module(*args, **kwargs)
+        calls = split.split(args, kwargs, size, devices)
+        bounds = split.bounds(size, len(devices))
+        sizes = [stop - start for start, stop in bounds]
+
+        def probe() -> tuple[Any, int] | None:
+            part = split.probe_bounds(bounds)
+            call, = split.split(args, kwargs, size, devices[-1:], [part])
+            output = copies.probe(call)
+            return None if output is None else (output, part[1] - part[0])
+        return split.join(
+            copies.run(calls), sizes, devices[0],
+            (self.training, torch.is_grad_enabled()), probe)
+
+    # -- it is the network, but for forward -----------------------------------
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self.module.training = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "training" or name in _HOOKS:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.module[index] = value
+
+    def __repr__(self) -> str:
+        return f"DataParallel({self.module!r})"
+
+    def __reduce__(self) -> Any:
+        return self._remake, (self.module,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._remake(copy.deepcopy(self.module, memo))
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.module._load_from_state_dict(*args, **kwargs)
+
+
+_HOOKS = frozenset(name for name in nn.Module().__dict__
+                   if name.endswith("hooks"))
+
+
+def _delegated(name: str) -> Any:
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: DataParallel, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self.module, name)(*args, **kwargs)
+        return self if found is self.module else found
+    return method
+
+
+# What a subclass of nn.Module may define anew, as nn.RNN does `_apply`.
+for _name in ("state_dict", "load_state_dict", "train", "apply", "_apply",
+              "named_parameters", "named_buffers", "named_modules",
+              "children", "named_children", "zero_grad", "requires_grad_",
+              "register_buffer", "register_parameter", "add_module"):
+    setattr(DataParallel, _name, _delegated(_name))

@@ -1,0 +1,215 @@
+"""The modules of a network, their arrays, and the attributes that refer to
+either."""
+import functools
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mgpu.backends import containers
+
+_INTERNAL = frozenset(nn.Module().__dict__) | {"_compiled_call_impl"}
+_HOOKS = frozenset(name for name in _INTERNAL if name.endswith("hooks"))
+#: values that hold nothing
+ATOMS = (int, float, bool, str, bytes, complex, type(None), type, torch.dtype,
+         torch.device, torch.Size, types.BuiltinFunctionType)
+#: types whose values each device has for itself
+MUTABLE = (torch.Tensor, np.ndarray, bytearray, list, tuple, dict, set)
+_UNSUPPORTED = {"ScriptModule", "DistributedDataParallel", "DataParallel",
+                "FullyShardedDataParallel", "FSDPModule"}
+
+
+def plain_network(net: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wraps, else `net`."""
+    return getattr(net, "_orig_mod", net)
+
+
+def version(x: Any) -> int:
+    """Number of in-place writes that torch has counted."""
+    return x._version if isinstance(x, torch.Tensor) \
+        and not x.is_inference() else 0
+
+
+class Tree:
+    """Modules and arrays that are reachable from a network.
+
+    Parameters
+    ----------
+    net : nn.Module
+
+    Attributes
+    ----------
+    modules : list of nn.Module
+        Each once; also those in plain lists, closures and bound methods.
+    arrays : dict
+        id -> parameter, buffer, or another tensor that requires a gradient.
+    references, values : dict
+        id of a module -> names of its attributes that refer to a module or
+        to one of `arrays`, and of other attributes with mutable values.
+    key : tuple
+        Equal as long as the structure and the modes are.
+
+    Raises
+    ------
+    TypeError
+        A module that cannot be copied (ScriptModule, DDP, FSDP, DTensor).
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._found: dict[int, nn.Module] = {}
+        self._referring: dict[int, bool] = {}
+        self._alive: list[Any] = []     # or ids would be used again
+        self.arrays: dict[int, torch.Tensor] = {}
+        self.references: dict[int, list[str]] = {}
+        self.values: dict[int, list[str]] = {}
+        for module in net.modules():
+            self._add(module)
+        waiting = list(self._found.values())
+        for module in waiting:
+            count = len(self._found)
+            self._read_attributes(module)
+            waiting += list(self._found.values())[count:]
+        self.modules = waiting
+        self.key = tuple((id(m), type(m), m.training) for m in waiting)
+
+    def _add(self, module: nn.Module) -> None:
+        if id(module) in self._found:
+            return
+        kinds = {cls.__name__ for cls in type(module).__mro__}
+        if kinds & _UNSUPPORTED:
+            raise TypeError(
+                f"a {type(module).__name__} cannot be copied to several "
+                "devices. Pass the plain module.")
+        self._found[id(module)] = module
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None:
+                if type(x).__name__ == "DTensor":
+                    raise TypeError("a DTensor cannot be copied to several "
+                                    "devices. Pass a network of tensors.")
+                self.arrays[id(x)] = x
+
+    def _read_attributes(self, module: nn.Module) -> None:
+        self.references[id(module)] = references = []
+        self.values[id(module)] = values = []
+        for name, x in module.__dict__.items():
+            if isinstance(x, ATOMS) or name in _INTERNAL and not (
+                    name in _HOOKS and x):
+                continue
+            if self._refers(x):
+                references.append(name)
+            elif isinstance(x, MUTABLE) and name not in _INTERNAL:
+                values.append(name)
+
+    def _refers(self, x: Any) -> bool:
+        """Whether `x` leads to a module or to one of `arrays`; both are
+        added."""
+        if isinstance(x, ATOMS):
+            return False
+        if isinstance(x, nn.Module):
+            for module in x.modules():
+                self._add(module)
+            return True
+        if isinstance(x, torch.Tensor):
+            if x.requires_grad:
+                self.arrays.setdefault(id(x), x)
+            return id(x) in self.arrays
+        if id(x) not in self._referring:
+            self._referring[id(x)] = False      # while it is read
+            self._alive.append(x)
+            self._referring[id(x)] = any([self._refers(value)
+                                          for value in inside(x)])
+        return self._referring[id(x)]
+
+
+def inside(x: Any) -> Iterator[Any]:
+    """What a container, partial, closure, bound method or weak reference
+    holds; nothing for other objects."""
+    if isinstance(x, functools.partial):
+        yield from (x.func, *x.args, *x.keywords.values())
+    elif isinstance(x, types.FunctionType):
+        for cell in x.__closure__ or ():
+            if is_filled(cell):
+                yield cell.cell_contents
+    elif isinstance(x, types.MethodType):
+        if isinstance(x.__self__, nn.Module):
+            yield x.__self__
+    elif isinstance(x, weakref.ref):
+        if isinstance(x(), (nn.Module, torch.Tensor)):
+            yield x()
+    elif isinstance(x, (set, frozenset)):
+        yield from x
+    else:
+        found = containers.parts(x)
+        if found is not None:
+            yield from found[1]
+            if isinstance(x, dict):
+                yield from found[0]
+
+
+def is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def redirect(x: Any, copies: dict[int, Any]) -> Any:
+    """`x` with ``copies[id(y)]`` for each y that it leads to.
+
+    Containers, partials, closures and bound methods are rebuilt where
+    something in them changes, and added to `copies`; else `x` itself is
+    returned.
+    """
+    if id(x) in copies:
+        return copies[id(x)]
+    if isinstance(x, (*ATOMS, torch.Tensor, nn.Module)):
+        return x
+    old = list(inside(x))
+    copies[id(x)] = x       # while it is read, for one that holds itself
+    new = [redirect(value, copies) for value in old]
+    if all(a is b for a, b in zip(new, old)):
+        del copies[id(x)]
+        return x
+    copies[id(x)] = made = _rebuilt(x, new)
+    return made
+
+
+def _rebuilt(x: Any, new: list[Any]) -> Any:
+    """An object like `x` that holds `new`, in the order of `inside`."""
+    made: Any
+    if isinstance(x, functools.partial):
+        count = 1 + len(x.args)
+        made = functools.partial(new[0], *new[1:count])
+        made.keywords.update(zip(x.keywords, new[count:]))
+        return made
+    if isinstance(x, types.FunctionType):
+        left = iter(new)
+        # Unchanged cells are shared: counters by `nonlocal` go on.
+        cells = []
+        for cell in x.__closure__ or ():
+            value = next(left) if is_filled(cell) else None
+            cells.append(cell if not is_filled(cell)
+                         or value is cell.cell_contents
+                         else types.CellType(value))
+        made = types.FunctionType(x.__code__, x.__globals__, x.__name__,
+                                  x.__defaults__, tuple(cells))
+        made.__kwdefaults__ = x.__kwdefaults__
+        made.__dict__.update(x.__dict__)
+        return made
+    if isinstance(x, types.MethodType):
+        return types.MethodType(x.__func__, new[0])
+    if isinstance(x, weakref.ref):
+        return weakref.ref(new[0])
+    if isinstance(x, (set, frozenset)):
+        return type(x)(new)
+    if isinstance(x, dict):
+        made = x.copy()
+        made.clear()
+        made.update(zip(new[len(x):], new))
+        return made
+    keys, _ = containers.parts(x) or ([], [])
+    return containers.rebuild(x, keys, new)

@@ -1,0 +1,59 @@
+"""Lists, tuples, dicts, deques and dataclasses, which may hold arrays."""
+import collections
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
+    """The keys and the values of a container, or None for anything else."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        names = [f.name for f in dataclasses.fields(x)
+                 if f.init and hasattr(x, f.name)]
+        return names, [getattr(x, name) for name in names]
+    if isinstance(x, dict):
+        return list(x), list(x.values())
+    if type(x) in (list, tuple, collections.deque) or hasattr(x, "_fields") \
+            and isinstance(x, tuple):
+        return list(range(len(x))), list(x)
+    return None
+
+
+def rebuild(x: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    """A container like `x` with other values under the same keys."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return dataclasses.replace(x, **dict(zip(keys, values)))
+    if isinstance(x, dict):
+        new = copy.copy(x)
+        new.update(zip(keys, values))
+        return new
+    if isinstance(x, collections.deque):
+        return collections.deque(values, x.maxlen)
+    return type(x)(*values) if hasattr(x, "_fields") else type(x)(values)
+
+
+def replace(x: Any, is_array: Callable[[Any], bool],
+            function: Callable[[Any], Any]) -> Any:
+    """`x` with ``function(array)`` for each array in it.
+
+    Returns `x` itself where no array changes.
+    """
+    if is_array(x):
+        return function(x)
+    found = parts(x)
+    if not found:
+        return x
+    new = [replace(value, is_array, function) for value in found[1]]
+    if all(a is b for a, b in zip(new, found[1])):
+        return x
+    return rebuild(x, found[0], new)
+
+
+def arrays_in(x: Any, is_array: Callable[[Any], bool]) -> list[Any]:
+    """All arrays in `x`, in order."""
+    if is_array(x):
+        return [x]
+    found = parts(x)
+    return [array for value in found[1]
+            for array in arrays_in(value, is_array)] if found else []

@@ -1,0 +1,67 @@
+"""A network on several devices that stands where the network stood."""
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from mgpu.backends import get_backend
+from mgpu.device import as_devices
+from mgpu.training.examples import BatchSplit
+
+
+def DataParallel(net: Any, devices: Sequence[Any], *,
+                 batch_norm: str = "per_device",
+                 batch_axis: int | Mapping[str, Any] = 0,
+                 whole: Sequence[str] = ()) -> Any:
+    """Run a network on several devices: one changed line in a script.
+
+    A call splits its arguments by examples, runs forward on all devices at
+    the same time, and joins the outputs on the first one. The result's
+    backward pass runs on all devices at the same time and adds the sum of
+    the gradients to the network's own parameters. Loss, optimizer, schedule,
+    clipping and checkpoint stay the framework's.
+
+    Parameters
+    ----------
+    net : nn.Module
+        Not copied. It stays the only holder of parameters and optimizer
+        states; the other devices' copies are overwritten in each pass.
+    devices : sequence of Device
+        The first one is the network's.
+    batch_norm : {"per_device"}
+        Batch statistics are those of each device's examples. The network's
+        running statistics are updated by the first device's, and in eval
+        mode all devices use them.
+    batch_axis : int or dict
+        The axis of the examples: one for all arguments, or by argument name.
+        ``list`` as an axis stands for a list with an item for each example.
+    whole : sequence of str
+        Names of arguments that every device gets as they are.
+
+    Returns
+    -------
+    nn.Module
+        Its parameters, buffers, names and attributes are those of `net`,
+        which is its attribute `module`.
+
+    Raises
+    ------
+    TypeError
+        A network that cannot be copied: ScriptModule, DDP, FSDP.
+    ValueError
+        A device that is not available. In a call: an argument that may or
+        may not have an entry for each example; an output without an axis for
+        the examples.
+    NotImplementedError
+        A backend or an option that is not supported yet.
+    """
+    if batch_norm != "per_device":
+        raise NotImplementedError(
+            f"DataParallel supports batch_norm='per_device'; got "
+            f"{batch_norm!r}. Use mgpu.initialize for other policies.")
+    devices = as_devices(devices)
+    whole = (whole,) if isinstance(whole, str) else tuple(whole)
+    return get_backend().data_parallel(
+        net, devices, lambda forward, arrays: BatchSplit(
+            forward, batch_axis, whole, arrays),
+        partial(DataParallel, devices=devices, batch_norm=batch_norm,
+                batch_axis=batch_axis, whole=whole))

@@ -1,0 +1,294 @@
+"""Split the arguments of a network by examples, and join its outputs."""
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from mgpu.backends import containers
+from mgpu.split import shard_bounds
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Arrays(Protocol):
+    """What `BatchSplit` needs of a backend."""
+
+    def is_array(self, x: Any) -> bool:
+        """Whether `x` is a native or a NumPy array."""
+
+    def take(self, x: Any, axis: int, start: int, stop: int, device: Any
+             ) -> Any:
+        """A copy of a slice on `device`; its gradient is that of `x`."""
+
+    def to(self, x: Any, device: Any) -> Any:
+        """`x` on `device`; its gradient is that of `x`."""
+
+    def concat(self, arrays: Sequence[Any], axis: int, device: Any) -> Any:
+        """The arrays joined on `device`."""
+
+
+class _Argument(NamedTuple):
+    name: str
+    value: Any
+    axis: Any           # of its examples; `list`: an item each; None: whole
+    explicit: bool      # the user has named it
+
+
+class BatchSplit:
+    """How a network's arguments are split by examples.
+
+    Parameters
+    ----------
+    forward : callable
+        Its parameters give positional arguments their names.
+    batch_axis : int or dict
+        The axis of the examples; by argument name, an axis or `list` for a
+        list with an item for each example (default 0).
+    whole : sequence of str
+        Arguments that each device gets as they are.
+    arrays : Arrays
+    """
+
+    def __init__(self, forward: Callable[..., Any],
+                 batch_axis: int | Mapping[str, Any], whole: Sequence[str],
+                 arrays: Arrays) -> None:
+        self._names = list(inspect.signature(forward).parameters)
+        self._axis, self._arrays = batch_axis, arrays
+        self._whole = tuple(whole)
+        self._was_split: dict[str, bool] = {}
+        self._known_axes: dict[Any, Any] = {}
+
+    def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
+             ) -> int | None:
+        """The number of examples: the size of the first array along its
+        batch axis. None without arrays."""
+        for argument in self._arguments(args, kwargs):
+            if argument.axis is list:
+                return len(argument.value)
+            if argument.axis is not None:
+                for x in containers.arrays_in(argument.value,
+                                              self._arrays.is_array):
+                    if len(x.shape) > argument.axis:
+                        return int(x.shape[argument.axis])
+        return None
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int,
+              devices: Sequence[Any],
+              bounds: Sequence[tuple[int, int]] | None = None) -> list[Call]:
+        """The arguments for each device.
+
+        An array that has `size` entries on its batch axis is split. Others
+        go to every device.
+
+        Raises
+        ------
+        ValueError
+            An array of which its shape does not tell whether it has an entry
+            for each example, or one that was split before and is not now.
+        """
+        if bounds is None:
+            bounds = self.bounds(size, len(devices))
+        columns = [self._parts(one, size, devices, bounds)
+                   for one in self._arguments(args, kwargs, first=True)]
+        count = len(args)
+        return [(tuple(row[:count]), dict(zip(kwargs, row[count:])))
+                for row in zip(*columns, strict=True)]
+
+    @staticmethod
+    def bounds(size: int, devices: int) -> list[tuple[int, int]]:
+        """Each device's examples, as (start, stop)."""
+        return list(shard_bounds(size, devices))
+
+    @staticmethod
+    def probe_bounds(bounds: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """The last device's examples and one more: with fewer, states of
+        earlier batches might broadcast."""
+        start, stop = bounds[-1]
+        return start - 1, stop
+
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any],
+                   first: bool = False) -> list[_Argument]:
+        names = [*self._names[:len(args)], *(
+            f"argument {n}" for n in range(len(self._names), len(args))),
+            *kwargs]
+        axes = self._axis if isinstance(self._axis, Mapping) else {}
+        unknown = {*axes, *self._whole} - {*self._names, *kwargs}
+        if unknown:
+            raise TypeError(f"forward has no argument {min(unknown)!r}; got "
+                            "it in batch_axis or whole. Its arguments are "
+                            f"{', '.join(self._names)}.")
+        default = 0 if isinstance(self._axis, Mapping) else self._axis
+        found = [_Argument(name, x, None if name in self._whole
+                           else axes.get(name, default), name in axes)
+                 for name, x in zip(names, (*args, *kwargs.values()),
+                                    strict=True)]
+        if first:       # the array whose size counts is no question
+            for n, one in enumerate(found):
+                if one.axis is not None and containers.arrays_in(
+                        one.value, self._arrays.is_array):
+                    found[n] = one._replace(explicit=True)
+                    break
+        return found
+
+    def _parts(self, one: _Argument, size: int, devices: Sequence[Any],
+               bounds: Sequence[tuple[int, int]]) -> list[Any]:
+        arrays, split = self._arrays, False
+
+        def part(device: Any, start: int, stop: int, x: Any) -> Any:
+            nonlocal split
+            if one.axis is None or len(x.shape) <= one.axis \
+                    or x.shape[one.axis] != size:
+                return arrays.to(x, device)
+            if not one.explicit and (
+                    len(x.shape) == 1 or len(set(x.shape)) == 1):
+                raise ValueError(
+                    f"argument {one.name!r} has shape {tuple(x.shape)} in a "
+                    f"batch of {size} examples, which does not tell whether "
+                    "it has an entry for each example. Pass batch_axis="
+                    f"{{{one.name!r}: 0}} to split it, or "
+                    f"whole=({one.name!r},).")
+            split = True
+            return arrays.take(x, one.axis, start, stop, device)
+        if one.axis is list:
+            return [containers.replace(
+                one.value[start:stop], arrays.is_array,
+                partial(arrays.to, device=device))
+                for device, (start, stop) in zip(devices, bounds,
+                                                 strict=True)]
+        parts = [containers.replace(one.value, arrays.is_array,
+                                    partial(part, device, start, stop))
+                 for device, (start, stop) in zip(devices, bounds,
+                                                  strict=True)]
+        if not one.explicit and self._was_split.setdefault(
+                one.name, split) != split:
+            raise ValueError(
+                f"argument {one.name!r} was {'' if not split else 'not '}"
+                f"split in an earlier batch. Pass batch_axis={{{one.name!r}: "
+                f"0}} to split it, or whole=({one.name!r},).")
+        return parts
+
+    def join(self, outputs: Sequence[Any], sizes: Sequence[int], device: Any,
+             mode: Any, probe: Callable[[], tuple[Any, int] | None]) -> Any:
+        """The devices' outputs as one, on `device`.
+
+        Parameters
+        ----------
+        outputs : list
+            What forward has returned on each device.
+        sizes : list of int
+            The number of examples on each device.
+        mode : hashable
+            Outputs of another mode may have other axes.
+        probe : callable
+            Runs forward on a device with another number of examples; returns
+            the output and the number. Called once for each mode, and only if
+            all devices have as many examples.
+
+        Raises
+        ------
+        ValueError
+            An array without an axis for the examples, or with several.
+        """
+        try:
+            return _Joiner(self._arrays, list(sizes), device, self._known_axes,
+                           mode, probe).join(list(outputs), "the output", ())
+        finally:
+            self._known_axes.pop((mode, "probe"), None)
+
+
+class _Joiner(NamedTuple):
+    arrays: Arrays
+    sizes: list[int]
+    device: Any
+    axes: dict[Any, Any]        # that are known, by mode and path
+    mode: Any
+    probe: Callable[[], tuple[Any, int] | None]
+
+    def join(self, xs: list[Any], name: str, path: tuple[Any, ...]) -> Any:
+        x = xs[0]
+        if self.arrays.is_array(x) and not isinstance(x, np.ndarray):
+            return self.arrays.concat(xs, self._axis(xs, name, path),
+                                      self.device)
+        if any(type(other) is not type(x) for other in xs):
+            raise ValueError(f"{name} has other types on other devices: "
+                             f"{', '.join(type(x).__name__ for x in xs)}.")
+        found = containers.parts(x)
+        if found is None:
+            if not all(other is x or np.all(other == x) for other in xs):
+                raise ValueError(f"{name} differs between devices: {xs}. "
+                                 "Return a value for each example.")
+            return x
+        if type(x) is list and self._is_list(xs, path):
+            return [containers.replace(
+                item, self.arrays.is_array,
+                lambda x: self.arrays.to(x, self.device))
+                for part in xs for item in part]
+        columns = [containers.parts(other) for other in xs]
+        if any(column is None or column[0] != found[0]
+               for column in columns):
+            raise ValueError(f"{name} has other entries on other devices.")
+        return containers.rebuild(x, found[0], [
+            self.join([column[1][n] for column in columns if column],
+                      f"{name}[{key!r}]", (*path, n))
+            for n, key in enumerate(found[0])])
+
+    def _axis(self, xs: list[Any], name: str, path: tuple[Any, ...]) -> int:
+        shapes = [tuple(x.shape) for x in xs]
+        if not shapes[0]:
+            raise ValueError(f"{name} is one number on each device. Return a "
+                             "value for each example.")
+        key = self.mode, path, len(shapes[0])
+        fits = [axis for axis in range(len(shapes[0]))
+                if _is_batch_axis(shapes, self.sizes, axis)]
+        if self.axes.get(key) in fits:
+            return self.axes[key]
+        if len(set(self.sizes)) == 1 and (seen := self._probed(path)):
+            other, size = seen
+            if self.arrays.is_array(other):
+                fits = [axis for axis in fits if _is_batch_axis(
+                    [shapes[-1], tuple(other.shape)],
+                    [self.sizes[-1], size], axis)]
+        if len(fits) != 1:
+            raise ValueError(
+                f"{name} has shapes {shapes} on devices with {self.sizes} "
+                f"examples: {'several axes fit' if fits else 'no axis fits'} "
+                "them. Return arrays with an entry for each example.")
+        self.axes[key] = fits[0]
+        return fits[0]
+
+    def _is_list(self, xs: list[list[Any]], path: tuple[Any, ...]) -> bool:
+        """Whether a list has an item for each example."""
+        if [len(x) for x in xs] != self.sizes:
+            return False
+        key = self.mode, path, list
+        if key not in self.axes:
+            seen = self._probed(path) if len(set(self.sizes)) == 1 else None
+            self.axes[key] = len(set(self.sizes)) > 1 or (
+                seen is not None and isinstance(seen[0], list)
+                and len(seen[0]) == seen[1])
+        return bool(self.axes[key])
+
+    def _probed(self, path: tuple[Any, ...]) -> tuple[Any, int] | None:
+        """The output at `path` for another number of examples."""
+        key = self.mode, "probe"
+        if key not in self.axes:
+            self.axes[key] = self.probe()
+        if self.axes[key] is None:
+            return None
+        x, size = self.axes[key]
+        for n in path:
+            found = containers.parts(x)
+            if found is None or len(found[1]) <= n:
+                return None
+            x = found[1][n]
+        return x, size
+
+
+def _is_batch_axis(shapes: Sequence[tuple[int, ...]], sizes: Sequence[int],
+                   axis: int) -> bool:
+    """Whether `axis` has `sizes`, and all else is equal."""
+    return all(len(shape) > axis and shape[axis] == size
+               for shape, size in zip(shapes, sizes)) and len(
+        {shape[:axis] + shape[axis + 1:] for shape in shapes}) == 1

@@ -1,0 +1,628 @@
+"""`mgpu.DataParallel` in scripts of torch and Gluon: what the script computes
+with the plain network on one device."""
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+import mgpu
+from conftest import BACKENDS
+from helpers import on
+from mgpu.training.data_parallel import DataParallel
+
+#: batch sizes: even, uneven, one example, fewer than devices
+SIZES = (8, 7, 8, 3, 1, 8)
+COUNTS = pytest.mark.device_counts(1, 2, 3, 4)
+
+
+def numbers(size, seed, columns=6):
+    rng = np.random.default_rng([size, seed])
+    return rng.normal(size=(size, columns)), rng.integers(0, 3, size)
+
+
+def same(script, devices, tolerance=1e-12):
+    """Asserts that ``script(wrap)``, a list of numbers, is the same with the
+    network and with a `DataParallel` of it."""
+    plain = script(lambda net, **options: net)
+    found = script(lambda net, **options: DataParallel(net, devices,
+                                                       **options))
+    np.testing.assert_allclose(np.hstack(found), np.hstack(plain), rtol=0,
+                               atol=tolerance)
+
+
+# -- torch --------------------------------------------------------------------
+
+ON_TORCH = pytest.mark.parametrize("backend", [
+    name for name in BACKENDS if name == "torch"], indirect=True)
+
+
+def torch_networks():
+    """Name -> a function that makes a network of (n, 6) -> (n, 3)."""
+    import torch
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.out(self.b(self.a(x).relu()).tanh())
+
+    class Tied(Net):
+        def __init__(self):
+            super().__init__()
+            self.b.weight = self.a.weight
+
+    class Reentrant(Net):
+        def forward(self, x):
+            return self.out(checkpoint(self.a, x.requires_grad_(),
+                                       use_reentrant=True))
+
+    class Recomputed(Net):
+        def forward(self, x):
+            return self.out(checkpoint(lambda x: self.b(self.a(x).relu()), x,
+                                       use_reentrant=False))
+
+    class Counting(Net):
+        def __init__(self):
+            super().__init__()
+            self.count = 0
+            self.register_buffer("total", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            self.total += 1
+            return super().forward(x) / (self.count + self.total)
+
+    class Hidden(Net):
+        """Carries a state from batch to batch, with its graph cut."""
+
+        state = None
+
+        def forward(self, x):
+            z = self.a(x)
+            if self.state is not None and len(self.state) == len(z):
+                z = z + self.state
+            self.state = z.detach().tanh()
+            return self.out(z)
+
+    class InPlace(Net):
+        def forward(self, x):
+            x.mul_(2)
+            return super().forward(x)
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.out = nn.LSTM(2, 5, batch_first=True), \
+                nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.out(self.rnn(x.reshape(-1, 3, 2))[0][:, -1])
+
+    class InLists(Net):
+        """Layers in a list, a closure and a bound method."""
+
+        def __init__(self):
+            super().__init__()
+            layer, self.layers = self.b, [self.a]
+            self.inner = lambda x: layer(x)
+            self.last = self.out.forward
+
+        def forward(self, x):
+            return self.last(self.inner(self.layers[0](x).relu()))
+    found = {cls.__name__: cls for cls in (
+        Net, Tied, Reentrant, Recomputed, Counting, Hidden, InPlace,
+        Recurrent, InLists)}
+    found["WeightNorm"] = lambda: nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(),
+        nn.Linear(8, 3))
+    found["Frozen"] = lambda: nn.Sequential(
+        nn.Linear(6, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 3))
+    return found
+
+
+def torch_batch(size, seed):
+    import torch
+    X, y = numbers(size, seed)
+    return torch.from_numpy(X), torch.from_numpy(y)
+
+
+def torch_net(name="Net"):
+    import torch
+    torch.manual_seed(0)
+    return torch_networks()[name]().double()
+
+
+def torch_loop(net, loss=None, optimizer=None, sizes=SIZES):
+    """The losses and the last values of a plain training loop."""
+    import torch
+    loss = loss or torch.nn.functional.cross_entropy
+    optimizer = (optimizer or (lambda params: torch.optim.SGD(
+        params, 0.1, momentum=0.9)))(net.parameters())
+    found = []
+    for seed, size in enumerate(sizes):
+        X, y = torch_batch(size, seed)
+        optimizer.zero_grad()
+        value = loss(net(X), y)
+        value.backward()
+        optimizer.step()
+        found.append(value.item())
+    return [found, *(x.detach().double().numpy().ravel().copy()
+                     for x in net.state_dict().values())]
+
+
+@COUNTS
+@ON_TORCH
+@pytest.mark.parametrize("name", [
+    "Net", "Tied", "Reentrant", "Recomputed", "Counting", "InPlace",
+    "Recurrent", "InLists", "WeightNorm", "Frozen"])
+def test_a_torch_loop(backend, devices, name):
+    same(lambda wrap: torch_loop(wrap(torch_net(name))), devices)
+
+
+@COUNTS
+@ON_TORCH
+def test_a_carried_state(backend, devices):
+    same(lambda wrap: torch_loop(wrap(torch_net("Hidden")), sizes=[8] * 4),
+         devices)
+
+
+def losses_of_a_batch():
+    import torch
+    from torch.nn import functional as F
+    weights = torch.tensor([1., 2., 4.], dtype=torch.float64)
+    return {
+        "class weights": lambda z, y: F.cross_entropy(z, y, weights),
+        "ignored labels": lambda z, y: F.cross_entropy(
+            z, y.where(y != 1, -100), reduction="sum"),
+        "contrastive": lambda z, y: (z @ z.T).logsumexp(1).mean(),
+        "Barlow Twins": lambda z, y: (
+            (z.tanh().T @ z.tanh() / 8 - torch.eye(3)) ** 2).sum()}
+
+
+@ON_TORCH
+@pytest.mark.parametrize("name", ["class weights", "ignored labels",
+                                  "contrastive", "Barlow Twins"])
+def test_losses_of_a_whole_batch(backend, devices, name):
+    same(lambda wrap: torch_loop(wrap(torch_net()),
+                                 losses_of_a_batch()[name]), devices)
+
+
+@ON_TORCH
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "LBFGS"])
+def test_optimizers_of_torch(backend, devices, name):
+    import torch
+
+    def script(wrap):
+        net, (X, y) = wrap(torch_net()), torch_batch(8, 0)
+        optimizer = getattr(torch.optim, name)(net.parameters(), 0.01)
+        found = []
+
+        def closure():
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(X), y)
+            loss.backward()
+            return loss
+        for _ in range(4):
+            found.append(optimizer.step(closure).item())
+        return [found]
+    # Adam divides by roots of sums of the smallest gradients.
+    same(script, devices, 1e-10)
+
+
+@ON_TORCH
+def test_derivatives_of_derivatives(backend, devices):
+    """A gradient penalty on the inputs, a penalty on the weights."""
+    import torch
+
+    def script(wrap):
+        net = wrap(torch_net())
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for seed in range(4):
+            X, y = torch_batch(8, seed)
+            loss = torch.nn.functional.cross_entropy(
+                net(X.requires_grad_()), y)
+            g, = torch.autograd.grad(loss, X, create_graph=True)
+            total = loss + (g ** 2).sum() + sum(
+                (p ** 2).sum() for p in net.parameters())
+            optimizer.zero_grad()
+            total.backward()
+            optimizer.step()
+        return [total.item(), X.grad.numpy().ravel(), *(
+            p.detach().numpy().ravel() for p in net.parameters())]
+    same(script, devices)
+
+
+@ON_TORCH
+def test_two_backward_passes(backend, devices):
+    """``retain_graph``; without it the second one is torch's own error."""
+    import torch
+
+    def script(wrap):
+        net, (X, y) = wrap(torch_net()), torch_batch(8, 0)
+        loss = torch.nn.functional.cross_entropy(net(X), y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a "
+                           "second time"):
+            loss.backward()
+        return [p.grad.numpy().ravel() for p in net.parameters()]
+    same(script, devices)
+
+
+@ON_TORCH
+def test_hooks_on_parameters_see_the_sum_once(backend, devices):
+    def script(wrap):
+        net, seen = wrap(torch_net()), []
+        for p in net.parameters():
+            p.register_hook(lambda g: (seen.append(g.abs().sum().item()),
+                                       g * 2)[1])
+        found = torch_loop(net)
+        return [*found, sorted(seen)]
+    same(script, devices)
+
+
+@ON_TORCH
+def test_writes_to_the_network(backend, devices):
+    """``.data``, `load_state_dict`, freezing and thawing, another layer."""
+    import torch
+
+    def script(wrap):
+        net = wrap(torch_net())
+        found = torch_loop(net)
+        net.a.weight.data.mul_(0.5)
+        found += torch_loop(net)
+        net.load_state_dict({name: x * 0.9
+                             for name, x in net.state_dict().items()})
+        net.b.weight.requires_grad_(False)
+        found += torch_loop(net)
+        net.b.weight.requires_grad_(True)
+        torch.manual_seed(1)
+        net.out = torch.nn.Linear(6, 3).double()
+        return found + torch_loop(net)
+    same(script, devices)
+
+
+@ON_TORCH
+def test_nested_arguments_and_outputs(backend, devices):
+    """A dict with a list of arrays, a list with an item for each example, an
+    array for all devices; an axis of the output that is not the first."""
+    import torch
+
+    class Nested(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = torch.nn.Linear(6, 3)
+
+        def forward(self, batch, *, scale, table, names):
+            z = self.a(batch["x"] * batch["more"][0]) * scale @ table
+            return {"z": z, "pair": (z.T, "text"), "names": names}
+
+    def script(wrap):
+        torch.manual_seed(0)
+        net = wrap(Nested().double(), whole="table",
+                   batch_axis={"names": list})
+        found = []
+        for size in (9, 6, 7):
+            X, y = torch_batch(size, 0)
+            names = [str(n) for n in range(size)]
+            out = net({"x": X, "more": [X + 1]}, scale=2.0, names=names,
+                      table=torch.eye(3).double() + 1)
+            assert out["names"] == names and out["pair"][1] == "text"
+            (out["z"].sum() + out["pair"][0].sum()).backward()
+            found += [out["pair"][0].detach().numpy().ravel(),
+                      net.a.weight.grad.numpy().ravel().copy()]
+        return found
+    same(script, devices)
+
+
+@ON_TORCH
+def test_evaluation_uses_the_networks_statistics(backend, devices):
+    import torch
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    parallel = DataParallel(net.double(), devices)
+    torch_loop(parallel, sizes=[8, 7])
+    X, _ = torch_batch(8, 9)
+    net.eval()
+    assert not parallel.training
+    torch.testing.assert_close(parallel(X), net(X), rtol=0, atol=1e-15)
+
+
+@ON_TORCH
+def test_it_has_the_networks_names_and_is_copied_like_it(backend, devices):
+    net = torch_net()
+    parallel = DataParallel(net, devices)
+    for other in (parallel, copy.deepcopy(parallel),
+                  pickle.loads(pickle.dumps(DataParallel(
+                      net.a, devices)))):
+        plain = other.module
+        assert list(other.state_dict()) == list(plain.state_dict())
+        assert [name for name, _ in other.named_parameters()] == [
+            name for name, _ in plain.named_parameters()]
+        assert all(p is q for p, q in zip(other.parameters(),
+                                          plain.parameters(), strict=True))
+    assert parallel.a is net.a and parallel.train(False) is parallel
+    assert not net.training
+    copied = copy.deepcopy(net)     # of a network that was trained
+    torch_loop(DataParallel(net, devices))
+    assert list(copied.state_dict()) == list(copy.deepcopy(net).state_dict())
+
+
+# -- Gluon --------------------------------------------------------------------
+
+ON_MXNET = pytest.mark.parametrize("backend", [
+    name for name in BACKENDS if name == "mxnet"], indirect=True)
+
+
+def gluon_networks():
+    """Name -> a function that makes a network of (n, 6) -> (n, 3)."""
+    import mxnet as mx
+    from mxnet import gluon
+    from mxnet.gluon import nn
+
+    class Net(gluon.Block):
+        state = None
+
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.a, self.out = nn.Dense(6, in_units=6), nn.Dense(3)
+                self.b = self.second()
+
+        def second(self):
+            return nn.Dense(6)
+
+        def forward(self, x):
+            return self.out(self.b(mx.nd.relu(self.a(x))))
+
+    class Tied(Net):
+        def second(self):
+            return nn.Dense(6, in_units=6, params=self.a.params)
+
+    class Counting(Net):
+        count = 0
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x) / self.count
+
+    class Hidden(Net):
+        def forward(self, x):
+            z = self.a(x)
+            if self.state is not None and len(self.state) == len(z):
+                z = z + self.state
+            self.state = mx.nd.tanh(z).detach()
+            return self.out(self.b(z))
+
+    class InLists(Net):
+        def __init__(self):
+            super().__init__()
+            layer, self.layers = self.b, [self.a]
+            self.inner = lambda x: layer(x)
+
+        def forward(self, x):
+            return self.out(self.inner(mx.nd.relu(self.layers[0](x))))
+
+    def hybrid(**flags):
+        net = nn.HybridSequential()
+        net.add(nn.Dense(8, activation="tanh"), nn.Dense(3))
+        net.hybridize(**flags)
+        return net
+    return {**{cls.__name__: cls for cls in (Net, Tied, Counting, Hidden,
+                                             InLists)},
+            "Hybrid": hybrid,
+            "Static": lambda: hybrid(static_alloc=True, static_shape=True)}
+
+
+def gluon_net(name="Net", made=None):
+    import mxnet as mx
+    mx.random.seed(0)
+    np.random.seed(0)
+    net = (made or gluon_networks()[name])()
+    net.initialize(mx.init.Xavier(), ctx=mx.cpu(0))
+    net.cast("float64")
+    return net
+
+
+def gluon_loop(net, loss=None, optimizer="sgd", sizes=SIZES):
+    import mxnet as mx
+    from mxnet import autograd, gluon
+    loss = loss or gluon.loss.SoftmaxCrossEntropyLoss()
+    trainer = gluon.Trainer(net.collect_params(), optimizer,
+                            {"learning_rate": 0.1})
+    found = []
+    for seed, size in enumerate(sizes):
+        X, y = (mx.nd.array(x, dtype="float64") for x in numbers(size, seed))
+        with autograd.record():
+            value = loss(net(X), y)
+        value.backward()
+        trainer.step(size)
+        found.append(value.sum().asscalar())
+    return [found, *(p.data().asnumpy().ravel()
+                     for p in net.collect_params().values())]
+
+
+@COUNTS
+@ON_MXNET
+@pytest.mark.parametrize("name", ["Net", "Tied", "Counting", "InLists",
+                                  "Hybrid"])
+def test_a_gluon_loop(backend, devices, name):
+    same(lambda wrap: gluon_loop(wrap(gluon_net(name))), devices)
+
+
+@COUNTS
+@ON_MXNET
+def test_static_shapes(backend, devices):
+    """Of other sizes; a batch on fewer devices would have wrong gradients."""
+    same(lambda wrap: gluon_loop(wrap(gluon_net("Static")),
+                                 sizes=[8, 7, 8]), devices)
+    if len(devices) > 1:
+        with pytest.raises(ValueError, match=rf"1 device\(s\) after one on "
+                           rf"{len(devices)}.*static_shape=True"):
+            gluon_loop(DataParallel(gluon_net("Static"), devices),
+                       sizes=[8, 1])
+
+
+@COUNTS
+@ON_MXNET
+def test_a_carried_state_of_a_block(backend, devices):
+    """Afterwards the network has that of all examples."""
+    import mxnet as mx
+
+    def script(wrap):
+        net = wrap(gluon_net("Hidden"))
+        found = gluon_loop(net, sizes=[8] * 3)
+        found.append(net.state.asnumpy().ravel())
+        net.state = mx.nd.array(np.arange(48.).reshape(8, 6),
+                                dtype="float64")
+        return found + gluon_loop(net, sizes=[8] * 2)
+    same(script, devices)
+
+
+@ON_MXNET
+def test_what_forward_leaves_for_the_loss(backend, devices):
+    """A value for each example is joined; one number is an error."""
+    from mxnet import gluon
+    from mxnet.gluon import nn
+
+    class Auxiliary(nn.Dense):
+        def forward(self, x):
+            z = super().forward(x)
+            self.extra = (z ** 2).mean() if self.total else \
+                (z ** 2).sum(axis=1)
+            return z
+    softmax = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def script(wrap, total=False):
+        net = gluon_net(made=lambda: Auxiliary(3, in_units=6))
+        net.total = total
+        net = wrap(net)
+        return gluon_loop(net, lambda z, y: softmax(z, y) + net.extra)
+    same(script, devices)
+    with pytest.raises(ValueError, match=r"Auxiliary.extra, which differs .*"
+                       "Return it from forward"):
+        script(lambda net: DataParallel(net, devices), total=True)
+
+
+@ON_MXNET
+@pytest.mark.parametrize("optimizer", ["adam", "nag"])
+def test_optimizers_of_gluon(backend, devices, optimizer):
+    # adam divides by roots of sums of the smallest gradients
+    same(lambda wrap: gluon_loop(wrap(gluon_net()), optimizer=optimizer),
+         devices, 1e-10)
+
+
+@ON_MXNET
+def test_a_loss_of_a_whole_batch_in_gluon(backend, devices):
+    import mxnet as mx
+    same(lambda wrap: gluon_loop(wrap(gluon_net()), lambda z, y: mx.nd.dot(
+        z, z.T).exp().sum().log()), devices)
+
+
+@ON_MXNET
+def test_second_derivatives_in_gluon(backend, devices):
+    import mxnet as mx
+    from mxnet import autograd
+    from mxnet.gluon import nn
+
+    def script(wrap):
+        net = wrap(gluon_net(made=lambda: nn.Dense(
+            3, in_units=6, use_bias=False)))
+        x = mx.nd.array(numbers(8, 0)[0], dtype="float64")
+        x.attach_grad()
+        with autograd.record():
+            z = mx.nd.square(net(x))
+            g, = autograd.grad(z, [x], head_grads=mx.nd.ones_like(z),
+                               create_graph=True, retain_graph=True)
+            total = g * g
+        total.backward()
+        return [x.grad.asnumpy().ravel(), net.weight.grad().asnumpy().ravel()]
+    same(script, devices)
+
+
+@ON_MXNET
+def test_files_of_a_block(backend, devices, tmp_path):
+    net = gluon_net()
+    parallel = DataParallel(net, devices)
+    before = gluon_loop(parallel)[1:]
+    parallel.save_parameters(str(tmp_path / "saved"))
+    other = gluon_net()
+    other.load_parameters(str(tmp_path / "saved"))
+    for x, p in zip(before, other.collect_params().values(), strict=True):
+        assert (p.data().asnumpy().ravel() == x).all()
+    assert parallel.a is net.a and parallel.module is net
+
+
+# -- both ---------------------------------------------------------------------
+
+def network(backend, function):
+    """A network without parameters."""
+    if backend.name == "torch":
+        from torch import nn
+
+        class Function(nn.Module):
+            def forward(self, x, y=None):
+                return function(x, y)
+    else:
+        from mxnet import gluon
+
+        class Function(gluon.Block):
+            def forward(self, x, y=None):
+                return function(x, y)
+    return Function()
+
+
+def ones(*shape):
+    return mgpu.put(np.ones(shape), mgpu.cpu(0))
+
+
+@pytest.mark.parametrize("function, shapes, error", [
+    (lambda x, y: x.sum(), [(6, 3)], "one number|no axis fits"),
+    (lambda x, y: x.reshape((-1,)), [(6, 2)], "no axis fits"),
+    (lambda x, y: x.shape[0], [(7, 2)], "differs between devices"),
+    (lambda x, y: x, [(6, 3), (6,)], r"argument 'y' has shape \(6,\) in a "
+     r"batch of 6 examples.*Pass batch_axis=\{'y': 0\} to split it, or "
+     r"whole=\('y',\)"),
+    (lambda x, y: x, [(6, 3), (6, 6)], r"argument 'y' has shape \(6, 6\)")])
+def test_what_is_ambiguous_raises(backend, devices, function, shapes, error):
+    net = DataParallel(network(backend, function), devices)
+    with pytest.raises(ValueError, match=error):
+        net(*(ones(*shape) for shape in shapes))
+
+
+def test_a_size_that_agrees_by_chance_decides_nothing(backend, devices):
+    """Each device's (2, 2) has its 2 examples on axis 1."""
+    net = DataParallel(network(
+        backend, lambda x, y: x.reshape((-1, 2)).swapaxes(0, 1)), devices)
+    assert tuple(net(ones(6, 2)).shape) == (2, 6)
+
+
+def test_an_argument_is_named(backend, devices):
+    net = network(backend, lambda x, y: x * y)
+    split = DataParallel(net, devices, batch_axis={"y": 0})
+    assert tuple(split(ones(5, 1), ones(5)[:, None]).shape) == (5, 1)
+    whole = DataParallel(net, devices, whole="y")
+    assert tuple(whole(ones(6, 6), ones(6)).shape) == (6, 6)
+    columns = DataParallel(net, devices, batch_axis=1)
+    assert tuple(columns(ones(3, 7), ones(3, 7)).shape) == (3, 7)
+    with pytest.raises(TypeError, match="no argument 'z'.*x, y"):
+        DataParallel(net, devices, whole=["z"])(ones(6, 3))
+
+
+def test_an_argument_that_was_split_and_is_not_raises(backend, devices):
+    net = DataParallel(network(backend, lambda x, y: x), devices)
+    net(ones(6, 3), ones(6, 2))
+    with pytest.raises(ValueError, match="'y' was split in an earlier batch"):
+        net(ones(5, 3), ones(6, 2))
+
+
+def test_other_policies_of_batch_norm_are_not_supported_yet(backend):
+    with pytest.raises(NotImplementedError, match="batch_norm='per_device'"):
+        DataParallel(network(backend, lambda x, y: x), on(0, 1),
+                     batch_norm="sync")
