@@ -43,6 +43,7 @@ from mgpu.trainer import StaleGradientError, Trainer
 from mgpu.training import (History, NonFiniteLoss, attach_grad, backward, grad,
                            no_grad, parallel, put, record, seed, sgd, to_numpy,
                            train, train_batch, train_epochs)
+from mgpu.training.data_parallel import DataParallel
 
 if _TYPE_CHECKING:
     from mgpu import bench, parity, testing  # noqa: F401
@@ -51,8 +52,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Accumulator", "Animator", "BackendNotAvailable", "Benchmark",
-    "CrossDeviceError", "Device", "History", "Kwargs", "NonFiniteLoss",
-    "Parameter", "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
+    "CrossDeviceError", "DataParallel", "Device", "History", "Kwargs",
+    "NonFiniteLoss", "Parameter", "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
     "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
     "allreduce", "allreduce_many", "assign_roots", "attach_grad",
     "available_backends", "backward", "broadcast", "callbacks",

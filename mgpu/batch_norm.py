@@ -200,14 +200,14 @@ class SyncBatchNorm:
             count, total = self._joint(layer, count, total)
         return count, self._backend.fan_out(total, len(given))
 
-    def _mean(self, index: int, layer: str, count: int, part: Array,
-              like: Array) -> Array:
+    def mean(self, index: int, layer: str, count: int, part: Array,
+             like: Array) -> tuple[Array, int]:
         """The sums `part` of all devices, added up and divided by all their
-        `count`: the same bits everywhere."""
+        `count`: the same bits everywhere. Also returns that count."""
         count, totals = self._meeting.exchange(
             index, layer, (count, part), partial(self._joined, layer))
         return self._backend.put(totals[self._meeting.place(index)],
-                                 like) / count
+                                 like) / count, count
 
     def __call__(self, call: base.BatchNormCall, index: int) -> Array:
         x, ops = call.x, self._backend.ops
@@ -216,10 +216,10 @@ class SyncBatchNorm:
         axes = tuple(i for i in range(len(x.shape)) if i != axis)
         shape = tuple(n if i == axis else 1 for i, n in enumerate(x.shape))
         count = prod(x.shape) // x.shape[axis]
-        mean = self._mean(index, call.layer, count,
-                          ops.sum(x, axes, keepdims=True), x)
+        mean, _ = self.mean(index, call.layer, count,
+                            ops.sum(x, axes, keepdims=True), x)
         centred = x - mean
-        var = self._mean(index, call.layer, count, ops.sum(
+        var, _ = self.mean(index, call.layer, count, ops.sum(
             centred * centred, axes, keepdims=True), x)
         inverse = (var + call.epsilon) ** -0.5
         if self._backend.is_recording() and call.running_mean is not None:

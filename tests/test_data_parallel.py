@@ -9,7 +9,6 @@ import pytest
 import mgpu
 from conftest import BACKENDS
 from helpers import on
-from mgpu.training.data_parallel import DataParallel
 
 #: batch sizes: even, uneven, one example, fewer than devices
 SIZES = (8, 7, 8, 3, 1, 8)
@@ -25,7 +24,7 @@ def same(script, devices, tolerance=1e-12):
     """Asserts that ``script(wrap)``, a list of numbers, is the same with the
     network and with a `DataParallel` of it."""
     plain = script(lambda net, **options: net)
-    found = script(lambda net, **options: DataParallel(net, devices,
+    found = script(lambda net, **options: mgpu.DataParallel(net, devices,
                                                        **options))
     np.testing.assert_allclose(np.hstack(found), np.hstack(plain), rtol=0,
                                atol=tolerance)
@@ -326,7 +325,7 @@ def test_evaluation_uses_the_networks_statistics(backend, devices):
     import torch
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
-    parallel = DataParallel(net.double(), devices)
+    parallel = mgpu.DataParallel(net.double(), devices)
     torch_loop(parallel, sizes=[8, 7])
     X, _ = torch_batch(8, 9)
     net.eval()
@@ -334,12 +333,44 @@ def test_evaluation_uses_the_networks_statistics(backend, devices):
     torch.testing.assert_close(parallel(X), net(X), rtol=0, atol=1e-15)
 
 
+@COUNTS
+@ON_TORCH
+def test_batch_statistics_of_all_devices(backend, devices):
+    """``batch_norm="sync"``: those of one device, running ones too."""
+    import torch
+    from torch import nn
+
+    def script(wrap):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None), nn.ReLU(),
+            nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2, affine=False),
+            nn.Flatten(), nn.Linear(4, 3)).double()
+        return torch_loop(wrap(net, batch_norm="sync"), sizes=(8, 7, 3, 8))
+    same(script, devices)
+
+
+@ON_TORCH
+def test_what_batch_statistics_of_all_devices_do_not_support(backend):
+    import torch
+    from torch import nn
+    X, y = torch_batch(8, 0)
+    for layers, error in (
+            ([nn.Dropout()], "draws random numbers"),
+            ([nn.Linear(6, 3)], "no second derivatives")):
+        net = mgpu.DataParallel(nn.Sequential(
+            nn.BatchNorm1d(6), *layers).double(), on(0, 1), batch_norm="sync")
+        with pytest.raises((NotImplementedError, RuntimeError), match=error):
+            torch.autograd.grad(net(X).sum(), list(net.parameters()),
+                                create_graph=True)
+
+
 @ON_TORCH
 def test_it_has_the_networks_names_and_is_copied_like_it(backend, devices):
     net = torch_net()
-    parallel = DataParallel(net, devices)
+    parallel = mgpu.DataParallel(net, devices)
     for other in (parallel, copy.deepcopy(parallel),
-                  pickle.loads(pickle.dumps(DataParallel(
+                  pickle.loads(pickle.dumps(mgpu.DataParallel(
                       net.a, devices)))):
         plain = other.module
         assert list(other.state_dict()) == list(plain.state_dict())
@@ -350,7 +381,7 @@ def test_it_has_the_networks_names_and_is_copied_like_it(backend, devices):
     assert parallel.a is net.a and parallel.train(False) is parallel
     assert not net.training
     copied = copy.deepcopy(net)     # of a network that was trained
-    torch_loop(DataParallel(net, devices))
+    torch_loop(mgpu.DataParallel(net, devices))
     assert list(copied.state_dict()) == list(copy.deepcopy(net).state_dict())
 
 
@@ -465,7 +496,7 @@ def test_static_shapes(backend, devices):
     if len(devices) > 1:
         with pytest.raises(ValueError, match=rf"1 device\(s\) after one on "
                            rf"{len(devices)}.*static_shape=True"):
-            gluon_loop(DataParallel(gluon_net("Static"), devices),
+            gluon_loop(mgpu.DataParallel(gluon_net("Static"), devices),
                        sizes=[8, 1])
 
 
@@ -507,7 +538,7 @@ def test_what_forward_leaves_for_the_loss(backend, devices):
     same(script, devices)
     with pytest.raises(ValueError, match=r"Auxiliary.extra, which differs .*"
                        "Return it from forward"):
-        script(lambda net: DataParallel(net, devices), total=True)
+        script(lambda net: mgpu.DataParallel(net, devices), total=True)
 
 
 @ON_MXNET
@@ -549,7 +580,7 @@ def test_second_derivatives_in_gluon(backend, devices):
 @ON_MXNET
 def test_files_of_a_block(backend, devices, tmp_path):
     net = gluon_net()
-    parallel = DataParallel(net, devices)
+    parallel = mgpu.DataParallel(net, devices)
     before = gluon_loop(parallel)[1:]
     parallel.save_parameters(str(tmp_path / "saved"))
     other = gluon_net()
@@ -591,38 +622,41 @@ def ones(*shape):
      r"whole=\('y',\)"),
     (lambda x, y: x, [(6, 3), (6, 6)], r"argument 'y' has shape \(6, 6\)")])
 def test_what_is_ambiguous_raises(backend, devices, function, shapes, error):
-    net = DataParallel(network(backend, function), devices)
+    net = mgpu.DataParallel(network(backend, function), devices)
     with pytest.raises(ValueError, match=error):
         net(*(ones(*shape) for shape in shapes))
 
 
 def test_a_size_that_agrees_by_chance_decides_nothing(backend, devices):
     """Each device's (2, 2) has its 2 examples on axis 1."""
-    net = DataParallel(network(
+    net = mgpu.DataParallel(network(
         backend, lambda x, y: x.reshape((-1, 2)).swapaxes(0, 1)), devices)
     assert tuple(net(ones(6, 2)).shape) == (2, 6)
 
 
 def test_an_argument_is_named(backend, devices):
     net = network(backend, lambda x, y: x * y)
-    split = DataParallel(net, devices, batch_axis={"y": 0})
+    split = mgpu.DataParallel(net, devices, batch_axis={"y": 0})
     assert tuple(split(ones(5, 1), ones(5)[:, None]).shape) == (5, 1)
-    whole = DataParallel(net, devices, whole="y")
+    whole = mgpu.DataParallel(net, devices, whole="y")
     assert tuple(whole(ones(6, 6), ones(6)).shape) == (6, 6)
-    columns = DataParallel(net, devices, batch_axis=1)
+    columns = mgpu.DataParallel(net, devices, batch_axis=1)
     assert tuple(columns(ones(3, 7), ones(3, 7)).shape) == (3, 7)
     with pytest.raises(TypeError, match="no argument 'z'.*x, y"):
-        DataParallel(net, devices, whole=["z"])(ones(6, 3))
+        mgpu.DataParallel(net, devices, whole=["z"])(ones(6, 3))
 
 
 def test_an_argument_that_was_split_and_is_not_raises(backend, devices):
-    net = DataParallel(network(backend, lambda x, y: x), devices)
+    net = mgpu.DataParallel(network(backend, lambda x, y: x), devices)
     net(ones(6, 3), ones(6, 2))
     with pytest.raises(ValueError, match="'y' was split in an earlier batch"):
         net(ones(5, 3), ones(6, 2))
 
 
-def test_other_policies_of_batch_norm_are_not_supported_yet(backend):
-    with pytest.raises(NotImplementedError, match="batch_norm='per_device'"):
-        DataParallel(network(backend, lambda x, y: x), on(0, 1),
-                     batch_norm="sync")
+def test_other_policies_of_batch_norm(backend):
+    net = network(backend, lambda x, y: x)
+    with pytest.raises(ValueError, match="'per_device' or 'sync'; got 'all'"):
+        mgpu.DataParallel(net, on(0, 1), batch_norm="all")
+    if backend.name == "mxnet":
+        with pytest.raises(NotImplementedError, match="'sync'"):
+            mgpu.DataParallel(net, on(0, 1), batch_norm="sync")

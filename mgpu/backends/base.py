@@ -1314,10 +1314,14 @@ class Backend(ABC):
 
     def data_parallel(self, net: Any, devices: Sequence[Device],
                       splitter: Callable[[Any, Any], Any],
-                      remake: Callable[[Any], Any]) -> Any:
+                      remake: Callable[[Any], Any],
+                      synchronize: Callable[[Sequence[int]], Any] | None
+                      ) -> Any:
         """`mgpu.DataParallel`. ``splitter(forward, arrays)`` makes its
-        `BatchSplit`, ``remake(net)`` the same of another network; it can
-        be pickled."""
+        `BatchSplit`, ``remake(net)`` the same of another network; it can be
+        pickled. ``synchronize(active)`` begins a pass with joint batch
+        statistics, and returns `SyncBatchNorm.mean` and the function that
+        runs the devices' thunks."""
         raise NotImplementedError(
             f"DataParallel is not supported on {self.name} yet. Use "
             "mgpu.initialize.")

@@ -3,7 +3,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from mgpu import distributed
 from mgpu.backends import get_backend
+from mgpu.backends.base import Turns
+from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.device import as_devices
 from mgpu.training.examples import BatchSplit
 
@@ -27,10 +30,10 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
         states; the other devices' copies are overwritten in each pass.
     devices : sequence of Device
         The first one is the network's.
-    batch_norm : {"per_device"}
-        Batch statistics are those of each device's examples. The network's
-        running statistics are updated by the first device's, and in eval
-        mode all devices use them.
+    batch_norm : {"per_device", "sync"}
+        Batch statistics of each device's examples, or (PyTorch) of the whole
+        batch. The network's running statistics are updated by the first
+        device's, and in eval mode all devices use them.
     batch_axis : int or dict
         The axis of the examples: one for all arguments, or by argument name.
         ``list`` as an axis stands for a list with an item for each example.
@@ -54,14 +57,23 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     NotImplementedError
         A backend or an option that is not supported yet.
     """
-    if batch_norm != "per_device":
+    if batch_norm not in ("per_device", "sync"):
+        raise ValueError("batch_norm is 'per_device' or 'sync'; got "
+                         f"{batch_norm!r}.")
+    if batch_norm == "sync" and distributed.current().size > 1:
         raise NotImplementedError(
-            f"DataParallel supports batch_norm='per_device'; got "
-            f"{batch_norm!r}. Use mgpu.initialize for other policies.")
-    devices = as_devices(devices)
+            "DataParallel supports batch_norm='sync' in one process. Use "
+            "mgpu.initialize.")
+    backend, devices = get_backend(), as_devices(devices)
     whole = (whole,) if isinstance(whole, str) else tuple(whole)
-    return get_backend().data_parallel(
+
+    def synchronize(active: Sequence[int]) -> Any:
+        meeting = Meeting(active, Turns())
+        return SyncBatchNorm(backend, meeting).mean, partial(
+            meeting.run, backend)
+    return backend.data_parallel(
         net, devices, lambda forward, arrays: BatchSplit(
             forward, batch_axis, whole, arrays),
         partial(DataParallel, devices=devices, batch_norm=batch_norm,
-                batch_axis=batch_axis, whole=whole))
+                batch_axis=batch_axis, whole=whole),
+        synchronize if batch_norm == "sync" else None)

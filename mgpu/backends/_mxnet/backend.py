@@ -393,7 +393,11 @@ class MXNetBackend(base.Backend):
 
     # -- running on several devices -----------------------------------------
 
-    def data_parallel(self, net, devices, splitter, remake):
+    def data_parallel(self, net, devices, splitter, remake, synchronize):
+        if synchronize is not None:
+            raise NotImplementedError(
+                "DataParallel on mxnet supports batch_norm='per_device'; got "
+                "'sync'. Use mgpu.initialize for other policies.")
         return DataParallel(net, [self.handle(d) for d in devices],
                             splitter(net.hybrid_forward if "hybrid_forward"
                                      in vars(type(net)) else net.forward,

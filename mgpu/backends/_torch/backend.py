@@ -304,9 +304,9 @@ class TorchBackend(Leaves, base.Backend):
         # thread has recorded in its life.
         return list(x.expand(count, *x.shape).unbind())
 
-    def data_parallel(self, net, devices, splitter, remake):
+    def data_parallel(self, net, devices, splitter, remake, synchronize):
         return DataParallel(net, [self.handle(d) for d in devices], self._run,
-                            splitter(net.forward, Arrays), remake)
+                            splitter(net.forward, Arrays), remake, synchronize)
 
     def through(self, x, forth, back, after=None):
         if after is None:

@@ -78,13 +78,16 @@ class Joint:
     one_call : bool
         Run all devices in one call of autograd: on GPUs, where autograd has a
         thread for each device and threads of ours would wait for it.
+    connected : bool
+        The devices' graphs are one, by joint statistics: one call too.
     locked : callable
         Gives a block in which no pass writes to the devices' copies.
     """
 
-    def __init__(self, run: Runner, one_call: bool,
+    def __init__(self, run: Runner, one_call: bool, connected: bool,
                  locked: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.run, self.one_call, self.locked = run, one_call, locked
+        self.run, self.one_call = run, one_call or connected
+        self.connected, self.locked = connected, locked
 
     def connect(self, graphs: Mapping[int, DeviceGraph],
                 sources: Sequence[torch.Tensor]
@@ -150,7 +153,16 @@ class Joint:
             self, work: dict[int, tuple[DeviceGraph, Any, bool]],
             sources: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """`sums` that are recorded (``create_graph=True``): each device's
-        derivative is a graph behind a boundary of its own."""
+        derivative is a graph behind a boundary of its own.
+
+        Raises
+        ------
+        RuntimeError
+            Graphs that are connected.
+        """
+        if self.connected:
+            raise RuntimeError("batch_norm='sync' has no second derivatives. "
+                               "Use batch_norm='per_device'.")
         inputs = Sources(sources)
         count = len(sources)
         leaves: dict[int, dict[int, torch.Tensor]] = {}

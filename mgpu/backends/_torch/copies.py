@@ -7,7 +7,7 @@ share the network's memory, the others are overwritten from it.
 import functools
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
                                            Sources, leaves_of)
+from mgpu.backends._torch.sync_batch_norm import Mean, synchronize
 from mgpu.backends._torch.tree import Tree, plain_network, redirect, version
 from mgpu.backends._workers import inside_worker
 
@@ -78,12 +79,17 @@ class DeviceCopies:
         The first one is the network's.
     run : Runner
         Calls thunks, number i for device i, and waits for all of them.
+    synchronize : callable, optional
+        ``synchronize(active)`` gives, for one pass, the joint means of
+        `sync_batch_norm.synchronize` and a Runner whose thunks may wait for
+        each other.
     """
 
     def __init__(self, net: nn.Module, devices: Sequence[torch.device],
-                 run: Runner) -> None:
+                 run: Runner, synchronize: Callable[[Sequence[int]], tuple[
+                     Mean, Runner]] | None = None) -> None:
         self.net, self.devices = plain_network(net), list(devices)
-        self._run = run
+        self._run, self._synchronize = run, synchronize
         self._lock = threading.RLock()
         self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
         self._attributes: list[dict[tuple[int, str], _Held]] = [
@@ -91,8 +97,9 @@ class DeviceCopies:
         self._draws: dict[Any, bool] = {}
         self._checked: Any = None
         self._last: list[DeviceGraph] = []
-        self._joint = Joint(self._backward, any(
-            d.type != "cpu" for d in devices), lambda: self._lock)
+        self._joint = Joint(
+            self._backward, any(d.type != "cpu" for d in devices),
+            synchronize is not None, lambda: self._lock)
 
     def run(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]] |
                                   None]) -> list[Any]:
@@ -316,9 +323,21 @@ class DeviceCopies:
         def forward(i: int) -> Any:
             args, kwargs = calls[i]
             return copies[i].net(*args, **kwargs)
-        outputs = dict(zip(active, self._forward(
-            [functools.partial(forward, i) for i in active], tree.key),
-            strict=True))
+        thunks = [functools.partial(forward, i) for i in active]
+        if self._synchronize is None or not self.net.training:
+            results = self._forward(thunks, tree.key)
+        else:
+            mean, run = self._synchronize(active)
+            for i in active:
+                synchronize(copies[i].net, i, mean)
+            before = _streams(True)
+            results = run(thunks)
+            if before != _streams(True):
+                raise NotImplementedError(
+                    "DataParallel does not support batch_norm='sync' in a "
+                    "network that draws random numbers in forward. Use "
+                    "mgpu.initialize.")
+        outputs = dict(zip(active, results, strict=True))
         changes = {i: self._changes(tree, copies[i]) for i in active}
         if recorded:
             self._join(tree, sources, copies, outputs, changes)

@@ -50,7 +50,8 @@ class DataParallel(nn.Module):
 
     def __init__(self, net: nn.Module, devices: Sequence[torch.device],
                  run: Runner, split: Any,
-                 remake: Callable[[nn.Module], Any]) -> None:
+                 remake: Callable[[nn.Module], Any],
+                 synchronize: Any = None) -> None:
         modes = [(module, module.training) for module in net.modules()]
         self.__dict__["module"] = net
         super().__init__()      # sets `training` of the network
@@ -59,8 +60,8 @@ class DataParallel(nn.Module):
         self.__dict__.update(
             {name: vars(net)[name] for name in (
                 "_parameters", "_buffers", "_modules")},
-            _copies=DeviceCopies(net, devices, run), _split=split,
-            _remake=remake)
+            _copies=DeviceCopies(net, devices, run, synchronize),
+            _split=split, _remake=remake)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         copies, split = self._copies, self._split

@@ -1,0 +1,73 @@
+"""Batch norm in training with the statistics of all devices' examples, in
+torch's arithmetic."""
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu.backends._torch.arithmetic import (BATCH_NORMS, computes_itself,
+                                             moves_statistics)
+
+#: mean(index, layer, count, sums, like): the sums of all devices divided by
+#: all counts, on the device of `like`; and that count
+Mean = Callable[[int, str, int, torch.Tensor, torch.Tensor],
+                tuple[torch.Tensor, int]]
+
+
+def synchronize(net: nn.Module, index: int, mean: Mean) -> None:
+    """Let the batch-norm layers of `net`, the copy of device `index`, use
+    joint statistics.
+
+    Raises
+    ------
+    TypeError
+        A batch-norm layer with a forward of its own.
+    """
+    for name, layer in net.named_modules():
+        if isinstance(layer, BATCH_NORMS) and layer.training:
+            if computes_itself(layer):
+                raise TypeError(
+                    f"batch_norm='sync' needs torch's batch norm; {name} is "
+                    f"a {type(layer).__name__} with a forward of its own. "
+                    "Use batch_norm='per_device'.")
+            layer.__dict__["forward"] = _forward(layer, index, name, mean)
+
+
+def _forward(layer: Any, index: int, name: str, mean: Mean
+             ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not layer.training:
+            return type(layer).forward(layer, x)
+        layer._check_input_dim(x)
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
+        size = x.numel() // x.shape[1]
+        centre, count = mean(index, name, size, x.sum(axes, keepdim=True), x)
+        if count == 1:
+            raise ValueError("Expected more than 1 value per channel when "
+                             f"training, got input size {x.shape}")
+        centred = x - centre
+        variance, _ = mean(index, name, size,
+                           (centred * centred).sum(axes, keepdim=True), x)
+        _move(layer, {"running_mean": centre, "running_var":
+                      variance * (count / (count - 1))})
+        y = centred * (variance + layer.eps).rsqrt()
+        if layer.weight is not None:
+            y = y * layer.weight.reshape(shape)
+        if layer.bias is not None:
+            y = y + layer.bias.reshape(shape)
+        return y
+    return forward
+
+
+@torch.no_grad()
+def _move(layer: Any, values: Mapping[str, torch.Tensor]) -> None:
+    """Update running statistics as torch does; the variance is unbiased."""
+    if layer.num_batches_tracked is not None and layer.track_running_stats:
+        layer.num_batches_tracked.add_(1)
+    if moves_statistics(layer):
+        share = layer.momentum if layer.momentum is not None \
+            else 1 / float(layer.num_batches_tracked)
+        for name, value in values.items():
+            getattr(layer, name).lerp_(value.reshape(-1), share)
