@@ -1,8 +1,8 @@
 """Every code block of README, the guide and the examples' page runs, with the
 output that the page shows; links lead somewhere; generated parts are current.
 
-The Python blocks of a page run in order in one namespace, in a fresh process,
-on each engine (once where they choose an engine themselves). Each shell block
+The Python blocks of a page run in order in one namespace, in a process of
+their own, on each engine (once where they choose an engine themselves). Each shell block
 runs as pasted, in a scratch folder with the examples, as after activating the
 environment. A ``text`` block is the output of the block before it; ``...``
 stands for anything, and below ``<!-- numbers vary -->`` any number for any
@@ -77,27 +77,60 @@ def check_output(page, block, printed):
         f"{page.name}:{block.line} shows\n{block.output}and prints\n{printed}"
 
 
-#: executes blocks, [(line, text)], and prints what each one printed, as JSON
+#: Imports the engine, then forks a process for each line of its input: a
+#: page, a folder, and blocks, [(line, text)]. It prints what each block
+#: printed, or the error, as JSON.
 RUNNER = """
-import contextlib, io, json, sys
-namespace, printed = {"__name__": "__main__"}, []
-for line, text in json.loads(sys.argv[2]):
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile("\\n" * (line - 1) + text, sys.argv[1], "exec"),
-             namespace)
-    printed.append(out.getvalue())
-print(json.dumps(printed))
+import contextlib, io, json, os, sys, traceback
+import mgpu
+mgpu.get_backend()
+for line in sys.stdin:
+    page, folder, blocks = json.loads(line)
+    if not os.fork():
+        os.chdir(folder)
+        namespace, printed = {"__name__": "__main__"}, []
+        try:
+            for line, text in blocks:
+                with contextlib.redirect_stdout(io.StringIO()) as out:
+                    exec(compile("\\n" * (line - 1) + text, page, "exec"),
+                         namespace)
+                printed.append(out.getvalue())
+        except BaseException:
+            printed = traceback.format_exc()
+        print(json.dumps(printed), flush=True)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.wait()[1]:
+        print(json.dumps("the process was killed"), flush=True)
 """
 
 
-def child(command, folder, **variables):
-    """A process in `folder`, as a person would start it there."""
+@pytest.fixture(scope="module")
+def run_blocks():
+    """``run_blocks(engine, page, folder, blocks)``: what they print."""
+    servers = {}
+
+    def run(engine, page, folder, todo):
+        if engine not in servers:
+            servers[engine] = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", RUNNER], text=True,
+                env=environment_of_a_person(MGPU_BACKEND=engine),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        server = servers[engine]
+        print(json.dumps([str(page), str(folder), [
+            (b.line, b.text) for b in todo]]), file=server.stdin, flush=True)
+        return json.loads(server.stdout.readline())
+    yield run
+    for server in servers.values():
+        server.communicate()
+
+
+def environment_of_a_person(**variables):
+    """The variables of a shell with the environment activated."""
     own = {k: v for k, v in os.environ.items() if k not in (
         "MGPU_BACKEND", "MGPU_DATA", "MGPU_STRICT_DEVICES")}
-    return subprocess.run(
-        command, cwd=folder, timeout=300, capture_output=True, text=True,
-        env={**own, "PATH": f"{Path(sys.executable).parent}:{own['PATH']}",
-             **variables})
+    return {**own, "PATH": f"{Path(sys.executable).parent}:{own['PATH']}",
+            **variables}
 
 
 def of(language):
@@ -122,13 +155,11 @@ def runs():
 
 
 @pytest.mark.parametrize("page, todo, engine", list(runs()))
-def test_python_blocks_run(page, todo, engine, tmp_path):
+def test_python_blocks_run(page, todo, engine, tmp_path, run_blocks):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    result = child([sys.executable, "-c", RUNNER, str(page), json.dumps(
-        [(b.line, b.text) for b in todo])], tmp_path, MGPU_BACKEND=engine)
-    assert result.returncode == 0, result.stderr
-    for block, printed in zip(todo, json.loads(
-            result.stdout.splitlines()[-1]), strict=True):
+    found = run_blocks(engine, page, tmp_path, todo)
+    assert isinstance(found, list), found       # else the error
+    for block, printed in zip(todo, found, strict=True):
         check_output(page, block, printed)
 
 
@@ -138,8 +169,10 @@ def test_shell_blocks_run(page, todo, tmp_path):
     for name in ("examples", "scripts", "setup.cfg"):
         (tmp_path / name).symlink_to(ROOT / name)
     for block in todo:
-        result = child(["bash", "-euo", "pipefail", "-c", block.text],
-                       tmp_path)
+        result = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text], cwd=tmp_path,
+            timeout=300, capture_output=True, text=True,
+            env=environment_of_a_person())
         # 1: `mgpu lint` lists something, or `mgpu parity` found a
         # difference, which the page shows
         expected = (1,) if "mgpu lint" in block.text else (0, 1) \

@@ -1,7 +1,7 @@
 """Some of the generated programs, and tests that they find faults.
 
 The number of programs depends on the tier: five for each item where the marker
-expression has the word "fast", else twenty.
+expression has the word "fast", else ten.
 """
 import collections
 
@@ -26,7 +26,7 @@ def test_programs_equal_the_framework_on_one_device(request, engine, several):
         except Failure:
             return True
     fast = "fast" in request.config.option.markexpr.split()
-    small = search(programs(engine, several), fails, 5 if fast else 20)
+    small = search(programs(engine, several), fails, 5 if fast else 10)
     if small is not None:
         print(small)
         run(small)
