@@ -558,8 +558,9 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         Raises
         ------
         ValueError
-            Missing or unknown names, other shapes, or values that are not
-            numbers; all of them are listed. Nothing has changed then.
+            Missing or unknown names, other shapes, values that are not
+            numbers, or finite ones that the parameter's dtype would make
+            infinite; all of them are listed. Nothing has changed then.
         RuntimeError
             Replicas that ``force_reinit`` has made void.
         """
@@ -603,6 +604,8 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
                 values[name] = value.astype("int64")    # uint16, for example
             elif value.dtype.name not in messages.DTYPES:
                 wrong.append(f"{name}: dtype {value.dtype}")
+            elif _overflows(value, p.dtype):
+                wrong.append(f"{name}: values beyond the range of {p.dtype}")
         if wrong:
             raise ValueError(
                 "the values must be those of this network; received "
@@ -1474,6 +1477,14 @@ def _only(replicas: Replicas, every: Sequence[Any],
 def _without_addresses(text: str) -> str:
     """A function of the user's is printed with its address."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def _overflows(x: np.ndarray, dtype: str) -> bool:
+    """Whether `dtype` makes a finite value of `x` infinite."""
+    if dtype not in ("float16", "float32"):
+        return False
+    with np.errstate(over="ignore"):
+        return bool((np.isfinite(x) & ~np.isfinite(x.astype(dtype))).any())
 
 
 def _under_one_name(values: dict[str, np.ndarray],

@@ -409,7 +409,9 @@ UNFIT = [
     (lambda v: v.update({"0.bias": np.zeros(4, "complex64")}),
      "0.bias: dtype complex64"),
     (lambda v: v.update({"1.running_var": np.ones((3, 4))}),
-     "1.running_var: shape (3, 4) instead of (4,)")]
+     "1.running_var: shape (3, 4) instead of (4,)"),
+    (lambda v: v.update({"1.running_var": np.full(4, 1e39)}),
+     "1.running_var: values beyond the range of float32")]
 
 
 def test_values_that_do_not_fit_are_refused(engine):
