@@ -53,8 +53,9 @@ __version__ = "0.2.0"
 __all__ = [
     "Accumulator", "Animator", "BackendNotAvailable", "Benchmark",
     "CrossDeviceError", "DataParallel", "Device", "History", "Kwargs",
-    "NonFiniteLoss", "Parameter", "Profile", "ReplicaMismatchError", "Replicas", "Resumed",
-    "StaleGradientError", "Timer", "Trainer", "accuracy", "allgather",
+    "NonFiniteLoss", "Parameter", "Profile", "ReplicaMismatchError",
+    "Replicas", "Resumed", "StaleGradientError", "Timer", "Trainer",
+    "accuracy", "allgather",
     "allreduce", "allreduce_many", "assign_roots", "attach_grad",
     "available_backends", "backward", "broadcast", "callbacks",
     "clip_global_norm", "cpu", "datasets", "distributed", "errors",

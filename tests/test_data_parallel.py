@@ -307,7 +307,7 @@ def test_nested_arguments_and_outputs(backend, devices):
         net = wrap(Nested().double(), whole="table",
                    batch_axis={"names": list})
         found = []
-        for size in (9, 6, 7):
+        for size in (9, 12, 7):
             X, y = torch_batch(size, 0)
             names = [str(n) for n in range(size)]
             out = net({"x": X, "more": [X + 1]}, scale=2.0, names=names,

@@ -1,9 +1,9 @@
 """Whole programs of torch and Gluon run on several devices with one changed
 line, and compute what they compute on one.
 
-In a program of tests/programs `results` is a list for numbers, and the line
-after the one that makes `net` is inserted: ``net = mgpu.DataParallel(net,
-devices)``.
+A program of tests/programs appends its numbers to `results`. After the line
+that makes `net`, the line ``net = mgpu.DataParallel(net, devices)`` is
+inserted.
 """
 import re
 from pathlib import Path
@@ -44,8 +44,7 @@ def run(source, name, devices):
         import mxnet as mx
         mx.random.seed(0)
         np.random.seed(0)
-    space = {"results": [], "mgpu": mgpu, "devices": devices,
-             "__name__": name}
+    space = {"mgpu": mgpu, "devices": devices, "__name__": name}
     try:
         exec(compile(source, f"{name}.py", "exec"), space)
     finally:

@@ -64,6 +64,7 @@ class BatchSplit:
              ) -> int | None:
         """The number of examples: the size of the first array along its
         batch axis. None without arrays."""
+        self._first: Any = None     # the array whose size it is
         for argument in self._arguments(args, kwargs):
             if argument.axis is list:
                 return len(argument.value)
@@ -71,13 +72,15 @@ class BatchSplit:
                 for x in containers.arrays_in(argument.value,
                                               self._arrays.is_array):
                     if len(x.shape) > argument.axis:
+                        self._first = x
                         return int(x.shape[argument.axis])
         return None
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int,
               devices: Sequence[Any],
               bounds: Sequence[tuple[int, int]] | None = None) -> list[Call]:
-        """The arguments for each device.
+        """The arguments for each device; `size` is what the method `size`
+        has returned for them.
 
         An array that has `size` entries on its batch axis is split. Others
         go to every device.
@@ -91,7 +94,7 @@ class BatchSplit:
         if bounds is None:
             bounds = self.bounds(size, len(devices))
         columns = [self._parts(one, size, devices, bounds)
-                   for one in self._arguments(args, kwargs, first=True)]
+                   for one in self._arguments(args, kwargs)]
         count = len(args)
         return [(tuple(row[:count]), dict(zip(kwargs, row[count:])))
                 for row in zip(*columns, strict=True)]
@@ -108,8 +111,8 @@ class BatchSplit:
         start, stop = bounds[-1]
         return start - 1, stop
 
-    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any],
-                   first: bool = False) -> list[_Argument]:
+    def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]
+                   ) -> list[_Argument]:
         names = [*self._names[:len(args)], *(
             f"argument {n}" for n in range(len(self._names), len(args))),
             *kwargs]
@@ -120,17 +123,10 @@ class BatchSplit:
                             "it in batch_axis or whole. Its arguments are "
                             f"{', '.join(self._names)}.")
         default = 0 if isinstance(self._axis, Mapping) else self._axis
-        found = [_Argument(name, x, None if name in self._whole
-                           else axes.get(name, default), name in axes)
-                 for name, x in zip(names, (*args, *kwargs.values()),
-                                    strict=True)]
-        if first:       # the array whose size counts is no question
-            for n, one in enumerate(found):
-                if one.axis is not None and containers.arrays_in(
-                        one.value, self._arrays.is_array):
-                    found[n] = one._replace(explicit=True)
-                    break
-        return found
+        return [_Argument(name, x, None if name in self._whole
+                          else axes.get(name, default), name in axes)
+                for name, x in zip(names, (*args, *kwargs.values()),
+                                   strict=True)]
 
     def _parts(self, one: _Argument, size: int, devices: Sequence[Any],
                bounds: Sequence[tuple[int, int]]) -> list[Any]:
@@ -141,7 +137,7 @@ class BatchSplit:
             if one.axis is None or len(x.shape) <= one.axis \
                     or x.shape[one.axis] != size:
                 return arrays.to(x, device)
-            if not one.explicit and (
+            if not one.explicit and x is not self._first and (
                     len(x.shape) == 1 or len(set(x.shape)) == 1):
                 raise ValueError(
                     f"argument {one.name!r} has shape {tuple(x.shape)} in a "

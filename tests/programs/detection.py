@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+results = []
 net = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(),
                     nn.Conv2d(4, 5, 1))
 optimizer = torch.optim.SGD(net.parameters(), 0.05)

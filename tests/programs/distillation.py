@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+results = []
 net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(),
                     nn.Linear(16, 3))
 teacher = copy.deepcopy(net).eval().requires_grad_(False)

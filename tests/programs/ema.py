@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+results = []
 net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
 average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 optimizer = torch.optim.NAdam(net.parameters(), 0.01)

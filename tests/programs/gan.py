@@ -2,6 +2,7 @@
 import torch
 from torch import nn
 
+results = []
 generator = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
 critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 net, critic = nn.ModuleList([generator, critic])

@@ -17,6 +17,7 @@ class Model(gluon.HybridBlock):
         return self.kind(h), self.size(h)
 
 
+results = []
 net = Model()
 net.initialize(mx.init.Xavier(), ctx=mx.cpu(0))
 net.cast("float64")

@@ -16,6 +16,7 @@ class Agent(nn.Module):
         return self.policy(h).log_softmax(1), self.value(h).squeeze(1)
 
 
+results = []
 net = Agent()
 optimizer = torch.optim.Adam(net.parameters(), 0.01)
 states, rewards = torch.randn(22, 4), torch.randn(22)

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+results = []
 net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
 optimizer = torch.optim.SGD(net.parameters(), 0.1, weight_decay=0.01)
 for size in (8, 7, 3, 8):

@@ -19,6 +19,7 @@ class Model(nn.Module):
         return self.head(self.encoder(self.embedding(tokens), mask))
 
 
+results = []
 net = Model()
 optimizer = torch.optim.AdamW(net.parameters(), 0.01)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 8)

@@ -20,6 +20,7 @@ class UNet(nn.Module):
             scores.softmax(1).sum((2, 3)), small)}
 
 
+results = []
 net = UNet()
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
 for size in (6, 5, 2, 6):

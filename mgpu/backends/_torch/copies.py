@@ -7,6 +7,7 @@ share the network's memory, the others are overwritten from it.
 import functools
 import random
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,7 +97,8 @@ class DeviceCopies:
             {} for _ in devices]
         self._draws: dict[Any, bool] = {}
         self._checked: Any = None
-        self._last: list[DeviceGraph] = []
+        #: leaves of the last pass, and its graph: not kept alive here
+        self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
         self._joint = Joint(
             self._backward, any(d.type != "cpu" for d in devices),
             synchronize is not None, lambda: self._lock)
@@ -383,7 +385,8 @@ class DeviceCopies:
         inputs = list(sources)
         if not all(isinstance(x, nn.Parameter) for x in inputs):
             inputs = _reached(graphs, inputs)
-        self._last = list(graphs.values())
+        self._last = [(list(graph.leaves.values()), weakref.ref(graph))
+                      for graph in graphs.values()]
         joined = self._joint.connect(graphs, inputs)
         for i in outputs:
             def take(x: torch.Tensor, i: int = i) -> torch.Tensor:
@@ -397,8 +400,9 @@ class DeviceCopies:
     # -- checks ---------------------------------------------------------------
 
     def _check_last(self) -> None:
-        if any(leaf.grad is not None for graph in self._last
-               if not graph.running for leaf in graph.leaves.values()):
+        if any(leaf.grad is not None for leaves, known in self._last
+               if (graph := known()) is None or not graph.running
+               for leaf in leaves):
             self._last = []
             raise RuntimeError(
                 "a loss of the last pass used a tensor that forward left in "
