@@ -4,9 +4,9 @@ output that the page shows; links lead somewhere; generated parts are current.
 The Python blocks of a page run in order in one namespace, in a process of
 their own, on each engine (once where they choose an engine themselves). Each
 shell block runs as pasted, in a scratch folder with the examples, as after
-activating the environment. A ``text`` block is the output of the block before it; ``...``
-stands for anything, and below ``<!-- numbers vary -->`` any number for any
-other. ``<!-- not run: reason -->`` excuses the block below it.
+activating the environment. A ``text`` block is the output of the block before
+it; ``...`` stands for anything, and below ``<!-- numbers vary -->`` any number
+for any other. ``<!-- not run: reason -->`` excuses the block below it.
 """
 import json
 import os
