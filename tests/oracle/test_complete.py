@@ -33,6 +33,7 @@ NO_NUMBERS = {
     "callbacks": "tests/test_callbacks.py compares averages with torch's",
     **dict.fromkeys(("metrics", "evaluate"),
                     "tests/test_metrics.py compares them with MXNet's"),
+    "DataParallel": "tests/test_data_parallel.py compares with one device",
     "Replicas.predict": "tests/test_prediction.py: the rows of one device",
     **dict.fromkeys(("Replicas.save", "Replicas.load"),
                     "tests/test_prediction.py: the same bits after it"),

