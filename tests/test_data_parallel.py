@@ -167,8 +167,44 @@ def test_a_torch_loop(backend, devices, name):
 @COUNTS
 @ON_TORCH
 def test_a_carried_state(backend, devices):
-    same(lambda wrap: torch_loop(wrap(torch_net("Hidden")), sizes=[8] * 4),
-         devices)
+    """It begins anew with each batch of another size: also where a device
+    has as many examples as before. Afterwards the network has that of all
+    examples; the user may set another one, or write to it."""
+    import torch
+
+    def script(wrap):
+        net = wrap(torch_net("Hidden"))
+        found = torch_loop(net, sizes=[8, 8, 7, 8, 8, 6, 6])
+        found.append(net.state.numpy().ravel())
+        net.state = torch.arange(36.).double().reshape(6, 6)
+        found += torch_loop(net, sizes=[6, 6])
+        net.state.mul_(2)
+        return found + torch_loop(net, sizes=[6])
+    same(script, devices)
+
+
+@ON_TORCH
+def test_what_forward_leaves_for_a_loss(backend, devices):
+    """A value for each example is joined; one number is an error."""
+    import torch
+
+    class Auxiliary(torch.nn.Linear):
+        def forward(self, x):
+            z = super().forward(x)
+            self.extra = [(z ** 2).mean() if self.total
+                          else (z ** 2).sum(1)]
+            return z
+
+    def script(wrap, total=False):
+        torch.manual_seed(0)
+        net = Auxiliary(6, 3).double()
+        net.total = total
+        net = wrap(net)
+        return torch_loop(net, lambda z, y: torch.nn.functional.cross_entropy(
+            z, y) + net.extra[0].mean(), sizes=(8, 6, 7))
+    same(script, devices)
+    with pytest.raises(RuntimeError, match="Auxiliary.extra, which forward"):
+        script(lambda net: mgpu.DataParallel(net, devices), total=True)
 
 
 def losses_of_a_batch():
@@ -508,7 +544,7 @@ def test_a_carried_state_of_a_block(backend, devices):
 
     def script(wrap):
         net = wrap(gluon_net("Hidden"))
-        found = gluon_loop(net, sizes=[8] * 3)
+        found = gluon_loop(net, sizes=[8, 8, 7, 8, 8])
         found.append(net.state.asnumpy().ravel())
         net.state = mx.nd.array(np.arange(48.).reshape(8, 6),
                                 dtype="float64")

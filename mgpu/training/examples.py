@@ -99,6 +99,22 @@ class BatchSplit:
         return [(tuple(row[:count]), dict(zip(kwargs, row[count:])))
                 for row in zip(*columns, strict=True)]
 
+    def split_like(self, x: Any, part: Any, start: int, stop: int, device: Any
+                   ) -> Any:
+        """The examples from `start` to `stop` of `x`, which has the form of
+        what `join` has made of `part` and other parts: its arrays are split
+        on the axis where those of `part` have another size."""
+        like = iter(containers.arrays_in(part, self._arrays.is_array))
+
+        def take(array: Any) -> Any:
+            shape = next(like).shape
+            for axis, (n, m) in enumerate(zip(array.shape, shape,
+                                              strict=True)):
+                if n != m:
+                    return self._arrays.take(array, axis, start, stop, device)
+            return self._arrays.to(array, device)
+        return containers.replace(x, self._arrays.is_array, take)
+
     @staticmethod
     def bounds(size: int, devices: int) -> list[tuple[int, int]]:
         """Each device's examples, as (start, stop)."""

@@ -7,7 +7,6 @@ after it is Gluon's own.
 """
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +93,7 @@ class _State(NamedTuple):
     seen: Any
     values: list[Any]       # of the devices
     is_joined: bool
+    size: int               # of the batch
 
 
 class DataParallel(gluon.Block):     # type: ignore[name-defined]
@@ -214,17 +214,19 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
         for place, state in list(self._states.items()):
             now = vars(state.block).get(place[1])
             values = state.values
-            if not _is_same(now, state.shown, state.seen):
-                # The user's: joined values are split again, others go to all.
+            fits = not state.is_joined or state.size == bounds[-1][1]
+            if not fits or not _is_same(now, state.shown, state.seen):
+                # The user's, or of another batch size: for all devices, as
+                # it is; a new value of the same form is split again.
                 del self._states[place]
-                if not state.is_joined or _shapes(now) != _shapes(
-                        state.shown):
+                if not fits or not state.is_joined or _shapes(now) != \
+                        _shapes(state.shown):
                     continue
                 with autograd.pause():
-                    values = [containers.replace(now, is_array, partial(
-                        Arrays.take, axis=0, start=start, stop=stop,
-                        device=context)) for context, (start, stop) in zip(
-                            contexts, bounds, strict=True)]
+                    values = [self._split.split_like(
+                        now, part, start, stop, context)
+                        for part, context, (start, stop) in zip(
+                            values, contexts, bounds, strict=True)]
             for i in range(min(len(contexts), len(values))):
                 found[i][place] = values[i]
         before = {**state_of(self.module), **found[0]}
@@ -255,7 +257,7 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
                         (mode, place), lambda p=place: probe(p))
                 block.__dict__[name] = shown
                 self._states[place] = _State(block, shown, _content(shown),
-                                             values, is_joined)
+                                             values, is_joined, sum(sizes))
 
     def _join_state(self, values: list[Any], name: str, sizes: list[int],
                     mode: Any, probe: Any) -> tuple[Any, bool]:
@@ -265,7 +267,7 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
         except ValueError as error:
             with autograd.pause():
                 contents = [_content(x) for x in values]
-            if all(repr(x) == repr(contents[0]) for x in contents) \
+            if all(_is_equal(x, contents[0]) for x in contents) \
                     or not autograd.is_recording():
                 return values[0], False
             raise ValueError(
@@ -326,17 +328,18 @@ def _content(x: Any) -> Any:
     return x if found is None else list(map(_content, found[1]))
 
 
+def _is_equal(a: Any, b: Any) -> bool:
+    """Whether two results of `_content` are equal; NaN equals NaN."""
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_is_equal, a, b))
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return np.array_equal(a, b, equal_nan=True)
+    return a is b or type(a) is type(b) and bool(a == b)
+
+
 def _is_same(x: Any, shown: Any, seen: Any) -> bool:
     """Whether `x` is `shown`, and has the content that `shown` had."""
-    if x is not shown:
-        return False
-    if is_array(x):
-        return np.array_equal(x.asnumpy(), seen, equal_nan=True)
-    found = containers.parts(x)
-    return found is None or len(found[1]) == len(seen) and all(
-        (np.array_equal(a.asnumpy(), b, equal_nan=True) if is_array(a)
-         else a is b or isinstance(b, list)) for a, b in zip(
-            found[1], seen, strict=True))
+    return x is shown and _is_equal(_content(x), seen)
 
 
 def _shapes(x: Any) -> list[tuple[int, ...]]:

@@ -4,6 +4,7 @@ The network itself is the only state. A pass makes, for each device, a shallow
 copy of the module tree with private leaves for parameters: those of device 0
 share the network's memory, the others are overwritten from it.
 """
+import contextlib
 import functools
 import random
 import threading
@@ -29,12 +30,14 @@ _MISSING = object()
 class _Held(NamedTuple):
     """A device's own array or attribute.
 
-    It is valid while the network has `original` at that `version`.
+    It is valid while the network has `original` at that `version`, and, if
+    it is a part of `original`, for batches of `size` examples.
     """
 
     original: Any
     version: int
     value: Any
+    size: int | None = None
 
 
 class _Copy(NamedTuple):
@@ -47,6 +50,25 @@ class _Copy(NamedTuple):
     buffers: dict[int, dict[str, Any]]
     modules: dict[int, nn.Module]   # id of the network's own -> the copy
     alive: list[Any]
+
+
+class Batch(NamedTuple):
+    """What the devices' calls are parts of.
+
+    Attributes
+    ----------
+    bounds : list of (start, stop)
+        The examples of each device.
+    join : callable
+        ``join(values, name, place)``: an attribute's values on the devices,
+        joined like an output. ValueError where they cannot be.
+    split_like : callable
+        See `BatchSplit.split_like`.
+    """
+
+    bounds: list[tuple[int, int]]
+    join: Callable[[list[Any], str, tuple[int, str]], Any]
+    split_like: Callable[..., Any]
 
 
 class _Changes(NamedTuple):
@@ -104,13 +126,17 @@ class DeviceCopies:
             synchronize is not None, lambda: self._lock)
 
     def run(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]] |
-                                  None]) -> list[Any]:
+                                  None], batch: Batch | None = None
+            ) -> list[Any]:
         """Call the network for each device.
 
         Parameters
         ----------
         calls : list of (args, kwargs) or None
             None for a device without examples.
+        batch : Batch, optional
+            How attributes that forward sets are joined; without it the
+            network has the first device's.
 
         Returns
         -------
@@ -134,14 +160,16 @@ class DeviceCopies:
                 out[i] = self.net(*args, **kwargs)
             return out
         with self._lock:
-            for i, x in self._pass(dict(enumerate(calls)), active).items():
+            for i, x in self._pass(dict(enumerate(calls)), active,
+                                   batch).items():
                 out[i] = x
         return out
 
     def probe(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """What forward returns for `call` on the last device, or None where
-        it raises. It runs without gradients, and nothing that it sets in the
-        network or draws from torch's streams stays."""
+        """(what forward returns for `call` on the last device, the copies of
+        all modules by id), or None where it raises. It runs without
+        gradients, and nothing that it sets in the network or draws from
+        torch's streams stays."""
         spare = DeviceCopies(self.net, self.devices[:1] + self.devices[-1:],
                              self._run)
         with self._lock, torch.random.fork_rng(), torch.no_grad():
@@ -149,10 +177,10 @@ class DeviceCopies:
                 key: one._replace(value=_clone(one.value, self.devices[-1],
                                                {}))
                 for key, one in self._attributes[-1].items()}
-            copy = spare._copy(1, Tree(self.net), Sources())
+            copy = spare._copy(1, Tree(self.net), Sources(), None)
             args, kwargs = call
             try:
-                return copy.net(*args, **kwargs)
+                return copy.net(*args, **kwargs), copy.modules
             except Exception:
                 return None
 
@@ -195,7 +223,8 @@ class DeviceCopies:
                     for key, x in tree.arrays.items()}
         return self._overwrite(i, list(tree.arrays.values()))
 
-    def _copy(self, i: int, tree: Tree, sources: Sources) -> _Copy:
+    def _copy(self, i: int, tree: Tree, sources: Sources,
+              batch: Batch | None) -> _Copy:
         memo: dict[int, Any] = {}
         leaves, originals = {}, {}
         for key, value in self._values(i, tree).items():
@@ -233,15 +262,14 @@ class DeviceCopies:
                 if name not in module.__dict__:
                     continue
                 x, place = module.__dict__[name], (id(module), name)
-                if i:
-                    one = self._attributes[i].get(place)
-                    if one is None or one.original is not x \
-                            or one.version != version(x):
-                        one = _Held(x, version(x), _clone(
-                            x, self.devices[i], clones)) \
-                            if name in tree.values[id(module)] else None
-                    if one is not None:
-                        held[place], x = one, one.value
+                one = self._attributes[i].get(place)
+                if one is not None and not _is_valid(one, x, batch):
+                    one = _part(one, x, i, self.devices[i], batch)
+                if one is None and i and name in tree.values[id(module)]:
+                    one = _Held(x, version(x), _clone(x, self.devices[i],
+                                                      clones))
+                if one is not None:
+                    held[place], x = one, one.value
                 x = containers.replace(x, is_tensor, functools.partial(
                     _entered, sources, leaves, memo))
                 own[name] = redirect(x, memo)
@@ -254,10 +282,9 @@ class DeviceCopies:
 
     def _names(self, i: int, module: nn.Module, tree: Tree) -> list[str]:
         """Attributes that a copy does not share with the network."""
-        if i == 0:
-            return tree.references[id(module)]
         return list(dict.fromkeys([
-            *tree.values[id(module)], *tree.references[id(module)],
+            *(tree.values[id(module)] if i else ()),
+            *tree.references[id(module)],
             *(name for key, name in self._attributes[i]
               if key == id(module))]))
 
@@ -285,37 +312,55 @@ class DeviceCopies:
                 if copy.buffers[id(module)].get(name, _MISSING) is not x)
         return found
 
-    def _commit(self, changes: dict[int, _Changes]) -> None:
-        """Device 0's changes are the network's; the others are their
-        device's, until somebody sets the network's."""
-        first = changes.get(0, _Changes([], []))
-        for module, name, x in first.attributes:
+    def _commit(self, changes: dict[int, _Changes], batch: Batch | None
+                ) -> None:
+        """Set what forward has set: attributes joined like outputs, else
+        device 0's. Each device goes on with its own."""
+        own = {i: {(id(module), name): x for module, name, x in c.attributes}
+               for i, c in changes.items()}
+        for module, name, x in changes.get(0, _Changes([], [])).attributes:
+            place = id(module), name
+            values = [found.get(place, _MISSING) for found in own.values()]
+            shown, size = x, None
+            if batch is not None and not any(v is _MISSING for v in values) \
+                    and containers.arrays_in(x, is_tensor):
+                with contextlib.suppress(ValueError):
+                    shown = batch.join(
+                        values, f"{type(module).__name__}.{name}", place)
+                    size = batch.bounds[-1][1]
             if x is _MISSING:
                 module.__dict__.pop(name, None)
             else:
-                module.__dict__[name] = x
-        for module, name, x in first.buffers:
+                module.__dict__[name] = shown
+            if size is not None:
+                self._attributes[0][place] = _Held(shown, 0, x, size)
+            for i in own:
+                if i and place in own[i] and own[i][place] is not _MISSING:
+                    self._attributes[i][place] = _Held(
+                        module.__dict__.get(name), 0, own[i][place], size)
+        for module, name, x in changes.get(0, _Changes([], [])).buffers:
             vars(module)["_buffers"][name] = x
-        for i in range(1, len(self.devices)):
-            held = self._attributes[i]
-            for module, name, x in changes[i].attributes \
-                    if i in changes else ():
-                if x is not _MISSING:
-                    held[id(module), name] = _Held(
+        for i, c in changes.items():    # what device 0 has not set
+            for module, name, x in c.attributes:
+                if i and x is not _MISSING and (id(module), name) \
+                        not in own.get(0, {}):
+                    self._attributes[i][id(module), name] = _Held(
                         module.__dict__.get(name), 0, x)
-            for key, one in held.items():   # written in place on device 0
+        for held in self._attributes:   # written in place on device 0
+            for key, one in held.items():
                 held[key] = one._replace(version=version(one.original))
 
     # -- passes ---------------------------------------------------------------
 
-    def _pass(self, calls: dict[int, Any], active: list[int]
-              ) -> dict[int, Any]:
+    def _pass(self, calls: dict[int, Any], active: list[int],
+              batch: Batch | None) -> dict[int, Any]:
         self._check_last()
         recorded = torch.is_grad_enabled() \
             and not torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.no_grad():
             tree, sources = Tree(self.net), Sources()
-            copies = {i: self._copy(i, tree, sources) for i in active}
+            copies = {i: self._copy(i, tree, sources, batch)
+                      for i in active}
         if recorded:
             for i in active:
                 calls[i] = containers.replace(
@@ -343,7 +388,7 @@ class DeviceCopies:
         changes = {i: self._changes(tree, copies[i]) for i in active}
         if recorded:
             self._join(tree, sources, copies, outputs, changes)
-        self._commit(changes)
+        self._commit(changes, batch)
         return outputs
 
     def _forward(self, thunks: list[Any], key: Any) -> list[Any]:
@@ -421,6 +466,28 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+def _is_valid(one: _Held, x: Any, batch: Batch | None) -> bool:
+    """Whether a device's own value stands for the network's value `x`."""
+    return one.original is x and one.version == version(x) and (
+        one.size is None or batch is None or one.size == batch.bounds[-1][1])
+
+
+def _part(one: _Held, x: Any, i: int, device: torch.device,
+          batch: Batch | None) -> _Held | None:
+    """A device's part of a value that the user has set in the place of a
+    joined one; None where it goes to all devices."""
+    if batch is None or one.size != batch.bounds[-1][1] \
+            or _shapes(x) != _shapes(one.original):
+        return None
+    start, stop = batch.bounds[i]
+    return _Held(x, version(x), batch.split_like(
+        x, one.value, start, stop, device), one.size)
+
+
+def _shapes(x: Any) -> list[tuple[int, ...]]:
+    return [tuple(t.shape) for t in containers.arrays_in(x, is_tensor)]
 
 
 def _recorded(x: Any) -> list[torch.Tensor]:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mgpu.backends._torch.boundary import Runner
-from mgpu.backends._torch.copies import DeviceCopies, on_one_device
+from mgpu.backends._torch.copies import (Batch, DeviceCopies,
+                                         on_one_device)
 
 
 class Arrays:
@@ -75,14 +76,26 @@ class DataParallel(nn.Module):
         bounds = split.bounds(size, len(devices))
         sizes = [stop - start for start, stop in bounds]
 
-        def probe() -> tuple[Any, int] | None:
+        mode, probed = (self.training, torch.is_grad_enabled()), list[Any]()
+
+        def probe(place: tuple[int, str] | None = None
+                  ) -> tuple[Any, int] | None:
             part = split.probe_bounds(bounds)
-            call, = split.split(args, kwargs, size, devices[-1:], [part])
-            output = copies.probe(call)
-            return None if output is None else (output, part[1] - part[0])
+            if not probed:
+                call, = split.split(args, kwargs, size, devices[-1:], [part])
+                probed.append(copies.probe(call))
+            if probed[0] is None:
+                return None
+            output, modules = probed[0]
+            return output if place is None else vars(modules[place[0]]).get(
+                place[1]), part[1] - part[0]
+
+        def join(values: list[Any], name: str, place: tuple[int, str]) -> Any:
+            return split.join(values, sizes, devices[0], (mode, place),
+                              lambda: probe(place))
         return split.join(
-            copies.run(calls), sizes, devices[0],
-            (self.training, torch.is_grad_enabled()), probe)
+            copies.run(calls, Batch(bounds, join, split.split_like)), sizes,
+            devices[0], mode, probe)
 
     # -- it is the network, but for forward -----------------------------------
 
