@@ -2,6 +2,8 @@
 with the plain network on one device."""
 import copy
 import pickle
+import re
+import warnings
 
 import numpy as np
 import pytest
@@ -661,6 +663,32 @@ def test_what_is_ambiguous_raises(backend, devices, function, shapes, error):
     net = mgpu.DataParallel(network(backend, function), devices)
     with pytest.raises(ValueError, match=error):
         net(*(ones(*shape) for shape in shapes))
+
+
+def test_outputs_are_compared_with_one_device(backend, devices, monkeypatch):
+    """``MGPU_DEBUG=1``: what looks across examples is named, what does not
+    is not."""
+    monkeypatch.setenv("MGPU_DEBUG", "1")
+    x = mgpu.put(numbers(6, 0)[0], mgpu.cpu(0))
+    for function, matches in ((lambda x, y: {"z": x * 2}, ()), (
+            lambda x, y: {"same": x, "z": x - x.mean()},
+            [r"the output\['z'\] on several devices differs from one"])):
+        net = mgpu.DataParallel(network(backend, function), devices)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RuntimeWarning)
+            net(x)
+        found = [str(w.message) for w in caught if "MGPU_DEBUG" in str(
+            w.message)]
+        assert len(found) == len(matches)
+        assert all(re.search(*pair) for pair in zip(matches, found))
+
+
+@ON_TORCH
+def test_a_forward_that_writes_to_its_parameters_raises(backend, devices):
+    import torch
+    net = mgpu.DataParallel(torch.nn.Embedding(9, 6, max_norm=0.5), devices)
+    with pytest.raises(RuntimeError, match="writes to the parameter weight"):
+        net(torch.arange(6)[:, None])
 
 
 def test_a_size_that_agrees_by_chance_decides_nothing(backend, devices):

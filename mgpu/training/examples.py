@@ -1,15 +1,20 @@
 """Split the arguments of a network by examples, and join its outputs."""
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from mgpu import environment
 from mgpu.backends import containers
 from mgpu.split import shard_bounds
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: calls that ``MGPU_DEBUG=1`` compares with one device
+_COMPARED = 3
 
 
 class Arrays(Protocol):
@@ -27,6 +32,9 @@ class Arrays(Protocol):
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Any) -> Any:
         """The arrays joined on `device`."""
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        """A copy on the host."""
 
 
 class _Argument(NamedTuple):
@@ -58,7 +66,23 @@ class BatchSplit:
         self._axis, self._arrays = batch_axis, arrays
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
+        self._compared = 0
         self._known_axes: dict[Any, Any] = {}
+
+    def expected(self, alone: Callable[[], Any]) -> Any:
+        """``alone()``, the output of one device, in the first calls under
+        ``MGPU_DEBUG=1``; else None."""
+        if self._compared == _COMPARED or not environment.debug():
+            return None
+        self._compared += 1
+        return alone()
+
+    def compared(self, output: Any, expected: Any) -> Any:
+        """`output`; warns where it differs from `expected`, if that is not
+        None."""
+        if expected is not None:
+            _warn_of_difference(output, expected, self._arrays)
+        return output
 
     def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> int | None:
@@ -208,6 +232,31 @@ class BatchSplit:
                            mode, probe).join(list(outputs), "the output", ())
         finally:
             self._known_axes.pop((mode, "probe"), None)
+
+
+def _warn_of_difference(found: Any, expected: Any, arrays: Arrays) -> None:
+    """Warn with the name of the first array in `found`, the output of several
+    devices, that differs from that of one device by more than rounding."""
+    def visit(x: Any, y: Any, name: str) -> bool:
+        if arrays.is_array(x) and arrays.is_array(y):
+            a, b = (np.asarray(arrays.to_numpy(z), "float64")
+                    for z in (x, y))
+            apart = np.inf if a.shape != b.shape \
+                else float(np.abs(a - b).max(initial=0))
+            bound = 1e-10 if str(x.dtype).endswith("64") else 1e-4
+            if not apart <= bound * max(1.0, np.abs(b).max(initial=0)):
+                warnings.warn(
+                    f"MGPU_DEBUG: {name} on several devices differs from one "
+                    f"device by {apart:.2g}. Forward looks across examples: "
+                    "batch norm per device, or a mean over the batch.",
+                    RuntimeWarning, stacklevel=4)
+                return True
+            return False
+        one, other = containers.parts(x), containers.parts(y)
+        return one is not None and other is not None and any(
+            visit(a, b, f"{name}[{key!r}]")
+            for key, a, b in zip(one[0], one[1], other[1], strict=False))
+    visit(found, expected, "the output")
 
 
 class _Joiner(NamedTuple):

@@ -63,6 +63,10 @@ class Arrays:
         return _like(_axis_first(mx.nd.add_n(*spread), axis), arrays[0])
 
     @staticmethod
+    def to_numpy(x: Any) -> np.ndarray:
+        return x if isinstance(x, np.ndarray) else x.asnumpy()
+
+    @staticmethod
     def _is_recorded(x: Any) -> bool:
         return autograd.is_recording() and np.dtype(x.dtype).kind == "f"
 
@@ -137,6 +141,7 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
         self._check_count(len(contexts))
         if len(contexts) == 1:
             return net(*calls[0][0])
+        expected = split.expected(lambda: self._alone(args))
         before = self._put_states(bounds, contexts)
         # Copies are queued before device 0's pass, which keeps it busy.
         trees = [BlockTree(net, context, self._arrays[i + 1], states)
@@ -167,7 +172,17 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
         sizes = [stop - start for start, stop in bounds]
         mode = autograd.is_training(), autograd.is_recording()
         self._keep_states(trees, before[0], sizes, mode, probe)
-        return split.join(outputs, sizes, contexts[0], mode, probe)
+        return split.compared(split.join(outputs, sizes, contexts[0], mode,
+                                         probe), expected)
+
+    def _alone(self, args: Any) -> Any:
+        """What a deep copy of the network returns on one device, without
+        gradients; None where it cannot be copied."""
+        with autograd.pause(train_mode=autograd.is_training()):
+            try:
+                return copy.deepcopy(self.module)(*args)
+            except Exception:
+                return None
 
     def _check_count(self, count: int) -> None:
         """Refuse another number of devices with static shapes.

@@ -5,6 +5,7 @@ copy of the module tree with private leaves for parameters: those of device 0
 share the network's memory, the others are overwritten from it.
 """
 import contextlib
+import copy
 import functools
 import random
 import threading
@@ -49,6 +50,7 @@ class _Copy(NamedTuple):
     attributes: dict[int, dict[str, Any]]       # before the pass
     buffers: dict[int, dict[str, Any]]
     modules: dict[int, nn.Module]   # id of the network's own -> the copy
+    written: dict[int, tuple[torch.Tensor, int]]    # leaf, its version
     alive: list[Any]
 
 
@@ -148,8 +150,8 @@ class DeviceCopies:
         Raises
         ------
         RuntimeError
-            Forward makes a layer or a parameter, or leaves a tensor outside
-            of the network that a loss then uses.
+            Forward makes a layer or a parameter, writes to a parameter, or
+            leaves a tensor outside of the network that a loss then uses.
         """
         out: list[Any] = [None] * len(calls)
         active = [i for i, call in enumerate(calls) if call is not None]
@@ -177,12 +179,23 @@ class DeviceCopies:
                 key: one._replace(value=_clone(one.value, self.devices[-1],
                                                {}))
                 for key, one in self._attributes[-1].items()}
-            copy = spare._copy(1, Tree(self.net), Sources(), None)
+            made = spare._copy(1, Tree(self.net), Sources(), None)
             args, kwargs = call
             try:
-                return copy.net(*args, **kwargs), copy.modules
+                return made.net(*args, **kwargs), made.modules
             except Exception:
                 return None
+
+    def alone(self, args: Any, kwargs: Any) -> Any:
+        """What a deep copy of the network returns on one device, without
+        gradients; None where it draws random numbers or cannot be copied."""
+        with torch.random.fork_rng(), torch.no_grad():
+            before = _streams(False)
+            try:
+                output = copy.deepcopy(self.net)(*args, **kwargs)
+            except Exception:
+                return None
+            return output if _streams(False) == before else None
 
     # -- copies ---------------------------------------------------------------
 
@@ -277,8 +290,11 @@ class DeviceCopies:
             attributes[id(module)] = dict(own)
             buffers[id(module)] = dict(own["_buffers"])
         self._attributes[i] = held
+        written = {key: (memo[key], memo[key]._version)
+                   for key, x in tree.arrays.items()
+                   if isinstance(x, nn.Parameter)}
         return _Copy(modules[id(self.net)], leaves, originals, attributes,
-                     buffers, modules, alive)
+                     buffers, modules, written, alive)
 
     def _names(self, i: int, module: nn.Module, tree: Tree) -> list[str]:
         """Attributes that a copy does not share with the network."""
@@ -292,6 +308,13 @@ class DeviceCopies:
 
     def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
         found = _Changes([], [])
+        for name, p in self.net.named_parameters():
+            leaf, count = copy.written.get(id(p), (None, 0))
+            if leaf is not None and leaf._version != count:
+                raise RuntimeError(
+                    f"forward writes to the parameter {name}, as "
+                    "nn.Embedding(max_norm=) does: each device would write "
+                    "for its own examples. Write to it outside of forward.")
         for module in tree.modules:
             before = copy.attributes[id(module)]
             after = copy.modules[id(module)].__dict__

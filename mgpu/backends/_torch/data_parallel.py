@@ -38,6 +38,11 @@ class Arrays:
                device: torch.device) -> torch.Tensor:
         return torch.cat([x.to(device) for x in arrays], axis)
 
+    @staticmethod
+    def to_numpy(x: Any) -> np.ndarray:
+        return x if isinstance(x, np.ndarray) \
+            else x.detach().cpu().double().numpy()
+
 
 class DataParallel(nn.Module):
     """See `mgpu.training.data_parallel.DataParallel`.
@@ -72,6 +77,7 @@ class DataParallel(nn.Module):
         devices = copies.devices[:size or 1]
         if len(devices) < 2:
             return self.module(*args, **kwargs)
+        expected = split.expected(lambda: copies.alone(args, kwargs))
         calls = split.split(args, kwargs, size, devices)
         bounds = split.bounds(size, len(devices))
         sizes = [stop - start for start, stop in bounds]
@@ -93,9 +99,9 @@ class DataParallel(nn.Module):
         def join(values: list[Any], name: str, place: tuple[int, str]) -> Any:
             return split.join(values, sizes, devices[0], (mode, place),
                               lambda: probe(place))
-        return split.join(
+        return split.compared(split.join(
             copies.run(calls, Batch(bounds, join, split.split_like)), sizes,
-            devices[0], mode, probe)
+            devices[0], mode, probe), expected)
 
     # -- it is the network, but for forward -----------------------------------
 
@@ -111,7 +117,7 @@ class DataParallel(nn.Module):
         return getattr(self.__dict__["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "training" or name in _HOOKS:
+        if name in _OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self.module, name, value)
@@ -138,8 +144,9 @@ class DataParallel(nn.Module):
         self.module._load_from_state_dict(*args, **kwargs)
 
 
-_HOOKS = frozenset(name for name in nn.Module().__dict__
-                   if name.endswith("hooks"))
+#: hooks, and what torch notes of them; `training` is a property
+_OWN = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers",
+                                          "_modules"}
 
 
 def _delegated(name: str) -> Any:
