@@ -42,6 +42,7 @@ def torch_networks():
     """Name -> a function that makes a network of (n, 6) -> (n, 3)."""
     import torch
     from torch import nn
+    from torch.nn.utils import prune
     from torch.utils.checkpoint import checkpoint
 
     class Net(nn.Module):
@@ -122,6 +123,21 @@ def torch_networks():
     found["WeightNorm"] = lambda: nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Tanh(),
         nn.Linear(8, 3))
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(2, 2, batch_first=True)
+            self.more = nn.ParameterList([torch.randn(6, 3)])
+
+        def forward(self, x):
+            x = x.reshape(-1, 3, 2)
+            return self.attention(x, x, x)[0].flatten(1) @ self.more[0]
+    found["Attention"] = Attention
+    found["Pruned"] = lambda: nn.Sequential(prune.l1_unstructured(
+        nn.Linear(6, 8), "weight", 0.5), nn.Linear(8, 3))
+    found["SpectralNorm"] = lambda: nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(),
+        nn.Linear(8, 3))
     found["Frozen"] = lambda: nn.Sequential(
         nn.Linear(6, 8).requires_grad_(False), nn.Tanh(), nn.Linear(8, 3))
     return found
@@ -161,7 +177,8 @@ def torch_loop(net, loss=None, optimizer=None, sizes=SIZES):
 @ON_TORCH
 @pytest.mark.parametrize("name", [
     "Net", "Tied", "Reentrant", "Recomputed", "Counting", "InPlace",
-    "Recurrent", "InLists", "WeightNorm", "Frozen"])
+    "Recurrent", "InLists", "WeightNorm", "Attention", "Pruned",
+    "SpectralNorm", "Frozen"])
 def test_a_torch_loop(backend, devices, name):
     same(lambda wrap: torch_loop(wrap(torch_net(name))), devices)
 
@@ -478,6 +495,26 @@ def gluon_networks():
         def forward(self, x):
             return self.out(self.inner(mx.nd.relu(self.layers[0](x))))
 
+    def convolution():
+        net = nn.HybridSequential()
+        net.add(nn.HybridLambda(lambda F, x: x.reshape((0, 1, 3, 2))),
+                nn.Conv2D(4, 2), nn.Activation("relu"), nn.Flatten(),
+                nn.LayerNorm(), nn.Dense(3))
+        return net
+
+    class Constant(gluon.HybridBlock):
+        """A parameter of its own, frozen ones, a constant."""
+
+        def __init__(self):
+            super().__init__()
+            self.w = self.params.get("w", shape=(6, 3))
+            self.c = self.params.get_constant("c", mx.nd.ones((3,)))
+            self.d = nn.Dense(3, in_units=3)
+            self.d.bias.grad_req = "null"
+
+        def hybrid_forward(self, F, x, w, c):
+            return self.d(F.dot(x, w) * c)
+
     def hybrid(**flags):
         net = nn.HybridSequential()
         net.add(nn.Dense(8, activation="tanh"), nn.Dense(3))
@@ -485,7 +522,8 @@ def gluon_networks():
         return net
     return {**{cls.__name__: cls for cls in (Net, Tied, Counting, Hidden,
                                              InLists)},
-            "Hybrid": hybrid,
+            "Hybrid": hybrid, "Convolution": convolution,
+            "Constant": Constant,
             "Static": lambda: hybrid(static_alloc=True, static_shape=True)}
 
 
@@ -520,7 +558,7 @@ def gluon_loop(net, loss=None, optimizer="sgd", sizes=SIZES):
 @COUNTS
 @ON_MXNET
 @pytest.mark.parametrize("name", ["Net", "Tied", "Counting", "InLists",
-                                  "Hybrid"])
+                                  "Hybrid", "Convolution", "Constant"])
 def test_a_gluon_loop(backend, devices, name):
     same(lambda wrap: gluon_loop(wrap(gluon_net(name))), devices)
 
