@@ -98,7 +98,6 @@ for line in sys.stdin:
         except BaseException:
             printed = traceback.format_exc()
         print(json.dumps(printed), flush=True)
-        sys.stdout.flush()
         os._exit(0)
     if os.wait()[1]:
         print(json.dumps("the process was killed"), flush=True)

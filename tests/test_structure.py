@@ -39,7 +39,7 @@ LAYERS = {
     "Gluon's files": "gluon_io",
     "contract of an engine": "backends.base backends.messages backends.ledger "
         "backends.scope backends._allocator backends._kept backends._workers "
-        "backends.containers",
+        "backends.containers backends.wrapper",
     "registry": "backends",
     "engines": "backends._mxnet backends._torch backends.gluon_layers",
     "devices, data and formulas": "nested inputs device split datasets "

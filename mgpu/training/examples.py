@@ -88,23 +88,26 @@ class BatchSplit:
              ) -> int | None:
         """The number of examples: the size of the first array along its
         batch axis. None without arrays."""
-        self._first: Any = None     # the array whose size it is
-        for argument in self._arguments(args, kwargs):
-            if argument.axis is list:
-                return len(argument.value)
-            if argument.axis is not None:
-                for x in containers.arrays_in(argument.value,
+        return self._first(self._arguments(args, kwargs))[0]
+
+    def _first(self, arguments: Sequence[_Argument]
+               ) -> tuple[int | None, Any]:
+        """The number of examples, and the array that tells it, if one
+        does."""
+        for one in arguments:
+            if one.axis is list:
+                return len(one.value), None
+            if one.axis is not None:
+                for x in containers.arrays_in(one.value,
                                               self._arrays.is_array):
-                    if len(x.shape) > argument.axis:
-                        self._first = x
-                        return int(x.shape[argument.axis])
-        return None
+                    if len(x.shape) > one.axis:
+                        return int(x.shape[one.axis]), x
+        return None, None
 
     def split(self, args: Sequence[Any], kwargs: Mapping[str, Any], size: int,
-              devices: Sequence[Any],
-              bounds: Sequence[tuple[int, int]] | None = None) -> list[Call]:
-        """The arguments for each device; `size` is what the method `size`
-        has returned for them.
+              devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
+              ) -> list[Call]:
+        """The arguments for each device: its examples, (start, stop).
 
         An array that has `size` entries on its batch axis is split. Others
         go to every device.
@@ -115,10 +118,10 @@ class BatchSplit:
             An array of which its shape does not tell whether it has an entry
             for each example, or one that was split before and is not now.
         """
-        if bounds is None:
-            bounds = self.bounds(size, len(devices))
-        columns = [self._parts(one, size, devices, bounds)
-                   for one in self._arguments(args, kwargs)]
+        arguments = self._arguments(args, kwargs)
+        _, first = self._first(arguments)
+        columns = [self._parts(one, first, size, devices, bounds)
+                   for one in arguments]
         count = len(args)
         return [(tuple(row[:count]), dict(zip(kwargs, row[count:])))
                 for row in zip(*columns, strict=True)]
@@ -168,8 +171,9 @@ class BatchSplit:
                 for name, x in zip(names, (*args, *kwargs.values()),
                                    strict=True)]
 
-    def _parts(self, one: _Argument, size: int, devices: Sequence[Any],
-               bounds: Sequence[tuple[int, int]]) -> list[Any]:
+    def _parts(self, one: _Argument, first: Any, size: int,
+               devices: Sequence[Any], bounds: Sequence[tuple[int, int]]
+               ) -> list[Any]:
         arrays, split = self._arrays, False
 
         def part(device: Any, start: int, stop: int, x: Any) -> Any:
@@ -177,7 +181,7 @@ class BatchSplit:
             if one.axis is None or len(x.shape) <= one.axis \
                     or x.shape[one.axis] != size:
                 return arrays.to(x, device)
-            if not one.explicit and x is not self._first and (
+            if not one.explicit and x is not first and (
                     len(x.shape) == 1 or len(set(x.shape)) == 1):
                 raise ValueError(
                     f"argument {one.name!r} has shape {tuple(x.shape)} in a "

@@ -15,6 +15,7 @@ from mgpu.backends import containers
 from mgpu.backends._mxnet.block_tree import (BlockTree, blocks_of,
                                              is_array, state_of)
 from mgpu.backends._mxnet.framework import mx
+from mgpu.backends.wrapper import Wrapper, delegate
 
 autograd, gluon = mx.autograd, mx.gluon
 
@@ -100,7 +101,7 @@ class _State(NamedTuple):
     size: int               # of the batch
 
 
-class DataParallel(gluon.Block):     # type: ignore[name-defined]
+class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
     """See `mgpu.training.data_parallel.DataParallel`.
 
     Its parameters, children and attributes are the network's own.
@@ -108,7 +109,6 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
 
     _contexts: list[Any]
     _split: Any                         # a BatchSplit
-    _remake: Callable[[Any], Any]       # of another network
     _arrays: list[dict[int, Any]]       # by context: see `BlockTree`
     _states: dict[tuple[int, str], _State]
     _count: int                         # of devices in the last batch
@@ -137,7 +137,7 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
         if size is None or len(self._contexts) == 1:
             return net(*args)
         bounds = split.bounds(size, len(contexts))
-        calls = split.split(args, {}, size, contexts)
+        calls = split.split(args, {}, size, contexts, bounds)
         self._check_count(len(contexts))
         if len(contexts) == 1:
             return net(*calls[0][0])
@@ -290,43 +290,11 @@ class DataParallel(gluon.Block):     # type: ignore[name-defined]
                 "has no entry for each example. Return it from forward."
             ) from error
 
-    # -- it is the network, but for forward -----------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.module, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]
-
-    def __repr__(self) -> str:
-        return f"DataParallel({self.module!r})"
-
-    def __reduce__(self) -> Any:
-        return self._remake, (self.module,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._remake(copy.deepcopy(self.module, memo))
-
-
-def _delegated(name: str) -> Any:
-    def method(self: DataParallel, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(self.module, name)(*args, **kwargs)
-        return self if found is self.module else found
-    method.__name__, method.__doc__ = name, getattr(gluon.Block, name).__doc__
-    return method
-
-
-for _name in ("collect_params", "save_parameters", "load_parameters",
-              "initialize", "hybridize", "cast", "apply", "summary",
-              "register_child", "save", "load", "setattr", "share_parameters"):
-    if hasattr(gluon.Block, _name):
-        setattr(DataParallel, _name, _delegated(_name))
+delegate(DataParallel, gluon.Block, (
+    "collect_params", "save_parameters", "load_parameters", "initialize",
+    "hybridize", "cast", "apply", "summary", "register_child", "save", "load",
+    "setattr", "share_parameters"))
 
 
 def _set_states(net: Any, states: Mapping[tuple[int, str], Any]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 _TOKEN = torch.empty(0)
 
@@ -320,17 +320,3 @@ def _skip_none(hooks: dict[int, Any]) -> None:
             if hooks.get(key) is during[key]:
                 hooks[key] = hook
     torch.autograd.Variable._execution_engine.queue_callback(restore)
-
-
-def leaves_of(roots: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The leaves, by id, of the graph that ends in `roots`."""
-    waiting = [get_gradient_edge(root).node for root in roots]
-    seen, found = set(), {}
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if hasattr(node, "variable"):
-                found[id(node.variable)] = node.variable
-            waiting += [following for following, _ in node.next_functions]
-    return found

@@ -20,7 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
-                                           Sources, leaves_of)
+                                           Sources)
+from mgpu.backends._torch.graph import leaves_of
 from mgpu.backends._torch.sync_batch_norm import Mean, synchronize
 from mgpu.backends._torch.tree import Tree, plain_network, redirect, version
 from mgpu.backends._workers import inside_worker
@@ -308,9 +309,10 @@ class DeviceCopies:
 
     def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
         found = _Changes([], [])
-        for name, p in self.net.named_parameters():
-            leaf, count = copy.written.get(id(p), (None, 0))
-            if leaf is not None and leaf._version != count:
+        for key, (leaf, count) in copy.written.items():
+            if leaf._version != count:
+                name = next((name for name, p in self.net.named_parameters()
+                             if id(p) == key), "that an attribute has")
                 raise RuntimeError(
                     f"forward writes to the parameter {name}, as "
                     "nn.Embedding(max_norm=) does: each device would write "
@@ -481,7 +483,7 @@ class DeviceCopies:
                           ) -> None:
         """Refuse a forward that reaches the network's own parameters."""
         last = max(graphs)
-        found = leaves_of(graphs[last].roots) if last else {}
+        found = set(map(id, leaves_of(*graphs[last].roots))) if last else ()
         for name, p in self.net.named_parameters():
             if id(p) in found:
                 raise RuntimeError(
@@ -531,7 +533,8 @@ def _reached(graphs: dict[int, DeviceGraph], sources: list[torch.Tensor]
              ) -> list[torch.Tensor]:
     """`sources` without the inputs and attributes that no root depends on:
     a backward pass would run the graphs that they come from."""
-    found = {i: leaves_of(graph.roots) for i, graph in graphs.items()}
+    found = {i: set(map(id, leaves_of(*graph.roots)))
+             for i, graph in graphs.items()}
     kept = [n for n, x in enumerate(sources) if isinstance(x, nn.Parameter)
             or any(n in graph.leaves and id(graph.leaves[n]) in found[i]
                    for i, graph in graphs.items())]

@@ -1,6 +1,4 @@
 """`mgpu.DataParallel` of a torch module."""
-import copy
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import (Batch, DeviceCopies,
                                          on_one_device)
+from mgpu.backends.wrapper import Wrapper, delegate
 
 
 class Arrays:
@@ -44,7 +43,7 @@ class Arrays:
             else x.detach().cpu().double().numpy()
 
 
-class DataParallel(nn.Module):
+class DataParallel(Wrapper, nn.Module):
     """See `mgpu.training.data_parallel.DataParallel`.
 
     Its parameters, buffers, modules and attributes are the network's own.
@@ -52,7 +51,6 @@ class DataParallel(nn.Module):
 
     _copies: DeviceCopies
     _split: Any                             # a BatchSplit
-    _remake: Callable[[nn.Module], Any]     # of another network
 
     def __init__(self, net: nn.Module, devices: Sequence[torch.device],
                  run: Runner, split: Any,
@@ -78,17 +76,17 @@ class DataParallel(nn.Module):
         if len(devices) < 2:
             return self.module(*args, **kwargs)
         expected = split.expected(lambda: copies.alone(args, kwargs))
-        calls = split.split(args, kwargs, size, devices)
         bounds = split.bounds(size, len(devices))
+        calls = split.split(args, kwargs, size, devices, bounds)
         sizes = [stop - start for start, stop in bounds]
-
         mode, probed = (self.training, torch.is_grad_enabled()), list[Any]()
 
         def probe(place: tuple[int, str] | None = None
                   ) -> tuple[Any, int] | None:
             part = split.probe_bounds(bounds)
             if not probed:
-                call, = split.split(args, kwargs, size, devices[-1:], [part])
+                call, = split.split(args, kwargs, size,
+                                    copies.devices[-1:], [part])
                 probed.append(copies.probe(call))
             if probed[0] is None:
                 return None
@@ -113,32 +111,11 @@ class DataParallel(nn.Module):
     def training(self, value: bool) -> None:
         self.module.training = value
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
             object.__setattr__(self, name, value)
         else:
-            setattr(self.module, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self.module, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.module[index] = value
-
-    def __repr__(self) -> str:
-        return f"DataParallel({self.module!r})"
-
-    def __reduce__(self) -> Any:
-        return self._remake, (self.module,)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._remake(copy.deepcopy(self.module, memo))
+            super().__setattr__(name, value)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.module._load_from_state_dict(*args, **kwargs)
@@ -149,17 +126,9 @@ _OWN = frozenset(nn.Module().__dict__) - {"_parameters", "_buffers",
                                           "_modules"}
 
 
-def _delegated(name: str) -> Any:
-    @functools.wraps(getattr(nn.Module, name))
-    def method(self: DataParallel, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(self.module, name)(*args, **kwargs)
-        return self if found is self.module else found
-    return method
-
-
 # What a subclass of nn.Module may define anew, as nn.RNN does `_apply`.
-for _name in ("state_dict", "load_state_dict", "train", "apply", "_apply",
-              "named_parameters", "named_buffers", "named_modules",
-              "children", "named_children", "zero_grad", "requires_grad_",
-              "register_buffer", "register_parameter", "add_module"):
-    setattr(DataParallel, _name, _delegated(_name))
+delegate(DataParallel, nn.Module, (
+    "state_dict", "load_state_dict", "train", "apply", "_apply",
+    "named_parameters", "named_buffers", "named_modules", "children",
+    "named_children", "zero_grad", "requires_grad_", "register_buffer",
+    "register_parameter", "add_module"))

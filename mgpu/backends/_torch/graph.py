@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 
-def _nodes(loss: Any) -> Iterator[Any]:
-    """Yield each node of the loss's graph once."""
-    waiting, seen = [loss.grad_fn], {None}
+def _nodes(*losses: Any) -> Iterator[Any]:
+    """Yield each node of the losses' graphs once."""
+    waiting, seen = [loss.grad_fn for loss in losses], {None}
     while waiting:
         node = waiting.pop()
         if node not in seen:
@@ -16,11 +16,10 @@ def _nodes(loss: Any) -> Iterator[Any]:
             yield node
 
 
-def leaves_of(loss: Any) -> Iterator[Any]:
-    """The tensors whose gradients a backward pass of `loss` writes."""
-    if loss.is_leaf:
-        yield loss
-    for node in _nodes(loss):
+def leaves_of(*losses: Any) -> Iterator[Any]:
+    """The tensors whose gradients a backward pass of `losses` writes."""
+    yield from (loss for loss in losses if loss.is_leaf)
+    for node in _nodes(*losses):
         if type(node).__name__ == "AccumulateGrad":
             yield node.variable
 
