@@ -128,25 +128,28 @@ class DeviceCopies:
             self._backward, any(d.type != "cpu" for d in devices),
             synchronize is not None, lambda: self._lock)
 
-    def run(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]] |
-                                  None], batch: Batch | None = None
-            ) -> list[Any]:
-        """Call the network for each device.
+    def takes_one_device(self) -> bool:
+        """Whether the network itself must be called: the caller allows one
+        device only, or parameters wait for a first batch."""
+        return on_one_device() or any(map(is_lazy, self.net.parameters()))
+
+    def run(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+            batch: Batch) -> list[Any]:
+        """Call the network on two devices or more.
 
         Parameters
         ----------
-        calls : list of (args, kwargs) or None
-            None for a device without examples.
-        batch : Batch, optional
-            How attributes that forward sets are joined; without it the
-            network has the first device's.
+        calls : list of (args, kwargs)
+            Number i is for device i.
+        batch : Batch
+            What the calls are parts of.
 
         Returns
         -------
         list
-            What forward returns on each device, or None. The tensors are
-            connected with the network's own parameters: their backward pass
-            adds the sum over the devices to ``.grad``.
+            What forward returns on each device. The tensors are connected
+            with the network's own parameters: their backward pass adds the
+            sum over the devices to ``.grad``.
 
         Raises
         ------
@@ -154,19 +157,8 @@ class DeviceCopies:
             Forward makes a layer or a parameter, writes to a parameter, or
             leaves a tensor outside of the network that a loss then uses.
         """
-        out: list[Any] = [None] * len(calls)
-        active = [i for i, call in enumerate(calls) if call is not None]
-        if len(self.devices) == 1 or on_one_device() \
-                or any(map(is_lazy, self.net.parameters())):
-            for i in active:
-                args, kwargs = calls[i] or ((), {})
-                out[i] = self.net(*args, **kwargs)
-            return out
         with self._lock:
-            for i, x in self._pass(dict(enumerate(calls)), active,
-                                   batch).items():
-                out[i] = x
-        return out
+            return list(self._pass(dict(enumerate(calls)), batch).values())
 
     def probe(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """(what forward returns for `call` on the last device, the copies of
@@ -337,8 +329,7 @@ class DeviceCopies:
                 if copy.buffers[id(module)].get(name, _MISSING) is not x)
         return found
 
-    def _commit(self, changes: dict[int, _Changes], batch: Batch | None
-                ) -> None:
+    def _commit(self, changes: dict[int, _Changes], batch: Batch) -> None:
         """Set what forward has set: attributes joined like outputs, else
         device 0's. Each device goes on with its own."""
         own = {i: {(id(module), name): x for module, name, x in c.attributes}
@@ -347,7 +338,7 @@ class DeviceCopies:
             place = id(module), name
             values = [found.get(place, _MISSING) for found in own.values()]
             shown, size = x, None
-            if batch is not None and not any(v is _MISSING for v in values) \
+            if not any(v is _MISSING for v in values) \
                     and containers.arrays_in(x, is_tensor):
                 with contextlib.suppress(ValueError):
                     shown = batch.join(
@@ -377,8 +368,8 @@ class DeviceCopies:
 
     # -- passes ---------------------------------------------------------------
 
-    def _pass(self, calls: dict[int, Any], active: list[int],
-              batch: Batch | None) -> dict[int, Any]:
+    def _pass(self, calls: dict[int, Any], batch: Batch) -> dict[int, Any]:
+        active = list(calls)
         self._check_last()
         recorded = torch.is_grad_enabled() \
             and not torch.is_inference_mode_enabled()

@@ -5,11 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from mgpu.backends._torch.boundary import Runner
-from mgpu.backends._torch.copies import (Batch, DeviceCopies,
-                                         on_one_device)
+from mgpu.backends._torch.copies import Batch, DeviceCopies
 from mgpu.backends.wrapper import Wrapper, delegate
 
 
@@ -69,8 +67,7 @@ class DataParallel(Wrapper, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         copies, split = self._copies, self._split
-        size = None if on_one_device() or any(
-            map(is_lazy, self.module.parameters())) \
+        size = None if copies.takes_one_device() \
             else split.size(args, kwargs)
         devices = copies.devices[:size or 1]
         if len(devices) < 2:
