@@ -130,13 +130,13 @@ MUTANTS = [
     mutant("sync-not-weighted",
            "a short shard's mean counts like a long one's",
            "SyncBatchNorm.__call__",
-           "self._mean(A, B, C, ops.sum(x, D, keepdims=True), E)",
-           "self._mean(A, B, 1, ops.mean(x, D, keepdims=True), E)",
+           "self.mean(A, B, C, ops.sum(x, D, keepdims=True), E)",
+           "self.mean(A, B, 1, ops.mean(x, D, keepdims=True), E)",
            killer="test_batch_norm.py::test_sync_equals_one_device_on_the_w"
                   "hole_batch"),
     mutant("sync-without-gradient",
            "the joint statistics are constants for the gradient",
-           "SyncBatchNorm._mean",
+           "SyncBatchNorm.mean",
            "totals[self._meeting.place(index)]",
            "self._backend.ops.stop_gradient(totals[self._meeting.place(inde"
            "x)])",
