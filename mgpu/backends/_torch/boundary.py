@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from mgpu.backends._torch import strict
+
 _TOKEN = torch.empty(0)
 
 #: run(thunks): the results of thunks, one for each device
@@ -34,6 +36,8 @@ class DeviceGraph:
     roots : list of Tensor
     names : list of str or None
         Of the roots that forward left in an attribute: its name.
+    connected : bool
+        It is one with those of the other devices, by joint statistics.
     retained : bool
         A part of another graph, which runs later: it is not freed.
     running : bool
@@ -43,6 +47,7 @@ class DeviceGraph:
     leaves: dict[int, torch.Tensor]
     roots: list[torch.Tensor]
     names: list[str | None] = field(default_factory=list)
+    connected: bool = False
     retained: bool = False
     running: bool = False
 
@@ -74,20 +79,20 @@ class Joint:
 
     Parameters
     ----------
-    run : Runner
+    run : callable
+        ``run(devices, thunks)``: the results of thunks, one for each of the
+        devices with these numbers.
     one_call : bool
         Run all devices in one call of autograd: on GPUs, where autograd has a
         thread for each device and threads of ours would wait for it.
-    connected : bool
-        The devices' graphs are one, by joint statistics: one call too.
     locked : callable
         Gives a block in which no pass writes to the devices' copies.
     """
 
-    def __init__(self, run: Runner, one_call: bool, connected: bool,
+    def __init__(self, run: Callable[[Sequence[int], Sequence[Any]],
+                                     list[Any]], one_call: bool,
                  locked: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.run, self.one_call = run, one_call or connected
-        self.connected, self.locked = connected, locked
+        self.run, self.one_call, self.locked = run, one_call, locked
 
     def connect(self, graphs: Mapping[int, DeviceGraph],
                 sources: Sequence[torch.Tensor]
@@ -130,14 +135,15 @@ class Joint:
         for graph, *_ in work.values():
             graph.running = True
         try:
-            if self.one_call:
+            if self.one_call or any(g.connected for g, *_ in work.values()):
                 pairs = [pair for graph, heads, _ in work.values()
                          for pair in _pairs(graph, heads)]
                 torch.autograd.backward(
                     [r for r, _ in pairs], [h for _, h in pairs],
                     retain_graph=any(keep for *_, keep in work.values()))
             else:
-                self.run([functools.partial(thunk, i) for i in work])
+                self.run(list(work), [functools.partial(thunk, i)
+                                      for i in work])
             totals: list[torch.Tensor | None] = [None] * len(sources)
             for graph, *_ in work.values():
                 for n, leaf in graph.leaves.items():
@@ -160,7 +166,7 @@ class Joint:
         RuntimeError
             Graphs that are connected.
         """
-        if self.connected:
+        if any(graph.connected for graph, *_ in work.values()):
             raise RuntimeError("batch_norm='sync' has no second derivatives. "
                                "Use batch_norm='per_device'.")
         inputs = Sources(sources)
@@ -180,8 +186,8 @@ class Joint:
             return torch.autograd.grad(
                 [r for r, _ in pairs], list(work[i][0].leaves.values()),
                 [h for _, h in pairs], create_graph=True, allow_unused=True)
-        found = dict(zip(work, self.run([functools.partial(thunk, i)
-                                         for i in work]), strict=True))
+        found = dict(zip(work, self.run(list(work), [
+            functools.partial(thunk, i) for i in work]), strict=True))
         outer = self.connect({i: DeviceGraph(
             leaves[i], [g for g in found[i]
                         if g is not None and g.requires_grad], retained=True)
@@ -284,7 +290,7 @@ def _plus(total: torch.Tensor | None, g: torch.Tensor | None,
     gradients of leaves may be views of one another."""
     if g is None:
         return total
-    g = g.to(source.device)
+    g = strict.moved(g, source)
     if total is None:
         return g
     return g + total if total.is_sparse and not g.is_sparse else total + g

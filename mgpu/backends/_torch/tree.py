@@ -28,10 +28,15 @@ def plain_network(net: nn.Module) -> nn.Module:
     return getattr(net, "_orig_mod", net)
 
 
-def version(x: Any) -> int:
-    """Number of in-place writes that torch has counted."""
-    return x._version if isinstance(x, torch.Tensor) \
-        and not x.is_inference() else 0
+def version(x: Any) -> Any:
+    """What changes with the in-place writes that torch has counted, to a
+    tensor or to those in a container, and with what a container holds."""
+    if isinstance(x, torch.Tensor):
+        return 0 if x.is_inference() else x._version
+    found = containers.parts(x)
+    return 0 if found is None else tuple(
+        value if isinstance(value, ATOMS) else (id(value), version(value))
+        for value in found[1])
 
 
 class Tree:
@@ -75,6 +80,16 @@ class Tree:
             waiting += list(self._found.values())[count:]
         self.modules = waiting
         self.key = tuple((id(m), type(m), m.training) for m in waiting)
+
+    def shares(self, x: Any) -> bool:
+        """Whether an array in `x` has the memory of one of `arrays`."""
+        found = [t for t in containers.arrays_in(
+            x, lambda t: isinstance(t, torch.Tensor))
+            if t.layout is torch.strided]
+        return bool(found) and not {
+            t.untyped_storage().data_ptr() for t in found}.isdisjoint(
+            t.untyped_storage().data_ptr() for t in self.arrays.values()
+            if t.layout is torch.strided)
 
     def _add(self, module: nn.Module) -> None:
         if id(module) in self._found:
@@ -137,6 +152,8 @@ def inside(x: Any) -> Iterator[Any]:
     elif isinstance(x, types.MethodType):
         if isinstance(x.__self__, nn.Module):
             yield x.__self__
+    elif isinstance(x, weakref.WeakMethod):
+        yield from inside(x())
     elif isinstance(x, weakref.ref):
         if isinstance(x(), (nn.Module, torch.Tensor)):
             yield x()
@@ -202,6 +219,8 @@ def _rebuilt(x: Any, new: list[Any]) -> Any:
         return made
     if isinstance(x, types.MethodType):
         return types.MethodType(x.__func__, new[0])
+    if isinstance(x, weakref.WeakMethod):
+        return weakref.WeakMethod(_rebuilt(x(), new))
     if isinstance(x, weakref.ref):
         return weakref.ref(new[0])
     if isinstance(x, (set, frozenset)):
