@@ -182,6 +182,10 @@ def named(known: dict[str, Layer], kind: str, options: dict[str, Any],
 Normalise = Callable[[BatchNormCall, int], Array]
 
 
+#: ``run(thunks)``: the results of thunks, one for each device that runs
+Runner = Callable[[Sequence[Callable[[], Any]]], list[Any]]
+
+
 # -- functions of arrays ------------------------------------------------------
 
 class Ops(ABC):
@@ -899,9 +903,11 @@ class Network(ABC):
                 setattr(layer, name, 0.0)
             yield
 
-    def use_batch_norm(self, normalise: Normalise | None) -> ContextManager:
-        """Inside the block, training passes of the replicas compute every
-        batch-norm layer by `normalise` (None: the default, per device).
+    def use_batch_norm(self, normalise: Normalise, run: Runner
+                       ) -> ContextManager:
+        """Inside the block, `Network.run` in training computes every
+        batch-norm layer by `normalise`, and calls the devices' passes by
+        `run`, in which they may wait for each other.
 
         Raises
         ------
@@ -909,8 +915,6 @@ class Network(ABC):
             The network is compiled (hybridized), so that its layers cannot
             be reached.
         """
-        if normalise is None:
-            return nullcontext()
         raise messages.not_supported(self.backend.name,
                                      "batch norm over all devices")
 
@@ -958,6 +962,9 @@ class Backend(ABC):
     #: version of the framework, for `mgpu doctor` and reports
     version: ClassVar[str]
     ops: Ops
+    #: what a `BatchSplit` needs: a class with the functions of
+    #: `mgpu.training.examples.Arrays`
+    batch_arrays: ClassVar[Any]
 
     # devices and arrays
 
@@ -1083,14 +1090,12 @@ class Backend(ABC):
         those of all processes: random streams go by it. Where the number is
         another one than before, they start again."""
 
-    def data_parallel(self, net: Any, devices: Sequence[Device],
-                      splitter: Callable[[Any, Any], Any],
+    def data_parallel(self, net: Any, devices: Sequence[Device], split: Any,
                       remake: Callable[[Any], Any],
                       synchronize: Callable[[Sequence[int]], Any] | None
                       ) -> Any:
-        """`mgpu.DataParallel`. ``splitter(forward, arrays)`` makes its
-        `BatchSplit`, ``remake(net)`` the same of another network; it can be
-        pickled. ``synchronize(active)`` begins a pass with joint batch
+        """`mgpu.DataParallel`. `split` is its `BatchSplit`; ``remake(net)``
+        makes the same of another network, and can be pickled. ``synchronize(active)`` begins a pass with joint batch
         statistics, and returns `SyncBatchNorm.mean` and the function that
         runs the devices' thunks."""
         raise NotImplementedError(
