@@ -30,6 +30,7 @@ from mgpu.collectives.strategies import strategy_of
 from mgpu.compat.gluon import GLUON_HINTS, VIEW_HINTS, GluonNames
 from mgpu.compat.pytorch import (TORCH_HINTS, TORCH_VIEW_HINTS,
                                  TorchNames)
+from mgpu.data.examples import BatchSplit, Joining
 from mgpu.device import Device, as_devices
 from mgpu.distributed.strategy import over_processes, share_values
 from mgpu.errors import ReplicaMismatchError
@@ -39,7 +40,6 @@ from mgpu.nested import (NoRows, OnDevices, as_inputs, is_empty, leaves,
                          map_leaves, shards_of)
 from mgpu.parameters import BUFFERS, STATISTICS, Parameter, get_params
 from mgpu.prediction import predict
-from mgpu.training.examples import BatchSplit, Joining
 
 __all__ = ["BATCH_NORM", "Parameter", "ReplicaMismatchError", "ReplicaView",
            "Replicas", "as_inputs", "get_params", "initialize"]
@@ -765,10 +765,10 @@ class Replicas(GluonNames, TorchNames, Hints, abc.Sequence):
         def probe() -> tuple[Any, int]:
             return self.network.probe(self._split.with_one_more(calls[last]),
                                       last), sizes[-1] + 1
-        return Joining(self._split, list(zip([0, *ends], ends)),
-                       self.backend.handle(self.devices[0]),
-                       (self.backend.is_training(),
-                        self.backend.is_recording()), probe)
+        return self._split.joining(
+            list(zip([0, *ends], ends)),
+            self.backend.handle(self.devices[0]),
+            (self.backend.is_training(), self.backend.is_recording()), probe)
 
     def _prepared(self, inputs: tuple[Sequence[Any], ...]
                   ) -> dict[int, tuple[Any, ...]]:

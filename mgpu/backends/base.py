@@ -963,7 +963,7 @@ class Backend(ABC):
     version: ClassVar[str]
     ops: Ops
     #: what a `BatchSplit` needs: a class with the functions of
-    #: `mgpu.training.examples.Arrays`
+    #: `mgpu.data.examples.Arrays`
     batch_arrays: ClassVar[Any]
 
     # devices and arrays

@@ -28,6 +28,14 @@ class Batch(NamedTuple):
     split_like: Callable[..., Any]
 
 
+def _not_joined(values: list[Any], name: str, place: Any) -> Any:
+    return values[0]
+
+
+#: one call by itself
+ONE = Batch([(0, 1)], _not_joined, lambda x, part, *_: x)
+
+
 class Probed(NamedTuple):
     """What a pass that nothing sees has given.
 

@@ -7,7 +7,7 @@ from mgpu import distributed
 from mgpu.backends import get_backend
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.device import as_devices
-from mgpu.training.examples import BatchSplit
+from mgpu.data.examples import BatchSplit
 
 
 def DataParallel(net: Any, devices: Sequence[Any], *,

@@ -21,7 +21,7 @@ autograd, gluon = mx.autograd, mx.gluon
 
 
 class Arrays:
-    """See `mgpu.training.examples.Arrays`.
+    """See `mgpu.data.examples.Arrays`.
 
     Of MXNet's operators that select or join, gather_nd, scatter_nd and add_n
     have second derivatives; slices, take and concat have none.

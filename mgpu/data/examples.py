@@ -85,6 +85,12 @@ class BatchSplit:
             _warn_of_difference(output, expected, self._arrays)
         return output
 
+    def joining(self, bounds: Sequence[tuple[int, int]], device: Any,
+                mode: Any, probe: Callable[[], tuple[Probed | None, int]]
+                ) -> "Joining":
+        """See `Joining`."""
+        return Joining(self, bounds, device, mode, probe)
+
     def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> int | None:
         """The number of examples: the size of the first array along its
