@@ -3,7 +3,7 @@ import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def parts(x: Any) -> tuple[list[Any], list[Any]] | None:
@@ -57,3 +57,22 @@ def arrays_in(x: Any, is_array: Callable[[Any], bool]) -> list[Any]:
     found = parts(x)
     return [array for value in found[1]
             for array in arrays_in(value, is_array)] if found else []
+
+
+class Batch(NamedTuple):
+    """What the devices' calls are parts of.
+
+    Attributes
+    ----------
+    bounds : list of (start, stop)
+        The examples of each device that runs.
+    join : callable
+        ``join(values, name, place)``: an attribute's values on the devices,
+        joined like an output. ValueError where they cannot be.
+    split_like : callable
+        See `mgpu.training.examples.BatchSplit.split_like`.
+    """
+
+    bounds: list[tuple[int, int]]
+    join: Callable[[list[Any], str, tuple[int, str]], Any]
+    split_like: Callable[..., Any]

@@ -15,7 +15,7 @@ code is known: the layers of MXNet and mgpu, and what `hybridize` has compiled.
 A first pass, which compiles and completes shapes, never is.
 """
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -62,27 +62,6 @@ class Passes:
         if form != self._form:
             self._form = form
             self._apart = _operations(self._net) > BUFFERS
-
-
-def disjoint(losses: Sequence[Any]) -> bool:
-    """Whether the backward passes may be queued side by side and are long.
-
-    They may if each loss is on a context of its own and no two depend on the
-    same leaf. MXNetError if a loss was not recorded.
-    """
-    if len({x.ctx for x in losses}) < len(losses):
-        return False
-    leaves: set[str] = set()
-    for x in losses:
-        names = set(mx.autograd.get_symbol(x).list_arguments())
-        if len(names) < BUFFERS:    # and hardly more operations
-            return False
-        names = {name for name in names
-                 if name.startswith("var")}     # "null": a constant
-        if names & leaves:      # at once: a symbol may be of all devices
-            return False
-        leaves |= names
-    return True
 
 
 def is_known(block: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A user's `gluon.Block` on several contexts."""
+"""A user's `gluon.Block`, which runs on several contexts."""
 import contextlib
 import copy
 import inspect
@@ -6,23 +6,26 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (Callable, Iterable, Iterator, Mapping,
+                             Sequence)
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mgpu.backends import base, messages
-from mgpu.backends._kept import Kept, forward_hooks
-from mgpu.backends._mxnet.attributes import Attributes, Turns
-from mgpu.backends._mxnet.dispatch import (Passes, is_known,
-                                           runs_users_code)
+from mgpu.backends import base, containers, messages
+from mgpu.backends._mxnet.block_tree import is_array, state_of, view_of
+from mgpu.backends._mxnet.copies import Call, ContextCopies
+from mgpu.backends._mxnet.dispatch import Passes, is_known
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import (BATCH_NORM, Between, all_stored,
-                                         constants, describe, is_layer,
-                                         stored)
+                                         constants, describe, is_layer)
 from mgpu.backends._mxnet.ops import is_np
 from mgpu.backends._mxnet.own_step import MXNetParts, any_dtype_clipped
+from mgpu.backends._mxnet.states import set_states
+from mgpu.backends._mxnet.statistics import DeviceStatistics
+from mgpu.backends._workers import run_in_turn
+from mgpu.backends.containers import Batch
 
 _FUSED = (mx.gluon.rnn.RNN, mx.gluon.rnn.LSTM, mx.gluon.rnn.GRU)
 
@@ -49,12 +52,6 @@ def _value(parameter: Any) -> Any | None:
         return all_stored(parameter)[0]
     except RuntimeError:        # not initialised, or deferred
         return None
-
-
-def _saved(parameter: Any) -> Any:
-    """The value that Gluon is to save: that of replica 0. Its own choice,
-    the mean over the contexts, has other bits even where all are equal."""
-    return all_stored(parameter)[0].copyto(mx.cpu())
 
 
 def _shape(parameter: Any) -> tuple[int, ...] | None:
@@ -161,91 +158,36 @@ def _named(net: Any) -> dict[str, Any]:
     return found
 
 
-def _held(blocks: Iterable[Any]) -> list[Any]:
+def _held(blocks: Iterable[Any]) -> list[list[Any]]:
     """The parameters that each block holds now; quick."""
-    return [list(block._params._params.values()) for block in blocks]
-
-
-#: .context: of the replica whose pass runs in this thread
-_running = threading.local()
-
-
-def _set_data(parameter: Any, data: Any) -> None:
-    """What takes the place of ``Parameter.set_data``, which writes to all
-    contexts: in a pass it would be done once more for each. There a replica
-    writes to its own array, as on torch."""
-    context = getattr(_running, "context", None)
-    if context is None:
-        type(parameter).set_data(parameter, data)
-    else:
-        parameter.shape = data.shape
-        stored(parameter, context)[:] = data
-
-
-class MXNetReplica(base.Replica):
-    """The user's Block, which all replicas share, on one context."""
-
-    def __init__(self, network: "MXNetNetwork", device: Any, index: int):
-        self.device, self.index = device, index
-        self._network = network
-        self._context = network.backend.handle(device)
-
-    def array(self, number: int) -> Any:
-        parameter = self._network.entries[number][1]
-        try:
-            return stored(parameter, self._context)
-        except RuntimeError:    # the user has moved the values
-            raise RuntimeError(
-                "the values of a network stay on the devices that "
-                f"mgpu.initialize has put them on; received "
-                f"{parameter.name!r} without a value on {self.device}, as "
-                "after reset_ctx, or a second initialize, of the network or "
-                "of one that shares its parameters. Call mgpu.initialize("
-                "net, devices, init='keep', force_reinit=True).") from None
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        inputs = self._network.in_order(inputs, named)
-        self._network.backend.check_inputs(inputs, self.device)
-        earlier = getattr(_running, "context", None)
-        _running.context = self._context
-        try:
-            # Where arrays are made, and ``p.data()`` is, without a context. A
-            # new object: it remembers the thread's earlier one.
-            with mx.Context(self._context), \
-                    self._network.attributes.of(self.index, inputs):
-                try:
-                    result = self._network.run(inputs)
-                    self._network.attributes.untold.check()
-                    return result
-                except (RuntimeError, ValueError) as error:
-                    self._network.attributes.untold.check()
-                    self._network.explain_states(error, inputs)
-                    raise
-        finally:
-            _running.context = earlier
+    return [[*block._params._params.values(), *block._reg_params.values()]
+            for block in blocks]
 
 
 class MXNetNetwork(base.Network):
-    """A user's Block with parameters on several contexts."""
+    """A user's Block, and its copies on several contexts."""
 
     backend: Any
-    is_shared = True
+    replicate = None    # type: ignore[assignment]  # of an earlier contract
 
     def __init__(self, backend: Any, net: Any):
         self.backend, self.net = backend, net
-        self._contexts: list[Any] = []      # of the replicas
+        self._devices: list[Any] = []
+        self._contexts: list[Any] = []      # of `place`
         self.functions: dict[str, base.Layer] = {}
         self._deferred: list[Any] = []      # where Gluon has made the arrays
         self._options = base.Options()
         self._passes = Passes(net)
-        self.attributes, self._kept, self._watchers = Attributes(), Kept(), 0
+        self._copies = ContextCopies(net, [])
+        self._statistics = DeviceStatistics([], [])
+        #: runs the thunks of devices, which meet in `use_batch_norm`
+        self._meet: Callable[[list[Any]], list[Any]] | None = None
         self._one_predicts = threading.RLock()      # threads share the layers
         blocks = [block for _, block in _blocks(net)]
         #: batch norms that code of the user's may call in predict_mode
         self._may_predict = [] if all(map(is_known, blocks)) else [
             block for block in blocks if isinstance(block, BATCH_NORM)]
         found: dict[int, Any] = {}
-        self._registered = net._collect_params_with_prefix()
         self._named, self._held = _named(net), _held(blocks)
         for name, p in self._named.items():
             found.setdefault(id(p), (name, p, _kind(name, p)))
@@ -303,7 +245,7 @@ class MXNetNetwork(base.Network):
         parameter = self.entries[number][1]
         return parameter.lr_mult, parameter.wd_mult
 
-    def set_grad_req(self, number, grad_req, arrays) -> None:
+    def set_grad_req(self, number, grad_req) -> None:
         messages.check_grad_req(grad_req)
         self.entries[number][1].grad_req = grad_req
         self._mend_frozen()
@@ -348,7 +290,11 @@ class MXNetNetwork(base.Network):
         if any(c not in holders for c in contexts):
             raise ValueError(f"the network is on {holders}; received "
                              f"{list(devices)}. Evaluate where it is.")
-        return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
+
+        def predict(context: Any, *inputs: Any, **named: Any) -> Any:
+            with mx.Context(context), self._predicting():
+                return self._call(self.net, self.in_order(inputs, named))
+        return [partial(predict, context) for context in contexts]
 
     def cast(self, dtype: str) -> None:
         self.net.cast(dtype)
@@ -358,14 +304,14 @@ class MXNetNetwork(base.Network):
                 p._deferred_init = (*how, data.astype(dtype))
 
     def _allocate(self, contexts: Sequence[Any]) -> None:
-        """Arrays on `contexts`, with the values that are there; what Gluon
+        """Arrays on one context, with the values that are there; what Gluon
         was told to draw is drawn as soon as its shape is known."""
         contexts = list(contexts)
         for _, p, _ in self.entries:
             value = _value(p)
-            if value is not None and contexts == self._deferred \
-                    == p.list_ctx() and is_np(value) == mx.util.is_np_array():
-                continue        # they may have gradients already
+            if value is not None and contexts == p.list_ctx() \
+                    and is_np(value) == mx.util.is_np_array():
+                continue
             if value is not None:       # maybe of the other family
                 value = value.as_np_ndarray() if mx.util.is_np_array() \
                     else value.as_nd_ndarray()
@@ -392,15 +338,24 @@ class MXNetNetwork(base.Network):
     def infer_shapes(self, inputs, device) -> None:
         self._deferred = []
         inputs = self.in_order(*base.apart(inputs))
-        spare = Attributes(refuses=False)
+        context = self.backend.handle(device)
+        view = view_of(self.net)
+        before = {key: dict(own) for key, own in view.items()}
         with self._undone_by_errors():      # an input that does not fit
-            self._allocate([self.backend.handle(device)])
-            spare.follow(list(_blocks(self.net))
-                         if runs_users_code(self.net) else (), 2)
+            self._allocate([context])
             # What this pass keeps is not the user's.
-            with mx.autograd.pause(train_mode=False), spare.put_back(), \
-                    spare.of(1):
-                _wait(self.run(inputs))
+            set_states(self.net, {place: _spare(x) for place, x
+                                  in state_of(view).items()})
+            try:
+                with mx.autograd.pause(train_mode=False), mx.Context(context):
+                    _wait(self._call(self.net, inputs))
+            finally:
+                states = state_of(before)
+                for key, own in view.items():
+                    for _, name in state_of({key: own}):
+                        if name not in before[key]:
+                            del own[name]
+                set_states(self.net, states)
 
     def give_shapes(self, shapes) -> None:
         unknown = {name: p for name, p, _ in self.entries
@@ -446,13 +401,14 @@ class MXNetNetwork(base.Network):
         bound.apply_defaults()
         return bound.args[:max(last + 1, len(inputs))]
 
-    def run(self, inputs: tuple[Any, ...]) -> Any:
-        """The network's outputs, in the array family of its inputs."""
+    def _call(self, net: Any, inputs: tuple[Any, ...],
+              named: Mapping[str, Any] | None = None) -> Any:
+        """The outputs of the network or of a copy, in the array family of
+        the inputs."""
         with self.backend.family_of(next(
-                (x for x in inputs if x is not None), None)), \
-                self._predicting():
+                (x for x in inputs if x is not None), None)):
             try:
-                return self.net(*inputs)
+                return net(*inputs)
             except mx.MXNetError as error:
                 words = r"type|expected (\w+\d|unknown), got \w"     # bool
                 given = [np.dtype(x.dtype).name for x in inputs
@@ -460,7 +416,23 @@ class MXNetNetwork(base.Network):
                 own = {spec.dtype for spec in self.specs()}
                 self._explain_state(error, given, own)
                 messages.explain_dtype(error, words, given, own)
+                self._explain_states(error, inputs)
                 raise
+            except (RuntimeError, ValueError) as error:
+                self._explain_states(error, inputs)
+                raise
+
+    def _explain_states(self, error: Exception, inputs: Sequence[Any]
+                        ) -> None:
+        """See `messages.explain_states`."""
+        paths = {id(block): path for path, block in _blocks(self.net)}
+        rows = next((x.shape[0] for x in inputs if getattr(x, "shape", ())),
+                    0)
+        messages.explain_states(error, [
+            (f"{paths[key]}.{name}".lstrip("."), a.shape)
+            for (key, name), x in state_of(view_of(self.net)).items()
+            for a in containers.arrays_in(x, is_array)],
+            rows, len(self._contexts))
 
     def _explain_state(self, error: Exception, given: Sequence[str],
                        own: Iterable[str]) -> None:
@@ -481,6 +453,7 @@ class MXNetNetwork(base.Network):
 
     def values(self) -> dict[str, np.ndarray] | None:
         found = {}
+        self._statistics.settle()
         for name, parameter, _ in self.entries:
             value = _value(parameter)
             if value is None:
@@ -498,7 +471,7 @@ class MXNetNetwork(base.Network):
         return [name for name, p, _ in self.entries if id(p) in theirs]
 
     def defer(self, devices, draws) -> bool:
-        contexts = [self.backend.handle(d) for d in devices]
+        contexts = [self.backend.handle(d) for d in devices[:1]]
         with self._undone_by_errors():
             self._allocate(contexts)
             for number, draw in draws.items():
@@ -577,80 +550,102 @@ class MXNetNetwork(base.Network):
         if self._contexts:
             self.net.hybridize(active, static_alloc=active)
 
-    def replicate(self, devices: Sequence[Any]) -> list[base.Replica]:
+    def place(self, devices: Sequence[Any]) -> None:
+        self._devices = list(devices)
         self._contexts = [self.backend.handle(d) for d in devices]
-        self._allocate(self._contexts)
+        self._allocate(self._contexts[:1])
         self._mend_frozen()
-        for _, p, kind in self.entries:
-            if kind not in base.BUFFERS:    # how Gluon gets what it saves
-                p._reduce = partial(_saved, p)
-            p.set_data = partial(_set_data, p)
+        for _, p, _ in self.entries:
+            for x in all_stored(p):
+                if x.grad is not None:
+                    self.backend.mark_used(x)
         if self._options.hybridize:
             # Not static_shape, which is for one shape in all passes: shards
             # have two lengths, and the last batch is shorter.
             self.net.hybridize(static_alloc=True)
-        return [MXNetReplica(self, d, i) for i, d in enumerate(devices)]
+        self._statistics = DeviceStatistics(
+            [p for _, p, kind in self.entries if kind in base.STATISTICS
+             and not self._options.sync], self._contexts)
+        self._copies = ContextCopies(
+            self.net, self._contexts, call=self._call, run=self._run,
+            one_backward=True, statistics=self._statistics,
+            buffers=[p for _, p, kind in self.entries
+                     if kind in base.BUFFERS])
 
-    def follow(self) -> None:
-        users = runs_users_code(self.net)
-        blocks = list(_blocks(self.net)) if users else []
-        self.attributes.untold.forget()
-        if len(self._contexts) > 1:
-            self.attributes.follow(blocks, len(self._contexts))
-            self._kept = Kept(
-                forward_hooks(block for _, block in blocks)
-                if mx.autograd.is_recording() and not self._watchers else (),
-                mx.nd.NDArray, mx.gluon.Block)
-        held = _held(block for _, block in blocks) if users else self._held
-        registered = self.net._collect_params_with_prefix()
-        if held == self._held and registered == self._registered:
+    # -- arrays ---------------------------------------------------------------
+
+    def array(self, number: int) -> Any:
+        self._statistics.settle()
+        _, parameter, _ = self.entries[number]
+        x = _value(parameter)
+        if x is None or self._contexts and x.ctx != self._contexts[0]:
+            raise RuntimeError(
+                "the values of a network stay on the device that "
+                f"mgpu.initialize has put them on; received "
+                f"{parameter.name!r} without a value there, as after "
+                "reset_ctx, or a second initialize, of the network or of one "
+                "that shares its parameters. Call mgpu.initialize(net, "
+                "devices, init='keep', force_reinit=True).")
+        return x
+
+    def arrays(self, number: int) -> list[Any]:
+        _, p, _ = self.entries[number]
+        found = [self.array(number)]
+        for i in range(1, len(self._contexts)):
+            own = self._statistics.own(i, p)
+            found.append(self._copies.refreshed(i, p) if own is None else own)
+        return found
+
+    def write_statistics(self, number: int, values: Sequence[Any]) -> None:
+        self._statistics.write(self.entries[number][1], values)
+
+    def written(self, number: int) -> None:
+        self._statistics.written(self.entries[number][1])
+
+    # -- passes ---------------------------------------------------------------
+
+    def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
+        self._check_layers()
+        inputs = {i: self._inputs(call) for i, call in calls.items()}
+        for i, (own, _) in inputs.items():
+            self.backend.check_inputs(own, self._devices[i])
+        with self._predicting():
+            return self._copies.run(inputs, batch)
+
+    def probe(self, call: Call) -> Any:
+        return self._copies.probe(self._inputs(call))
+
+    def _inputs(self, call: Call) -> Call:
+        return self.in_order(*call), {}
+
+    def _run(self, thunks: list[Any], active: list[int]) -> list[Any]:
+        """Call the thunks of the devices `active`."""
+        if self._meet is not None:
+            by_device = dict(zip(active, thunks, strict=True))
+            found = self._meet([by_device.get(i)
+                                for i in range(len(self._contexts))])
+            return [found[i] for i in active]
+        if self.backend.side_by_side([self._contexts[i] for i in active]):
+            if self._passes.apart():
+                return self.backend.in_threads(thunks)
+            outputs = run_in_turn(thunks)
+            self._passes.ended()
+            return outputs
+        return run_in_turn(thunks)
+
+    def _check_layers(self) -> None:
+        """RuntimeError where the network has got other parameters."""
+        held = _held(block for _, block in _blocks(self.net))
+        if held == self._held:
             return
         now = _named(self.net)
         if now != self._named:
             raise messages.changed_layers(
                 name for name in {**self._named, **now}
                 if self._named.get(name) is not now.get(name))
-        self._held, self._registered = held, registered
+        self._held = held
 
-    def begin_lag(self, source: int | None) -> None:
-        self.attributes.begin_lag(source)
-
-    def catch_up(self, source: int, idle: Sequence[int]) -> None:
-        with mx.autograd.pause():
-            self.attributes.catch_up(
-                source, {i: self._contexts[i] for i in idle})
-
-    def check_kept(self, backward: bool = False) -> None:
-        if backward:
-            return      # Gluon has no hooks that run in backward passes
-        kept, self._kept = self._kept, Kept()   # which may hold arrays
-        self.attributes.untold.check()
-        kept.check()
-        self.attributes.check()
-
-    def forward(self, replicas, inputs) -> list[Any]:
-        thunks = base.forward_calls(replicas, inputs)
-        if not self.backend.side_by_side(self._contexts):
-            return self.backend.parallel(thunks)
-        if self._passes.apart():
-            return self.backend.in_threads(thunks)
-        outputs = self.backend.parallel(thunks)
-        self._passes.ended()
-        return outputs
-
-    def forward_backward(self, replicas, inputs, head, leaves) -> None:
-        def own_head(i: int, output: Any) -> Any:
-            # A loss may read what the pass has kept.
-            with mx.Context(self._contexts[i]), self.attributes.of(i):
-                return head(i, output)
-        super().forward_backward(replicas, inputs, own_head, leaves)
-
-    def explain_states(self, error: Exception, inputs: Any) -> None:
-        """Inside a pass; see `messages.explain_states`."""
-        rows = next((x.shape[0] for x in inputs if getattr(x, "shape", ())),
-                    0)
-        messages.explain_states(error, self.attributes.shapes(), rows,
-                                len(self._contexts))
+    # -- layers ---------------------------------------------------------------
 
     def layers(self) -> list[base.Layer]:
         names = {id(p): name for name, p, _ in self.entries}
@@ -721,16 +716,13 @@ class MXNetNetwork(base.Network):
                 if getattr(block, "_active", False)]
 
     def _index(self, x: Any) -> int:
-        """The replica whose context `x` is on."""
+        """The device whose context `x` is on."""
         return self._contexts.index(x.ctx)
 
     @contextlib.contextmanager
     def watch_layers(self, seen: base.LayerCallback) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._layer_by_layer())
-            self._watchers += 1
-            stack.callback(lambda: setattr(self, "_watchers",
-                                           self._watchers - 1))
             for path, block in self._leaves():
                 def told(_, inputs, outputs, path=path):
                     first = next((x for x in inputs
@@ -815,12 +807,15 @@ class MXNetNetwork(base.Network):
             # without an array back to a layer, which ends the process.
             y = mx.nd.concat(y.as_nd_ndarray(), dim=0)
             return y.as_np_ndarray() if is_np(x) else y
-        with _computed_by([(layer, partial(forward, path, layer))
-                           for path, layer in self._batch_norm_layers()]):
-            yield
-
-    def turns(self) -> Turns:
-        return Turns(self.attributes)
+        before, self._meet = self._meet, getattr(
+            normalise, "run", partial(self.backend.parallel,
+                                      rendezvous=True))
+        try:
+            with _computed_by([(layer, partial(forward, path, layer))
+                               for path, layer in self._batch_norm_layers()]):
+                yield
+        finally:
+            self._meet = before
 
 
 @contextlib.contextmanager
@@ -876,6 +871,15 @@ class _Drawn(mx.init.Initializer):
 
     def _init_weight(self, _: Any, arr: Any) -> None:
         arr[:] = self._draw(arr.shape)
+
+
+def _spare(x: Any) -> Any:
+    """A copy of an attribute, and of the arrays and containers in it."""
+    if isinstance(x, (mx.nd.NDArray, np.ndarray, set, bytearray)):
+        return x.copy()
+    found = containers.parts(x)
+    return x if found is None else containers.rebuild(
+        x, found[0], list(map(_spare, found[1])))
 
 
 def _wait(outputs: Any) -> None:
