@@ -66,7 +66,7 @@ class ContextCopies:
         self.net, self.contexts = net, list(contexts)
         self._call, self._run, self._one_backward = call, run, one_backward
         self._statistics = statistics or DeviceStatistics([], contexts)
-        self._buffers = list(buffers)
+        self._others = list(buffers)
         self._states = DeviceStates(net, contexts)
         self._lock = threading.RLock()
         #: by device: see `BlockTree`
@@ -226,7 +226,7 @@ class ContextCopies:
         buffers. Running statistics move later."""
         found = {id(p): new for p, new in tree.parameters}
         with autograd.pause():
-            for p in self._buffers:
+            for p in self._others:
                 if id(p) in found and vars(p)["_data"]:
                     vars(found[id(p)])["_data"][0].copyto(vars(p)["_data"][0])
 
