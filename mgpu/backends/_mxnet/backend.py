@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mgpu import environment, probes
+from mgpu import environment
 from mgpu.arguments import integer
 from mgpu.backends import base, messages
 from mgpu.backends._mxnet import strict
@@ -21,11 +21,10 @@ from mgpu.backends._mxnet.framework import (findings, mx,
 from mgpu.backends._mxnet.network import MXNetNetwork
 from mgpu.backends._mxnet.ops import MXNetOps, dtype_of, is_np
 from mgpu.backends._mxnet.statistics import settle_all
-from mgpu.backends._workers import (Workers, first_error_or, inside_worker,
+from mgpu.backends._workers import (Workers, inside_worker,
                                     run_in_turn)
 from mgpu.backends.ledger import Ledger
 from mgpu.backends.scope import Scope
-from mgpu.environment import cpu_cores
 from mgpu.files import path_of
 from mgpu.gluon_io.graph import (SOFTMAX, Node, check_fit, constants,
                                  dense_arrays, entries, fixed_gammas,
@@ -188,8 +187,8 @@ class MXNetBackend(base.Backend):
         self._first = 0
         self._turns: dict[Any, Any] = {}        # see `_Through`
         # The engine runs contexts side by side, whatever thread queued the
-        # work; `dispatch` says what threads are used for nevertheless.
-        # A thread that ended would take its random streams along.
+        # work; threads are for thunks that wait for each other. A thread that
+        # ended would take its random streams along.
         self._workers = Workers("mgpu-mxnet", lambda: None, self.carry,
                                 idle=threading.TIMEOUT_MAX)
         self._leader = Workers("mgpu-mxnet-step", lambda: None, self.carry,
@@ -400,31 +399,6 @@ class MXNetBackend(base.Backend):
             return thunk()
         return self._workers.run([functools.partial(seeded, thunk)
                                   for thunk in thunks])
-
-    def side_by_side(self, contexts: Sequence[Any]) -> bool:
-        """Whether work on these contexts may be faster when several threads
-        queue it."""
-        return len(contexts) > 1 and cpu_cores() > 1 and not strict.on() \
-            and not inside_worker() \
-            and all(c.device_type == "cpu" for c in contexts)
-
-    def in_threads(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Call thunks that only queue work in as many threads as there are
-        cores; otherwise as `parallel`."""
-        results: list[Any] = [None] * len(thunks)
-        errors: list[Any] = [None] * len(thunks)
-        count = min(len(thunks), cpu_cores())
-
-        def queue(first: int) -> None:
-            for i in range(first, len(thunks), count):
-                try:
-                    results[i] = thunks[i]()
-                except Exception as error:
-                    errors[i] = error
-        with probes.only_queueing():   # a thread serves several devices
-            self._workers.run([functools.partial(queue, i)
-                               for i in range(count)])
-        return first_error_or(results, errors)
 
     def uninterrupted(self, thunk: Callable[[], Any]) -> Any:
         return self._leader.run([thunk])[0]
