@@ -42,12 +42,12 @@ class _Round:
 class Meeting:
     """Threads, one per active device, that join arrays in rounds."""
 
-    def __init__(self, active: Sequence[int], turns: base.Turns):
-        self._members, self._turns = list(active), turns
+    def __init__(self, active: Sequence[int]) -> None:
+        self._members = list(active)
         self._changing = threading.Lock()
         # Hundreds of threads that run at once ask each other for Python's
         # lock, in time that grows with the square of their number.
-        self._cores = threading.Semaphore(turns.at_once or cpu_cores())
+        self._cores = threading.Semaphore(cpu_cores())
         self._rounds: list[_Round] = []
         self._at = dict.fromkeys(self._members, 0)
         self._stopped: list[int] = []
@@ -91,11 +91,9 @@ class Meeting:
         return here.result
 
     def _wait(self, index: int, event: threading.Event) -> None:
-        self._turns.end(index)
         self._cores.release()
         event.wait()
         self._cores.acquire()
-        self._turns.begin(index)
 
     def _values(self, here: _Round) -> list[Any]:
         places = {i: here.given[i][0] for i in self._members}
@@ -107,16 +105,13 @@ class Meeting:
         return [here.given[i][1] for i in self._members]
 
     def run(self, backend: base.Backend,
-            thunks: Sequence[Callable[[], Any] | None]) -> list[Any]:
-        """Call each thunk in a thread of its own; those of one step meet."""
+            thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Call each thunk, one for each active device, in a thread of its
+        own; those of one step meet."""
         def guarded(i: int, thunk: Callable[[], Any]) -> Any:
             try:
                 with self._cores:
-                    self._turns.begin(i)
-                    try:
-                        return thunk()
-                    finally:
-                        self._turns.end(i)
+                    return thunk()
             except _OthersStopped:
                 return None
             except BaseException as error:
@@ -127,11 +122,9 @@ class Meeting:
                     self._stopped.append(i)
                     for here in self._rounds[self._at[i]:]:
                         here.cancel()
-
         results = backend.parallel(
-            [(lambda: None) if thunk is None
-             else partial(guarded, i, thunk)
-             for i, thunk in enumerate(thunks)], rendezvous=True)
+            [partial(guarded, i, thunk) for i, thunk in zip(
+                self._members, thunks, strict=True)], rendezvous=True)
         if self._errors:    # of several, the same one in every run
             raise self._errors[min(self._errors)]
         if any(len(r.given) < len(self._members) for r in self._rounds):

@@ -1,12 +1,13 @@
 """Cutting a batch into shards, one per device."""
+import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mgpu import distributed, probes
+from mgpu import distributed, nested, probes
 from mgpu.arguments import integer, is_integer, one_given
 from mgpu.backends import get_backend, messages
 from mgpu.device import Device, as_devices
@@ -294,6 +295,42 @@ def cut_rows(data: Any, bounds: Sequence[tuple[int, int]], batch: Any = None
         _check_whole, data if batch is None else batch, 0))
 
 
+def _to(device: Device, x: Any) -> Any:
+    backend = get_backend()
+    return backend.put(x, device) if backend.is_native(x) else x
+
+
+def join_shards(shards: Sequence[Any], sizes: Sequence[int], device: Device
+                ) -> Any:
+    """The parts of a batch, of so many examples each, as one on `device`:
+    arrays along axis 0, and lists with an entry for each example end to end.
+    Other values are those of the first part."""
+    backend, first = get_backend(), shards[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(shards) if first.shape else first
+    if backend.is_native(first):
+        parts = [backend.put(x, device) if i else x
+                 for i, x in enumerate(shards)]
+        return backend.ops.concat(parts) if first.shape and parts[1:] \
+            else first
+    if isinstance(first, Mapping):
+        made = copy.copy(first) if isinstance(first, dict) else dict(first)
+        for key in first:
+            made[key] = join_shards([x[key] for x in shards], sizes, device)
+        return made
+    if isinstance(first, list) and [len(x) for x in shards] == list(sizes) \
+            and (is_listed(first) or any(
+                set(row_counts(x)) != {n} for x, n in zip(shards, sizes))):
+        return [nested.map_leaves(partial(_to, device), one)
+                for x in shards for one in x]
+    if isinstance(first, (list, tuple)) and leaves(first):
+        columns = [join_shards(column, sizes, device)
+                   for column in zip(*shards, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") \
+            else type(first)(columns)
+    return first
+
+
 def _slice(x: np.ndarray, axis: int, begin: int, end: int) -> np.ndarray:
     return x[(slice(None),) * (axis % x.ndim) + (slice(begin, end),)]
 
@@ -325,6 +362,12 @@ def split_batch(X: Any, y: Any, devices: Any, even_split: bool = False,
         y = X
     _check_dense((X, y))
     n, m = (sorted(set(row_counts(data))) for data in (X, y))
+    if n != m and len(n) == 1 and isinstance(y, list) and n == [len(y)]:
+        shards = split_and_load(X, devices, 0, even_split, weights)
+        bounds = shard_bounds(len(y), len(shards), weights)
+        return shards, [[nested.map_leaves(partial(_to, device), one)
+                         for one in y[begin:end]] for device, (begin, end)
+                        in zip(as_devices(devices), bounds, strict=True)]
     if n != m or len(n) > 1:
         if m:
             _check_entries(y, n)

@@ -16,7 +16,7 @@ FORMAT = "mgpu trainer states 2"
 #: those that can be read
 FORMATS = (FORMAT, "mgpu trainer states 1")
 
-#: of one device: by the name of a parameter, its slots
+#: by the name of a parameter, its slots
 DeviceState = dict[str, dict[str, Any]]
 
 
@@ -47,17 +47,16 @@ def export_slots(backend: Backend, state: Mapping[str, Mapping[str, Any]]
 
 
 def fit(saved: TrainerStates, source: str, backend: Backend,
-        optimizer: Optimizer, arrays: Mapping[str, Sequence[Array]],
-        devices: int, rules: Mapping[str, Optimizer] | None = None
-        ) -> list[DeviceState]:
-    """The states of `saved` as native arrays, for each device.
+        optimizer: Optimizer, arrays: Mapping[str, Array],
+        rules: Mapping[str, Optimizer] | None = None) -> DeviceState:
+    """The states of `saved` as native arrays.
 
     Parameters
     ----------
     source : str
         What to call `saved` in a message.
-    arrays : mapping of str -> sequence of native arrays
-        Every parameter of the network, on each device.
+    arrays : mapping of str -> native array
+        Every parameter of the network.
     rules : mapping of str -> Optimizer, optional
         Those of parameters that `optimizer` does not move.
 
@@ -76,29 +75,29 @@ def fit(saved: TrainerStates, source: str, backend: Backend,
     wrong += [f"unknown parameter {name}"
               for name in sorted(known - set(arrays))]
     left = dict(saved.slots)
-    states: list[DeviceState] = [{} for _ in range(devices)]
+    states: DeviceState = {}
     with backend.scope(recording=False):
         for name in saved.counts if not wrong else ():
             rule = (rules or {}).get(name, optimizer)
-            for state, weight in zip(states, arrays[name], strict=True):
-                state[name] = slots = rule.create_state(weight, backend.ops)
-                for slot, value in slots.items():
-                    found = saved.slots.get((name, slot))
-                    left.pop((name, slot), None)
-                    shape = tuple(getattr(value, "shape", ()))
-                    if found is None:
-                        wrong.append(f"no {slot} of {name}")
-                    elif found.shape != shape or found.dtype.kind != "f":
-                        wrong.append(f"{slot} of {name} with shape "
-                                     f"{found.shape} instead of {shape}, "
-                                     f"dtype {found.dtype}")
-                    elif optimizer.built_in and slot in NEVER_NEGATIVE \
-                            and (found < 0).any():
-                        wrong.append(f"{slot} of {name} below 0")
-                    elif backend.is_native(value):
-                        value[...] = backend.put(found, value)
-                    else:
-                        slots[slot] = found.item()
+            states[name] = slots = rule.create_state(arrays[name],
+                                                     backend.ops)
+            for slot, value in slots.items():
+                found = saved.slots.get((name, slot))
+                left.pop((name, slot), None)
+                shape = tuple(getattr(value, "shape", ()))
+                if found is None:
+                    wrong.append(f"no {slot} of {name}")
+                elif found.shape != shape or found.dtype.kind != "f":
+                    wrong.append(f"{slot} of {name} with shape "
+                                 f"{found.shape} instead of {shape}, "
+                                 f"dtype {found.dtype}")
+                elif optimizer.built_in and slot in NEVER_NEGATIVE \
+                        and (found < 0).any():
+                    wrong.append(f"{slot} of {name} below 0")
+                elif backend.is_native(value):
+                    value[...] = backend.put(found, value)
+                else:
+                    slots[slot] = found.item()
     wrong = wrong or [f"unused {slot} of {name}" for name, slot in left]
     if wrong:
         raise ValueError(

@@ -18,7 +18,6 @@ from mgpu.parity.run import (Arrays, Calls, LayerCall, Put, Run, State,
                              StepResult, UpdateRule, at_one_device)
 from mgpu.parity.side import network_of
 from mgpu.parity.spill import spilled
-from mgpu.replica_checks import ReplicaMismatchError, check_apart, extents
 from mgpu.replicas import initialize
 from mgpu.split import split_batch
 from mgpu.trainer import Trainer
@@ -430,17 +429,6 @@ class LiveRun(Run):
             return found | {
                 ("gradient", p.name): self.backend.to_numpy(p.list_grad()[0])
                 for p in self.replicas.params() if p.grad_req != "null"}
-
-    def shares_memory(self) -> bool:
-        with using_backend(self.name):
-            places = [place for p in self.replicas.params() for place in
-                      extents(self.backend, self.devices, p.name,
-                              p.list_data())]
-        try:
-            check_apart(places)
-        except ReplicaMismatchError:
-            return True
-        return False
 
 
 def refuse_draws(run: LiveRun, drew: bool, differs: bool = False) -> None:

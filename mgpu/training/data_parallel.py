@@ -5,10 +5,9 @@ from typing import Any
 
 from mgpu import distributed
 from mgpu.backends import get_backend
-from mgpu.backends.base import Turns
 from mgpu.batch_norm import Meeting, SyncBatchNorm
 from mgpu.device import as_devices
-from mgpu.training.examples import BatchSplit
+from mgpu.data.examples import BatchSplit
 
 
 def DataParallel(net: Any, devices: Sequence[Any], *,
@@ -68,12 +67,13 @@ def DataParallel(net: Any, devices: Sequence[Any], *,
     whole = (whole,) if isinstance(whole, str) else tuple(whole)
 
     def synchronize(active: Sequence[int]) -> Any:
-        meeting = Meeting(active, Turns())
+        meeting = Meeting(active)
         return SyncBatchNorm(backend, meeting).mean, partial(
             meeting.run, backend)
+    names = [p.name for p in backend.network(net).inputs()]
     return backend.data_parallel(
-        net, devices, lambda forward, arrays: BatchSplit(
-            forward, batch_axis, whole, arrays),
+        net, devices, BatchSplit(names, batch_axis, whole,
+                                 backend.batch_arrays),
         partial(DataParallel, devices=devices, batch_norm=batch_norm,
                 batch_axis=batch_axis, whole=whole),
         synchronize if batch_norm == "sync" else None)

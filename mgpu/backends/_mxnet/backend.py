@@ -180,6 +180,7 @@ class MXNetBackend(base.Backend):
     semantics = "gluon"
     finds_failed = "MXNET_ENGINE_TYPE=NaiveEngine"
     version = mx.__version__
+    batch_arrays = Arrays
 
     def __init__(self) -> None:
         self.ops = MXNetOps()
@@ -375,15 +376,13 @@ class MXNetBackend(base.Backend):
 
     # -- running on several devices -----------------------------------------
 
-    def data_parallel(self, net, devices, splitter, remake, synchronize):
+    def data_parallel(self, net, devices, split, remake, synchronize):
         if synchronize is not None:
             raise NotImplementedError(
                 "DataParallel on mxnet supports batch_norm='per_device'; got "
                 "'sync'. Use mgpu.initialize for other policies.")
-        return DataParallel(net, [self.handle(d) for d in devices],
-                            splitter(net.hybrid_forward if "hybrid_forward"
-                                     in vars(type(net)) else net.forward,
-                                     Arrays), remake)
+        return DataParallel(net, [self.handle(d) for d in devices], split,
+                            remake)
 
     def parallel(self, thunks, *, rendezvous=False) -> list[Any]:
         if not rendezvous or len(thunks) < 2:

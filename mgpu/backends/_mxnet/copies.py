@@ -20,11 +20,9 @@ from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.states import DeviceStates, set_states
 from mgpu.backends._mxnet.statistics import DeviceStatistics, sets_of
 from mgpu.backends._workers import run_in_turn
-from mgpu.backends.containers import Batch
+from mgpu.backends.containers import Batch, Call, Probed
 
 autograd, gluon = mx.autograd, mx.gluon
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _plain(net: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,8 +41,8 @@ class ContextCopies:
     call : callable
         ``call(net, args, kwargs)`` runs a copy.
     run : callable
-        ``run(thunks, active)`` calls thunks, one for each of the devices
-        `active`, and waits for them; they queue work.
+        ``run(thunks)`` calls thunks, one for each device that runs, and
+        waits for them; they queue work.
     one_backward : bool
         Let a second backward pass of other devices' outputs raise an error.
         It would overwrite the gradients that the first one has written.
@@ -58,8 +56,7 @@ class ContextCopies:
 
     def __init__(self, net: Any, contexts: Sequence[Any], *,
                  call: Callable[..., Any] = _plain,
-                 run: Callable[[list[Any], list[int]], list[Any]]
-                 = lambda thunks, active: run_in_turn(thunks),
+                 run: Callable[[list[Any]], list[Any]] = run_in_turn,
                  one_backward: bool = False,
                  statistics: DeviceStatistics | None = None,
                  buffers: Sequence[Any] = ()) -> None:
@@ -104,14 +101,14 @@ class ContextCopies:
                 return self._pass(calls, batch)
             active = list(calls)
             return dict(zip(active, self._run([
-                partial(self._forward, 0, None, calls[i]) for i in active],
-                active), strict=True))
+                partial(self._forward, 0, None, calls[i]) for i in active]),
+                strict=True))
 
-    def probe(self, call: Call) -> tuple[Any, dict[int, Any]] | None:
-        """(what forward returns for `call` on the last device, the copies of
-        all blocks by id), or None where it raises. It runs without gradients
-        and hooks, and nothing that it sets stays."""
-        context = self.contexts[-1]
+    def probe(self, call: Call, device: int) -> Probed | None:
+        """What forward returns for `call` on a device, and sets; None where
+        it raises. It runs without gradients and hooks, and nothing that it
+        sets stays."""
+        context = self.contexts[device]
 
         def own(x: Any) -> Any:
             return x.copyto(context) if is_array(x) else copy.deepcopy(x)
@@ -121,10 +118,11 @@ class ContextCopies:
             for _, new in tree.blocks:
                 new.__dict__.update(_forward_hooks={}, _forward_pre_hooks={})
             try:
-                return self._call(tree.net, *call), {
-                    id(block): new for block, new in tree.blocks}
+                output = self._call(tree.net, *call)
             except Exception:
                 return None
+        view = tree.view()
+        return Probed(output, lambda place: view[place[0]].get(place[1]))
 
     def alone(self, *args: Any) -> Any:
         """What a deep copy of the network returns on one device, without
@@ -187,7 +185,7 @@ class ContextCopies:
             with _holding(gates):
                 outputs = self._run([partial(
                     self._forward, i, trees.get(i), calls[i])
-                    for i in active], active)
+                    for i in active])
             _check_sets(written)
         except BaseException:
             set_states(net, earlier)

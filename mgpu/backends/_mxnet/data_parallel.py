@@ -10,14 +10,13 @@ import numpy as np
 
 from mgpu.backends._mxnet.copies import ContextCopies
 from mgpu.backends._mxnet.framework import mx
-from mgpu.backends.containers import Batch
 from mgpu.backends.wrapper import Wrapper, delegate
 
 autograd, gluon = mx.autograd, mx.gluon
 
 
 class Arrays:
-    """See `mgpu.training.examples.Arrays`.
+    """See `mgpu.data.examples.Arrays`.
 
     Of MXNet's operators that select or join, gather_nd, scatter_nd and add_n
     have second derivatives; slices, take and concat have none.
@@ -38,6 +37,10 @@ class Arrays:
         part = mx.nd.gather_nd(_axis_first(x.as_nd_ndarray(), axis),
                                _indices(start, stop, x.context))
         return _like(_axis_first(part, axis), x).as_in_context(device)
+
+    @staticmethod
+    def device(x: Any) -> Any:
+        return None if isinstance(x, np.ndarray) else x.context
 
     @staticmethod
     def to(x: Any, device: Any) -> Any:
@@ -121,31 +124,18 @@ class DataParallel(Wrapper, gluon.Block):  # type: ignore[name-defined]
             copies.check_count(1)
             return self.module(*calls[0][0])
         expected = split.expected(lambda: copies.alone(*args))
-        sizes = [stop - start for start, stop in bounds]
-        mode = autograd.is_training(), autograd.is_recording()
-        probed: list[Any] = []
 
-        def probe(place: tuple[int, str] | None = None) -> Any:
-            part = split.probe_bounds(bounds)
-            if not probed:
-                with autograd.pause():
-                    call, = split.split(args, {}, size, copies.contexts[-1:],
-                                        [part])
-                probed.append(copies.probe(call))
-            if probed[0] is None:
-                return None
-            output, blocks = probed[0]
-            return output if place is None else vars(blocks[place[0]]).get(
-                place[1]), part[1] - part[0]
-
-        def join(values: list[Any], name: str, place: tuple[int, str]) -> Any:
-            return split.join(values, sizes, contexts[0], (mode, place),
-                              lambda: probe(place))
-        outputs = copies.run(dict(enumerate(calls)), Batch(
-            bounds, join, split.split_like))
-        return split.compared(split.join(
-            list(outputs.values()), sizes, contexts[0], mode, probe),
-            expected)
+        def probe() -> tuple[Any, int]:
+            start, stop = split.probe_bounds(bounds)
+            with autograd.pause():
+                call, = split.split(args, {}, size, contexts[-1:],
+                                    [(start, stop)])
+            return copies.probe(call, len(contexts) - 1), stop - start
+        joining = split.joining(bounds, contexts[0], (
+            autograd.is_training(), autograd.is_recording()), probe)
+        outputs = copies.run(dict(enumerate(calls)), joining.batch())
+        return split.compared(joining.output(list(outputs.values())),
+                              expected)
 
 
 delegate(DataParallel, gluon.Block, (

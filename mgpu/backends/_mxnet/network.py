@@ -13,7 +13,7 @@ from mgpu.backends._mxnet.blocks import (held_parameters, is_known,
                                          named_blocks, named_parameters,
                                          own_init, parameters_of, restorer,
                                          shape_of, value_of)
-from mgpu.backends._mxnet.copies import Call, ContextCopies
+from mgpu.backends._mxnet.copies import ContextCopies
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends._mxnet.layers import all_stored, constants
 from mgpu.backends._mxnet.limits import (check_layers, check_parameters,
@@ -23,15 +23,13 @@ from mgpu.backends._mxnet.ops import is_np
 from mgpu.backends._mxnet.states import set_states
 from mgpu.backends._mxnet.statistics import DeviceStatistics
 from mgpu.backends._workers import run_in_turn
-from mgpu.backends.containers import Batch
+from mgpu.backends.containers import Batch, Call, Probed
 
 
 class MXNetNetwork(NetworkLayers):
     """A user's Block, and its copies on several contexts."""
 
     backend: Any
-    replicate = None    # type: ignore[assignment]  # of an earlier contract
-
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
         self._devices: list[Any] = []       # of `place`
@@ -385,20 +383,14 @@ class MXNetNetwork(NetworkLayers):
         with self._predicting():
             return self._copies.run(inputs, batch)
 
-    def probe(self, call: Call) -> Any:
-        return self._copies.probe(self._inputs(call))
+    def probe(self, call: Call, device: int) -> Probed | None:
+        return self._copies.probe(self._inputs(call), device)
 
     def _inputs(self, call: Call) -> Call:
         return self.in_order(*call), {}
 
-    def _run(self, thunks: list[Any], active: list[int]) -> list[Any]:
-        """Call the thunks of the devices `active`."""
-        if self.meet is not None:
-            by_device = dict(zip(active, thunks, strict=True))
-            found = self.meet([by_device.get(i)
-                                for i in range(len(self._contexts))])
-            return [found[i] for i in active]
-        return run_in_turn(thunks)
+    def _run(self, thunks: Sequence[Callable[[], Any]]) -> list[Any]:
+        return (self.runner or run_in_turn)(thunks)
 
     def _predicting(self) -> base.ContextManager:
         return self.batch_norms.predicting(self._options.sync)

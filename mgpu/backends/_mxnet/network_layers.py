@@ -1,6 +1,6 @@
 """Layers of a network, one by one: for joint batch norm and parity."""
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ class NetworkLayers(base.Network):
         self.functions: dict[str, base.Layer] = {}
         self._contexts: list[Any] = []      # of `place`
         #: runs the thunks of devices, which meet in `use_batch_norm`
-        self.meet: Callable[[list[Any]], list[Any]] | None = None
+        self.runner: base.Runner | None = None
         found: dict[int, Any] = {}
         for name, p in named_parameters(net).items():
             found.setdefault(id(p), (name, p, kind_of(name, p)))
@@ -126,15 +126,10 @@ class NetworkLayers(base.Network):
             parts)
 
     @contextlib.contextmanager
-    def use_batch_norm(self, normalise) -> Iterator[None]:
-        if normalise is None:
-            yield
-            return
-        before, self.meet = self.meet, getattr(
-            normalise, "run", partial(self.backend.parallel,
-                                      rendezvous=True))
+    def use_batch_norm(self, normalise, run) -> Iterator[None]:
+        before, self.runner = self.runner, run
         try:
             with self.batch_norms.computed_by(normalise, self._index):
                 yield
         finally:
-            self.meet = before
+            self.runner = before

@@ -177,7 +177,7 @@ def draw_mask(x: Any, leading: int, keep: float,
 
 def dropout_forward(layer: nn.Module,
                     generator: Callable[[], torch.Generator | None],
-                    ticket: torch.Tensor) -> Forward:
+                    ticket: torch.Tensor | None = None) -> Forward:
     """A ``forward`` for `layer` that draws masks from `generator`; compiled
     code draws them from the generator of the replica of `ticket`."""
     def forward(x: Any) -> Any:

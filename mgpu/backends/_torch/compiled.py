@@ -15,14 +15,14 @@ from torch._functorch import config as functorch
 from mgpu.backends._torch.arithmetic import draw_mask, mask_shape
 
 if TYPE_CHECKING:
-    from mgpu.backends._torch.replica import TorchReplica
+    pass
 
 _numbers = itertools.count()
-_by_number: "weakref.WeakValueDictionary[int, TorchReplica]" = \
+_by_number: "weakref.WeakValueDictionary[int, Any]" = \
     weakref.WeakValueDictionary()
 
 
-def ticket_for(replica: "TorchReplica") -> torch.Tensor:
+def ticket_for(replica: Any) -> torch.Tensor:
     """A tensor that represents `replica` in compiled code: (the number of the
     replica, the number of masks that compiled code has drawn for it)."""
     number = next(_numbers)

@@ -10,7 +10,7 @@ import functools
 import random
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,9 +22,12 @@ from mgpu.backends import containers
 from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
                                            Sources)
 from mgpu.backends._torch.graph import leaves_of
+from mgpu.backends._torch.names import NORMS
 from mgpu.backends._torch.sync_batch_norm import Mean, synchronize
 from mgpu.backends._torch.tree import Tree, plain_network, redirect, version
 from mgpu.backends._workers import inside_worker
+from mgpu.backends.base import STATISTICS
+from mgpu.backends.containers import Batch, Call, Probed
 
 _MISSING = object()
 
@@ -55,25 +58,6 @@ class _Copy(NamedTuple):
     alive: list[Any]
 
 
-class Batch(NamedTuple):
-    """What the devices' calls are parts of.
-
-    Attributes
-    ----------
-    bounds : list of (start, stop)
-        The examples of each device.
-    join : callable
-        ``join(values, name, place)``: an attribute's values on the devices,
-        joined like an output. ValueError where they cannot be.
-    split_like : callable
-        See `BatchSplit.split_like`.
-    """
-
-    bounds: list[tuple[int, int]]
-    join: Callable[[list[Any], str, tuple[int, str]], Any]
-    split_like: Callable[..., Any]
-
-
 class _Changes(NamedTuple):
     """(module, name, value) that a forward pass has set."""
 
@@ -94,6 +78,34 @@ def on_one_device() -> bool:
             or torch.jit.is_tracing())
 
 
+class Meaning:
+    """What a pass on a device has besides the network's own forward. Here:
+    nothing; the framework's own meaning."""
+
+    #: whether each device has running statistics of its own
+    own_statistics = False
+
+    def begin(self) -> None:
+        """A pass begins."""
+
+    def dress(self, i: int, net: nn.Module) -> None:
+        """Change the copy of device `i` before its pass."""
+
+    def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
+        """``net(*args, **kwargs)``, in the thread of device `i`."""
+        return net(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def turn(self, i: int) -> Iterator[Callable[[], bool]]:
+        """A block for device `i` while no other device runs; gives a function
+        that tells afterwards whether it has drawn random numbers."""
+        before = _streams(True)
+        yield lambda: _streams(True) != before
+
+    def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
+        """`arrays` are new on device `i`."""
+
+
 class DeviceCopies:
     """Runs a network on several devices.
 
@@ -109,15 +121,20 @@ class DeviceCopies:
         ``synchronize(active)`` gives, for one pass, the joint means of
         `sync_batch_norm.synchronize` and a Runner whose thunks may wait for
         each other.
+    meaning : Meaning, optional
     """
 
     def __init__(self, net: nn.Module, devices: Sequence[torch.device],
                  run: Runner, synchronize: Callable[[Sequence[int]], tuple[
-                     Mean, Runner]] | None = None) -> None:
+                     Mean, Runner]] | None = None,
+                 meaning: Meaning | None = None) -> None:
         self.net, self.devices = plain_network(net), list(devices)
         self._run, self._synchronize = run, synchronize
+        self._meaning = meaning or Meaning()
         self._lock = threading.RLock()
         self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
+        #: running statistics that are a device's own
+        self._own: list[dict[int, _Held]] = [{} for _ in devices]
         self._attributes: list[dict[tuple[int, str], _Held]] = [
             {} for _ in devices]
         self._draws: dict[Any, bool] = {}
@@ -133,20 +150,19 @@ class DeviceCopies:
         device only, or parameters wait for a first batch."""
         return on_one_device() or any(map(is_lazy, self.net.parameters()))
 
-    def run(self, calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-            batch: Batch) -> list[Any]:
-        """Call the network on two devices or more.
+    def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
+        """Call the network on devices.
 
         Parameters
         ----------
-        calls : list of (args, kwargs)
-            Number i is for device i.
+        calls : mapping of int -> (args, kwargs)
+            By the number of the device.
         batch : Batch
             What the calls are parts of.
 
         Returns
         -------
-        list
+        dict
             What forward returns on each device. The tensors are connected
             with the network's own parameters: their backward pass adds the
             sum over the devices to ``.grad``.
@@ -158,26 +174,26 @@ class DeviceCopies:
             leaves a tensor outside of the network that a loss then uses.
         """
         with self._lock:
-            return list(self._pass(dict(enumerate(calls)), batch).values())
+            return self._pass(dict(calls), batch)
 
-    def probe(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """(what forward returns for `call` on the last device, the copies of
-        all modules by id), or None where it raises. It runs without
-        gradients, and nothing that it sets in the network or draws from
-        torch's streams stays."""
-        spare = DeviceCopies(self.net, self.devices[:1] + self.devices[-1:],
-                             self._run)
+    def probe(self, call: Call, device: int) -> Probed | None:
+        """See `mgpu.backends.base.Network.probe`."""
+        spare = DeviceCopies(self.net, [self.devices[0],
+                                        self.devices[device]], self._run,
+                             meaning=self._meaning)
         with self._lock, torch.random.fork_rng(), torch.no_grad():
             spare._attributes[1] = {
-                key: one._replace(value=_clone(one.value, self.devices[-1],
-                                               {}))
-                for key, one in self._attributes[-1].items()}
-            made = spare._copy(1, Tree(self.net), Sources(), None)
+                key: one._replace(value=_clone(one.value,
+                                               self.devices[device], {}))
+                for key, one in self._attributes[device].items()}
+            made = spare._copy(1, Tree(self.net), Sources(), None, device)
             args, kwargs = call
             try:
-                return made.net(*args, **kwargs), made.modules
+                output = self._meaning.call(device, made.net, args, kwargs)
             except Exception:
                 return None
+            return Probed(output, lambda place: vars(
+                made.modules[place[0]]).get(place[1]))
 
     def alone(self, args: Any, kwargs: Any) -> Any:
         """What a deep copy of the network returns on one device, without
@@ -192,10 +208,11 @@ class DeviceCopies:
 
     # -- copies ---------------------------------------------------------------
 
-    def _overwrite(self, i: int, arrays: Sequence[torch.Tensor]
-                   ) -> dict[int, Any]:
-        """Device i's copies of `arrays`, by id, with their values."""
-        old, new = self._arrays[i], {}
+    def _overwrite(self, i: int, arrays: Sequence[torch.Tensor],
+                   some: bool = False) -> dict[int, Any]:
+        """Device i's copies of `arrays`, by id, with their values. `some`:
+        they are not all that the network has."""
+        old, new, made = self._arrays[i], {}, []
         same: tuple[list[Any], list[Any]] = [], []
         written: tuple[list[Any], list[Any]] = [], []
         for x in arrays:
@@ -206,6 +223,7 @@ class DeviceCopies:
                     or held.value.stride() != x.stride():
                 held = _Held(x, version(x), source.to(self.devices[i],
                                                       copy=True))
+                made.append(held.value)
             else:
                 pair = same if held.version == version(x) \
                     and not x.is_inference() else written
@@ -219,21 +237,55 @@ class DeviceCopies:
             with torch.autograd._unsafe_preserve_version_counter(
                     tuple(same[0])):
                 torch._foreach_copy_(*same, non_blocking=True)
-        self._arrays[i] = new
+        self._meaning.allocated(i, made)
+        self._arrays[i] = {**old, **new} if some else new
         return {key: held.value for key, held in new.items()}
+
+    def arrays(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """`x`, an array of the network, then each other device's copy: see
+        `mgpu.backends.base.Network.arrays`."""
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            found = [x]
+            for i in range(1, len(self.devices)):
+                own = self._own[i].get(id(x))
+                found.append(
+                    own.value if own is not None and _is_valid(own, x, None)
+                    else self._overwrite(i, [x], True)[id(x)])
+            return found
+
+    def keep_statistics(self, x: torch.Tensor, values: Sequence[torch.Tensor]
+                        ) -> None:
+        """``values[i]`` is device i's own running statistic from now on, in
+        the place of the network's `x`."""
+        for i in range(1, len(self.devices)):
+            self._own[i][id(x)] = _Held(x, version(x), values[i])
+
+    def forget_statistics(self, x: torch.Tensor) -> None:
+        """All devices follow the network's `x` again."""
+        for own in self._own:
+            own.pop(id(x), None)
 
     def _values(self, i: int, tree: Tree) -> dict[int, torch.Tensor]:
         """Device i's values of the network's arrays, by id."""
         if i == 0:
             return {key: x.detach() if x.requires_grad else x
                     for key, x in tree.arrays.items()}
-        return self._overwrite(i, list(tree.arrays.values()))
+        own = {}
+        if self._meaning.own_statistics:
+            own = {key: one.value for key, one in self._own[i].items()
+                   if key in tree.arrays
+                   and _is_valid(one, tree.arrays[key], None)}
+        return {**self._overwrite(i, [x for key, x in tree.arrays.items()
+                                      if key not in own]), **own}
 
     def _copy(self, i: int, tree: Tree, sources: Sources,
-              batch: Batch | None) -> _Copy:
-        memo: dict[int, Any] = {}
+              batch: Batch | None, device: int | None = None,
+              plain: bool = False) -> _Copy:
+        """`device`: whose copy it is, where that is not number i. `plain`:
+        its arrays are the network's own."""
+        memo: dict[int, Any] = dict(tree.arrays) if plain else {}
         leaves, originals = {}, {}
-        for key, value in self._values(i, tree).items():
+        for key, value in () if plain else self._values(i, tree).items():
             x = tree.arrays[key]
             if isinstance(x, nn.Parameter):
                 value = torch.Tensor._make_subclass(type(x), value,
@@ -280,12 +332,15 @@ class DeviceCopies:
                     _entered, sources, leaves, memo))
                 own[name] = redirect(x, memo)
             object.__setattr__(modules[id(module)], "__dict__", own)
+        self._meaning.dress(i if device is None else device,
+                            modules[id(self.net)])
+        for module in tree.modules:
+            own = vars(modules[id(module)])
             attributes[id(module)] = dict(own)
             buffers[id(module)] = dict(own["_buffers"])
         self._attributes[i] = held
-        written = {key: (memo[key], memo[key]._version)
-                   for key, x in tree.arrays.items()
-                   if isinstance(x, nn.Parameter)}
+        written = {} if plain else {
+            key: (memo[key], version(memo[key])) for key in tree.arrays}
         return _Copy(modules[id(self.net)], leaves, originals, attributes,
                      buffers, modules, written, alive)
 
@@ -302,7 +357,7 @@ class DeviceCopies:
     def _changes(self, tree: Tree, copy: _Copy) -> _Changes:
         found = _Changes([], [])
         for key, (leaf, count) in copy.written.items():
-            if leaf._version != count:
+            if isinstance(leaf, nn.Parameter) and version(leaf) != count:
                 name = next((name for name, p in self.net.named_parameters()
                              if id(p) == key), "that an attribute has")
                 raise RuntimeError(
@@ -334,7 +389,8 @@ class DeviceCopies:
         device 0's. Each device goes on with its own."""
         own = {i: {(id(module), name): x for module, name, x in c.attributes}
                for i, c in changes.items()}
-        for module, name, x in changes.get(0, _Changes([], [])).attributes:
+        first = min(changes)
+        for module, name, x in changes[first].attributes:
             place = id(module), name
             values = [found.get(place, _MISSING) for found in own.values()]
             shown, size = x, None
@@ -349,22 +405,48 @@ class DeviceCopies:
             else:
                 module.__dict__[name] = shown
             if size is not None:
-                self._attributes[0][place] = _Held(shown, 0, x, size)
+                self._attributes[first][place] = _Held(shown, 0, x, size)
             for i in own:
-                if i and place in own[i] and own[i][place] is not _MISSING:
+                if i and place in own[i] and own[i][place] is not _MISSING \
+                        and (i != first or size is None):
                     self._attributes[i][place] = _Held(
                         module.__dict__.get(name), 0, own[i][place], size)
-        for module, name, x in changes.get(0, _Changes([], [])).buffers:
+        for module, name, x in changes[first].buffers:
             vars(module)["_buffers"][name] = x
-        for i, c in changes.items():    # what device 0 has not set
+        for i, c in changes.items():    # what the first has not set
             for module, name, x in c.attributes:
                 if i and x is not _MISSING and (id(module), name) \
-                        not in own.get(0, {}):
+                        not in own[first]:
                     self._attributes[i][id(module), name] = _Held(
                         module.__dict__.get(name), 0, x)
         for held in self._attributes:   # written in place on device 0
             for key, one in held.items():
                 held[key] = one._replace(version=version(one.original))
+
+    def _commit_buffers(self, tree: Tree, copies: dict[int, _Copy]) -> None:
+        """Buffers that the first device has written are the network's."""
+        first = min(copies)
+        if first:
+            for key, x in tree.arrays.items():
+                if isinstance(x, nn.Parameter):
+                    continue
+                value, count = copies[first].written[key]
+                if version(value) != count and value.shape == x.shape:
+                    x.copy_(value)
+        if not self._meaning.own_statistics:
+            return
+        statistics = [x for module in tree.modules
+                      if isinstance(module, NORMS)
+                      for name, x in module._buffers.items()
+                      if name in STATISTICS and x is not None]
+        for i in range(1, len(self.devices)):
+            for x in statistics:
+                if i in copies:
+                    self._own[i][id(x)] = _Held(
+                        x, version(x), copies[i].written[id(x)][0])
+                    self._arrays[i].pop(id(x), None)
+                else:
+                    self._own[i].pop(id(x), None)
 
     # -- passes ---------------------------------------------------------------
 
@@ -373,11 +455,13 @@ class DeviceCopies:
         self._check_last()
         recorded = torch.is_grad_enabled() \
             and not torch.is_inference_mode_enabled()
+        plain = active == [0]       # no boundary: the network's own leaves
+        self._meaning.begin()
         with torch.inference_mode(False), torch.no_grad():
             tree, sources = Tree(self.net), Sources()
-            copies = {i: self._copy(i, tree, sources, batch)
+            copies = {i: self._copy(i, tree, sources, batch, plain=plain)
                       for i in active}
-        if recorded:
+        if recorded and not plain:
             for i in active:
                 calls[i] = containers.replace(
                     calls[i], is_tensor, functools.partial(
@@ -385,39 +469,54 @@ class DeviceCopies:
 
         def forward(i: int) -> Any:
             args, kwargs = calls[i]
-            return copies[i].net(*args, **kwargs)
-        thunks = [functools.partial(forward, i) for i in active]
+            return self._meaning.call(i, copies[i].net, args, kwargs)
+        thunks = {i: functools.partial(forward, i) for i in active}
         if self._synchronize is None or not self.net.training:
             results = self._forward(thunks, tree.key)
         else:
-            mean, run = self._synchronize(active)
-            for i in active:
-                synchronize(copies[i].net, i, mean)
-            before = _streams(True)
-            results = run(thunks)
-            if before != _streams(True):
-                raise NotImplementedError(
-                    "DataParallel does not support batch_norm='sync' in a "
-                    "network that draws random numbers in forward. Use "
-                    "mgpu.initialize.")
+            results = self._together(thunks, copies)
         outputs = dict(zip(active, results, strict=True))
         changes = {i: self._changes(tree, copies[i]) for i in active}
-        if recorded:
+        if recorded and not plain:
             self._join(tree, sources, copies, outputs, changes)
         self._commit(changes, batch)
+        with torch.inference_mode(False), torch.no_grad():
+            self._commit_buffers(tree, copies)
         return outputs
 
-    def _forward(self, thunks: list[Any], key: Any) -> list[Any]:
+    def _together(self, thunks: dict[int, Any], copies: dict[int, _Copy]
+                  ) -> list[Any]:
+        """The passes of devices that wait for each other."""
+        assert self._synchronize is not None
+        mean, run = self._synchronize(list(thunks))
+        for i in thunks:
+            synchronize(copies[i].net, i, mean)
+        before = _streams(True)
+        results = run(list(thunks.values()))
+        if before != _streams(True):
+            raise NotImplementedError(
+                "DataParallel does not support batch_norm='sync' in a "
+                "network that draws random numbers in forward. Use "
+                "mgpu.initialize.")
+        return results
+
+    def _forward(self, thunks: dict[int, Any], key: Any) -> list[Any]:
         """At the same time, unless the devices draw from one stream: then in
         turn, as the first pass of each structure and mode, which tells."""
-        draws = self._draws.get(key)
-        before = None if draws else _streams(draws is None)
-        results = [thunk() for thunk in thunks] if draws is not False \
-            else self._run(thunks)
-        if not draws:
-            if len(self._draws) > 16:
-                self._draws.clear()
-            self._draws[key] = _streams(draws is None) != before
+        if self._draws.get(key) is False:
+            before = torch.get_rng_state()
+            results = self._run(list(thunks.values()))
+            if not torch.equal(before, torch.get_rng_state()):
+                self._draws[key] = True     # from now on in turn
+            return results
+        results, drew = [], False
+        for i, thunk in thunks.items():
+            with self._meaning.turn(i) as told:
+                results.append(thunk())
+            drew |= told()
+        if len(self._draws) > 16:
+            self._draws.clear()
+        self._draws[key] = drew or self._draws.get(key, False)
         return results
 
     def _backward(self, thunks: Sequence[Any]) -> list[Any]:

@@ -13,7 +13,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from mgpu.backends import base
 from mgpu.backends._torch import initial
-from mgpu.backends._torch.leaves import Parts
 from mgpu.backends._torch.names import arrays_of, joined, suffix_of, walk
 from mgpu.backends._torch.own_step import FAMILIES
 
@@ -103,7 +102,7 @@ class TorchOptimizer(base.GivenOptimizer):
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks)
                   for hook in table.values()
-                  if not isinstance(hook, (_Refusal, Parts))]
+                  if not isinstance(hook, _Refusal)]
         if hooked or not type(x).step.__module__.startswith("torch.optim.") \
                 or patched is not None \
                 and not hasattr(patched, "_wrapped_by_lr_sched"):
@@ -259,8 +258,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 def _arrays(network: Any) -> list[Any]:
     """The network's parameters, as they are now."""
-    return [owner[name] for owner, name in network.replicas[0].weights] \
-        if network.replicas else arrays_of(network.net)
+    return arrays_of(network.net)
 
 
 class PyTorchGiven(base.Given):

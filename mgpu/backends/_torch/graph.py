@@ -1,5 +1,5 @@
 """What a loss depends on, read from torch's graph."""
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,33 +30,6 @@ def total(loss: Any) -> Any:
     # the first step takes three times as long.
     with torch.enable_grad():
         return loss.sum()
-
-
-def in_common(losses: Sequence[Any], owner: Callable[[Any], Any]
-              ) -> list[Any] | None:
-    """The leaves in the graphs of several losses, and those of an `owner`
-    that is in several. None if the graphs share more, as far as can be seen:
-    reentrant checkpoints hide what is inside them."""
-    known, owners, shared = set[Any](), set[Any](), []
-    for loss in losses:
-        own, owned = set(), set()
-        for node in _nodes(loss):
-            name = type(node).__name__
-            if name == "AccumulateGrad":
-                x = node.variable
-                whose = owner(x)
-                owned.add(whose)
-                if whose in owners:
-                    shared.append(x)
-            # At once: a graph may be of all devices. Passes that meet other
-            # processes do so in one order, which one backward pass has.
-            elif "Checkpoint" in name or name == "_ThroughBackward" \
-                    or node in known:
-                return None
-            own.add(node)
-        known |= own
-        owners |= owned
-    return shared
 
 
 def recomputing() -> bool:

@@ -1,5 +1,4 @@
 """Split the arguments of a network by examples, and join its outputs."""
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,9 +8,8 @@ import numpy as np
 
 from mgpu import environment
 from mgpu.backends import containers
+from mgpu.backends.containers import Batch, Call, Probed
 from mgpu.split import shard_bounds
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: calls that ``MGPU_DEBUG=1`` compares with one device
 _COMPARED = 3
@@ -29,6 +27,9 @@ class Arrays(Protocol):
 
     def to(self, x: Any, device: Any) -> Any:
         """`x` on `device`; its gradient is that of `x`."""
+
+    def device(self, x: Any) -> Any:
+        """Where `x` lies."""
 
     def concat(self, arrays: Sequence[Any], axis: int, device: Any) -> Any:
         """The arrays joined on `device`."""
@@ -49,8 +50,8 @@ class BatchSplit:
 
     Parameters
     ----------
-    forward : callable
-        Its parameters give positional arguments their names.
+    names : sequence of str
+        Of forward's parameters: what positional arguments are called.
     batch_axis : int or dict
         The axis of the examples; by argument name, an axis or `list` for a
         list with an item for each example (default 0).
@@ -59,10 +60,10 @@ class BatchSplit:
     arrays : Arrays
     """
 
-    def __init__(self, forward: Callable[..., Any],
+    def __init__(self, names: Sequence[str],
                  batch_axis: int | Mapping[str, Any], whole: Sequence[str],
                  arrays: Arrays) -> None:
-        self._names = list(inspect.signature(forward).parameters)
+        self._names = list(names)
         self._axis, self._arrays = batch_axis, arrays
         self._whole = tuple(whole)
         self._was_split: dict[str, bool] = {}
@@ -83,6 +84,12 @@ class BatchSplit:
         if expected is not None:
             _warn_of_difference(output, expected, self._arrays)
         return output
+
+    def joining(self, bounds: Sequence[tuple[int, int]], device: Any,
+                mode: Any, probe: Callable[[], tuple[Probed | None, int]]
+                ) -> "Joining":
+        """See `Joining`."""
+        return Joining(self, bounds, device, mode, probe)
 
     def size(self, args: Sequence[Any], kwargs: Mapping[str, Any]
              ) -> int | None:
@@ -141,6 +148,25 @@ class BatchSplit:
                     return self._arrays.take(array, axis, start, stop, device)
             return self._arrays.to(array, device)
         return containers.replace(x, self._arrays.is_array, take)
+
+    def with_one_more(self, call: Call) -> Call:
+        """`call` with its first example once more at the end."""
+        args, kwargs = call
+        size, array = self.size(args, kwargs), self._arrays
+
+        def more(axis: int, x: Any) -> Any:
+            if len(x.shape) <= axis or x.shape[axis] != size:
+                return x
+            device = array.device(x)
+            return array.concat([x, array.take(x, axis, 0, 1, device)], axis,
+                                device)
+        values = [one.value if one.axis is None
+                  else [*one.value, one.value[0]] if one.axis is list
+                  else containers.replace(one.value, array.is_array,
+                                          partial(more, one.axis))
+                  for one in self._arguments(args, kwargs)]
+        return tuple(values[:len(args)]), dict(zip(kwargs,
+                                                   values[len(args):]))
 
     @staticmethod
     def bounds(size: int, devices: int) -> list[tuple[int, int]]:
@@ -236,6 +262,60 @@ class BatchSplit:
                            mode, probe).join(list(outputs), "the output", ())
         finally:
             self._known_axes.pop((mode, "probe"), None)
+
+
+class Joining:
+    """Joins what the devices give for the parts of one batch.
+
+    Parameters
+    ----------
+    split : BatchSplit
+    bounds : list of (start, stop)
+        The examples of each device.
+    device : device
+        Where the result lies.
+    mode : hashable
+        See `BatchSplit.join`.
+    probe : callable
+        Returns what a pass of another number of examples gives, and that
+        number; called once at most. None: there is none.
+    """
+
+    def __init__(self, split: BatchSplit, bounds: Sequence[tuple[int, int]],
+                 device: Any, mode: Any,
+                 probe: Callable[[], tuple[Probed | None, int]]) -> None:
+        self._split, self._device, self._mode = split, device, mode
+        self.bounds = list(bounds)
+        self._sizes = [stop - start for start, stop in bounds]
+        self._probe = probe
+        self._probed: tuple[Probed | None, int] | None = None
+
+    def output(self, outputs: Sequence[Any]) -> Any:
+        """The devices' outputs as one."""
+        return self._split.join(outputs, self._sizes, self._device,
+                                self._mode, lambda: self._seen(
+                                    lambda probed: probed.output))
+
+    def attribute(self, values: Sequence[Any], name: str,
+                  place: tuple[int, str]) -> Any:
+        """An attribute's values on the devices as one."""
+        return self._split.join(values, self._sizes, self._device,
+                                (self._mode, place), lambda: self._seen(
+                                    lambda probed: probed.attribute(place)))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of examples of each device."""
+        return list(self._sizes)
+
+    def batch(self) -> Batch:
+        return Batch(self.bounds, self.attribute, self._split.split_like)
+
+    def _seen(self, get: Callable[[Probed], Any]) -> tuple[Any, int] | None:
+        if self._probed is None:
+            self._probed = self._probe()
+        probed, size = self._probed
+        return None if probed is None else (get(probed), size)
 
 
 def _warn_of_difference(found: Any, expected: Any, arrays: Arrays) -> None:

@@ -1,0 +1,112 @@
+"""Gradients of leaves: whether a backward pass overwrites them or adds to
+them, and which of them a step has used."""
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mgpu.backends import messages
+from mgpu.backends._torch.graph import leaves_of, total
+from mgpu.backends._torch.ops import name_of_dtype
+from mgpu.backends._torch.weak import WeakTable
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of one leaf.
+
+    Attributes
+    ----------
+    request : str
+        Its grad_req, where it requires a gradient.
+    used : (weak reference to a gradient, its version) or None
+        What a step has used.
+    """
+
+    request: str = "write"
+    used: tuple[Any, int] | None = None
+
+
+class Gradients:
+    """The part of `mgpu.backends.base.Backend` about gradients."""
+
+    def __init__(self) -> None:
+        self._states = WeakTable()
+
+    def _state(self, x: torch.Tensor) -> _State:
+        found = self._states.get(id(x))
+        if found is None:
+            found = _State()
+            self._states.put(id(x), torch._C._WeakTensorRef(x), found)
+        return found
+
+    def attach_grad(self, x: Any, grad_req: str = "write") -> None:
+        messages.check_grad_req(grad_req)
+        if not x.is_floating_point():
+            raise messages.no_float(name_of_dtype(x))
+        if not x.is_leaf:
+            x.detach_()     # a result becomes a leaf, as on MXNet
+        x.grad = None
+        x.requires_grad_(grad_req != "null")
+        state = self._state(x)
+        state.used = None
+        if grad_req != "null":
+            state.request = grad_req
+
+    def grad_req(self, x: Any) -> str:
+        """write, add or null."""
+        if not x.requires_grad:
+            return "null"
+        known = self._states.get(id(x))
+        return "write" if known is None else known.request
+
+    def grad(self, x: Any) -> Any:
+        if not x.requires_grad or not x.is_leaf:
+            raise messages.no_gradient()
+        if x.grad is None:
+            with torch.inference_mode(False):
+                x.grad = torch.zeros_like(x)
+            self.mark_used(x)
+        return x.grad
+
+    def is_fresh(self, x: Any) -> bool:
+        gradient, known = x.grad, self._states.get(id(x))
+        if gradient is None or known is None or known.used is None:
+            return gradient is not None
+        used, version = known.used
+        return used() is not gradient or gradient._version != version
+
+    def mark_used(self, x: Any) -> None:
+        self._state(x).used = None if x.grad is None else (
+            weakref.ref(x.grad), x.grad._version)
+
+    def has_gradient(self, x: Any) -> bool:
+        return x.grad is not None
+
+    def backward(self, losses: Sequence[Any]) -> None:
+        if not all(loss.requires_grad for loss in losses):
+            raise messages.not_recorded()
+        totals = [total(loss) for loss in losses]
+        before = []
+        for x in leaves_of(*losses):
+            known = self._states.get(id(x))
+            if known is not None and known.request == "write" \
+                    and x.grad is not None:
+                before.append((x, x.grad))
+        for x, _ in before:
+            x.grad = None
+        done = False
+        try:
+            # In a thread that no signal interrupts: a pass ends, or has left
+            # nothing.
+            self.uninterrupted(lambda: torch.autograd.backward(totals))
+            done = True
+        finally:
+            for x, gradient in before:
+                if not done or x.grad is None:      # it was not reached
+                    x.grad = gradient
+
+    def uninterrupted(self, thunk: Any) -> Any:
+        raise NotImplementedError
