@@ -103,6 +103,10 @@ class Meaning:
         before = _streams(True)
         yield lambda: _streams(True) != before
 
+    def probing(self, i: int) -> contextlib.AbstractContextManager[Any]:
+        """A block for a pass of device `i` that nothing sees."""
+        return contextlib.nullcontext()
+
     def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
         """`arrays` are new on device `i`."""
 
@@ -175,7 +179,8 @@ class DeviceCopies:
         spare = DeviceCopies(self.net, [self.devices[0],
                                         self.devices[device]], self._run,
                              meaning=self._meaning)
-        with self._lock, torch.random.fork_rng(), torch.no_grad():
+        with self._lock, torch.random.fork_rng(), torch.no_grad(), \
+                self._meaning.probing(device):
             spare._attributes[1] = {
                 key: one._replace(value=_clone(one.value,
                                                self.devices[device], {}))

@@ -5,6 +5,7 @@ stay as they are.
 """
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              gluon_batch_norm, masked_forward,
                                              takes_masks)
 from mgpu.backends._torch.boundary import Runner
+from mgpu.backends._torch.compiled import (TICKET, Compiled, Ticket,
+                                           define_mask)
 from mgpu.backends._torch.copies import Meaning
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import recomputing
@@ -54,6 +57,12 @@ class GluonMeaning(Meaning):
         self._modes: list[bool | None] = []
         self._between: dict[int, Between] = {}
         self._passes: dict[int, _Pass] = {}
+        self._compiled = Compiled(network.backend.threads)
+        self._tickets = [Ticket(partial(network.backend.generator, device))
+                         for device in devices]
+        self._probing = self._refreshed = False
+        #: of the compiled pass; None: layers run one by one
+        self._key: Any = None
 
     @property
     def own_statistics(self) -> bool:
@@ -65,7 +74,29 @@ class GluonMeaning(Meaning):
         self._modes = _modes(self._network.net,
                              self._network.backend.is_training())
         self._between, self._passes = {}, {}
-        return self._network.runner
+        network = self._network
+        self._key = None
+        if network.options.hybridize and not network.by_layer \
+                and not strict.on():
+            define_mask()
+            self._key = (*network.net.modules(), *self._modes,
+                         network.own_arithmetic, *(
+                hook for m in network.net.modules() for table in (
+                    m._forward_hooks, m._forward_pre_hooks)
+                for hook in table.values()))
+        self._refreshed = False
+        return network.runner
+
+    @contextlib.contextmanager
+    def probing(self, i: int) -> Iterator[None]:
+        generator = self._network.backend.generator(self._devices[i])
+        state, before = generator.get_state(), self._key
+        self._probing, self._key = True, None
+        try:
+            yield
+        finally:
+            self._probing, self._key = False, before
+            generator.set_state(state)
 
     def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
         strict.place(arrays, self._devices[i])
@@ -74,7 +105,7 @@ class GluonMeaning(Meaning):
         network, layers = self._network, list(net.modules())
         _set_modes(net, layers, self._modes)
         here = self._passes[i] = _Pass(network, self._devices[i])
-        if network.seen is not None:
+        if network.seen is not None and not self._probing:
             between = self._between[i] = Between(network.seen, i,
                                                  network.functions)
             for path, layer in innermost(net):
@@ -82,16 +113,17 @@ class GluonMeaning(Meaning):
                     vars(layer)[table] = vars(layer)[table].copy()
                 for _ in watch_layer(layer, path, i, between, network.seen):
                     pass
-        if True not in self._modes:
-            return
-        for path, layer in net.named_modules():
-            forward = self._forward(layer, path, i, here) \
+        for path, layer in net.named_modules() if True in self._modes else ():
+            forward = self._forward(net, layer, path, i, here) \
                 if layer.training and "forward" not in vars(layer) else None
             if forward is not None:
                 vars(layer)["forward"] = forward
+        if self._key is not None and not self._refreshed:
+            self._refreshed = True
+            self._compiled.refresh(self._key, net)
 
-    def _forward(self, layer: nn.Module, path: str, i: int, here: "_Pass"
-                 ) -> Callable[..., Any] | None:
+    def _forward(self, net: nn.Module, layer: nn.Module, path: str, i: int,
+                 here: "_Pass") -> Callable[..., Any] | None:
         """What a layer that trains computes by, in the place of its own."""
         network = self._network
         if isinstance(layer, BATCH_NORMS):
@@ -102,11 +134,13 @@ class GluonMeaning(Meaning):
                 return None
             return batch_norm_forward(layer, path, rule, i,
                                       here.keeps_statistics)
-        if network.draw_mask is not None and takes_masks(layer):
+        if network.draw_mask is not None and takes_masks(layer) \
+                and not self._probing:
             return masked_forward(layer, network.draw_mask, i,
                                   here.generator, here.masks)
         if type(layer) in DROPOUTS:
-            return dropout_forward(layer, here.generator)
+            return dropout_forward(layer, here.generator,
+                                   lambda: vars(net)["_buffers"][TICKET])
         return None
 
     def call(self, i: int, net: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -118,7 +152,9 @@ class GluonMeaning(Meaning):
             kwargs = {name: channels_last(x) for name, x in kwargs.items()}
         with self._around(i):
             try:
-                output = net(*args, **kwargs)
+                output = net(*args, **kwargs) if self._key is None \
+                    else self._compiled(self._key, self._tickets[i], net,
+                                        args, kwargs)
             except (RuntimeError, ValueError) as error:
                 network.explain(error, given)
                 raise
@@ -132,7 +168,7 @@ class GluonMeaning(Meaning):
         with contextlib.ExitStack() as stack:
             if network.float32.names or network.float32.watched:
                 stack.enter_context(AsMXNet(network.float32))
-            if i in self._between:
+            if i in self._between and not self._probing:
                 stack.enter_context(self._between[i])
             if network.normalise is not None:
                 stack.enter_context(_NoFunctionalBatchNorm())
