@@ -15,7 +15,7 @@ from torch._functorch import config as functorch
 from mgpu.backends._torch.arithmetic import draw_mask, mask_shape
 
 if TYPE_CHECKING:
-    pass
+    from mgpu.backends._torch.network import TorchNetwork
 
 _numbers = itertools.count()
 _by_number: "weakref.WeakValueDictionary[int, Any]" = \
