@@ -23,6 +23,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, NDArray)
 
 
+def on_context(x: Any, context: Any) -> Any:
+    """`x`, or a recorded copy of it on another context."""
+    return x if x.ctx == context else x.copyto(context)
+
+
 class BlockTree:
     """A block as another context has it during one pass.
 
@@ -74,7 +79,7 @@ class BlockTree:
     def _copy(self, x: Any) -> None:
         memo, found = self._memo, containers.parts(x)
         if is_array(x):
-            memo[id(x)] = x.as_in_context(self.context)
+            memo[id(x)] = on_context(x, self.context)
         elif isinstance(x, gluon.Parameter):
             memo[id(x)] = new = copy.copy(x)
             self.parameters.append((x, new))

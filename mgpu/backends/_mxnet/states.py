@@ -6,7 +6,7 @@ import numpy as np
 
 from mgpu.backends import containers
 from mgpu.backends._mxnet.block_tree import (Place, blocks_of, is_array,
-                                             state_of)
+                                             on_context, state_of)
 from mgpu.backends._mxnet.framework import mx
 from mgpu.backends.containers import Batch
 
@@ -137,8 +137,8 @@ class DeviceStates:
             ) from error
 
     def _on_first(self, x: Any) -> Any:
-        return containers.replace(x, is_array, lambda a: a.as_in_context(
-            self._contexts[0]))
+        return containers.replace(x, is_array, lambda a: on_context(
+            a, self._contexts[0]))
 
 
 def set_states(net: Any, states: Mapping[Place, Any]) -> None:
