@@ -132,6 +132,8 @@ class MXNetNetwork(NetworkLayers):
             value = value_of(p)
             if value is not None and contexts == p.list_ctx() \
                     and is_np(value) == mx.util.is_np_array():
+                if p.grad_req != "null" and value.grad is None:
+                    p._init_grad()      # copy.deepcopy leaves it out
                 continue
             if value is not None:       # maybe of the other family
                 value = value.as_np_ndarray() if mx.util.is_np_array() \
