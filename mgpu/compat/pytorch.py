@@ -48,7 +48,7 @@ class TorchNames:
 
         def all_parameters(self) -> list[Any]: ...
         def check_valid(self) -> None: ...
-        def of_engine(self) -> list[base.Replica]: ...
+        def check_complete(self) -> None: ...
         def write(self, values: Mapping[int, Any]) -> None: ...
 
     @property
@@ -67,7 +67,8 @@ class TorchNames:
         ``force_reinit`` has made the replicas void.
         """
         self.check_valid()
-        return self.network.state(self.of_engine()[0])
+        self.check_complete()
+        return self.network.state()
 
     def load_state_dict(self, state_dict: Mapping[str, Any],
                         strict: bool = True) -> IncompatibleKeys:
@@ -99,8 +100,8 @@ class TorchNames:
                             f"{type(state_dict).__name__}. Read a file with "
                             "torch.load or mx.nd.load first.")
         self._check_apart(state_dict)
-        values, missing, unknown = self.network.fit_state(
-            state_dict, self.of_engine()[0], strict)
+        self.check_complete()
+        values, missing, unknown = self.network.fit_state(state_dict, strict)
         self.network.load_state(state_dict, strict)
         self.write(values)
         return IncompatibleKeys(missing, unknown)
@@ -127,8 +128,8 @@ class TorchNames:
                         " on torch, x.copy() on mxnet.")
 
     def _named(self, buffers: bool) -> Iterator[tuple[str, Any]]:
-        first = self.of_engine()[0]
-        return ((name, first.array(p.number)) for name, p in zip(
+        self.check_complete()
+        return ((name, p.data()) for name, p in zip(
             self.network.own_names(), self.all_parameters(), strict=True)
             if (p.kind in BUFFERS) is buffers)
 

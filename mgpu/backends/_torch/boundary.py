@@ -34,6 +34,8 @@ class DeviceGraph:
     roots : list of Tensor
     names : list of str or None
         Of the roots that forward left in an attribute: its name.
+    connected : bool
+        It is one with those of the other devices, by joint statistics.
     retained : bool
         A part of another graph, which runs later: it is not freed.
     running : bool
@@ -43,6 +45,7 @@ class DeviceGraph:
     leaves: dict[int, torch.Tensor]
     roots: list[torch.Tensor]
     names: list[str | None] = field(default_factory=list)
+    connected: bool = False
     retained: bool = False
     running: bool = False
 
@@ -78,16 +81,13 @@ class Joint:
     one_call : bool
         Run all devices in one call of autograd: on GPUs, where autograd has a
         thread for each device and threads of ours would wait for it.
-    connected : bool
-        The devices' graphs are one, by joint statistics: one call too.
     locked : callable
         Gives a block in which no pass writes to the devices' copies.
     """
 
-    def __init__(self, run: Runner, one_call: bool, connected: bool,
+    def __init__(self, run: Runner, one_call: bool,
                  locked: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.run, self.one_call = run, one_call or connected
-        self.connected, self.locked = connected, locked
+        self.run, self.one_call, self.locked = run, one_call, locked
 
     def connect(self, graphs: Mapping[int, DeviceGraph],
                 sources: Sequence[torch.Tensor]
@@ -130,7 +130,7 @@ class Joint:
         for graph, *_ in work.values():
             graph.running = True
         try:
-            if self.one_call:
+            if self.one_call or any(g.connected for g, *_ in work.values()):
                 pairs = [pair for graph, heads, _ in work.values()
                          for pair in _pairs(graph, heads)]
                 torch.autograd.backward(
@@ -160,7 +160,7 @@ class Joint:
         RuntimeError
             Graphs that are connected.
         """
-        if self.connected:
+        if any(graph.connected for graph, *_ in work.values()):
             raise RuntimeError("batch_norm='sync' has no second derivatives. "
                                "Use batch_norm='per_device'.")
         inputs = Sources(sources)

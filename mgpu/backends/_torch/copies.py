@@ -23,7 +23,6 @@ from mgpu.backends._torch.boundary import (Alias, DeviceGraph, Joint, Runner,
                                            Sources)
 from mgpu.backends._torch.graph import leaves_of
 from mgpu.backends._torch.names import NORMS
-from mgpu.backends._torch.sync_batch_norm import Mean, synchronize
 from mgpu.backends._torch.tree import Tree, plain_network, redirect, version
 from mgpu.backends._workers import inside_worker
 from mgpu.backends.base import STATISTICS
@@ -85,8 +84,10 @@ class Meaning:
     #: whether each device has running statistics of its own
     own_statistics = False
 
-    def begin(self) -> None:
-        """A pass begins."""
+    def begin(self, active: Sequence[int]) -> Runner | None:
+        """A pass of these devices begins. Returns how they are run where they
+        wait for each other."""
+        return None
 
     def dress(self, i: int, net: nn.Module) -> None:
         """Change the copy of device `i` before its pass."""
@@ -117,20 +118,13 @@ class DeviceCopies:
         The first one is the network's.
     run : Runner
         Calls thunks, number i for device i, and waits for all of them.
-    synchronize : callable, optional
-        ``synchronize(active)`` gives, for one pass, the joint means of
-        `sync_batch_norm.synchronize` and a Runner whose thunks may wait for
-        each other.
     meaning : Meaning, optional
     """
 
     def __init__(self, net: nn.Module, devices: Sequence[torch.device],
-                 run: Runner, synchronize: Callable[[Sequence[int]], tuple[
-                     Mean, Runner]] | None = None,
-                 meaning: Meaning | None = None) -> None:
+                 run: Runner, meaning: Meaning | None = None) -> None:
         self.net, self.devices = plain_network(net), list(devices)
-        self._run, self._synchronize = run, synchronize
-        self._meaning = meaning or Meaning()
+        self._run, self._meaning = run, meaning or Meaning()
         self._lock = threading.RLock()
         self._arrays: list[dict[int, _Held]] = [{} for _ in devices]
         #: running statistics that are a device's own
@@ -143,7 +137,7 @@ class DeviceCopies:
         self._last: list[tuple[list[Any], weakref.ref[DeviceGraph]]] = []
         self._joint = Joint(
             self._backward, any(d.type != "cpu" for d in devices),
-            synchronize is not None, lambda: self._lock)
+            lambda: self._lock)
 
     def takes_one_device(self) -> bool:
         """Whether the network itself must be called: the caller allows one
@@ -456,7 +450,7 @@ class DeviceCopies:
         recorded = torch.is_grad_enabled() \
             and not torch.is_inference_mode_enabled()
         plain = active == [0]       # no boundary: the network's own leaves
-        self._meaning.begin()
+        together = self._meaning.begin(active)
         with torch.inference_mode(False), torch.no_grad():
             tree, sources = Tree(self.net), Sources()
             copies = {i: self._copy(i, tree, sources, batch, plain=plain)
@@ -471,34 +465,17 @@ class DeviceCopies:
             args, kwargs = calls[i]
             return self._meaning.call(i, copies[i].net, args, kwargs)
         thunks = {i: functools.partial(forward, i) for i in active}
-        if self._synchronize is None or not self.net.training:
-            results = self._forward(thunks, tree.key)
-        else:
-            results = self._together(thunks, copies)
+        results = self._forward(thunks, tree.key) if together is None \
+            else _meeting(together, list(thunks.values()))
         outputs = dict(zip(active, results, strict=True))
         changes = {i: self._changes(tree, copies[i]) for i in active}
         if recorded and not plain:
-            self._join(tree, sources, copies, outputs, changes)
+            self._join(tree, sources, copies, outputs, changes,
+                       together is not None)
         self._commit(changes, batch)
         with torch.inference_mode(False), torch.no_grad():
             self._commit_buffers(tree, copies)
         return outputs
-
-    def _together(self, thunks: dict[int, Any], copies: dict[int, _Copy]
-                  ) -> list[Any]:
-        """The passes of devices that wait for each other."""
-        assert self._synchronize is not None
-        mean, run = self._synchronize(list(thunks))
-        for i in thunks:
-            synchronize(copies[i].net, i, mean)
-        before = _streams(True)
-        results = run(list(thunks.values()))
-        if before != _streams(True):
-            raise NotImplementedError(
-                "DataParallel does not support batch_norm='sync' in a "
-                "network that draws random numbers in forward. Use "
-                "mgpu.initialize.")
-        return results
 
     def _forward(self, thunks: dict[int, Any], key: Any) -> list[Any]:
         """At the same time, unless the devices draw from one stream: then in
@@ -529,7 +506,8 @@ class DeviceCopies:
         return results
 
     def _join(self, tree: Tree, sources: Sources, copies: dict[int, _Copy],
-              outputs: dict[int, Any], changes: dict[int, _Changes]) -> None:
+              outputs: dict[int, Any], changes: dict[int, _Changes],
+              connected: bool) -> None:
         """Connect outputs and attributes with the network's own tensors."""
         graphs = {}
         for i, output in outputs.items():
@@ -539,7 +517,7 @@ class DeviceCopies:
                 more = _recorded(x)
                 roots += more
                 names += [f"{type(module).__name__}.{name}"] * len(more)
-            graphs[i] = DeviceGraph(copies[i].leaves, roots, names)
+            graphs[i] = DeviceGraph(copies[i].leaves, roots, names, connected)
         if self._checked != tree.key:
             self._check_references(graphs, tree)
         inputs = list(sources)
@@ -581,6 +559,18 @@ class DeviceCopies:
                     f"{last}, through a global variable or an object. Use it "
                     "as an attribute of the module.")
         self._checked = tree.key
+
+
+def _meeting(run: Runner, thunks: list[Any]) -> list[Any]:
+    """Run passes that wait for each other."""
+    before = _streams(True)
+    results = run(thunks)
+    if before != _streams(True):
+        raise NotImplementedError(
+            "batch_norm='sync' is not supported in a network whose forward "
+            "draws from torch's, NumPy's or Python's default stream. Use "
+            "nn.Dropout with mgpu.initialize, or batch_norm='per_device'.")
+    return results
 
 
 def _is_valid(one: _Held, x: Any, batch: Batch | None) -> bool:

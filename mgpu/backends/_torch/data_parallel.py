@@ -8,6 +8,7 @@ from torch import nn
 
 from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import DeviceCopies
+from mgpu.backends._torch.sync_batch_norm import Synchronized
 from mgpu.backends.wrapper import Wrapper, delegate
 
 
@@ -66,7 +67,8 @@ class DataParallel(Wrapper, nn.Module):
         self.__dict__.update(
             {name: vars(net)[name] for name in (
                 "_parameters", "_buffers", "_modules")},
-            _copies=DeviceCopies(net, devices, run, synchronize),
+            _copies=DeviceCopies(net, devices, run, synchronize and
+                                 Synchronized(net, synchronize)),
             _split=split, _remake=remake)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

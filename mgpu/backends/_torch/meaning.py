@@ -22,6 +22,7 @@ from mgpu.backends._torch.arithmetic import (BATCH_NORMS, DROPOUTS,
                                              dropout_forward,
                                              gluon_batch_norm, masked_forward,
                                              takes_masks)
+from mgpu.backends._torch.boundary import Runner
 from mgpu.backends._torch.copies import Meaning
 from mgpu.backends._torch.float32 import AsMXNet
 from mgpu.backends._torch.graph import recomputing
@@ -60,10 +61,11 @@ class GluonMeaning(Meaning):
         return backend.is_training() and backend.is_recording() \
             and self._network.normalise is None
 
-    def begin(self) -> None:
+    def begin(self, active: Sequence[int]) -> Runner | None:
         self._modes = _modes(self._network.net,
                              self._network.backend.is_training())
         self._between, self._passes = {}, {}
+        return self._network.runner
 
     def allocated(self, i: int, arrays: Sequence[torch.Tensor]) -> None:
         strict.place(arrays, self._devices[i])

@@ -364,10 +364,7 @@ class TorchNetwork(base.Network):
                         for _, m, name, _ in walk(self.net, of)]
         self._copies = DeviceCopies(
             self.net, [self.backend.handle(d) for d in devices],
-            self._run, meaning=meaning)
-
-    def _run(self, thunks: Sequence[Any]) -> list[Any]:
-        return (self.runner or self.backend.run)(thunks)
+            self.backend.run, meaning=meaning)
 
     def array(self, number: int) -> Any:
         if not self._owners:
