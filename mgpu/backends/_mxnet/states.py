@@ -70,11 +70,13 @@ class DeviceStates:
                 values = {i: batch.split_like(
                     now, values.get(i, like), start, stop, self._contexts[i])
                     for i, (start, stop) in zip(active, bounds, strict=True)}
+                self._states[place] = _State(
+                    state.block, now, _content(now), values, bounds)
             elif not any(map(is_recorded, containers.arrays_in(
                     now, is_array))):       # the user may have cut it off
                 values = {i: containers.replace(
-                    x, is_array, lambda a: a.detach())
-                    for i, x in values.items()}
+                    x, is_array, lambda a: a.detach() if is_recorded(a)
+                    else a) for i, x in values.items()}
             for i in found.keys() & values.keys():
                 found[i][place] = values[i]
         return found
