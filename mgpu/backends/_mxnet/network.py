@@ -33,7 +33,6 @@ class MXNetNetwork(NetworkLayers):
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
         self._devices: list[Any] = []       # of `place`
-        self._deferred: list[Any] = []      # where Gluon has made the arrays
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
         self._statistics = DeviceStatistics([], [])
@@ -159,7 +158,6 @@ class MXNetNetwork(NetworkLayers):
             raise
 
     def infer_shapes(self, inputs, device) -> None:
-        self._deferred = []
         inputs = self.in_order(*base.apart(inputs))
         context = self.backend.handle(device)
         view = view_of(self.net)
@@ -301,7 +299,6 @@ class MXNetNetwork(NetworkLayers):
             for number, draw in draws.items():
                 self.entries[number][1].initialize(
                     _Drawn(draw), contexts, force_reinit=True)
-        self._deferred = contexts
         return True
 
     def check(self, dtype, devices) -> None:
