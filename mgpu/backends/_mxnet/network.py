@@ -33,7 +33,6 @@ class MXNetNetwork(NetworkLayers):
     def __init__(self, backend: Any, net: Any):
         super().__init__(backend, net)
         self._devices: list[Any] = []       # of `place`
-        self._deferred: list[Any] = []      # where Gluon has made the arrays
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
         self._statistics = DeviceStatistics([], [])
@@ -132,6 +131,8 @@ class MXNetNetwork(NetworkLayers):
             value = value_of(p)
             if value is not None and contexts == p.list_ctx() \
                     and is_np(value) == mx.util.is_np_array():
+                if p.grad_req != "null" and value.grad is None:
+                    p._init_grad()      # copy.deepcopy leaves it out
                 continue
             if value is not None:       # maybe of the other family
                 value = value.as_np_ndarray() if mx.util.is_np_array() \
@@ -157,7 +158,6 @@ class MXNetNetwork(NetworkLayers):
             raise
 
     def infer_shapes(self, inputs, device) -> None:
-        self._deferred = []
         inputs = self.in_order(*base.apart(inputs))
         context = self.backend.handle(device)
         view = view_of(self.net)
@@ -299,7 +299,6 @@ class MXNetNetwork(NetworkLayers):
             for number, draw in draws.items():
                 self.entries[number][1].initialize(
                     _Drawn(draw), contexts, force_reinit=True)
-        self._deferred = contexts
         return True
 
     def check(self, dtype, devices) -> None:
