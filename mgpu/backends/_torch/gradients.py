@@ -1,13 +1,15 @@
 """Gradients of leaves: whether a backward pass overwrites them or adds to
 them, and which of them a step has used."""
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import call
 from typing import Any
 
 import torch
 
 from mgpu.backends import messages
-from mgpu.backends._torch.graph import leaves_of, total
+from mgpu.backends._torch.graph import hides_leaves, leaves_of, total
 from mgpu.backends._torch.ops import name_of_dtype
 from mgpu.backends._torch.weak import WeakTable
 
@@ -29,9 +31,16 @@ class _State:
     request: str = "write"
     fresh: bool = False
     hook: Any = None
+    _last: tuple[Any, int] | None = None    # gradient, version
 
-    def written(self, _: Any) -> None:
-        self.fresh = True
+    def written(self, x: torch.Tensor) -> None:
+        """torch has reached the leaf `x`, perhaps without a gradient."""
+        if x.grad is None:
+            return
+        last, self._last = self._last, (weakref.ref(x.grad), x.grad._version)
+        if last is None or last[0]() is not x.grad \
+                or last[1] != x.grad._version:
+            self.fresh = True
 
 
 class Gradients:
@@ -94,19 +103,28 @@ class Gradients:
         if not all(loss.requires_grad for loss in losses):
             raise messages.not_recorded()
         totals = [total(loss) for loss in losses]
+        leaves = list(leaves_of(*losses))
+        if hides_leaves(*losses):
+            leaves = [x for x in map(call, self._states.references())
+                      if x is not None]
+        # In a thread that no signal interrupts: a pass ends, or has left
+        # nothing.
+        self.uninterrupted(lambda: self._overwrite(totals, leaves))
+
+    def _overwrite(self, totals: Sequence[Any], leaves: Sequence[Any]
+                   ) -> None:
+        """A backward pass that forgets the old gradients of the `leaves` that
+        it reaches, where their request is "write"."""
         before = []
-        for x in leaves_of(*losses):
+        for x in leaves:
             known = self._states.get(id(x))
             if known is not None and known.request == "write" \
                     and x.grad is not None:
                 before.append((x, x.grad))
-        for x, _ in before:
-            x.grad = None
+                x.grad = None
         done = False
         try:
-            # In a thread that no signal interrupts: a pass ends, or has left
-            # nothing.
-            self.uninterrupted(lambda: torch.autograd.backward(totals))
+            torch.autograd.backward(totals)
             done = True
         finally:
             for x, gradient in before:

@@ -24,6 +24,13 @@ def leaves_of(*losses: Any) -> Iterator[Any]:
             yield node.variable
 
 
+def hides_leaves(*losses: Any) -> bool:
+    """Whether the graphs hold reentrant checkpoints, which hide what is
+    inside them."""
+    return any(type(node).__name__ == "CheckpointFunctionBackward"
+               for node in _nodes(*losses))
+
+
 def total(loss: Any) -> Any:
     """The sum of a loss, from which a backward pass starts."""
     # Not backward(loss, ones): torch imports SymPy to look at the ones, and
