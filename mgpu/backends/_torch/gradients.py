@@ -3,7 +3,6 @@ them, and which of them a step has used."""
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import call
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ class _State:
 
     Attributes
     ----------
+    tensor : weak reference
     request : str
         Its grad_req, where it requires a gradient.
     fresh : bool
@@ -28,6 +28,7 @@ class _State:
         The handle of the hook that tells so; None where there is none.
     """
 
+    tensor: Any
     request: str = "write"
     fresh: bool = False
     hook: Any = None
@@ -52,7 +53,7 @@ class Gradients:
     def _state(self, x: torch.Tensor) -> _State:
         found = self._states.get(id(x))
         if found is None:
-            found = _State()
+            found = _State(weakref.ref(x))
             self._states.put(id(x), torch._C._WeakTensorRef(x), found)
         if found.hook is None and x.requires_grad and x.is_leaf:
             found.hook = x.register_post_accumulate_grad_hook(found.written)
@@ -105,8 +106,8 @@ class Gradients:
         totals = [total(loss) for loss in losses]
         leaves = list(leaves_of(*losses))
         if hides_leaves(*losses):
-            leaves = [x for x in map(call, self._states.references())
-                      if x is not None]
+            leaves = [x for state in self._states.values()
+                      if (x := state.tensor()) is not None]
         # In a thread that no signal interrupts: a pass ends, or has left
         # nothing.
         self.uninterrupted(lambda: self._overwrite(totals, leaves))
