@@ -326,7 +326,7 @@ class MXNetNetwork(NetworkLayers):
         self._contexts = [self.backend.handle(d) for d in devices]
         self._allocate(self._contexts[:1])
         self._mend_frozen()
-        for _, p, _ in self.entries:
+        for _, p, _ in () if self._deferred else self.entries:
             for x in all_stored(p):
                 if x.grad is not None:
                     self.backend.mark_used(x)
