@@ -36,6 +36,7 @@ class MXNetNetwork(NetworkLayers):
         self._deferred: list[Any] = []      # where Gluon has made the arrays
         self._options = base.Options()
         self._copies = ContextCopies(net, [])
+        self._requests: list[str] = []      # in the last pass
         self._statistics = DeviceStatistics([], [])
         blocks = [block for _, block in named_blocks(net)]
         self._named = named_parameters(net)
@@ -131,7 +132,8 @@ class MXNetNetwork(NetworkLayers):
         for _, p, _ in self.entries:
             value = value_of(p)
             if value is not None and contexts == p.list_ctx() \
-                    and is_np(value) == mx.util.is_np_array():
+                    and is_np(value) == mx.util.is_np_array() \
+                    and (p.grad_req == "null" or value.grad is not None):
                 continue
             if value is not None:       # maybe of the other family
                 value = value.as_np_ndarray() if mx.util.is_np_array() \
@@ -377,6 +379,10 @@ class MXNetNetwork(NetworkLayers):
 
     def run(self, calls: Mapping[int, Call], batch: Batch) -> dict[int, Any]:
         self._check_layers()
+        requests = [p.grad_req for _, p, _ in self.entries]
+        if requests != self._requests:
+            self._requests = requests
+            self._mend_frozen()
         inputs = {i: self._inputs(call) for i, call in calls.items()}
         for i, (own, _) in inputs.items():
             self.backend.check_inputs(own, self._devices[i])
